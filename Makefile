@@ -1,0 +1,69 @@
+# One command a job. `make` alone lists them; every variable below can be given on the command line.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+GPUS ?= 1
+NNODES ?= 1
+NODE_RANK ?= 0
+MASTER_ADDR ?= 127.0.0.1
+DEVICE ?=
+CONFIG ?=
+DATASET ?=
+ARGS ?=
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR)
+FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
+PREPARED := $(foreach name,shakespeare_char shakespeare,nanoGPT/data/$(name)/meta.json)
+
+.PHONY: help setup data baseline phase1 phase2 phase3 sample test lint notebooks diff3 bench clean
+
+help:  ## list the commands
+	@echo "make COMMAND [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
+	@echo "several nodes: the same command on each, with NNODES=2 NODE_RANK=0 MASTER_ADDR=host"
+	@echo
+	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+.venv/.core: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing into .venv, once: about two minutes."
+	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/.dev: .venv/.core
+	@echo "Installing what the tests and notebooks need into .venv, once."
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+nanoGPT/data/%/meta.json: | .venv/.core
+	@$(PY) nanoGPT/data/$*/prepare.py
+
+setup: .venv/.core  ## make .venv and install the project into it
+data: $(PREPARED) $(if $(DATASET),nanoGPT/data/$(DATASET)/meta.json)  ## prepare Shakespeare, as characters and as GPT-2 tokens, and DATASET
+baseline: .venv/.core data  ## train the baseline: one process, or DDP on GPUS ranks
+	@$(LAUNCH) nanoGPT/train.py $(FLAGS)
+phase1: .venv/.core data  ## the same with ZeRO-1: sharded optimizer state
+	@$(LAUNCH) phase1_zero1/train.py $(FLAGS)
+phase2: .venv/.core data  ## the same with Triton kernels
+	@$(LAUNCH) phase2_triton/train.py $(FLAGS)
+phase3: .venv/.core data  ## the same with FSDP: sharded parameters, gradients and optimizer state
+	@$(LAUNCH) phase3_fsdp/train.py $(FLAGS)
+sample: .venv/.core  ## text from the newest run under out/, or from ARGS=--out_dir=DIR
+	@$(PY) -m nanoGPT.sample $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
+test: .venv/.dev data  ## run the tests (DEVICE=cuda for those that need a GPU)
+	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
+lint: .venv/.dev  ## ruff and mypy
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
+notebooks: .venv/.dev data  ## run every notebook script and write the .ipynb beside it
+	@$(PY) -m workshop.notebooks $(ARGS)
+diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by hunk
+	@$(PY) -m workshop.diff phase3_fsdp
+bench: .venv/.core data  ## measure the cost of a training step against a bare loop
+	@$(PY) -m bench.step_overhead $(ARGS)
+clean:  ## delete caches; prepared data, .venv and out/ stay
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

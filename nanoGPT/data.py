@@ -1,0 +1,225 @@
+"""Tokens on disk, and the batches that are read from them.
+
+A dataset is a directory with `meta.json` (dtype, token counts, sha256, tokenizer) beside headerless `.bin` files of
+little-endian token ids, the same files that nanoGPT reads. A batch is a pure function of (seed, step, micro-batch):
+no loader has a state, so there is none to save, and a resumed run reads what the uninterrupted one would have read.
+"""
+
+import difflib
+import hashlib
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from nanoGPT.config import PACKAGE, ConfigError
+
+DATA = PACKAGE / "data"
+DOWNLOADS = DATA / ".downloads"
+HASH_UP_TO = 64 << 20  # bytes: files up to this size are hashed whenever they are opened
+TRAIN, EVALUATE = 0, 1  # the first word of a batch's key
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class CharTokenizer:
+    """One id a character. Encoding a character that the training text did not have is a ConfigError."""
+
+    def __init__(self, characters: str) -> None:
+        self.characters = characters
+        self.ids = {c: i for i, c in enumerate(characters)}
+
+    def encode(self, text: str) -> list[int]:
+        unknown = sorted(set(text) - set(self.ids))
+        if unknown:
+            raise ConfigError(f"the character {unknown[0]!r} is not in this model's vocabulary: {self.characters!r}")
+        return [self.ids[c] for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.characters[i] for i in ids if i < len(self.characters))
+
+
+class Gpt2Tokenizer:
+    """GPT-2's byte-pair encoding through tiktoken, from the vocabulary that `make data` fetched."""
+
+    def __init__(self) -> None:
+        import tiktoken
+
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(DOWNLOADS / "tiktoken"))
+        try:
+            self.bpe = tiktoken.get_encoding("gpt2")
+        except Exception as error:
+            raise ConfigError(f"GPT-2's vocabulary is not here ({type(error).__name__}): run `make data`") from None
+        self.end_of_text = self.bpe.eot_token
+
+    def encode(self, text: str) -> list[int]:
+        return self.bpe.encode(text, allowed_special={"<|endoftext|>"})
+
+    def decode(self, ids: list[int]) -> str:
+        return self.bpe.decode([i for i in ids if i < self.bpe.n_vocab])
+
+
+def load_tokenizer(identity: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that a `meta.json` or a checkpoint's manifest names."""
+    if identity["name"] == "char":
+        return CharTokenizer(identity["characters"])
+    if identity["name"] == "gpt2":
+        return Gpt2Tokenizer()
+    raise ConfigError(f"the tokenizer {identity['name']!r} is not known here: char and gpt2 are")
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_dataset(name: str) -> Path:
+    """The directory of a prepared dataset: under nanoGPT/data, or a path to one.
+
+    Raises:
+        ConfigError: it does not exist, or is not prepared; names the command that prepares it.
+    """
+    folder = DATA / name
+    if not folder.is_dir() and (Path(name) / "meta.json").is_file():
+        folder = Path(name)
+    if (folder / "meta.json").is_file():
+        return folder
+    if (folder / "prepare.py").is_file():
+        raise ConfigError(f"dataset {name} is not prepared: run `make data DATASET={name}`")
+    known = sorted({p.parent.name for pattern in ("*/prepare.py", "*/meta.json") for p in DATA.glob(pattern)})
+    close = difflib.get_close_matches(name, known, n=1)
+    raise ConfigError(
+        f"there is no dataset {name}" + (f"; did you mean {close[0]}?" if close else f" (known: {', '.join(known)})")
+    )
+
+
+@dataclass(frozen=True)
+class Split:
+    """The files of one split and, for each, how many windows of block_size + 1 tokens start in it."""
+
+    paths: list[Path]
+    tokens: int
+    ends: np.ndarray  # cumulative number of window starts, one entry a file
+
+    @property
+    def starts(self) -> int:
+        return int(self.ends[-1])
+
+
+def open_split(folder: Path, name: str, meta: dict[str, Any], block_size: int) -> Split:
+    """Check a split's files against `meta.json`, by size and, up to `HASH_UP_TO` bytes, by sha256."""
+    itemsize = np.dtype(meta["dtype"]).itemsize
+    again = f"prepare it again with `rm {folder}/meta.json && make data DATASET={folder.name}`"
+    files = meta["splits"][name]
+    for file in files:
+        path = folder / file["name"]
+        size = path.stat().st_size if path.is_file() else -1
+        if size != file["tokens"] * itemsize:
+            found = "is missing" if size < 0 else f"has {size:,} bytes where {file['tokens'] * itemsize:,} were written"
+            raise ConfigError(f"{path} {found}: {again}")
+        if size <= HASH_UP_TO and sha256_of(path) != file["sha256"]:
+            raise ConfigError(f"{path} is not the file that was prepared (its sha256 differs): {again}")
+    starts = [max(0, file["tokens"] - block_size) for file in files]
+    tokens = sum(file["tokens"] for file in files)
+    if not sum(starts):
+        longest = max(file["tokens"] for file in files) - 1
+        raise ConfigError(
+            f"--block_size={block_size} is longer than the {name} split of {folder.name} ({tokens:,} tokens): "
+            f"use --block_size={longest} or less"
+        )
+    return Split([folder / file["name"] for file in files], tokens, np.cumsum(starts))
+
+
+class TokenData:
+    """Batches from a prepared dataset.
+
+    Args:
+        dataset: name under nanoGPT/data, or a path.
+        block_size: T, tokens per sequence.
+        batch_size: B, sequences per micro-batch.
+        seed: with the key, decides what a batch holds.
+
+    Raises:
+        ConfigError: not prepared, damaged, or shorter than a sequence.
+    """
+
+    def __init__(self, dataset: str, block_size: int, batch_size: int, seed: int) -> None:
+        folder = find_dataset(dataset)
+        try:
+            self.meta = json.loads((folder / "meta.json").read_text())
+            self.tokenizer = self.meta["tokenizer"]
+            self.dtype = np.dtype(self.meta["dtype"])
+            self.splits = {name: open_split(folder, name, self.meta, block_size) for name in ("train", "val")}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{folder}/meta.json cannot be read ({type(error).__name__}: {error}): delete it and prepare again"
+            ) from None
+        self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint records of its data: every file's sha256, and the tokenizer."""
+        files = {f["name"]: f["sha256"] for split in self.meta["splits"].values() for f in split}
+        return {"tokenizer": self.tokenizer, "files": files}
+
+    def batch(self, split: str, purpose: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read one micro-batch.
+
+        Args:
+            split: "train" or "val".
+            purpose: `TRAIN` or `EVALUATE`; with step and micro_batch it is the key of a counter-based generator.
+            step: optimizer step; 0 for evaluations, which read the same batches each time.
+            micro_batch: index within the step, counted over all ranks.
+
+        Returns:
+            x, y: int64 token ids, both (B, T); y is x one token later.
+
+        Raises:
+            ConfigError: a token id beyond the tokenizer's vocabulary.
+        """
+        source = self.splits[split]
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, 0], counter=[0, purpose, step, micro_batch]))
+        starts = generator.integers(source.starts, size=self.batch_size)
+        which = np.searchsorted(source.ends, starts, side="right")
+        first = np.concatenate(([0], source.ends[:-1]))[which]
+        rows = np.empty((self.batch_size, self.block_size + 1), dtype=np.int64)
+        for i in set(which.tolist()):
+            mine = which == i
+            rows[mine] = read_windows(source.paths[i], self.dtype, (starts - first)[mine], self.block_size + 1)
+        if rows.max() >= self.tokenizer["vocab_size"]:
+            raise ConfigError(
+                f"{source.paths[0].parent} holds token id {rows.max()}, beyond its vocabulary of "
+                f"{self.tokenizer['vocab_size']}: prepare the dataset again",
+                on_one_rank=True,
+            )
+        tokens = torch.from_numpy(rows)  # (B, T + 1)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def read_windows(path: Path, dtype: np.dtype, starts: np.ndarray, length: int) -> np.ndarray:
+    """Read `length` tokens at each start, (len(starts), length).
+
+    The file is mapped anew each time: pages that a lasting map has touched would stay in the process's memory.
+    """
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        tokens = np.frombuffer(pages, dtype=dtype)
+        windows = tokens[starts[:, None] + np.arange(length)]
+        del tokens  # it borrows the map, which closes here
+    return windows
+
+
+def to_device(batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move a batch; to a GPU through pinned memory, without waiting."""
+    x, y = batch
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+    return x.to(device), y.to(device)

@@ -1,0 +1,25 @@
+"""Shakespeare's plays as GPT-2 tokens.
+
+python nanoGPT/data/shakespeare/prepare.py
+python nanoGPT/data/shakespeare/prepare.py --input=my.txt    # one's own text, as dataset my
+"""
+
+import sys
+
+import tyro
+
+from nanoGPT.prepare import one_sentence, prepare_text
+
+
+def main(input: str | None = None) -> None:
+    """Prepare Shakespeare, or one's own text.
+
+    Args:
+        input: path of a UTF-8 text file; its dataset is named after it.
+    """
+    with one_sentence():
+        prepare_text("shakespeare", input, tokenizer="gpt2")
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))

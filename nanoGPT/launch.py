@@ -1,0 +1,222 @@
+"""Start a trainer on one or several ranks, and end with one sentence and its exit code.
+
+    python -m nanoGPT.launch --gpus=4 nanoGPT/train.py --dropout=0.2
+    python -m nanoGPT.launch --gpus=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 phase3_fsdp/train.py    # and 1
+
+`make baseline` and its like call this. The configuration is checked before any rank starts; ranks are started and
+watched by torch's elastic agent, as torchrun does; SIGTERM and SIGINT are passed on to them; at the end the newest
+checkpoint writes a few lines of text. `torchrun` on the same train.py works too, without these services.
+"""
+
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import tyro
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from nanoGPT.config import ConfigError, TrainConfig, parse
+from nanoGPT.runtime import preflight
+
+
+@dataclass
+class Place:
+    """Which ranks this machine runs."""
+
+    gpus: int = 1
+    """ranks on this machine: one a GPU, or that many processes on a CPU"""
+    nnodes: int = 1
+    """machines"""
+    node_rank: int = 0
+    """this machine, from 0"""
+    master_addr: str = "127.0.0.1"
+    """address of machine 0"""
+
+
+def split_words(words: list[str]) -> tuple[list[str], Path, list[str]]:
+    """The launcher's words, the trainer, and the trainer's words."""
+    for i, word in enumerate(words):
+        if not word.startswith("-"):
+            return words[:i], Path(word), words[i + 1 :]
+    raise ConfigError("name the trainer to start, such as nanoGPT/train.py")
+
+
+def check_place(place: Place) -> None:
+    if place.gpus < 1 or place.nnodes < 1 or not 0 <= place.node_rank < place.nnodes:
+        raise ConfigError(
+            f"GPUS={place.gpus} NNODES={place.nnodes} NODE_RANK={place.node_rank} cannot be: "
+            "GPUS and NNODES are at least 1, NODE_RANK from 0 to NNODES - 1"
+        )
+    if place.nnodes > 1 and place.node_rank == 0:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", master_port()))
+            except OSError:
+                raise ConfigError(
+                    f"port {master_port()} is in use on this machine: set MASTER_PORT to a free one"
+                ) from None
+
+
+def master_port() -> int:
+    port = os.environ.get("MASTER_PORT", "29500")
+    if not port.isdigit():
+        raise ConfigError(f"MASTER_PORT={port} is no port: give a number, the same on every node")
+    return int(port)
+
+
+def load_trainer(path: Path) -> ModuleType:
+    """Import a train.py by its package name, for its `Config`."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: this version has no trainer there yet")
+    spec = importlib.util.find_spec(f"{path.resolve().parent.name}.train")
+    if spec is None or spec.origin is None or not os.path.samefile(spec.origin, path):
+        raise ConfigError(f"{path} is no trainer of this repository: give nanoGPT/train.py or a phase's")
+    return importlib.import_module(spec.name)
+
+
+def choose_out_dir(config: TrainConfig, words: list[str], trainer: Path, place: Place) -> list[str]:
+    """A new directory under out/ for a run that names none; several nodes agree on a name without talking."""
+    if config.out_dir != "out":
+        return words
+    name = trainer.resolve().parent.name
+    if place.nnodes > 1:
+        return [*words, f"--out_dir=out/{name}-{place.nnodes}nodes"]
+    for count in range(1000):
+        out_dir = Path("out") / (time.strftime(f"{name}-%Y%m%d-%H%M%S") + (f"-{count}" if count else ""))
+        try:
+            out_dir.mkdir(parents=True)
+            return [*words, f"--out_dir={out_dir}"]
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"{out_dir} cannot be made ({error.strerror}): give an --out_dir of yours") from None
+    raise ConfigError("no free name under out/: give an --out_dir")
+
+
+def children() -> list[int]:
+    """Processes that this one started."""
+    tasks = Path("/proc/self/task")
+    if tasks.is_dir():
+        return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    done = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True)
+    return [int(pid) for pid in done.stdout.split()]
+
+
+def pass_on(number: int, _frame: object) -> None:
+    """Hand a signal to the ranks, which save and end by themselves."""
+    for pid in children():
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank whose failure the others only followed: one killed by a signal, else the first with a reason of its own."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
+        _, failure = item
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+        follower = any(word in failure.message for word in ("Connection", "Broken pipe", "Signal 15", "timed out"))
+        return (0 if killed else 2 if follower else 1), failure.timestamp
+
+    return min(failures.items(), key=order)
+
+
+def explain(failure: ProcessFailure) -> tuple[int, str]:
+    """A failure's exit code, as a shell would give it, and its reason."""
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return (
+            128 - failure.exitcode,
+            f"it was killed by {name}; resume from the last checkpoint with --init_from=resume",
+        )
+    return failure.exitcode, failure.message
+
+
+def run_ranks(place: Place, command: list[str]) -> int:
+    """Start this machine's ranks, wait for them, and return the exit code of the job."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ["NANOGPT_LAUNCHER"] = str(os.getpid())
+    if place.nnodes > 1:
+        rendezvous = {"rdzv_backend": "static", "rdzv_endpoint": f"{place.master_addr}:{master_port()}"}
+        options = {"rank": place.node_rank}
+    else:
+        rendezvous, options = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}, {}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launch = LaunchConfig(
+        min_nodes=place.nnodes,
+        max_nodes=place.nnodes,
+        nproc_per_node=place.gpus,
+        run_id=f"nanogpt-{os.getpid()}" if place.nnodes == 1 else "nanogpt",
+        rdzv_configs=options,
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="SIGQUIT",
+        local_addr="127.0.0.1" if place.nnodes == 1 else None,
+        **rendezvous,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    try:
+        elastic_launch(launch, sys.executable)(*command)
+        return 0
+    except ChildFailedError as error:
+        rank, failure = root_cause(error.failures)
+        code, reason = explain(failure)
+        print(f"error: rank {rank}: {reason}", file=sys.stderr)
+        return code
+
+
+def show_sample(out_dir: str) -> None:
+    """A few lines of text from what was just trained."""
+    from nanoGPT import sample
+
+    print(f"\nA sample from {out_dir} (more: make sample ARGS=--out_dir={out_dir}):\n", flush=True)
+    sample.main(sample.SampleConfig(out_dir=out_dir, num_samples=1, max_new_tokens=300, device="cpu"))
+
+
+def main(words: list[str]) -> int:
+    try:
+        launcher_words, trainer, words = split_words(words)
+        place = tyro.cli(Place, args=launcher_words, use_underscores=True, config=(tyro.conf.FlagConversionOff,))
+        check_place(place)
+        module = load_trainer(trainer)
+        config = parse(module.Config, words, trainer)
+        words = choose_out_dir(config, words, trainer, place)
+        config = parse(module.Config, words, trainer)
+        preflight(config, place.gpus * place.nnodes, place.gpus)
+        command = [str(trainer), *words]
+        if place.gpus * place.nnodes == 1:  # one rank needs no launcher
+            code = run_alone(command)
+        else:
+            code = run_ranks(place, command)
+        if code == 0 and place.node_rank == 0:
+            show_sample(config.out_dir)
+        return code
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run_alone(command: list[str]) -> int:
+    """Run the trainer as one process that gets this one's signals."""
+    process = subprocess.Popen([sys.executable, *command])
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the trainer too
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

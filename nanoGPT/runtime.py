@@ -1,0 +1,304 @@
+"""Where a run runs: its ranks, device, precision and signals; and how it ends.
+
+A rank is one process. Started by torchrun or `nanoGPT.launch` it finds its place in the environment; started alone it
+is rank 0 of 1. Every run has a process group, also with one rank, so that no code asks whether there is one.
+
+Exit codes: 0 done, or saved after SIGTERM or SIGINT; 2 a request that cannot be carried out; 3 a loss that is not
+finite; 1 anything else.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanoGPT.checkpoint import SaveError, check_out_dir
+from nanoGPT.config import ConfigError, TrainConfig, nearest, parse, validate
+from nanoGPT.data import TokenData
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+class NonFiniteLoss(Exception):
+    """The loss or the gradient norm is not finite; every rank sees the same value at the same step. Exit code 3."""
+
+
+@dataclass
+class Runtime:
+    """This rank's place in the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    dtype: torch.dtype
+    reasons: dict[str, str] = field(default_factory=dict)  # why each automatic choice was made
+    stop_signal: str | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Matrix products in `dtype`; nothing in fp32."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def zeros(self) -> torch.Tensor:
+        """A scalar to sum losses in: fp64 wherever the device has it."""
+        return torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, in place. Collective."""
+        if self.world_size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Collective, over the CPU: no rank waits for its GPU."""
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's small picklable value, on every rank, in rank order. Collective."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        self.any(False)
+
+    def say(self, line: str) -> None:
+        """Print a line, on rank 0 only."""
+        if self.is_main:
+            print(line, flush=True)
+
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop, by SIGTERM or SIGINT. Collective; all ranks get the same answer."""
+        return self.any(self.stop_signal is not None)
+
+
+def pick_device(wanted: str, local_rank: int, local_world_size: int, world_size: int) -> tuple[torch.device, str]:
+    """Choose this rank's device and say why.
+
+    Raises:
+        ConfigError: the device is unknown or absent, or there are more ranks than GPUs.
+    """
+    kind, reason = wanted, "asked for"
+    if wanted == "auto":
+        if torch.cuda.is_available():
+            kind, reason = "cuda", f"found {torch.cuda.device_count()} GPU(s)"
+        elif torch.backends.mps.is_available() and world_size == 1:
+            kind, reason = "mps", "found Apple's GPU, for one process"
+        else:
+            kind, reason = "cpu", "found no GPU"
+    if kind not in ("cpu", "cuda", "mps"):
+        raise ConfigError(f"--device={wanted} is unknown: use auto, cpu, cuda or mps")
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("--device=cuda, but this machine has no GPU that torch can use: use --device=cpu")
+        gpus = torch.cuda.device_count()
+        if local_world_size > gpus:
+            raise ConfigError(
+                f"{local_world_size} ranks were asked for on a machine with {gpus} GPU(s): "
+                f"use GPUS={gpus}, or --device=cpu (DEVICE=cpu) to run the ranks on the CPU"
+            )
+        return torch.device("cuda", local_rank), reason
+    if kind == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
+        raise ConfigError("--device=mps runs one process on a Mac with Apple's GPU: use --device=cpu")
+    return torch.device(kind), reason
+
+
+def pick_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """Choose the dtype of the matrix products and say why.
+
+    Raises:
+        ConfigError: bfloat16 on a GPU without it.
+    """
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if wanted == "bfloat16" and not has_bf16:
+        raise ConfigError(f"--dtype=bfloat16, which {torch.cuda.get_device_name(device)} lacks: use --dtype=float16")
+    if wanted != "auto":
+        return DTYPES[wanted], "asked for"
+    if device.type != "cuda":
+        return torch.float32, f"a {device.type} device"
+    return (torch.bfloat16, "the GPU has it") if has_bf16 else (torch.float16, "the GPU has no bfloat16")
+
+
+def locate(config: TrainConfig) -> Runtime:
+    """This process's Runtime, from the environment that torchrun sets and from the configuration."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    device, why_device = pick_device(config.device, local_rank, local_world_size, world_size)
+    dtype, why_dtype = pick_dtype(config.dtype, device)
+    reasons = {"device": f"{device.type} ({why_device})", "dtype": f"{dtype} ({why_dtype})"}
+    return Runtime(rank, local_rank, world_size, local_world_size, device, dtype, reasons)
+
+
+def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> None:
+    """Refuse, before any process group starts, whatever can be known not to work.
+
+    Raises:
+        ConfigError: one sentence that says what to do.
+    """
+    validate(config, world_size)
+    device, _ = pick_device(config.device, 0, local_world_size, world_size)
+    pick_dtype(config.dtype, device)
+    if config.init_from not in ("scratch", "resume", *PRETRAINED) and not Path(config.init_from).is_dir():
+        close = nearest(config.init_from, ["scratch", "resume", *PRETRAINED])
+        raise ConfigError(
+            f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory{close}"
+        )
+    TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
+
+
+@contextlib.contextmanager
+def start(config: TrainConfig) -> Iterator[Runtime]:
+    """Check the configuration, join the process group, listen for signals; leave the group at the end."""
+    run = locate(config)
+    preflight(config, run.world_size, run.local_world_size)
+    if run.device.type == "cuda":
+        torch.cuda.set_device(run.device)
+    elif run.world_size > 1:
+        torch.set_num_threads(1)  # ranks share the cores
+    join_process_group(run)
+    listen_for_signals(run)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=end_with_launcher, args=(os.getppid(),), daemon=True).start()
+    run.say(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
+    yield run
+    dist.destroy_process_group()
+
+
+def join_process_group(run: Runtime) -> None:
+    """gloo for CPU tensors, NCCL for CUDA's; one rank alone needs no address."""
+    if run.local_world_size == run.world_size:
+        # On one machine gloo needs no more than the loopback, and must not depend on how its name resolves.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
+    timeout = datetime.timedelta(minutes=30)
+    if run.world_size == 1:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
+        return
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    except dist.DistNetworkError as error:
+        port = os.environ.get("MASTER_PORT")
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free one") from None
+        raise
+
+
+def listen_for_signals(run: Runtime) -> None:
+    """SIGTERM and SIGINT end the run after the step in progress; a SIGINT seconds later ends it at once."""
+    asked_at = 0.0
+
+    def ask(number: int, _frame: object) -> None:
+        nonlocal asked_at
+        if run.stop_signal and number == signal.SIGINT and time.monotonic() - asked_at > 2:
+            raise KeyboardInterrupt
+        if not run.stop_signal:
+            run.stop_signal, asked_at = signal.Signals(number).name, time.monotonic()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, ask)
+
+
+def end_with_launcher(launcher: int) -> None:
+    """End this rank when its launcher is gone: a SIGKILL of the launcher must not leave ranks behind."""
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def reseed(seed: int, step: int, micro_batch: int) -> None:
+    """Key torch's generators by the micro-batch, so that dropout follows it to whichever rank runs it."""
+    key = hashlib.blake2b(f"{seed}/{step}/{micro_batch}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(key, "big"))
+
+
+def check_finite(step: int, loss: float, norm: float, run: Runtime) -> None:
+    """Stop before a loss or gradient that is not finite reaches a checkpoint; in fp16 the scaler skips such gradients.
+
+    Raises:
+        NonFiniteLoss: on every rank at the same step, as all ranks see the same numbers.
+    """
+    if not math.isfinite(loss) or (not math.isfinite(norm) and run.dtype != torch.float16):
+        raise NonFiniteLoss(
+            f"step {step}: loss {loss}, gradient norm {norm}: not finite, so training stopped before it could be saved; "
+            "resume from the last checkpoint with a lower --learning_rate or --grad_clip"
+        )
+
+
+def main(train: Callable[[Any], None], config_class: type[TrainConfig], trainer: str) -> None:
+    """Run a trainer as a program: parse the command line, train, and exit with a sentence where something is wrong.
+
+    Args:
+        train: takes the configuration.
+        config_class: what the command line is parsed into.
+        trainer: its `__file__`; config files are looked up beside it.
+    """
+    try:
+        train(parse(config_class, sys.argv[1:], Path(trainer)))
+        code = 0
+    except ConfigError as error:
+        code = fail(2, str(error), alike_on_all_ranks=not error.on_one_rank)
+    except NonFiniteLoss as error:
+        code = fail(3, str(error), alike_on_all_ranks=True)
+    except SaveError as error:
+        code = fail(1, str(error), alike_on_all_ranks=True)
+    except KeyboardInterrupt:
+        code = fail(130, "interrupted before the step ended; the last checkpoint stands")
+    except Exception as error:
+        if "Connection closed by peer" not in str(error):
+            traceback.print_exc()
+        code = fail(1, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # other threads, and the process group after a failure, have nothing more to do
+
+
+def fail(code: int, message: str, alike_on_all_ranks: bool = False) -> int:
+    """Say why this rank ends, to the user and to the launcher; returns the exit code.
+
+    Of an error that all ranks meet alike, the first rank of each machine speaks; the others give it a second.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    if "NANOGPT_LAUNCHER" in os.environ:
+        return code  # the launcher speaks
+    rank, speaks = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
+    if not alike_on_all_ranks:
+        print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
+    elif speaks:
+        print(f"error: {message}", file=sys.stderr)
+    else:
+        time.sleep(1)
+    return code

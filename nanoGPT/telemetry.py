@@ -1,0 +1,267 @@
+"""What a run tells of itself, all of it under out_dir.
+
+metrics.jsonl            one object a logged step; a resumed run drops the lines that it will write again
+env.json                 versions, hardware, git commit, configuration, why each automatic choice was made
+heartbeat/rank{r}.json   step, phase of the step and time, renewed every second
+stacks/rank{r}.txt       every thread's stack: on SIGUSR1, on a stall, on a crash
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import math
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nanoGPT.checkpoint import versions
+from nanoGPT.config import PACKAGE, TrainConfig
+from nanoGPT.runtime import Runtime
+
+# Dense bfloat16 (T4: float16) peaks in FLOP/s, from the makers' data sheets, without sparsity.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX 4090": 165e12,
+    "T4": 65e12,
+}
+
+
+def peak_flops(run: Runtime) -> float | None:
+    """This rank's device peak for the run's dtype, or None where the table does not know it."""
+    if run.device.type != "cuda" or run.dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(run.device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The allocator's peak on a GPU; the process's largest resident set elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def hardware(device: torch.device) -> str:
+    """The processor or GPU by name, for people and file names."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def git_commit() -> str | None:
+    done = subprocess.run(["git", "-C", PACKAGE, "rev-parse", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def drop_lines_from(path: Path, step: int) -> None:
+    """Keep the lines before `step` of a metrics file; a torn last line goes too."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] < step:
+                kept.append(line + "\n")
+    temporary = path.with_name(".tmp-metrics.jsonl")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+
+
+class Telemetry:
+    """One run's metrics, heartbeat and stacks; a context manager around the training loop.
+
+    Args:
+        config, run: of this rank.
+        first_step: the step that is logged first; later lines of an earlier run go.
+        flops_per_token: for MFU.
+    """
+
+    def __init__(self, config: TrainConfig, run: Runtime, first_step: int, flops_per_token: int) -> None:
+        self.config, self.run, self.out_dir = config, run, Path(config.out_dir)
+        self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
+        self.flops_per_token, self.peak = flops_per_token, peak_flops(run)
+        self.step, self.phase, self.changed = first_step, "start", time.monotonic()
+        self.logged_step, self.seconds = first_step, 0.0
+        self.clock = time.perf_counter()
+        self.closing = threading.Event()
+        for folder in ("heartbeat", "stacks"):
+            (self.out_dir / folder).mkdir(exist_ok=True)
+        self.heartbeat = self.out_dir / "heartbeat" / f"rank{run.rank}.json"
+        self.stacks = open(self.out_dir / "stacks" / f"rank{run.rank}.txt", "a")
+        if run.is_main:
+            self._open_metrics(first_step)
+        self.tracker = Tracker(config) if run.is_main and config.track != "none" else None
+
+    def _open_metrics(self, first_step: int) -> None:
+        path = self.out_dir / "metrics.jsonl"
+        drop_lines_from(path, first_step)
+        self.metrics = open(path, "a", buffering=1)
+        environment = {
+            "command": sys.argv,
+            "versions": versions(),
+            "hardware": hardware(self.run.device),
+            "git_commit": git_commit(),
+            "world_size": self.run.world_size,
+            "config": dataclasses.asdict(self.config),
+            "chosen": self.run.reasons,
+            "tokens_per_step": self.tokens_per_step,
+        }
+        (self.out_dir / "env.json").write_text(json.dumps(environment, indent=1) + "\n")
+        self.run.say(f"{self.tokens_per_step:,} tokens a step, on any number of ranks; writing to {self.out_dir}")
+
+    def __enter__(self) -> "Telemetry":
+        faulthandler.enable(self.stacks)
+        if hasattr(signal, "SIGUSR1"):
+            faulthandler.register(signal.SIGUSR1, self.stacks)
+        threading.Thread(target=self._watch, daemon=True).start()
+        self.bar = tqdm(
+            total=self.config.max_iters,
+            initial=self.step,
+            unit="step",
+            disable=not (self.run.is_main and sys.stderr.isatty()),
+        )
+        self.clock = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.closing.set()
+        self.bar.close()
+        if error is not None:
+            self.stacks.write("".join(traceback.format_exception(error)))
+            self.stacks.flush()
+        self._beat()
+        if self.tracker:
+            self.tracker.close()
+
+    def at(self, step: int, phase: str) -> None:
+        """Note where this rank is; the heartbeat tells."""
+        self.step, self.phase, self.changed = step, phase, time.monotonic()
+
+    def _beat(self) -> None:
+        beat = {"step": self.step, "phase": self.phase, "time": time.time(), "pid": os.getpid()}
+        temporary = self.heartbeat.with_suffix(".tmp")
+        with contextlib.suppress(OSError):  # a full disk must not end a run that has nothing to save yet
+            temporary.write_text(json.dumps(beat) + "\n")
+            os.replace(temporary, self.heartbeat)
+
+    def _watch(self) -> None:
+        written_for = 0.0
+        while not self.closing.wait(1.0):
+            self._beat()
+            silent = time.monotonic() - self.changed
+            if silent > self.config.stall_seconds and written_for != self.changed:
+                written_for = self.changed
+                self.stacks.write(f"no progress for {silent:.0f} s in step {self.step}, {self.phase}\n")
+                self.stacks.flush()
+                faulthandler.dump_traceback(self.stacks)
+                print(
+                    f"rank {self.run.rank}: no progress for {silent:.0f} s in step {self.step}, {self.phase}; "
+                    f"stacks are in {self.stacks.name}",
+                    file=sys.stderr,
+                )
+
+    @contextlib.contextmanager
+    def aside(self, step: int, phase: str) -> Iterator[None]:
+        """An evaluation or a save: its time is not counted into the steps'."""
+        self.at(step, phase)
+        begin = time.perf_counter()
+        yield
+        self.clock += time.perf_counter() - begin
+
+    def log(self, step: int, loss: float | None, lr: float | None, grad_norm: float | None, **more: Any) -> None:
+        """Write one line of metrics and say it; step_ms is the mean since the last one. Rank 0 writes."""
+        now = time.perf_counter()
+        steps, seconds = max(1, step + 1 - self.logged_step), now - self.clock
+        self.logged_step, self.clock = step + 1, now
+        if not self.run.is_main:
+            return
+        trained = loss is not None
+        rate = self.tokens_per_step * steps / seconds if trained else None
+        mfu = rate * self.flops_per_token / self.run.world_size / self.peak if rate and self.peak else None
+        line = {
+            "step": step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": finite(grad_norm),
+            "tokens": (step + trained) * self.tokens_per_step,
+            "tokens_per_second": rate,
+            "step_ms": 1000 * seconds / steps if trained else None,
+            "mfu": mfu,
+            "peak_memory_bytes": peak_memory_bytes(self.run.device),
+            **more,
+        }
+        self.metrics.write(json.dumps(line) + "\n")
+        if self.tracker:
+            self.tracker.log(line)
+        self.bar.update(min(step + 1, self.config.max_iters) - self.bar.n)
+        tqdm.write(describe(line), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def describe(line: dict[str, Any]) -> str:
+    """One line of metrics for people."""
+    words = [f"step {line['step']:>5}"]
+    if line["loss"] is not None:
+        words.append(f"loss {line['loss']:.4f}")
+    if line.get("val_loss") is not None:
+        words.append(f"val loss {line['val_loss']:.4f}")
+    if line["grad_norm"] is not None:
+        words.append(f"grad norm {line['grad_norm']:.3f}")
+    if line["tokens_per_second"] is not None:
+        words.append(f"{line['step_ms']:,.0f} ms, {line['tokens_per_second']:,.0f} tokens/s")
+    if line["mfu"] is not None:
+        words.append(f"MFU {line['mfu']:.1%}")
+    return "  ".join(words)
+
+
+class Tracker:
+    """Sends metrics to TensorBoard or Weights & Biases as well."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.kind = config.track
+        if self.kind == "wandb":
+            import wandb
+
+            self.wandb = wandb.init(project="sharded-nanogpt", dir=config.out_dir, config=dataclasses.asdict(config))
+        else:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(config.out_dir)
+
+    def log(self, line: dict[str, Any]) -> None:
+        numbers = {k: v for k, v in line.items() if v is not None and k != "step"}
+        if self.kind == "wandb":
+            self.wandb.log(numbers, step=line["step"])
+            return
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        self.wandb.finish() if self.kind == "wandb" else self.writer.close()
