@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import importlib.util
 import io
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar

@@ -122,7 +122,7 @@ def pass_on(number: int, _frame: object) -> None:
 
 
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank whose failure the others only followed: one killed by a signal, else the first with a reason of its own."""
+    """The rank whose failure the others only followed: one that was killed, else the first with a reason of its own."""
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
@@ -148,23 +148,20 @@ def run_ranks(place: Place, command: list[str]) -> int:
     """Start this machine's ranks, wait for them, and return the exit code of the job."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["NANOGPT_LAUNCHER"] = str(os.getpid())
-    if place.nnodes > 1:
-        rendezvous = {"rdzv_backend": "static", "rdzv_endpoint": f"{place.master_addr}:{master_port()}"}
-        options = {"rank": place.node_rank}
-    else:
-        rendezvous, options = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}, {}
+    alone = place.nnodes == 1
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     launch = LaunchConfig(
         min_nodes=place.nnodes,
         max_nodes=place.nnodes,
         nproc_per_node=place.gpus,
-        run_id=f"nanogpt-{os.getpid()}" if place.nnodes == 1 else "nanogpt",
-        rdzv_configs=options,
+        run_id=f"nanogpt-{os.getpid()}" if alone else "nanogpt",
+        rdzv_backend="c10d" if alone else "static",
+        rdzv_endpoint="127.0.0.1:0" if alone else f"{place.master_addr}:{master_port()}",
+        rdzv_configs={} if alone else {"rank": place.node_rank},
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGQUIT",
-        local_addr="127.0.0.1" if place.nnodes == 1 else None,
-        **rendezvous,
+        local_addr="127.0.0.1" if alone else None,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
@@ -197,10 +194,7 @@ def main(words: list[str]) -> int:
         config = parse(module.Config, words, trainer)
         preflight(config, place.gpus * place.nnodes, place.gpus)
         command = [str(trainer), *words]
-        if place.gpus * place.nnodes == 1:  # one rank needs no launcher
-            code = run_alone(command)
-        else:
-            code = run_ranks(place, command)
+        code = run_alone(command) if place.gpus * place.nnodes == 1 else run_ranks(place, command)
         if code == 0 and place.node_rank == 0:
             show_sample(config.out_dir)
         return code
@@ -210,7 +204,7 @@ def main(words: list[str]) -> int:
 
 
 def run_alone(command: list[str]) -> int:
-    """Run the trainer as one process that gets this one's signals."""
+    """Run the trainer as one process, which needs no elastic agent, and pass signals on to it."""
     process = subprocess.Popen([sys.executable, *command])
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the trainer too

@@ -55,7 +55,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class Traffic(TorchDispatchMode):
-    """Records every collective that runs inside it: {kind, ranks, calls, tensor_bytes, ring_bytes} by kind and group."""
+    """Records the collectives inside it: kind, ranks, calls, tensor_bytes and ring_bytes, by kind and group size."""
 
     def __init__(self) -> None:
         super().__init__()

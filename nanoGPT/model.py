@@ -142,7 +142,7 @@ class GPT(nn.Module):
         if seen + T > self.config.block_size:
             raise ValueError(f"{seen + T} tokens do not fit into block_size {self.config.block_size}")
         positions = torch.arange(seen, seen + T, device=idx.device)  # (T,)
-        x = self.transformer["drop"](self.transformer["wte"](idx) + self.transformer["wpe"](positions))  # (B, T, C)
+        x: Tensor = self.transformer["drop"](self.transformer["wte"](idx) + self.transformer["wpe"](positions))
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
         x = self.transformer["ln_f"](x)

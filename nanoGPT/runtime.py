@@ -50,6 +50,7 @@ class Runtime:
     dtype: torch.dtype
     reasons: dict[str, str] = field(default_factory=dict)  # why each automatic choice was made
     stop_signal: str | None = None
+    autocasts: bool = True  # False where parameters are cast instead, as FSDP does
 
     @property
     def is_main(self) -> bool:
@@ -57,7 +58,7 @@ class Runtime:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Matrix products in `dtype`; nothing in fp32."""
-        if self.dtype == torch.float32:
+        if self.dtype == torch.float32 or not self.autocasts:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
@@ -184,13 +185,16 @@ def start(config: TrainConfig) -> Iterator[Runtime]:
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:
         torch.set_num_threads(1)  # ranks share the cores
-    join_process_group(run)
+    joined = not dist.is_initialized()  # a notebook or test may have joined already
+    if joined:
+        join_process_group(run)
     listen_for_signals(run)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=end_with_launcher, args=(os.getppid(),), daemon=True).start()
     run.say(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
     yield run
-    dist.destroy_process_group()
+    if joined:
+        dist.destroy_process_group()
 
 
 def join_process_group(run: Runtime) -> None:
@@ -251,7 +255,7 @@ def check_finite(step: int, loss: float, norm: float, run: Runtime) -> None:
     """
     if not math.isfinite(loss) or (not math.isfinite(norm) and run.dtype != torch.float16):
         raise NonFiniteLoss(
-            f"step {step}: loss {loss}, gradient norm {norm}: not finite, so training stopped before it could be saved; "
+            f"step {step}: loss {loss}, gradient norm {norm}: not finite, so training stopped before a save; "
             "resume from the last checkpoint with a lower --learning_rate or --grad_clip"
         )
 

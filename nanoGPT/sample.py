@@ -1,8 +1,10 @@
 """Write text with a trained model, as it is drawn.
 
-python -m nanoGPT.sample                                        # the newest run under out/
-python -m nanoGPT.sample --out_dir=out/my-run --start="ROMEO:" --temperature=0.8 --top_k=50
-python -m nanoGPT.sample --out_dir=gpt2 --start=FILE:prompt.txt  # OpenAI's weights; a prompt from a file
+    python -m nanoGPT.sample                                        # the newest run under out/
+    python -m nanoGPT.sample --out_dir=out/my-run --start="ROMEO:" --temperature=0.8 --top_k=50
+    python -m nanoGPT.sample --out_dir=gpt2 --start=FILE:prompt.txt  # OpenAI's weights; a prompt from a file
+
+The text that fits into the model's context is drawn with a cache of keys and values.
 """
 
 import codecs

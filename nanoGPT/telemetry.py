@@ -1,9 +1,11 @@
 """What a run tells of itself, all of it under out_dir.
 
-metrics.jsonl            one object a logged step; a resumed run drops the lines that it will write again
-env.json                 versions, hardware, git commit, configuration, why each automatic choice was made
-heartbeat/rank{r}.json   step, phase of the step and time, renewed every second
-stacks/rank{r}.txt       every thread's stack: on SIGUSR1, on a stall, on a crash
+    metrics.jsonl            one object a logged step; a resumed run drops the lines that it will write again
+    env.json                 versions, hardware, git commit, configuration, why each automatic choice was made
+    heartbeat/rank{r}.json   step, phase of the step and time, renewed every second
+    stacks/rank{r}.txt       every thread's stack: on SIGUSR1, on a stall, on a crash
+
+Rank 0 also prints each logged line, and below them a progress bar where standard error is a terminal.
 """
 
 import contextlib

@@ -1,10 +1,11 @@
-"""Train GPT-2: one process, or DDP over as many ranks as were started. The baseline of all phases.
+"""Train GPT-2, in one process or with DDP over as many ranks as were started: `make baseline GPUS=4`.
 
-python nanoGPT/train.py                                          # one process; a laptop will do
-python nanoGPT/train.py config/train_gpt2.py --batch_size=8      # a named configuration, then flags
-torchrun --standalone --nproc_per_node=4 nanoGPT/train.py        # 4 ranks: gloo on CPUs, NCCL on GPUs
-torchrun --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --nproc_per_node=8 nanoGPT/train.py    # on each node
-make baseline GPUS=4 ARGS="--dropout=0.2"                        # the same, started and watched by nanoGPT.launch
+    python train.py                                             # one process; a laptop will do
+    python train.py config/train_gpt2.py --batch_size=8         # a named configuration, then flags
+    torchrun --standalone --nproc_per_node=4 train.py           # 4 ranks: gloo on CPUs, NCCL on GPUs
+    torchrun --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --nproc_per_node=8 train.py    # on each of two nodes
+
+A run has steps 0 to max_iters - 1; `step-N` is saved after N updates. `--help` lists every flag.
 """
 
 import torch
@@ -18,7 +19,7 @@ from nanoGPT.export import about, load_training_state, load_whole, starting_poin
 from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
-from nanoGPT.runtime import NonFiniteLoss, Runtime
+from nanoGPT.runtime import Runtime
 from nanoGPT.telemetry import Telemetry
 
 Config = TrainConfig

@@ -1,7 +1,9 @@
 """Shakespeare's plays as GPT-2 tokens.
 
-python nanoGPT/data/shakespeare/prepare.py
-python nanoGPT/data/shakespeare/prepare.py --input=my.txt    # one's own text, as dataset my
+    python nanoGPT/data/shakespeare/prepare.py
+    python nanoGPT/data/shakespeare/prepare.py --input=my.txt    # one's own text, as dataset my
+
+The first nine tenths are the train split, the rest is val.
 """
 
 import sys

@@ -1,7 +1,9 @@
 """Shakespeare's plays as characters: 4.8 million tokens, 75 different ones.
 
-python nanoGPT/data/shakespeare_char/prepare.py
-python nanoGPT/data/shakespeare_char/prepare.py --input=my.txt    # one's own text, as dataset my_char
+    python nanoGPT/data/shakespeare_char/prepare.py
+    python nanoGPT/data/shakespeare_char/prepare.py --input=my.txt    # one's own text, as dataset my_char
+
+The first nine tenths are the train split, the rest is val.
 """
 
 import sys
