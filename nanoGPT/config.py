@@ -12,9 +12,11 @@ import dataclasses
 import difflib
 import importlib.util
 import io
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tyro
 
@@ -229,23 +231,52 @@ def saved_config(out_dir: str) -> dict[str, object]:
 
 
 def parse_flags(config_class: type[C], defaults: dict[str, object], flags: list[str], source: str = "") -> C:
-    """tyro on the dataclass; its boxed message becomes one sentence."""
+    """The configuration from defaults and flags; `source` goes before what is wrong with them."""
+    return command_line(config_class, flags, source, default=config_class(**defaults))  # type: ignore[arg-type]
+
+
+def command_line(target: Any, words: list[str], source: str = "", **options: Any) -> Any:
+    """Parse a command line with tyro, whose boxed message becomes one sentence.
+
+    Args:
+        target: a dataclass, or a function that is called with what was parsed.
+        words: the command line without the program's name.
+
+    Raises:
+        ConfigError: an unknown flag or a wrong type. `--help` exits 0.
+    """
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                config_class,
-                args=flags,
-                default=config_class(**defaults),  # type: ignore[arg-type]
-                config=(tyro.conf.FlagConversionOff,),
-                use_underscores=True,
-            )
+            return tyro.cli(target, args=words, config=(tyro.conf.FlagConversionOff,), use_underscores=True, **options)
     except SystemExit as stop:
         if stop.code == 0:
             raise
-        lines = [line.strip("│╭╮╰╯ \n") for line in said.getvalue().splitlines()[1:]]
-        ends = [i for i, line in enumerate(lines) if line.startswith("─")]
-        raise ConfigError(source + " ".join(lines[: ends[0] if ends else None]).rstrip(".")) from None
+        raise ConfigError(source + unboxed(said.getvalue())) from None
+
+
+def unboxed(text: str) -> str:
+    """What stands first in tyro's box, below its title; in a terminal without Unicode the box has no sides."""
+    parts: list[list[str]] = [[]]
+    for line in text.splitlines():
+        words = line.strip("│╭╮╰╯ ")
+        if words.startswith(("─", "--- ", "----")):
+            parts.append([])
+        else:
+            parts[-1].append(words)
+    titled_inside = text.startswith("╭")
+    said = [" ".join(part).strip() for part in parts if any(part)]
+    return said[0 if titled_inside or len(said) == 1 else 1].rstrip(".")
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """Around a program: a ConfigError, or a full or read-only disk, becomes its sentence and exit code 2."""
+    try:
+        yield
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def validate(config: TrainConfig, world_size: int) -> None:

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-import tyro
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
 from nanoGPT.checkpoint import Checkpoint, Damaged, manifests, verify_files
-from nanoGPT.config import C, ConfigError, TrainConfig
+from nanoGPT.config import C, ConfigError, TrainConfig, command_line, one_sentence
 from nanoGPT.data import DOWNLOADS, TokenData
 from nanoGPT.model import GPT, GPTConfig
 
@@ -371,7 +370,6 @@ def write_hf(folder: Path, shape: GPTConfig, weights: dict[str, Tensor], rows: i
     Args:
         rows: the tokenizer's vocabulary; embedding rows from here on are padding.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.t() if name.endswith(CONV1D) else value for name, value in weights.items()}
     tensors[EMBEDDING] = tensors[EMBEDDING][:rows]
     if not shape.bias:  # Hugging Face's GPT-2 always has biases
@@ -416,20 +414,14 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
     checkpoint, folder = newest_whole(Path(out_dir)), Path(to)
     state, manifest = read_payload(checkpoint.path), checkpoint.manifest
     shape = GPTConfig.of(manifest["model_args"])
-    try:
-        if format == "hf":
-            write_hf(folder, shape, state.model, manifest["data"]["tokenizer"]["vocab_size"])
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_ckpt(folder / "ckpt.pt", state, checkpoint.step, manifest)
-    except OSError as error:
-        raise ConfigError(f"--to={to} cannot be written ({error.strerror}): choose another directory") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    if format == "hf":
+        write_hf(folder, shape, state.model, manifest["data"]["tokenizer"]["vocab_size"])
+    else:
+        save_ckpt(folder / "ckpt.pt", state, checkpoint.step, manifest)
     print(f"{checkpoint.path.name} of {out_dir} is in {folder} as {format}")
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with one_sentence():
+        command_line(main, sys.argv[1:])

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import tyro
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.config import ConfigError, TrainConfig, parse
-from nanoGPT.runtime import preflight
+from nanoGPT.checkpoint import step_directories
+from nanoGPT.config import ConfigError, TrainConfig, command_line, one_sentence, parse
+from nanoGPT.runtime import LOST_PEER, preflight
 
 
 @dataclass
@@ -127,7 +127,7 @@ def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
         killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-        follower = any(word in failure.message for word in ("Connection", "Broken pipe", "Signal 15", "timed out"))
+        follower = any(words in failure.message for words in (*LOST_PEER, "Signal 15"))
         return (0 if killed else 2 if follower else 1), failure.timestamp
 
     return min(failures.items(), key=order)
@@ -175,6 +175,11 @@ def run_ranks(place: Place, command: list[str]) -> int:
         return code
 
 
+def has_ended(config: TrainConfig) -> bool:
+    """Whether the run did all its steps, and was not stopped before."""
+    return any(path.name == f"step-{config.max_iters:08d}" for path in step_directories(Path(config.out_dir)))
+
+
 def show_sample(out_dir: str) -> None:
     """A few lines of text from what was just trained."""
     from nanoGPT import sample
@@ -184,23 +189,19 @@ def show_sample(out_dir: str) -> None:
 
 
 def main(words: list[str]) -> int:
-    try:
-        launcher_words, trainer, words = split_words(words)
-        place = tyro.cli(Place, args=launcher_words, use_underscores=True, config=(tyro.conf.FlagConversionOff,))
-        check_place(place)
-        module = load_trainer(trainer)
-        config = parse(module.Config, words, trainer)
-        words = choose_out_dir(config, words, trainer, place)
-        config = parse(module.Config, words, trainer)
-        preflight(config, place.gpus * place.nnodes, place.gpus)
-        command = [str(trainer), *words]
-        code = run_alone(command) if place.gpus * place.nnodes == 1 else run_ranks(place, command)
-        if code == 0 and place.node_rank == 0:
-            show_sample(config.out_dir)
-        return code
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Check, start, wait, and show what came of it; returns the exit code."""
+    words, trainer, trainer_words = split_words(words)
+    place = command_line(Place, words)
+    check_place(place)
+    config_class = load_trainer(trainer).Config
+    trainer_words = choose_out_dir(parse(config_class, trainer_words, trainer), trainer_words, trainer, place)
+    config = parse(config_class, trainer_words, trainer)
+    preflight(config, place.gpus * place.nnodes, place.gpus)
+    command = [str(trainer), *trainer_words]
+    code = run_alone(command) if place.gpus * place.nnodes == 1 else run_ranks(place, command)
+    if code == 0 and place.node_rank == 0 and has_ended(config):
+        show_sample(config.out_dir)
+    return code
 
 
 def run_alone(command: list[str]) -> int:
@@ -213,4 +214,5 @@ def run_alone(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with one_sentence():
+        sys.exit(main(sys.argv[1:]))

@@ -111,9 +111,10 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
+                "wte": wte,
                 "wpe": nn.Embedding(config.block_size, config.n_embd),
                 "drop": nn.Dropout(config.dropout),
                 "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
@@ -121,7 +122,7 @@ class GPT(nn.Module):
             }
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer["wte"].weight
+        self.lm_head.weight = wte.weight
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
@@ -142,7 +143,8 @@ class GPT(nn.Module):
         if seen + T > self.config.block_size:
             raise ValueError(f"{seen + T} tokens do not fit into block_size {self.config.block_size}")
         positions = torch.arange(seen, seen + T, device=idx.device)  # (T,)
-        x: Tensor = self.transformer["drop"](self.transformer["wte"](idx) + self.transformer["wpe"](positions))
+        x = self.transformer["wte"](idx) + self.transformer["wpe"](positions)  # (B, T, C)
+        x = self.transformer["drop"](x)
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
         x = self.transformer["ln_f"](x)

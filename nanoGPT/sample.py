@@ -8,15 +8,15 @@ The text that fits into the model's context is drawn with a cache of keys and va
 """
 
 import codecs
+import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 
 from nanoGPT.checkpoint import step_directories
-from nanoGPT.config import ConfigError
+from nanoGPT.config import ConfigError, command_line, one_sentence
 from nanoGPT.data import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 from nanoGPT.export import GPT2_VOCAB, load_whole, newest_whole, read_payload, read_weights
 from nanoGPT.model import GPT, GPTConfig
@@ -122,10 +122,5 @@ def main(config: SampleConfig) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(SampleConfig, use_underscores=True))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (BrokenPipeError, KeyboardInterrupt):
-        sys.exit(130)
+    with one_sentence(), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        main(command_line(SampleConfig, sys.argv[1:]))

@@ -156,8 +156,9 @@ class Telemetry:
         self.closing.set()
         self.bar.close()
         if error is not None:
-            self.stacks.write("".join(traceback.format_exception(error)))
-            self.stacks.flush()
+            with contextlib.suppress(OSError):  # on a full disk the error itself must get through
+                self.stacks.write("".join(traceback.format_exception(error)))
+                self.stacks.flush()
         self._beat()
         if self.tracker:
             self.tracker.close()

@@ -5,20 +5,31 @@ It is the payload of `nanoGPT.checkpoint`, whose protocol adds what DCP lacks: h
 whole or not at all. Only tensors go in; the rest is in the manifest.
 """
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nanoGPT.export import FullState, SafeReader, TensorsOnly, materialise, optimizer_by_name, read_payload
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor of a training state by name, `model.<param>` and `optimizer.<param>.<item>`; tied names once."""
+    """Every tensor of a training state by name, `model.<param>` and `optimizer.<param>.<item>`; tied names once.
+
+    A forward without a backward, as in an evaluation, leaves the root's parameters gathered, and the optimizer does
+    not know those: they are given back first.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     state = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
     for name, items in optimizer_by_name(model, optimizer).items():
         state |= {f"optimizer.{name}.{item}": value for item, value in items.items()}
@@ -32,7 +43,7 @@ def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         The files that this rank wrote.
     """
     rank = dist.get_rank()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), first_failure():
         warnings.simplefilter("ignore")  # DCP's advice for writers that overwrite
         dcp.save(
             training_state(model, optimizer),
@@ -48,7 +59,17 @@ def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     if (path / "ckpt.pt").is_file():
         copy_slices(read_payload(path), model, optimizer)
         return
-    dcp.load(training_state(model, optimizer), storage_reader=SafeReader(path), planner=TensorsOnly())
+    with first_failure():
+        dcp.load(training_state(model, optimizer), storage_reader=SafeReader(path), planner=TensorsOnly())
+
+
+@contextlib.contextmanager
+def first_failure() -> Iterator[None]:
+    """DCP collects all ranks' failures into an exception that is no `Exception`: raise the first of them instead."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 @torch.no_grad()

@@ -27,8 +27,9 @@ from typing import Any
 
 import cloudpickle
 
+from nanoGPT.runtime import LOST_PEER
+
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "workshop.ranks", "nanoGPT.train"]
-FOLLOWS = ("Connection closed by peer", "Connection reset", "Broken pipe")  # of a rank that lost another one
 
 
 class RankFailed(Exception):
@@ -67,25 +68,37 @@ def run_on_ranks(
     Raises:
         RankFailed: with the traceback of the rank that failed first. No rank is left running.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    payload = cloudpickle.dumps((function, args))
-    with tempfile.TemporaryDirectory() as folder, without_main_module():
-        started = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=be_rank, args=(payload, rank, ranks, folder, theirs, device, dict(os.environ)), daemon=True
-            )
-            process.start()
-            theirs.close()
-            started.append((process, ours))
+    with tempfile.TemporaryDirectory() as folder:
+        started = start_ranks(function, ranks, *args, folder=folder, device=device)
         try:
             return collect(started, timeout, show)
         finally:
             for process, _ in started:
                 process.kill()
                 process.join()
+
+
+def start_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, folder: str | Path, device: str = "cpu"
+) -> list[tuple[Any, Connection]]:
+    """Start ranks and return at once: each one's process, and the connection on which it sends lines and its result.
+
+    Args:
+        folder: an empty directory, in which the ranks find each other; it must outlive them.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    payload = cloudpickle.dumps((function, args))
+    started = []
+    with without_main_module():
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            words = (payload, rank, ranks, str(folder), theirs, device, dict(os.environ))
+            process = context.Process(target=be_rank, args=words, daemon=True)
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+    return started
 
 
 @contextlib.contextmanager
@@ -110,7 +123,7 @@ def be_rank(
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    sys.stdout = Lines(connection)  # type: ignore[assignment]
+    sys.stdout = Lines(connection)
     torch.set_num_threads(1)
     try:
         if device == "cuda":
@@ -154,7 +167,7 @@ def collect(started: list[tuple[Any, Connection]], timeout: float, show: bool) -
                 failures[rank] = content
                 deadline = min(deadline, time.monotonic() + 2)  # let others tell theirs: this one may only follow
     if failures:
-        rank = min(failures, key=lambda r: any(word in failures[r] for word in FOLLOWS))
+        rank = min(failures, key=lambda r: any(words in failures[r] for words in LOST_PEER))
         raise RankFailed(f"rank {rank} failed:\n{failures[rank]}")
     if len(results) < len(started):
         late = [rank for rank in range(len(started)) if rank not in results]

@@ -8,9 +8,8 @@ The first nine tenths are the train split, the rest is val.
 
 import sys
 
-import tyro
-
-from nanoGPT.prepare import one_sentence, prepare_text
+from nanoGPT.config import command_line, one_sentence
+from nanoGPT.prepare import prepare_text
 
 
 def main(input: str | None = None) -> None:
@@ -19,9 +18,9 @@ def main(input: str | None = None) -> None:
     Args:
         input: path of a UTF-8 text file; its dataset is named after it.
     """
-    with one_sentence():
-        prepare_text("shakespeare", input, tokenizer="gpt2")
+    prepare_text("shakespeare", input, tokenizer="gpt2")
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    with one_sentence():
+        command_line(main, sys.argv[1:])

@@ -1,0 +1,33 @@
+"""OpenWebText as GPT-2 tokens, streamed from the Hugging Face hub: about 9 billion, 18 GB in shards.
+
+    python nanoGPT/data/openwebtext/prepare.py
+    python nanoGPT/data/openwebtext/prepare.py --max_tokens=50000000        # enough to try things out
+    python nanoGPT/data/openwebtext/prepare.py --input='folder/*.parquet'   # files of one's own, offline
+
+Run it again after an interruption: it goes on after the last whole shard. The first shard is the val split.
+"""
+
+import sys
+
+import tyro
+
+from nanoGPT.data import DATA
+from nanoGPT.prepare import one_sentence
+from nanoGPT.streaming import SHARD_TOKENS, hub_corpus, parquet_corpus, prepare_stream
+
+
+def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:
+    """Prepare OpenWebText, or one's own parquet files in its place.
+
+    Args:
+        input: pattern of local parquet files with a column `text`, instead of the hub.
+        shard_tokens: tokens of each shard file.
+        max_tokens: stop after this many tokens.
+    """
+    with one_sentence():
+        corpus = parquet_corpus(input) if input else hub_corpus("Skylion007/openwebtext")
+        prepare_stream(DATA / "openwebtext", corpus, shard_tokens, max_tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main, use_underscores=True))

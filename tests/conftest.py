@@ -1,0 +1,32 @@
+"""`pytest --device=cuda` runs the same tests on GPUs with NCCL; what cannot run there says why."""
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"])
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    name = request.config.getoption("--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("--device=cuda on a machine without a GPU")
+    return name
+
+
+@pytest.fixture
+def need_ranks(device: str):
+    """Skip a test that needs more GPUs than there are."""
+
+    def check(ranks: int) -> None:
+        if device == "cuda" and torch.cuda.device_count() < ranks:
+            pytest.skip(f"{ranks} ranks on {torch.cuda.device_count()} GPU(s)")
+
+    return check

@@ -1,0 +1,298 @@
+"""What bad input gets: one sentence that says what to do, exit code 2, no traceback, nothing lost."""
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanoGPT.config import ConfigError, TrainConfig, validate
+from nanoGPT.data import DATA
+from nanoGPT.runtime import pick_device, pick_dtype
+from tests.helpers import ROOT, refused, run_program, tiny, train
+
+SHAPE = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=8"]
+FLAGS = ["--device=cpu", "--max_iters=2", "--eval_iters=1", *SHAPE]
+
+
+def attempt(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environment: str):
+    return run_program(trainer, f"--out_dir={out}", *FLAGS, *words, **environment)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--bach_size=3", ["--bach_size", "did you mean --batch_size?"]),
+        ("--zzz=3", ["--zzz", "--help"]),
+        ("--batch_size=four", ["--batch_size", "four"]),
+        ("--compile=maybe", ["maybe", "--compile"]),
+        ("--batch_size", ["Missing value", "--batch_size"]),
+        ("stray", ["stray"]),
+        ("--dtype=float8", ["float8", "bfloat16"]),
+        ("--batch_size=0", ["--batch_size=0", "1 or more"]),
+        ("--gradient_accumulation_steps=0", ["1 or more"]),
+        ("--max_iters=-5", ["--max_iters=-5"]),
+        ("--learning_rate=-1", ["above 0"]),
+        ("--learning_rate=nan", ["above 0"]),
+        ("--dropout=1.5", ["from 0 up to"]),
+        ("--keep_checkpoints=1", ["3 or more"]),
+        ("--n_embd=130", ["--n_embd=130", "--n_head=4"]),
+        ("--device=tpu", ["auto, cpu, cuda or mps"]),
+        ("--dataset=nope", ["there is no dataset nope"]),
+        ("--dataset=shakespear", ["did you mean shakespeare?"]),
+        ("--block_size=100000000", ["longer than the train split", "--block_size="]),
+        ("--vocab_size=10", ["10 rows", "larger --vocab_size"]),
+        ("--init_from=nosuch", ["neither scratch, resume"]),
+        ("--init_from=gpt2x", ["did you mean gpt2?"]),
+        ("--init_from=resume", ["no checkpoint under", "--out_dir"]),
+        ("--track=wandb", ["[track]"]),
+        ("config/nope.py", ["there is no config file config/nope.py"]),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(flag, words, tmp_path):
+    """A flag or file that cannot be is refused before anything starts, with what would work."""
+    extra = ["--n_head=4"] if "n_embd" in flag else []
+    refused(attempt(tmp_path / "run", flag, *extra), *words)
+
+
+def test_a_config_file_may_set_known_fields_only(tmp_path):
+    """A misspelt, mistyped or broken line in a config file names the file and the field."""
+    for line, words in [
+        ("batch_sise = 4", ["batch_sise", "did you mean batch_size?"]),
+        ("batch_size = 'x'", ["--batch_size", "bad.py"]),
+        ("batch_size = ", ["bad.py does not run", "SyntaxError"]),
+        ("import nothing_here", ["ModuleNotFoundError"]),
+    ]:
+        (tmp_path / "bad.py").write_text(line + "\n")
+        refused(attempt(tmp_path / "run", str(tmp_path / "bad.py")), *words)
+
+
+def test_accumulation_lists_what_works():
+    """Micro-batches that do not divide among the ranks: the sentence lists the numbers that do."""
+    with pytest.raises(ConfigError, match=r"multiple of 3, such as 9, or one of \[1, 2, 4, 8\] ranks"):
+        validate(TrainConfig(gradient_accumulation_steps=8), world_size=3)
+
+
+def test_accumulation_is_checked_before_ranks_start():
+    """`make baseline GPUS=3` with 8 micro-batches fails with the sentence and starts no rank."""
+    ended = run_program("nanoGPT.launch", "--gpus=3", "nanoGPT/train.py", "--device=cpu", "--out_dir=/tmp/never-made")
+    refused(ended, "multiple of 3")
+    assert "rank(s)" not in ended.output
+
+
+def test_more_ranks_than_gpus_names_both_remedies(monkeypatch):
+    """Four ranks on a machine with one GPU: use one, or the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="GPUS=1, or --device=cpu"):
+        pick_device("auto", 0, 4, 4)
+    assert pick_device("auto", 0, 1, 1)[0] == torch.device("cuda", 0)
+
+
+def test_cuda_without_a_gpu(monkeypatch):
+    """--device=cuda on a machine without a GPU says so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no GPU that torch can use"):
+        pick_device("cuda", 0, 1, 1)
+
+
+def test_bfloat16_on_hardware_without_it(monkeypatch):
+    """A GPU without bfloat16 is named, with float16 as the way out; auto takes float16 there by itself."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ConfigError, match="Tesla T4 lacks: use --dtype=float16"):
+        pick_dtype("bfloat16", torch.device("cuda", 0))
+    assert pick_dtype("auto", torch.device("cuda", 0))[0] == torch.float16
+
+
+def copy_of_dataset(tmp_path: Path) -> Path:
+    folder = tmp_path / "my_data"
+    shutil.copytree(DATA / "shakespeare_char", folder)
+    return folder
+
+
+@pytest.mark.parametrize("harm", ["truncated", "foreign", "missing", "meta"])
+def test_a_damaged_dataset_is_named(harm, tmp_path):
+    """A truncated, foreign or missing .bin, or a broken meta.json, is named with the command that mends it."""
+    folder = copy_of_dataset(tmp_path)
+    if harm == "truncated":
+        os.truncate(folder / "train.bin", 1001)
+        words = ["train.bin has 1,001 bytes", "prepare it again"]
+    elif harm == "foreign":
+        content = bytearray((folder / "val.bin").read_bytes())
+        content[7] ^= 1
+        (folder / "val.bin").write_bytes(content)
+        words = ["val.bin is not the file that was prepared"]
+    elif harm == "missing":
+        (folder / "val.bin").unlink()
+        words = ["val.bin is missing"]
+    else:
+        (folder / "meta.json").write_text("{}")
+        words = ["meta.json cannot be read"]
+    refused(attempt(tmp_path / "run", f"--dataset={folder}"), *words)
+
+
+def test_a_token_beyond_the_vocabulary(tmp_path):
+    """A dataset whose ids go beyond its tokenizer's vocabulary is refused with the id, not with an index error."""
+    import hashlib
+
+    folder = copy_of_dataset(tmp_path)
+    ids = np.full(2000, 9999, dtype=np.uint16)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "val.bin").write_bytes(ids.tobytes())
+    meta["splits"]["val"] = [
+        {"name": "val.bin", "tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
+    ]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    refused(attempt(tmp_path / "run", f"--dataset={folder}"), "token id 9999", "vocabulary of 75")
+
+
+def test_a_dataset_that_is_not_prepared_names_the_command():
+    """openwebtext, which nobody prepared here, is refused with the command that prepares it."""
+    if (DATA / "openwebtext" / "meta.json").exists():
+        pytest.skip("openwebtext is prepared on this machine")
+    ended = run_program("nanoGPT/train.py", "--device=cpu", "--dataset=openwebtext", "--out_dir=/tmp/never-made")
+    refused(ended, "make data DATASET=openwebtext")
+
+
+def test_out_dir_must_be_writable():
+    """An out_dir that cannot be made is refused."""
+    refused(attempt(Path("/proc/x")), "/proc/x cannot be written")
+
+
+def test_a_new_run_does_not_touch_an_old_one(tmp_path):
+    """Starting from scratch where checkpoints are stops, and leaves them."""
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1))
+    refused(attempt(tmp_path), "holds checkpoints up to step-00000001", "--init_from=resume")
+    assert (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").exists()
+
+
+def test_resume_with_another_shape_or_tokenizer(tmp_path):
+    """Resuming with another depth, context or tokenizer names the flag and what the checkpoint has."""
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1, eval_iters=1))
+    resume = ("nanoGPT/train.py", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=2")
+    refused(run_program(*resume, "--n_layer=3"), "--n_layer=3", "n_layer=2")
+    refused(run_program(*resume, "--block_size=8"), "--block_size=8", "block_size=16")
+    refused(run_program(*resume, "--dataset=shakespeare"), "another tokenizer", "--dataset=shakespeare_char")
+    assert run_program(*resume).code == 0
+
+
+def test_an_empty_checkpoint_directory_falls_back(tmp_path):
+    """A newest checkpoint that is an empty directory is skipped with the reason, and the one before is resumed."""
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1, eval_iters=1))
+    (tmp_path / "checkpoints" / "step-00000007").mkdir()
+    ended = run_program("nanoGPT/train.py", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=2")
+    assert ended.code == 0 and "skipping step-00000007: it has no manifest.json" in ended.output, ended
+
+
+class Runs:
+    """A pickle that would run a command when opened."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.witness}",))
+
+
+def test_a_malicious_ckpt_is_not_opened(tmp_path):
+    """A ckpt.pt that would run code is refused, and runs none."""
+    witness = tmp_path / "ran"
+    torch.save({"model": Runs(witness)}, tmp_path / "ckpt.pt")
+    refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"), "could run code")
+    (tmp_path / "ckpt.pt").write_bytes(pickle.dumps(Runs(witness)))
+    refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"))
+    assert not witness.exists()
+
+
+def test_a_malicious_index_of_shards_is_not_opened(tmp_path):
+    """A `.metadata` of a sharded checkpoint that would run code is refused, and runs none."""
+    from nanoGPT.export import SafeReader
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    with pytest.raises(ConfigError, match="posix.system, which could run code"):
+        SafeReader(tmp_path).read_metadata()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", ["nothing", "text", "other"])
+def test_a_directory_that_is_no_model(content, tmp_path):
+    """--init_from a directory without a model, or with a broken one, says what it should hold."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if content == "text":
+        (folder / "ckpt.pt").write_text("not a checkpoint")
+    if content == "other":
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    refused(attempt(tmp_path / "run", f"--init_from={folder}"))
+
+
+def test_a_port_in_use(tmp_path):
+    """When the rendezvous port of a job of several nodes is taken, the sentence names it and MASTER_PORT."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        words = ["nanoGPT.launch", "--gpus=1", "--nnodes=2", "nanoGPT/train.py", f"--out_dir={tmp_path}"]
+        port = str(taken.getsockname()[1])
+        refused(run_program(*words, MASTER_PORT=port), f"port {port} is in use", "MASTER_PORT")
+
+
+def test_a_port_in_use_under_torchrun(tmp_path):
+    """The same for ranks that torchrun started with a fixed port."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        refused(attempt(tmp_path / "run", **place), f"port {port} is in use")
+
+
+def test_the_launcher_refuses_what_is_no_trainer():
+    """A phase without a trainer, a wrong node rank, or no trainer at all: one sentence."""
+    refused(run_program("nanoGPT.launch", "phase9_none/train.py"), "no trainer there yet")
+    refused(run_program("nanoGPT.launch", "--nnodes=2", "--node_rank=2", "nanoGPT/train.py"), "NODE_RANK")
+    refused(run_program("nanoGPT.launch", "--gpus=0", "nanoGPT/train.py"), "at least 1")
+    refused(run_program("nanoGPT.launch", "--gpus=1"), "name the trainer")
+    refused(run_program("nanoGPT.launch", "--gpsu=1", "nanoGPT/train.py"))
+
+
+def test_fsdp_refuses_float16(tmp_path):
+    """float16 with FSDP is refused with what to use."""
+    refused(attempt(tmp_path / "run", "--dtype=float16", trainer="phase3_fsdp/train.py"), "use bfloat16 or float32")
+
+
+def test_prepare_refuses_what_is_no_text(tmp_path):
+    """One's own text that is missing, binary or too short is refused."""
+    prepare = "nanoGPT/data/shakespeare_char/prepare.py"
+    refused(run_program(prepare, f"--input={tmp_path}/none.txt"), "cannot be read")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 200)
+    refused(run_program(prepare, f"--input={tmp_path}/binary.txt"), "UTF-8")
+    (tmp_path / "short.txt").write_text("short")
+    refused(run_program(prepare, f"--input={tmp_path}/short.txt"), "at least 100")
+
+
+def test_help_lists_every_field_with_underscores():
+    """--help exits 0 and lists every field of the dataclass."""
+    import dataclasses
+
+    ended = run_program("phase3_fsdp/train.py", "--help", COLUMNS="200")
+    assert ended.code == 0
+    for field in dataclasses.fields(TrainConfig):
+        assert f"--{field.name} " in ended.output, field.name
+
+
+def test_through_make_it_is_a_sentence_and_a_failure():
+    """`make baseline` passes a bad flag's sentence and failure on, without a traceback; phases to come say so."""
+    environment = {**os.environ, "MAKEFLAGS": "", "MAKELEVEL": "0"}
+    for words, said in [(["baseline", "ARGS=--bach_size=3"], "did you mean"), (["phase1"], "no trainer there yet")]:
+        if not Path(sys.executable).is_relative_to(ROOT / ".venv"):
+            pytest.skip("make uses .venv, and these tests run from another environment")
+        done = subprocess.run(["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, done

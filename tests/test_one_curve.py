@@ -1,0 +1,121 @@
+"""One loss curve: the same losses on any number of ranks, in every phase, and across a resume."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import gap, tiny, train
+from workshop.ranks import RankFailed, losses
+
+PHASES = ["nanoGPT", "phase3_fsdp"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, float]:
+    device = request.config.getoption("--device")
+    config = tiny("nanoGPT", tmp_path_factory.mktemp("reference"), device=device, dtype="float32", compile=False)
+    return train("nanoGPT", 1, config)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_losses_do_not_depend_on_ranks_or_phase(phase, ranks, reference, tmp_path, device, need_ranks):
+    """With dropout, clipping and accumulation, 1, 2, 4 and 8 ranks of each phase print the baseline's losses."""
+    need_ranks(ranks)
+    config = tiny(phase, tmp_path, device=device, dtype="float32", compile=False)
+    assert gap(reference, train(phase, ranks, config)) <= (1e-6 if phase == "nanoGPT" else 1e-5)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_resume_at_the_same_ranks_is_exact(phase, tmp_path, device, need_ranks):
+    """A run stopped after 7 of 12 steps and resumed prints the uninterrupted run's losses to the last digit."""
+    need_ranks(2)
+    whole = train(phase, 2, tiny(phase, tmp_path / "whole", device=device))
+    cut = tmp_path / "cut"
+    train(phase, 2, tiny(phase, cut, device=device, max_iters=7, lr_decay_iters=12))
+    resumed = train(phase, 2, tiny(phase, cut, device=device, init_from="resume", lr_decay_iters=12))
+    assert resumed == whole
+    assert sorted(resumed) == list(range(12))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_shards_open_at_any_number_of_ranks(ranks, reference, tmp_path, device, need_ranks):
+    """Shards that 4 ranks saved are resumed by 1, 2, 4 and 8 ranks, optimizer included, with the same losses."""
+    need_ranks(max(4, ranks))
+    train("phase3_fsdp", 4, tiny("phase3_fsdp", tmp_path, device=device, max_iters=7, lr_decay_iters=12))
+    config = tiny("phase3_fsdp", tmp_path, device=device, init_from="resume")
+    assert gap(reference, train("phase3_fsdp", ranks, config)) <= 1e-5
+
+
+@pytest.mark.parametrize(("first", "then"), [PHASES, PHASES[::-1]])
+def test_a_checkpoint_opens_in_the_other_phase(first, then, reference, tmp_path, device, need_ranks):
+    """A run begun in one phase goes on in the other, in both directions, with the same losses."""
+    need_ranks(2)
+    train(first, 2, tiny(first, tmp_path, device=device, max_iters=7, lr_decay_iters=12))
+    assert gap(reference, train(then, 2, tiny(then, tmp_path, device=device, init_from="resume"))) <= 1e-5
+
+
+def test_an_empty_shard_is_no_trouble(tmp_path):
+    """Parameters with fewer rows than ranks leave some ranks with nothing; losses and the clipped norm still agree."""
+    shape = {"block_size": 3, "max_iters": 4}
+    one = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **shape))
+    assert gap(one, train("phase3_fsdp", 8, tiny("phase3_fsdp", tmp_path / "eight", **shape))) <= 1e-5
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_bfloat16_follows_itself(phase, tmp_path, device, need_ranks):
+    """In bfloat16, 2 ranks print what one rank prints, to 2e-3."""
+    need_ranks(2)
+    one, two = (
+        train(phase, n, tiny(phase, tmp_path / str(n), device=device, dtype="bfloat16", max_iters=6)) for n in (1, 2)
+    )
+    assert gap(one, two) <= 2e-3
+
+
+def test_float16_trains_with_a_loss_scaler(tmp_path, device):
+    """In float16 the baseline's losses stay within 2e-2 of fp32's."""
+    half, full = (
+        train("nanoGPT", 1, tiny("nanoGPT", tmp_path / dtype, device=device, dtype=dtype, max_iters=6))
+        for dtype in ("float16", "float32")
+    )
+    assert gap(half, full) <= 2e-2
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_compiled_equals_eager(phase, tmp_path, device):
+    """Without dropout, the compiled model prints the eager one's losses to 1e-5."""
+    eager, compiled = (
+        train(phase, 1, tiny(phase, tmp_path / str(on), device=device, dropout=0.0, max_iters=3, compile=on), 220)
+        for on in (False, True)
+    )
+    assert gap(eager, compiled) <= 1e-5
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_loss_that_is_not_finite_stops_every_rank(phase, tmp_path):
+    """A learning rate that blows up ends the run with NonFiniteLoss, and no checkpoint holds the damage."""
+    config = tiny(phase, tmp_path, learning_rate=1e30, grad_clip=0.0, eval_interval=100)
+    with pytest.raises(RankFailed, match="NonFiniteLoss: step .* not finite"):
+        train(phase, 2, config)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+    assert len(losses(tmp_path)) < 12
+
+
+def test_a_run_learns(tmp_path):
+    """120 steps on Shakespeare take the loss from that of guessing to well below it."""
+    curve = train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=120, dropout=0.0, learning_rate=1e-2))
+    assert 4.2 < curve[0] < 4.45  # ln 75 = 4.32
+    assert curve[119] < 3.2
+
+
+def test_clipping_bounds_the_update_and_uses_the_global_norm(tmp_path):
+    """The logged norm is that of all gradients together, the same on 1 rank and on 4 sharded ones."""
+    import json
+
+    def norms(out: Path) -> list[float]:
+        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        return [line["grad_norm"] for line in lines if line["grad_norm"] is not None]
+
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=4))
+    train("phase3_fsdp", 4, tiny("phase3_fsdp", tmp_path / "four", max_iters=4))
+    assert norms(tmp_path / "one") == pytest.approx(norms(tmp_path / "four"), rel=1e-5)
