@@ -17,7 +17,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR)
 FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
-PREPARED := $(foreach name,shakespeare_char shakespeare,nanoGPT/data/$(name)/meta.json)
+PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample test lint notebooks diff3 bench clean
 
@@ -39,11 +39,11 @@ help:  ## list the commands
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
-nanoGPT/data/%/meta.json: | .venv/.core
-	@$(PY) nanoGPT/data/$*/prepare.py
+nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare.py | .venv/.core
+	@$(PY) $< && touch $@
 
 setup: .venv/.core  ## make .venv and install the project into it
-data: $(PREPARED) $(if $(DATASET),nanoGPT/data/$(DATASET)/meta.json)  ## prepare Shakespeare, as characters and as GPT-2 tokens, and DATASET
+data: $(PREPARED)  ## prepare Shakespeare, as characters and as GPT-2 tokens, and DATASET
 baseline: .venv/.core data  ## train the baseline: one process, or DDP on GPUS ranks
 	@$(LAUNCH) nanoGPT/train.py $(FLAGS)
 phase1: .venv/.core data  ## the same with ZeRO-1: sharded optimizer state

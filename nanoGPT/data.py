@@ -8,7 +8,6 @@ no loader has a state, so there is none to save, and a resumed run reads what th
 import difflib
 import hashlib
 import json
-import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,15 +205,16 @@ class TokenData:
 
 
 def read_windows(path: Path, dtype: np.dtype, starts: np.ndarray, length: int) -> np.ndarray:
-    """Read `length` tokens at each start, (len(starts), length).
+    """Read `length` tokens at each start, (len(starts), length), one positioned read each.
 
-    The file is mapped anew each time: pages that a lasting map has touched would stay in the process's memory.
+    Not through a memory map: its pages stay in the process's memory once touched, and for windows at random places of
+    a file larger than the page cache the kernel's read-ahead made it over 1,000 times slower (78 ms against 0.05 for
+    8 windows of a 20 GB file).
     """
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
-        tokens = np.frombuffer(pages, dtype=dtype)
-        windows = tokens[starts[:, None] + np.arange(length)]
-        del tokens  # it borrows the map, which closes here
-    return windows
+    with open(path, "rb", buffering=0) as file:
+        size = dtype.itemsize
+        pieces = [os.pread(file.fileno(), length * size, start * size) for start in starts.tolist()]
+    return np.frombuffer(b"".join(pieces), dtype=dtype).reshape(len(starts), length)
 
 
 def to_device(batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,8 +53,8 @@ def grad_norm(grads: Sequence[Tensor], sharded_over: dist.ProcessGroup | None = 
         A scalar on the gradients' device, the same on every rank.
     """
     exact = torch.float32 if grads and grads[0].device.type == "mps" else torch.float64
-    norms = torch._foreach_norm(list(grads), 2, exact)
-    squares = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=exact)
+    norms = torch._foreach_norm(list(grads), 2, exact) if grads else [torch.zeros((), dtype=exact)]
+    squares = torch.stack(norms).square().sum()
     if sharded_over is not None:
         dist.all_reduce(squares, group=sharded_over)
     return squares.sqrt()

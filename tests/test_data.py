@@ -26,7 +26,8 @@ def test_shakespeare_is_the_pinned_text():
 
 def test_markdown_is_stripped():
     """Headings and stage directions go, speakers and lines stay, escapes are undone."""
-    play = "# Play\n\n_Enter two\nlords_\n\n**KING**  \nI say  \nno.\n\n__\\[Aside]_  \n\n**FOOL**  \n__\\[Sings]_  \nO\\--ho!\n"
+    play = "# Play\n\n_Enter two\nlords_\n\n**KING**  \nI say  \nno.\n\n__\\[Aside]_  \n\n"
+    play += "**FOOL**  \n__\\[Sings]_  \nO\\--ho!\n"
     assert prepare.strip_markdown(play) == "KING:\nI say\nno.\n\nFOOL:\nO--ho!\n"
 
 
