@@ -211,6 +211,7 @@ class CheckpointDirectory:
         files = sorted((file for each in records for file in each), key=lambda file: file["name"])
         manifest = {**about, "step": step, "world_size": self.run.world_size, "versions": versions(), "files": files}
         self._on_main(lambda: self._publish(temporary, final, manifest), temporary)
+        self.run.say(f"saved {final}")
         return final
 
     def _begin(self, temporary: Path) -> None:

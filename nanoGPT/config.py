@@ -63,7 +63,7 @@ class TrainConfig:
     vocab_size: int | None = None
     """rows of the embedding; None: the tokenizer's, with GPT-2's 50257 padded to 50304"""
     # optimizer
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """peak learning rate"""
     max_iters: int = 200
     """optimizer steps of the whole run"""
@@ -71,7 +71,7 @@ class TrainConfig:
     """steps of linear warm-up"""
     lr_decay_iters: int | None = None
     """step at which the cosine reaches min_lr; None: max_iters"""
-    min_lr: float = 3e-4
+    min_lr: float = 2e-4
     """learning rate at the end of the cosine"""
     weight_decay: float = 0.1
     """AdamW's, on matrices only"""

@@ -82,7 +82,7 @@ class Ledger:
     Args:
         out_dir: where `ledger.json` goes; None watches nothing and costs nothing.
         run: this rank's Runtime; writing is collective.
-        step: the step to watch; the second of a run, since the first one allocates and may reorder buckets.
+        step: the step to watch; the third of a run: the first allocates, and DDP orders its buckets anew in the second.
         model, optimizer: whose bytes are counted, gradients just before the update.
     """
 

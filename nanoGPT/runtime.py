@@ -179,23 +179,25 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> No
 
 @contextlib.contextmanager
 def start(config: TrainConfig) -> Iterator[Runtime]:
-    """Check the configuration, join the process group, listen for signals; leave the group at the end."""
+    """Check the configuration, join the process group, listen for signals; at the end wait for all ranks.
+
+    The group is not destroyed: a gloo group that goes while DDP still refers to it can wait forever for its own
+    threads. A program ends by `os._exit` when every rank is here.
+    """
     run = locate(config)
     preflight(config, run.world_size, run.local_world_size)
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:
         torch.set_num_threads(1)  # ranks share the cores
-    joined = not dist.is_initialized()  # a notebook or test may have joined already
-    if joined:
+    if not dist.is_initialized():  # a notebook or a test may have joined already
         join_process_group(run)
     listen_for_signals(run)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=end_with_launcher, args=(os.getppid(),), daemon=True).start()
     run.say(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
     yield run
-    if joined:
-        dist.destroy_process_group()
+    run.barrier()
 
 
 def join_process_group(run: Runtime) -> None:
@@ -242,10 +244,14 @@ def end_with_launcher(launcher: int) -> None:
     os._exit(1)
 
 
-def reseed(seed: int, step: int, micro_batch: int) -> None:
-    """Key torch's generators by the micro-batch, so that dropout follows it to whichever rank runs it."""
-    key = hashlib.blake2b(f"{seed}/{step}/{micro_batch}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(key, "big"))
+def reseed(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
+    """Key the device's generator by the micro-batch, so that dropout follows it to whichever rank runs it."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}".encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "big")
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(key)  # torch.manual_seed asks every backend and takes 50 times longer
+    else:
+        torch.get_device_module(device).manual_seed(key)
 
 
 def check_finite(step: int, loss: float, norm: float, run: Runtime) -> None:

@@ -2,17 +2,18 @@
 
 The first shard is the val split, the others are train. Every document follows an end-of-text token, so a model learns
 that what came before does not matter; a document may begin in one shard and end in the next. Memory holds one shard,
-twice while it is written, one batch of documents and the row group of the parquet file that they come from.
-
-A run that was killed goes on after its last whole shard, and ends with the files it would have written at once:
-encoding depends on nothing but the document, so where a batch begins makes no difference.
+twice while it is written, one batch of documents and the row group of the parquet file that they come from. A run
+that was killed goes on after its last whole shard, and ends with the files that it would have written at once.
 """
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import glob
 import json
 import os
+import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,12 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
+@functools.cache
+def wait_at_exit() -> None:
+    """Give Arrow's threads a second to end, or they hang or abort the interpreter (apache/arrow issue 45214)."""
+    atexit.register(time.sleep, 1)
+
+
 def open_documents(corpus: Corpus) -> Any:
     """The corpus as an IterableDataset of the one column `text`.
 
@@ -85,18 +92,15 @@ def open_documents(corpus: Corpus) -> Any:
         from pyarrow.dataset import ParquetFragmentScanOptions
     except ImportError:
         raise ConfigError("streaming documents needs `.venv/bin/pip install -e '.[web]'`") from None
-    # With its buffer Arrow keeps all that it has read of a file until the file ends, and the hub's have up to 2 GB.
-    reading = {
-        "columns": [COLUMN],
-        "batch_size": BATCH,
-        "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False),
-    }
+    wait_at_exit()
+    # With its own buffer Arrow keeps all that it read of a file until the file's end, and the hub's have up to 2 GB.
+    scan = ParquetFragmentScanOptions(pre_buffer=False)
+    reading = {"columns": [COLUMN], "batch_size": BATCH, "fragment_scan_options": scan}
     try:
         documents: Any = load_dataset(**corpus.arguments, **reading, split="train", streaming=True)
     except Exception as error:  # whatever the network, the hub's client or a parquet reader raise
         raise ConfigError(f"{corpus.label} cannot be opened ({first_line(error)}): {corpus.advice}") from None
-    column = (documents.features or {}).get(COLUMN)
-    if "string" not in str(getattr(column, "dtype", "")):
+    if "string" not in str(getattr((documents.features or {}).get(COLUMN), "dtype", "")):
         raise ConfigError(f"{corpus.label} has no column `{COLUMN}` of strings: give parquet files that have one")
     return documents
 
@@ -217,10 +221,9 @@ class ShardWriter:
         Raises:
             ConfigError: the stream ended before there was a token for the train split.
         """
-        splits = self.progress.splits
-        if splits["val"] and (splits["train"] or self.filled):
-            if self.filled:
-                self.write_shard()
+        if self.filled and self.progress.splits["val"]:
+            self.write_shard()
+        if self.progress.splits["train"]:
             return
         (self.folder / PROGRESS).unlink(missing_ok=True)  # it would stand in the way of other flags
         found = self.progress.tokens + self.filled
@@ -238,41 +241,38 @@ def check_sizes(shard_tokens: int, max_tokens: int | None) -> None:
         raise ConfigError(f"--max_tokens={max_tokens} leaves nothing to train on: give more than val's {val:,} tokens")
 
 
-def refuse_other_dataset(folder: Path, source: dict[str, Any]) -> None:
-    """Refuse to overwrite what was prepared from another source: that may have taken hours."""
+def is_there(folder: Path, source: dict[str, Any]) -> bool:
+    """Whether the dataset is there. A command without flags, which is what `make` gives, takes it as it was made.
+
+    Raises:
+        ConfigError: what is there is of another source, and may have taken hours.
+    """
+    path = folder / "meta.json"
     try:
-        found = json.loads((folder / "meta.json").read_text())["source"]
+        found = json.loads(path.read_text())["source"]
     except (OSError, ValueError, KeyError, TypeError):
-        return
-    if found != source:
-        path = folder / "meta.json"
+        return False
+    no_flags = "hub" in source and source["shard_tokens"] == SHARD_TOKENS and source["max_tokens"] is None
+    if found != source and not (no_flags and is_prepared(folder, found)):
         raise ConfigError(f"{path} is of another source or of other flags: `rm {path}` to replace that dataset")
-
-
-def clear_leftovers(folder: Path) -> None:
-    """Make the folder, or remove a damaged dataset's sidecar and the half-written files of a killed run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in (folder / "meta.json", *folder.glob(".tmp-*")):
-        path.unlink(missing_ok=True)
+    return is_prepared(folder, found)
 
 
 def write_shards(folder: Path, corpus: Corpus, progress: Progress, documents: Any) -> None:
     """Stream, encode and write, from where `progress` stands to the end of the corpus or to max_tokens."""
     writer = ShardWriter(folder, progress)
-    limit = progress.source["max_tokens"]
-    # Closing the batches ends the threads that read ahead; they would hold up the interpreter's exit.
-    with contextlib.closing(read_batches(corpus, documents, progress.document)) as batches:
-        with tqdm(total=limit, initial=progress.tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
-            for ids in encode(batches) if writer.room else ():
-                bar.update(writer.add(ids))
-                if not writer.room:
-                    break
+    bar = tqdm(
+        total=progress.source["max_tokens"], initial=progress.tokens, unit=" tokens", unit_scale=True, disable=None
+    )
+    with bar, contextlib.closing(read_batches(corpus, documents, progress.document)) as batches:
+        for ids in encode(batches) if writer.room else ():
+            bar.update(writer.add(ids))
+            if not writer.room:
+                break
     writer.finish(corpus.label)
 
 
-def prepare_stream(
-    folder: Path, corpus: Corpus, shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None
-) -> None:
+def prepare_stream(folder: Path, corpus: Corpus, shard_tokens: int, max_tokens: int | None = None) -> None:
     """Make a dataset of a corpus of documents; nothing is done where it is there already.
 
     Args:
@@ -287,16 +287,17 @@ def prepare_stream(
     check_sizes(shard_tokens, max_tokens)
     install_gpt2_vocabulary()
     source = {**corpus.identity, "shard_tokens": shard_tokens, "max_tokens": max_tokens}
-    if is_prepared(folder, source):
+    if is_there(folder, source):
         (folder / PROGRESS).unlink(missing_ok=True)  # there if a run was killed after its last but one line
         print(f"{folder.name}: already prepared")
         return
-    refuse_other_dataset(folder, source)
     progress = load_progress(folder, source)
     documents = open_documents(corpus)
     begin = f"going on in document {progress.document:,}" if progress.files else "streaming"
     print(f"{folder.name}: GPT-2's vocabulary is installed; {begin}")
-    clear_leftovers(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in (folder / "meta.json", *folder.glob(".tmp-*")):  # of a damaged dataset, and of a kill while writing
+        left.unlink(missing_ok=True)
     write_shards(folder, corpus, progress, documents)
     write_meta(folder, source, gpt2_identity(), progress.splits)
     (folder / PROGRESS).unlink(missing_ok=True)

@@ -143,6 +143,7 @@ class Telemetry:
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, self.stacks)
         threading.Thread(target=self._watch, daemon=True).start()
+        tqdm.set_lock(threading.RLock())  # its own would be shared among processes, and leak where ranks are forked
         self.bar = tqdm(
             total=self.config.max_iters,
             initial=self.step,

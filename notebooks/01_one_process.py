@@ -76,7 +76,8 @@ for row in range(2):
 
 # %%
 for position in range(5):
-    print(f"from {visible(x[0, : position + 1])!r:8} the model shall predict {visible(y[0, position : position + 1])!r}")
+    seen, next_one = x[0, : position + 1], y[0, position : position + 1]
+    print(f"from {visible(seen)!r:8} the model shall predict {visible(next_one)!r}")
 
 # %% [markdown]
 # Most trainers draw batches from a loader that is somewhere in its file and has a random generator in some state. Such
@@ -109,8 +110,8 @@ print("another step:                  ", same((x, y), data.batch("train", TRAIN,
 # A block has four matrices. With C channels they hold 3C² (queries, keys, values), C² (their way out), 4C² and 4C²
 # (the MLP): 12C² together.
 #
-# **Predict first:** how many parameters has a model of 2 blocks with C = 64, 65 characters and 32 positions? The output
-# layer shares its matrix with the embedding, so count that one once.
+# **Predict first:** how many parameters has a model of 2 blocks with C = 64, V = 75 characters and T = 32 positions?
+# The output layer shares its matrix with the embedding, so count that one once.
 
 # %%
 rows = data.tokenizer["vocab_size"]
@@ -128,7 +129,7 @@ print(f"2 blocks of 12C², VC characters, TC positions:  {2 * 12 * C * C + V * C
 # %% [markdown]
 # What is missing in the last line are the gains of the five LayerNorms, 64 numbers each.
 #
-# The weights start small, so the logits are near zero and the model gives each of the 65 characters about the same
+# The weights start small, so the logits are near zero and the model gives each of the 75 characters about the same
 # probability.
 #
 # **Predict first:** the loss is the mean of -ln(probability of the right character). What is it now?
@@ -139,8 +140,8 @@ with torch.no_grad():
 print(f"logits {tuple(logits.shape)}, loss {loss.item():.3f}, ln({rows}) = {math.log(rows):.3f}")
 
 # %% [markdown]
-# A first loss well above ln(V) is a bug, and most often one in the initialisation. It is the cheapest test there is
-# of a trainer: look at the first line of every run.
+# A run from scratch whose first loss is well above ln(V) has a bug, often in the initialisation. No test of a trainer
+# is cheaper: look at the first line of every run.
 #
 # The weights, too, are keyed: each parameter is drawn from a generator that belongs to (seed, its name). A process
 # that holds only some of the parameters can draw those, and they are the same.
@@ -207,8 +208,8 @@ for step in range(5):
 # It falls, but on the same 16 sequences again and again, which is only learning them by heart. The trainer takes new
 # micro-batches in each step, and every `eval_interval` steps it measures the loss on text that it never trains on.
 #
-# Now open `nanoGPT/train.py` and find the lines of this section in its loop. What stands there besides: the learning
-# rate's schedule, clipping, mixed precision, and the lines for several processes.
+# Now open `nanoGPT/train.py` and find the lines of this section in its loop. What stands there besides is the learning
+# rate's schedule, clipping, mixed precision, the watching, and the few lines for several processes.
 #
 # ## d. The same on several ranks
 #
@@ -258,6 +259,7 @@ print("step      1 rank     2 ranks     4 ranks")
 for step in curves[1]:
     print(f"{step:4}" + "".join(f"{curves[ranks][step]:12.8f}" for ranks in curves))
 print(f"largest difference: {largest_difference(curves):.1e}")
+assert largest_difference(curves) < 1e-5
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.5))
@@ -277,9 +279,9 @@ plt.show()
 # ## e. What naive randomness does
 #
 # The usual line is `torch.manual_seed(seed + rank)`, once, at the start. From then on each rank draws from its own
-# stream, one micro-batch after another. Below are the first eight decisions of dropout (`#` kept, `.` thrown away) in
+# stream, one micro-batch after another. Below are the first twelve decisions of dropout (`#` kept, `.` thrown away) in
 # each micro-batch of a step, first with that line, then with the one that the trainer has in its loop:
-# `runtime.reseed(seed, step, micro_batch)`.
+# `runtime.reseed(device, seed, step, micro_batch)`.
 #
 # **Predict first:** with one seed a rank, which micro-batches keep their mask when 1 rank becomes 2? When 2 become 4?
 
@@ -291,14 +293,14 @@ def masks(ranks: int, keyed: bool) -> list[str]:
         torch.manual_seed(config.seed + rank)
         for micro_batch in range(rank, 4, ranks):
             if keyed:
-                runtime.reseed(config.seed, 0, micro_batch)
-            kept = torch.nn.functional.dropout(torch.ones(8), p=0.5)
+                runtime.reseed(torch.device("cpu"), config.seed, 0, micro_batch)
+            kept = torch.nn.functional.dropout(torch.ones(12), p=0.5)
             drawn[micro_batch] = "".join("#" if k else "." for k in kept)
     return drawn
 
 
 for title, keyed in (("one seed a rank", False), ("one key a micro-batch", True)):
-    print(f"{title}\n    micro-batch    1 rank     2 ranks    4 ranks")
+    print(f"{title}\n    micro-batch    1 rank         2 ranks        4 ranks")
     for micro_batch, row in enumerate(zip(*(masks(ranks, keyed) for ranks in (1, 2, 4)))):
         print(f"    {micro_batch:^11}    " + "   ".join(row))
 
@@ -317,7 +319,7 @@ def train_naively(config: TrainConfig) -> None:
 
     from nanoGPT import runtime, train
 
-    runtime.reseed = lambda seed, step, micro_batch: None
+    runtime.reseed = lambda *key: None
     torch.manual_seed(config.seed + dist.get_rank())
     train.train(config)
 
@@ -343,11 +345,9 @@ def command(out_dir: str, *flags: str) -> list[str]:
     return [sys.executable, str(PACKAGE / "train.py"), f"--out_dir={out_dir}", *flags]
 
 
-RECIPE = [
-    *(f"--{name}={getattr(config, name)}" for name in ("device", "block_size", "n_layer", "n_head", "n_embd")),
-    *("--dropout=0.2", "--max_iters=20", "--warmup_iters=2", "--gradient_accumulation_steps=16", "--log_interval=1"),
-    *("--eval_interval=4", "--eval_iters=4", "--always_save_checkpoint=True"),
-]
+RECIPE = """--device=cpu --block_size=32 --n_layer=2 --n_head=2 --n_embd=64 --dropout=0.2 --max_iters=20
+    --warmup_iters=2 --gradient_accumulation_steps=16 --log_interval=1 --eval_interval=4 --eval_iters=4
+    --always_save_checkpoint=True""".split()
 
 
 def logged(out_dir: str) -> int:
@@ -376,11 +376,11 @@ print("LATEST says", (checkpoints / "LATEST").read_text().strip())
 # there, forces the files to the disk, writes `manifest.json` last and only then renames the directory. A checkpoint
 # is there whole, or not at all.
 #
-# The manifest says what was written, to the byte. **Predict first:** what has to be in a checkpoint for the
-# losses to go on as if nothing had happened? Which of this is not there, because we made it a pure function?
+# The manifest says what was written, to the byte. **Predict first:** what has to be in a checkpoint, so that the losses
+# go on as if nothing had happened? And what can be left out, because in (a) and (e) it became a pure function?
 
 # %%
-newest = checkpoints / "step-00000008"
+newest = checkpoints / (checkpoints / "LATEST").read_text().strip()
 manifest = json.loads((newest / "manifest.json").read_text())
 for name in ("phase", "step", "world_size", "model_args"):
     print(f"{name}: {manifest[name]}")
@@ -420,8 +420,10 @@ killed, whole = losses(Path(folder.name) / "killed"), losses(Path(folder.name) /
 
 print("step  killed and resumed   uninterrupted")
 for step in whole:
-    print(f"{step:4}  {killed[step]!r:<20} {whole[step]!r:<20}{'   <- resumed here' if step == manifest['step'] else ''}")
+    note = "  <- resumed here" if step == manifest["step"] else ""
+    print(f"{step:4}  {killed[step]!r:<20} {whole[step]!r:<18}{note}".rstrip())
 print("identical to the last digit:", killed == whole)
+assert killed == whole
 
 # %% [markdown]
 # From none. With another number of ranks the order of the sums changed, and so did the last digit; here each sum is

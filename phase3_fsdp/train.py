@@ -72,11 +72,10 @@ def train(config: Config) -> None:
         def save(step: int) -> None:
             facts = about(config, model_args, data, PHASE, best_val_loss)
             with telemetry.aside(step, "save"):
-                path = checkpoints.save(step, lambda to: save_shards(to, model, optimizer), facts)  # [fsdp:save]
-            run.say(f"saved {path}")
+                checkpoints.save(step, lambda to: save_shards(to, model, optimizer), facts)  # [fsdp:save]
 
         micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # this rank's
-        ledger = Ledger(config.out_dir if config.ledger else None, run, step + 1, model, optimizer)
+        ledger = Ledger(config.out_dir if config.ledger else None, run, step + 2, model, optimizer)
         with Telemetry(config, run, step, model.flops_per_token()) as telemetry:
             while True:
                 val_loss = None
@@ -100,7 +99,7 @@ def train(config: Config) -> None:
                         telemetry.at(step, f"micro-batch {micro_batch}")
                         set_gradient_sync(model, last=micro_batch == micro_batches[-1])  # [fsdp:sync]
                         x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
-                        runtime.reseed(config.seed, step, micro_batch)
+                        runtime.reseed(run.device, config.seed, step, micro_batch)
                         with run.autocast():
                             _, loss = replica(x, y)
                         loss_sum += loss.detach()

@@ -66,7 +66,7 @@ def execute(notebook: NotebookNode) -> NotebookNode:
         CellControlSignal: a cell failed or took too long; the text holds the cell, and the traceback.
         DeadKernelError: the kernel died.
     """
-    with tempfile.TemporaryDirectory() as home:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         client = NotebookClient(
             notebook,
             km=own_kernel(home),
@@ -97,9 +97,11 @@ def kernel_environment(home: str) -> dict[str, str]:
     """What must not depend on who runs a notebook.
 
     The user's IPython profile and matplotlib style stay out, figures go into the notebook, and one thread computes:
-    the digits are then those of any other number of cores, and ranks and programs do not fight over them.
+    the digits are then those of any other number of cores, and ranks and programs do not fight over them. What cells
+    write for a while goes when `home` goes: a kernel that started ranks is ended before it has tidied up.
     """
     return {
+        "TMPDIR": home,
         "IPYTHONDIR": home,
         "MPLCONFIGDIR": home,
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
@@ -168,7 +170,8 @@ def chosen(names: list[str]) -> list[Path]:
 
 def main(names: list[str]) -> int:
     try:
-        return 0 if all([run(script) for script in chosen(names)]) else 1
+        good = [run(script) for script in chosen(names)]  # all of them, also after one that fails
+        return 0 if all(good) else 1
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,10 +9,8 @@ Run it again after an interruption: it goes on after the last whole shard. The f
 
 import sys
 
-import tyro
-
+from nanoGPT.config import command_line, one_sentence
 from nanoGPT.data import DATA
-from nanoGPT.prepare import one_sentence
 from nanoGPT.streaming import SHARD_TOKENS, hub_corpus, parquet_corpus, prepare_stream
 
 
@@ -24,10 +22,10 @@ def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens:
         shard_tokens: tokens of each shard file.
         max_tokens: stop after this many tokens.
     """
-    with one_sentence():
-        corpus = parquet_corpus(input) if input else hub_corpus("HuggingFaceFW/fineweb-edu", "sample-10BT")
-        prepare_stream(DATA / "fineweb_edu", corpus, shard_tokens, max_tokens)
+    corpus = parquet_corpus(input) if input else hub_corpus("HuggingFaceFW/fineweb-edu", "sample-10BT")
+    prepare_stream(DATA / "fineweb_edu", corpus, shard_tokens, max_tokens)
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main, use_underscores=True))
+    with one_sentence():
+        command_line(main, sys.argv[1:])

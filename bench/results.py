@@ -1,0 +1,46 @@
+"""The one way in which a benchmark writes its result: `bench/results/<name>-<hardware>.json`."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoGPT.checkpoint import versions
+from nanoGPT.telemetry import git_commit, hardware
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def write_result(name: str, device: torch.device, settings: dict[str, Any], samples: dict[str, Any]) -> Path:
+    """Write one benchmark's raw samples with everything needed to run it again.
+
+    Args:
+        name: of the benchmark, such as "step-overhead".
+        device: what it ran on; its hardware's name becomes part of the file's.
+        settings: what was measured: sizes, options, commands.
+        samples: raw numbers, with their unit in each key.
+
+    Returns:
+        The file; an earlier result of the same benchmark on the same hardware is replaced.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", hardware(device).lower()).strip("-")
+    result = {
+        "name": name,
+        "hardware": hardware(device),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "settings": settings,
+        "samples": samples,
+    }
+    path = RESULTS / f"{name}-{slug}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def read_results(name: str) -> list[dict[str, Any]]:
+    """All committed results of a benchmark, one a hardware."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}-*.json"))]

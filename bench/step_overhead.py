@@ -1,0 +1,123 @@
+"""What the trainer costs beyond the mathematics: its step against a bare loop on the same model, and data loading.
+
+    python -m bench.step_overhead            # prints both and the ratio
+    python -m bench.step_overhead --write    # and writes bench/results/step-overhead-<hardware>.json
+
+Both run in one process, a step of one and a step of the other in turn, so that a machine whose speed drifts drifts
+for both. The configuration is nanoGPT's for a CPU: batch 12, 64 tokens, no accumulation, fp32, not compiled.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import torch
+
+from bench.results import write_result
+from nanoGPT import runtime
+from nanoGPT.config import TrainConfig
+from nanoGPT.data import TRAIN, TokenData
+from nanoGPT.ledger import Ledger
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.runtime import Runtime
+from nanoGPT.telemetry import Telemetry
+
+STEPS, WARMUP = 300, 30
+
+
+def build(data: TokenData, config: TrainConfig) -> tuple[GPT, torch.optim.AdamW]:
+    shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, False, 75)
+    model = GPT(shape)
+    model.init_weights(config.seed)
+    return model, configure_adamw(model, config)
+
+
+def bare_steps(config: TrainConfig, data: TokenData) -> Iterator[None]:
+    """Forward, backward, clip and AdamW on one batch that is in memory already."""
+    model, optimizer = build(data, config)
+    x, y = data.batch("train", TRAIN, 0, 0)
+    while True:
+        _, loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield
+
+
+def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Iterator[None]:
+    """The step of nanoGPT/train.py, line by line: data, reseeding, fp64 sums, telemetry, the question whether to stop."""
+    model, optimizer = build(data, config)
+    scaler = torch.amp.GradScaler(run.device.type, enabled=False)
+    params = list(model.parameters())
+    ledger = Ledger(None, run, 1, model, optimizer)
+    with Telemetry(config, run, 0, model.flops_per_token()) as telemetry:
+        for step in range(10**9):
+            lr = learning_rate(step, config)
+            set_learning_rate(optimizer, lr)
+            loss_sum = run.zeros()
+            with ledger.watch(step):
+                telemetry.at(step, "micro-batch 0")
+                x, y = data.batch("train", TRAIN, step, 0)
+                runtime.reseed(run.device, config.seed, step, 0)
+                with run.autocast():
+                    _, loss = model(x, y)
+                loss_sum += loss.detach()
+                scaler.scale(loss / 1).backward()
+                telemetry.at(step, "update")
+                scaler.unscale_(optimizer)
+                grads = [p.grad for p in params if p.grad is not None]
+                norm = grad_norm(grads)
+                clip_grads(grads, norm, config.grad_clip)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+            run.should_stop()
+            if step % config.log_interval == 0:
+                mean_loss = run.sum(loss_sum).item()
+                runtime.check_finite(step, mean_loss, norm.item(), run)
+                telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item())
+            yield
+
+
+def milliseconds(steps: Iterator[None]) -> float:
+    begin = time.perf_counter()
+    next(steps)
+    return 1000 * (time.perf_counter() - begin)
+
+
+def measure(config: TrainConfig, count: int) -> dict[str, list[float]]:
+    """Raw milliseconds of alternating steps, and of reading a batch."""
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    run = runtime.locate(config)
+    bare, trainer = bare_steps(config, data), trainer_steps(config, data, run)
+    samples: dict[str, list[float]] = {"bare_ms": [], "trainer_ms": [], "data_ms": []}
+    for step in range(WARMUP + count):
+        times = {"bare_ms": milliseconds(bare), "trainer_ms": milliseconds(trainer)}
+        begin = time.perf_counter()
+        data.batch("train", TRAIN, step, 1)
+        times["data_ms"] = 1000 * (time.perf_counter() - begin)
+        if step >= WARMUP:
+            for name, value in times.items():
+                samples[name].append(value)
+    trainer.close()  # type: ignore[attr-defined]
+    return samples
+
+
+def main(write: bool) -> None:
+    with tempfile.TemporaryDirectory() as out_dir:
+        config = TrainConfig(gradient_accumulation_steps=1, device="cpu", out_dir=out_dir, learning_rate=1e-4)
+        samples = measure(config, STEPS)
+    bare, trainer, data = (statistics.median(samples[name]) for name in ("bare_ms", "trainer_ms", "data_ms"))
+    print(f"medians of {STEPS} steps: bare loop {bare:.2f} ms, trainer {trainer:.2f} ms: ratio {trainer / bare:.3f}")
+    print(f"data loading {data:.3f} ms: {data / trainer:.2%} of a step")
+    if write:
+        settings = {"steps": STEPS, "threads": torch.get_num_threads(), "batch_size": 12, "block_size": 64}
+        print(f"wrote {write_result('step-overhead', torch.device('cpu'), settings, samples)}")
+
+
+if __name__ == "__main__":
+    main("--write" in sys.argv)

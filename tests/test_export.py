@@ -1,0 +1,186 @@
+"""Weights in and out: Hugging Face, nanoGPT's ckpt.pt, and the text that they write."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoGPT.config import ConfigError
+from nanoGPT.export import read_ckpt, read_hf, read_payload, read_weights, write_hf
+from nanoGPT.model import GPT, GPTConfig
+from tests.helpers import refused, run_program, tiny, train
+from workshop.ranks import losses
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """A run of each phase, phase 3's with 4 ranks and GPT-2's vocabulary."""
+    root = tmp_path_factory.mktemp("runs")
+    train("nanoGPT", 1, tiny("nanoGPT", root / "nanoGPT", max_iters=3, eval_iters=1, bias=True))
+    train("phase3_fsdp", 4, tiny("phase3_fsdp", root / "phase3_fsdp", max_iters=2, eval_iters=1, dataset="shakespeare"))
+    return {path.name: path for path in root.iterdir()}
+
+
+def newest(run: Path) -> Path:
+    return sorted((run / "checkpoints").glob("step-*"))[-1]
+
+
+def our_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torch.Tensor) -> torch.Tensor:
+    from nanoGPT.export import load_whole
+
+    model = GPT(shape)
+    load_whole(model, weights)
+    return model.eval()(idx, idx)[0]
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
+def test_transformers_opens_an_export(phase, runs, tmp_path):
+    """An export of either phase opens in transformers and gives the same logits to 1e-4, with padding rows dropped."""
+    transformers = pytest.importorskip("transformers")
+    ended = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}")
+    assert ended.code == 0, ended
+    shape, weights = read_weights(str(runs[phase]))
+    rows = 75 if phase == "nanoGPT" else 50257
+    idx = torch.randint(75, (2, 16))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
+    assert theirs.config.vocab_size == rows and theirs.lm_head.weight is theirs.transformer.wte.weight
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(idx).logits, our_logits(shape, weights, idx)[..., :rows], atol=1e-4, rtol=0)
+    if rows == 50257:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+        assert tokenizer("Hello world")["input_ids"] == [15496, 995]
+
+
+def test_a_hugging_face_model_opens_here(tmp_path):
+    """A GPT-2 that transformers saved gives its own logits here, tanh GELU and biases included."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=75, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    for param in theirs.parameters():
+        torch.nn.init.normal_(param, std=0.1)  # biases too
+    theirs.save_pretrained(tmp_path)
+    shape, weights = read_hf(tmp_path)
+    idx = torch.randint(75, (2, 16))
+    assert shape.gelu == "tanh" and shape.bias
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(idx).logits, our_logits(shape, weights, idx), atol=1e-4, rtol=0)
+
+
+def test_hugging_face_there_and_back(tmp_path):
+    """Weights written for Hugging Face and read again are the same to the bit."""
+    shape = GPTConfig(2, 2, 32, 16, True, 75)
+    model = GPT(shape)
+    model.init_weights(5)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    write_hf(tmp_path, shape, weights, 75)
+    again_shape, again = read_hf(tmp_path)
+    assert again_shape == shape and again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def test_training_starts_from_a_hugging_face_model(runs, tmp_path):
+    """--init_from=DIR takes the exported weights: the first loss is that of the trained model, not of a new one."""
+    run_program("nanoGPT.export", f"--out_dir={runs['nanoGPT']}", f"--to={tmp_path / 'hf'}")
+    config = tiny("nanoGPT", tmp_path / "run", init_from=str(tmp_path / "hf"), max_iters=1, block_size=8, n_layer=9)
+    from_hf = train("nanoGPT", 1, config)
+    config = tiny("nanoGPT", tmp_path / "other", init_from=str(runs["nanoGPT"]), max_iters=1, block_size=8)
+    assert from_hf == train("nanoGPT", 1, config)
+    manifest = json.loads((newest(tmp_path / "run") / "manifest.json").read_text())
+    assert manifest["model_args"]["n_layer"] == manifest["config"]["n_layer"] == 2
+    assert manifest["model_args"]["block_size"] == 8
+
+
+def test_a_finetuned_run_resumes(runs, tmp_path):
+    """A run that began from given weights resumes with their shape, without being told it again."""
+    shape = {"init_from": str(runs["nanoGPT"]), "n_layer": 9, "block_size": 8}
+    whole = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "whole", max_iters=4, **shape))
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "cut", max_iters=2, lr_decay_iters=4, **shape))
+    words = [f"--out_dir={tmp_path / 'cut'}", "--init_from=resume", "--max_iters=4"]
+    assert run_program("nanoGPT/train.py", *words).code == 0
+    assert losses(tmp_path / "cut") == whole
+
+
+def test_a_context_longer_than_the_models(runs, tmp_path):
+    """--block_size beyond the positions of the given weights is refused with what works."""
+    words = [f"--init_from={runs['nanoGPT']}", f"--out_dir={tmp_path}", "--block_size=32"]
+    refused(run_program("nanoGPT/train.py", *words), "the 16 positions", "--block_size=16")
+
+
+def nanogpt_state(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def test_ckpt_is_nanogpts(runs):
+    """ckpt.pt has nanoGPT's keys, both names of the tied head, and an optimizer state that nanoGPT's AdamW loads."""
+    content = nanogpt_state(newest(runs["nanoGPT"]) / "ckpt.pt")
+    assert set(content) == {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
+    assert set(content["model_args"]) == {
+        *("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+    }
+    assert torch.equal(content["model"]["lm_head.weight"], content["model"]["transformer.wte.weight"])
+    model = GPT(GPTConfig.of(content["model_args"]))
+    model.load_state_dict(content["model"])  # strict: the names are the module's own
+    params = dict(model.named_parameters())
+    groups = [[p for p in params.values() if p.dim() >= 2], [p for p in params.values() if p.dim() < 2]]
+    optimizer = torch.optim.AdamW([{"params": g, "weight_decay": 0.1} for g in groups], lr=1e-3)
+    optimizer.load_state_dict(content["optimizer"])
+    assert optimizer.state[params["transformer.wpe.weight"]]["exp_avg"].shape == (16, 32)
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
+def test_ckpt_round_trips(phase, runs, tmp_path):
+    """A checkpoint exported as ckpt.pt holds the payload's weights and optimizer state, to the bit."""
+    ended = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}", "--format=ckpt")
+    assert ended.code == 0, ended
+    before, (after, rest) = read_payload(newest(runs[phase])), read_ckpt(tmp_path / "ckpt.pt")
+    assert before.model.keys() == after.model.keys() and before.optimizer.keys() == after.optimizer.keys()
+    for name, value in before.model.items():
+        assert torch.equal(value, after.model[name])
+        assert before.optimizer[name].keys() == after.optimizer[name].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(v, after.optimizer[name][k]) for k, v in before.optimizer[name].items())
+    assert rest["iter_num"] == (3 if phase == "nanoGPT" else 2)
+
+
+def test_a_compiled_nanogpt_checkpoint_opens(runs, tmp_path):
+    """nanoGPT's checkpoints of compiled models, with `_orig_mod.` before every name, open here."""
+    content = nanogpt_state(newest(runs["nanoGPT"]) / "ckpt.pt")
+    content["model"] = {f"_orig_mod.{k}": v for k, v in content["model"].items()}
+    torch.save(content, tmp_path / "ckpt.pt")
+    _, weights = read_weights(str(tmp_path))
+    expected = read_payload(newest(runs["nanoGPT"])).model
+    assert all(torch.equal(weights[k], v) for k, v in expected.items()) and weights.keys() == expected.keys()
+
+
+def test_a_llama_is_refused(tmp_path):
+    """Another architecture is named and refused."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="llama"):
+        read_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
+def test_sampling_streams_text(phase, runs, tmp_path):
+    """sample writes the prompt and as many tokens as asked, the same for the same seed, from any phase."""
+    (tmp_path / "prompt.txt").write_text("ROMEO:")
+    words = [f"--out_dir={runs[phase]}", "--max_new_tokens=20", "--device=cpu", "--top_k=10"]
+    first, again, from_file, other = (
+        run_program("nanoGPT.sample", *words, *more).output
+        for more in (["--start=ROMEO:"], ["--start=ROMEO:"], [f"--start=FILE:{tmp_path}/prompt.txt"], ["--seed=2"])
+    )
+    assert first == again == from_file and first.startswith("ROMEO:") and first != other
+    if phase == "nanoGPT":
+        assert len(first.split("\n----")[0]) == len("ROMEO:") + 20
+
+
+def test_sampling_refuses_what_cannot_be(runs, tmp_path):
+    """No run, an unknown character, an empty or missing prompt, a negative temperature: one sentence each."""
+    run = f"--out_dir={runs['nanoGPT']}"
+    refused(run_program("nanoGPT.sample", f"--out_dir={tmp_path}"), "neither checkpoints/")
+    refused(run_program("nanoGPT.sample", run, "--start=é"), "not in this model's vocabulary")
+    refused(run_program("nanoGPT.sample", run, "--start="), "--start is empty")
+    refused(run_program("nanoGPT.sample", run, "--start=FILE:/nope"), "cannot be read")
+    refused(run_program("nanoGPT.sample", run, "--temperature=-1"), "--temperature")
+    refused(run_program("nanoGPT.sample", run, "--tempratur=1"), "--tempratur")
+    refused(run_program("nanoGPT.export", f"--out_dir={tmp_path}", "--to=x"), "no whole checkpoint")

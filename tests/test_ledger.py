@@ -1,0 +1,63 @@
+"""Bytes of state and bytes on the wire, counted and compared with the formula."""
+
+import json
+
+import pytest
+
+from nanoGPT.model import GPT, GPTConfig
+from tests.helpers import tiny, train
+
+
+def report(out) -> dict:
+    return json.loads((out / "ledger.json").read_text())
+
+
+def rows(found: dict) -> dict[str, dict]:
+    return {row["kind"]: row for row in found["ranks"][0]["collectives"]}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ddp_costs_what_the_formula_says(ranks, tmp_path):
+    """DDP holds 16 bytes a parameter on every rank and all-reduces each gradient once a step."""
+    train("nanoGPT", ranks, tiny("nanoGPT", tmp_path, ledger=True, max_iters=3))
+    found = report(tmp_path)
+    params = found["parameters"]
+    scalars = 4 * (4 * 2 * 2 + 0)  # Adam's step counts: one fp32 a tensor
+    for each in found["ranks"]:
+        state = each["state_bytes"]
+        assert state["parameters"] == state["gradients"] == 4 * params
+        assert 8 * params < state["optimizer_state"] <= 8 * params + scalars
+    if ranks > 1:
+        assert rows(found).keys() == {"all-reduce"}
+        assert rows(found)["all-reduce"]["tensor_bytes"] == 4 * params
+        assert rows(found)["all-reduce"]["ring_bytes"] == pytest.approx(2 * 4 * params * (ranks - 1) / ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fsdp_costs_what_the_formula_says(ranks, tmp_path):
+    """FSDP holds 1/N of 16 bytes a parameter; per step it gathers M(2P - P_root) and reduce-scatters P, and sums the
+    squared norm in one scalar."""
+    shape = {"vocab_size": 80, "n_embd": 32}  # every first dimension divides by 4: no padding
+    train("phase3_fsdp", ranks, tiny("phase3_fsdp", tmp_path, ledger=True, max_iters=3, **shape))
+    found = report(tmp_path)
+    params = found["parameters"]
+    model = GPT(GPTConfig(2, 2, 32, 16, False, 80))
+    root = params - sum(p.numel() for p in model.blocks.parameters())
+    for each in found["ranks"]:
+        state = each["state_bytes"]
+        assert state["parameters"] == state["gradients"] == 4 * params // ranks
+        assert state["optimizer_state"] == 8 * params // ranks + 4 * len(list(model.parameters()))
+    micro_batches = 8 // ranks
+    collectives = rows(found)
+    assert collectives["all-gather"]["tensor_bytes"] == 4 * micro_batches * (2 * params - root)
+    assert collectives["reduce-scatter"]["tensor_bytes"] == 4 * params
+    assert collectives["all-reduce"] == {
+        "kind": "all-reduce", "ranks": ranks, "calls": 1, "tensor_bytes": 8, "ring_bytes": 2 * 8 * (ranks - 1) / ranks,
+    }  # fmt: skip
+
+
+def test_the_ledger_is_off_by_default(tmp_path):
+    """A run without --ledger writes no ledger.json, and its losses are those of one with it."""
+    off = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "off", max_iters=3))
+    assert not (tmp_path / "off" / "ledger.json").exists()
+    assert off == train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "on", max_iters=3, ledger=True))
