@@ -49,7 +49,7 @@ def bare_steps(config: TrainConfig, data: TokenData) -> Iterator[None]:
 
 
 def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Iterator[None]:
-    """The step of nanoGPT/train.py, line by line: data, reseeding, fp64 sums, telemetry, the question whether to stop."""
+    """The step of nanoGPT/train.py, line by line: data, reseeding, fp64 sums, telemetry, whether to stop."""
     model, optimizer = build(data, config)
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
     params = list(model.parameters())

@@ -26,17 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanoGPT.config import ConfigError
 from nanoGPT.data import sha256_of
+from nanoGPT.exits import ConfigError, SaveError
 
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
 
 Manifest = dict[str, Any]
-
-
-class SaveError(Exception):
-    """A checkpoint could not be saved; those before it stand. Every rank raises it. Exit code 1."""
 
 
 class Damaged(Exception):

@@ -12,28 +12,15 @@ import dataclasses
 import difflib
 import importlib.util
 import io
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tyro
 
+from nanoGPT.exits import ConfigError
+
 PACKAGE = Path(__file__).resolve().parent
-
-
-class ConfigError(Exception):
-    """A request that cannot be carried out. Its message is one sentence that says what to do; exit code 2.
-
-    Args:
-        message: the sentence.
-        on_one_rank: other ranks may not have met it, so this one must speak.
-    """
-
-    def __init__(self, message: str, on_one_rank: bool = False) -> None:
-        super().__init__(message)
-        self.on_one_rank = on_one_rank
 
 
 @dataclass
@@ -267,16 +254,6 @@ def unboxed(text: str) -> str:
     titled_inside = text.startswith("╭")
     said = [" ".join(part).strip() for part in parts if any(part)]
     return said[0 if titled_inside or len(said) == 1 else 1].rstrip(".")
-
-
-@contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """Around a program: a ConfigError, or a full or read-only disk, becomes its sentence and exit code 2."""
-    try:
-        yield
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def validate(config: TrainConfig, world_size: int) -> None:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from nanoGPT.config import PACKAGE, ConfigError
+from nanoGPT.config import PACKAGE
+from nanoGPT.exits import ConfigError
 
 DATA = PACKAGE / "data"
 DOWNLOADS = DATA / ".downloads"

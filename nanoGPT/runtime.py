@@ -2,15 +2,11 @@
 
 A rank is one process. Started by torchrun or `nanoGPT.launch` it finds its place in the environment; started alone it
 is rank 0 of 1. Every run has a process group, also with one rank, so that no code asks whether there is one.
-
-Exit codes: 0 done, or saved after SIGTERM or SIGINT; 2 a request that cannot be carried out; 3 a loss that is not
-finite; 1 anything else.
 """
 
 import contextlib
 import datetime
 import hashlib
-import json
 import math
 import os
 import signal
@@ -26,17 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanoGPT.checkpoint import SaveError, check_out_dir
-from nanoGPT.config import ConfigError, TrainConfig, nearest, parse, validate
+from nanoGPT.checkpoint import check_out_dir
+from nanoGPT.config import TrainConfig, nearest, parse, validate
 from nanoGPT.data import TokenData
+from nanoGPT.exits import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, fail
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-
-
-class NonFiniteLoss(Exception):
-    """The loss or the gradient norm is not finite; every rank sees the same value at the same step. Exit code 3."""
 
 
 @dataclass
@@ -295,23 +287,3 @@ def main(train: Callable[[Any], None], config_class: type[TrainConfig], trainer:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # other threads, and the process group after a failure, have nothing more to do
-
-
-def fail(code: int, message: str, alike_on_all_ranks: bool = False) -> int:
-    """Say why this rank ends, to the user and to the launcher; returns the exit code.
-
-    Of an error that all ranks meet alike, the first rank of each machine speaks; the others give it a second.
-    """
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
-    if "NANOGPT_LAUNCHER" in os.environ:
-        return code  # the launcher speaks
-    rank, speaks = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
-    if not alike_on_all_ranks:
-        print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
-    elif speaks:
-        print(f"error: {message}", file=sys.stderr)
-    else:
-        time.sleep(1)
-    return code

@@ -16,11 +16,13 @@ from pathlib import Path
 import torch
 
 from nanoGPT.checkpoint import step_directories
-from nanoGPT.config import ConfigError, command_line, one_sentence
+from nanoGPT.config import command_line
 from nanoGPT.data import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
-from nanoGPT.export import GPT2_VOCAB, load_whole, newest_whole, read_payload, read_weights
+from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.export import GPT2_VOCAB, newest_whole, read_weights
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.runtime import pick_device
+from nanoGPT.state import load_whole, read_payload
 
 
 @dataclass

@@ -15,11 +15,12 @@ from nanoGPT import runtime
 from nanoGPT.checkpoint import CheckpointDirectory
 from nanoGPT.config import TrainConfig
 from nanoGPT.data import EVALUATE, TRAIN, TokenData, to_device
-from nanoGPT.export import about, load_training_state, load_whole, starting_point, write_ckpt
+from nanoGPT.export import starting_point
 from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
 from nanoGPT.runtime import Runtime
+from nanoGPT.state import about, load_training_state, load_whole, write_ckpt
 from nanoGPT.telemetry import Telemetry
 
 Config = TrainConfig

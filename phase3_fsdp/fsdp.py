@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nanoGPT.config import ConfigError, TrainConfig
+from nanoGPT.config import TrainConfig
+from nanoGPT.exits import ConfigError
 from nanoGPT.model import GPT
 from nanoGPT.runtime import Runtime
 

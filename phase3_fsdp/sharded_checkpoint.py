@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nanoGPT.export import FullState, SafeReader, TensorsOnly, materialise, optimizer_by_name, read_payload
+from nanoGPT.state import FullState, SafeReader, TensorsOnly, materialise, optimizer_by_name, read_payload
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -13,11 +13,12 @@ import torch  # [fsdp:imports] without DistributedDataParallel
 from nanoGPT import runtime
 from nanoGPT.checkpoint import CheckpointDirectory  # [fsdp:imports] FsdpConfig replaces TrainConfig
 from nanoGPT.data import EVALUATE, TRAIN, TokenData, to_device
-from nanoGPT.export import about, load_whole, starting_point  # [fsdp:imports] shards replace ckpt.pt
+from nanoGPT.export import starting_point
 from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
 from nanoGPT.runtime import Runtime
+from nanoGPT.state import about, load_whole  # [fsdp:imports] shards replace ckpt.pt
 from nanoGPT.telemetry import Telemetry
 
 # [fsdp:lesson] what this phase adds lives in these two modules

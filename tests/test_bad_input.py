@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanoGPT.config import ConfigError, TrainConfig, validate
+from nanoGPT.config import TrainConfig, validate
 from nanoGPT.data import DATA
+from nanoGPT.exits import ConfigError
 from nanoGPT.runtime import pick_device, pick_dtype
 from tests.helpers import ROOT, refused, run_program, tiny, train
 
@@ -214,7 +215,7 @@ def test_a_malicious_ckpt_is_not_opened(tmp_path):
 
 def test_a_malicious_index_of_shards_is_not_opened(tmp_path):
     """A `.metadata` of a sharded checkpoint that would run code is refused, and runs none."""
-    from nanoGPT.export import SafeReader
+    from nanoGPT.state import SafeReader
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
     with pytest.raises(ConfigError, match="posix.system, which could run code"):

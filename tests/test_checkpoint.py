@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import nanoGPT.checkpoint as checkpoint_module
-from nanoGPT.checkpoint import CheckpointDirectory, Damaged, SaveError, read_manifest, seal, verify_files
-from nanoGPT.config import ConfigError, TrainConfig
+from nanoGPT.checkpoint import CheckpointDirectory, Damaged, read_manifest, seal, verify_files
+from nanoGPT.config import TrainConfig
+from nanoGPT.exits import ConfigError, SaveError
 from nanoGPT.runtime import Runtime
 from tests.helpers import call_train, tiny, train
 from workshop.ranks import losses, run_on_ranks, start_ranks

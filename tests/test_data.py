@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nanoGPT import prepare
-from nanoGPT.config import ConfigError
 from nanoGPT.data import DATA, EVALUATE, TRAIN, CharTokenizer, Gpt2Tokenizer, TokenData, load_tokenizer
+from nanoGPT.exits import ConfigError
 from tests.helpers import ROOT
 
 

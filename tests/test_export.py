@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoGPT.config import ConfigError
-from nanoGPT.export import read_ckpt, read_hf, read_payload, read_weights, write_hf
+from nanoGPT.exits import ConfigError
+from nanoGPT.export import read_hf, read_weights, write_hf
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.state import read_ckpt, read_payload
 from tests.helpers import refused, run_program, tiny, train
 from workshop.ranks import losses
 
@@ -27,7 +28,7 @@ def newest(run: Path) -> Path:
 
 
 def our_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torch.Tensor) -> torch.Tensor:
-    from nanoGPT.export import load_whole
+    from nanoGPT.state import load_whole
 
     model = GPT(shape)
     load_whole(model, weights)

@@ -23,7 +23,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
-from nanoGPT.config import ConfigError, nearest
+from nanoGPT.config import nearest
+from nanoGPT.exits import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SECONDS_A_CELL = 120

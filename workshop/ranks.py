@@ -27,7 +27,7 @@ from typing import Any
 
 import cloudpickle
 
-from nanoGPT.runtime import LOST_PEER
+from nanoGPT.exits import LOST_PEER
 
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "workshop.ranks", "nanoGPT.train"]
 

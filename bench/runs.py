@@ -1,0 +1,71 @@
+"""The README's table: what `make baseline` and `make phase3` take and reach with their defaults, on this machine.
+
+    python -m bench.runs                 # one rank count after another; about ten minutes on 2 cores
+    python -m bench.runs --write         # and bench/results/runs-<hardware>.json
+
+Each row is the command of the README, run in a new directory: seconds from the command to its end, set-up and data
+being there already, seconds to the first step, and the first and last loss that it logged.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.results import write_result
+from nanoGPT.config import PACKAGE
+
+COMMANDS = [("baseline", 1), ("phase3", 1), ("baseline", 4), ("phase3", 2), ("phase3", 4), ("phase3", 8)]
+
+
+def run_one(target: str, ranks: int, out_dir: Path) -> dict[str, Any]:
+    """Run one make target with its default configuration; seconds and losses."""
+    begin = time.time()
+    command = ["make", target, f"GPUS={ranks}", f"ARGS=--out_dir={out_dir}"]
+    process = subprocess.Popen(command, cwd=PACKAGE.parent, stdout=subprocess.DEVNULL)
+    first = None
+    while process.poll() is None:
+        metrics = out_dir / "metrics.jsonl"
+        if first is None and metrics.exists() and metrics.stat().st_size:
+            first = time.time() - begin
+        time.sleep(0.1)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
+    return {
+        "target": target,
+        "ranks": ranks,
+        "seconds": time.time() - begin,
+        "first_step_seconds": first,
+        "steps": lines[-1]["step"],
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "val_loss": lines[-1]["val_loss"],
+        "step_ms": sorted(line["step_ms"] for line in lines if line["step_ms"])[len(losses) // 2],
+    }
+
+
+def main(write: bool) -> None:
+    gpus = torch.cuda.device_count()
+    rows = []
+    for target, ranks in COMMANDS:
+        if gpus and ranks > gpus:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(run_one(target, ranks, Path(folder) / "run"))
+        print(json.dumps(rows[-1]), flush=True)
+    if write:
+        device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+        settings = {"command": "make TARGET GPUS=N", "cores": os.cpu_count()}
+        print(f"wrote {write_result('runs', device, settings, {'rows': rows})}")
+
+
+if __name__ == "__main__":
+    main("--write" in sys.argv)

@@ -1,0 +1,239 @@
+"""A training state: what of it a checkpoint holds, and how it goes into a model and an optimizer again.
+
+The baseline's payload is nanoGPT's ckpt.pt; a phase that shards writes shards. Either can be read whole, by parameter
+name, so that a checkpoint of one phase opens in another. Whatever is read is read as tensors and plain values: a file
+that would run code is refused.
+"""
+
+import dataclasses
+import pickle
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+
+from nanoGPT.checkpoint import Checkpoint
+from nanoGPT.config import TrainConfig
+from nanoGPT.data import TokenData
+from nanoGPT.exits import ConfigError
+from nanoGPT.model import GPT, GPTConfig
+
+if TYPE_CHECKING:
+    from nanoGPT.runtime import Runtime
+
+HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
+
+
+@dataclass
+class FullState:
+    """A whole training state by parameter name, tied names once: the form that every payload can be turned into.
+
+    Attributes:
+        model: each parameter, whole, on the CPU.
+        optimizer: for each parameter its state tensors, such as exp_avg; empty where only weights are known.
+    """
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Tensor]]
+
+
+def about(config: TrainConfig, model_args: GPTConfig, data: TokenData, phase: str, best: float) -> dict[str, Any]:
+    """What a checkpoint's manifest says of its run."""
+    return {
+        "phase": phase,
+        "config": dataclasses.asdict(config),
+        "model_args": dataclasses.asdict(model_args),
+        "data": data.identity,
+        "best_val_loss": best,
+    }
+
+
+def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -> None:
+    """Refuse to continue a checkpoint with another model or another tokenizer."""
+    saved, name = checkpoint.manifest["model_args"], checkpoint.path.name
+    for key in SHAPE:
+        wanted = getattr(config, key)
+        if wanted is not None and wanted != saved[key]:
+            raise ConfigError(
+                f"--{key}={wanted}, but {name} was trained with {key}={saved[key]}: leave the flag out to resume, "
+                "or train anew in another --out_dir"
+            )
+    if data.tokenizer["sha256"] != checkpoint.manifest["data"]["tokenizer"]["sha256"]:
+        raise ConfigError(
+            f"--dataset={config.dataset} has another tokenizer than the one {name} was trained with: "
+            f"use --dataset={checkpoint.manifest['config']['dataset']}"
+        )
+
+
+# ---- the baseline's payload: nanoGPT's ckpt.pt
+
+
+def write_ckpt(
+    folder: Path, run: "Runtime", model: GPT, optimizer: torch.optim.Optimizer, step: int, facts: dict[str, Any]
+) -> list[Path]:
+    """Write `ckpt.pt` from a model and optimizer that every rank holds whole; rank 0 writes."""
+    if not run.is_main:
+        return []
+    state = FullState(dict(model.named_parameters()), optimizer_by_name(model, optimizer))
+    return [save_ckpt(folder / "ckpt.pt", state, step, facts)]
+
+
+def save_ckpt(path: Path, state: FullState, step: int, facts: dict[str, Any]) -> Path:
+    """Write nanoGPT's format: its keys, its order of the optimizer's parameters."""
+    args = {k: v for k, v in facts["model_args"].items() if k != "gelu" or v != "none"}
+    config = facts["config"]
+    order = optimizer_order(state.model)
+    decay = [i for i, name in enumerate(order) if state.model[name].dim() >= 2]
+    groups = [
+        {"params": decay, "weight_decay": config["weight_decay"]},
+        {"params": list(range(len(decay), len(order))), "weight_decay": 0.0},
+    ]
+    defaults = {"lr": config["learning_rate"], "betas": (config["beta1"], config["beta2"]), "eps": 1e-8}
+    defaults |= {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+    defaults |= {"fused": None, "decoupled_weight_decay": True}
+    content = {
+        "model": {**{k: v.detach() for k, v in state.model.items()}, HEAD: state.model[EMBEDDING].detach()},
+        "optimizer": {
+            "state": {i: state.optimizer[name] for i, name in enumerate(order) if name in state.optimizer},
+            "param_groups": [{**defaults, **group} for group in groups],
+        },
+        "model_args": args,
+        "iter_num": step,
+        "best_val_loss": facts["best_val_loss"],
+        "config": config,
+    }
+    torch.save(content, path)
+    return path
+
+
+def optimizer_order(params: dict[str, Tensor]) -> list[str]:
+    """Parameter names in the order of `param_groups`: those that decay, then the others."""
+    return [n for n, p in params.items() if p.dim() >= 2] + [n for n, p in params.items() if p.dim() < 2]
+
+
+def optimizer_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state tensors by parameter name; the tensors themselves, not copies."""
+    return {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
+
+
+def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
+    """Read a `ckpt.pt` of this project or of nanoGPT: its state, and the rest of what it holds.
+
+    Raises:
+        ConfigError: it is no such file, or holds anything but tensors and plain values.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        model = {k.removeprefix("_orig_mod."): v for k, v in content.pop("model").items()}
+        model = {k: v for k, v in model.items() if k != HEAD and not k.endswith(".attn.bias")}
+        states = content.pop("optimizer", {"state": {}})["state"]
+        order = optimizer_order(model)
+        return FullState(model, {order[i]: state for i, state in states.items()}), content
+    except pickle.UnpicklingError:
+        raise ConfigError(
+            f"{path} holds more than tensors and plain values, so that opening it could run code: it is not opened"
+        ) from None
+    except (RuntimeError, KeyError, ValueError, AttributeError, EOFError, OSError, IndexError) as error:
+        raise ConfigError(f"{path} is no checkpoint of nanoGPT ({type(error).__name__}): give another file") from None
+
+
+def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's weights and optimizer state, whatever its payload, into a model that is held whole."""
+    state = read_payload(path)
+    load_whole(model, state.model)
+    materialise(optimizer)
+    for name, param in model.named_parameters():
+        for key, value in state.optimizer.get(name, {}).items():
+            optimizer.state[param][key].copy_(value)
+
+
+def load_whole(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy weights into a model; the tied head comes with the embedding."""
+    params = dict(model.named_parameters())
+    if params.keys() != weights.keys():
+        differ = sorted(params.keys() ^ weights.keys())
+        raise ConfigError(f"the weights and the model differ in {len(differ)} parameters, such as {differ[0]}")
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(weights[name])
+
+
+def materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer allocate its state, by a step with zero gradients at learning rate zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+# ---- any checkpoint, whole
+
+
+def read_payload(path: Path) -> FullState:
+    """The whole state in a checkpoint directory: from `ckpt.pt`, or put together from shards."""
+    if (path / "ckpt.pt").is_file():
+        return read_ckpt(path / "ckpt.pt")[0]
+    reader = SafeReader(path)
+    described = reader.read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(m.size, dtype=m.properties.dtype) for key, m in described.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are no ranks to talk to is what is wanted
+        dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+    state = FullState({}, {})
+    for key, tensor in tensors.items():
+        kind, name = key.split(".", 1)
+        if kind == "model":
+            state.model[name] = tensor
+        else:
+            name, item = name.rsplit(".", 1)
+            state.optimizer.setdefault(name, {})[item] = tensor
+    return state
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader of sharded checkpoints; the pickle in `.metadata` may name torch's own records only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with open(Path(self.path) / ".metadata", "rb") as file:
+                OnlyRecords(file).load()
+        except pickle.UnpicklingError as error:
+            raise ConfigError(f"{self.path}/.metadata is not opened: {error}") from None
+        return super().read_metadata(*args, **kwargs)
+
+
+class OnlyRecords(pickle.Unpickler):
+    """Refuses every global but those that describe tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = module == "torch.distributed.checkpoint.metadata" and isinstance(super().find_class(module, name), type)
+        known |= (module, name) in {
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+            ("pathlib", "PosixPath"),
+            ("pathlib", "WindowsPath"),
+        }
+        known |= module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not known:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
+        return super().find_class(module, name)
+
+
+class TensorsOnly(DefaultLoadPlanner):
+    """Loads tensors; anything else would be unpickled, and is refused."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise ConfigError(f"{read_item.dest_index.fqn} is no tensor: this checkpoint is not opened")

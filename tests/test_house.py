@@ -1,0 +1,122 @@
+"""The house's own rules: who imports whom, the diff contract, and that what is written down is true."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from workshop.diff import MAX_ADDED, Hunk, hunks, problems, rendered
+
+PHASES = [p.name for p in sorted(ROOT.glob("phase*")) if (p / "train.py").is_file()]
+OURS = ("nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp", "bench", "workshop", "tests")
+
+
+def tracked(pattern: str) -> list[Path]:
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", pattern], cwd=ROOT, capture_output=True)
+    files = [ROOT / name for name in names.stdout.decode().split()]
+    return [path for path in files if path.is_file() and not path.is_symlink()]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of this repository that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.split(".")[0] in OURS}
+
+
+@pytest.mark.parametrize("path", tracked("*.py"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_rules(path):
+    """nanoGPT imports no phase; a phase imports nanoGPT and itself; what measures and teaches is imported by none."""
+    home = path.relative_to(ROOT).parts[0]
+    allowed = {"nanoGPT": {"nanoGPT"}, "phase3_fsdp": {"nanoGPT", "phase3_fsdp", "phase2_triton"}}
+    may = allowed.get(home, {"nanoGPT", home} if home.startswith("phase") else set(OURS))
+    for name in imports_of(path):
+        assert name.split(".")[0] in may, f"{path} imports {name}"
+        if home == "phase3_fsdp" and name.startswith("phase2_triton"):
+            assert name == "phase2_triton.apply"
+
+
+def test_no_path_is_edited():
+    """No file changes sys.path: packages are installed."""
+    assert [p for p in tracked("*.py") if "sys.path." in p.read_text() and p.name != "test_house.py"] == []
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_diff_contract_is_kept(phase):
+    """A phase's train.py is the baseline's plus a few tagged hunks, and nothing else."""
+    assert problems(hunks(phase)) == []
+
+
+def test_the_diff_contract_catches_a_breach():
+    """An untagged change, an untagged deletion, too many lines or too many hunks are each found."""
+    tagged = Hunk(1, [], ["x = 1  # [fsdp:x]"])
+    assert problems([tagged]) == []
+    assert "no tag" in problems([Hunk(1, ["old"], ["new"])])[0]
+    assert "no tag" in problems([Hunk(1, ["old"], [])])[0]
+    assert "lines are added" in problems([Hunk(1, [], ["x  # [fsdp:x]"] * (MAX_ADDED + 1))])[0]
+    assert "hunks" in problems([tagged] * 13)[0]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_diff_blocks_are_fresh(phase):
+    """The diff blocks in IMPLEMENTATION.md are those of today's train.py, and every tag is shown."""
+    text = (ROOT / phase / "IMPLEMENTATION.md").read_text()
+    assert text == rendered(phase), f"run: python -m workshop.diff {phase} --write"
+    assert set(re.findall(r"<!-- diff:(\w+) -->", text)) == {tag for hunk in hunks(phase) for tag in hunk.tags}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_phase_shares_the_data(phase):
+    """`data` in a phase directory is a link to nanoGPT's."""
+    assert (ROOT / phase / "data").is_symlink() and (ROOT / phase / "data").resolve() == ROOT / "nanoGPT" / "data"
+
+
+def test_files_and_functions_stay_small():
+    """No file over 300 lines but model.py, tests and notebooks; no function over 60 but the training page."""
+    large = []
+    for path in tracked("*.py"):
+        home = path.relative_to(ROOT).parts[0]
+        if home in ("tests", "notebooks"):
+            continue
+        lines = path.read_text().count("\n")
+        if lines > 300 and path.name != "model.py":
+            large.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and not (path.name == "train.py" and node.name == "train"):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                if size > 60:
+                    large.append(f"{path.relative_to(ROOT)}:{node.name}: {size} lines")
+    assert large == []
+
+
+def test_public_functions_have_types_and_words():
+    """Every public class and function of the packages says what it is, and annotates what it returns."""
+    silent = []
+    for path in tracked("*.py"):
+        if path.relative_to(ROOT).parts[0] in ("tests", "notebooks") or "/config/" in str(path):
+            continue
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.returns is None:
+                silent.append(f"{path.name}:{node.name} has no return type")
+        if ast.get_docstring(tree) is None and path.read_text():
+            silent.append(f"{path} has no docstring")
+    assert silent == []
+
+
+@pytest.mark.parametrize("path", tracked("*.md"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_commands_in_the_documents_exist(path):
+    """Relative links point to files, and every `make target` that a document names is in the Makefile."""
+    text = path.read_text()
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (path.parent / target).exists(), target
+    known = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for target in re.findall(r"`make ([a-z0-9]+)", text) + re.findall(r"^make ([a-z0-9]+)", text, flags=re.MULTILINE):
+        assert target in known, f"{path}: make {target}"
