@@ -181,12 +181,12 @@ def has_ended(config: TrainConfig) -> bool:
     return any(path.name == f"step-{config.max_iters:08d}" for path in step_directories(Path(config.out_dir)))
 
 
-def show_sample(out_dir: str) -> None:
+def show_sample(config: TrainConfig) -> None:
     """A few lines of text from what was just trained."""
     from nanoGPT import sample
 
-    print(f"\nA sample from {out_dir} (more: make sample ARGS=--out_dir={out_dir}):\n", flush=True)
-    sample.main(sample.SampleConfig(out_dir=out_dir, num_samples=1, max_new_tokens=300, device="cpu"))
+    print(f"\nA sample from {config.out_dir} (more: make sample ARGS=--out_dir={config.out_dir}):\n", flush=True)
+    sample.main(sample.SampleConfig(out_dir=config.out_dir, max_new_tokens=300, device=config.device))
 
 
 def main(words: list[str]) -> int:
@@ -201,7 +201,7 @@ def main(words: list[str]) -> int:
     command = [str(trainer), *trainer_words]
     code = run_alone(command) if place.gpus * place.nnodes == 1 else run_ranks(place, command)
     if code == 0 and place.node_rank == 0 and has_ended(config):
-        show_sample(config.out_dir)
+        show_sample(config)
     return code
 
 

@@ -43,20 +43,38 @@ class FullState:
     optimizer: dict[str, dict[str, Tensor]]
 
 
-def about(config: TrainConfig, model_args: GPTConfig, data: TokenData, phase: str, best: float) -> dict[str, Any]:
-    """What a checkpoint's manifest says of its run."""
+def about(
+    config: TrainConfig,
+    model_args: GPTConfig,
+    data: TokenData,
+    phase: str,
+    best_val_loss: float,
+    scaler: torch.amp.GradScaler,
+) -> dict[str, Any]:
+    """What a checkpoint's manifest says of its run, beside what every checkpoint says."""
     return {
         "phase": phase,
         "config": dataclasses.asdict(config),
         "model_args": dataclasses.asdict(model_args),
         "data": data.identity,
-        "best_val_loss": best,
+        "best_val_loss": best_val_loss,
+        "grad_scaler": scaler.state_dict(),
     }
+
+
+def load_scaler(scaler: torch.amp.GradScaler, checkpoint: Checkpoint) -> None:
+    """Continue the loss scale of a float16 run; a run of another dtype has none."""
+    if scaler.is_enabled() and checkpoint.manifest["grad_scaler"]:
+        scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
 
 
 def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -> None:
     """Refuse to continue a checkpoint with another model or another tokenizer."""
     saved, name = checkpoint.manifest["model_args"], checkpoint.path.name
+    if checkpoint.step > config.max_iters:
+        raise ConfigError(
+            f"--max_iters={config.max_iters}, but {name} is beyond it: raise --max_iters, or use another --out_dir"
+        )
     for key in SHAPE:
         wanted = getattr(config, key)
         if wanted is not None and wanted != saved[key]:

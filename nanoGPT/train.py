@@ -20,7 +20,7 @@ from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
 from nanoGPT.runtime import Runtime
-from nanoGPT.state import about, load_training_state, load_whole, write_ckpt
+from nanoGPT.state import about, load_scaler, load_training_state, load_whole, write_ckpt
 from nanoGPT.telemetry import Telemetry
 
 Config = TrainConfig
@@ -57,19 +57,20 @@ def train(config: Config) -> None:
             load_whole(model, weights)
         model.to(run.device)
         optimizer = configure_adamw(model, config)
+        scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         step, best_val_loss = 0, float("inf")
         if checkpoint:
             load_training_state(checkpoint.path, model, optimizer)
+            load_scaler(scaler, checkpoint)
             step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
             run.say(f"resuming after {step} updates from {checkpoint.path}")
         replica = torch.compile(model) if config.compile else model
         if run.world_size > 1:
             replica = DDP(replica, gradient_as_bucket_view=True)
         params = [p for p in model.parameters() if p.requires_grad]
-        scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
 
         def save(step: int) -> None:
-            facts = about(config, model_args, data, PHASE, best_val_loss)
+            facts = about(config, model_args, data, PHASE, best_val_loss, scaler)
             with telemetry.aside(step, "save"):
                 checkpoints.save(step, lambda to: write_ckpt(to, run, model, optimizer, step, facts), facts)
 
@@ -81,6 +82,7 @@ def train(config: Config) -> None:
                 if step % config.eval_interval == 0 or step == config.max_iters:
                     with telemetry.aside(step, "evaluate"):
                         val_loss = evaluate(model, data, config, run)
+                    runtime.check_finite(step, val_loss, 0.0, run)
                     improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
                     if step > 0 and (improved or config.always_save_checkpoint or step == config.max_iters):

@@ -18,7 +18,7 @@ from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
 from nanoGPT.runtime import Runtime
-from nanoGPT.state import about, load_whole  # [fsdp:imports] shards replace ckpt.pt
+from nanoGPT.state import about, load_scaler, load_whole  # [fsdp:imports] shards replace ckpt.pt
 from nanoGPT.telemetry import Telemetry
 
 # [fsdp:lesson] what this phase adds lives in these two modules
@@ -61,17 +61,18 @@ def train(config: Config) -> None:
         run.autocasts = False  # [fsdp:shard] parameters are cast when they are gathered
         model = shard_model(model, config, run)
         optimizer = configure_adamw(model, config)  # over shards: its state is as sharded as they are
+        scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         step, best_val_loss = 0, float("inf")
         if checkpoint:
             load_shards(checkpoint.path, model, optimizer)  # [fsdp:load] each rank reads its own
+            load_scaler(scaler, checkpoint)
             step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
             run.say(f"resuming after {step} updates from {checkpoint.path}")
         replica = model  # [fsdp:replica] nothing to wrap in DDP; each block was compiled by itself
         params = [p for p in model.parameters() if p.requires_grad]
-        scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
 
         def save(step: int) -> None:
-            facts = about(config, model_args, data, PHASE, best_val_loss)
+            facts = about(config, model_args, data, PHASE, best_val_loss, scaler)
             with telemetry.aside(step, "save"):
                 checkpoints.save(step, lambda to: save_shards(to, model, optimizer), facts)  # [fsdp:save]
 
@@ -83,6 +84,7 @@ def train(config: Config) -> None:
                 if step % config.eval_interval == 0 or step == config.max_iters:
                     with telemetry.aside(step, "evaluate"):
                         val_loss = evaluate(model, data, config, run)
+                    runtime.check_finite(step, val_loss, 0.0, run)
                     improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
                     if step > 0 and (improved or config.always_save_checkpoint or step == config.max_iters):

@@ -182,7 +182,9 @@ def test_resume_with_another_shape_or_tokenizer(tmp_path):
     refused(run_program(*resume, "--n_layer=3"), "--n_layer=3", "n_layer=2")
     refused(run_program(*resume, "--block_size=8"), "--block_size=8", "block_size=16")
     refused(run_program(*resume, "--dataset=shakespeare"), "another tokenizer", "--dataset=shakespeare_char")
+    refused(run_program(*resume[:-1], "--max_iters=1", "--n_head=4"), "--n_head=4")
     assert run_program(*resume).code == 0
+    refused(run_program(*resume[:-1], "--max_iters=1"), "beyond it: raise --max_iters")
 
 
 def test_an_empty_checkpoint_directory_falls_back(tmp_path):

@@ -1,5 +1,6 @@
 """One loss curve: the same losses on any number of ranks, in every phase, and across a resume."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,17 @@ def test_float16_trains_with_a_loss_scaler(tmp_path, device):
     assert gap(half, full) <= 2e-2
 
 
+def test_float16_resumes_exactly(tmp_path, device):
+    """The loss scale is part of a checkpoint: a float16 run that is cut and resumed has the whole run's losses."""
+    half = {"device": device, "dtype": "float16", "max_iters": 6}
+    whole = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "whole", **half))
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "cut", **{**half, "max_iters": 3, "lr_decay_iters": 6}))
+    manifest = json.loads((tmp_path / "cut/checkpoints/step-00000003/manifest.json").read_text())
+    assert manifest["grad_scaler"]["_growth_tracker"] == 3
+    resumed = tiny("nanoGPT", tmp_path / "cut", init_from="resume", lr_decay_iters=6, **half)
+    assert train("nanoGPT", 1, resumed) == whole
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_compiled_equals_eager(phase, tmp_path, device):
     """Without dropout, the compiled model prints the eager one's losses to 1e-5."""
@@ -110,7 +122,6 @@ def test_a_run_learns(tmp_path):
 
 def test_clipping_bounds_the_update_and_uses_the_global_norm(tmp_path):
     """The logged norm is that of all gradients together, the same on 1 rank and on 4 sharded ones."""
-    import json
 
     def norms(out: Path) -> list[float]:
         lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
