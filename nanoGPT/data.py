@@ -205,8 +205,8 @@ class TokenData:
                 f"{self.tokenizer['vocab_size']}: prepare the dataset again",
                 on_one_rank=True,
             )
-        tokens = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        x, y = rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
+        return torch.from_numpy(x), torch.from_numpy(y)
 
 
 def to_device(batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

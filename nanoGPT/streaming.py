@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanoGPT.config import ConfigError
 from nanoGPT.data import Gpt2Tokenizer
+from nanoGPT.exits import ConfigError
 from nanoGPT.prepare import (
     gpt2_identity,
     install_gpt2_vocabulary,
@@ -89,15 +89,15 @@ def open_documents(corpus: Corpus) -> Any:
     """
     try:
         from datasets import load_dataset
-        from pyarrow.dataset import ParquetFragmentScanOptions
     except ImportError:
         raise ConfigError("streaming documents needs `.venv/bin/pip install -e '.[web]'`") from None
     wait_at_exit()
-    # With its own buffer Arrow keeps all that it read of a file until the file's end, and the hub's have up to 2 GB.
-    scan = ParquetFragmentScanOptions(pre_buffer=False)
-    reading = {"columns": [COLUMN], "batch_size": BATCH, "fragment_scan_options": scan}
     try:
-        documents: Any = load_dataset(**corpus.arguments, **reading, split="train", streaming=True)
+        documents: Any = load_dataset(
+            **corpus.arguments, columns=[COLUMN], batch_size=BATCH, split="train", streaming=True
+        )
+        # Row group by row group, as Arrow reads ahead without regard for who waits: a file of 2 GB would be in memory.
+        documents = documents.reshard()
     except Exception as error:  # whatever the network, the hub's client or a parquet reader raise
         raise ConfigError(f"{corpus.label} cannot be opened ({first_line(error)}): {corpus.advice}") from None
     if "string" not in str(getattr((documents.features or {}).get(COLUMN), "dtype", "")):
@@ -203,8 +203,7 @@ class ShardWriter:
             self.filled, self.room, self.taken = self.filled + len(part), self.room - len(part), self.taken + len(part)
             if not self.room:
                 self.write_shard()
-        added = self.taken - start
-        self.document, self.taken = self.document + 1, 0
+        added, self.document, self.taken = self.taken - start, self.document + 1, 0
         return added
 
     def write_shard(self) -> None:
@@ -236,8 +235,7 @@ class ShardWriter:
 def check_sizes(shard_tokens: int, max_tokens: int | None) -> None:
     if shard_tokens < 2:
         raise ConfigError(f"--shard_tokens={shard_tokens} cannot be: give 2 or more")
-    val = min(shard_tokens, VAL_TOKENS)
-    if max_tokens is not None and max_tokens <= val:
+    if max_tokens is not None and max_tokens <= (val := min(shard_tokens, VAL_TOKENS)):
         raise ConfigError(f"--max_tokens={max_tokens} leaves nothing to train on: give more than val's {val:,} tokens")
 
 
@@ -252,7 +250,7 @@ def is_there(folder: Path, source: dict[str, Any]) -> bool:
         found = json.loads(path.read_text())["source"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    no_flags = "hub" in source and source["shard_tokens"] == SHARD_TOKENS and source["max_tokens"] is None
+    no_flags = "hub" in source and (source["shard_tokens"], source["max_tokens"]) == (SHARD_TOKENS, None)
     if found != source and not (no_flags and is_prepared(folder, found)):
         raise ConfigError(f"{path} is of another source or of other flags: `rm {path}` to replace that dataset")
     return is_prepared(folder, found)
@@ -261,9 +259,8 @@ def is_there(folder: Path, source: dict[str, Any]) -> bool:
 def write_shards(folder: Path, corpus: Corpus, progress: Progress, documents: Any) -> None:
     """Stream, encode and write, from where `progress` stands to the end of the corpus or to max_tokens."""
     writer = ShardWriter(folder, progress)
-    bar = tqdm(
-        total=progress.source["max_tokens"], initial=progress.tokens, unit=" tokens", unit_scale=True, disable=None
-    )
+    limit, done = progress.source["max_tokens"], progress.tokens
+    bar = tqdm(total=limit, initial=done, unit=" tokens", unit_scale=True, disable=None)
     with bar, contextlib.closing(read_batches(corpus, documents, progress.document)) as batches:
         for ids in encode(batches) if writer.room else ():
             bar.update(writer.add(ids))

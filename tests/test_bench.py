@@ -1,0 +1,82 @@
+"""What is measured, how it is written down, and that the documents say the same."""
+
+import json
+import statistics
+
+import pytest
+import torch
+
+from bench import results, step_overhead, tables
+from nanoGPT.config import TrainConfig
+from nanoGPT.telemetry import PEAK_FLOPS, hardware, peak_flops
+from tests.helpers import ROOT
+
+
+def test_tables_in_the_documents_are_those_of_the_results():
+    """Every table of the documents is made from the committed results and is up to date."""
+    for name in tables.DOCUMENTS:
+        text = (ROOT / name).read_text()
+        assert tables.rendered(text) == text, f"{name}: run `python -m bench.tables`"
+    assert "<!-- table:runs -->" in (ROOT / "README.md").read_text()
+
+
+def test_a_result_names_its_hardware(tmp_path, monkeypatch):
+    """A result holds versions, hardware, commit, settings and raw samples, in a file named after the hardware."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    path = results.write_result("some-bench", torch.device("cpu"), {"n": 1}, {"seconds": [1.0, 2.0]})
+    assert path.name.startswith("some-bench-") and path.parent == tmp_path
+    found = json.loads(path.read_text())
+    assert found["hardware"] == hardware(torch.device("cpu")) and found["versions"]["torch"] == torch.__version__
+    assert found["samples"] == {"seconds": [1.0, 2.0]} and found["settings"] == {"n": 1} and "git_commit" in found
+    assert results.read_results("some-bench") == [found]
+
+
+def test_committed_results_are_raw():
+    """Every committed result names hardware, versions and a commit, and holds raw samples."""
+    for path in (ROOT / "bench" / "results").glob("*.json"):
+        found = json.loads(path.read_text())
+        assert {"name", "hardware", "versions", "git_commit", "settings", "samples"} <= found.keys(), path
+
+
+def test_the_trainer_adds_little_to_a_step(tmp_path):
+    """In a short run the trainer's step costs less than 10% over the bare loop's, and data less than 3% of it; the
+    committed long one says how much exactly."""
+    shape = {"gradient_accumulation_steps": 1, "device": "cpu", "out_dir": str(tmp_path), "learning_rate": 1e-4}
+    samples = step_overhead.measure(TrainConfig(**shape), 60)
+    bare, trainer, data = (statistics.median(samples[name]) for name in ("bare_ms", "trainer_ms", "data_ms"))
+    assert trainer < 1.10 * bare and data < 0.03 * trainer, (bare, trainer, data)
+
+
+def test_the_peaks_of_devices(monkeypatch):
+    """MFU uses the peak of the GPU it runs on, none on a CPU, and none on a GPU that the table does not know."""
+    from nanoGPT.runtime import Runtime
+
+    def peak_of(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return peak_flops(Runtime(0, 0, 1, 1, torch.device("cuda", 0), dtype))
+
+    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12 and peak_of("NVIDIA H100 PCIe") == 756e12
+    assert peak_of("NVIDIA H200") == PEAK_FLOPS["H200"] and peak_of("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_of("Some GPU") is None and peak_of("NVIDIA H200", torch.float32) is None
+    assert peak_flops(Runtime(0, 0, 1, 1, torch.device("cpu"), torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*/config/*.py")), ids=lambda path: path.name)
+def test_named_configurations_are_valid(path):
+    """Every named configuration parses and passes validation on 8 ranks."""
+    from nanoGPT.config import parse, validate
+    from tests.helpers import CONFIGS
+
+    config = parse(CONFIGS[path.parent.parent.name], [str(path), "--device=cpu"], path.parent.parent / "train.py")
+    validate(config, 8)
+
+
+def test_later_words_win(tmp_path):
+    """Flags win over files, later files over earlier ones, and files over defaults."""
+    from nanoGPT.config import parse
+
+    (tmp_path / "a.py").write_text("n_layer = 3\nbatch_size = 5\nseed = 9\n")
+    (tmp_path / "b.py").write_text("batch_size = 6\nseed = 8\n")
+    words = [str(tmp_path / "a.py"), "--seed=7", str(tmp_path / "b.py"), "--device=cpu"]
+    config = parse(TrainConfig, words, ROOT / "nanoGPT" / "train.py")
+    assert (config.n_layer, config.batch_size, config.seed, config.n_head) == (3, 6, 7, TrainConfig().n_head)
