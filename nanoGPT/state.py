@@ -106,7 +106,9 @@ def save_ckpt(path: Path, state: FullState, step: int, facts: dict[str, Any]) ->
     """Write nanoGPT's format: its keys, its order of the optimizer's parameters."""
     args = {k: v for k, v in facts["model_args"].items() if k != "gelu" or v != "none"}
     config = facts["config"]
-    order = optimizer_order(state.model)
+    with torch.device("meta"):
+        params = dict(GPT(GPTConfig.of(args)).named_parameters())  # in the module's order; shards come in another
+    order = optimizer_order(params)
     decay = [i for i, name in enumerate(order) if state.model[name].dim() >= 2]
     groups = [
         {"params": decay, "weight_decay": config["weight_decay"]},
@@ -116,7 +118,7 @@ def save_ckpt(path: Path, state: FullState, step: int, facts: dict[str, Any]) ->
     defaults |= {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
     defaults |= {"fused": None, "decoupled_weight_decay": True}
     content = {
-        "model": {**{k: v.detach() for k, v in state.model.items()}, HEAD: state.model[EMBEDDING].detach()},
+        "model": {**{name: state.model[name].detach() for name in params}, HEAD: state.model[EMBEDDING].detach()},
         "optimizer": {
             "state": {i: state.optimizer[name] for i, name in enumerate(order) if name in state.optimizer},
             "param_groups": [{**defaults, **group} for group in groups],
@@ -236,7 +238,8 @@ class OnlyRecords(pickle.Unpickler):
     """Refuses every global but those that describe tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = module == "torch.distributed.checkpoint.metadata" and isinstance(super().find_class(module, name), type)
+        records = "torch.distributed.checkpoint.metadata"
+        known = module == records and "." not in name and isinstance(super().find_class(module, name), type)
         known |= (module, name) in {
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             ("torch.serialization", "_get_layout"),

@@ -18,6 +18,7 @@ ROOT = PACKAGE.parent
 CONFIGS: dict[str, type[TrainConfig]] = {"nanoGPT": TrainConfig, "phase3_fsdp": FsdpConfig}
 TINY: dict[str, Any] = {
     "dataset": "shakespeare_char",
+    "device": "cpu",
     "n_layer": 2,
     "n_head": 2,
     "n_embd": 32,

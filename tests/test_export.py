@@ -113,6 +113,17 @@ def nanogpt_state(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
+def nanogpts_optimizer(content: dict) -> tuple[GPT, torch.optim.AdamW]:
+    """Load a ckpt.pt as nanoGPT does: strict names, and AdamW over decaying parameters, then the others."""
+    model = GPT(GPTConfig.of(content["model_args"]))
+    model.load_state_dict(content["model"])
+    params = list(model.parameters())
+    groups = [[p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]]
+    optimizer = torch.optim.AdamW([{"params": g, "weight_decay": 0.1} for g in groups], lr=1e-3)
+    optimizer.load_state_dict(content["optimizer"])
+    return model, optimizer
+
+
 def test_ckpt_is_nanogpts(runs):
     """ckpt.pt has nanoGPT's keys, both names of the tied head, and an optimizer state that nanoGPT's AdamW loads."""
     content = nanogpt_state(newest(runs["nanoGPT"]) / "ckpt.pt")
@@ -121,13 +132,8 @@ def test_ckpt_is_nanogpts(runs):
         *("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     }
     assert torch.equal(content["model"]["lm_head.weight"], content["model"]["transformer.wte.weight"])
-    model = GPT(GPTConfig.of(content["model_args"]))
-    model.load_state_dict(content["model"])  # strict: the names are the module's own
-    params = dict(model.named_parameters())
-    groups = [[p for p in params.values() if p.dim() >= 2], [p for p in params.values() if p.dim() < 2]]
-    optimizer = torch.optim.AdamW([{"params": g, "weight_decay": 0.1} for g in groups], lr=1e-3)
-    optimizer.load_state_dict(content["optimizer"])
-    assert optimizer.state[params["transformer.wpe.weight"]]["exp_avg"].shape == (16, 32)
+    model, optimizer = nanogpts_optimizer(content)
+    assert optimizer.state[model.get_parameter("transformer.wpe.weight")]["exp_avg"].shape == (16, 32)
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
@@ -142,6 +148,10 @@ def test_ckpt_round_trips(phase, runs, tmp_path):
         assert before.optimizer[name].keys() == after.optimizer[name].keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(v, after.optimizer[name][k]) for k, v in before.optimizer[name].items())
     assert rest["iter_num"] == (3 if phase == "nanoGPT" else 2)
+    content = nanogpt_state(tmp_path / "ckpt.pt")
+    model, optimizer = nanogpts_optimizer(content)
+    for name, param in model.named_parameters():
+        assert torch.equal(optimizer.state[param]["exp_avg"], before.optimizer[name]["exp_avg"]), name
 
 
 def test_a_compiled_nanogpt_checkpoint_opens(runs, tmp_path):

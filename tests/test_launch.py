@@ -153,20 +153,15 @@ def test_two_nodes_on_loopback(tmp_path):
     assert gap(losses(tmp_path / "run"), train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=3))) < 1e-6
 
 
-def test_stacks_on_a_signal_and_on_a_stall(tmp_path):
-    """SIGUSR1 writes every thread's stack; so does a step that makes no progress for stall_seconds."""
-    process = launch(tmp_path, 1, phase="nanoGPT", stall_seconds=1.0)
+def test_stacks_on_a_signal(tmp_path):
+    """SIGUSR1 writes every thread's stack, and the run goes on."""
+    process = launch(tmp_path, 1, phase="nanoGPT")
     await_steps(tmp_path, 2, process)
     time.sleep(1.5)
-    pid = rank_pids(tmp_path)[0]
-    os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    stacks = tmp_path / "stacks" / "rank0.txt"
-    assert "train.py" in stacks.read_text() and "no progress" not in stacks.read_text()
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(2.5)
-    os.kill(pid, signal.SIGCONT)
-    time.sleep(1.5)
+    os.kill(rank_pids(tmp_path)[0], signal.SIGUSR1)
+    await_steps(tmp_path, len(losses(tmp_path)) + 2, process)
+    stacks = (tmp_path / "stacks" / "rank0.txt").read_text()
+    assert "train.py" in stacks and "in _watch" in stacks
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
