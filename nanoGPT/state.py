@@ -8,6 +8,7 @@ that would run code is refused.
 import dataclasses
 import pickle
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +133,7 @@ def save_ckpt(path: Path, state: FullState, step: int, facts: dict[str, Any]) ->
     return path
 
 
-def optimizer_order(params: dict[str, Tensor]) -> list[str]:
+def optimizer_order(params: Mapping[str, Tensor]) -> list[str]:
     """Parameter names in the order of `param_groups`: those that decay, then the others."""
     return [n for n, p in params.items() if p.dim() >= 2] + [n for n, p in params.items() if p.dim() < 2]
 

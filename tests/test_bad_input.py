@@ -237,6 +237,13 @@ def test_a_directory_that_is_no_model(content, tmp_path):
     refused(attempt(tmp_path / "run", f"--init_from={folder}"))
 
 
+def test_weights_that_cannot_be_downloaded(tmp_path):
+    """--init_from=gpt2 without a network is one sentence."""
+    refused(
+        attempt(tmp_path / "run", "--init_from=gpt2", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)), "gpt2 could not be"
+    )
+
+
 def test_a_port_in_use(tmp_path):
     """When the rendezvous port of a job of several nodes is taken, the sentence names it and MASTER_PORT."""
     with socket.socket() as taken:

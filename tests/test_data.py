@@ -119,14 +119,16 @@ def test_a_batch_is_a_function_of_its_key():
     assert torch.equal(x, TokenData("shakespeare_char", 64, 4, 7).batch("train", TRAIN, 3, 1)[0])
 
 
-def test_every_window_can_be_drawn(tmp_path):
-    """Over many batches every window of a short text appears, the first and the last ones too, and none beyond."""
-    tokens = np.arange(20, dtype=np.uint16)
+@pytest.mark.parametrize("base", [0, 70_000])
+def test_every_window_can_be_drawn(base, tmp_path):
+    """Over many batches every window of a short text appears, the first and the last ones too, and none beyond; with
+    two bytes a token and with four."""
+    tokens = (base + np.arange(20)).astype(prepare.token_dtype(base + 20))
     splits = {s: [prepare.write_tokens(tmp_path, f"{s}.bin", tokens)] for s in ("train", "val")}
-    prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": 20, "sha256": ""}, splits)
+    prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": base + 20, "sha256": ""}, splits)
     data = TokenData(str(tmp_path), 4, 50, 1)
     starts = {int(x) for step in range(20) for x in data.batch("train", TRAIN, step, 0)[0][:, 0]}
-    assert starts == set(range(16))
+    assert starts == set(range(base, base + 16))
 
 
 def test_ten_billion_tokens_cost_no_memory(tmp_path):
