@@ -23,7 +23,7 @@ from types import ModuleType
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.checkpoint import step_directories
+from nanoGPT.checkpoint import check_out_dir, step_directories
 from nanoGPT.config import TrainConfig, command_line, parse
 from nanoGPT.exits import LOST_PEER, ConfigError, one_sentence
 from nanoGPT.runtime import preflight
@@ -70,8 +70,8 @@ def check_place(place: Place) -> None:
 
 def master_port() -> int:
     port = os.environ.get("MASTER_PORT", "29500")
-    if not port.isdigit():
-        raise ConfigError(f"MASTER_PORT={port} is no port: give a number, the same on every node")
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"MASTER_PORT={port} is no port: give a number up to 65535, the same on every node")
     return int(port)
 
 
@@ -87,7 +87,7 @@ def load_trainer(path: Path) -> ModuleType:
 
 def choose_out_dir(config: TrainConfig, words: list[str], trainer: Path, place: Place) -> list[str]:
     """A new directory under out/ for a run that names none; several nodes agree on a name without talking."""
-    if config.out_dir != "out":
+    if config.out_dir != "out" or config.init_from == "resume":
         return words
     name = trainer.resolve().parent.name
     if place.nnodes > 1:
@@ -195,9 +195,11 @@ def main(words: list[str]) -> int:
     place = command_line(Place, words)
     check_place(place)
     config_class = load_trainer(trainer).Config
-    trainer_words = choose_out_dir(parse(config_class, trainer_words, trainer), trainer_words, trainer, place)
     config = parse(config_class, trainer_words, trainer)
     preflight(config, place.gpus * place.nnodes, place.gpus)
+    trainer_words = choose_out_dir(config, trainer_words, trainer, place)
+    config = parse(config_class, trainer_words, trainer)
+    check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_words]
     code = run_alone(command) if place.gpus * place.nnodes == 1 else run_ranks(place, command)
     if code == 0 and place.node_rank == 0 and has_ended(config):
@@ -206,8 +208,12 @@ def main(words: list[str]) -> int:
 
 
 def run_alone(command: list[str]) -> int:
-    """Run the trainer as one process, which needs no elastic agent, and pass signals on to it."""
-    process = subprocess.Popen([sys.executable, *command])
+    """Run the trainer as one process, which needs no elastic agent, and pass signals on to it.
+
+    Its threads, one a core, spin for a moment only when they wait for each other. By default libgomp's spin on, and
+    beside two other busy processes a step took twice as long.
+    """
+    process = subprocess.Popen([sys.executable, *command], env={"GOMP_SPINCOUNT": "1000", **os.environ})
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the trainer too
     code = process.wait()

@@ -152,7 +152,7 @@ def locate(config: TrainConfig) -> Runtime:
 
 
 def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> None:
-    """Refuse, before any process group starts, whatever can be known not to work.
+    """Refuse, before any process group starts and anything is written, whatever can be known not to work.
 
     Raises:
         ConfigError: one sentence that says what to do.
@@ -166,7 +166,6 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> No
             f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory{close}"
         )
     TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-    check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
 
 
 @contextlib.contextmanager
@@ -178,6 +177,7 @@ def start(config: TrainConfig) -> Iterator[Runtime]:
     """
     run = locate(config)
     preflight(config, run.world_size, run.local_world_size)
+    check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:
