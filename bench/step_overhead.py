@@ -19,6 +19,7 @@ from bench.results import write_result
 from nanoGPT import runtime
 from nanoGPT.config import TrainConfig
 from nanoGPT.data import TRAIN, TokenData
+from nanoGPT.exits import check_finite
 from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
@@ -78,7 +79,7 @@ def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Iterato
             run.should_stop()
             if step % config.log_interval == 0:
                 mean_loss = run.sum(loss_sum).item()
-                runtime.check_finite(step, mean_loss, norm.item(), run)
+                check_finite(step, mean_loss, norm.item(), run)
                 telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item())
             yield
 

@@ -220,8 +220,9 @@ class CheckpointDirectory:
         sync(temporary)
         temporary.rename(final)
         sync(self.root)
-        write_and_sync(self.root / ".tmp-LATEST", final.name + "\n")
-        os.replace(self.root / ".tmp-LATEST", self.root / "LATEST")
+        with contextlib.suppress(OSError):  # the checkpoint is there, whatever becomes of its signpost
+            write_and_sync(self.root / ".tmp-LATEST", final.name + "\n")
+            os.replace(self.root / ".tmp-LATEST", self.root / "LATEST")
         self._retain()
 
     def _retain(self) -> None:
@@ -241,7 +242,12 @@ class CheckpointDirectory:
         self._on_all(lambda: work() if self.run.is_main else None, temporary)
 
     def _on_all(self, work: Callable[[], Any], temporary: Path | None = None) -> list[Any]:
-        """Do work on every rank; if it fails on any, raise SaveError on all and drop the temporary directory."""
+        """Do work on every rank; if it fails on any, raise on all.
+
+        Raises:
+            SaveError: within a save; its temporary directory is gone.
+            ConfigError: outside of one.
+        """
         result, failure = None, None
         try:
             result = work()
@@ -253,10 +259,10 @@ class CheckpointDirectory:
             if temporary and self.run.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
             rank, why = failures[0]
-            what = (
-                f"{temporary.name.removeprefix('.tmp-')} was not saved" if temporary else f"{self.root} cannot be used"
-            )
-            raise SaveError(f"{what}: rank {rank}: {why}; the checkpoints before it stand, resume from them")
+            if temporary is None:
+                raise ConfigError(f"{self.root} cannot be used ({why}): mend it, or choose another --out_dir")
+            what = temporary.name.removeprefix(".tmp-")
+            raise SaveError(f"{what} was not saved: rank {rank}: {why}; earlier checkpoints stand, resume from them")
         return [result for result, _ in outcomes]
 
 

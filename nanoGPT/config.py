@@ -7,17 +7,14 @@ Later words win. On `--init_from=resume` the configuration that the checkpoint w
 so a resumed run needs nothing but its `--out_dir`. A phase adds fields by extending `TrainConfig`.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import importlib.util
-import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-import tyro
-
+from nanoGPT.cli import command_line, joined
 from nanoGPT.exits import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent
@@ -131,8 +128,9 @@ def parse(config_class: type[C], argv: list[str], trainer: Path) -> C:
     Raises:
         ConfigError: an unknown name, a wrong type, an unknown file. `--help` exits 0.
     """
-    files = [word for word in argv if not word.startswith("-") and word.endswith(".py")]
-    flags = [word for word in argv if word not in files]
+    words = joined(argv)
+    files = [word for word in words if not word.startswith("-") and word.endswith(".py")]
+    flags = [word for word in words if word not in files]
     check_names(config_class, flags)
     from_files: dict[str, object] = {}
     for name in files:
@@ -183,7 +181,7 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
     namespace: dict[str, object] = {}
     try:
         exec(compile(path.read_text(), str(path), "exec"), namespace)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"config file {path} does not run: {type(error).__name__}: {error}") from None
     values = {k: v for k, v in namespace.items() if not k.startswith("_")}
     for name, value in values.items():
@@ -191,7 +189,8 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
             raise ConfigError(
                 f"config file {path} sets {name}, which is no field{nearest(name, field_names(config_class))}"
             )
-        parse_flags(config_class, {}, [f"--{name}={value}"], source=f"config file {path}: ")
+        parsed: TrainConfig = parse_flags(config_class, {}, [f"--{name}={value}"], source=f"config file {path}: ")
+        values[name] = getattr(parsed, name)  # of the field's type, also where the file has a string
     return values
 
 
@@ -222,40 +221,6 @@ def parse_flags(config_class: type[C], defaults: dict[str, object], flags: list[
     return command_line(config_class, flags, source, default=config_class(**defaults))  # type: ignore[arg-type]
 
 
-def command_line(target: Any, words: list[str], source: str = "", **options: Any) -> Any:
-    """Parse a command line with tyro, whose boxed message becomes one sentence.
-
-    Args:
-        target: a dataclass, or a function that is called with what was parsed.
-        words: the command line without the program's name.
-
-    Raises:
-        ConfigError: an unknown flag or a wrong type. `--help` exits 0.
-    """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(target, args=words, config=(tyro.conf.FlagConversionOff,), use_underscores=True, **options)
-    except SystemExit as stop:
-        if stop.code == 0:
-            raise
-        raise ConfigError(source + unboxed(said.getvalue())) from None
-
-
-def unboxed(text: str) -> str:
-    """What stands first in tyro's box, below its title; in a terminal without Unicode the box has no sides."""
-    parts: list[list[str]] = [[]]
-    for line in text.splitlines():
-        words = line.strip("│╭╮╰╯ ")
-        if words.startswith(("─", "--- ", "----")):
-            parts.append([])
-        else:
-            parts[-1].append(words)
-    titled_inside = text.startswith("╭")
-    said = [" ".join(part).strip() for part in parts if any(part)]
-    return said[0 if titled_inside or len(said) == 1 else 1].rstrip(".")
-
-
 def validate(config: TrainConfig, world_size: int) -> None:
     """Refuse values that no run can have.
 
@@ -272,8 +237,11 @@ def validate(config: TrainConfig, world_size: int) -> None:
     at_least |= {"seed": 0, "vocab_size": 1, "lr_decay_iters": 1}
     for name, least in at_least.items():
         value = getattr(config, name)
-        if value is not None and not least <= value < float("inf"):
-            raise ConfigError(f"--{name}={value} cannot be: give {least} or more")
+        most = 2**63 - 1 if name == "seed" else 2**31 - 1
+        if value is not None and not least <= value <= most:
+            raise ConfigError(
+                f"--{name}={value} cannot be: give {least} or more" + (f", up to {most}" if value > 0 else "")
+            )
     for name in ("dropout", "beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise ConfigError(f"--{name}={getattr(config, name)} cannot be: give a number from 0 up to, not with, 1")

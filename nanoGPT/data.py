@@ -88,7 +88,7 @@ def find_dataset(name: str) -> Path:
     Raises:
         ConfigError: it does not exist, or is not prepared; names the command that prepares it.
     """
-    folder = DATA / name
+    folder = DATA / name[:200]
     if not folder.is_dir() and (Path(name) / "meta.json").is_file():
         folder = Path(name)
     if (folder / "meta.json").is_file():
@@ -141,6 +141,21 @@ def open_split(folder: Path, name: str, meta: dict[str, Any], block_size: int) -
     return Split(paths, [open(path, "rb", buffering=0) for path in paths], ends - starts, ends)
 
 
+def checked_tokenizer(identity: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer's identity, if it is one that can be used.
+
+    Raises:
+        ValueError, KeyError, TypeError: a field is missing or not what it should be.
+    """
+    if identity["name"] not in ("char", "gpt2"):
+        raise ValueError(f"its tokenizer {identity['name']!r} is neither char nor gpt2")
+    if not isinstance(identity["vocab_size"], int) or identity["vocab_size"] < 1:
+        raise ValueError(f"its vocab_size is {identity['vocab_size']!r}")
+    if not isinstance(identity["sha256"], str) or (identity["name"] == "char" and "characters" not in identity):
+        raise ValueError("its tokenizer is not described")
+    return identity
+
+
 class TokenData:
     """Batches from a prepared dataset.
 
@@ -158,7 +173,7 @@ class TokenData:
         folder = find_dataset(dataset)
         try:
             self.meta = json.loads((folder / "meta.json").read_text())
-            self.tokenizer = self.meta["tokenizer"]
+            self.tokenizer = checked_tokenizer(self.meta["tokenizer"])
             self.dtype = np.dtype(self.meta["dtype"])
             self.splits = {name: open_split(folder, name, self.meta, block_size) for name in ("train", "val")}
         except (ValueError, KeyError, TypeError) as error:

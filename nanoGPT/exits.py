@@ -6,11 +6,20 @@ finite; 1 anything else.
 
 import contextlib
 import json
+import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from nanoGPT.runtime import Runtime
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
 
@@ -64,3 +73,40 @@ def fail(code: int, message: str, alike_on_all_ranks: bool = False) -> int:
     else:
         time.sleep(1)
     return code
+
+
+def check_finite(step: int, loss: float, norm: float, run: "Runtime") -> None:
+    """Stop before a loss or gradient that is not finite reaches a checkpoint; in fp16 the scaler skips such gradients.
+
+    Raises:
+        NonFiniteLoss: on every rank at the same step, as all ranks see the same numbers.
+    """
+    if not math.isfinite(loss) or (not math.isfinite(norm) and run.dtype != torch.float16):
+        raise NonFiniteLoss(
+            f"step {step}: loss {loss}, gradient norm {norm}: not finite, so training stopped before a save; "
+            "resume from the last checkpoint with a lower --learning_rate or --grad_clip"
+        )
+
+
+def listen_for_signals(run: "Runtime") -> None:
+    """SIGTERM, SIGINT and SIGHUP end the run after the step in progress; a SIGINT seconds later ends it at once."""
+    asked_at = 0.0
+
+    def ask(number: int, _frame: object) -> None:
+        nonlocal asked_at
+        if run.stop_signal and number == signal.SIGINT and time.monotonic() - asked_at > 2:
+            raise KeyboardInterrupt
+        if not run.stop_signal:
+            run.stop_signal, asked_at = signal.Signals(number).name, time.monotonic()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, ask)
+
+
+def end_with_launcher(launcher: int) -> None:
+    """End this rank when its launcher is gone: a SIGKILL of the launcher must not leave ranks behind."""
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os._exit(1)

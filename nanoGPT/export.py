@@ -10,6 +10,7 @@ import dataclasses
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,10 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoGPT.checkpoint import Checkpoint, Damaged, manifests, verify_files
-from nanoGPT.config import C, command_line
+from nanoGPT.cli import command_line
+from nanoGPT.config import C
 from nanoGPT.data import DOWNLOADS, TokenData
 from nanoGPT.exits import ConfigError, one_sentence
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.state import EMBEDDING, HEAD, SHAPE, check_resumed, read_ckpt, read_payload, save_ckpt
 
 if TYPE_CHECKING:
@@ -96,15 +98,37 @@ def read_weights(source: str) -> tuple[GPTConfig, dict[str, Tensor]]:
         folder = download(source)
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_whole(folder)
-        return GPTConfig.of(checkpoint.manifest["model_args"]), read_payload(checkpoint.path).model
+        return fitting(source, checkpoint.manifest["model_args"], read_payload(checkpoint.path).model)
     if (folder / "ckpt.pt").is_file():
         state, rest = read_ckpt(folder / "ckpt.pt")
-        return GPTConfig.of(rest["model_args"]), state.model
+        return fitting(source, rest.get("model_args"), state.model)
     if (folder / "config.json").is_file():
-        return read_hf(folder)
+        shape, weights = read_hf(folder)
+        return fitting(source, dataclasses.asdict(shape), weights)
     raise ConfigError(
         f"{source} holds neither checkpoints/, ckpt.pt nor config.json: give a run's or a model's directory"
     )
+
+
+def fitting(source: str, model_args: Any, weights: dict[str, Tensor]) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """The shape that `model_args` describes, with weights that fit it.
+
+    Raises:
+        ConfigError: it describes no GPT-2, or a parameter is missing, unknown, or of another shape.
+    """
+    try:
+        shape = GPTConfig.of(model_args)
+        with torch.device("meta"):
+            expected = {name: tuple(p.shape) for name, p in GPT(shape).named_parameters()}
+        if shape.n_embd % shape.n_head:
+            raise ValueError(f"n_embd {shape.n_embd} is not divisible by n_head {shape.n_head}")
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{source} does not describe a GPT-2 ({error}): give another directory") from None
+    for name in sorted(expected.keys() | weights.keys()):
+        wanted, found = expected.get(name), tuple(weights[name].shape) if name in weights else None
+        if found != wanted:
+            raise ConfigError(f"{source} has {name} of shape {found} where its model has {wanted}: give another one")
+    return shape, weights
 
 
 # ---- Hugging Face
@@ -144,7 +168,7 @@ def read_hf(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         return GPTConfig(
             hf["n_layer"], hf["n_head"], hf["n_embd"], hf["n_positions"], True, len(weights[EMBEDDING]), 0.0, gelu
         ), weights
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(
             f"{folder} is no Hugging Face GPT-2 with safetensors ({type(error).__name__}: {error})"
         ) from None
@@ -201,10 +225,16 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
     state, manifest = read_payload(checkpoint.path), checkpoint.manifest
     shape = GPTConfig.of(manifest["model_args"])
     folder.mkdir(parents=True, exist_ok=True)
-    if format == "hf":
-        write_hf(folder, shape, state.model, manifest["data"]["tokenizer"]["vocab_size"])
-    else:
-        save_ckpt(folder / "ckpt.pt", state, checkpoint.step, manifest)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as temporary:  # an earlier export stays until the end
+        try:
+            if format == "hf":
+                write_hf(Path(temporary), shape, state.model, manifest["data"]["tokenizer"]["vocab_size"])
+            else:
+                save_ckpt(Path(temporary) / "ckpt.pt", state, checkpoint.step, manifest)
+        except (RuntimeError, SafetensorError) as error:  # what torch and safetensors make of a full disk
+            raise ConfigError(f"--to={to} could not be written ({error}): free some space") from None
+        for file in sorted(Path(temporary).iterdir()):
+            file.replace(folder / file.name)
     print(f"{checkpoint.path.name} of {out_dir} is in {folder} as {format}")
 
 

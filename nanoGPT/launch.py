@@ -4,10 +4,11 @@
     python -m nanoGPT.launch --gpus=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 phase3_fsdp/train.py    # and 1
 
 `make baseline` and its like call this. The configuration is checked before any rank starts; ranks are started and
-watched by torch's elastic agent, as torchrun does; SIGTERM and SIGINT are passed on to them; at the end the newest
-checkpoint writes a few lines of text. `torchrun` on the same train.py works too, without these services.
+watched by torch's elastic agent, as torchrun does; SIGTERM, SIGINT and SIGHUP are passed on to them; at the end the
+newest checkpoint writes a few lines of text. `torchrun` on the same train.py works too, without these services.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -24,7 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nanoGPT.checkpoint import check_out_dir, step_directories
-from nanoGPT.config import TrainConfig, command_line, parse
+from nanoGPT.cli import command_line
+from nanoGPT.config import TrainConfig, parse
 from nanoGPT.exits import LOST_PEER, ConfigError, one_sentence
 from nanoGPT.runtime import preflight
 
@@ -113,13 +115,25 @@ def children() -> list[int]:
     return [int(pid) for pid in done.stdout.split()]
 
 
-def pass_on(number: int, _frame: object) -> None:
-    """Hand a signal to the ranks, which save and end by themselves."""
-    for pid in children():
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+def pass_on_signals(asked: list[int]) -> None:
+    """Hand signals to the ranks, which save and end by themselves; before there are any, end at once.
+
+    Args:
+        asked: takes the number of every signal that comes.
+    """
+
+    def pass_on(number: int, _frame: object) -> None:
+        asked.append(number)
+        pids = children()
+        if not pids:
+            raise SystemExit(128 + number)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, pass_on)
 
 
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -134,15 +148,17 @@ def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure
     return min(failures.items(), key=order)
 
 
-def explain(failure: ProcessFailure) -> tuple[int, str]:
+def explain(exit_code: int, message: str, asked: list[int]) -> tuple[int, str]:
     """A failure's exit code, as a shell would give it, and its reason."""
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        return (
-            128 - failure.exitcode,
-            f"it was killed by {name}; resume from the last checkpoint with --init_from=resume",
-        )
-    return failure.exitcode, failure.message
+    if exit_code >= 0:
+        return exit_code, message
+    name = signal.Signals(-exit_code).name
+    if -exit_code in asked:
+        return 128 - exit_code, f"{name} came before training had begun, so there was nothing to save"
+    return (
+        128 - exit_code,
+        f"it was killed by {name}; --init_from=resume goes on from a checkpoint, if there is one",
+    )
 
 
 def run_ranks(place: Place, command: list[str]) -> int:
@@ -164,14 +180,14 @@ def run_ranks(place: Place, command: list[str]) -> int:
         signals_to_handle="SIGQUIT",
         local_addr="127.0.0.1" if alone else None,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+    asked: list[int] = []
+    pass_on_signals(asked)
     try:
         elastic_launch(launch, sys.executable)(*command)
         return 0
     except ChildFailedError as error:
         rank, failure = root_cause(error.failures)
-        code, reason = explain(failure)
+        code, reason = explain(failure.exitcode, failure.message, asked)
         print(f"error: rank {rank}: {reason}", file=sys.stderr)
         return code
 
@@ -213,11 +229,14 @@ def run_alone(command: list[str]) -> int:
     Its threads, one a core, spin for a moment only when they wait for each other. By default libgomp's spin on, and
     beside two other busy processes a step took twice as long.
     """
-    process = subprocess.Popen([sys.executable, *command], env={"GOMP_SPINCOUNT": "1000", **os.environ})
-    signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the trainer too
-    code = process.wait()
-    return code if code >= 0 else 128 - code
+    environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "NANOGPT_PARENT": str(os.getpid())}
+    asked: list[int] = []
+    pass_on_signals(asked)
+    code = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True).wait()
+    if code < 0:
+        code, reason = explain(code, "", asked)
+        print(f"error: rank 0: {reason}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

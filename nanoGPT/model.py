@@ -220,7 +220,7 @@ class GPT(nn.Module):
 
 def draw(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     """Draw one token a row from (B, V) logits: (B, 1)."""
-    if temperature == 0:
+    if temperature < 1e-5:  # nothing but the likeliest is left, and dividing would overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k is not None:

@@ -6,18 +6,16 @@ is rank 0 of 1. Every run has a process group, also with one rank, so that no co
 
 import contextlib
 import datetime
+import fcntl
 import hashlib
-import math
 import os
-import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ import torch.distributed as dist
 from nanoGPT.checkpoint import check_out_dir
 from nanoGPT.config import TrainConfig, nearest, parse, validate
 from nanoGPT.data import TokenData
-from nanoGPT.exits import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, fail
+from nanoGPT.exits import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, end_with_launcher, fail, listen_for_signals
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -43,6 +41,7 @@ class Runtime:
     dtype: torch.dtype
     reasons: dict[str, str] = field(default_factory=dict)  # why each automatic choice was made
     stop_signal: str | None = None
+    lock: IO[str] | None = None  # rank 0's, on out_dir, as long as it runs
     autocasts: bool = True  # False where parameters are cast instead, as FSDP does
 
     @property
@@ -142,9 +141,14 @@ def pick_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 def locate(config: TrainConfig) -> Runtime:
     """This process's Runtime, from the environment that torchrun sets and from the configuration."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if not all(value.isdigit() for value in given.values()) or ("RANK" in given) != ("WORLD_SIZE" in given):
+        raise ConfigError(f"the environment has {given}: start ranks with torchrun or make, or unset these")
+    rank, world_size = int(given.get("RANK", 0)), int(given.get("WORLD_SIZE", 1))
+    local_rank, local_world_size = int(given.get("LOCAL_RANK", rank)), int(given.get("LOCAL_WORLD_SIZE", world_size))
+    if not (rank < world_size and local_rank < local_world_size <= world_size):
+        raise ConfigError(f"the environment has {given}: a rank must be below the number of ranks")
     device, why_device = pick_device(config.device, local_rank, local_world_size, world_size)
     dtype, why_dtype = pick_dtype(config.dtype, device)
     reasons = {"device": f"{device.type} ({why_device})", "dtype": f"{dtype} ({why_dtype})"}
@@ -160,7 +164,8 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> No
     validate(config, world_size)
     device, _ = pick_device(config.device, 0, local_world_size, world_size)
     pick_dtype(config.dtype, device)
-    if config.init_from not in ("scratch", "resume", *PRETRAINED) and not Path(config.init_from).is_dir():
+    known = config.init_from in ("scratch", "resume", *PRETRAINED)
+    if not known and not (config.init_from and Path(config.init_from).is_dir()):
         close = nearest(config.init_from, ["scratch", "resume", *PRETRAINED])
         raise ConfigError(
             f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory{close}"
@@ -178,6 +183,8 @@ def start(config: TrainConfig) -> Iterator[Runtime]:
     run = locate(config)
     preflight(config, run.world_size, run.local_world_size)
     check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
+    if run.is_main:
+        run.lock = lock(Path(config.out_dir))
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:
@@ -185,7 +192,7 @@ def start(config: TrainConfig) -> Iterator[Runtime]:
     if not dist.is_initialized():  # a notebook or a test may have joined already
         join_process_group(run)
     listen_for_signals(run)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ or "NANOGPT_PARENT" in os.environ:
         threading.Thread(target=end_with_launcher, args=(os.getppid(),), daemon=True).start()
     run.say(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
     yield run
@@ -213,27 +220,18 @@ def join_process_group(run: Runtime) -> None:
         raise
 
 
-def listen_for_signals(run: Runtime) -> None:
-    """SIGTERM and SIGINT end the run after the step in progress; a SIGINT seconds later ends it at once."""
-    asked_at = 0.0
+def lock(out_dir: Path) -> IO[str]:
+    """Hold a run's directory as long as the returned file is open; a killed process lets go of it.
 
-    def ask(number: int, _frame: object) -> None:
-        nonlocal asked_at
-        if run.stop_signal and number == signal.SIGINT and time.monotonic() - asked_at > 2:
-            raise KeyboardInterrupt
-        if not run.stop_signal:
-            run.stop_signal, asked_at = signal.Signals(number).name, time.monotonic()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, ask)
-
-
-def end_with_launcher(launcher: int) -> None:
-    """End this rank when its launcher is gone: a SIGKILL of the launcher must not leave ranks behind."""
-    while os.getppid() == launcher:
-        time.sleep(0.5)
-    os._exit(1)
+    Raises:
+        ConfigError: another run holds it.
+    """
+    file = open(out_dir / ".lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"another run is writing into {out_dir}: wait for it, or choose another --out_dir") from None
+    return file
 
 
 def reseed(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
@@ -244,19 +242,6 @@ def reseed(device: torch.device, seed: int, step: int, micro_batch: int) -> None
         torch.default_generator.manual_seed(key)  # torch.manual_seed asks every backend and takes 50 times longer
     else:
         torch.get_device_module(device).manual_seed(key)
-
-
-def check_finite(step: int, loss: float, norm: float, run: Runtime) -> None:
-    """Stop before a loss or gradient that is not finite reaches a checkpoint; in fp16 the scaler skips such gradients.
-
-    Raises:
-        NonFiniteLoss: on every rank at the same step, as all ranks see the same numbers.
-    """
-    if not math.isfinite(loss) or (not math.isfinite(norm) and run.dtype != torch.float16):
-        raise NonFiniteLoss(
-            f"step {step}: loss {loss}, gradient norm {norm}: not finite, so training stopped before a save; "
-            "resume from the last checkpoint with a lower --learning_rate or --grad_clip"
-        )
 
 
 def main(train: Callable[[Any], None], config_class: type[TrainConfig], trainer: str) -> None:
@@ -280,6 +265,8 @@ def main(train: Callable[[Any], None], config_class: type[TrainConfig], trainer:
         code = fail(130, "interrupted before the step ended; the last checkpoint stands")
     except SystemExit:
         raise  # --help
+    except MemoryError as error:
+        code = fail(1, f"the memory does not suffice ({error}): lower --batch_size or --block_size")
     except BaseException as error:
         if not any(words in str(error) for words in LOST_PEER):
             traceback.print_exc()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from nanoGPT.checkpoint import step_directories
-from nanoGPT.config import command_line
+from nanoGPT.cli import command_line
 from nanoGPT.data import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 from nanoGPT.exits import ConfigError, one_sentence
 from nanoGPT.export import GPT2_VOCAB, newest_whole, read_weights
@@ -94,8 +94,10 @@ def stream(tokenizer: Tokenizer, ids: list[int], decoder: codecs.IncrementalDeco
 
 
 def validate(config: SampleConfig) -> None:
-    if config.temperature < 0 or config.top_k < 1 or config.max_new_tokens < 1 or config.num_samples < 1:
-        raise ConfigError("--temperature is at least 0; --top_k, --max_new_tokens and --num_samples at least 1")
+    if not 0 <= config.temperature < 1e9 or not 0 <= config.seed < 2**63:
+        raise ConfigError("--temperature and --seed are at least 0, and finite")
+    if config.top_k < 1 or config.max_new_tokens < 1 or config.num_samples < 1:
+        raise ConfigError("--top_k, --max_new_tokens and --num_samples are at least 1")
 
 
 def main(config: SampleConfig) -> None:

@@ -160,7 +160,7 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
         raise ConfigError(
             f"{path} holds more than tensors and plain values, so that opening it could run code: it is not opened"
         ) from None
-    except (RuntimeError, KeyError, ValueError, AttributeError, EOFError, OSError, IndexError) as error:
+    except (RuntimeError, KeyError, ValueError, AttributeError, TypeError, EOFError, OSError, IndexError) as error:
         raise ConfigError(f"{path} is no checkpoint of nanoGPT ({type(error).__name__}): give another file") from None
 
 

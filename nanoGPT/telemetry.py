@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from nanoGPT.checkpoint import versions
 from nanoGPT.config import PACKAGE, TrainConfig
+from nanoGPT.exits import ConfigError
 from nanoGPT.runtime import Runtime
 
 # Dense bfloat16 (T4: float16) peaks in FLOP/s, from the makers' data sheets, without sparsity.
@@ -87,7 +88,7 @@ def finite(value: float | None) -> float | None:
 def drop_lines_from(path: Path, step: int) -> None:
     """Keep the lines before `step` of a metrics file; a torn last line goes too."""
     kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] < step:
                 kept.append(line + "\n")
@@ -113,13 +114,19 @@ class Telemetry:
         self.logged_step, self.seconds = first_step, 0.0
         self.clock = time.perf_counter()
         self.closing = threading.Event()
+        self.heartbeat = self.out_dir / "heartbeat" / f"rank{run.rank}.json"
+        try:
+            self._open_files(first_step)
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be written ({error.strerror}): move it away") from None
+        self.tracker = Tracker(config) if run.is_main and config.track != "none" else None
+
+    def _open_files(self, first_step: int) -> None:
         for folder in ("heartbeat", "stacks"):
             (self.out_dir / folder).mkdir(exist_ok=True)
-        self.heartbeat = self.out_dir / "heartbeat" / f"rank{run.rank}.json"
-        self.stacks = open(self.out_dir / "stacks" / f"rank{run.rank}.txt", "a")
-        if run.is_main:
+        self.stacks = open(self.out_dir / "stacks" / f"rank{self.run.rank}.txt", "a")
+        if self.run.is_main:
             self._open_metrics(first_step)
-        self.tracker = Tracker(config) if run.is_main and config.track != "none" else None
 
     def _open_metrics(self, first_step: int) -> None:
         path = self.out_dir / "metrics.jsonl"
@@ -221,7 +228,10 @@ class Telemetry:
             "peak_memory_bytes": peak_memory_bytes(self.run.device),
             **more,
         }
-        self.metrics.write(json.dumps(line) + "\n")
+        try:
+            self.metrics.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk: the run may yet end, or be able to save, when somebody frees some
+            self.run.say(f"metrics.jsonl misses step {step}: {error.strerror}; free some space")
         if self.tracker:
             self.tracker.log(line)
         self.bar.update(min(step + 1, self.config.max_iters) - self.bar.n)

@@ -13,6 +13,7 @@ import torch  # [fsdp:imports] without DistributedDataParallel
 from nanoGPT import runtime
 from nanoGPT.checkpoint import CheckpointDirectory  # [fsdp:imports] FsdpConfig replaces TrainConfig
 from nanoGPT.data import EVALUATE, TRAIN, TokenData, to_device
+from nanoGPT.exits import check_finite
 from nanoGPT.export import starting_point
 from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT
@@ -84,7 +85,7 @@ def train(config: Config) -> None:
                 if step % config.eval_interval == 0 or step == config.max_iters:
                     with telemetry.aside(step, "evaluate"):
                         val_loss = evaluate(model, data, config, run)
-                    runtime.check_finite(step, val_loss, 0.0, run)
+                    check_finite(step, val_loss, 0.0, run)
                     improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
                     if step > 0 and (improved or config.always_save_checkpoint or step == config.max_iters):
@@ -121,7 +122,7 @@ def train(config: Config) -> None:
                 due = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or stop
                 if due or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
-                    runtime.check_finite(step, mean_loss, norm.item(), run)
+                    check_finite(step, mean_loss, norm.item(), run)
                     telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
                 step += 1
                 if stop:

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nanoGPT.config import TrainConfig, validate
+from nanoGPT.config import TrainConfig, parse, validate
 from nanoGPT.data import DATA
 from nanoGPT.exits import ConfigError
 from nanoGPT.runtime import pick_device, pick_dtype
@@ -52,6 +53,9 @@ def attempt(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environ
         ("--vocab_size=10", ["10 rows", "larger --vocab_size"]),
         ("--init_from=nosuch", ["neither scratch, resume"]),
         ("--init_from=gpt2x", ["did you mean gpt2?"]),
+        ("--init_from=", ["neither scratch, resume"]),
+        ("--seed=46116860184273879040000000", ["--seed=", "up to"]),
+        ("--batch_size=999999999999", ["--batch_size=", "up to"]),
         ("--init_from=resume", ["no checkpoint under", "--out_dir"]),
         ("--track=wandb", ["[track]"]),
         ("config/nope.py", ["there is no config file config/nope.py"]),
@@ -73,6 +77,62 @@ def test_a_config_file_may_set_known_fields_only(tmp_path):
     ]:
         (tmp_path / "bad.py").write_text(line + "\n")
         refused(attempt(tmp_path / "run", str(tmp_path / "bad.py")), *words)
+
+
+def test_a_config_file_sets_values_of_the_fields_type(tmp_path):
+    """A string in a config file becomes what the flag would have become."""
+    (tmp_path / "good.py").write_text('compile = "False"\nlearning_rate = "6e-4"\nn_layer = 3\n')
+    config = parse(TrainConfig, [str(tmp_path / "good.py"), "--device", "cpu"], ROOT / "nanoGPT" / "train.py")
+    assert (config.compile, config.learning_rate, config.n_layer, config.device) == (False, 6e-4, 3, "cpu")
+
+
+def test_a_flag_may_be_two_words(monkeypatch):
+    """`--device cpu` is `--device=cpu`, also for the defaults that follow the device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = parse(TrainConfig, ["--device", "cpu", "--out_dir", "/x/conf.py"], ROOT / "nanoGPT" / "train.py")
+    assert config.n_embd == 128 and not config.compile and config.out_dir == "/x/conf.py"
+    assert parse(TrainConfig, [], ROOT / "nanoGPT" / "train.py").n_embd == 768
+
+
+@pytest.mark.parametrize(
+    "place",
+    [{"RANK": "5", "WORLD_SIZE": "2"}, {"RANK": "abc"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "0"}],
+)
+def test_nonsense_in_the_environment(place, tmp_path):
+    """RANK and WORLD_SIZE that cannot be are one sentence, not a wait for ranks that never come."""
+    refused(attempt(tmp_path / "run", **place), "the environment has")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat", "env.json", "checkpoints"])
+def test_something_in_the_way(name, tmp_path):
+    """A directory where a file goes, or the other way round, is named."""
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / name
+    path.mkdir() if "." in name else path.touch()
+    refused(attempt(tmp_path / "run"), name)
+
+
+@pytest.mark.parametrize("harm", ["shape", "missing", "heads", "layers", "no model_args", "a list"])
+def test_weights_that_do_not_fit(harm, tmp_path):
+    """Weights of another shape than their own description, or a description of no GPT-2, are refused, not broadcast."""
+    from nanoGPT.model import GPT, GPTConfig
+
+    shape = GPTConfig(1, 2, 16, 8, False, 75)
+    content: Any = {"model": dict(GPT(shape).state_dict()), "model_args": dict(shape.__dict__)}
+    if harm == "shape":
+        content["model"]["transformer.h.0.ln_1.weight"] = torch.ones(1)
+    elif harm == "missing":
+        del content["model"]["transformer.wpe.weight"]
+    elif harm == "heads":
+        content["model_args"]["n_head"] = 3
+    elif harm == "layers":
+        content["model_args"]["n_layer"] = "x"
+    elif harm == "no model_args":
+        del content["model_args"]
+    else:
+        content = [content]
+    torch.save(content, tmp_path / "ckpt.pt")
+    refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"), str(tmp_path))
 
 
 def test_accumulation_lists_what_works():
@@ -117,6 +177,16 @@ def copy_of_dataset(tmp_path: Path) -> Path:
     folder = tmp_path / "my_data"
     shutil.copytree(DATA / "shakespeare_char", folder)
     return folder
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": "x"}, {"vocab_size": -1}, {"name": "bert"}, {"sha256": None}])
+def test_a_tokenizer_that_cannot_be(change, tmp_path):
+    """A meta.json whose tokenizer is unknown or not described is refused before it is needed."""
+    folder = copy_of_dataset(tmp_path)
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["tokenizer"] |= change
+    (folder / "meta.json").write_text(json.dumps(meta))
+    refused(attempt(tmp_path / "run", f"--dataset={folder}"), "meta.json cannot be read")
 
 
 @pytest.mark.parametrize("harm", ["truncated", "foreign", "missing", "meta"])

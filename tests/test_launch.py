@@ -92,9 +92,10 @@ def test_a_killed_rank_ends_the_job(tmp_path):
     assert all(gone(pid) for pid in pids)
 
 
-def test_ranks_end_with_their_launcher(tmp_path):
-    """SIGKILL of the launcher: its ranks end by themselves within seconds."""
-    process = launch(tmp_path, 2, phase="nanoGPT")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_end_with_their_launcher(ranks, tmp_path):
+    """SIGKILL of the launcher: its ranks end by themselves within seconds, also where there is only one."""
+    process = launch(tmp_path, ranks, phase="nanoGPT")
     await_steps(tmp_path, 1, process)
     time.sleep(1.5)
     pids = rank_pids(tmp_path)
@@ -105,6 +106,31 @@ def test_ranks_end_with_their_launcher(tmp_path):
             return
         time.sleep(0.1)
     raise AssertionError(f"ranks {pids} were still there after 5 seconds")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_before_training_ends_the_job(ranks, tmp_path):
+    """SIGTERM while ranks start, at whatever moment, ends the job within seconds and leaves no rank."""
+    for delay in (2.0, 3.0, 4.0):
+        out = tmp_path / str(delay)
+        process = launch(out, ranks, phase="nanoGPT")
+        time.sleep(delay)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=40)
+        assert process.returncode in (0, -15, 143) and "Traceback" not in output, (delay, process.returncode, output)
+        assert process.returncode != 0 or "--init_from=resume" in output
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path):
+    """A second run into a directory that a run is writing into is refused; the first goes on."""
+    first = launch(tmp_path, 1, phase="nanoGPT")
+    await_steps(tmp_path, 1, first)
+    second = launch(tmp_path, 1, phase="nanoGPT")
+    output, _ = second.communicate(timeout=60)
+    assert second.returncode == 2 and "another run is writing into" in output, output
+    first.send_signal(signal.SIGTERM)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 0, output
 
 
 def test_a_loss_that_blows_up_returns_3(tmp_path):

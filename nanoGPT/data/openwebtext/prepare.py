@@ -9,7 +9,7 @@ Run it again after an interruption: it goes on after the last whole shard. The f
 
 import sys
 
-from nanoGPT.config import command_line
+from nanoGPT.cli import command_line
 from nanoGPT.data import DATA
 from nanoGPT.exits import one_sentence
 from nanoGPT.streaming import SHARD_TOKENS, hub_corpus, parquet_corpus, prepare_stream

@@ -8,7 +8,7 @@ The first nine tenths are the train split, the rest is val.
 
 import sys
 
-from nanoGPT.config import command_line
+from nanoGPT.cli import command_line
 from nanoGPT.exits import one_sentence
 from nanoGPT.prepare import prepare_text
 
