@@ -105,7 +105,7 @@ def be_program(words: tuple[str, ...], output: str, environment: dict[str, str])
     os._exit(code)
 
 
-def refused(ended: Ended, *words: str) -> str:
+def assert_refused(ended: Ended, *words: str) -> str:
     """Assert that a program ended with code 2, one sentence that holds `words`, and no traceback."""
     assert ended.code == 2, ended
     assert "Traceback" not in ended.output, ended.output

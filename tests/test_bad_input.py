@@ -18,7 +18,7 @@ from nanoGPT.config import TrainConfig, parse, validate
 from nanoGPT.data import DATA
 from nanoGPT.exits import ConfigError
 from nanoGPT.runtime import pick_device, pick_dtype
-from tests.helpers import ROOT, refused, run_program, tiny, train
+from tests.helpers import ROOT, assert_refused, run_program, tiny, train
 
 SHAPE = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=8"]
 FLAGS = ["--device=cpu", "--max_iters=2", "--eval_iters=1", *SHAPE]
@@ -64,7 +64,7 @@ def attempt(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environ
 def test_a_wrong_flag_is_one_sentence(flag, words, tmp_path):
     """A flag or file that cannot be is refused before anything starts, with what would work."""
     extra = ["--n_head=4"] if "n_embd" in flag else []
-    refused(attempt(tmp_path / "run", flag, *extra), *words)
+    assert_refused(attempt(tmp_path / "run", flag, *extra), *words)
 
 
 def test_a_config_file_may_set_known_fields_only(tmp_path):
@@ -76,7 +76,7 @@ def test_a_config_file_may_set_known_fields_only(tmp_path):
         ("import nothing_here", ["ModuleNotFoundError"]),
     ]:
         (tmp_path / "bad.py").write_text(line + "\n")
-        refused(attempt(tmp_path / "run", str(tmp_path / "bad.py")), *words)
+        assert_refused(attempt(tmp_path / "run", str(tmp_path / "bad.py")), *words)
 
 
 def test_a_config_file_sets_values_of_the_fields_type(tmp_path):
@@ -100,7 +100,7 @@ def test_a_flag_may_be_two_words(monkeypatch):
 )
 def test_nonsense_in_the_environment(place, tmp_path):
     """RANK and WORLD_SIZE that cannot be are one sentence, not a wait for ranks that never come."""
-    refused(attempt(tmp_path / "run", **place), "the environment has")
+    assert_refused(attempt(tmp_path / "run", **place), "the environment has")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat", "env.json", "checkpoints"])
@@ -109,7 +109,7 @@ def test_something_in_the_way(name, tmp_path):
     (tmp_path / "run").mkdir()
     path = tmp_path / "run" / name
     path.mkdir() if "." in name else path.touch()
-    refused(attempt(tmp_path / "run"), name)
+    assert_refused(attempt(tmp_path / "run"), name)
 
 
 @pytest.mark.parametrize("harm", ["shape", "missing", "heads", "layers", "no model_args", "a list"])
@@ -132,7 +132,7 @@ def test_weights_that_do_not_fit(harm, tmp_path):
     else:
         content = [content]
     torch.save(content, tmp_path / "ckpt.pt")
-    refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"), str(tmp_path))
+    assert_refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"), str(tmp_path))
 
 
 def test_accumulation_lists_what_works():
@@ -144,7 +144,7 @@ def test_accumulation_lists_what_works():
 def test_accumulation_is_checked_before_ranks_start():
     """`make baseline GPUS=3` with 8 micro-batches fails with the sentence and starts no rank."""
     ended = run_program("nanoGPT.launch", "--gpus=3", "nanoGPT/train.py", "--device=cpu", "--out_dir=/tmp/never-made")
-    refused(ended, "multiple of 3")
+    assert_refused(ended, "multiple of 3")
     assert "rank(s)" not in ended.output
 
 
@@ -186,7 +186,7 @@ def test_a_tokenizer_that_cannot_be(change, tmp_path):
     meta = json.loads((folder / "meta.json").read_text())
     meta["tokenizer"] |= change
     (folder / "meta.json").write_text(json.dumps(meta))
-    refused(attempt(tmp_path / "run", f"--dataset={folder}"), "meta.json cannot be read")
+    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), "meta.json cannot be read")
 
 
 @pytest.mark.parametrize("harm", ["truncated", "foreign", "missing", "meta"])
@@ -207,7 +207,7 @@ def test_a_damaged_dataset_is_named(harm, tmp_path):
     else:
         (folder / "meta.json").write_text("{}")
         words = ["meta.json cannot be read"]
-    refused(attempt(tmp_path / "run", f"--dataset={folder}"), *words)
+    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), *words)
 
 
 def test_a_token_beyond_the_vocabulary(tmp_path):
@@ -222,7 +222,7 @@ def test_a_token_beyond_the_vocabulary(tmp_path):
         {"name": "val.bin", "tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
     ]
     (folder / "meta.json").write_text(json.dumps(meta))
-    refused(attempt(tmp_path / "run", f"--dataset={folder}"), "token id 9999", "vocabulary of 75")
+    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), "token id 9999", "vocabulary of 75")
 
 
 def test_a_dataset_that_is_not_prepared_names_the_command():
@@ -230,18 +230,18 @@ def test_a_dataset_that_is_not_prepared_names_the_command():
     if (DATA / "openwebtext" / "meta.json").exists():
         pytest.skip("openwebtext is prepared on this machine")
     ended = run_program("nanoGPT/train.py", "--device=cpu", "--dataset=openwebtext", "--out_dir=/tmp/never-made")
-    refused(ended, "make data DATASET=openwebtext")
+    assert_refused(ended, "make data DATASET=openwebtext")
 
 
 def test_out_dir_must_be_writable():
     """An out_dir that cannot be made is refused."""
-    refused(attempt(Path("/proc/x")), "/proc/x cannot be written")
+    assert_refused(attempt(Path("/proc/x")), "/proc/x cannot be written")
 
 
 def test_a_new_run_does_not_touch_an_old_one(tmp_path):
     """Starting from scratch where checkpoints are stops, and leaves them."""
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1))
-    refused(attempt(tmp_path), "holds checkpoints up to step-00000001", "--init_from=resume")
+    assert_refused(attempt(tmp_path), "holds checkpoints up to step-00000001", "--init_from=resume")
     assert (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").exists()
 
 
@@ -249,12 +249,12 @@ def test_resume_with_another_shape_or_tokenizer(tmp_path):
     """Resuming with another depth, context or tokenizer names the flag and what the checkpoint has."""
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1, eval_iters=1))
     resume = ("nanoGPT/train.py", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=2")
-    refused(run_program(*resume, "--n_layer=3"), "--n_layer=3", "n_layer=2")
-    refused(run_program(*resume, "--block_size=8"), "--block_size=8", "block_size=16")
-    refused(run_program(*resume, "--dataset=shakespeare"), "another tokenizer", "--dataset=shakespeare_char")
-    refused(run_program(*resume[:-1], "--max_iters=1", "--n_head=4"), "--n_head=4")
+    assert_refused(run_program(*resume, "--n_layer=3"), "--n_layer=3", "n_layer=2")
+    assert_refused(run_program(*resume, "--block_size=8"), "--block_size=8", "block_size=16")
+    assert_refused(run_program(*resume, "--dataset=shakespeare"), "another tokenizer", "--dataset=shakespeare_char")
+    assert_refused(run_program(*resume[:-1], "--max_iters=1", "--n_head=4"), "--n_head=4")
     assert run_program(*resume).code == 0
-    refused(run_program(*resume[:-1], "--max_iters=1"), "beyond it: raise --max_iters")
+    assert_refused(run_program(*resume[:-1], "--max_iters=1"), "beyond it: raise --max_iters")
 
 
 def test_an_empty_checkpoint_directory_falls_back(tmp_path):
@@ -279,9 +279,9 @@ def test_a_malicious_ckpt_is_not_opened(tmp_path):
     """A ckpt.pt that would run code is refused, and runs none."""
     witness = tmp_path / "ran"
     torch.save({"model": Runs(witness)}, tmp_path / "ckpt.pt")
-    refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"), "could run code")
+    assert_refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"), "could run code")
     (tmp_path / "ckpt.pt").write_bytes(pickle.dumps(Runs(witness)))
-    refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"))
+    assert_refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"))
     assert not witness.exists()
 
 
@@ -304,12 +304,12 @@ def test_a_directory_that_is_no_model(content, tmp_path):
         (folder / "ckpt.pt").write_text("not a checkpoint")
     if content == "other":
         (folder / "config.json").write_text('{"model_type": "llama"}')
-    refused(attempt(tmp_path / "run", f"--init_from={folder}"))
+    assert_refused(attempt(tmp_path / "run", f"--init_from={folder}"))
 
 
 def test_weights_that_cannot_be_downloaded(tmp_path):
     """--init_from=gpt2 without a network is one sentence."""
-    refused(
+    assert_refused(
         attempt(tmp_path / "run", "--init_from=gpt2", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)), "gpt2 could not be"
     )
 
@@ -321,7 +321,7 @@ def test_a_port_in_use(tmp_path):
         taken.listen()
         words = ["nanoGPT.launch", "--gpus=1", "--nnodes=2", "nanoGPT/train.py", f"--out_dir={tmp_path}"]
         port = str(taken.getsockname()[1])
-        refused(run_program(*words, MASTER_PORT=port), f"port {port} is in use", "MASTER_PORT")
+        assert_refused(run_program(*words, MASTER_PORT=port), f"port {port} is in use", "MASTER_PORT")
 
 
 def test_a_port_in_use_under_torchrun(tmp_path):
@@ -331,31 +331,34 @@ def test_a_port_in_use_under_torchrun(tmp_path):
         taken.listen()
         port = str(taken.getsockname()[1])
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        refused(attempt(tmp_path / "run", **place), f"port {port} is in use")
+        assert_refused(attempt(tmp_path / "run", **place), f"port {port} is in use")
 
 
 def test_the_launcher_refuses_what_is_no_trainer():
     """A phase without a trainer, a wrong node rank, or no trainer at all: one sentence."""
-    refused(run_program("nanoGPT.launch", "phase9_none/train.py"), "no trainer there yet")
-    refused(run_program("nanoGPT.launch", "--nnodes=2", "--node_rank=2", "nanoGPT/train.py"), "NODE_RANK")
-    refused(run_program("nanoGPT.launch", "--gpus=0", "nanoGPT/train.py"), "at least 1")
-    refused(run_program("nanoGPT.launch", "--gpus=1"), "name the trainer")
-    refused(run_program("nanoGPT.launch", "--gpsu=1", "nanoGPT/train.py"))
+    assert_refused(run_program("nanoGPT.launch", "phase9_none/train.py"), "no trainer there yet")
+    assert_refused(run_program("nanoGPT.launch", "--nnodes=2", "--node_rank=2", "nanoGPT/train.py"), "NODE_RANK")
+    assert_refused(run_program("nanoGPT.launch", "--gpus=0", "nanoGPT/train.py"), "at least 1")
+    assert_refused(run_program("nanoGPT.launch", "--gpus=1"), "name the trainer")
+    assert_refused(run_program("nanoGPT.launch", "--gpsu=1", "nanoGPT/train.py"))
 
 
 def test_fsdp_refuses_float16(tmp_path):
     """float16 with FSDP is refused with what to use."""
-    refused(attempt(tmp_path / "run", "--dtype=float16", trainer="phase3_fsdp/train.py"), "use bfloat16 or float32")
+    train_py = "phase3_fsdp/train.py"
+    assert_refused(
+        attempt(tmp_path / "run", "--dtype=float16", trainer="phase3_fsdp/train.py"), "use bfloat16 or float32"
+    )
 
 
 def test_prepare_refuses_what_is_no_text(tmp_path):
     """One's own text that is missing, binary or too short is refused."""
     prepare = "nanoGPT/data/shakespeare_char/prepare.py"
-    refused(run_program(prepare, f"--input={tmp_path}/none.txt"), "cannot be read")
+    assert_refused(run_program(prepare, f"--input={tmp_path}/none.txt"), "cannot be read")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 200)
-    refused(run_program(prepare, f"--input={tmp_path}/binary.txt"), "UTF-8")
+    assert_refused(run_program(prepare, f"--input={tmp_path}/binary.txt"), "UTF-8")
     (tmp_path / "short.txt").write_text("short")
-    refused(run_program(prepare, f"--input={tmp_path}/short.txt"), "at least 100")
+    assert_refused(run_program(prepare, f"--input={tmp_path}/short.txt"), "at least 100")
 
 
 def test_help_lists_every_field_with_underscores():

@@ -10,7 +10,7 @@ from nanoGPT.exits import ConfigError
 from nanoGPT.export import read_hf, read_weights, write_hf
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.state import read_ckpt, read_payload
-from tests.helpers import refused, run_program, tiny, train
+from tests.helpers import assert_refused, run_program, tiny, train
 from workshop.ranks import losses
 
 
@@ -106,7 +106,7 @@ def test_a_finetuned_run_resumes(runs, tmp_path):
 def test_a_context_longer_than_the_models(runs, tmp_path):
     """--block_size beyond the positions of the given weights is refused with what works."""
     words = [f"--init_from={runs['nanoGPT']}", f"--out_dir={tmp_path}", "--block_size=32"]
-    refused(run_program("nanoGPT/train.py", *words), "the 16 positions", "--block_size=16")
+    assert_refused(run_program("nanoGPT/train.py", *words), "the 16 positions", "--block_size=16")
 
 
 def nanogpt_state(path: Path) -> dict:
@@ -188,10 +188,10 @@ def test_sampling_streams_text(phase, runs, tmp_path):
 def test_sampling_refuses_what_cannot_be(runs, tmp_path):
     """No run, an unknown character, an empty or missing prompt, a negative temperature: one sentence each."""
     run = f"--out_dir={runs['nanoGPT']}"
-    refused(run_program("nanoGPT.sample", f"--out_dir={tmp_path}"), "neither checkpoints/")
-    refused(run_program("nanoGPT.sample", run, "--start=é"), "not in this model's vocabulary")
-    refused(run_program("nanoGPT.sample", run, "--start="), "--start is empty")
-    refused(run_program("nanoGPT.sample", run, "--start=FILE:/nope"), "cannot be read")
-    refused(run_program("nanoGPT.sample", run, "--temperature=-1"), "--temperature")
-    refused(run_program("nanoGPT.sample", run, "--tempratur=1"), "--tempratur")
-    refused(run_program("nanoGPT.export", f"--out_dir={tmp_path}", "--to=x"), "no whole checkpoint")
+    assert_refused(run_program("nanoGPT.sample", f"--out_dir={tmp_path}"), "neither checkpoints/")
+    assert_refused(run_program("nanoGPT.sample", run, "--start=é"), "not in this model's vocabulary")
+    assert_refused(run_program("nanoGPT.sample", run, "--start="), "--start is empty")
+    assert_refused(run_program("nanoGPT.sample", run, "--start=FILE:/nope"), "cannot be read")
+    assert_refused(run_program("nanoGPT.sample", run, "--temperature=-1"), "--temperature")
+    assert_refused(run_program("nanoGPT.sample", run, "--tempratur=1"), "--tempratur")
+    assert_refused(run_program("nanoGPT.export", f"--out_dir={tmp_path}", "--to=x"), "no whole checkpoint")

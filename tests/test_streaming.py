@@ -319,7 +319,7 @@ def test_no_flags_take_what_is_there(tmp_path: Path, corpus: Corpus, capsys: pyt
     assert files_of(tmp_path / "whole") == before and "already prepared" in capsys.readouterr().out
 
 
-def refused(*arguments: Any) -> str:
+def assert_refused(*arguments: Any) -> str:
     """The sentence with which `prepare_stream` refuses."""
     with pytest.raises(ConfigError) as caught:
         prepare_stream(*arguments)
@@ -331,13 +331,13 @@ def refused(*arguments: Any) -> str:
 def test_refuses_other_flags_and_sources(tmp_path: Path, corpus: Corpus) -> None:
     """Neither a dataset nor the progress of another source or other flags is overwritten."""
     before = uninterrupted(tmp_path, corpus)
-    assert f"`rm {tmp_path}/whole/meta.json`" in refused(tmp_path / "whole", corpus, SHARD, 5000)
-    assert "of another source" in refused(tmp_path / "whole", corpus_of(tmp_path, list(texts(90))), SHARD)
+    assert f"`rm {tmp_path}/whole/meta.json`" in assert_refused(tmp_path / "whole", corpus, SHARD, 5000)
+    assert "of another source" in assert_refused(tmp_path / "whole", corpus_of(tmp_path, list(texts(90))), SHARD)
     assert files_of(tmp_path / "whole") == before
     interrupt(tmp_path / "web", corpus, 200)
     before = files_of(tmp_path / "web")
-    assert f"`rm {tmp_path}/web/progress.json`" in refused(tmp_path / "web", corpus, SHARD + 1)
-    assert "use those again to go on" in refused(tmp_path / "web", corpus_of(tmp_path, list(texts(90))), SHARD)
+    assert f"`rm {tmp_path}/web/progress.json`" in assert_refused(tmp_path / "web", corpus, SHARD + 1)
+    assert "use those again to go on" in assert_refused(tmp_path / "web", corpus_of(tmp_path, list(texts(90))), SHARD)
     assert files_of(tmp_path / "web") == before
 
 
@@ -345,10 +345,10 @@ def test_refuses_damaged_progress(tmp_path: Path, corpus: Corpus) -> None:
     """A shard of another size than was written, and a broken progress.json, name the command that begins anew."""
     interrupt(tmp_path / "web", corpus, 200)
     (tmp_path / "web" / "train_000001.bin").write_bytes(b"short")
-    sentence = refused(tmp_path / "web", corpus, SHARD)
+    sentence = assert_refused(tmp_path / "web", corpus, SHARD)
     assert "train_000001.bin is not the 4,000 bytes" in sentence and f"`rm {tmp_path}/web/progress.json`" in sentence
     (tmp_path / "web" / "progress.json").write_text("{")
-    assert "progress.json cannot be read: `rm " in refused(tmp_path / "web", corpus, SHARD)
+    assert "progress.json cannot be read: `rm " in assert_refused(tmp_path / "web", corpus, SHARD)
 
 
 def test_refuses_unreadable_sources(tmp_path: Path, corpus: Corpus) -> None:
@@ -356,19 +356,19 @@ def test_refuses_unreadable_sources(tmp_path: Path, corpus: Corpus) -> None:
     web = tmp_path / "web"
     with pytest.raises(ConfigError, match="matches no file: give a pattern"):
         parquet_corpus(f"{tmp_path}/none/*.parquet")
-    assert "has no column `text` of strings" in refused(web, corpus_of(tmp_path, ["a"], column="body"), SHARD)
-    assert "has no column `text` of strings" in refused(web, corpus_of(tmp_path, [1, 2]), SHARD)
+    assert "has no column `text` of strings" in assert_refused(web, corpus_of(tmp_path, ["a"], column="body"), SHARD)
+    assert "has no column `text` of strings" in assert_refused(web, corpus_of(tmp_path, [1, 2]), SHARD)
     assert not web.exists()
     second = tmp_path / "in[1]" / "1.parquet"
     middle, content = second.stat().st_size // 2, second.read_bytes()
     second.write_bytes(content[: middle - 2000] + bytes(4000) + content[middle + 2000 :])
-    sentence = refused(web, corpus, SHARD)
+    sentence = assert_refused(web, corpus, SHARD)
     assert "cannot be read beyond document 1" in sentence and "run the same command again" in sentence
     second.write_bytes(content)
     prepare_stream(web, corpus, SHARD)
     assert files_of(web) == uninterrupted(tmp_path, corpus)
     second.write_bytes(content[:middle])
-    assert "check that every file is whole" in refused(tmp_path / "new", corpus, SHARD)
+    assert "check that every file is whole" in assert_refused(tmp_path / "new", corpus, SHARD)
 
 
 def test_refuses_an_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +378,7 @@ def test_refuses_an_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    sentence = refused(tmp_path / "web", hub_corpus("Skylion007/openwebtext"), SHARD)
+    sentence = assert_refused(tmp_path / "web", hub_corpus("Skylion007/openwebtext"), SHARD)
     assert "Skylion007/openwebtext cannot be opened (ConnectionError: " in sentence
     assert "check the network, or give parquet files of your own with --input=" in sentence
 
@@ -386,18 +386,18 @@ def test_refuses_an_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_refuses_without_the_extra(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `datasets` is not installed, the sentence names the extra that has it."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install -e '.[web]'" in refused(tmp_path / "web", corpus, SHARD)
+    assert "pip install -e '.[web]'" in assert_refused(tmp_path / "web", corpus, SHARD)
 
 
 def test_refuses_too_few_tokens(tmp_path: Path, corpus: Corpus) -> None:
     """A corpus too small for two splits is refused with a size that works, which the folder then takes."""
     total = len(expected_stream(list(texts(DOCUMENTS))))
     for shard_tokens in (total, total + 1, streaming.SHARD_TOKENS):
-        sentence = refused(tmp_path / "web", corpus, shard_tokens)
+        sentence = assert_refused(tmp_path / "web", corpus, shard_tokens)
         assert f"holds {total:,} tokens, too few" in sentence and f"--shard_tokens={total // 10}" in sentence
     prepare_stream(tmp_path / "web", corpus, total // 10)
-    assert "leaves nothing to train on" in refused(tmp_path / "new", corpus, SHARD, SHARD)
-    assert "give 2 or more" in refused(tmp_path / "new", corpus, 1)
+    assert "leaves nothing to train on" in assert_refused(tmp_path / "new", corpus, SHARD, SHARD)
+    assert "give 2 or more" in assert_refused(tmp_path / "new", corpus, 1)
 
 
 @pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu"])
