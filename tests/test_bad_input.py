@@ -345,7 +345,6 @@ def test_the_launcher_refuses_what_is_no_trainer():
 
 def test_fsdp_refuses_float16(tmp_path):
     """float16 with FSDP is refused with what to use."""
-    train_py = "phase3_fsdp/train.py"
     assert_refused(
         attempt(tmp_path / "run", "--dtype=float16", trainer="phase3_fsdp/train.py"), "use bfloat16 or float32"
     )

@@ -125,7 +125,7 @@ def test_every_window_can_be_drawn(base, tmp_path):
     two bytes a token and with four."""
     tokens = (base + np.arange(20)).astype(prepare.token_dtype(base + 20))
     splits = {s: [prepare.write_tokens(tmp_path, f"{s}.bin", tokens)] for s in ("train", "val")}
-    prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": base + 20, "sha256": ""}, splits)
+    prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": base + 20, "sha256": "", "characters": ""}, splits)
     data = TokenData(str(tmp_path), 4, 50, 1)
     starts = {int(x) for step in range(20) for x in data.batch("train", TRAIN, step, 0)[0][:, 0]}
     assert starts == set(range(base, base + 16))
@@ -147,7 +147,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         file.truncate(2 * count)
     val = prepare.write_tokens(tmp_path, "val.bin", np.zeros(5000, dtype=np.uint16))
     train = {"name": "train.bin", "tokens": count, "sha256": "not checked at this size"}
-    identity = {"name": "char", "vocab_size": 2, "sha256": ""}
+    identity = {"name": "char", "vocab_size": 2, "sha256": "", "characters": ""}
     prepare.write_meta(tmp_path, {}, identity, {"train": [train], "val": [val]})
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     grown = int(done.stdout) * (1 if sys.platform == "darwin" else 1024)

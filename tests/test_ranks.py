@@ -1,0 +1,62 @@
+"""Functions on real ranks, as notebooks and tests run them."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from workshop.ranks import RankFailed, run_on_ranks
+
+
+def total(start: float) -> float:
+    value = torch.tensor(start + dist.get_rank())
+    dist.all_reduce(value)
+    print(f"hello from {dist.get_rank()}")
+    return value.item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_results_come_in_rank_order_and_lines_are_shown(ranks, capsys):
+    """Every rank's result is returned, and its lines are printed after its number."""
+    assert run_on_ranks(total, ranks, 1.0) == [ranks + sum(range(ranks))] * ranks
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"[{r}] hello from {r}" for r in range(ranks)]
+
+
+def fail_on_rank_2() -> None:
+    if dist.get_rank() == 2:
+        raise ValueError("planted")
+    dist.barrier()
+
+
+def test_the_first_failing_ranks_traceback_is_raised():
+    """The exception holds the traceback of the rank that failed, not of those that lost it."""
+    with pytest.raises(RankFailed, match=r"rank 2 failed:\n(.|\n)*fail_on_rank_2(.|\n)*ValueError: planted"):
+        run_on_ranks(fail_on_rank_2, 4)
+
+
+def die_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    time.sleep(30)
+
+
+def test_a_rank_that_dies_is_named():
+    """A rank that ends without a word is named with its exit code, within seconds."""
+    begin = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 failed:\nthe process ended with exit code 7"):
+        run_on_ranks(die_on_rank_1, 2)
+    assert time.monotonic() - begin < 15
+
+
+def test_time_runs_out():
+    """Ranks that do not end in time are named, and none is left."""
+    with pytest.raises(RankFailed, match=r"ranks \[0, 1\] had not ended after 1 seconds"):
+        run_on_ranks(time.sleep, 2, 60, timeout=1)
+
+
+def test_a_function_that_only_the_caller_has():
+    """A function without a module, as a notebook defines it, runs on the ranks by value."""
+    offset = 5
+    assert run_on_ranks(lambda: dist.get_rank() + offset, 3) == [5, 6, 7]
