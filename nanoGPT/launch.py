@@ -227,7 +227,7 @@ def run_alone(command: list[str]) -> int:
     """Run the trainer as one process, which needs no elastic agent, and pass signals on to it.
 
     Its threads, one a core, spin for a moment only when they wait for each other. By default libgomp's spin on, and
-    beside two other busy processes a step took twice as long.
+    beside two other busy processes a forward and backward took twice as long.
     """
     environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "NANOGPT_PARENT": str(os.getpid())}
     asked: list[int] = []

@@ -69,6 +69,7 @@ def test_named_configurations_are_valid(path):
 
     config = parse(CONFIGS[path.parent.parent.name], [str(path), "--device=cpu"], path.parent.parent / "train.py")
     validate(config, 8)
+    assert config != CONFIGS[path.parent.parent.name](), "it sets nothing"
 
 
 def test_later_words_win(tmp_path):

@@ -245,7 +245,7 @@ def test_training_goes_on_past_a_flipped_byte(phase, tmp_path):
 
 @pytest.mark.parametrize(("phase", "ranks"), [("nanoGPT", 1), ("phase3_fsdp", 2)])
 def test_twenty_kills_lose_nothing(phase, ranks, tmp_path):
-    """Killed 20 times at random moments, most of them within saves, and resumed each time, a run ends with the
+    """Killed 20 times at random moments of a run that saves at every step, and resumed each time, a run ends with the
     uninterrupted run's losses to the last digit, and no kill loses a saved step."""
     steps = {"max_iters": 200, "eval_interval": 1, "eval_iters": 1, "block_size": 8, "gradient_accumulation_steps": 2}
     whole = train(phase, ranks, tiny(phase, tmp_path / "whole", **{**steps, "always_save_checkpoint": False}))

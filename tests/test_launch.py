@@ -101,11 +101,10 @@ def test_ranks_end_with_their_launcher(ranks, tmp_path):
     pids = rank_pids(tmp_path)
     process.kill()
     process.wait()
-    for _ in range(50):
-        if all(gone(pid) for pid in pids):
-            return
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and not all(gone(pid) for pid in pids):
         time.sleep(0.1)
-    raise AssertionError(f"ranks {pids} were still there after 5 seconds")
+    assert len(pids) == ranks and all(gone(pid) for pid in pids), f"ranks {pids} were still there after 5 seconds"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
