@@ -19,7 +19,7 @@ LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$
 FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
-.PHONY: help setup data baseline phase1 phase2 phase3 sample test lint notebooks diff3 bench clean
+.PHONY: help setup data baseline phase1 phase2 phase3 sample test lint notebooks diff1 diff3 bench clean
 
 help:  ## list the commands
 	@echo "make COMMAND [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -60,6 +60,8 @@ lint: .venv/.dev  ## ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
 notebooks: .venv/.dev data  ## run every notebook script and write the .ipynb beside it
 	@$(PY) -m workshop.notebooks $(ARGS)
+diff1: .venv/.core  ## what phase 1 changes in the baseline's train.py, hunk by hunk
+	@$(PY) -m workshop.diff phase1_zero1
 diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase3_fsdp
 bench: .venv/.core data  ## measure the cost of a training step against a bare loop

@@ -47,6 +47,8 @@ class TrainConfig:
     vocab_size: int | None = None
     """rows of the embedding; None: the tokenizer's, with GPT-2's 50257 padded to 50304"""
     # optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: the blocks' matrices by Muon, the rest by AdamW"""
     learning_rate: float = 2e-3
     """peak learning rate"""
     max_iters: int = 200
@@ -96,6 +98,9 @@ class TrainConfig:
     """write every rank's stacks when a step makes no progress for this long, in seconds"""
     ledger: bool = False
     """count one step's collectives and the bytes of state per rank, print them and write ledger.json"""
+
+    def check(self) -> None:
+        """Refuse, by a ConfigError, what a phase cannot combine; called before any rank starts."""
 
 
 GPU_DEFAULTS = {
@@ -253,6 +258,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
         raise ConfigError(f"--track={config.track} needs `.venv/bin/pip install -e '.[track]'`")
     if config.n_embd % config.n_head:
         raise ConfigError(f"--n_embd={config.n_embd} is not divisible by --n_head={config.n_head}: change one of them")
+    config.check()
     if config.gradient_accumulation_steps % world_size:
         steps = config.gradient_accumulation_steps
         ranks = [n for n in range(1, steps + 1) if steps % n == 0]

@@ -7,22 +7,20 @@ that would run code is refused.
 
 import dataclasses
 import pickle
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
 from nanoGPT.checkpoint import Checkpoint
 from nanoGPT.config import TrainConfig
 from nanoGPT.data import TokenData
 from nanoGPT.exits import ConfigError
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.shards import read_shards, stored
 
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
@@ -83,6 +81,11 @@ def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) 
                 f"--{key}={wanted}, but {name} was trained with {key}={saved[key]}: leave the flag out to resume, "
                 "or train anew in another --out_dir"
             )
+    if config.optimizer != (before := checkpoint.manifest["config"].get("optimizer", "adamw")):
+        raise ConfigError(
+            f"--optimizer={config.optimizer}, but {name} was trained with --optimizer={before}: leave the flag out to "
+            f"resume, or begin anew from its weights with --init_from={config.out_dir} and another --out_dir"
+        )
     if data.tokenizer["sha256"] != checkpoint.manifest["data"]["tokenizer"]["sha256"]:
         raise ConfigError(
             f"--dataset={config.dataset} has another tokenizer than the one {name} was trained with: "
@@ -104,7 +107,7 @@ def write_ckpt(
 
 
 def save_ckpt(path: Path, state: FullState, step: int, facts: dict[str, Any]) -> Path:
-    """Write nanoGPT's format: its keys, its order of the optimizer's parameters."""
+    """Write nanoGPT's format: its keys, its order of the optimizer's parameters. (Muon's state it cannot use.)"""
     args = {k: v for k, v in facts["model_args"].items() if k != "gelu" or v != "none"}
     config = facts["config"]
     with torch.device("meta"):
@@ -206,12 +209,8 @@ def read_payload(path: Path) -> FullState:
     """The whole state in a checkpoint directory: from `ckpt.pt`, or put together from shards."""
     if (path / "ckpt.pt").is_file():
         return read_ckpt(path / "ckpt.pt")[0]
-    reader = SafeReader(path)
-    described = reader.read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(m.size, dtype=m.properties.dtype) for key, m in described.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are no ranks to talk to is what is wanted
-        dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+    tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in stored(path).items()}
+    read_shards(path, tensors, alone=True)
     state = FullState({}, {})
     for key, tensor in tensors.items():
         kind, name = key.split(".", 1)
@@ -220,42 +219,9 @@ def read_payload(path: Path) -> FullState:
         else:
             name, item = name.rsplit(".", 1)
             state.optimizer.setdefault(name, {})[item] = tensor
+    for name, items in state.optimizer.items():
+        param = state.model[name]
+        for item, tensor in items.items():
+            if tensor.dim() == 1 and tensor.numel() == param.numel():  # shards of a flattened parameter
+                items[item] = tensor.view(param.shape)
     return state
-
-
-class SafeReader(FileSystemReader):
-    """torch's reader of sharded checkpoints; the pickle in `.metadata` may name torch's own records only."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with open(Path(self.path) / ".metadata", "rb") as file:
-                OnlyRecords(file).load()
-        except pickle.UnpicklingError as error:
-            raise ConfigError(f"{self.path}/.metadata is not opened: {error}") from None
-        return super().read_metadata(*args, **kwargs)
-
-
-class OnlyRecords(pickle.Unpickler):
-    """Refuses every global but those that describe tensors."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        records = "torch.distributed.checkpoint.metadata"
-        known = module == records and "." not in name and isinstance(super().find_class(module, name), type)
-        known |= (module, name) in {
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "WindowsPath"),
-        }
-        known |= module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not known:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
-        return super().find_class(module, name)
-
-
-class TensorsOnly(DefaultLoadPlanner):
-    """Loads tensors; anything else would be unpickled, and is refused."""
-
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise ConfigError(f"{read_item.dest_index.fqn} is no tensor: this checkpoint is not opened")

@@ -19,7 +19,7 @@ from nanoGPT.exits import check_finite
 from nanoGPT.export import starting_point
 from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT
-from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm, learning_rate, set_learning_rate
 from nanoGPT.runtime import Runtime
 from nanoGPT.state import about, load_scaler, load_training_state, load_whole, write_ckpt
 from nanoGPT.telemetry import Telemetry
@@ -57,7 +57,7 @@ def train(config: Config) -> None:
         if weights:
             load_whole(model, weights)
         model.to(run.device)
-        optimizer = configure_adamw(model, config)
+        optimizer = configure_optimizer(model, config)
         scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         step, best_val_loss = 0, float("inf")
         if checkpoint:

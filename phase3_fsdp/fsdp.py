@@ -25,6 +25,10 @@ from nanoGPT.runtime import Runtime
 class FsdpConfig(TrainConfig):
     """GPT-2 training with FSDP. The defaults are the baseline's, so that their loss curves can be laid together."""
 
+    def check(self) -> None:
+        if self.optimizer != "adamw":
+            raise ConfigError(f"--optimizer={self.optimizer} needs whole matrices, and FSDP has none: use phase 1")
+
 
 def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     """Shard a model that every rank holds whole, with the same values.

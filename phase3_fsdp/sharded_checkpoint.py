@@ -1,24 +1,17 @@
-"""Sharded checkpoints: every rank writes its own shards, and any number of ranks reads them.
+"""Sharded checkpoints: every rank writes its own shards, and any number of ranks reads them (`nanoGPT.shards`).
 
-torch's distributed checkpoint (DCP) writes one file a rank and one index of which slice of which tensor lies where.
-It is the payload of `nanoGPT.checkpoint`, whose protocol adds what DCP lacks: hashes, and that a checkpoint is there
-whole or not at all. Only tensors go in; the rest is in the manifest.
+The keys are parameter names, and an entry is a DTensor: DCP asks it which slice of the whole this rank holds.
 """
 
-import contextlib
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nanoGPT.state import FullState, SafeReader, TensorsOnly, materialise, optimizer_by_name, read_payload
+from nanoGPT.shards import read_shards, stored, write_shards
+from nanoGPT.state import FullState, materialise, optimizer_by_name, read_payload
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -42,40 +35,26 @@ def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     Returns:
         The files that this rank wrote.
     """
-    rank = dist.get_rank()
-    with warnings.catch_warnings(), first_failure():
-        warnings.simplefilter("ignore")  # DCP's advice for writers that overwrite
-        dcp.save(
-            training_state(model, optimizer),
-            storage_writer=dcp.FileSystemWriter(folder, sync_files=False, overwrite=False),
-        )
-    mine = sorted(folder.glob(f"__{rank}_*.distcp"))
-    return [*mine, folder / ".metadata"] if rank == 0 else mine
+    return write_shards(folder, training_state(model, optimizer))
 
 
 def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint into a sharded model, written by any number of ranks, or whole by the baseline. Collective."""
+    """Read a checkpoint into a sharded model, written by any number of ranks, or in any other phase. Collective."""
     materialise(optimizer)
-    if (path / "ckpt.pt").is_file():
-        copy_slices(read_payload(path), model, optimizer)
-        return
-    with first_failure():
-        dcp.load(training_state(model, optimizer), storage_reader=SafeReader(path), planner=TensorsOnly())
+    state = training_state(model, optimizer)
+    if (path / "ckpt.pt").is_file() or {key: value[0] for key, value in stored(path).items()} != shapes(state):
+        copy_slices(read_payload(path), state)
+    else:
+        read_shards(path, state)
 
 
-@contextlib.contextmanager
-def first_failure() -> Iterator[None]:
-    """DCP collects all ranks' failures into an exception that is no `Exception`: raise the first of them instead."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+def shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {key: value.size() for key, value in state.items()}
 
 
 @torch.no_grad()
-def copy_slices(full: FullState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def copy_slices(full: FullState, target: dict[str, Tensor]) -> None:
     """Copy this rank's slice of every whole tensor."""
-    target = training_state(model, optimizer)
     source = {f"model.{name}": value for name, value in full.model.items()}
     for name, items in full.optimizer.items():
         source |= {f"optimizer.{name}.{item}": value for item, value in items.items()}

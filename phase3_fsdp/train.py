@@ -17,7 +17,7 @@ from nanoGPT.exits import check_finite
 from nanoGPT.export import starting_point
 from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT
-from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm, learning_rate, set_learning_rate
 from nanoGPT.runtime import Runtime
 from nanoGPT.state import about, load_scaler, load_whole  # [fsdp:imports] shards replace ckpt.pt
 from nanoGPT.telemetry import Telemetry
@@ -61,7 +61,7 @@ def train(config: Config) -> None:
         model.to(run.device)
         run.autocasts = False  # [fsdp:shard] parameters are cast when they are gathered
         model = shard_model(model, config, run)
-        optimizer = configure_adamw(model, config)  # over shards: its state is as sharded as they are
+        optimizer = configure_optimizer(model, config)  # over shards: its state is as sharded as they are
         scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         step, best_val_loss = 0, float("inf")
         if checkpoint:

@@ -287,7 +287,7 @@ def test_a_malicious_ckpt_is_not_opened(tmp_path):
 
 def test_a_malicious_index_of_shards_is_not_opened(tmp_path):
     """A `.metadata` of a sharded checkpoint that would run code is refused, and runs none."""
-    from nanoGPT.state import SafeReader
+    from nanoGPT.shards import SafeReader
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
     with pytest.raises(ConfigError, match="posix.system, which could run code"):
@@ -373,7 +373,7 @@ def test_help_lists_every_field_with_underscores():
 def test_through_make_it_is_a_sentence_and_a_failure():
     """`make baseline` passes a bad flag's sentence and failure on, without a traceback; phases to come say so."""
     environment = {**os.environ, "MAKEFLAGS": "", "MAKELEVEL": "0"}
-    for words, said in [(["baseline", "ARGS=--bach_size=3"], "did you mean"), (["phase1"], "no trainer there yet")]:
+    for words, said in [(["baseline", "ARGS=--bach_size=3"], "did you mean"), (["phase2"], "no trainer there yet")]:
         if not Path(sys.executable).is_relative_to(ROOT / ".venv"):
             pytest.skip("make uses .venv, and these tests run from another environment")
         done = subprocess.run(["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -1,0 +1,98 @@
+"""Checkpoints of a sharded optimizer: every rank writes its shards, and any number of ranks reads them.
+
+A bucket is never saved: where things lie in it depends on the number of ranks. What is saved is, for each parameter
+and each of its moments, a slice of the flattened whole and where that slice begins. DCP's index puts slices together
+again, of whatever length the reader's are; no rank ever holds another's.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.optim import Optimizer
+
+from nanoGPT.shards import read_shards, stored, write_shards
+from nanoGPT.state import load_whole, materialise, read_payload
+from phase1_zero1.zero1 import Zero1Optimizer
+
+
+class Slice(Tensor):
+    """A slice of a flattened tensor, which tells DCP what whole it belongs to; it shares the slice's memory."""
+
+    offset: int
+    whole: torch.Size
+
+    @staticmethod
+    def of(part: Tensor, offset: int, numel: int) -> "Slice":
+        """`part` is elements `offset` and up of a whole of `numel`."""
+        made = part.detach().view(-1).as_subclass(Slice)
+        made.offset, made.whole = offset, torch.Size([numel])
+        return made
+
+    def size(self, dim: int | None = None) -> Any:
+        """The whole's, which DCP compares with what is stored; `shape` is the slice's."""
+        return self.whole if dim is None else self.whole[dim]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size([self.offset]), torch.Size([self.numel()]))]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        chunk, properties = self.__create_chunk_list__()[0], TensorProperties.create_from_tensor(self)
+        data = TensorWriteData(chunk, properties, self.whole)
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def held(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int, dict[str, Any]]]:
+    """What this rank holds of an optimizer's state: the parameter, where in it the state begins, the state."""
+    if isinstance(optimizer, Zero1Optimizer):
+        for shard, items in optimizer.shards():
+            yield shard.param, shard.offset, items
+    else:  # whole parameters, of all or of some
+        for param, items in optimizer.state.items():
+            yield param, 0, items  # type: ignore[misc]
+
+
+def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """`model.<param>`, whole, and this rank's slices as `optimizer.<param>.<item>`; tied names once."""
+    names = {param: name for name, param in model.named_parameters()}
+    state = {f"model.{name}": param.detach() for param, name in names.items()}
+    for param, offset, items in held(optimizer):
+        for item, value in items.items():
+            if isinstance(value, Tensor):
+                part = Slice.of(value, offset, param.numel()) if value.dim() else value
+                state[f"optimizer.{names[param]}.{item}"] = part
+    return state
+
+
+def save_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[Path]:
+    """Write this rank's shards, and its share of the parameters, into a fresh directory. Collective."""
+    return write_shards(folder, training_state(model, optimizer))
+
+
+def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Read a checkpoint that any number of ranks wrote, of this phase or of another. Collective."""
+    if isinstance(optimizer, Zero1Optimizer):
+        for bucket in optimizer.buckets:
+            if bucket.inner:
+                materialise(bucket.inner)
+    else:
+        materialise(getattr(optimizer, "optim", optimizer))
+    state = training_state(model, optimizer)
+    there = {} if (path / "ckpt.pt").is_file() else {key: size for key, (size, _) in stored(path).items()}
+    if all(there.get(key) == value.size() for key, value in state.items()):
+        read_shards(path, state)
+        return
+    full = read_payload(path)
+    load_whole(model, full.model)
+    names = {param: name for name, param in model.named_parameters()}
+    for param, offset, items in held(optimizer):
+        for item, value in items.items():
+            whole = full.optimizer[names[param]][item].flatten()
+            value.copy_(whole[offset : offset + value.numel()].view_as(value) if value.dim() else whole[0])
