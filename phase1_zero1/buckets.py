@@ -112,6 +112,11 @@ class Bucket:
     def collect(self, index: int) -> None:
         """Move a gradient that autograd has just made into the bucket, where later micro-batches add to it."""
         param, place = self.params[index], self.grads[index]
+        if param.data_ptr() != self.values[index].data_ptr():
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has left its bucket, as model.to() makes it: "
+                "make the optimizer after the model is on its device and in its dtype"
+            )
         if param.grad is not None and param.grad is not place:
             place.copy_(param.grad.detach())
             param.grad = place
@@ -120,11 +125,6 @@ class Bucket:
         """Send the gradients; this rank's slice becomes the mean over the ranks, the rest is spent."""
         self.wait()
         for index, param in enumerate(self.params):
-            if param.data_ptr() != self.values[index].data_ptr():
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} has left its bucket, as model.to() makes it: "
-                    "make the optimizer after the model is on its device and in its dtype"
-                )
             self.has_grad[index] = param.grad is not None
             if param.grad is None:
                 self.grads[index].zero_()  # another rank may have one

@@ -1,0 +1,463 @@
+"""Zero1Optimizer by itself: with any module it does what the unsharded optimizer does, and holds 1/N of its state."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nanoGPT.ledger import Traffic
+from phase1_zero1.naive import NaiveZero1Optimizer
+from phase1_zero1.zero1 import ELEMENTWISE, Zero1Optimizer
+from workshop.ranks import RankFailed, run_on_ranks
+
+BUCKET_MB = 2e-3  # 2 KB: the module below has several buckets, and cuts go through most of its parameters
+
+
+class Odd(nn.Module):
+    """Tied, frozen, unused, uneven and tiny parameters: sizes that 2, 4 and 8 do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(33, 17)
+        self.up = nn.Linear(17, 29)
+        self.down = nn.Linear(29, 17, bias=False)
+        self.frozen = nn.Linear(17, 17).requires_grad_(False)
+        self.unused = nn.Linear(5, 7)
+        self.sometimes = nn.Parameter(torch.ones(17))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(17, 33, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, with_sometimes: bool = False) -> Tensor:
+        h = self.embedding(x)
+        h = h + self.down(torch.tanh(self.up(h))) + self.frozen(h)
+        if with_sometimes:
+            h = h * self.sometimes
+        return self.head(h) * self.scale.sum()
+
+
+def loss_of(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(x, **options).flatten(0, 1).float(), x.roll(1, 1).flatten())
+
+
+def groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": lr / 2}]
+
+
+def place(device: str) -> torch.device:
+    return torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
+
+
+def both(
+    make: Callable[..., torch.optim.Optimizer], kind: type, options: dict[str, Any], device: str, clip: float = 0.5
+) -> dict[str, Any]:
+    """Train 20 steps of 2 micro-batches a rank, sharded, and all ranks' micro-batches together, unsharded."""
+    rank, ranks, where = dist.get_rank(), dist.get_world_size(), place(device)
+    torch.manual_seed(0)
+    sharded = Odd().to(where)
+    whole = copy.deepcopy(sharded)
+    ours, theirs = make(groups(sharded, options["lr"]), kind, **options), kind(groups(whole, options["lr"]), **options)
+    generator = torch.Generator().manual_seed(1)
+    norms = []
+    for step in range(20):
+        for micro_batch in range(2):
+            ours.require_backward_grad_sync = micro_batch == 1  # type: ignore[attr-defined]
+            xs = torch.randint(0, 33, (ranks, 4, 6), generator=generator).to(where)
+            # The first rank alone uses a parameter in the first 10 steps, no rank does after.
+            used = [{"with_sometimes": r == 0 and step < 10} for r in range(ranks)]
+            (loss_of(sharded, xs[rank], **used[rank]) / 2).backward()
+            for r in range(ranks):
+                (loss_of(whole, xs[r], **used[r]) / 2 / ranks).backward()
+        if isinstance(ours, Zero1Optimizer) and clip:
+            norms.append((ours.clip_grad_norm_(clip).item(), float(nn.utils.clip_grad_norm_(whole.parameters(), clip))))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    gap = max((a - b).abs().max().item() for a, b in zip(sharded.parameters(), whole.parameters(), strict=True))
+    held = sum(v.numel() for s in ours.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim())
+    same = torch.equal(sharded.unused.weight, whole.unused.weight)
+    return {
+        "gap": gap,
+        "norms": norms,
+        "held": held,
+        "unused": same,
+        "tied": sharded.head.weight is sharded.embedding.weight,
+    }
+
+
+def sharded(*args: Any, **kwargs: Any) -> Zero1Optimizer:
+    return Zero1Optimizer(*args, bucket_mb=BUCKET_MB, **kwargs)
+
+
+CASES: dict[str, tuple[type, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}),
+}
+OTHERS = {kind.__name__: (kind, {"lr": 1e-3}) for kind in ELEMENTWISE if kind.__name__ not in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
+    """After 20 clipped and accumulated steps of SGD, Adam and AdamW all parameters are those of one process; tied ones
+    stay tied, and one without a gradient on any rank stays as it was."""
+    need_ranks(ranks)
+    kind, options = CASES[name]
+    found = run_on_ranks(both, ranks, sharded, kind, options, device, device=device)
+    moments = {"SGD": 1}.get(name, 2)
+    trained = sum(p.numel() for n, p in Odd().named_parameters() if p.requires_grad and "unused" not in n)
+    assert sum(each["held"] for each in found) == moments * trained  # no moment is held twice, none is missing
+    for each in found:
+        assert each["gap"] <= 1e-6 and each["unused"] and each["tied"]
+        assert each["norms"] == found[0]["norms"]  # the same number on every rank, to the last digit
+        assert all(ours == pytest.approx(theirs, rel=1e-5) for ours, theirs in each["norms"])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_elementwise_optimizer_is_one(name):
+    """Each class in ELEMENTWISE gives the unsharded parameters on 2 ranks, so its shards may be cut anywhere."""
+    kind, options = OTHERS[name]
+    assert max(each["gap"] for each in run_on_ranks(both, 2, sharded, kind, options, "cpu")) <= 2e-6
+
+
+def flat_against_naive() -> tuple[float, int]:
+    torch.manual_seed(0)
+    models = [Odd(), Odd()]
+    models[1].load_state_dict(models[0].state_dict())
+    made = [
+        sharded(models[0].parameters(), torch.optim.AdamW),
+        NaiveZero1Optimizer(models[1].parameters(), torch.optim.AdamW),
+    ]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        x = torch.randint(0, 33, (4, 6), generator=generator)
+        for model, optimizer in zip(models, made, strict=True):
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    held = sum(v.numel() for s in made[1].state.values() for v in s.values() if v.dim())
+    return max((a - b).abs().max().item() for a, b in zip(*(m.parameters() for m in models), strict=True)), held
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_naive_version_is_right_too(ranks):
+    """The first draft gives the flat version's parameters, and its moments too are held once over all ranks."""
+    found = run_on_ranks(flat_against_naive, ranks)
+    assert max(gap for gap, _ in found) <= 1e-6
+    used = sum(p.numel() for n, p in Odd().named_parameters() if p.requires_grad and n[:5] not in ("unuse", "somet"))
+    assert sum(held for _, held in found) == 2 * used
+
+
+# ---- what is sent, and when
+
+
+def sent_in_backward() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1.2e-3)
+    early = []
+    model[0].bias.register_post_accumulate_grad_hook(lambda _: early.append(optimizer._sent))
+    silent = []
+    for _ in range(3):
+        optimizer.require_backward_grad_sync = False
+        with Traffic() as traffic:
+            model(torch.ones(2, 16)).sum().backward()
+        silent.append(len(traffic.rows))
+        optimizer.require_backward_grad_sync = True
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    return {"early": early, "silent": silent, "buckets": len(optimizer.buckets)}
+
+
+def test_reduction_overlaps_with_backward():
+    """From the first backward on, all buckets but the last are on their way before the first layer's gradient is
+    there; a micro-batch that is not the last sends nothing."""
+    for found in run_on_ranks(sent_in_backward, 2):
+        assert found["buckets"] == 6
+        assert found["early"] == [0, 5] * 3
+        assert found["silent"] == [0, 0, 0]
+
+
+def orders_differ() -> tuple[list[int], list[float]]:
+    """Each rank uses its layers in another order, and leaves another one out."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+    optimizer = Zero1Optimizer(layers.parameters(), torch.optim.SGD, lr=1.0, bucket_mb=2e-4)
+    before = [layer.weight.detach().clone() for layer in layers]
+    order = [(i + 2 * rank) % 6 for i in range(6) if i != rank]
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.full((1, 8), 0.1 * (1 + rank))
+        for i in order:
+            x = torch.tanh(layers[i](x))
+        x.sum().backward()
+        optimizer.step()
+    return optimizer._order, [
+        float((layer.weight - old).abs().sum()) for layer, old in zip(layers, before, strict=True)
+    ]
+
+
+def test_ranks_may_fill_their_buckets_in_different_orders():
+    """Ranks that use layers in different orders, and each leave another one out, still reduce the same buckets
+    together, in rank 0's order, and end with the same parameters."""
+    found = run_on_ranks(orders_differ, 3)
+    assert all(each == found[0] for each in found)
+    assert found[0][0] == [0, 1, 2, 3, 4, 5] and all(moved > 0 for moved in found[0][1])
+
+
+def gathered_in_forward() -> tuple[list[float], bool]:
+    torch.manual_seed(0)
+    model = Odd()
+    other = copy.deepcopy(model)
+    ours, theirs = (sharded(m.parameters(), torch.optim.AdamW, lr=1e-2) for m in (model, other))
+    ours.gather_during_forward(model)
+    pending = []
+    for step in range(6):
+        x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(step + 100 * dist.get_rank()))
+        for m, optimizer in ((model, ours), (other, theirs)):
+            loss_of(m, x).backward()
+            optimizer.step()
+        pending.append(any(bucket.work is not None for bucket in ours.buckets))
+    ours.wait_for_params()
+    return [(a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters(), strict=True)], all(
+        pending
+    )
+
+
+def test_parameters_can_be_gathered_during_the_next_forward():
+    """With gather_during_forward, step returns while parameters are on their way, and nothing else differs."""
+    for gaps, pending in run_on_ranks(gathered_in_forward, 4):
+        assert max(gaps) == 0.0 and pending
+
+
+# ---- bfloat16
+
+
+def low_precision(device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    rank, ranks, where = dist.get_rank(), dist.get_world_size(), place(device)
+    model = nn.Sequential(nn.Embedding(33, 17), nn.Linear(17, 33)).to(where, torch.bfloat16)
+    whole = copy.deepcopy(model)
+    optimizer = sharded(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    masters = [p.detach().float() for p in whole.parameters()]
+    reference = torch.optim.AdamW(masters, lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(30):
+        xs = torch.randint(0, 33, (ranks, 4, 6), generator=generator).to(where)
+        loss_of(model, xs[rank]).backward()
+        optimizer.step()
+        sums = [torch.zeros_like(m) for m in masters]
+        for x in xs:
+            whole.zero_grad()
+            loss_of(whole, x).backward()
+            for total, param in zip(sums, whole.parameters(), strict=True):
+                total += param.grad.float() / ranks
+        for master, grad in zip(masters, sums, strict=True):
+            master.grad = grad
+        reference.step()
+        for param, master in zip(whole.parameters(), masters, strict=True):
+            param.data.copy_(master)
+    shards = list(optimizer.shards())
+    return {
+        "gap": max((a - b).abs().max().item() for a, b in zip(model.parameters(), whole.parameters(), strict=True)),
+        "bytes": sum(v.nbytes for _, items in shards for v in items.values() if v.dim()),
+        "dtypes": {str(v.dtype) for _, items in shards for v in items.values()},
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_bf16_parameters_have_an_fp32_master(ranks, device, need_ranks):
+    """bf16 parameters are updated through an fp32 copy of each shard: 12P/N bytes, and updates too small for bf16 add
+    up as they do in one process."""
+    need_ranks(ranks)
+    found = run_on_ranks(low_precision, ranks, device, device=device)
+    params = 33 * 17 + 17 * 33 + 33
+    assert sum(each["bytes"] for each in found) == 12 * params
+    for each in found:
+        assert each["dtypes"] == {"torch.float32"}
+        assert each["gap"] <= 1e-2  # one step of bf16 at 1 is 7.8e-3; 30 updates of 1e-3 would vanish without a master
+
+
+# ---- as any optimizer of torch
+
+
+def as_any_optimizer() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = sharded(
+        [p for n, p in model.named_parameters() if "head" not in n and "scale" not in n], torch.optim.Adam
+    )
+    optimizer.add_param_group({"params": [model.scale], "lr": 0.5})
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def closure() -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss.detach()
+
+    losses = []
+    for _ in range(3):
+        losses.append(float(optimizer.step(closure)))
+        scheduler.step()
+        optimizer.zero_grad()
+    saved = copy.deepcopy(optimizer.state_dict())
+    at_save = [p.detach().clone() for p in model.parameters()]
+    after = float(optimizer.step(closure))
+    moved = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), at_save, strict=True):
+            param.copy_(value)
+    optimizer.load_state_dict(saved)
+    again = float(optimizer.step(closure))
+    return {
+        "losses": losses,
+        "rates": [group["lr"] for group in optimizer.param_groups],
+        "calls": len(calls),
+        "same": after == again and all(torch.equal(a, b) for a, b in zip(moved, model.parameters(), strict=True)),
+        "saved": saved,
+    }
+
+
+def test_it_is_an_optimizer_like_any_other():
+    """Groups added later, schedulers, closures, hooks and state_dict work; a state of another rank is refused."""
+    found = run_on_ranks(as_any_optimizer, 2)
+    for each in found:
+        assert each["rates"] == [1e-3 / 8, 0.5 / 8] and each["calls"] == 5 and each["same"]
+        assert each["losses"][2] < each["losses"][0]
+
+    def take_the_others() -> None:
+        optimizer = sharded(Odd().parameters(), torch.optim.Adam)
+        optimizer.load_state_dict(found[1 - dist.get_rank()]["saved"])
+
+    with pytest.raises(RankFailed, match="of another model, rank or number of ranks"):
+        run_on_ranks(take_the_others, 2)
+
+
+def without_a_group() -> float:
+    """In a process that never made a process group."""
+    model = Odd()
+    optimizer = sharded(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    x = torch.arange(24).view(4, 6)
+    losses = []
+    for _ in range(5):
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses[0] - losses[-1]
+
+
+def test_one_process_needs_no_process_group():
+    """A plain script without ranks uses the same class."""
+    assert not dist.is_initialized() and without_a_group() > 0
+
+
+def a_skipped_step() -> bool:
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = sharded(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss_of(model, x).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()  # as a loss scaler does that has met an infinity
+    unmoved = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    loss_of(model, x).backward()
+    optimizer.step()
+    return unmoved and not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_step_may_be_skipped():
+    """zero_grad after a backward that has reduced forgets its gradients; the next step is as any other."""
+    assert all(run_on_ranks(a_skipped_step, 2))
+
+
+# ---- wrong use
+
+
+class Mine(torch.optim.AdamW):
+    pass
+
+
+def wrong(case: str) -> None:
+    model = Odd()
+    x = torch.zeros(2, 6, dtype=torch.long)
+    params = list(model.parameters())
+    if case == "class":
+        sharded(params, torch.optim.Adafactor)
+    elif case == "unknown class":
+        sharded(params, Mine)
+    elif case == "devices":
+        sharded([*params, nn.Parameter(torch.zeros(3, device="meta"))], torch.optim.SGD)
+    elif case == "integers":
+        sharded([nn.Parameter(torch.zeros(3, dtype=torch.long), requires_grad=False)], torch.optim.SGD)
+    elif case == "memory":
+        sharded([nn.Parameter(params[0].data), *params], torch.optim.SGD)
+    elif case == "ranks":
+        sharded(params[: 3 + dist.get_rank()], torch.optim.SGD)
+    elif case == "lr":
+        sharded(params, torch.optim.SGD, lr=-1.0)
+    elif case == "keyword":
+        sharded(params, torch.optim.SGD, learning_rate=1.0)
+    elif case == "sparse":
+        embedding = nn.Embedding(5, 3, sparse=True)
+        sharded_one = sharded(embedding.parameters(), torch.optim.SGD)
+        embedding(torch.tensor([1])).sum().backward()
+        sharded_one.step()
+    else:
+        optimizer = sharded(params, torch.optim.SGD)
+        if case == "no backward":
+            optimizer.step()
+        elif case == "twice":
+            loss_of(model, x).backward()
+            loss_of(model, x).backward()
+        elif case == "moved":
+            model.double()
+            loss_of(model, x).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("class", "Adafactor is not known to treat every element by itself.*elementwise=True"),
+        ("unknown class", "Mine is not known"),
+        ("devices", "parameters are on cpu and meta"),
+        ("integers", "torch.int64 cannot be sharded"),
+        ("memory", "two parameters share memory"),
+        ("ranks", "ranks give different parameters"),
+        ("lr", "Invalid learning rate"),
+        ("keyword", "unexpected keyword argument 'learning_rate'"),
+        ("sparse", "a gradient is sparse.*sparse=False"),
+        ("no backward", "no gradient to step with: call backward"),
+        ("twice", "a second backward.*require_backward_grad_sync"),
+        ("moved", "has left its bucket"),
+    ],
+)
+def test_wrong_use_is_one_clear_error(case, words):
+    """Each wrong use raises at once, with a sentence that says what to do."""
+    with pytest.raises(RankFailed, match=words):
+        run_on_ranks(wrong, 2, case)
+
+
+def test_a_class_may_be_said_to_be_elementwise():
+    """elementwise=True lets in a class that torch does not have."""
+    found = run_on_ranks(
+        both,
+        2,
+        lambda params, kind, **options: sharded(params, kind, elementwise=True, **options),
+        Mine,
+        {"lr": 1e-2},
+        "cpu",
+    )
+    assert max(each["gap"] for each in found) <= 1e-6
