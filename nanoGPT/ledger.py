@@ -2,8 +2,8 @@
 
 Traffic is counted, not estimated: a dispatch mode sees every collective that the step calls, with its tensors. Bytes
 are those that a ring sends per rank (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n bytes over N ranks,
-n(N-1)/N for a reduce-scatter, all-gather or broadcast whose full tensor has n bytes. NCCL's rings send that; gloo's
-algorithms send more.
+n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast whose full tensor has n bytes. NCCL's rings send that;
+gloo's algorithms send more.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ COLLECTIVES = {
     "reduce_scatter_": ("reduce-scatter", 1, 1),
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1, 1),
     "broadcast_": ("broadcast", 0, 1),
+    "reduce_": ("reduce", 0, 1),
 }
 
 
