@@ -71,6 +71,8 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> Optimizer:
 def data_parallel(model: GPT, optimizer: Optimizer, config: Zero1Config, run: Runtime) -> nn.Module:
     """The module to call. DDP averages gradients where the optimizer does not."""
     averages = isinstance(optimizer, Zero1Optimizer | NaiveZero1Optimizer)
+    if isinstance(optimizer, Zero1Optimizer) and not config.compile:  # a compiled module cannot wait in its middle
+        optimizer.gather_during_forward(model)
     if config.compile and isinstance(optimizer, Zero1Optimizer) and run.world_size > 1:
         for block in model.blocks:  # one graph for the whole model would deliver all its gradients at its end
             block.compile()

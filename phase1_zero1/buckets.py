@@ -43,9 +43,11 @@ class Shard(NamedTuple):
     """This rank's part of one parameter: all that the inner optimizer knows of it."""
 
     param: nn.Parameter  # whole
+    number: int  # of the parameter in the bucket
     offset: int  # of the part's first element, in the flattened parameter
     place: slice  # of the part in the flat buffer
     tensor: Tensor  # the part, 1-D; of a parameter in bf16 or fp16 an fp32 copy, the master
+    grad: Tensor  # its place in flat_grads
 
 
 class Bucket:
@@ -96,12 +98,13 @@ class Bucket:
     def _own(self) -> list[Shard]:
         """What of each parameter lies in this rank's slice; padding is in no shard, so in no norm and no state."""
         shards, begin = [], 0
-        for param in self.params:
+        for index, param in enumerate(self.params):
             place = slice(max(begin, self.mine.start), min(begin + param.numel(), self.mine.stop))
             if place.start < place.stop:
                 part = self.flat_params[place]
                 low = part.dtype in (torch.bfloat16, torch.float16)
-                shards.append(Shard(param, place.start - begin, place, part.float() if low else part))
+                tensor, grad = part.float() if low else part, self.flat_grads[place]
+                shards.append(Shard(param, index, place.start - begin, place, tensor, grad))
             begin += param.numel()
         return shards
 
@@ -139,10 +142,8 @@ class Bucket:
     def finish_reduce(self) -> None:
         """Wait for the mean, and give each shard its part of it. What no rank has a gradient of gets none."""
         self.wait()
-        used = {id(param) for param, has in zip(self.params, self.has_grad, strict=True) if has}
         for shard in self.shards:
-            grad = self.flat_grads[shard.place].view_as(shard.tensor).to(shard.tensor.dtype)
-            shard.tensor.grad = grad if id(shard.param) in used else None
+            shard.tensor.grad = shard.grad.to(shard.tensor.dtype) if self.has_grad[shard.number] else None
 
     def update_shards(self) -> None:
         """Step the inner optimizer, with the learning rate and all else that the group says today."""
@@ -175,7 +176,7 @@ class Bucket:
             tensor.grad = None
 
 
-def bucketed(params: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+def bucketed(params: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
     """Share parameters out to buckets of at most `limit` bytes and one dtype; a larger parameter has its own.
 
     The last come first: it is their gradients that the backward pass finishes first.

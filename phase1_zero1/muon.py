@@ -30,7 +30,8 @@ class OwnedMatrix(Bucket):
         return numel, slice(0, numel if self.rank == self.owner else 0)
 
     def _own(self) -> list[Shard]:
-        return [Shard(s.param, s.offset, s.place, s.tensor.view(s.param.shape)) for s in super()._own()]
+        shape = self.params[0].shape
+        return [s._replace(tensor=s.tensor.view(shape), grad=s.grad.view(shape)) for s in super()._own()]
 
     def _reduce(self) -> dist.Work | None:
         self.flat_grads /= self.world_size  # gloo cannot average on the way to one rank

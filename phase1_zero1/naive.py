@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 
 class NaiveZero1Optimizer(Optimizer):
-    """The lesson's first draft, with `Zero1Optimizer`'s methods. All ranks must have gradients of the same parameters.
+    """The lesson's first draft. All ranks must have gradients of the same parameters.
 
     Args:
         params: parameters or groups of them, the same on every rank and with the same values.
@@ -64,6 +64,11 @@ class NaiveZero1Optimizer(Optimizer):
             dist.broadcast(param, src=self.owner[param])
         self.reduced = False
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, also those of a step that was not taken."""
+        super().zero_grad(set_to_none)
+        self.reduced = False
 
 
 def owners(params: list[nn.Parameter], world_size: int) -> dict[nn.Parameter, int]:

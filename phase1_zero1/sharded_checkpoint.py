@@ -61,6 +61,8 @@ def held(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int, dict[str, An
 
 def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """`model.<param>`, whole, and this rank's slices as `optimizer.<param>.<item>`; tied names once."""
+    if isinstance(optimizer, Zero1Optimizer):
+        optimizer.wait_for_params()  # the last step's may still be on their way
     names = {param: name for name, param in model.named_parameters()}
     state = {f"model.{name}": param.detach() for param, name in names.items()}
     for param, offset, items in held(optimizer):

@@ -16,6 +16,7 @@ elementwise optimizer.
 """
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -35,7 +36,7 @@ ELEMENTWISE = {
 
 
 class Zero1Optimizer(optim.Optimizer):
-    """An optimizer whose state is sharded over ranks. It is called as torch's ZeroRedundancyOptimizer is.
+    """An optimizer whose state is sharded over ranks, called as torch's ZeroRedundancyOptimizer is.
 
     It averages the gradients too, so the model goes without DDP. What is sent, and when:
 
@@ -112,7 +113,7 @@ class Zero1Optimizer(optim.Optimizer):
             options = {name: group[name] for name in self.defaults}
             return self.optimizer_class([{"params": shards, **options}])  # type: ignore[call-arg]
 
-        for params in bucketed(group["params"], int(self.bucket_mb * 2**20)):
+        for params in bucketed(group["params"], self.bucket_mb * 2**20 if self.world_size > 1 else math.inf):
             yield Bucket(params, group, make_inner, self.process_group)
 
     def _watch(self, bucket: Bucket) -> None:
@@ -134,7 +135,7 @@ class Zero1Optimizer(optim.Optimizer):
         bucket = self.buckets[number]
         grad = bucket.params[index].grad
         if grad is not None and grad.layout != torch.strided:
-            raise RuntimeError("a gradient is sparse, and buckets are dense: make the nn.Embedding with sparse=False")
+            raise RuntimeError("a gradient is sparse, and buckets are dense: give the nn.Embedding sparse=False")
         if index in bucket.arrived:
             raise RuntimeError(
                 "a second backward() came after one that had reduced the gradients: "
@@ -186,22 +187,19 @@ class Zero1Optimizer(optim.Optimizer):
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.process_group)
             flags = told.bool().tolist()
             if self._filled is not None:
-                order = torch.tensor(sorted(self._order, key=self._filled_at), device=device)
+                rest = [number for number in self._order if number not in self._filled]
+                order = torch.tensor([*self._filled, *rest], device=device)
                 dist.broadcast(order, group=self.process_group, group_src=0)
                 self._order = order.tolist()
         self._filled = None
         for bucket in self.buckets:
             bucket.has_grad, flags = flags[: len(bucket.params)], flags[len(bucket.params) :]
 
-    def _filled_at(self, number: int) -> int:
-        assert self._filled is not None
-        return self._filled.index(number) if number in self._filled else len(self._order)
-
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradient so that its norm, over all parameters and ranks, is at most `max_norm`. Collective.
 
-        `torch.nn.utils.clip_grad_norm_` cannot: after the reduce-scatter a rank's `.grad` is right in its own slice
-        only, and its norm would be another number on every rank.
+        `torch.nn.utils.clip_grad_norm_` cannot: when the backward pass ends, gradients are being sent already, and when
+        they have been, a rank's `.grad` is right in its own slice only.
 
         Returns:
             The norm before clipping, a scalar in fp64, the same on every rank.

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanoGPT.ledger import storage_bytes, tensors_in
+from bench.zero1 import state_on_ranks
+from nanoGPT.ledger import tensors_in
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import muon_groups, param_groups
-from nanoGPT.state import materialise
 from phase1_zero1.buckets import ALIGN
 from phase1_zero1.muon import cost, shared_out
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -99,28 +99,14 @@ def test_the_others_send_half_as_much_again(backend, tmp_path):
     assert 8 * params < sum(each["optimizer_state"] for each in states) < 8 * params + 500
 
 
-def state_of_124m() -> tuple[int, int]:
-    """Bytes of AdamW's moments on this rank, and of all its optimizer state; the parameters are never drawn."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(bias=False))
-    model.to_empty(device="cpu")
-    model.lm_head.weight = model.transformer["wte"].weight  # to_empty unties them
-    optimizer = Zero1Optimizer(param_groups(model, 0.1), torch.optim.AdamW, lr=1e-4, fused=True)
-    for bucket in optimizer.buckets:
-        if bucket.inner:
-            materialise(bucket.inner)
-    state = [t for items in optimizer.state.values() for t in items.values()]
-    return storage_bytes(t for t in state if t.dim()), storage_bytes(state)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_optimizer_state_of_124m(ranks):
     """GPT-2 124M: every rank holds 8P/N bytes of moments, to 0.1 percent, and all together exactly 8P."""
     params = 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768
-    found = run_on_ranks(state_of_124m, ranks, timeout=200)
-    assert sum(moments for moments, _ in found) == 8 * params
-    assert max(moments for moments, _ in found) <= 1.001 * 8 * params / ranks
-    assert max(everything for _, everything in found) <= 1.001 * 8 * params / ranks
+    moments, flat = zip(*run_on_ranks(state_on_ranks, ranks, timeout=200), strict=True)
+    assert sum(moments) == 8 * params
+    assert max(moments) <= 1.001 * 8 * params / ranks
+    assert max(flat) <= 1.001 * 4 * params
 
 
 def test_saved_at_8_resumed_at_2_then_4_then_in_the_baseline(tmp_path, device, need_ranks):
