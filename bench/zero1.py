@@ -1,8 +1,8 @@
 """ZeRO-1 measured: what a rank holds and sends, what a step costs, and whether sending overlaps with computing.
 
     python -m bench.zero1                      # all of it, about six minutes on 2 cores
-    python -m bench.zero1 --write              # and bench/results/zero1-*.json, from which the tables are made
-    python -m bench.zero1 --only overhead      # one of backends, overhead, timeline, state
+    python -m bench.zero1 --write=True         # and bench/results/zero1-*.json, from which the tables are made
+    python -m bench.zero1 --only=overhead      # one of backends, overhead, timeline, state
 
 `backends` trains 50 steps of the default model, dropout 0.2, with each backend: losses against the baseline's on one
 rank, bytes from the ledger. `overhead` runs a step of DDP, one of flat and the bare collectives of the same
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bench.results import write_result
 from nanoGPT.cli import command_line
+from nanoGPT.exits import one_sentence
 from nanoGPT.ledger import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import param_groups
@@ -274,4 +275,5 @@ def main(only: Literal["all", "backends", "overhead", "timeline", "state"] = "al
 
 
 if __name__ == "__main__":
-    command_line(main, sys.argv[1:])
+    with one_sentence():
+        command_line(main, sys.argv[1:])

@@ -222,16 +222,21 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
         format: hf, for transformers; ckpt, for nanoGPT, with the optimizer.
     """
     checkpoint, folder = newest_whole(Path(out_dir)), Path(to)
-    state, manifest = read_payload(checkpoint.path), checkpoint.manifest
+    manifest = checkpoint.manifest
     shape = GPTConfig.of(manifest["model_args"])
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as temporary:  # an earlier export stays until the end
+    # An earlier export stays until the end; a state larger than the memory goes through files.
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as temporary,
+        tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch,
+    ):
         try:
+            state = read_payload(checkpoint.path, Path(scratch))
             if format == "hf":
                 write_hf(Path(temporary), shape, state.model, manifest["data"]["tokenizer"]["vocab_size"])
             else:
                 save_ckpt(Path(temporary) / "ckpt.pt", state, checkpoint.step, manifest)
-        except (RuntimeError, SafetensorError) as error:  # what torch and safetensors make of a full disk
+        except (RuntimeError, OSError, SafetensorError) as error:  # what torch and safetensors make of a full disk
             raise ConfigError(f"--to={to} could not be written ({error}): free some space") from None
         for file in sorted(Path(temporary).iterdir()):
             file.replace(folder / file.name)

@@ -6,6 +6,7 @@ that would run code is refused.
 """
 
 import dataclasses
+import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -205,11 +206,21 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 # ---- any checkpoint, whole
 
 
-def read_payload(path: Path) -> FullState:
-    """The whole state in a checkpoint directory: from `ckpt.pt`, or put together from shards."""
+def read_payload(path: Path, scratch: Path | None = None) -> FullState:
+    """The whole state in a checkpoint directory: from `ckpt.pt`, or put together from shards.
+
+    Args:
+        path: the checkpoint.
+        scratch: a directory in whose files the tensors shall lie instead of in memory, which then never holds more
+            than one of them; it must outlive them.
+    """
     if (path / "ckpt.pt").is_file():
         return read_ckpt(path / "ckpt.pt")[0]
-    tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in stored(path).items()}
+    described = stored(path)
+    if scratch:
+        tensors = {k: mapped(scratch / str(i), *about) for i, (k, about) in enumerate(described.items())}
+    else:
+        tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in described.items()}
     read_shards(path, tensors, alone=True)
     state = FullState({}, {})
     for key, tensor in tensors.items():
@@ -225,3 +236,18 @@ def read_payload(path: Path) -> FullState:
             if tensor.dim() == 1 and tensor.numel() == param.numel():  # shards of a flattened parameter
                 items[item] = tensor.view(param.shape)
     return state
+
+
+def mapped(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor whose memory is a new file's.
+
+    Raises:
+        OSError: the disk is full; found out now, since a mapped page that finds no room kills the process.
+    """
+    with open(file, "wb") as reserved:
+        length = size.numel() * dtype.itemsize
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(reserved.fileno(), 0, max(length, 1))
+        else:
+            reserved.truncate(length)
+    return torch.from_file(str(file), shared=True, size=size.numel(), dtype=dtype).view(size)

@@ -195,3 +195,41 @@ def test_sampling_refuses_what_cannot_be(runs, tmp_path):
     assert_refused(run_program("nanoGPT.sample", run, "--temperature=-1"), "--temperature")
     assert_refused(run_program("nanoGPT.sample", run, "--tempratur=1"), "--tempratur")
     assert_refused(run_program("nanoGPT.export", f"--out_dir={tmp_path}", "--to=x"), "no whole checkpoint")
+
+
+def test_an_export_goes_through_files(tmp_path):
+    """A checkpoint of 4 sharded ranks becomes one ckpt.pt, optimizer included, in a process that may allocate less than
+    half of what it holds; and every number is the one that putting it together in memory gives."""
+    shape = {"n_layer": 12, "n_embd": 256, "dataset": "shakespeare", "block_size": 8, "batch_size": 1}
+    once = {"max_iters": 1, "eval_iters": 1, "gradient_accumulation_steps": 4, "warmup_iters": 0}
+    train("phase1_zero1", 4, tiny("phase1_zero1", tmp_path / "run", **shape, **once))
+    payload = newest(tmp_path / "run")
+    program = tmp_path / "export.py"
+    program.write_text(LIMITED)
+    words = (str(tmp_path / "run"), str(tmp_path / "to"), str(payload))
+    ended = run_program(str(program), *words)
+    assert ended.code == 0 and "in memory it does not fit" in ended.output, ended
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["ckpt.pt"]
+    whole, (streamed, rest) = read_payload(payload), read_ckpt(tmp_path / "to" / "ckpt.pt")
+    assert rest["iter_num"] == 1 and streamed.model.keys() == whole.model.keys()
+    for name, items in whole.optimizer.items():
+        assert torch.equal(whole.model[name], streamed.model[name])
+        assert all(torch.equal(value, streamed.optimizer[name][item]) for item, value in items.items())
+    assert sum(v.nbytes for items in whole.optimizer.values() for v in items.values()) > 170e6
+
+
+LIMITED = """
+import re, resource, sys
+from pathlib import Path
+from nanoGPT.export import main
+from nanoGPT.state import read_payload
+
+run, to, payload = sys.argv[1:]
+now = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (now + 130_000_000, resource.RLIM_INFINITY))
+main(run, to, "ckpt")
+try:
+    read_payload(Path(payload))
+except (RuntimeError, MemoryError):
+    print("in memory it does not fit")
+"""
