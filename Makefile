@@ -64,8 +64,10 @@ diff1: .venv/.core  ## what phase 1 changes in the baseline's train.py, hunk by 
 	@$(PY) -m workshop.diff phase1_zero1
 diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase3_fsdp
-bench: .venv/.core data  ## measure the cost of a training step against a bare loop
+bench: .venv/.core data  ## measure a training step against a bare loop, and ZeRO-1
 	@$(PY) -m bench.step_overhead $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1 $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1_step $(ARGS)
 clean:  ## delete caches; prepared data, .venv and out/ stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

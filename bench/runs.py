@@ -1,6 +1,6 @@
-"""The README's table: what `make baseline` and `make phase3` take and reach with their defaults, on this machine.
+"""The README's table: what the phases take and reach with their defaults, on this machine.
 
-    python -m bench.runs                 # one rank count after another; about ten minutes on 2 cores
+    python -m bench.runs                 # one rank count after another; about a quarter of an hour on 2 cores
     python -m bench.runs --write         # and bench/results/runs-<hardware>.json
 
 Each row is the command of the README, run in a new directory: seconds from the command to its end, set-up and data
@@ -21,7 +21,7 @@ import torch
 from bench.results import write_result
 from nanoGPT.config import PACKAGE
 
-COMMANDS = [("baseline", 1), ("phase3", 1), ("baseline", 4), ("phase3", 2), ("phase3", 4), ("phase3", 8)]
+COMMANDS = [("baseline", 1), ("baseline", 4), *((phase, n) for phase in ("phase1", "phase3") for n in (1, 2, 4, 8))]
 
 
 def run_one(target: str, ranks: int, out_dir: Path) -> dict[str, Any]:

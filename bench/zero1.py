@@ -1,8 +1,8 @@
 """ZeRO-1 measured: what a rank holds and sends, what a step costs, and whether sending overlaps with computing.
 
     python -m bench.zero1                      # all of it, about six minutes on 2 cores
-    python -m bench.zero1 --write=True         # and bench/results/zero1-*.json, from which the tables are made
-    python -m bench.zero1 --only=overhead      # one of backends, overhead, timeline, state
+    python -m bench.zero1 --write              # and bench/results/zero1-*.json, from which the tables are made
+    python -m bench.zero1 overhead             # one of backends, overhead, timeline, state
 
 `backends` trains 50 steps of the default model, dropout 0.2, with each backend: losses against the baseline's on one
 rank, bytes from the ledger. `overhead` runs a step of DDP, one of flat and the bare collectives of the same
@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bench.results import write_result
-from nanoGPT.cli import command_line
-from nanoGPT.exits import one_sentence
+from nanoGPT.exits import ConfigError, one_sentence
 from nanoGPT.ledger import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import param_groups
@@ -250,30 +249,32 @@ def measure_state(rank_counts: tuple[int, ...]) -> dict[str, Any]:
         return {"parameters": sum(p.numel() for p in GPT(GPTConfig(bias=False)).parameters()), "rows": rows}
 
 
-def main(only: Literal["all", "backends", "overhead", "timeline", "state"] = "all", write: bool = False) -> None:
-    """Measure ZeRO-1.
+MEASURES: dict[str, Callable[[tuple[int, ...]], dict[str, Any]]] = {
+    "backends": lambda ranks: measure_backends(50, ranks),
+    "overhead": lambda ranks: measure_overhead(TEN_MILLION, tuple(n for n in ranks if n in (2, 4)), 25),
+    "timeline": lambda ranks: measure_timeline(TEN_MILLION, 2),
+    "state": lambda ranks: measure_state(ranks),
+}
 
-    Args:
-        only: one measurement.
-        write: keep the results under bench/results.
-    """
+
+def main(names: list[str], write: bool) -> None:
+    """Make the measurements of these names, or all of them, at as many ranks as there are GPUs, or up to 8 on a CPU."""
     gpus = torch.cuda.device_count()
-    counts = tuple(n for n in (1, 2, 4, 8) if not gpus or n <= gpus)
-    several = tuple(n for n in counts if n in (2, 4))
-    measures: dict[str, Callable[[], dict[str, Any]]] = {
-        "backends": lambda: measure_backends(50, counts),
-        "overhead": lambda: measure_overhead(TEN_MILLION, several, 25),
-        "timeline": lambda: measure_timeline(TEN_MILLION, 2),
-        "state": lambda: measure_state(counts),
-    }
-    for name, measure in measures.items():
-        if only in ("all", name) and (several or name == "state"):
-            samples = measure()
-            if write:
-                device = torch.device("cuda", 0) if gpus else torch.device("cpu")
-                print(f"wrote {write_result(f'zero1-{name}', device, {'command': 'python -m bench.zero1'}, samples)}")
+    ranks = tuple(n for n in (1, 2, 4, 8) if not gpus or n <= gpus)
+    for name in names or MEASURES:
+        if name not in MEASURES:
+            raise ConfigError(f"there is no measurement {name} (known: {', '.join(MEASURES)})")
+        if name in ("overhead", "timeline") and ranks == (1,):
+            print(f"{name} needs two GPUs: left out")
+            continue
+        samples = MEASURES[name](ranks)
+        if write:
+            device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+            print(
+                f"wrote {write_result(f'zero1-{name}', device, {'command': f'python -m bench.zero1 {name}'}, samples)}"
+            )
 
 
 if __name__ == "__main__":
     with one_sentence():
-        command_line(main, sys.argv[1:])
+        main([word for word in sys.argv[1:] if word != "--write"], "--write" in sys.argv)

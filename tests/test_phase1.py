@@ -123,6 +123,17 @@ def test_saved_at_8_resumed_at_2_then_4_then_in_the_baseline(tmp_path, device, n
     assert gap(whole, losses(tmp_path / "parts")) <= 1e-6
 
 
+def test_a_run_may_change_its_backend(tmp_path):
+    """What one backend saved, any other resumes, on another number of ranks."""
+    whole = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "whole"))
+    parts = [("naive", 4, 2), ("flat", 2, 4), ("torch", 4, 6), ("flat", 1, 8), ("ddp", 2, 10), ("flat", 4, 12)]
+    for backend, ranks, until in parts:
+        options = {"max_iters": until, "lr_decay_iters": 12, "init_from": "resume" if until > 2 else "scratch"}
+        train("phase1_zero1", ranks, tiny("phase1_zero1", tmp_path / "parts", **options, **BACKENDS[backend]))
+    assert sorted(losses(tmp_path / "parts")) == list(range(12))
+    assert gap(whole, losses(tmp_path / "parts")) <= 1e-6
+
+
 # ---- Muon
 
 

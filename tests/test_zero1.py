@@ -1,6 +1,7 @@
 """Zero1Optimizer by itself: with any module it does what the unsharded optimizer does, and holds 1/N of its state."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from nanoGPT.ledger import Traffic
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.zero1 import ELEMENTWISE, Zero1Optimizer
+from tests.helpers import ROOT
 from workshop.ranks import RankFailed, run_on_ranks
 
 BUCKET_MB = 2e-3  # 2 KB: the module below has several buckets, and cuts go through most of its parameters
@@ -341,6 +343,21 @@ def test_it_is_an_optimizer_like_any_other():
 
     with pytest.raises(RankFailed, match="of another model, rank or number of ranks"):
         run_on_ranks(take_the_others, 2)
+
+
+def run_the_script(text: str) -> list[Tensor]:
+    names: dict[str, Any] = {}
+    exec(compile(text, "mine.py", "exec"), names)
+    return [names["loss"].detach(), *(p.detach() for p in names["model"].parameters())]
+
+
+def test_the_script_in_the_notes_runs():
+    """The script in IMPLEMENTATION.md learns, and leaves the same parameters on every rank."""
+    text = (ROOT / "phase1_zero1/IMPLEMENTATION.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    found = run_on_ranks(run_the_script, 4, script, show=False)
+    assert found[0][0] < 1.0
+    assert all(torch.equal(a, b) for each in found for a, b in zip(each[1:], found[0][1:], strict=True))
 
 
 def without_a_group() -> float:

@@ -1,8 +1,10 @@
-"""The README's picture: what each of four ranks holds in each phase.
+"""The pictures of the documents.
 
-    python -m workshop.picture        # writes workshop/what_each_phase_shards.png
+    python -m workshop.picture        # writes workshop/what_each_phase_shards.png and workshop/zero1_timeline.png
 
-Heights are bytes a parameter in fp32 with AdamW: 4 of the parameter, 4 of its gradient, 8 of the optimizer's state.
+The first is the README's: what each of four ranks holds in each phase. Heights are bytes a parameter in fp32 with
+AdamW: 4 of the parameter, 4 of its gradient, 8 of the optimizer's state. The second is drawn from
+bench/results/zero1-timeline-*.json.
 """
 
 from pathlib import Path
@@ -13,6 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+
+from bench.results import read_results
 
 RANKS = 4
 PARTS = [("optimizer state", 8, "#d1495b"), ("gradients", 4, "#edae49"), ("parameters", 4, "#00798c")]
@@ -35,7 +39,27 @@ def draw_rank(axes: Axes, rank: int, sharded: set[str]) -> None:
         bottom += height
 
 
-def main(path: Path) -> None:
+def draw_timeline(path: Path) -> None:
+    """One step of ZeRO-1 on rank 0: what it computes, above what is on the wire."""
+    samples = read_results("zero1-timeline")[0]["samples"]
+    colors = {"phase: forward": "#9ad1d4", "phase: backward": "#00798c", "phase: step": "#edae49"}
+    names = {"all_reduce": "reduce-scatter (gloo does it by an all-reduce)", "all_gather": "all-gather"}
+    wire = {"all_reduce": "#d1495b", "all_gather": "#5b3758"}
+    figure, axes = plt.subplots(figsize=(10, 2.6))
+    for name, begin, end in samples["events_ms"]:
+        kind = name.split(":")[-1].strip()
+        color, row = (colors[name], 1) if name in colors else (wire[kind], 0)
+        axes.broken_barh([(begin, max(end - begin, 0.2))], (row, 0.8), facecolor=color, label=names.get(kind, kind))
+    labelled = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(labelled.values(), labelled.keys(), ncols=5, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0))
+    axes.set_yticks([0.4, 1.4], ["on the wire", "computing"])
+    axes.set_xlabel(f"milliseconds, rank 0 of {samples['ranks']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def draw_phases(path: Path) -> None:
     """Draw all phases side by side."""
     figure, grid = plt.subplots(1, len(PHASES), figsize=(12, 3.6), sharey=True)
     for axes, (title, note, sharded) in zip(grid, PHASES, strict=True):
@@ -53,4 +77,5 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(__file__).with_name("what_each_phase_shards.png"))
+    draw_phases(Path(__file__).with_name("what_each_phase_shards.png"))
+    draw_timeline(Path(__file__).with_name("zero1_timeline.png"))
