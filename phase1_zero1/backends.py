@@ -36,7 +36,7 @@ class Zero1Config(TrainConfig):
     """size of flat's buckets, in 2^20 bytes"""
 
     def check(self) -> None:
-        if not 0 < self.zero1_bucket_mb < float("inf"):
+        if not self.zero1_bucket_mb > 0:
             raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} cannot be: give a number above 0")
         if self.use_zero1 and self.optimizer == "muon" and self.zero1_backend != "flat":
             raise ConfigError(

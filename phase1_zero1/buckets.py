@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 # torch 2.13 renamed both, and warns on the old names; 2.11 has only those.
@@ -29,9 +29,24 @@ ALIGN = 32  # elements: slices begin where vectorised kernels and NCCL like to b
 Options = dict[str, Any]  # a parameter group: its "params", and the arguments of the optimizer
 
 
+# What these do to an element depends on that element's own past alone, so a parameter may be cut anywhere.
+ELEMENTWISE = {
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
+    optim.RMSprop, optim.Rprop, optim.ASGD,
+}  # fmt: skip
+
+
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank and the world size; (0, 1) where no process group was ever made."""
-    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    """This process's rank and the world size; (0, 1) where no process group was ever made.
+
+    Raises:
+        ValueError: it is not in the group.
+    """
+    if not dist.is_initialized():
+        return 0, 1
+    if (rank := dist.get_rank(group)) < 0:
+        raise ValueError("this process is not in the process group: make the optimizer on its members only")
+    return rank, dist.get_world_size(group)
 
 
 def host_or(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
@@ -153,7 +168,7 @@ class Bucket:
             self.inner.step()
         for shard in self.shards:
             if shard.tensor.dtype != self.flat_params.dtype:
-                self.flat_params[shard.place].copy_(shard.tensor)
+                self.flat_params[shard.place].copy_(shard.tensor.view(-1))
 
     def start_gather(self) -> None:
         """Send this rank's slice of the parameters to all others."""
@@ -182,30 +197,47 @@ def bucketed(params: Iterable[nn.Parameter], limit: float) -> list[list[nn.Param
     The last come first: it is their gradients that the backward pass finishes first.
     """
     buckets: list[list[nn.Parameter]] = []
-    open_ones: dict[torch.dtype, list[nn.Parameter]] = {}
+    last: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}  # the open bucket of each dtype, and its bytes
     for param in reversed([p for p in params if p.requires_grad and p.numel()]):
-        bucket = open_ones.get(param.dtype)
-        if bucket is None or sum(p.nbytes for p in bucket) + param.nbytes > limit:
-            bucket = open_ones[param.dtype] = []
+        bucket, size = last.get(param.dtype, ([], 0))
+        if not bucket or size + param.nbytes > limit:
+            bucket, size = [], 0
             buckets.append(bucket)
         bucket.append(param)
+        last[param.dtype] = bucket, size + param.nbytes
     return buckets
+
+
+def check_optimizer(optimizer_class: type[Optimizer], elementwise: bool) -> None:
+    """Refuse an optimizer that looks at more than one element at a time.
+
+    Raises:
+        ValueError: it is not one of torch's elementwise ones, and nobody said that it is elementwise.
+    """
+    if not elementwise and optimizer_class not in ELEMENTWISE:
+        known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
+        raise ValueError(
+            f"{optimizer_class.__name__} is not known to treat every element by itself, and shards cut through "
+            f"parameters: use one of {known}, or give elementwise=True if you know that it does"
+        )
 
 
 def check_params(params: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Refuse what cannot be laid in buckets. Collective.
 
     Raises:
-        ValueError: two devices, two parameters in the same memory, no floating-point numbers, or other parameters
-            than another rank's.
+        ValueError: two devices, two parameters in the same memory, a trained one that is not of floating point, or
+            other parameters than another rank's.
     """
     devices = sorted({str(p.device) for p in params})
     if len(devices) > 1:
         raise ValueError(f"parameters are on {' and '.join(devices)}: a rank shards what is on one device, its own")
     for param in params:
-        if not param.is_floating_point():
+        if param.requires_grad and not param.is_floating_point():
             raise ValueError(f"a parameter of dtype {param.dtype} cannot be sharded: only floating-point ones can")
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in params if p.numel() and p.device.type != "meta")
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes) for p in params if p.numel() and p.is_contiguous() and not p.is_meta
+    )
     if any(end > begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)):
         raise ValueError("two parameters share memory, and would no longer: tie them by using one nn.Parameter")
     if place_in(group)[1] > 1:

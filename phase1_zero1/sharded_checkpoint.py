@@ -5,7 +5,7 @@ and each of its moments, a slice of the flattened whole and where that slice beg
 again, of whatever length the reader's are; no rank ever holds another's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from nanoGPT.shards import read_shards, stored, write_shards
-from nanoGPT.state import load_whole, materialise, read_payload
+from nanoGPT.state import FullState, load_whole, materialise, read_payload
 from phase1_zero1.zero1 import Zero1Optimizer
 
 
@@ -74,7 +74,7 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def save_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[Path]:
-    """Write this rank's shards, and its share of the parameters, into a fresh directory. Collective."""
+    """Write this rank's shards, and its share of the parameters, into a fresh directory; no buffers. Collective."""
     return write_shards(folder, training_state(model, optimizer))
 
 
@@ -86,15 +86,36 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
                 materialise(bucket.inner)
     else:
         materialise(getattr(optimizer, "optim", optimizer))
-    state = training_state(model, optimizer)
     there = {} if (path / "ckpt.pt").is_file() else {key: size for key, (size, _) in stored(path).items()}
-    if all(there.get(key) == value.size() for key, value in state.items()):
-        read_shards(path, state)
-        return
-    full = read_payload(path)
-    load_whole(model, full.model)
+    # Whichever way, it must be the same on every rank, so the index alone decides; phase 3 stores matrices.
+    if there and all(len(size) < 2 for key, size in there.items() if key.startswith("optimizer.")):
+        read_shards(path, {key: value for key, value in training_state(model, optimizer).items() if key in there})
+    else:
+        full = read_payload(path)
+        load_whole(model, full.model)
+        there = copy_slices(full, model, optimizer)
+    forget_the_rest(there, model, optimizer)
+
+
+def copy_slices(full: FullState, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Copy this rank's slices out of whole tensors; the keys that there were."""
     names = {param: name for name, param in model.named_parameters()}
     for param, offset, items in held(optimizer):
         for item, value in items.items():
-            whole = full.optimizer[names[param]][item].flatten()
-            value.copy_(whole[offset : offset + value.numel()].view_as(value) if value.dim() else whole[0])
+            if (whole := full.optimizer.get(names[param], {}).get(item)) is not None:
+                part = whole.flatten()[offset : offset + value.numel()]
+                value.copy_(part.view_as(value) if value.dim() else whole)
+    return {f"optimizer.{name}.{item}": None for name, items in full.optimizer.items() for item in items}
+
+
+@torch.no_grad()
+def forget_the_rest(there: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """A parameter that had no state when it was saved has none again; a master that was not, follows its parameter."""
+    names = {param: name for name, param in model.named_parameters()}
+    for param, offset, items in list(held(optimizer)):
+        found = {item for item in items if f"optimizer.{names[param]}.{item}" in there}
+        if "master" in items and "master" not in found:
+            master = items["master"]
+            master.copy_(param.detach().flatten()[offset : offset + master.numel()].view_as(master))
+        if not found - {"master"}:
+            optimizer.state[param].clear()

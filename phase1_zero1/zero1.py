@@ -11,8 +11,7 @@ all-gather; the update goes in between, and the bytes on the wire stay those of 
     update            [p . . .]    [. p . .]    [. . p .]    [. . . p]     8P/N bytes of moments on each
     all-gather        [p p p p]    [p p p p]    [p p p p]    [p p p p]     the whole model again
 
-This module says when things are sent; `buckets.py`, where they lie. Neither knows of GPT: any module will do, and any
-elementwise optimizer.
+This module says when things are sent; `buckets.py`, where they lie. Neither knows of GPT.
 """
 
 import copy
@@ -26,13 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from nanoGPT.optim import clip_grads, grad_norm
-from phase1_zero1.buckets import Bucket, Options, Shard, bucketed, check_params, host_or, place_in
-
-# What these do to an element depends on that element's own past alone, so a parameter may be cut anywhere.
-ELEMENTWISE = {
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
-    optim.RMSprop, optim.Rprop, optim.ASGD,
-}  # fmt: skip
+from phase1_zero1.buckets import Bucket, Options, Shard, bucketed, check_optimizer, check_params, host_or, place_in
 
 
 class Zero1Optimizer(optim.Optimizer):
@@ -46,8 +39,6 @@ class Zero1Optimizer(optim.Optimizer):
        none of a parameter of which no rank has a gradient.
     3. *gather*, in `step`: a bucket's parameters are all-gathered as soon as they are updated, while the next are.
 
-    ::
-
         optimizer = Zero1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         for i, micro_batch in enumerate(micro_batches):
             optimizer.require_backward_grad_sync = i == len(micro_batches) - 1  # DDP's name for it
@@ -55,9 +46,10 @@ class Zero1Optimizer(optim.Optimizer):
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
 
-    Parameters are reduced and gathered in their own dtype. Of one in bf16 or fp16, the rank keeps its shard in fp32 as
-    well, the master: 12P/N bytes with AdamW. Load weights and move the model first, then make the optimizer. Buffers
-    of a model, such as BatchNorm's, are not synchronised.
+    `step` uses the gradients up and leaves `.grad` None. Parameters are reduced and gathered in their own dtype. Of one
+    in bf16 or fp16, the rank keeps its shard in fp32 too, the master: 12P/N bytes with AdamW. Load weights and move the
+    model first, then make the optimizer. Buffers of a model, such as BatchNorm's, are not synchronised. A GradScaler
+    does not work with it, for it looks for infinities in `.grad`, from where the gradients have left.
 
     Args:
         params: parameters or groups of them, the same on every rank. Those that need no gradient are left alone.
@@ -80,12 +72,7 @@ class Zero1Optimizer(optim.Optimizer):
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
-        if not elementwise and optimizer_class not in ELEMENTWISE:
-            known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
-            raise ValueError(
-                f"{optimizer_class.__name__} is not known to treat every element by itself, and shards cut through "
-                f"parameters: use one of {known}, or give elementwise=True if you know that it does"
-            )
+        check_optimizer(optimizer_class, elementwise)
         self.optimizer_class, self.process_group, self.bucket_mb = optimizer_class, process_group, bucket_mb
         self.rank, self.world_size = place_in(process_group)
         self.require_backward_grad_sync = True
@@ -93,15 +80,22 @@ class Zero1Optimizer(optim.Optimizer):
         self._order: list[int] = []  # of sending buckets, the same on every rank
         self._filled: list[int] | None = []  # the order in which they fill here, until rank 0's is everybody's
         self._sent = 0  # how many of them, in this step
-        self._reduced = self._awaited_in_forward = False
+        self._reduced = self._closing = False
+        self._awaited: set[Bucket] = set()  # by a module's forward, so not by step
         like = optimizer_class([torch.zeros(1)], **defaults)
         super().__init__(params, like.defaults)
 
     def add_param_group(self, param_group: Options) -> None:
         """Lay one more group of parameters in buckets. Collective."""
+        if self._sent:
+            raise RuntimeError("a group was added between backward() and step(): add it before backward()")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        check_params([p for g in self.param_groups for p in g["params"]], self.process_group)
+        try:
+            check_params([p for g in self.param_groups for p in g["params"]], self.process_group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         for bucket in self._make_buckets(group):
             for shard in bucket.shards:
                 assert bucket.inner is not None
@@ -136,23 +130,28 @@ class Zero1Optimizer(optim.Optimizer):
         grad = bucket.params[index].grad
         if grad is not None and grad.layout != torch.strided:
             raise RuntimeError("a gradient is sparse, and buckets are dense: give the nn.Embedding sparse=False")
-        if index in bucket.arrived:
+        if index in bucket.arrived or self._sent == len(self.buckets):
             raise RuntimeError(
-                "a second backward() came after one that had reduced the gradients: "
-                "set require_backward_grad_sync = False for all but the last of a step, or call zero_grad() between"
+                "a second backward() came after one that had sent the gradients: set require_backward_grad_sync = "
+                "False for all but the last of a step (and use_reentrant=False in checkpointing, which runs one too)"
             )
         bucket.collect(index)
         if self.require_backward_grad_sync:
+            if not self._closing:  # at the backward's end also send what still waits for a parameter that is not used
+                self._closing = True
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    lambda: self._send_full_ones(and_the_rest=True)
+                )
             bucket.arrived.add(index)
             if bucket.is_full:
                 if self._filled is not None:
                     self._filled.append(number)
-                self._start_reducing(lambda bucket: bucket.is_full)
+                self._send_full_ones()
 
-    def _start_reducing(self, ready: Callable[[Bucket], bool]) -> None:
-        """Send the next buckets as far as they are ready, in the common order: in another, ranks would mix them up."""
+    def _send_full_ones(self, and_the_rest: bool = False) -> None:
+        """Send the next buckets as far as they are full, in the common order: in another, ranks would mix them up."""
         for number in self._order[self._sent :]:
-            if not ready(self.buckets[number]):
+            if not (and_the_rest or self.buckets[number].is_full):
                 break
             self.buckets[number].start_reduce()
             self._sent += 1
@@ -168,12 +167,13 @@ class Zero1Optimizer(optim.Optimizer):
             RuntimeError: there is no gradient.
         """
         if not self._reduced:
-            if not any(p.grad is not None for bucket in self.buckets for p in bucket.params):
-                raise RuntimeError("there is no gradient to step with: call backward() first")
-            self._start_reducing(lambda bucket: True)
+            self._send_full_ones(and_the_rest=True)
             self._agree()
             for bucket in self.buckets:
                 bucket.finish_reduce()
+            if not any(has for bucket in self.buckets for has in bucket.has_grad):
+                self._begin_step()
+                raise RuntimeError("no rank has a gradient to step with: call backward() first")
             self._reduced = True
         grads = [s.tensor.grad for bucket in self.buckets for s in bucket.shards if s.tensor.grad is not None]
         return grads or [self.buckets[0].flat_grads[:0]]
@@ -196,7 +196,7 @@ class Zero1Optimizer(optim.Optimizer):
             bucket.has_grad, flags = flags[: len(bucket.params)], flags[len(bucket.params) :]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradient so that its norm, over all parameters and ranks, is at most `max_norm`. Collective.
+        """Scale the gradient so that its norm over all ranks is at most `max_norm`; 0 leaves it. Collective.
 
         `torch.nn.utils.clip_grad_norm_` cannot: when the backward pass ends, gradients are being sent already, and when
         they have been, a rank's `.grad` is right in its own slice only.
@@ -222,8 +222,8 @@ class Zero1Optimizer(optim.Optimizer):
         for number in reversed(self._order):  # the next forward needs last what the backward had first
             self.buckets[number].update_shards()
             self.buckets[number].start_gather()
-        if not self._awaited_in_forward:
-            self.wait_for_params()
+        for bucket in set(self.buckets) - self._awaited:
+            bucket.wait()
         self._begin_step()
         return loss
 
@@ -241,17 +241,18 @@ class Zero1Optimizer(optim.Optimizer):
         for module in model.modules():
             for bucket in {where[p] for p in module.parameters(recurse=False) if p in where}:
                 module.register_forward_pre_hook(lambda *_, bucket=bucket: bucket.wait())
-        self._awaited_in_forward = True
+                self._awaited.add(bucket)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also those of a step that was not taken. They become None either way."""
         if self._sent:  # and never used
-            for bucket in self.buckets:
-                bucket.wait()
+            self._send_full_ones(and_the_rest=True)
+            self.wait_for_params()
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._sent, self._reduced = 0, False
+        self._sent, self._reduced, self._closing = 0, False, False
+        self._filled = None if self._filled is None else []
         for bucket in self.buckets:
             bucket.forget_gradients()
 
@@ -274,25 +275,24 @@ class Zero1Optimizer(optim.Optimizer):
         content = super().state_dict()
         numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         content["state"] = {numbers[shard.param]: items for shard, items in self.shards() if items}
+        content["place"] = (self.rank, self.world_size, [(s.offset, s.tensor.numel()) for s, _ in self.shards()])
         return content
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Take back what `state_dict` gave, on the same device.
 
         Raises:
             ValueError: it is of another model, rank or number of ranks.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
-        saved = {params[i]: items for i, items in state_dict["state"].items() if i < len(params)}
-        ours = {shard.param: shard.tensor for shard, _ in self.shards()}
-        pairs = [(ours.get(p), v) for p, items in saved.items() for v in items.values() if isinstance(v, Tensor)]
-        if any(shard is None or value.dim() and value.shape != shard.shape for shard, value in pairs):
+        if state_dict.get("place") != self.state_dict()["place"]:
             raise ValueError("this state is of another model, rank or number of ranks: use sharded_checkpoint.py")
-        for param, shard in ours.items():
-            items = dict(saved.get(param, {}))
-            shard.copy_(items.pop("master", shard))
-            self.state[param].clear()
-            self.state[param].update(copy.deepcopy(items))
+        params = [p for group in self.param_groups for p in group["params"]]
+        saved = {params[i]: items for i, items in state_dict["state"].items()}
+        for shard, _ in self.shards():
+            items = dict(saved.get(shard.param, {}))
+            shard.tensor.copy_(items.pop("master", shard.tensor))
+            self.state[shard.param].clear()
+            self.state[shard.param].update(copy.deepcopy(items))
         for group, before in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in before.items() if name != "params"})

@@ -16,6 +16,7 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import muon_groups, param_groups
 from phase1_zero1.buckets import ALIGN
 from phase1_zero1.muon import cost, shared_out
+from phase1_zero1.sharded_checkpoint import load_shards, save_shards
 from phase1_zero1.zero1 import Zero1Optimizer
 from tests.helpers import assert_refused, call_train, gap, run_program, tiny, train
 from workshop.ranks import losses, run_on_ranks
@@ -132,6 +133,50 @@ def test_a_run_may_change_its_backend(tmp_path):
         train("phase1_zero1", ranks, tiny("phase1_zero1", tmp_path / "parts", **options, **BACKENDS[backend]))
     assert sorted(losses(tmp_path / "parts")) == list(range(12))
     assert gap(whole, losses(tmp_path / "parts")) <= 1e-6
+
+
+@pytest.mark.parametrize("backend", ["naive", "torch"])
+def test_fsdp_shards_open_where_a_rank_owns_no_matrix(backend, tmp_path):
+    """Phase 3's shards of a model with fewer matrices than ranks open in every backend, and the run goes on."""
+    shape = {"n_layer": 1, "lr_decay_iters": 12}
+    whole = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "whole", **shape))
+    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "run", max_iters=6, **shape))
+    config = tiny("phase1_zero1", tmp_path / "run", init_from="resume", **shape, **BACKENDS[backend])
+    assert gap(whole, train("phase1_zero1", 8, config)) <= 1e-5
+
+
+class Partly(torch.nn.Module):
+    """One layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(9, 9), torch.nn.Linear(3, 3)
+
+
+def save_and_load(folder: str, dtype: torch.dtype) -> bool:
+    torch.manual_seed(0)
+    model = Partly()
+    optimizer = Zero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    for _ in range(3):
+        model.used(torch.ones(1, 9)).sum().backward()
+        optimizer.step()
+    save_shards(Path(folder), model, optimizer)
+    fresh = Partly().to(dtype)
+    again = Zero1Optimizer(fresh.parameters(), torch.optim.AdamW, lr=0.1)
+    load_shards(Path(folder), fresh, again)
+    for (_, ours), (shard, theirs) in zip(optimizer.shards(), again.shards(), strict=True):
+        if "master" in theirs:  # what was saved in fp32 had none
+            part = shard.param.detach().flatten()[shard.offset : shard.offset + theirs["master"].numel()]
+            assert torch.equal(theirs.pop("master"), part.float())
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[item], theirs[item]) for item in ours)
+    return all(torch.equal(a.to(dtype), b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_that_never_had_a_gradient_is_saved_and_loaded(dtype, tmp_path):
+    """It has no state before and none after; and a checkpoint in fp32 opens in a bf16 model, masters included."""
+    assert all(run_on_ranks(save_and_load, 2, str(tmp_path / "shards"), dtype))
 
 
 # ---- Muon

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanoGPT.ledger import Traffic
+from phase1_zero1.buckets import ELEMENTWISE
 from phase1_zero1.naive import NaiveZero1Optimizer
-from phase1_zero1.zero1 import ELEMENTWISE, Zero1Optimizer
+from phase1_zero1.zero1 import Zero1Optimizer
 from tests.helpers import ROOT
 from workshop.ranks import RankFailed, run_on_ranks
 
@@ -55,10 +56,8 @@ def place(device: str) -> torch.device:
     return torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
 
 
-def both(
-    make: Callable[..., torch.optim.Optimizer], kind: type, options: dict[str, Any], device: str, clip: float = 0.5
-) -> dict[str, Any]:
-    """Train 20 steps of 2 micro-batches a rank, sharded, and all ranks' micro-batches together, unsharded."""
+def both(make: Callable[..., Zero1Optimizer], kind: type, options: dict[str, Any], device: str) -> dict[str, Any]:
+    """Train 20 steps of 2 micro-batches a rank, sharded; and on rank 0 those of all ranks together, unsharded."""
     rank, ranks, where = dist.get_rank(), dist.get_world_size(), place(device)
     torch.manual_seed(0)
     sharded = Odd().to(where)
@@ -68,23 +67,27 @@ def both(
     norms = []
     for step in range(20):
         for micro_batch in range(2):
-            ours.require_backward_grad_sync = micro_batch == 1  # type: ignore[attr-defined]
+            ours.require_backward_grad_sync = micro_batch == 1
             xs = torch.randint(0, 33, (ranks, 4, 6), generator=generator).to(where)
             # The first rank alone uses a parameter in the first 10 steps, no rank does after.
             used = [{"with_sometimes": r == 0 and step < 10} for r in range(ranks)]
             (loss_of(sharded, xs[rank], **used[rank]) / 2).backward()
-            for r in range(ranks):
+            for r in range(ranks if rank == 0 else 0):
                 (loss_of(whole, xs[r], **used[r]) / 2 / ranks).backward()
-        if isinstance(ours, Zero1Optimizer) and clip:
-            norms.append((ours.clip_grad_norm_(clip).item(), float(nn.utils.clip_grad_norm_(whole.parameters(), clip))))
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    gap = max((a - b).abs().max().item() for a, b in zip(sharded.parameters(), whole.parameters(), strict=True))
+        norms.append(ours.clip_grad_norm_(0.5).item())
+        if rank == 0:
+            assert norms[-1] == pytest.approx(float(nn.utils.clip_grad_norm_(whole.parameters(), 0.5)), rel=1e-5)
+            theirs.step()
+            theirs.zero_grad()
+        ours.step()
+        ours.zero_grad()
+    pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
+    gap = max((a - b).abs().max().item() for a, b in pairs) if rank == 0 else None
     held = sum(v.numel() for s in ours.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim())
     same = torch.equal(sharded.unused.weight, whole.unused.weight)
     return {
         "gap": gap,
+        "params": [p.detach().cpu() for p in sharded.parameters()],
         "norms": norms,
         "held": held,
         "unused": same,
@@ -115,17 +118,18 @@ def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
     moments = {"SGD": 1}.get(name, 2)
     trained = sum(p.numel() for n, p in Odd().named_parameters() if p.requires_grad and "unused" not in n)
     assert sum(each["held"] for each in found) == moments * trained  # no moment is held twice, none is missing
+    assert found[0]["gap"] <= 1e-6
     for each in found:
-        assert each["gap"] <= 1e-6 and each["unused"] and each["tied"]
-        assert each["norms"] == found[0]["norms"]  # the same number on every rank, to the last digit
-        assert all(ours == pytest.approx(theirs, rel=1e-5) for ours, theirs in each["norms"])
+        assert each["unused"] and each["tied"]
+        assert each["norms"] == found[0]["norms"]  # to the last digit, as the parameters are
+        assert all(torch.equal(a, b) for a, b in zip(each["params"], found[0]["params"], strict=True))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_elementwise_optimizer_is_one(name):
     """Each class in ELEMENTWISE gives the unsharded parameters on 2 ranks, so its shards may be cut anywhere."""
     kind, options = OTHERS[name]
-    assert max(each["gap"] for each in run_on_ranks(both, 2, sharded, kind, options, "cpu")) <= 2e-6
+    assert run_on_ranks(both, 2, sharded, kind, options, "cpu")[0]["gap"] <= 2e-6
 
 
 def flat_against_naive() -> tuple[float, int]:
@@ -337,12 +341,21 @@ def test_it_is_an_optimizer_like_any_other():
         assert each["rates"] == [1e-3 / 8, 0.5 / 8] and each["calls"] == 5 and each["same"]
         assert each["losses"][2] < each["losses"][0]
 
-    def take_the_others() -> None:
-        optimizer = sharded(Odd().parameters(), torch.optim.Adam)
-        optimizer.load_state_dict(found[1 - dist.get_rank()]["saved"])
+    def take_the_others(other: int) -> None:
+        model = nn.Linear(16, 16, bias=False)
+        optimizers = [sharded(m.parameters(), torch.optim.Adam) for m in (model, nn.Linear(8, 8, bias=False))]
+        for optimizer in optimizers:
+            for param in optimizer.param_groups[0]["params"]:
+                param.sum().backward()
+            optimizer.step()
+        states: list[Any] = [None, None]
+        dist.all_gather_object(states, optimizers[0].state_dict())
+        optimizers[0].load_state_dict(states[dist.get_rank()])  # its own
+        optimizers[other].load_state_dict(states[dist.get_rank() if other else 0])
 
-    with pytest.raises(RankFailed, match="of another model, rank or number of ranks"):
-        run_on_ranks(take_the_others, 2)
+    for other in (0, 1):  # rank 0's on rank 1; another model's
+        with pytest.raises(RankFailed, match="of another model, rank or number of ranks"):
+            run_on_ranks(take_the_others, 2, other)
 
 
 def run_the_script(text: str) -> list[Tensor]:
@@ -380,23 +393,116 @@ def test_one_process_needs_no_process_group():
     assert not dist.is_initialized() and without_a_group() > 0
 
 
-def a_skipped_step() -> bool:
+def skipped_steps(uneven: bool) -> tuple[float, list[int]]:
+    """Backward passes whose gradients are dropped, before the first step and later; `uneven`: of other parameters on
+    each rank."""
     torch.manual_seed(0)
     model = Odd()
-    optimizer = sharded(model.parameters(), torch.optim.AdamW, lr=1e-2)
-    x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
-    loss_of(model, x).backward()
+    other = copy.deepcopy(model)
+    ours, theirs = sharded(model.parameters(), torch.optim.AdamW), sharded(other.parameters(), torch.optim.AdamW)
+    for step in range(4):
+        x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+        for _ in range(2 if step in (0, 2) else 0):
+            if uneven and dist.get_rank():
+                model.unused(torch.ones(1, 5)).sum().backward()
+            else:
+                loss_of(model, x).backward()
+            ours.zero_grad()
+        for m, optimizer in ((model, ours), (other, theirs)):
+            loss_of(m, x).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+    gap = max((a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    return gap, sorted(ours._order)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_steps_may_be_skipped(uneven):
+    """zero_grad drops a backward that has sent its gradients, before the first step too; nothing of it is left."""
+    for gap, order in run_on_ranks(skipped_steps, 2, uneven):
+        assert gap == 0.0 and order == list(range(len(order)))
+
+
+def others_talk_too() -> float:
+    """A layer that rank 1 does not use, and an all-reduce of the user's between backward and step."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+    whole = copy.deepcopy(layers)
+    optimizer = Zero1Optimizer(layers.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=2e-4)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for _ in range(3):
+        total = torch.zeros(64)
+        for r in range(2):
+            x = torch.full((1, 8), 0.1 * (1 + r))
+            for i in (0, 2) if r else (0, 1, 2):
+                x = torch.tanh(whole[i](x))
+            (x.sum() / 2).backward()
+        x = torch.full((1, 8), 0.1 * (1 + rank))
+        for i in (0, 2) if rank else (0, 1, 2):
+            x = torch.tanh(layers[i](x))
+        x.sum().backward()
+        total += 1 + rank
+        dist.all_reduce(total)  # as large as a bucket: mixed up with one, it would pass unnoticed
+        optimizer.step()
+        reference.step()
+        reference.zero_grad()
+        assert total.eq(3).all()
+    return max((a - b).abs().max().item() for a, b in zip(layers.parameters(), whole.parameters(), strict=True))
+
+
+def test_all_is_sent_when_backward_ends():
+    """What a user sends between backward and step does not meet the buckets of a rank that left a parameter out."""
+    assert max(run_on_ranks(others_talk_too, 2)) <= 1e-6
+
+
+def a_group_joins_later() -> float:
+    torch.manual_seed(0)
+    models = [Odd(), Odd()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = []
+    for m in models:
+        optimizers.append(sharded([p for n, p in m.named_parameters() if "up" not in n], torch.optim.SGD, lr=0.1))
+        if m is models[0]:
+            optimizers[0].gather_during_forward(m)
+    for step in range(4):
+        if step == 2:
+            for m, optimizer in zip(models, optimizers, strict=True):
+                optimizer.add_param_group({"params": list(m.up.parameters())})
+        x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+        for m, optimizer in zip(models, optimizers, strict=True):
+            loss_of(m, x).backward()
+            optimizer.step()
+            assert not any(b.work for b in optimizer.buckets if b not in optimizer._awaited)
+            optimizer.zero_grad()
+            m.zero_grad()  # of what is not in a group yet
+    optimizers[0].wait_for_params()
+    return max((a - b).abs().max().item() for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+def test_a_group_may_join_after_the_forward_gathers():
+    """step waits for whatever no module's forward waits for."""
+    assert run_on_ranks(a_group_joins_later, 2) == [0.0, 0.0]
+
+
+def bf16_muon() -> bool:
+    from nanoGPT.config import TrainConfig
+    from nanoGPT.model import GPT, GPTConfig
+    from phase1_zero1.muon import Zero1Muon
+
+    model = GPT(GPTConfig(1, 2, 16, 8, False, 32)).to(torch.bfloat16)
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer.zero_grad()  # as a loss scaler does that has met an infinity
-    unmoved = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    loss_of(model, x).backward()
+    optimizer = Zero1Muon(model, TrainConfig(learning_rate=0.1))
+    x = torch.arange(8)[None]
+    model(x, x)[1].backward()
     optimizer.step()
-    return unmoved and not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    return all(moved) and all(p.isfinite().all() for p in model.parameters())
 
 
-def test_a_step_may_be_skipped():
-    """zero_grad after a backward that has reduced forgets its gradients; the next step is as any other."""
-    assert all(run_on_ranks(a_skipped_step, 2))
+def test_muon_has_masters_too():
+    """A bf16 model's matrices are updated by their owners through fp32 masters."""
+    assert all(run_on_ranks(bf16_muon, 2))
 
 
 # ---- wrong use
@@ -416,12 +522,15 @@ def wrong(case: str) -> None:
         sharded(params, Mine)
     elif case == "devices":
         sharded([*params, nn.Parameter(torch.zeros(3, device="meta"))], torch.optim.SGD)
-    elif case == "integers":
-        sharded([nn.Parameter(torch.zeros(3, dtype=torch.long), requires_grad=False)], torch.optim.SGD)
+    elif case == "complex":
+        sharded([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], torch.optim.SGD)
     elif case == "memory":
         sharded([nn.Parameter(params[0].data), *params], torch.optim.SGD)
     elif case == "ranks":
         sharded(params[: 3 + dist.get_rank()], torch.optim.SGD)
+    elif case == "outsider":
+        first = dist.new_group([0])
+        sharded(params, torch.optim.SGD, process_group=first if dist.get_rank() else None)
     elif case == "lr":
         sharded(params, torch.optim.SGD, lr=-1.0)
     elif case == "keyword":
@@ -438,6 +547,13 @@ def wrong(case: str) -> None:
         elif case == "twice":
             loss_of(model, x).backward()
             loss_of(model, x).backward()
+        elif case == "after reducing":
+            loss_of(model, x).backward()
+            optimizer.reduce_gradients()
+            model.unused(torch.ones(1, 5)).sum().backward()
+        elif case == "late group":
+            loss_of(model, x).backward()
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         elif case == "moved":
             model.double()
             loss_of(model, x).backward()
@@ -450,15 +566,18 @@ def wrong(case: str) -> None:
         ("class", "Adafactor is not known to treat every element by itself.*elementwise=True"),
         ("unknown class", "Mine is not known"),
         ("devices", "parameters are on cpu and meta"),
-        ("integers", "torch.int64 cannot be sharded"),
+        ("complex", "torch.complex64 cannot be sharded"),
         ("memory", "two parameters share memory"),
         ("ranks", "ranks give different parameters"),
         ("lr", "Invalid learning rate"),
         ("keyword", "unexpected keyword argument 'learning_rate'"),
         ("sparse", "a gradient is sparse.*sparse=False"),
-        ("no backward", "no gradient to step with: call backward"),
+        ("no backward", "no rank has a gradient to step with: call backward"),
         ("twice", "a second backward.*require_backward_grad_sync"),
+        ("after reducing", "a second backward.*require_backward_grad_sync"),
+        ("late group", "between backward.. and step"),
         ("moved", "has left its bucket"),
+        ("outsider", "not in the process group"),
     ],
 )
 def test_wrong_use_is_one_clear_error(case, words):
@@ -469,12 +588,8 @@ def test_wrong_use_is_one_clear_error(case, words):
 
 def test_a_class_may_be_said_to_be_elementwise():
     """elementwise=True lets in a class that torch does not have."""
-    found = run_on_ranks(
-        both,
-        2,
-        lambda params, kind, **options: sharded(params, kind, elementwise=True, **options),
-        Mine,
-        {"lr": 1e-2},
-        "cpu",
-    )
-    assert max(each["gap"] for each in found) <= 1e-6
+
+    def said(params: Any, kind: type, **options: Any) -> Zero1Optimizer:
+        return sharded(params, kind, elementwise=True, **options)
+
+    assert run_on_ranks(both, 2, said, Mine, {"lr": 1e-2}, "cpu")[0]["gap"] <= 1e-6
