@@ -208,6 +208,16 @@ def bucketed(params: Iterable[nn.Parameter], limit: float) -> list[list[nn.Param
     return buckets
 
 
+def shared_out(params: list[nn.Parameter], world_size: int, cost: Callable[[Tensor], int]) -> dict[nn.Parameter, int]:
+    """Owners of whole parameters: the costliest first, each to the rank that has the least so far (Graham 1969)."""
+    load = [0] * world_size
+    owner = {}
+    for param in sorted(params, key=cost, reverse=True):
+        owner[param] = load.index(min(load))
+        load[owner[param]] += cost(param)
+    return owner
+
+
 def check_optimizer(optimizer_class: type[Optimizer], elementwise: bool) -> None:
     """Refuse an optimizer that looks at more than one element at a time.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 
 from nanoGPT.config import TrainConfig
 from nanoGPT.optim import muon_groups
-from phase1_zero1.buckets import Bucket, Options, Shard
+from phase1_zero1.buckets import Bucket, Options, Shard, shared_out
 from phase1_zero1.zero1 import Zero1Optimizer
 
 
@@ -66,7 +66,7 @@ class Zero1Muon(Zero1Optimizer):
         if not group.get("whole"):
             yield from super()._make_buckets(group)
             return
-        owner = shared_out(group["params"], self.world_size)
+        owner = shared_out(group["params"], self.world_size, cost)
         for param in reversed(group["params"]):
             yield OwnedMatrix(param, owner[param], group, self.process_group)
 
@@ -75,13 +75,3 @@ def cost(matrix: Tensor) -> int:
     """Multiplications in one step of the Newton-Schulz iteration: of (m, n) with m <= n, X X', its square, and B X."""
     m, n = sorted(matrix.shape)
     return 2 * m * m * n + m * m * m
-
-
-def shared_out(matrices: list[nn.Parameter], world_size: int) -> dict[nn.Parameter, int]:
-    """Give each matrix, the costliest first, to the rank that has the least to do so far (Graham 1969)."""
-    load = [0] * world_size
-    owner = {}
-    for matrix in sorted(matrices, key=cost, reverse=True):
-        owner[matrix] = load.index(min(load))
-        load[owner[matrix]] += cost(matrix)
-    return owner

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
+
+from phase1_zero1.buckets import shared_out
 
 
 class NaiveZero1Optimizer(Optimizer):
@@ -30,7 +32,7 @@ class NaiveZero1Optimizer(Optimizer):
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self.owner = owners(self.trained, self.world_size)
+        self.owner = shared_out(self.trained, self.world_size, Tensor.numel)
         mine = [
             {**group, "params": [p for p in group["params"] if self.owner.get(p) == self.rank]}
             for group in self.param_groups
@@ -69,13 +71,3 @@ class NaiveZero1Optimizer(Optimizer):
         """Forget the gradients, also those of a step that was not taken."""
         super().zero_grad(set_to_none)
         self.reduced = False
-
-
-def owners(params: list[nn.Parameter], world_size: int) -> dict[nn.Parameter, int]:
-    """Give each parameter, the largest first, to the rank that has the least so far."""
-    load = [0] * world_size
-    owner = {}
-    for param in sorted(params, key=lambda p: -p.numel()):
-        owner[param] = load.index(min(load))
-        load[owner[param]] += param.numel()
-    return owner

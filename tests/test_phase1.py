@@ -14,8 +14,8 @@ from bench.zero1 import state_on_ranks
 from nanoGPT.ledger import tensors_in
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import muon_groups, param_groups
-from phase1_zero1.buckets import ALIGN
-from phase1_zero1.muon import cost, shared_out
+from phase1_zero1.buckets import ALIGN, shared_out
+from phase1_zero1.muon import cost
 from phase1_zero1.sharded_checkpoint import load_shards, save_shards
 from phase1_zero1.zero1 import Zero1Optimizer
 from tests.helpers import assert_refused, call_train, gap, run_program, tiny, train
@@ -206,7 +206,7 @@ def test_matrices_are_shared_out_evenly():
         model = GPT(GPTConfig(bias=False))
     matrices = muon_groups(model, tiny("nanoGPT", Path()))[0]["params"]
     for ranks in (2, 4, 8):
-        owner = shared_out(matrices, ranks)
+        owner = shared_out(matrices, ranks, cost)
         loads = [sum(cost(m) for m in matrices if owner[m] == rank) for rank in range(ranks)]
         assert max(loads) <= 1.05 * sum(loads) / ranks, loads
 
