@@ -227,7 +227,7 @@ def test_a_manifest_that_was_edited_is_refused(tmp_path):
             read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
 def test_training_goes_on_past_a_flipped_byte(phase, tmp_path):
     """A byte flipped in the largest file of the newest checkpoint: resume takes the one before, losses are the same."""
     whole = train(phase, 2, tiny(phase, tmp_path / "whole"))

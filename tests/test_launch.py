@@ -140,12 +140,13 @@ def test_a_loss_that_blows_up_returns_3(tmp_path):
     assert "not finite" in output.splitlines()[-1] and output.count("error:") == 1
 
 
-def test_torchrun_works_from_a_phase_directory(tmp_path):
+@pytest.mark.parametrize("phase", ["phase1_zero1", "phase3_fsdp"])
+def test_torchrun_works_from_a_phase_directory(phase, tmp_path):
     """`cd phase3_fsdp && torchrun --standalone --nproc_per_node=2 train.py` trains to the end."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     done = subprocess.run(
         [*torchrun, *words(**{**TINY, "out_dir": tmp_path, "max_iters": 2, "device": "cpu"})],
-        cwd=ROOT / "phase3_fsdp",
+        cwd=ROOT / phase,
         capture_output=True,
         text=True,
         timeout=100,
@@ -154,7 +155,8 @@ def test_torchrun_works_from_a_phase_directory(tmp_path):
     assert sorted(losses(tmp_path)) == [0, 1]
 
 
-def test_two_nodes_on_loopback(tmp_path):
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1"])
+def test_two_nodes_on_loopback(phase, tmp_path):
     """Two launchers, each one node with one rank, are one job with the losses of one process."""
     (tmp_path / "run").mkdir()
     with socket.socket() as probe:
@@ -164,7 +166,7 @@ def test_two_nodes_on_loopback(tmp_path):
     fields = {**TINY, "max_iters": 3, "out_dir": tmp_path / "run", "device": "cpu"}
     nodes = [
         subprocess.Popen(
-            [*node, f"--node_rank={rank}", "nanoGPT/train.py", *words(**fields)],
+            [*node, f"--node_rank={rank}", f"{phase}/train.py", *words(**fields)],
             cwd=ROOT,
             env={**os.environ, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
