@@ -107,8 +107,9 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
 OTHERS = {kind.__name__: (kind, {"lr": 1e-3}) for kind in ELEMENTWISE if kind.__name__ not in CASES}
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("AdamW", 1), ("AdamW", 2), ("AdamW", 4), ("AdamW", 8), ("SGD", 2), ("SGD", 4), ("Adam", 4)]
+)
 def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
     """After 20 clipped and accumulated steps of SGD, Adam and AdamW all parameters are those of one process; tied ones
     stay tied, and one without a gradient on any rank stays as it was."""
@@ -125,11 +126,14 @@ def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
         assert all(torch.equal(a, b) for a, b in zip(each["params"], found[0]["params"], strict=True))
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_elementwise_optimizer_is_one(name):
+def every_other() -> dict[str, float]:
+    return {name: both(sharded, kind, options, "cpu")["gap"] for name, (kind, options) in OTHERS.items()}
+
+
+def test_every_elementwise_optimizer_is_one():
     """Each class in ELEMENTWISE gives the unsharded parameters on 2 ranks, so its shards may be cut anywhere."""
-    kind, options = OTHERS[name]
-    assert run_on_ranks(both, 2, sharded, kind, options, "cpu")[0]["gap"] <= 2e-6
+    gaps = run_on_ranks(every_other, 2)[0]
+    assert len(gaps) == 8 and max(gaps.values()) <= 2e-6, gaps
 
 
 def flat_against_naive() -> tuple[float, int]:
