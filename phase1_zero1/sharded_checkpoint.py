@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
+from nanoGPT.exits import ConfigError
 from nanoGPT.shards import read_shards, stored, write_shards
 from nanoGPT.state import FullState, load_whole, materialise, read_payload
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -79,7 +80,11 @@ def save_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[Pa
 
 
 def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Read a checkpoint that any number of ranks wrote, of this phase or of another. Collective."""
+    """Read a checkpoint that any number of ranks wrote, of this phase or of another. Collective.
+
+    Raises:
+        ConfigError: it has other parameters than the model.
+    """
     if isinstance(optimizer, Zero1Optimizer):
         for bucket in optimizer.buckets:
             if bucket.inner:
@@ -89,7 +94,10 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     there = {} if (path / "ckpt.pt").is_file() else {key: size for key, (size, _) in stored(path).items()}
     # Whichever way, it must be the same on every rank, so the index alone decides; phase 3 stores matrices.
     if there and all(len(size) < 2 for key, size in there.items() if key.startswith("optimizer.")):
-        read_shards(path, {key: value for key, value in training_state(model, optimizer).items() if key in there})
+        state = training_state(model, optimizer)
+        if differ := sorted(key for key in there.keys() ^ state.keys() if key.startswith("model.")):
+            raise ConfigError(f"{path} and the model differ in {len(differ)} parameters, such as {differ[0]}")
+        read_shards(path, {key: value for key, value in state.items() if key in there})
     else:
         full = read_payload(path)
         load_whole(model, full.model)

@@ -164,7 +164,7 @@ class Zero1Optimizer(optim.Optimizer):
             The gradients of this rank's shards, 1-D. They are what `step` will use: scale them in place to clip.
 
         Raises:
-            RuntimeError: there is no gradient.
+            RuntimeError: no rank has a gradient.
         """
         if not self._reduced:
             self._send_full_ones(and_the_rest=True)

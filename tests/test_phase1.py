@@ -19,7 +19,7 @@ from phase1_zero1.muon import cost
 from phase1_zero1.sharded_checkpoint import load_shards, save_shards
 from phase1_zero1.zero1 import Zero1Optimizer
 from tests.helpers import assert_refused, call_train, gap, run_program, tiny, train
-from workshop.ranks import losses, run_on_ranks
+from workshop.ranks import RankFailed, losses, run_on_ranks
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "flat": {"zero1_bucket_mb": 0.01},
@@ -170,6 +170,19 @@ def save_and_load(folder: str, dtype: torch.dtype) -> bool:
         assert ours.keys() == theirs.keys()
         assert all(torch.allclose(ours[item], theirs[item]) for item in ours)
     return all(torch.equal(a.to(dtype), b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+def load_into_another(folder: str) -> None:
+    model = Partly()
+    save_shards(Path(folder), model, Zero1Optimizer(model.parameters(), torch.optim.SGD))
+    other = torch.nn.Sequential(Partly(), torch.nn.Linear(2, 2))
+    load_shards(Path(folder), other, Zero1Optimizer(other.parameters(), torch.optim.SGD))
+
+
+def test_shards_of_another_model_are_refused(tmp_path):
+    """Shards that have other parameters than the model are one sentence, not a model that is half loaded."""
+    with pytest.raises(RankFailed, match="and the model differ in 10 parameters, such as model.0.unused.bias"):
+        run_on_ranks(load_into_another, 2, str(tmp_path / "shards"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
