@@ -1,0 +1,210 @@
+"""What every kernel shares: where it runs, how it is registered and launched, its configuration, its cost.
+
+Triton compiles for a GPU. Where there is none, `TRITON_INTERPRET=1` runs the same kernels as numpy on CPU tensors, one
+program after another; importing `phase2_triton` sets it there. Without Triton, `jit` leaves the
+kernels uncompiled and `why_not` says so; the references in each file work anywhere.
+"""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # there is no Triton for this platform
+    triton = tl = None  # type: ignore[assignment]
+
+TABLE = Path(__file__).with_name("configs.json")
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class KernelError(ValueError):
+    """Tensors that a kernel cannot take; one sentence that says what to give."""
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """`triton.jit`, where there is Triton."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def constexpr(value: Any) -> Any:
+    """A constant that kernels may read as a global."""
+    return value if triton is None else tl.constexpr(value)
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels of this process, on CPU tensors."""
+    return triton is not None and type(wide).__name__ == "InterpretedFunction"
+
+
+def why_not(device_type: str) -> str | None:
+    """Why kernels cannot run on tensors of this device, or None where they can."""
+    if triton is None:
+        return "Triton is not installed, which there is for Linux only"
+    if interpreting():
+        if type(tl.sum).__name__ != "InterpretedFunction":
+            return "Triton was imported before phase2_triton: set TRITON_INTERPRET=1 before Python starts"
+        return (
+            None if device_type == "cpu" else f"TRITON_INTERPRET=1 is set, which is for the CPU and not {device_type}"
+        )
+    if device_type == "cuda":
+        return None
+    return f"compiled kernels run on cuda and not on {device_type}: TRITON_INTERPRET=1 would interpret them on the CPU"
+
+
+def check_tensors(kernel: str, **tensors: Tensor | None) -> None:
+    """Refuse tensors on different devices, where Triton cannot run, or of a type that kernels do not compute with.
+
+    Raises:
+        KernelError: names the argument and what to give.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    (first, leader), *_ = given.items()
+    if reason := why_not(leader.device.type):
+        raise KernelError(f"{kernel}: {first} is on {leader.device}, where it cannot run: {reason}")
+    for name, tensor in given.items():
+        if tensor.device != leader.device:
+            raise KernelError(
+                f"{kernel}: {name} is on {tensor.device} but {first} on {leader.device}: move one of them"
+            )
+        if tensor.dtype not in (torch.float32, torch.float64, *HALVES):
+            raise KernelError(f"{kernel}: {name} is {tensor.dtype}: give float32, bfloat16, float16 or float64")
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's type inside its context, where the next matrix product would round to it anyway; else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run `kernel[grid]`, or nothing where tensors are fake: then only shapes and types are asked for."""
+    if interpreting():
+        if not any(isinstance(arg, FakeTensor) or (isinstance(arg, Tensor) and arg.is_meta) for arg in args):
+            kernel[grid](*args, **options)
+        return
+    torch.library.wrap_triton(kernel)[grid](*args, **options, enable_fp_fusion=True)  # 3.10 flips its default
+
+
+def kernel_op(name: str, mutates: Iterable[str] = (), flops: Callable[..., int] | None = None) -> Callable[..., Any]:
+    """Register a function that allocates its outputs and launches kernels as `torch.ops.phase2_triton.<name>`.
+
+    Compiled, it is a `triton_op`, into which torch.compile sees. Interpreted, it is a `custom_op`, opaque: triton_op
+    fails there. Its own body, with launches left out, tells shapes and types to torch.compile and fake tensors.
+
+    Args:
+        name: unique.
+        mutates: arguments that are written to; such an op has no autograd formula.
+        flops: from the shapes of the arguments and `out_shape`, for `FlopCounterMode`.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        full = f"phase2_triton::{name}"
+        if interpreting() or triton is None:
+            schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
+            op = torch.library.custom_op(
+                full, widened(function, set(mutates)), mutates_args=tuple(mutates), schema=schema
+            )
+            op.register_fake(function)
+        else:
+            op = torch.library.triton_op(full, function, mutates_args=tuple(mutates))
+        if flops is not None:
+            register_flop_formula(getattr(torch.ops.phase2_triton, name))(flops)
+        return op
+
+    return register
+
+
+def widened(function: Callable[..., Any], mutates: set[str]) -> Callable[..., Any]:
+    """Interpret bfloat16 in fp32: the interpreter's own bfloat16 is silently wrong (Triton 3.9).
+
+    Results, and arguments that are written to, are rounded to the types that the function gives on meta tensors.
+    """
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def wide_function(*args: Any) -> Any:
+        narrow = [isinstance(arg, Tensor) and arg.dtype == torch.bfloat16 for arg in args]
+        if not any(narrow):
+            return function(*args)
+        wider = [arg.float() if is_narrow else arg for arg, is_narrow in zip(args, narrow, strict=True)]
+        results = function(*wider)
+        for name, arg, value, is_narrow in zip(names, args, wider, narrow, strict=False):
+            if is_narrow and name in mutates:
+                arg.copy_(value)
+        types = function(*(arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args))
+        if isinstance(results, tuple):
+            return tuple(result.to(like.dtype) for result, like in zip(results, types, strict=True))
+        return None if results is None else results.to(types.dtype)
+
+    return wide_function
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call needs at least: bytes read and written in device memory, FLOPs, and bytes of scratch memory."""
+
+    read: int
+    written: int
+    flops: int
+    workspace: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        workspace = max(self.workspace, other.workspace)
+        return Cost(self.read + other.read, self.written + other.written, self.flops + other.flops, workspace)
+
+    def seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
+        """The roofline: no implementation is faster than the slower of memory and arithmetic."""
+        return max((self.read + self.written) / bytes_per_second, self.flops / flops_per_second)
+
+
+@functools.cache
+def table() -> dict[str, dict[str, list[dict[str, int]]]]:
+    return json.loads(TABLE.read_text())
+
+
+@functools.cache
+def architecture() -> str:
+    """The name under which `configs.json` lists this process's device: interpreter, or sm_90 and its like."""
+    if interpreting():
+        return "interpreter"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def config(kernel: str, size: int, where: str | None = None) -> dict[str, int]:
+    """The tile sizes and warps for a kernel: the first row of its table whose `up_to` is at least `size`.
+
+    Args:
+        kernel: a key of configs.json.
+        size: the width that its rows are sorted by.
+        where: interpreter, sm_80, ...; default: this process's. One that was not tuned takes the rows of `cuda`.
+    """
+    rows = table()[kernel]
+    for row in rows.get(where or architecture(), rows["cuda"]):
+        if size <= row["up_to"]:
+            return {key: value for key, value in row.items() if key != "up_to"}
+    raise KernelError(f"{kernel}: a width of {size} is more than its kernels were made for: use the reference")
+
+
+def tile(size: int, least: int = 1) -> int:
+    """The power of two from `size` upwards: what Triton's ranges are made of."""
+    return max(least, 1 << max(size - 1, 0).bit_length())
+
+
+@jit
+def wide(x):  # type: ignore[no-untyped-def]
+    """Compute in fp32 whatever was loaded, but fp64 in fp64."""
+    if x.dtype == tl.float64:
+        return x
+    return x.to(tl.float32)

@@ -1,0 +1,127 @@
+"""What the tests of kernels share: guard bands, the tolerance rule, and tensors that are awkward to take."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+BAND = 64  # elements of NaN on each side of a buffer
+
+
+def filler(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point else -(10**9)
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """The same values in a contiguous buffer between bands of NaN: whatever is read beyond its ends shows."""
+    return Bands().around(tensor.shape, tensor.dtype).copy_(tensor).requires_grad_(tensor.requires_grad)
+
+
+class Bands:
+    """Buffers that begin as NaN between bands of NaN."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+        self.plain_empty = torch.empty  # also where torch.empty is patched
+
+    def around(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel()
+        buffer = self.plain_empty(size + 2 * BAND, dtype=dtype).fill_(filler(dtype))
+        self.buffers.append(buffer)
+        return buffer[BAND : BAND + size].view(shape)
+
+    def intact(self) -> bool:
+        return all(
+            bool((band.isnan() if band.is_floating_point() else band == filler(band.dtype)).all())
+            for buffer in self.buffers
+            for band in (buffer[:BAND], buffer[-BAND:])
+        )
+
+
+@contextlib.contextmanager
+def guard_bands() -> Iterator[Bands]:
+    """Put bands of NaN around every buffer that is allocated inside by empty, empty_like or new_empty.
+
+    The buffers begin as NaN too, so an element that a kernel leaves unwritten is seen. Fails at the end where a
+    kernel wrote into a band.
+    """
+    bands = Bands()
+
+    def empty(*shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return bands.around(sizes, dtype or torch.get_default_dtype())
+
+    def empty_like(like: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return bands.around(like.shape, dtype or like.dtype)
+
+    def new_empty(self: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return empty(*shape, dtype=dtype or self.dtype)
+
+    with (
+        mock.patch.object(torch, "empty", empty),
+        mock.patch.object(torch, "empty_like", empty_like),
+        mock.patch.object(Tensor, "new_empty", new_empty),
+    ):
+        yield bands
+    assert bands.intact(), "a kernel wrote outside a buffer"
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference; NaN counts as infinite."""
+    if a.numel() == 0:
+        return 0.0
+    return (a.double() - b.double()).abs().nan_to_num(nan=float("inf")).max().item()
+
+
+def assert_as_exact_as_torch(
+    ours: Callable[..., Any],
+    torchs: Callable[..., Any],
+    inputs: tuple[Tensor, ...],
+    factor: float = 2.0,
+    gradient_factor: float | None = None,
+) -> None:
+    """Hold the tolerance rule for results and gradients: an error at most `factor` times that of torch.
+
+    Errors are measured against `torchs` in fp64, relative to the largest value; one rounding of the type is always
+    allowed. Ours runs between guard bands.
+
+    Args:
+        ours: takes the inputs, returns a tensor or a tuple of them.
+        torchs: the same in plain torch, for the same type and for fp64.
+        inputs: leaves; gradients are taken of those that require them.
+        factor: for results.
+        gradient_factor: for gradients; default: the same.
+    """
+    with guard_bands():
+        mine = results_and_gradients(ours, tuple(guarded(x.detach()).requires_grad_(x.requires_grad) for x in inputs))
+    eager = results_and_gradients(torchs, tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs))
+    wide = (x.detach().double() if x.is_floating_point() else x for x in inputs)
+    exact = results_and_gradients(
+        torchs, tuple(w.requires_grad_(x.requires_grad) for w, x in zip(wide, inputs, strict=True))
+    )
+    results = len(mine) - sum(x.requires_grad for x in inputs)
+    for i, (m, e, x) in enumerate(zip(mine, eager, exact, strict=True)):
+        assert m.shape == e.shape and m.dtype == e.dtype, (i, m.shape, e.shape, m.dtype, e.dtype)
+        allowed = factor if i < results else gradient_factor or factor
+        scale = x.abs().max().item() if x.numel() else 0.0
+        limit = allowed * gap(e, x) + scale * torch.finfo(m.dtype).eps
+        assert gap(m, x) <= limit, f"output {i}: off by {gap(m, x):.2e}, torch by {gap(e, x):.2e}, scale {scale:.1e}"
+
+
+def results_and_gradients(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The function's results, then the gradients of their sum weighted by fixed random numbers."""
+    results = function(*inputs)
+    results = list(results) if isinstance(results, tuple) else [results]
+    wanted = [x for x in inputs if x.requires_grad]
+    if not wanted:
+        return results
+    weights = [fixed_normal(r.shape).to(r.dtype) for r in results]
+    gradients = torch.autograd.grad(results, wanted, weights)
+    return [*(r.detach() for r in results), *gradients]
+
+
+def fixed_normal(shape: Any, seed: int = 7) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
