@@ -5,11 +5,13 @@ program after another; importing `phase2_triton` sets it there. Without Triton, 
 kernels uncompiled and `why_not` says so; the references in each file work anywhere.
 """
 
+import contextlib
+import contextvars
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,32 @@ def interpreting() -> bool:
     return triton is not None and type(wide).__name__ == "InterpretedFunction"
 
 
+@dataclass
+class Recorder:
+    """Launches for an architecture that need not be there: recorded, not run. See `recording`."""
+
+    architecture: str
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+
+RECORDER: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("RECORDER", default=None)
+
+
+@contextlib.contextmanager
+def recording(architecture: str) -> Iterator[Recorder]:
+    """Within it, functions take meta tensors, choose their configurations for `architecture` and launch nothing."""
+    recorder = Recorder(architecture)
+    token = RECORDER.set(recorder)
+    try:
+        yield recorder
+    finally:
+        RECORDER.reset(token)
+
+
 def why_not(device_type: str) -> str | None:
     """Why kernels cannot run on tensors of this device, or None where they can."""
+    if RECORDER.get() is not None:
+        return None
     if triton is None:
         return "Triton is not installed, which there is for Linux only"
     if interpreting():
@@ -84,11 +110,16 @@ def check_tensors(kernel: str, **tensors: Tensor | None) -> None:
 def result_dtype(x: Tensor) -> torch.dtype:
     """Autocast's type inside its context, where the next matrix product would round to it anyway; else that of x."""
     device = x.device.type
+    if device == "meta":  # autocast knows no such device
+        return x.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run `kernel[grid]`, or nothing where tensors are fake: then only shapes and types are asked for."""
+    if recorder := RECORDER.get():
+        recorder.launches.append((kernel, args, options))
+        return
     if interpreting():
         if not any(isinstance(arg, FakeTensor) or (isinstance(arg, Tensor) and arg.is_meta) for arg in args):
             kernel[grid](*args, **options)
@@ -173,25 +204,30 @@ def table() -> dict[str, dict[str, list[dict[str, int]]]]:
     return json.loads(TABLE.read_text())
 
 
-@functools.cache
 def architecture() -> str:
     """The name under which `configs.json` lists this process's device: interpreter, or sm_90 and its like."""
+    if recorder := RECORDER.get():
+        return recorder.architecture
     if interpreting():
         return "interpreter"
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
 
 
-def config(kernel: str, size: int, where: str | None = None) -> dict[str, int]:
+def config(kernel: str, size: int) -> dict[str, int]:
     """The tile sizes and warps for a kernel: the first row of its table whose `up_to` is at least `size`.
+
+    An architecture that was not tuned takes the rows of `cuda`.
 
     Args:
         kernel: a key of configs.json.
         size: the width that its rows are sorted by.
-        where: interpreter, sm_80, ...; default: this process's. One that was not tuned takes the rows of `cuda`.
+
+    Raises:
+        KernelError: no row is that wide.
     """
     rows = table()[kernel]
-    for row in rows.get(where or architecture(), rows["cuda"]):
+    for row in rows.get(architecture(), rows["cuda"]):
         if size <= row["up_to"]:
             return {key: value for key, value in row.items() if key != "up_to"}
     raise KernelError(f"{kernel}: a width of {size} is more than its kernels were made for: use the reference")
