@@ -126,7 +126,7 @@ class GPT(nn.Module):
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Logits and loss.
 
         Args:
@@ -142,15 +142,22 @@ class GPT(nn.Module):
         seen = caches[0].length if caches else 0
         if seen + T > self.config.block_size:
             raise ValueError(f"{seen + T} tokens do not fit into block_size {self.config.block_size}")
-        positions = torch.arange(seen, seen + T, device=idx.device)  # (T,)
-        x = self.transformer["wte"](idx) + self.transformer["wpe"](positions)  # (B, T, C)
-        x = self.transformer["drop"](x)
+        x = self.transformer["drop"](self.embed(idx, seen))  # (B, T, C)
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
         x = self.transformer["ln_f"](x)
         if targets is None:
             return self.lm_head(x[:, [-1]]), None  # (B, 1, V)
-        logits = self.lm_head(x)  # (B, T, V)
+        return self.head(x, targets)
+
+    def embed(self, idx: Tensor, seen: int) -> Tensor:
+        """(B, T) token ids, the first at position `seen`, to (B, T, C)."""
+        positions = torch.arange(seen, seen + idx.size(1), device=idx.device)  # (T,)
+        return self.transformer["wte"](idx) + self.transformer["wpe"](positions)
+
+    def head(self, x: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(B, T, C) to logits (B, T, V) and their mean cross-entropy with (B, T) targets."""
+        logits = self.lm_head(x)
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
         return logits, loss
 

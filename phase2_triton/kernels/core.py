@@ -6,7 +6,6 @@ kernels uncompiled and `why_not` says so; the references in each file work anywh
 """
 
 import contextlib
-import contextvars
 import functools
 import inspect
 import json
@@ -57,23 +56,23 @@ class Recorder:
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
-RECORDER: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("RECORDER", default=None)
+RECORDERS: list[Recorder] = []  # the innermost last; a list, since torch.compile can look into one
 
 
 @contextlib.contextmanager
 def recording(architecture: str) -> Iterator[Recorder]:
     """Within it, functions take meta tensors, choose their configurations for `architecture` and launch nothing."""
     recorder = Recorder(architecture)
-    token = RECORDER.set(recorder)
+    RECORDERS.append(recorder)
     try:
         yield recorder
     finally:
-        RECORDER.reset(token)
+        RECORDERS.remove(recorder)
 
 
 def why_not(device_type: str) -> str | None:
     """Why kernels cannot run on tensors of this device, or None where they can."""
-    if RECORDER.get() is not None:
+    if RECORDERS:
         return None
     if triton is None:
         return "Triton is not installed, which there is for Linux only"
@@ -117,8 +116,8 @@ def result_dtype(x: Tensor) -> torch.dtype:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run `kernel[grid]`, or nothing where tensors are fake: then only shapes and types are asked for."""
-    if recorder := RECORDER.get():
-        recorder.launches.append((kernel, args, options))
+    if RECORDERS:
+        RECORDERS[-1].launches.append((kernel, args, options))
         return
     if interpreting():
         if not any(isinstance(arg, FakeTensor) or (isinstance(arg, Tensor) and arg.is_meta) for arg in args):
@@ -206,8 +205,8 @@ def table() -> dict[str, dict[str, list[dict[str, int]]]]:
 
 def architecture() -> str:
     """The name under which `configs.json` lists this process's device: interpreter, or sm_90 and its like."""
-    if recorder := RECORDER.get():
-        return recorder.architecture
+    if RECORDERS:
+        return RECORDERS[-1].architecture
     if interpreting():
         return "interpreter"
     major, minor = torch.cuda.get_device_capability()

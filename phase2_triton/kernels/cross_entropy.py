@@ -1,7 +1,8 @@
 """Cross-entropy of logits that are given, forward and backward; `linear_cross_entropy.py` avoids the logits.
 
-    lse = log(sum(exp(z)))        loss = lse - (1 - s) z[target] - s mean(z) + w lse^2
-    dz = p (1 + 2 w lse) - (1 - s) [target] - s / V        p = exp(z - lse)
+    lse = peak + log(total)        peak = max(z)        total = sum(exp(z - peak))
+    loss = lse - (1 - s) z[target] - s mean(z) + w lse^2
+    dz = p (1 + 2 w lse) - (1 - s) [target] - s / V        p = exp(z - peak) / total
 
 with label smoothing s (Szegedy et al. 2016) and the weight w of the z-loss, which keeps lse near 0 (Chowdhery et al.
 2022, section 5). One pass over a row finds its largest value and its sum of exponentials together: when a larger value
@@ -82,7 +83,7 @@ def two_pass_kernel(logits, targets, losses, V, stride, ignore_index, BLOCK: tl.
 
 @jit
 def forward_kernel(
-    logits, targets, losses, lses, M, V, padded_V, stride, ignore_index, smoothing, z_loss,
+    logits, targets, losses, peaks, totals, M, V, padded_V, stride, ignore_index, smoothing, z_loss,
     SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 and, with GRADIENT, 3. A target that is no column gives a loss of NaN and reads nothing."""
@@ -100,7 +101,7 @@ def forward_kernel(
         biggest = new
         if SMOOTH:
             plain_sum += tl.sum(tl.where(cols < V, z, 0.0), 1)
-    lse = tl.where(biggest == float("-inf"), 0.0, biggest) + tl.log(total)
+    lse = biggest + tl.log(total)
     target = tl.load(targets + rows, mask=rows < M, other=0)
     counted = target != ignore_index
     known = (target >= 0) & (target < V)
@@ -110,21 +111,21 @@ def forward_kernel(
         loss -= smoothing * plain_sum / V
     loss = tl.where(known, loss, float("nan"))
     tl.store(losses + rows, tl.where(counted, loss, 0.0), mask=rows < M)
-    tl.store(lses + rows, lse, mask=rows < M)
+    tl.store(peaks + rows, biggest, mask=rows < M)
+    tl.store(totals + rows, total, mask=rows < M)
     if GRADIENT:
-        factor = tl.where(counted, 1.0, 0.0)
         for first in range(0, padded_V, BLOCK):
             cols = first + tl.arange(0, BLOCK)[None, :]
             z = wide(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first"))
-            d = gradient(z, cols, target[:, None], lse[:, None], V, smoothing, z_loss, SMOOTH)
-            d = tl.where(counted[:, None], d * factor[:, None], 0.0)
+            d = gradient(z, cols, target[:, None], biggest[:, None], total[:, None], V, smoothing, z_loss, SMOOTH)
+            d = tl.where(counted[:, None], d, 0.0)
             tl.store(base + cols, d, mask=(rows < M)[:, None] & (cols < padded_V))
 
 
 @jit
-def gradient(z, cols, target, lse, V, smoothing, z_loss, SMOOTH: tl.constexpr):
+def gradient(z, cols, target, peak, total, V, smoothing, z_loss, SMOOTH: tl.constexpr):
     """dz of one loss, in fp32; 0 where z is -inf, as in the columns that only pad."""
-    d = tl.exp(z - lse) * (1 + 2 * z_loss * lse)
+    d = tl.exp(z - peak) / total * (1 + 2 * z_loss * (peak + tl.log(total)))
     d -= tl.where(cols == target, 1 - smoothing, 0.0)
     if SMOOTH:
         d -= tl.where(cols < V, smoothing / V, 0.0)
@@ -133,7 +134,7 @@ def gradient(z, cols, target, lse, V, smoothing, z_loss, SMOOTH: tl.constexpr):
 
 @jit
 def backward_kernel(
-    logits, targets, lses, dlosses, out, M, V, padded_V, stride, ignore_index, smoothing, z_loss,
+    logits, targets, peaks, totals, dlosses, out, M, V, padded_V, stride, ignore_index, smoothing, z_loss,
     SMOOTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of logits, times that of each row's loss; `out` may be the logits."""
@@ -142,8 +143,9 @@ def backward_kernel(
     at = rows.to(tl.int64)[:, None] * stride + cols
     z = wide(tl.load(logits + at, mask=(rows < M)[:, None] & (cols < V), other=float("-inf")))
     target = tl.load(targets + rows, mask=rows < M, other=ignore_index)[:, None]
-    lse = tl.load(lses + rows, mask=rows < M, other=0.0)[:, None]
-    d = gradient(z, cols, target, lse, V, smoothing, z_loss, SMOOTH)
+    peak = tl.load(peaks + rows, mask=rows < M, other=0.0)[:, None]
+    total = tl.load(totals + rows, mask=rows < M, other=1.0)[:, None]
+    d = gradient(z, cols, target, peak, total, V, smoothing, z_loss, SMOOTH)
     d *= tl.load(dlosses + rows, mask=rows < M, other=0.0)[:, None]
     tl.store(out + at, tl.where(target != ignore_index, d, 0.0), mask=(rows < M)[:, None] & (cols < padded_V))
 
@@ -151,23 +153,23 @@ def backward_kernel(
 @kernel_op("cross_entropy")
 def forward_op(
     logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, smoothing: float, z_loss: float, in_place: bool
-) -> tuple[Tensor, Tensor]:
-    """Each row's loss, 0 where its target is ignored, and its logsumexp; `in_place` is for the backward."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's loss, 0 where its target is ignored, its peak and its total; `in_place` is for the backward."""
     return run_forward(logits, targets, vocab_size, ignore_index, smoothing, z_loss, gradient=False)
 
 
 def run_forward(
     logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, smoothing: float, z_loss: float, gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """Losses and logsumexps of contiguous (M, V) logits; `gradient` writes each loss's own over its logits."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, peaks and totals of contiguous (M, V) logits; `gradient` writes each loss's own over its logits."""
     M, padded = logits.shape
-    losses, lses = fresh_rows(logits), fresh_rows(logits)
+    losses, peaks, totals = fresh_rows(logits), fresh_rows(logits), fresh_rows(logits)
     options, rows = tiles("cross_entropy_forward", M, padded)
     launch(
-        forward_kernel, (-(-M // rows),), logits, targets, losses, lses, M, vocab_size, padded, padded, ignore_index,
-        smoothing, z_loss, SMOOTH=smoothing > 0, GRADIENT=gradient, ROWS=rows, **options,
+        forward_kernel, (-(-M // rows),), logits, targets, losses, peaks, totals, M, vocab_size, padded, padded,
+        ignore_index, smoothing, z_loss, SMOOTH=smoothing > 0, GRADIENT=gradient, ROWS=rows, **options,
     )  # fmt: skip
-    return losses, lses
+    return losses, peaks, totals
 
 
 def fresh_rows(logits: Tensor) -> Tensor:
@@ -183,46 +185,46 @@ def tiles(kernel: str, M: int, V: int) -> tuple[dict[str, int], int]:
 
 @kernel_op("cross_entropy_backward")
 def backward_op(
-    dlosses: Tensor, logits: Tensor, targets: Tensor, lses: Tensor,
+    dlosses: Tensor, logits: Tensor, targets: Tensor, peaks: Tensor, totals: Tensor,
     vocab_size: int, ignore_index: int, smoothing: float, z_loss: float,
 ) -> Tensor:  # fmt: skip
     """The gradient of (M, V) logits in a tensor of its own."""
     out = torch.empty_like(logits)
-    run_backward(out, dlosses, logits, targets, lses, vocab_size, ignore_index, smoothing, z_loss)
+    run_backward(out, dlosses, logits, targets, peaks, totals, vocab_size, ignore_index, smoothing, z_loss)
     return out
 
 
 @kernel_op("cross_entropy_backward_", mutates=("logits",))
 def backward_op_(
-    dlosses: Tensor, logits: Tensor, targets: Tensor, lses: Tensor,
+    dlosses: Tensor, logits: Tensor, targets: Tensor, peaks: Tensor, totals: Tensor,
     vocab_size: int, ignore_index: int, smoothing: float, z_loss: float,
 ) -> None:  # fmt: skip
     """The gradient of (M, V) logits, written over them."""
-    run_backward(logits, dlosses, logits, targets, lses, vocab_size, ignore_index, smoothing, z_loss)
+    run_backward(logits, dlosses, logits, targets, peaks, totals, vocab_size, ignore_index, smoothing, z_loss)
 
 
 def run_backward(
-    out: Tensor, dlosses: Tensor, logits: Tensor, targets: Tensor, lses: Tensor,
+    out: Tensor, dlosses: Tensor, logits: Tensor, targets: Tensor, peaks: Tensor, totals: Tensor,
     vocab_size: int, ignore_index: int, smoothing: float, z_loss: float,
 ) -> None:  # fmt: skip
     M, padded = logits.shape
     options, rows = tiles("cross_entropy_backward", M, padded)
     grid = (-(-M // rows), -(-padded // options["BLOCK"]))
     launch(
-        backward_kernel, grid, logits, targets, lses, dlosses, out, M, vocab_size, padded, padded, ignore_index,
+        backward_kernel, grid, logits, targets, peaks, totals, dlosses, out, M, vocab_size, padded, padded, ignore_index,
         smoothing, z_loss, SMOOTH=smoothing > 0, ROWS=rows, **options,
     )  # fmt: skip
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, targets, *ctx.options, ctx.in_place = inputs
-    ctx.save_for_backward(logits, targets, output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, targets, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def backward(ctx: Any, dlosses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    logits, targets, lses = ctx.saved_tensors
-    given = (dlosses.contiguous(), logits, targets, lses, *ctx.options)
+def backward(ctx: Any, dlosses: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    logits, targets, peaks, totals = ctx.saved_tensors
+    given = (dlosses.contiguous(), logits, targets, peaks, totals, *ctx.options)
     if ctx.in_place and not torch.compiler.is_compiling():  # compiled, the memory is the compiler's to plan
         backward_op_(*given)
         return logits, *[None] * 6
@@ -266,7 +268,7 @@ def cross_entropy(
         raise KernelError(f"cross_entropy: vocab_size={V} of {logits.size(-1)} columns: give 1 to that many")
     z = logits.reshape(-1, logits.size(-1)).contiguous()
     labels = targets.reshape(-1).contiguous()
-    losses, _ = forward_op(z, labels, V, ignore_index, label_smoothing, z_loss, in_place)
+    losses, *_ = forward_op(z, labels, V, ignore_index, label_smoothing, z_loss, in_place)
     return reduce(losses, labels != ignore_index, reduction)
 
 
