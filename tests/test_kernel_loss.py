@@ -233,7 +233,7 @@ def test_compiled_whole():
         torch.autograd.grad(loss(x, w), (x, w)),
         strict=True,
     ):
-        assert gap(a, b) <= 1e-6
+        assert gap(a, b) <= 1e-6 * b.abs().max()
 
 
 def test_autocast_multiplies_in_bfloat16():

@@ -114,6 +114,16 @@ def result_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """A number for each row of (M, N), in the type that kernels compute in: fp32, or fp64 for fp64."""
+    return x.new_empty(x.size(0), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def flat(x: Tensor) -> Tensor:
+    """(..., N) as a contiguous (M, N): a view where the layout allows, else a copy."""
+    return x.reshape(-1, x.size(-1)).contiguous()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run `kernel[grid]`, or nothing where tensors are fake: then only shapes and types are asked for."""
     if RECORDERS:

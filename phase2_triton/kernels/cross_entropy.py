@@ -23,10 +23,12 @@ from phase2_triton.kernels.core import (
     KernelError,
     check_tensors,
     config,
+    flat,
     interpreting,
     jit,
     kernel_op,
     launch,
+    rows_of,
     tile,
     tl,
     wide,
@@ -76,9 +78,8 @@ def two_pass_kernel(logits, targets, losses, V, stride, ignore_index, BLOCK: tl.
         z = wide(tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf")))
         total += tl.sum(tl.exp(z - biggest), 0)
     target = tl.load(targets + row)
-    counted = target != ignore_index
-    picked = wide(tl.load(logits + row * stride + target, mask=counted, other=0.0))
-    tl.store(losses + row, tl.where(counted, biggest + tl.log(total) - picked, 0.0))
+    picked = wide(tl.load(logits + row * stride + target, mask=target != ignore_index, other=0.0))
+    tl.store(losses + row, tl.where(target != ignore_index, biggest + tl.log(total) - picked, 0.0))
 
 
 @jit
@@ -163,17 +164,13 @@ def run_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, peaks and totals of contiguous (M, V) logits; `gradient` writes each loss's own over its logits."""
     M, padded = logits.shape
-    losses, peaks, totals = fresh_rows(logits), fresh_rows(logits), fresh_rows(logits)
+    losses, peaks, totals = rows_of(logits), rows_of(logits), rows_of(logits)
     options, rows = tiles("cross_entropy_forward", M, padded)
     launch(
         forward_kernel, (-(-M // rows),), logits, targets, losses, peaks, totals, M, vocab_size, padded, padded,
         ignore_index, smoothing, z_loss, SMOOTH=smoothing > 0, GRADIENT=gradient, ROWS=rows, **options,
     )  # fmt: skip
     return losses, peaks, totals
-
-
-def fresh_rows(logits: Tensor) -> Tensor:
-    return logits.new_empty(logits.size(0), dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
 
 def tiles(kernel: str, M: int, V: int) -> tuple[dict[str, int], int]:
@@ -190,8 +187,7 @@ def backward_op(
 ) -> Tensor:  # fmt: skip
     """The gradient of (M, V) logits in a tensor of its own."""
     out = torch.empty_like(logits)
-    run_backward(out, dlosses, logits, targets, peaks, totals, vocab_size, ignore_index, smoothing, z_loss)
-    return out
+    return run_backward(out, dlosses, logits, targets, peaks, totals, vocab_size, ignore_index, smoothing, z_loss)
 
 
 @kernel_op("cross_entropy_backward_", mutates=("logits",))
@@ -206,14 +202,14 @@ def backward_op_(
 def run_backward(
     out: Tensor, dlosses: Tensor, logits: Tensor, targets: Tensor, peaks: Tensor, totals: Tensor,
     vocab_size: int, ignore_index: int, smoothing: float, z_loss: float,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     M, padded = logits.shape
     options, rows = tiles("cross_entropy_backward", M, padded)
-    grid = (-(-M // rows), -(-padded // options["BLOCK"]))
     launch(
-        backward_kernel, grid, logits, targets, peaks, totals, dlosses, out, M, vocab_size, padded, padded, ignore_index,
-        smoothing, z_loss, SMOOTH=smoothing > 0, ROWS=rows, **options,
+        backward_kernel, (-(-M // rows), -(-padded // options["BLOCK"])), logits, targets, peaks, totals, dlosses, out,
+        M, vocab_size, padded, padded, ignore_index, smoothing, z_loss, SMOOTH=smoothing > 0, ROWS=rows, **options,
     )  # fmt: skip
+    return out
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -223,11 +219,11 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def backward(ctx: Any, dlosses: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    logits, targets, peaks, totals = ctx.saved_tensors
-    given = (dlosses.contiguous(), logits, targets, peaks, totals, *ctx.options)
+    saved = ctx.saved_tensors
+    given = (dlosses.contiguous(), *saved, *ctx.options)
     if ctx.in_place and not torch.compiler.is_compiling():  # compiled, the memory is the compiler's to plan
         backward_op_(*given)
-        return logits, *[None] * 6
+        return saved[0], *[None] * 6
     return backward_op(*given), *[None] * 6
 
 
@@ -262,13 +258,12 @@ def cross_entropy(
     Raises:
         KernelError: a shape, type, device or option that does not fit; in the interpreter also a target.
     """
-    V = logits.size(-1) if vocab_size is None and logits.dim() else vocab_size or 0
+    V = (*logits.shape, 0)[logits.dim() - 1] if vocab_size is None else vocab_size
     check("cross_entropy", logits, targets, V, ignore_index, label_smoothing, reduction)
     if not 0 < V <= logits.size(-1):
         raise KernelError(f"cross_entropy: vocab_size={V} of {logits.size(-1)} columns: give 1 to that many")
-    z = logits.reshape(-1, logits.size(-1)).contiguous()
     labels = targets.reshape(-1).contiguous()
-    losses, *_ = forward_op(z, labels, V, ignore_index, label_smoothing, z_loss, in_place)
+    losses, *_ = forward_op(flat(logits), labels, V, ignore_index, label_smoothing, z_loss, in_place)
     return reduce(losses, labels != ignore_index, reduction)
 
 
@@ -278,8 +273,7 @@ def check(
     """What both losses refuse; `x` are the logits, or the hidden states of which they are made."""
     check_tensors(kernel, x=x)
     if x.dim() == 0 or targets.shape != x.shape[:-1]:
-        expected = tuple(x.shape[:-1])
-        raise KernelError(f"{kernel}: targets are {tuple(targets.shape)} and x {tuple(x.shape)}: give {expected}")
+        raise KernelError(f"{kernel}: targets are {tuple(targets.shape)}: give {tuple(x.shape[:-1])}, as x has")
     if targets.dtype != torch.int64 or targets.device != x.device:
         raise KernelError(f"{kernel}: targets are {targets.dtype} on {targets.device}: give int64 on {x.device}")
     if reduction not in ("mean", "sum"):
@@ -301,6 +295,6 @@ def cost(M: int, V: int, itemsize: int) -> tuple[Cost, Cost]:
 def two_passes(logits: Tensor, targets: Tensor, ignore_index: int = -1, block: int = 4096) -> Tensor:
     """Step 1: each row's loss, of contiguous (M, V) logits."""
     M, V = logits.shape
-    losses = fresh_rows(logits)
+    losses = rows_of(logits)
     launch(two_pass_kernel, (M,), logits, targets, losses, V, V, ignore_index, BLOCK=min(tile(V), block))
     return losses

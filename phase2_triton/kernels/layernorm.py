@@ -16,17 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from phase2_triton.kernels.core import (
     Cost,
     KernelError,
     check_tensors,
     config,
+    flat,
     jit,
     kernel_op,
     launch,
     result_dtype,
+    rows_of,
     tile,
     tl,
     wide,
@@ -122,11 +123,6 @@ def backward_kernel(
             tl.store(db + program * N + cols, db_sum, mask=cols < N)
 
 
-def statistics(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(rows, dtype=dtype), x.new_empty(rows, dtype=dtype)
-
-
 @kernel_op("layer_norm")
 def forward_op(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
@@ -135,7 +131,7 @@ def forward_op(
     M, N = x.shape
     chosen = config("layernorm_forward", N)
     rows = chosen.pop("rows")
-    y, (mean, rstd) = torch.empty_like(x, dtype=dtype), statistics(x, M)
+    y, mean, rstd = torch.empty_like(x, dtype=dtype), rows_of(x), rows_of(x)
     total = x.new_empty(0) if branch is None else torch.empty_like(x)
     launch(
         forward_kernel, (-(-M // rows),), x, branch, weight, bias, total, y, mean, rstd, M, N, eps,
@@ -218,10 +214,6 @@ def add_layer_norm(
     return total.view(x.shape), y.view(x.shape)
 
 
-def flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.size(-1)).contiguous()
-
-
 def check(kernel: str, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
     check_tensors(kernel, x=x, branch=branch, weight=weight, bias=bias)
     if x.dim() == 0 or x.size(-1) == 0:
@@ -246,7 +238,7 @@ def cost(M: int, N: int, itemsize: int, branch: bool = False, bias: bool = True)
 def step_1(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """The forward by one row a program; x is (M, N) and contiguous."""
     M, N = x.shape
-    y, (mean, rstd) = torch.empty_like(x), statistics(x, M)
+    y, mean, rstd = torch.empty_like(x), rows_of(x), rows_of(x)
     launch(one_row_kernel, (M,), x, weight, bias, y, mean, rstd, N, eps, HAS_BIAS=bias is not None, BLOCK=tile(N))
     return y
 
@@ -261,9 +253,3 @@ def atomic_step(dy: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-5) -> tup
         HAS_DTOTAL=False, HAS_BIAS=True, ATOMIC=True, ROWS=1, BLOCK=tile(N),
     )  # fmt: skip
     return dx, dw, db
-
-
-def fallback_add(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """What `add_layer_norm` computes, by torch's own LayerNorm."""
-    total = x + branch
-    return total, F.layer_norm(total, weight.shape, weight, bias, eps)

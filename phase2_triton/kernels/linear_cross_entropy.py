@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phase2_triton.kernels import cross_entropy as given
-from phase2_triton.kernels.core import Cost, KernelError, check_tensors, kernel_op, result_dtype
+from phase2_triton.kernels.core import Cost, KernelError, check_tensors, flat, kernel_op, result_dtype
 
 CHUNK_BYTES = 512 * 2**20  # of logits at a time
 
@@ -48,7 +48,7 @@ def forward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum of the losses of contiguous (M, K) rows, and its gradients dx and dW, empty where not needed."""
     (M, K), V = x.shape, weight.size(0)
-    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
+    accumulator = torch.promote_types(x.dtype, torch.float32)
     w = weight.to(dtype)
     dw = weight.new_zeros(V, K, dtype=accumulator) if need_dw else weight.new_empty(0, dtype=accumulator)
     rows = chunk_rows(M, V, dtype.itemsize, chunk_bytes)
@@ -125,7 +125,7 @@ def linear_cross_entropy(
     labels = targets.reshape(-1).contiguous()
     grad = torch.is_grad_enabled()
     total, _, _ = forward_op(
-        x.reshape(-1, x.size(-1)).contiguous(), weight.contiguous(), labels, result_dtype(x), ignore_index,
+        flat(x), weight.contiguous(), labels, result_dtype(x), ignore_index,
         label_smoothing, z_loss, grad and x.requires_grad, grad and weight.requires_grad, chunk_bytes,
     )  # fmt: skip
     return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
