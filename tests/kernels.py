@@ -105,10 +105,15 @@ def assert_as_exact_as_torch(
     results = len(mine) - sum(x.requires_grad for x in inputs)
     for i, (m, e, x) in enumerate(zip(mine, eager, exact, strict=True)):
         assert m.shape == e.shape and m.dtype == e.dtype, (i, m.shape, e.shape, m.dtype, e.dtype)
-        allowed = factor if i < results else gradient_factor or factor
-        scale = x.abs().max().item() if x.numel() else 0.0
-        limit = allowed * gap(e, x) + scale * torch.finfo(m.dtype).eps
-        assert gap(m, x) <= limit, f"output {i}: off by {gap(m, x):.2e}, torch by {gap(e, x):.2e}, scale {scale:.1e}"
+        assert_near(m, e, x, factor if i < results else gradient_factor or factor, f"output {i}")
+
+
+def assert_near(mine: Tensor, eager: Tensor, exact: Tensor, factor: float = 2.0, what: str = "it") -> None:
+    """The tolerance rule for one tensor: see `assert_as_exact_as_torch`."""
+    scale = exact.abs().max().item() if exact.numel() else 0.0
+    limit = factor * gap(eager, exact) + scale * torch.finfo(mine.dtype).eps
+    off = gap(mine, exact)
+    assert off <= limit, f"{what} is off by {off:.2e}, torch by {gap(eager, exact):.2e}, at a scale of {scale:.1e}"
 
 
 def results_and_gradients(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
