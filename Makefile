@@ -19,13 +19,13 @@ LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$
 FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
-.PHONY: help setup data baseline phase1 phase2 phase3 sample test lint notebooks diff1 diff3 bench clean
+.PHONY: help setup data baseline phase1 phase2 phase3 sample test lint notebooks diff1 diff2 diff3 bench bench-kernels clean
 
 help:  ## list the commands
 	@echo "make COMMAND [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
 	@echo "several nodes: the same command on each, with NNODES=2 NODE_RANK=0 MASTER_ADDR=host"
 	@echo
-	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 .venv/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
@@ -62,6 +62,8 @@ notebooks: .venv/.dev data  ## run every notebook script and write the .ipynb be
 	@$(PY) -m workshop.notebooks $(ARGS)
 diff1: .venv/.core  ## what phase 1 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase1_zero1
+diff2: .venv/.core  ## what phase 2 changes in the baseline's train.py, hunk by hunk
+	@$(PY) -m workshop.diff phase2_triton
 diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase3_fsdp
 bench: .venv/.core data  ## measure a training step against a bare loop, and ZeRO-1

@@ -1,7 +1,8 @@
 """What the shipped kernels compile to for real GPUs, with no GPU at hand.
 
     TRITON_INTERPRET=0 python -m bench.kernel_resources            # the table
-    TRITON_INTERPRET=0 python -m bench.kernel_resources --write    # also bench/results/kernel-resources.json
+    TRITON_INTERPRET=0 python -m bench.kernel_resources --json     # the same for a program
+    TRITON_INTERPRET=0 python -m bench.kernel_resources --write    # into bench/results/kernel-resources.json
 
 Each public function is called on meta tensors of GPT-2's shapes, so that its own code chooses tiles, warps and types;
 the launches are recorded and compiled ahead of time. From the machine code: registers a thread, the stack that spilled
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.results import RESULTS
-from phase2_triton.kernels import cross_entropy, layernorm, linear_cross_entropy
+from phase2_triton.kernels import (
+    adamw,
+    attention,
+    cross_entropy,
+    embedding,
+    gelu,
+    layernorm,
+    linear_cross_entropy,
+)
 from phase2_triton.kernels.core import recording
 
 ARCHITECTURES = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KiB of shared memory that a program may take
@@ -47,21 +56,40 @@ def there_and_back(result: Tensor | tuple[Tensor, ...]) -> None:
     sum((r.float().sum() for r in results), start=torch.zeros((), device="meta")).backward()
 
 
-def calls() -> dict[str, Callable[[], Any]]:
-    """Every public function at the widths of GPT-2 124M and 1.5B, in bfloat16 as autocast gives it."""
-    found: dict[str, Callable[[], Any]] = {}
+def calls(tokens: int = 8192) -> dict[str, Callable[[], None]]:
+    """Every public function, forward and backward, at the widths of GPT-2 124M and 1.5B, in autocast's types."""
+    found: dict[str, Callable[[], None]] = {"adamw": adamw_step}
+
+    def add(name: str, function: Callable[..., Any], *args: Any) -> None:
+        found[name] = lambda: there_and_back(function(*args))
+
     for C, heads in ((768, 12), (1600, 25)):
-        w, b = leaf(C, dtype=torch.float32), leaf(C, dtype=torch.float32)
-        x, stream = leaf(8192, C), leaf(8192, C, dtype=torch.float32)
-        head = leaf(50304, C, dtype=torch.float32)
-        found[f"layer_norm {C}"] = lambda x=x, w=w, b=b: layernorm.layer_norm(x, w, b)
-        found[f"add_layer_norm {C}"] = lambda s=stream, x=x, w=w: layernorm.add_layer_norm(s, x, w)
-        found[f"linear_cross_entropy {C}"] = lambda x=x, h=head: linear_cross_entropy.linear_cross_entropy(
-            x, h, labels(8192)
-        )
+        x, stream, wide = leaf(tokens, C), leaf(tokens, C, dtype=torch.float32), leaf(tokens, 4 * C)
+        gain, bias, wide_bias = (leaf(n, dtype=torch.float32) for n in (C, C, 4 * C))
+        wte, wpe = leaf(50304, C, dtype=torch.float32), leaf(1024, C, dtype=torch.float32)
+        idx, up = labels(tokens // 1024, 1024), leaf(4 * C, C)
+        qkv = leaf(tokens // 1024, 1024, 3, heads, C // heads).permute(2, 0, 3, 1, 4)
+        add(f"layer_norm {C}", layernorm.layer_norm, x, gain, bias)
+        add(f"add_layer_norm {C}", layernorm.add_layer_norm, stream, x, gain)
+        add(f"linear_cross_entropy {C}", linear_cross_entropy.linear_cross_entropy, x, wte, labels(tokens))
+        add(f"causal_attention {C}", attention.causal_attention, *qkv.unbind())
+        add(f"causal_attention {C} with dropout", attention.causal_attention, *qkv.unbind(), 0.1)
+        add(f"bias_gelu {4 * C}", gelu.bias_gelu, wide, wide_bias)
+        add(f"linear_gelu {4 * C}", gelu.linear_gelu, x, up, wide_bias)
+        add(f"embedding {C}", embedding.embedding, idx, wte, wpe)
+    qkv = leaf(3, tokens // 1024, 16, 1024, 128)
+    add("causal_attention of 128 channels", attention.causal_attention, *qkv.unbind())
+    add("causal_attention in fp32", attention.causal_attention, *qkv[..., :64].float().unbind())
     for V in (75, 50304):
-        found[f"cross_entropy {V}"] = lambda V=V: cross_entropy.cross_entropy(leaf(8192, V), labels(8192))
+        add(f"cross_entropy {V}", cross_entropy.cross_entropy, leaf(tokens, V), labels(tokens))
     return found
+
+
+def adamw_step() -> None:
+    params = [leaf(768, 768, dtype=torch.float32), leaf(768, dtype=torch.float32)]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    adamw.TritonAdamW(params).step()
 
 
 def signature(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[dict, dict, dict]:
@@ -85,13 +113,18 @@ def signature(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tu
     return types, constants, attributes
 
 
+def kernel_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """What two launches have in common that one compilation will do for."""
+    return kernel.__module__, kernel.__name__, *signature(kernel, args, options), options
+
+
 def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Compile one launch and read what its machine code takes."""
     types, constants, attributes = signature(kernel, args, options)
-    chosen = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
+    chosen: dict[str, Any] = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     source = ASTSource(kernel, types, constants, attributes)
-    built = triton.compile(source, target=target, options={**chosen, "enable_fp_fusion": True})
+    built = triton.compile(source, target=target, options=chosen)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -104,6 +137,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], archit
         "stack_bytes": number("STACK", usage),
         "spill_instructions": len(re.findall(r"\b(?:STL|LDL)\b", assembly)),
         "shared_bytes": built.metadata.shared,
+        "has_dot": "tt.dot" in built.asm["ttir"],
         "tensor_cores": [name for name in TENSOR_CORES if name in built.asm["ptx"]],
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]+\*/", assembly, flags=re.MULTILINE)),
     }
@@ -117,38 +151,40 @@ def number(name: str, usage: str) -> int:
     return max(int(found) for found in re.findall(rf"\b{name}:(\d+)", usage))
 
 
-def launches(architecture: str) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
-    """The launches of all calls: once each, by a name made of call and kernel."""
-    seen = set()
-    for call, function in calls().items():
-        with recording(architecture) as recorder:
-            there_and_back(function())
-        for kernel, args, options in recorder.launches:
-            name = f"{call}: {kernel.__name__}"
-            if name not in seen:
-                seen.add(name)
-                yield name, kernel, args, options
+def recorded(architecture: str, call: Callable[[], None]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The launches of a call, as it would make them on that architecture."""
+    with recording(architecture) as recorder:
+        call()
+    return recorder.launches
 
 
-def report() -> dict[str, dict[str, Any]]:
-    """For each architecture and launch: what it compiles to."""
-    work = [(architecture, *launch) for architecture in ARCHITECTURES for launch in launches(architecture)]
+def report() -> dict[str, Any]:
+    """For each architecture, and each kernel that each call launches: what it compiles to."""
+    jobs: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for architecture in ARCHITECTURES:
+        for name, call in calls().items():
+            for launched in recorded(architecture, call):
+                jobs.setdefault((architecture, f"{name}: {launched[0].__name__}"), launched)
+    distinct = {repr((where, kernel_key(*job))): (*job, where) for (where, _), job in jobs.items()}
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda job: compiled(*job[2:], job[0]), work))
-    result: dict[str, dict[str, Any]] = {architecture: {} for architecture in ARCHITECTURES}
-    for (architecture, name, *_), facts in zip(work, found, strict=True):
-        result[architecture][name] = facts
-    return result
+        facts = dict(zip(distinct, pool.map(lambda job: compiled(*job), distinct.values()), strict=True))
+    kernels: dict[str, dict[str, Any]] = {architecture: {} for architecture in ARCHITECTURES}
+    for (where, name), job in jobs.items():
+        kernels[where][name] = facts[repr((where, kernel_key(*job)))]
+    return {"triton": triton.__version__, "kernels": kernels}
 
 
-def main(write: bool) -> None:
+def main(words: list[str]) -> None:
     result = report()
-    for architecture, kernels in result.items():
+    if "--json" in words:
+        print(json.dumps(result))
+        return
+    for architecture, kernels in result["kernels"].items():
         for name, facts in kernels.items():
-            print(f"{architecture} {name:48} {facts}")
-    if write:
+            print(f"{architecture} {name:60} {facts}")
+    if "--write" in words:
         (RESULTS / "kernel-resources.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main("--write" in sys.argv)
+    main(sys.argv[1:])

@@ -80,7 +80,7 @@ def master_port() -> int:
 def load_trainer(path: Path) -> ModuleType:
     """Import a train.py by its package name, for its `Config`."""
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: this version has no trainer there yet")
+        raise ConfigError(f"{path} does not exist: give nanoGPT/train.py or a phase's")
     spec = importlib.util.find_spec(f"{path.resolve().parent.name}.train")
     if spec is None or spec.origin is None or not os.path.samefile(spec.origin, path):
         raise ConfigError(f"{path} is no trainer of this repository: give nanoGPT/train.py or a phase's")

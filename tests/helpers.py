@@ -12,11 +12,17 @@ from typing import Any
 
 from nanoGPT.config import PACKAGE, TrainConfig
 from phase1_zero1.backends import Zero1Config
+from phase2_triton.apply import TritonConfig
 from phase3_fsdp.fsdp import FsdpConfig
 from workshop.ranks import PRELOADED, losses, run_on_ranks, without_main_module
 
 ROOT = PACKAGE.parent
-CONFIGS: dict[str, type[TrainConfig]] = {"nanoGPT": TrainConfig, "phase1_zero1": Zero1Config, "phase3_fsdp": FsdpConfig}
+CONFIGS: dict[str, type[TrainConfig]] = {
+    "nanoGPT": TrainConfig,
+    "phase1_zero1": Zero1Config,
+    "phase2_triton": TritonConfig,
+    "phase3_fsdp": FsdpConfig,
+}
 TINY: dict[str, Any] = {
     "dataset": "shakespeare_char",
     "device": "cpu",

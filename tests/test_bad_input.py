@@ -336,7 +336,7 @@ def test_a_port_in_use_under_torchrun(tmp_path):
 
 def test_the_launcher_refuses_what_is_no_trainer():
     """A phase without a trainer, a wrong node rank, or no trainer at all: one sentence."""
-    assert_refused(run_program("nanoGPT.launch", "phase9_none/train.py"), "no trainer there yet")
+    assert_refused(run_program("nanoGPT.launch", "phase9_none/train.py"), "give nanoGPT/train.py")
     assert_refused(run_program("nanoGPT.launch", "--nnodes=2", "--node_rank=2", "nanoGPT/train.py"), "NODE_RANK")
     assert_refused(run_program("nanoGPT.launch", "--gpus=0", "nanoGPT/train.py"), "at least 1")
     assert_refused(run_program("nanoGPT.launch", "--gpus=1"), "name the trainer")
@@ -371,9 +371,10 @@ def test_help_lists_every_field_with_underscores():
 
 
 def test_through_make_it_is_a_sentence_and_a_failure():
-    """`make baseline` passes a bad flag's sentence and failure on, without a traceback; phases to come say so."""
+    """`make` passes a bad flag's sentence and failure on, without a traceback."""
     environment = {**os.environ, "MAKEFLAGS": "", "MAKELEVEL": "0"}
-    for words, said in [(["baseline", "ARGS=--bach_size=3"], "did you mean"), (["phase2"], "no trainer there yet")]:
+    wrong = [(["baseline", "ARGS=--bach_size=3"], "did you mean"), (["phase2", "ARGS=--kernels=x"], "known:")]
+    for words, said in wrong:
         if not Path(sys.executable).is_relative_to(ROOT / ".venv"):
             pytest.skip("make uses .venv, and these tests run from another environment")
         done = subprocess.run(["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -97,14 +97,16 @@ def test_files_and_functions_stay_small():
 
 
 def test_public_functions_have_types_and_words():
-    """Every public class and function of the packages says what it is, and annotates what it returns."""
+    """Every module says what it is, and every public function but a Triton kernel annotates what it returns."""
     silent = []
     for path in tracked("*.py"):
         if path.relative_to(ROOT).parts[0] in ("tests", "notebooks") or "/config/" in str(path):
             continue
         tree = ast.parse(path.read_text())
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.returns is None:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            if node.returns is None and "jit" not in [ast.unparse(decorator) for decorator in node.decorator_list]:
                 silent.append(f"{path.name}:{node.name} has no return type")
         if ast.get_docstring(tree) is None and path.read_text():
             silent.append(f"{path} has no docstring")
@@ -117,6 +119,6 @@ def test_links_and_commands_in_the_documents_exist(path):
     text = path.read_text()
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (path.parent / target).exists(), target
-    known = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for target in re.findall(r"`make ([a-z0-9]+)", text) + re.findall(r"^make ([a-z0-9]+)", text, flags=re.MULTILINE):
+    known = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for target in re.findall(r"`make ([a-z0-9-]+)", text) + re.findall(r"^make ([a-z0-9-]+)", text, flags=re.MULTILINE):
         assert target in known, f"{path}: make {target}"

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # there is no Triton for this platform
-    triton = tl = None  # type: ignore[assignment]
+    triton, tl = None, SimpleNamespace(constexpr=None)
 
 TABLE = Path(__file__).with_name("configs.json")
 HALVES = (torch.float16, torch.bfloat16)
@@ -133,7 +134,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         if not any(isinstance(arg, FakeTensor) or (isinstance(arg, Tensor) and arg.is_meta) for arg in args):
             kernel[grid](*args, **options)
         return
-    torch.library.wrap_triton(kernel)[grid](*args, **options, enable_fp_fusion=True)  # 3.10 flips its default
+    torch.library.wrap_triton(kernel)[grid](*args, **options)
 
 
 def kernel_op(name: str, mutates: Iterable[str] = (), flops: Callable[..., int] | None = None) -> Callable[..., Any]:
@@ -150,6 +151,7 @@ def kernel_op(name: str, mutates: Iterable[str] = (), flops: Callable[..., int] 
 
     def register(function: Callable[..., Any]) -> Any:
         full = f"phase2_triton::{name}"
+        op: Any
         if interpreting() or triton is None:
             schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
             op = torch.library.custom_op(
@@ -248,7 +250,7 @@ def tile(size: int, least: int = 1) -> int:
 
 
 @jit
-def wide(x):  # type: ignore[no-untyped-def]
+def wide(x):
     """Compute in fp32 whatever was loaded, but fp64 in fp64."""
     if x.dtype == tl.float64:
         return x

@@ -130,7 +130,7 @@ def forward_op(
     """y, the sum x + branch (empty without one), and each row's mean and rstd, from contiguous (M, N) tensors."""
     M, N = x.shape
     chosen = config("layernorm_forward", N)
-    rows = chosen.pop("rows")
+    rows = min(tile(M), chosen.pop("rows"))
     y, mean, rstd = torch.empty_like(x, dtype=dtype), rows_of(x), rows_of(x)
     total = x.new_empty(0) if branch is None else torch.empty_like(x)
     launch(
@@ -147,8 +147,8 @@ def backward_op(
     """dx, dW and dB (empty without a bias), from contiguous (M, N) tensors."""
     M, N = x.shape
     chosen = config("layernorm_backward", N)
-    rows, programs = chosen.pop("rows"), chosen.pop("programs")
-    programs = max(1, min(programs, -(-M // rows)))
+    rows = min(tile(M), chosen.pop("rows"))
+    programs = max(1, min(chosen.pop("programs"), -(-M // rows)))
     dx, dw = torch.empty_like(x), mean.new_empty(programs, N)
     db = torch.empty_like(dw) if has_bias else mean.new_empty(0)
     launch(

@@ -1,0 +1,88 @@
+"""What holds for every kernel: how it is launched, and what it compiles to for three architectures with no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench.kernel_resources import ARCHITECTURES, calls, recorded
+from bench.results import RESULTS
+from phase2_triton.kernels.core import table
+from tests.helpers import ROOT
+from tests.test_planted_kernels import numbers_converted
+
+REPORT = RESULTS / "kernel-resources.json"
+
+
+@pytest.mark.parametrize("call", calls(4096))
+def test_a_call_never_looks_at_the_device_nor_compiles_for_its_rows(call):
+    """On meta tensors, which hold no numbers, every call runs; 4,096 and 4,160 tokens are compiled for alike."""
+    launches = recorded("sm_90", calls(4096)[call])
+    more = recorded("sm_90", calls(4160)[call])
+    assert launches
+    assert [(k.__name__, options) for k, _, options in launches] == [(k.__name__, options) for k, _, options in more]
+    for kernel, args, _ in launches:
+        assert numbers_converted(kernel, args) == set()
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Compiled now, from the kernels as they stand; Triton's own cache makes a second time quick."""
+    words = [sys.executable, "-m", "bench.kernel_resources", "--json"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_the_committed_report_is_fresh(report):
+    """bench/results/kernel-resources.json is what the kernels compile to today."""
+    committed = json.loads(REPORT.read_text())
+    assert report["triton"] == committed["triton"] or pytest.skip("another Triton than the report's")
+    assert report == committed, "run: TRITON_INTERPRET=0 python -m bench.kernel_resources --write"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gates(report, architecture):
+    """Nothing spills, shared memory fits, and wherever there is a dot the tensor cores do it."""
+    kernels = report["kernels"][architecture]
+    assert len(kernels) >= 20
+    for name, facts in kernels.items():
+        assert facts["stack_bytes"] == 0 and facts["spill_instructions"] == 0, name
+        assert facts["shared_bytes"] <= ARCHITECTURES[architecture] * 1024, name
+        assert facts["registers"] <= 255, name
+        if facts["has_dot"] and "fp32" not in name:  # whose products are exact, by the ordinary units
+            assert facts["tensor_cores"], name
+    assert any(facts["has_dot"] for facts in kernels.values())
+
+
+def test_a_planted_spill_is_seen():
+    """A tile of 65,536 numbers in 4 warps cannot be held in registers: the report says so."""
+    words = [sys.executable, "-c", PLANTED]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    facts = json.loads(done.stdout)
+    assert facts["stack_bytes"] > 0 and facts["spill_instructions"] > 0, done.stderr
+
+
+PLANTED = """
+import json, torch
+from bench.kernel_resources import compiled
+from phase2_triton.kernels.layernorm import one_row_kernel
+x = torch.empty(65536, device="meta")
+args = (x, x, x, x, x, x, 65536, 1e-5)
+print(json.dumps(compiled(one_row_kernel, args, {"HAS_BIAS": True, "BLOCK": 65536}, "sm_90")))
+"""
+
+
+def test_the_table_is_sound():
+    """Each kernel has rows for a GPU and for the interpreter, by rising width, with the same tile sizes."""
+    for kernel, rows in table().items():
+        assert {"cuda", "interpreter"} <= rows.keys(), kernel
+        one_sided = {"num_warps", "num_stages", "up_to", "heads"}
+        names = {frozenset(row) - one_sided for where in rows.values() for row in where}
+        assert len(names) == 1, kernel
+        for where in rows.values():
+            assert [row["up_to"] for row in where] == sorted(row["up_to"] for row in where), kernel

@@ -1,0 +1,244 @@
+"""Phase 2: the trainer with kernels, interpreted, prints the baseline's losses."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from nanoGPT.exits import ConfigError
+from nanoGPT.model import GPT, GPTConfig
+from phase2_triton.apply import KERNELS, TritonConfig, apply_kernels, chosen, kernel_optimizer
+from tests.helpers import ROOT, assert_refused, gap, run_program, tiny, train
+from workshop.ranks import run_on_ranks
+
+SMALL = {"dropout": 0.0, "gradient_accumulation_steps": 2, "max_iters": 6, "learning_rate": 1e-2, "min_lr": 1e-3}
+OWN_MASKS = "adamw,embedding,gelu,layernorm,loss"  # all but attention, whose dropout draws masks of its own
+
+
+def model(**changes) -> GPT:
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 75}
+    built = GPT(GPTConfig(**{**shape, **changes}))
+    built.init_weights(1)
+    return built
+
+
+def batch(seed=1, B=3, T=16):
+    return torch.randint(75, (2, B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def step(net, x, y):
+    """A forward and backward: the loss and every parameter's gradient."""
+    for p in net.parameters():
+        p.grad = None
+    _, loss = net(x, y)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in net.named_parameters()}
+
+
+def largest_gap(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kernels", [*(name for name in KERNELS if name != "adamw"), "all"])
+def test_a_model_with_kernels_computes_the_same(kernels, bias):
+    """Loss and every gradient are the plain model's, with each kernel alone and with all, with biases and without."""
+    plain = model(bias=bias, gelu="tanh" if bias else "none")
+    ours = copy.deepcopy(plain)
+    lines = apply_kernels(ours, kernels)
+    assert all(name in "\n".join(lines) for name in chosen(kernels))
+    (loss, grads), (expected, expected_grads) = (step(net, *batch()) for net in (ours, plain))
+    assert abs(loss - expected) <= 2e-6
+    assert largest_gap(grads, expected_grads) <= 2e-6
+
+
+def test_names_and_state_dict_stay():
+    """A state dict made without kernels opens with them, and the other way; lm_head stays wte; a copy works."""
+    plain, ours = model(), model()
+    apply_kernels(ours)
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    ours.load_state_dict(plain.state_dict())
+    plain.load_state_dict(ours.state_dict())
+    assert ours.lm_head.weight is ours.transformer["wte"].weight
+    assert abs(step(copy.deepcopy(ours), *batch())[0] - step(plain, *batch())[0]) <= 2e-6
+
+
+def test_what_was_changed_is_said_and_shown():
+    """One line a change, and the model's own print names the classes."""
+    net = model()
+    assert apply_kernels(net, "none") == ["kernels: none, everything is torch's own"]
+    lines = apply_kernels(net, "layernorm,attention")
+    assert lines[0].startswith("kernels: attention: 2 x") and lines[1].startswith("kernels: layernorm: 5 x")
+    assert "interpreter" in lines[-1]
+    assert "KernelAttention" in repr(net) and "KernelLayerNorm" in repr(net) and "KernelMLP" not in repr(net)
+
+
+def test_generation_is_the_same():
+    """The text of a model with kernels is the plain one's, with and without its cache."""
+    plain, ours = model(), model()
+    apply_kernels(ours)
+    for cached in (True, False):
+        texts = [
+            torch.cat(list(net.eval().generate(torch.tensor([[5, 7]]), 4, temperature=0.0, use_cache=cached)), 1)
+            for net in (plain, ours)
+        ]
+        assert torch.equal(*texts)
+
+
+def test_a_hundred_steps_follow_the_baseline(tmp_path):
+    """100 training steps with all kernels: every loss is within 1e-4 of the baseline's."""
+    small = {**SMALL, "n_layer": 1, "max_iters": 100, "gradient_accumulation_steps": 1, "eval_interval": 1000}
+    base = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "base", **small))
+    ours = train("phase2_triton", 1, tiny("phase2_triton", tmp_path / "ours", **small), timeout=200)
+    assert len(ours) == 100 and base[99] < base[0] - 0.5
+    assert gap(base, ours) <= 1e-4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_losses_do_not_depend_on_ranks(ranks, tmp_path):
+    """With dropout, whose masks are the baseline's but in the attention kernel, n ranks print the baseline's losses."""
+    small = {**SMALL, "dropout": 0.2, "gradient_accumulation_steps": 4, "max_iters": 3}
+    base = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "base", **small))
+    ours = train("phase2_triton", ranks, tiny("phase2_triton", tmp_path / "ours", kernels=OWN_MASKS, **small))
+    assert gap(base, ours) <= 1e-5
+
+
+def test_attentions_masks_do_not_depend_on_ranks(tmp_path):
+    """With dropout in the attention kernel the curve is its own, and the same at 1 and 2 ranks."""
+    small = {**SMALL, "dropout": 0.2, "max_iters": 3}
+    one, two = (train("phase2_triton", n, tiny("phase2_triton", tmp_path / str(n), **small)) for n in (1, 2))
+    assert gap(one, two) <= 1e-6
+    assert gap(one, train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "base", **small))) > 1e-3
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path):
+    """Cut after 3 of 6 steps and resumed, the losses are the whole run's to the last digit; the baseline's nearly."""
+    whole = train("phase2_triton", 1, tiny("phase2_triton", tmp_path / "whole", **SMALL))
+    cut = {**SMALL, "max_iters": 3, "lr_decay_iters": 6}
+    for out, phase, exact in (("same", "phase2_triton", True), ("other", "nanoGPT", False)):
+        train("phase2_triton", 1, tiny("phase2_triton", tmp_path / out, **cut))
+        resumed = train(phase, 1, tiny(phase, tmp_path / out, **{**SMALL, "init_from": "resume", "lr_decay_iters": 6}))
+        assert resumed == whole if exact else gap(resumed, whole) <= 1e-5
+
+
+def test_compiled_equals_eager(tmp_path):
+    """--compile=True prints eager's losses: every kernel is inside the graph."""
+    eager, compiled = (
+        train("phase2_triton", 1, tiny("phase2_triton", tmp_path / str(on), **SMALL, compile=on), timeout=220)
+        for on in (False, True)
+    )
+    assert gap(eager, compiled) <= 1e-5
+
+
+def test_the_whole_model_is_one_graph():
+    """torch.compile(fullgraph=True) takes the model with all kernels, under autocast too: eager's gradients."""
+    net = model()
+    apply_kernels(net)
+    compiled = torch.compile(net, fullgraph=True)
+    for narrow, limit in ((False, 2e-6), (True, 2e-3)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            (loss, grads), (expected, expected_grads) = (step(n, *batch()) for n in (compiled, net))
+        assert abs(loss - expected) <= limit
+        assert largest_gap({k.removeprefix("_orig_mod."): v for k, v in grads.items()}, expected_grads) <= limit
+
+
+def test_bfloat16_is_near_the_baseline(tmp_path):
+    """Interpreted bfloat16 is rounded as torch rounds: the losses are near the baseline's in bfloat16."""
+    small = {**SMALL, "dtype": "bfloat16", "max_iters": 3}
+    base, ours = (train(phase, 1, tiny(phase, tmp_path / phase, **small)) for phase in ("nanoGPT", "phase2_triton"))
+    assert gap(base, ours) <= 4e-3
+
+
+def sharded_step(how: str) -> tuple[float, float]:
+    """This rank's loss and the largest difference of its gradients from the plain model's mean over the ranks."""
+    rank = torch.distributed.get_rank()
+    plain, net = model(), model()
+    apply_kernels(net)
+    if how == "ddp":
+        replica: nn.Module = DDP(net)
+    else:
+        for block in net.blocks:
+            fully_shard(block)
+        replica = fully_shard(net)
+    loss, grads = step(replica, *batch(rank))
+    expected = [step(plain, *batch(r)) for r in range(2)]
+    off = 0.0
+    for name, g in grads.items():
+        whole = g.full_tensor() if how == "fsdp" else g
+        mean = sum(grads[name.removeprefix("module.")] for _, grads in expected) / 2
+        off = max(off, (whole - mean).abs().max().item())
+    return abs(loss - expected[rank][0]), off
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_under_data_parallelism(how):
+    """Replicated by DDP or sharded by FSDP2 over 2 ranks, the averaged gradients are the plain model's."""
+    for loss_off, off in run_on_ranks(sharded_step, 2, how, show=False):
+        assert loss_off <= 2e-6 and off <= 2e-6
+
+
+def test_under_activation_checkpointing():
+    """Blocks that are recomputed in the backward draw the same attention masks and give the same gradients."""
+    net = model(dropout=0.3)
+    apply_kernels(net)
+    torch.manual_seed(3)
+    loss, grads = step(net, *batch())
+    for block in net.blocks:
+        block.forward = lambda *args, f=block.forward: checkpoint(f, *args, use_reentrant=False)
+    torch.manual_seed(3)
+    again, recomputed = step(net, *batch())
+    assert again == loss and largest_gap(grads, recomputed) <= 1e-7
+
+
+def test_muon_stays_torchs():
+    """The adamw kernel is for AdamW: with --optimizer=muon the optimizer is the baseline's."""
+    config = TritonConfig(optimizer="muon", n_embd=32)
+    assert type(kernel_optimizer(model(), config)).__name__ == "MuonWithAdamW"
+    assert type(kernel_optimizer(model(), TritonConfig())).__name__ == "TritonAdamW"
+    assert type(kernel_optimizer(model(), TritonConfig(kernels="loss"))) is torch.optim.AdamW
+
+
+def test_an_unknown_kernel_is_refused(tmp_path):
+    """A misspelt kernel is one sentence with the nearest name, before anything starts."""
+    ended = run_program("phase2_triton/train.py", "--kernels=layernom,loss", f"--out_dir={tmp_path}")
+    assert_refused(ended, "'layernom'", "did you mean layernorm?")
+    with pytest.raises(ConfigError, match="there is no kernel ''"):
+        chosen("loss,")
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        ("import sys; sys.modules['triton'] = None", "Triton is not installed"),
+        ("import os; os.environ['TRITON_INTERPRET'] = '0'", "compiled kernels run on cuda and not on cpu"),
+        ("import triton.language", "Triton was imported before phase2_triton"),
+    ],
+)
+def test_where_triton_cannot_run_torchs_own_does(before, reason):
+    """Without Triton, or where it cannot run, the model stays as it is, one line says why, and it trains."""
+    program = f"""
+{before}
+import torch
+from nanoGPT.model import GPT, GPTConfig
+from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer
+net = GPT(GPTConfig(1, 1, 8, 8, vocab_size=9))
+print(apply_kernels(net))
+optimizer = kernel_optimizer(net, TritonConfig())
+net(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))[1].backward()
+optimizer.step()
+print(type(net).__name__, type(optimizer).__name__)
+"""
+    unset = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, env=unset, capture_output=True, text=True, timeout=100)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert reason in lines[0] and lines[0].count("kernels:") == 1 and lines[1] == "GPT AdamW"
