@@ -41,6 +41,11 @@ def write_result(name: str, device: torch.device, settings: dict[str, Any], samp
     return path
 
 
+def with_switches(words: list[str]) -> list[str]:
+    """The words of a command, in which `--write` alone is short for `--write=True`."""
+    return ["--write=True" if word == "--write" else word for word in words]
+
+
 def read_results(name: str) -> list[dict[str, Any]]:
     """All committed results of a benchmark, one a hardware."""
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
