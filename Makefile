@@ -71,8 +71,9 @@ bench: .venv/.core data  ## measure a training step against a bare loop, and ZeR
 	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1 $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1_step $(ARGS)
 bench-kernels: .venv/.core data  ## measure every kernel and the trainer with each; without a GPU reduced and interpreted
-	@$(PY) -m bench.kernels $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.kernels $(ARGS)
 	@$(PY) -m bench.kernel_ablation $(ARGS)
+	@$(PY) -m bench.kernel_plots
 clean:  ## delete caches; prepared data, .venv and out/ stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

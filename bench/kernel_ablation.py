@@ -10,6 +10,7 @@ what it logged after its first steps, and the last loss stands beside it, since 
 
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -68,7 +69,8 @@ def run(size: str, kernels: str, compiled: bool, steps: int, cuda: bool) -> dict
             "device": "cuda" if cuda else "cpu",
         }
         words = [sys.executable, "phase2_triton/train.py", *(f"--{key}={value}" for key, value in flags.items())]
-        done = subprocess.run(words, cwd=PACKAGE.parent, capture_output=True, text=True)
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        done = subprocess.run(words, cwd=PACKAGE.parent, env=environment, capture_output=True, text=True)
         row = {"size": size if cuda else "small", "kernels": kernels, "compile": compiled, "batch_size": batch}
         if done.returncode:
             return {**row, "error": (done.stderr.strip().splitlines() or ["no word"])[-1][:300]}
