@@ -6,6 +6,7 @@
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->` in a Markdown file.
 """
 
+import json
 import re
 import statistics
 import sys
@@ -13,8 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.results import read_results
+from bench.results import RESULTS, read_results
 from nanoGPT.config import PACKAGE
+from phase2_triton.kernels import (
+    adamw,
+    attention,
+    cross_entropy,
+    embedding,
+    gelu,
+    layernorm,
+    linear_cross_entropy,
+)
+from phase2_triton.kernels.core import Cost, recording
 
 ROOT = PACKAGE.parent
 DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("phase*/IMPLEMENTATION.md"))]
@@ -129,6 +140,96 @@ def zero1_step_table() -> str:
     return table(["hardware", "parameters", "AdamW(fused=True)", "flat", "ratio"], rows)
 
 
+def kernel_costs_table() -> str:
+    """What one call of each kernel must at least move and compute, by its own `cost`."""
+    M, C, V, half = 16384, 768, 50304, 2
+    with recording("sm_90"):
+        costs = {
+            "LayerNorm": layernorm.cost(M, C, half),
+            "residual add + LayerNorm": layernorm.cost(M, C, half, branch=True),
+            "cross-entropy of given logits": cross_entropy.cost(M, V, half),
+            "linear + cross-entropy": (linear_cross_entropy.cost(M, C, V, half),),
+            "attention": attention.cost(16, 12, 1024, 64, half),
+            "bias + GELU": gelu.cost(M, 4 * C, half),
+            "linear + GELU": gelu.linear_cost(M, 4 * C, C, half),
+            "embedding, fp32": embedding.cost(16, 1024, V, C, 4),
+            "AdamW, 124M parameters": (adamw.cost(124_337_664, 4, 148),),
+        }
+    rows = []
+    for name, passes in costs.items():
+        for which, cost in zip(("forward", "backward") if len(passes) == 2 else ("all",), passes, strict=True):
+            rows.append([name, which, *cost_cells(cost)])
+    return table(["kernel", "pass", "MB moved", "GFLOPs", "FLOPs a byte", "workspace"], rows)
+
+
+def cost_cells(cost: Cost) -> list[str]:
+    moved = cost.read + cost.written
+    numbers = [f"{moved / 1e6:,.0f}", f"{cost.flops / 1e9:,.1f}", f"{cost.flops / moved:,.1f}"]
+    return [*numbers, f"{cost.workspace / 1e6:,.1f} MB" if cost.workspace else "-"]
+
+
+def kernel_resources_table() -> str:
+    """What each launch compiles to on three architectures."""
+    kernels = json.loads((RESULTS / "kernel-resources.json").read_text())["kernels"]
+    architectures = list(kernels)
+    rows = []
+    for name in kernels[architectures[0]]:
+        found = [kernels[architecture][name] for architecture in architectures]
+        cells = [f"{f['registers']}, {f['shared_bytes'] / 1024:.0f} KiB, {f['instructions']:,}" for f in found]
+        units = [f["tensor_cores"][0] if f["tensor_cores"] else "-" for f in found]
+        rows.append([name, *cells, " ".join(dict.fromkeys(units))])
+    return table(["call: kernel", *architectures, "tensor cores"], rows)
+
+
+UNMEASURED = "Not measured on a GPU yet.\n"
+
+
+def kernels_table() -> str:
+    """Each kernel on each GPU: its time, how near to the limit, and the best of the others."""
+    parts = []
+    for result in read_results("kernels"):
+        if result["settings"]["interpreted"]:
+            continue
+        limit, rows = result["samples"]["limits"], []
+        groups: dict[tuple[str, ...], dict[str, Any]] = {}
+        for row in result["samples"]["rows"]:
+            if "error" not in row:
+                groups.setdefault((row["kernel"], row["shape"], row["pass"]), {})[row["contender"]] = row
+        for (kernel, shape, which), found in groups.items():
+            times = {name: statistics.median(row["samples_ms"]) for name, row in found.items()}
+            ours = found["ours"]
+            floor = max(ours["bytes"] / limit["bytes_per_second"], ours["flops"] / limit["flops_per_second"])
+            others = ", ".join(f"{name} {ms:.3f}" for name, ms in times.items() if name != "ours")
+            peak = f"{(ours['peak_bytes'] or 0) / 2**20:,.0f} MiB"
+            rows.append(
+                [kernel, shape, which, f"{times['ours']:.3f}", f"{1e3 * floor / times['ours']:.0%}", peak, others]
+            )
+        copy, product = limit["bytes_per_second"] / 1e9, limit["flops_per_second"] / 1e12
+        rates = f"copy {copy:,.0f} GB/s, products {product:,.0f} TFLOP/s"
+        head = ["kernel", "shape", "pass", "ms", "of the limit", "memory", "others, ms"]
+        parts.append(f"Measured on {hardware_of(result)}; {rates}:\n\n" + table(head, rows))
+    return "\n".join(parts) or UNMEASURED
+
+
+def kernel_ablation_table() -> str:
+    """The trainer's tokens a second and memory with each kernel."""
+    parts = []
+    for result in read_results("kernel-ablation"):
+        if result["settings"]["interpreted"]:
+            continue
+        rows = []
+        for row in result["samples"]["rows"]:
+            cells = [row["size"], "compiled" if row["compile"] else "eager", row["kernels"]]
+            if "error" in row:
+                rows.append([*cells, row["error"], "", ""])
+                continue
+            rate, memory = statistics.median(row["tokens_per_second"]), row["peak_memory_bytes"] / 2**30
+            rows.append([*cells, f"{rate:,.0f}", f"{memory:.1f} GiB", f"{row['loss']:.4f}"])
+        head = ["model", "mode", "kernels", "tokens/s", "peak memory", "last loss"]
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + table(head, rows))
+    return "\n".join(parts) or UNMEASURED
+
+
 def hardware_of(result: dict[str, Any]) -> str:
     return f"{result['hardware']}, torch {result['versions']['torch']}"
 
@@ -140,6 +241,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "zero1_backends": zero1_backends_table,
     "zero1_overhead": zero1_overhead_table,
     "zero1_step": zero1_step_table,
+    "kernel_costs": kernel_costs_table,
+    "kernel_resources": kernel_resources_table,
+    "kernels": kernels_table,
+    "kernel_ablation": kernel_ablation_table,
 }
 
 

@@ -40,7 +40,6 @@ from phase2_triton.kernels.core import (
     wide,
 )
 
-WIDEST = 128
 LOG2E = constexpr(math.log2(math.e))
 
 
@@ -75,16 +74,14 @@ def all_keys_kernel(
     q, k, v, y, T, scale, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr
 ):
     """Step 1: a block of queries against all keys, which is plain, but long rows of scores do not fit in registers."""
-    head = tl.cast(tl.program_id(1), tl.int64) * T * HS
-    first = tl.program_id(0) * BLOCK
+    first, head = tl.program_id(0) * BLOCK, tl.cast(tl.program_id(1), tl.int64) * T * HS
     query = load_rows(q + head, first, HS, T, HS, BLOCK_D, BLOCK, True)
     key = load_rows(k + head, 0, HS, T, HS, BLOCK_D, KEYS, True)
     seen = first + tl.arange(0, BLOCK)[:, None] >= tl.arange(0, KEYS)[None, :]  # (BLOCK, KEYS)
     scores = tl.where(seen, tl.dot(query, tl.trans(key), input_precision="ieee") * scale, -float("inf"))
     p = tl.exp(scores - tl.max(scores, 1, keep_dims=True))
-    p = p / tl.sum(p, 1, keep_dims=True)
     value = load_rows(v + head, 0, HS, T, HS, BLOCK_D, KEYS, True)
-    out = tl.dot(p.to(value.dtype), value, input_precision="ieee")
+    out = tl.dot(p.to(value.dtype), value, input_precision="ieee") / tl.sum(p, 1, keep_dims=True)
     store_rows(y + head, out, first, HS, T, HS, BLOCK_D, BLOCK)
 
 
@@ -109,12 +106,9 @@ def forward_kernel(
 ):  # fmt: skip
     """Steps 2 and 3: BLOCK queries a program, STEP keys at a time; SPLIT: no mask off the diagonal."""
     blocks = (T + BLOCK - 1) // BLOCK
-    which = tl.program_id(0) // blocks * HEADS
-    if HEADS > 1:  # in the interpreter, where few programs are fast: tiles get a dimension in front
-        which += tl.arange(0, HEADS)[:, None, None]
+    which = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
     first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK  # the longest rows begin first
-    if DROPOUT:
-        seed = tl.load(seed)
+    seed = tl.load(seed) if DROPOUT else 0
     query = load_rows(of_head(q, which, heads, q_batch, q_head), first, q_row, T, HS, BLOCK_D, BLOCK, True)
     k, v = of_head(k, which, heads, k_batch, k_head), of_head(v, which, heads, v_batch, v_head)
     acc = tl.full(query.shape, 0.0, lse.dtype.element_ty)
@@ -150,20 +144,16 @@ def backward_kernel(
     DQ: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """DQ: dq and delta of BLOCK queries, from STEP keys at a time: a, da, b, db are q, dy, k, v.
+    """DQ: dq and delta of BLOCK queries, STEP keys at a time, from q, dy, k, v as a, da, b, db.
 
-    Otherwise dk and dv of BLOCK keys, from STEP queries at a time: a, da, b, db are k, v, q, dy. Queries past T are
-    zeros and add nothing.
+    Or dk and dv of BLOCK keys, STEP queries at a time, from k, v, q, dy; queries past T are zeros and add nothing.
     """
     blocks = (T + BLOCK - 1) // BLOCK
-    which = tl.program_id(0) // blocks * HEADS
-    if HEADS > 1:  # in the interpreter, where few programs are fast: tiles get a dimension in front
-        which += tl.arange(0, HEADS)[:, None, None]
+    which = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
     first = tl.program_id(0) % blocks * BLOCK  # the first keys are seen by the most queries, and begin first
     if DQ:
         first = (blocks - 1) * BLOCK - first
-    if DROPOUT:
-        seed = tl.load(seed)
+    seed = tl.load(seed) if DROPOUT else 0
     own, row, batch = first + tl.arange(0, BLOCK)[:, None], heads * HS, tl.cast(T, tl.int64) * heads * HS
     a = load_rows(of_head(a, which, heads, a_batch, a_head), first, a_row, T, HS, BLOCK_D, BLOCK, True)
     da = load_rows(of_head(da, which, heads, da_batch, da_head), first, da_row, T, HS, BLOCK_D, BLOCK, True)
@@ -187,21 +177,22 @@ def backward_kernel(
             if not DQ:
                 height = tl.load(lse + others, mask=others < T, other=0.0)
                 slope = tl.load(delta + others, mask=others < T, other=0.0)
-            p = tl.exp2(tl.dot(a, tl.trans(b_rows), input_precision=PRECISION) * (scale * LOG2E) - height)
+            p = tl.dot(a, tl.trans(b_rows), input_precision=PRECISION) * (scale * LOG2E) - height
             if (UPPER == 1) == DQ:  # on the diagonal
-                p = tl.where(own >= others if DQ else others >= own, p, 0.0)
+                p = tl.where(own >= others if DQ else others >= own, p, -float("inf"))
+            p = tl.exp2(p)
             dp = tl.dot(da, tl.trans(db_rows), input_precision=PRECISION)
-            used = p
             if DROPOUT:
                 keep = kept(seed, own if DQ else others, others if DQ else own, which, dropout)
-                used, dp = tl.where(keep, p, 0.0), tl.where(keep, dp * (1 / (1 - dropout)), 0.0)
+                dp = tl.where(keep, dp * (1 / (1 - dropout)), 0.0)
             if not DQ:
+                used = tl.where(keep, p, 0.0) if DROPOUT else p
                 acc_v = tl.dot(used.to(db_rows.dtype), db_rows, acc_v, input_precision=PRECISION)
             acc = tl.dot((p * (dp - slope)).to(b_rows.dtype), b_rows, acc, input_precision=PRECISION)
     store_rows(of_head(out, which, heads, batch, HS), acc * scale, first, row, T, HS, BLOCK_D, BLOCK)
     if not DQ:
-        acc_v = acc_v * (1 / (1 - dropout))
-        store_rows(of_head(out_v, which, heads, batch, HS), acc_v, first, row, T, HS, BLOCK_D, BLOCK)
+        acc = acc_v * (1 / (1 - dropout))
+        store_rows(of_head(out_v, which, heads, batch, HS), acc, first, row, T, HS, BLOCK_D, BLOCK)
 
 
 def run(
@@ -210,10 +201,11 @@ def run(
 ) -> None:  # fmt: skip
     """Launch a program for each block of rows of each head."""
     B, nh, T, hs = strided[0].shape
-    chosen = config(name if strided[0].dtype in HALVES else f"{name}_fp32", hs)
+    kind = "_fp32" if strided[0].dtype not in HALVES else "" if seed is None else "_dropout"
+    chosen = config(name + kind, hs)
     block, step, together = chosen.pop("block"), chosen.pop("step"), chosen.pop("heads", 1)
-    if together > 1:
-        together = min(together, B * nh & -(B * nh))  # a power of two that divides their number
+    if together > 1:  # in the interpreter, where few programs are fast: tiles get a dimension of heads in front
+        together = max(1, min(together, B * nh & -(B * nh)))  # a power of two that divides their number
     strided = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in strided)
     rounding = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"  # of fp32 alone
     launch(
@@ -269,8 +261,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sc
 
     Args:
         q: (B, nh, T, hs), hs up to 128; views into a packed projection are not copied.
-        k: of the same shape.
-        v: of the same shape.
+        k, v: of the same shape.
         dropout_p: of the attention weights, below 1; follows torch's seed, by masks of its own.
         scale: of the scores; default: 1 / sqrt(hs).
 
@@ -280,21 +271,20 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sc
     Raises:
         KernelError: a shape, type, device or number that does not fit.
     """
-    if q.dtype != torch.float64:  # which autocast leaves alone
-        q, k, v = (x.to(result_dtype(x)) for x in (q, k, v))
+    check_tensors("causal_attention", q=q, k=k, v=v)
+    q, k, v = (x if x.dtype == torch.float64 else x.to(result_dtype(x)) for x in (q, k, v))  # as autocast does
     check(q, k, v, dropout_p, scale)
     seed = torch.randint(2**63 - 1, (1,), device=q.device) if dropout_p > 0 else None
     return forward_op(q, k, v, seed, dropout_p, q.size(-1) ** -0.5 if scale is None else scale)[0]
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> None:
-    check_tensors("causal_attention", q=q, k=k, v=v)
     problem = None
     if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dim() == 4 and q.size(-1) > 0):
         kinds = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
         problem = f"q, k and v are {kinds}: give three of one type and one shape (B, nh, T, hs)"
-    elif q.size(-1) > WIDEST:
-        problem = f"heads are {q.size(-1)} wide, above {WIDEST}: use F.scaled_dot_product_attention or the reference"
+    elif q.size(-1) > 128:
+        problem = f"heads are {q.size(-1)} wide, above 128: use F.scaled_dot_product_attention or the reference"
     elif not 0 <= dropout_p < 1:
         problem = f"dropout_p is {dropout_p}: give a probability from 0 to below 1"
     elif scale is not None and not 0 < scale < math.inf:

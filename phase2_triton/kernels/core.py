@@ -170,16 +170,20 @@ def kernel_op(name: str, mutates: Iterable[str] = (), flops: Callable[..., int] 
 def widened(function: Callable[..., Any], mutates: set[str]) -> Callable[..., Any]:
     """Interpret bfloat16 in fp32: the interpreter's own bfloat16 is silently wrong (Triton 3.9).
 
-    Results, and arguments that are written to, are rounded to the types that the function gives on meta tensors.
+    Where bfloat16 is given, as a tensor or as the type to compute in, the function gets fp32 in its place. Results, and
+    arguments that are written to, are rounded to the types that it gives on meta tensors.
     """
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def wide_function(*args: Any) -> Any:
-        narrow = [isinstance(arg, Tensor) and arg.dtype == torch.bfloat16 for arg in args]
+        narrow = [arg is torch.bfloat16 or getattr(arg, "dtype", None) is torch.bfloat16 for arg in args]
         if not any(narrow):
             return function(*args)
-        wider = [arg.float() if is_narrow else arg for arg, is_narrow in zip(args, narrow, strict=True)]
+        wider = [
+            arg if not is_narrow else arg.float() if isinstance(arg, Tensor) else torch.float32
+            for arg, is_narrow in zip(args, narrow, strict=True)
+        ]
         results = function(*wider)
         for name, arg, value, is_narrow in zip(names, args, wider, narrow, strict=False):
             if is_narrow and name in mutates:
