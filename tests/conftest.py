@@ -7,6 +7,7 @@ import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)  # two tests run at a time, many with ranks of their own
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,15 +1,19 @@
 """What is measured, how it is written down, and that the documents say the same."""
 
+import copy
 import json
 import statistics
 
 import pytest
 import torch
 
-from bench import results, step_overhead, tables, zero1
+from bench import kernel_plots, results, step_overhead, tables, tune_kernels, zero1
+from bench.kernel_cases import MAKERS, cases
+from bench.kernels import Stopwatch, measure
 from nanoGPT.config import TrainConfig
 from nanoGPT.model import GPTConfig
 from nanoGPT.telemetry import PEAK_FLOPS, hardware, peak_flops
+from phase2_triton.kernels import core
 from tests.helpers import ROOT
 
 
@@ -33,8 +37,8 @@ def test_a_result_names_its_hardware(tmp_path, monkeypatch):
 
 
 def test_committed_results_are_raw():
-    """Every committed result names hardware, versions and a commit, and holds raw samples."""
-    for path in (ROOT / "bench" / "results").glob("*.json"):
+    """Every committed result but that of compiling names hardware, versions and a commit, and holds raw samples."""
+    for path in set((ROOT / "bench" / "results").glob("*.json")) - {ROOT / "bench/results/kernel-resources.json"}:
         found = json.loads(path.read_text())
         assert {"name", "hardware", "versions", "git_commit", "settings", "samples"} <= found.keys(), path
 
@@ -113,3 +117,42 @@ def test_zero1_is_measured_by_what_runs():
     samples = zero1.measure_timeline(zero1.TEN_MILLION, 2)
     names = {name for name, _, _ in samples["events_ms"]}
     assert {"phase: forward", "phase: backward", "phase: step"} < names and samples["started_in_backward"] > 1
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_every_kernel_is_measured(name):
+    """On this machine, too, each case runs for every contender, forward and backward, with times above 0."""
+    device = torch.device("cpu")
+    for case in cases(device, {name}, ["124M"]):
+        rows = measure(case, Stopwatch(device), 1)
+        assert {row["contender"] for row in rows} == set(case.contenders) and "ours" in case.contenders
+        assert [row.get("error") for row in rows] == [None] * len(rows)
+        assert all(row["samples_ms"][0] > 0 and row["bytes"] > 0 for row in rows)
+
+
+def test_the_kernels_plots_are_drawn(tmp_path):
+    """Roofline and ablation are drawn from results, and an interpreted one says so in its title."""
+    kernels = {"limits": {"bytes_per_second": 1e9, "flops_per_second": 1e12}, "rows": []}
+    for contender, ms in (("ours", 2.0), ("eager", 3.0)):
+        facts = {"kernel": "loss", "shape": "1 x 2", "pass": "step", "bytes": 10**6, "flops": 10**9}
+        kernels["rows"].append({**facts, "contender": contender, "samples_ms": [ms]})
+    facts = {"size": "small", "compile": False, "peak_memory_bytes": 2**20, "loss": 1.0}
+    rows = [{**facts, "kernels": name, "tokens_per_second": [rate]} for name, rate in (("none", 10.0), ("loss", 12.0))]
+    for name, samples in (("kernels", kernels), ("kernel-ablation", {"rows": rows})):
+        path = tmp_path / f"{name}.json"
+        result = {"name": name, "hardware": "one", "settings": {"interpreted": True}, "samples": samples}
+        path.write_text(json.dumps(result))
+        kernel_plots.main([path])
+        assert path.with_suffix(".png").stat().st_size > 5000
+
+
+def test_tuning_finds_a_row_that_is_no_slower(tmp_path, monkeypatch):
+    """The tuner walks from the table's row to a faster one and writes a whole table."""
+    own = copy.deepcopy(core.table())
+    monkeypatch.setattr(core, "table", lambda: own)
+    monkeypatch.setattr(tune_kernels, "table", core.table)
+    core.table()["layernorm_forward"]["interpreter"] = [{"up_to": 64, "rows": 1}]  # 128 programs of one row
+    tune_kernels.main(tune_kernels.Options(only="layernorm_forward", write=True, to=str(tmp_path / "table.json")))
+    written = json.loads((tmp_path / "table.json").read_text())
+    assert written["layernorm_forward"]["interpreter"][0]["rows"] > 1
+    assert written["layernorm_forward"]["cuda"] == core.table()["layernorm_forward"]["cuda"]
