@@ -1,12 +1,14 @@
-"""The README's table: what the phases take and reach with their defaults, on this machine.
+"""The documents' tables of runs: what the phases take and reach with their defaults, on this machine.
 
     python -m bench.runs                 # one rank count after another; about a quarter of an hour on 2 cores
     python -m bench.runs --write         # and bench/results/runs-<hardware>.json
+    python -m bench.runs phase2 --write  # phase 2 beside the baseline in its configuration: phase2-runs-<hardware>.json
 
 Each row is the command of the README, run in a new directory: seconds from the command to its end, set-up and data
 being there already, seconds to the first step, and the first and last loss that it logged.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,15 +21,28 @@ from typing import Any
 import torch
 
 from bench.results import write_result
-from nanoGPT.config import PACKAGE
+from nanoGPT.config import PACKAGE, TrainConfig
+from phase2_triton.apply import TritonConfig
 
-COMMANDS = [("baseline", 1), ("baseline", 4), *((phase, n) for phase in ("phase1", "phase3") for n in (1, 2, 4, 8))]
+Command = tuple[str, int, str]  # a target, ranks, flags
+SHARDED = [(phase, n, "") for phase in ("phase1", "phase3") for n in (1, 2, 4, 8)]
+COMMANDS: list[Command] = [("baseline", 1, ""), ("baseline", 4, ""), *SHARDED]
 
 
-def run_one(target: str, ranks: int, out_dir: Path) -> dict[str, Any]:
-    """Run one make target with its default configuration; seconds and losses."""
+def phase2_commands() -> list[Command]:
+    """Phase 2 on 1, 2 and 4 ranks and compiled, after the baseline with phase 2's defaults for a CPU."""
+    ours, base = TritonConfig(), TrainConfig()
+    names = [field.name for field in dataclasses.fields(base)]
+    flags = [f"--{name}={getattr(ours, name)}" for name in names if getattr(ours, name) != getattr(base, name)]
+    kernels: list[Command] = [("phase2", n, "--log_interval=1") for n in (1, 2, 4)]
+    compiled = ("phase2", 1, "--log_interval=1 --compile=True")
+    return [("baseline", 1, " ".join([*flags, "--log_interval=1"])), *kernels, compiled]
+
+
+def run_one(target: str, ranks: int, flags: str, out_dir: Path) -> dict[str, Any]:
+    """Run one make target; seconds and losses."""
     begin = time.time()
-    command = ["make", target, f"GPUS={ranks}", f"ARGS=--out_dir={out_dir}"]
+    command = ["make", target, f"GPUS={ranks}", f"ARGS=--out_dir={out_dir} {flags}"]
     process = subprocess.Popen(command, cwd=PACKAGE.parent, stdout=subprocess.DEVNULL)
     first = None
     while process.poll() is None:
@@ -42,9 +57,11 @@ def run_one(target: str, ranks: int, out_dir: Path) -> dict[str, Any]:
     return {
         "target": target,
         "ranks": ranks,
+        "flags": flags,
         "seconds": time.time() - begin,
         "first_step_seconds": first,
         "steps": lines[-1]["step"],
+        "losses": losses,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "val_loss": lines[-1]["val_loss"],
@@ -52,20 +69,21 @@ def run_one(target: str, ranks: int, out_dir: Path) -> dict[str, Any]:
     }
 
 
-def main(write: bool) -> None:
+def main(words: list[str]) -> None:
     gpus = torch.cuda.device_count()
     rows = []
-    for target, ranks in COMMANDS:
+    name, commands = ("phase2-runs", phase2_commands()) if "phase2" in words else ("runs", COMMANDS)
+    for target, ranks, flags in commands:
         if gpus and ranks > gpus:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(run_one(target, ranks, Path(folder) / "run"))
+            rows.append(run_one(target, ranks, flags, Path(folder) / "run"))
         print(json.dumps(rows[-1]), flush=True)
-    if write:
+    if "--write" in words:
         device = torch.device("cuda", 0) if gpus else torch.device("cpu")
         settings = {"command": "make TARGET GPUS=N", "cores": os.cpu_count()}
-        print(f"wrote {write_result('runs', device, settings, {'rows': rows})}")
+        print(f"wrote {write_result(name, device, settings, {'rows': rows})}")
 
 
 if __name__ == "__main__":
-    main("--write" in sys.argv)
+    main(sys.argv[1:])

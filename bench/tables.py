@@ -57,6 +57,24 @@ def runs_table() -> str:
     return "\n".join(parts)
 
 
+def phase2_runs_table() -> str:
+    """Phase 2's runs, and how far their losses are from the baseline's in the same configuration."""
+    parts = []
+    for result in read_results("phase2-runs"):
+        base, *others = result["samples"]["rows"]
+        rows = []
+        for row in [base, *others]:
+            off = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
+            name = f"`make {row['target']} GPUS={row['ranks']}`" + (", compiled" if "compile" in row["flags"] else "")
+            if row is base:
+                name += ", same configuration"
+            minutes, losses = f"{row['seconds'] / 60:.1f}", f"{row['first_loss']:.2f} to {row['last_loss']:.4f}"
+            rows.append([name, minutes, losses, f"{row['val_loss']:.4f}", "-" if row is base else f"{off:.1e}"])
+        head = ["command", "minutes", "loss", "validation loss", "losses off by at most"]
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + table(head, rows))
+    return "\n".join(parts)
+
+
 def overhead_table() -> str:
     """The trainer's step against the bare loop's."""
     rows = []
@@ -237,6 +255,7 @@ def hardware_of(result: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "runs": runs_table,
     "overhead": overhead_table,
+    "phase2_runs": phase2_runs_table,
     "zero1_state": zero1_state_table,
     "zero1_backends": zero1_backends_table,
     "zero1_overhead": zero1_overhead_table,

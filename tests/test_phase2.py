@@ -242,3 +242,14 @@ print(type(net).__name__, type(optimizer).__name__)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert reason in lines[0] and lines[0].count("kernels:") == 1 and lines[1] == "GPT AdamW"
+
+
+def test_the_launcher_runs_it(tmp_path):
+    """Through the launcher on 2 ranks, what was changed is said once, and the run ends with a sample."""
+    flags = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 16, "batch_size": 2, "max_iters": 2}
+    flags |= {"gradient_accumulation_steps": 2, "eval_iters": 2, "device": "cpu", "out_dir": tmp_path}
+    flags |= {"kernels": "loss,adamw"}
+    words = [f"--{key}={value}" for key, value in flags.items()]
+    ended = run_program("nanoGPT.launch", "--gpus=2", "phase2_triton/train.py", *words)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("kernels: loss") == 1 and "A sample from" in ended.output
