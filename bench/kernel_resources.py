@@ -113,6 +113,11 @@ def signature(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tu
     return types, constants, attributes
 
 
+def label(kernel: Any, _: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """A kernel by its name and by what is switched on in it."""
+    return " ".join([kernel.__name__, *(name for name, value in options.items() if value is True)])
+
+
 def kernel_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """What two launches have in common that one compilation will do for."""
     return kernel.__module__, kernel.__name__, *signature(kernel, args, options), options
@@ -164,7 +169,7 @@ def report() -> dict[str, Any]:
     for architecture in ARCHITECTURES:
         for name, call in calls().items():
             for launched in recorded(architecture, call):
-                jobs.setdefault((architecture, f"{name}: {launched[0].__name__}"), launched)
+                jobs[architecture, f"{name}: {label(*launched)}"] = launched
     distinct = {repr((where, kernel_key(*job))): (*job, where) for (where, _), job in jobs.items()}
     with ThreadPoolExecutor(2) as pool:
         facts = dict(zip(distinct, pool.map(lambda job: compiled(*job), distinct.values()), strict=True))

@@ -239,9 +239,9 @@ def draw(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
 def initial_value(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tensor:
     """The whole fp32 value with which a parameter starts, on the CPU."""
     if name.endswith(".bias"):
-        return torch.zeros(shape)
+        return torch.zeros(shape, device="cpu")
     if len(shape) == 1:  # LayerNorm
-        return torch.ones(shape)
+        return torch.ones(shape, device="cpu")
     std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
-    return torch.empty(shape).normal_(std=std, generator=torch.Generator().manual_seed(key))
+    return torch.empty(shape, device="cpu").normal_(std=std, generator=torch.Generator().manual_seed(key))

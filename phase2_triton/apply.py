@@ -90,8 +90,8 @@ class KernelAttention(CausalSelfAttention):
         if cache is not None:
             return super().forward(x, cache)
         B, T, C = x.size()
-        heads = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()  # (B, nh, T, hs) each, a view of the projection
+        heads = (part.view(B, T, self.n_head, C // self.n_head) for part in self.c_attn(x).split(C, dim=2))
+        q, k, v = (head.transpose(1, 2) for head in heads)  # (B, nh, T, hs) each, a view of the projection
         y = causal_attention(q, k, v, self.dropout if self.training else 0.0)  # its memory is (B, T, nh, hs)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
@@ -139,13 +139,12 @@ REPLACED: tuple[tuple[str, type[nn.Module], type[nn.Module], str], ...] = (
 )
 
 
-def apply_kernels(model: GPT, kernels: str = "all", device: torch.device | None = None) -> list[str]:
+def apply_kernels(model: GPT, kernels: str = "all") -> list[str]:
     """Change a model so that it computes with kernels.
 
     Args:
-        model: an untouched GPT, before it is compiled, wrapped or sharded.
+        model: an untouched GPT on its device, before it is compiled, wrapped or sharded.
         kernels: all, none, or a list such as "layernorm,loss"; `adamw` is the optimizer's: `kernel_optimizer`.
-        device: where it will run; default: where its parameters are.
 
     Returns:
         What was changed, a line each; or one line that says why nothing was.
@@ -154,10 +153,9 @@ def apply_kernels(model: GPT, kernels: str = "all", device: torch.device | None 
         ConfigError: a name that is no kernel.
     """
     names = chosen(kernels)
-    device = device or next(model.parameters()).device
     if not names:
         return ["kernels: none, everything is torch's own"]
-    if reason := why_not(device.type):
+    if reason := why_not(next(model.parameters()).device.type):
         return [f"kernels: none, torch's own run instead: {reason}"]
     lines = []
     for name, plain, kernel, words in REPLACED:

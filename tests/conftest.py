@@ -1,11 +1,15 @@
 """`pytest --device=cuda` runs the same tests on GPUs with NCCL; what cannot run there says why."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "--device=cuda" not in sys.argv:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, also on a machine with a GPU
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # two tests run at a time, many with ranks of their own
 
@@ -20,6 +24,13 @@ def device(request: pytest.FixtureRequest) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("--device=cuda on a machine without a GPU")
     return name
+
+
+@pytest.fixture
+def on_device(device: str) -> Iterator[None]:
+    """Tensors are made on the device that is tested: kernels are interpreted on the CPU, compiled on a GPU."""
+    with torch.device(device):
+        yield
 
 
 @pytest.fixture

@@ -129,4 +129,12 @@ def results_and_gradients(function: Callable[..., Any], inputs: tuple[Tensor, ..
 
 
 def fixed_normal(shape: Any, seed: int = 7) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    """The same numbers on every device, in fp64."""
+    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
+    return drawn.to(torch.get_default_device())
+
+
+def fixed_integers(most: int, shape: Any, seed: int = 5) -> Tensor:
+    """The same integers below `most` on every device."""
+    drawn = torch.randint(most, shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())

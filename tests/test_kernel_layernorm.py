@@ -7,6 +7,8 @@ from phase2_triton.kernels import layernorm
 from phase2_triton.kernels.core import KernelError
 from tests.kernels import assert_as_exact_as_torch, fixed_normal, gap, guard_bands, guarded
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def inputs(M, N, dtype=torch.float32, bias=True):
     x, branch = (fixed_normal((M, N), seed).to(dtype).requires_grad_() for seed in (1, 2))
@@ -133,7 +135,7 @@ def test_autocast_and_mixed_types():
     """Under autocast the norm comes in bfloat16 and the stream stays fp32; a narrower branch gets its own gradient."""
     x, branch, weight, bias = inputs(33, 769)
     narrow = branch.detach().bfloat16().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         total, y = layernorm.add_layer_norm(x, narrow, weight, bias)
     assert total.dtype == torch.float32 and y.dtype == torch.bfloat16
     exact_total, exact = plain_add(x.double(), narrow.double(), weight.double(), bias.double())

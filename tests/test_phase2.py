@@ -15,9 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from nanoGPT.exits import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from phase2_triton.apply import KERNELS, TritonConfig, apply_kernels, chosen, kernel_optimizer
+from phase2_triton.kernels.core import interpreting
 from tests.helpers import ROOT, assert_refused, gap, run_program, tiny, train
+from tests.kernels import fixed_integers
 from workshop.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("on_device")
 SMALL = {"dropout": 0.0, "gradient_accumulation_steps": 2, "max_iters": 6, "learning_rate": 1e-2, "min_lr": 1e-3}
 OWN_MASKS = "adamw,embedding,gelu,layernorm,loss"  # all but attention, whose dropout draws masks of its own
 
@@ -30,7 +33,13 @@ def model(**changes) -> GPT:
 
 
 def batch(seed=1, B=3, T=16):
-    return torch.randint(75, (2, B, T), generator=torch.Generator().manual_seed(seed))
+    return fixed_integers(75, (2, B, T), seed)
+
+
+def losses_of(phase, ranks, out, device, **changes):
+    """The losses of a small run in fp32, not compiled; `changes` win."""
+    plain = {**SMALL, "device": device, "dtype": "float32", "compile": False}
+    return train(phase, ranks, tiny(phase, out, **{**plain, **changes}), timeout=220)
 
 
 def step(net, x, y):
@@ -77,7 +86,7 @@ def test_what_was_changed_is_said_and_shown():
     assert apply_kernels(net, "none") == ["kernels: none, everything is torch's own"]
     lines = apply_kernels(net, "layernorm,attention")
     assert lines[0].startswith("kernels: attention: 2 x") and lines[1].startswith("kernels: layernorm: 5 x")
-    assert "interpreter" in lines[-1]
+    assert ("interpreted" in lines[-1]) is interpreting()
     assert "KernelAttention" in repr(net) and "KernelLayerNorm" in repr(net) and "KernelMLP" not in repr(net)
 
 
@@ -93,47 +102,46 @@ def test_generation_is_the_same():
         assert torch.equal(*texts)
 
 
-def test_a_hundred_steps_follow_the_baseline(tmp_path):
+def test_a_hundred_steps_follow_the_baseline(tmp_path, device):
     """100 training steps with all kernels: every loss is within 1e-4 of the baseline's."""
-    small = {**SMALL, "n_layer": 1, "max_iters": 100, "gradient_accumulation_steps": 1, "eval_interval": 1000}
-    base = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "base", **small))
-    ours = train("phase2_triton", 1, tiny("phase2_triton", tmp_path / "ours", **small), timeout=200)
+    small = {"n_layer": 1, "max_iters": 100, "gradient_accumulation_steps": 1, "eval_interval": 1000}
+    base, ours = (losses_of(phase, 1, tmp_path / phase, device, **small) for phase in ("nanoGPT", "phase2_triton"))
     assert len(ours) == 100 and base[99] < base[0] - 0.5
     assert gap(base, ours) <= 1e-4
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_losses_do_not_depend_on_ranks(ranks, tmp_path):
+def test_losses_do_not_depend_on_ranks(ranks, tmp_path, device, need_ranks):
     """With dropout, whose masks are the baseline's but in the attention kernel, n ranks print the baseline's losses."""
-    small = {**SMALL, "dropout": 0.2, "gradient_accumulation_steps": 4, "max_iters": 3}
-    base = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "base", **small))
-    ours = train("phase2_triton", ranks, tiny("phase2_triton", tmp_path / "ours", kernels=OWN_MASKS, **small))
+    need_ranks(ranks)
+    small = {"dropout": 0.2, "gradient_accumulation_steps": 4, "max_iters": 3}
+    base = losses_of("nanoGPT", 1, tmp_path / "base", device, **small)
+    ours = losses_of("phase2_triton", ranks, tmp_path / "ours", device, kernels=OWN_MASKS, **small)
     assert gap(base, ours) <= 1e-5
 
 
-def test_attentions_masks_do_not_depend_on_ranks(tmp_path):
+def test_attentions_masks_do_not_depend_on_ranks(tmp_path, device, need_ranks):
     """With dropout in the attention kernel the curve is its own, and the same at 1 and 2 ranks."""
-    small = {**SMALL, "dropout": 0.2, "max_iters": 3}
-    one, two = (train("phase2_triton", n, tiny("phase2_triton", tmp_path / str(n), **small)) for n in (1, 2))
+    need_ranks(2)
+    small = {"dropout": 0.2, "max_iters": 3}
+    one, two = (losses_of("phase2_triton", n, tmp_path / str(n), device, **small) for n in (1, 2))
     assert gap(one, two) <= 1e-6
-    assert gap(one, train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "base", **small))) > 1e-3
+    assert gap(one, losses_of("nanoGPT", 1, tmp_path / "base", device, **small)) > 1e-3
 
 
-def test_a_resumed_run_is_the_same_run(tmp_path):
+def test_a_resumed_run_is_the_same_run(tmp_path, device):
     """Cut after 3 of 6 steps and resumed, the losses are the whole run's to the last digit; the baseline's nearly."""
-    whole = train("phase2_triton", 1, tiny("phase2_triton", tmp_path / "whole", **SMALL))
-    cut = {**SMALL, "max_iters": 3, "lr_decay_iters": 6}
+    whole = losses_of("phase2_triton", 1, tmp_path / "whole", device)
     for out, phase, exact in (("same", "phase2_triton", True), ("other", "nanoGPT", False)):
-        train("phase2_triton", 1, tiny("phase2_triton", tmp_path / out, **cut))
-        resumed = train(phase, 1, tiny(phase, tmp_path / out, **{**SMALL, "init_from": "resume", "lr_decay_iters": 6}))
+        losses_of("phase2_triton", 1, tmp_path / out, device, max_iters=3, lr_decay_iters=6)
+        resumed = losses_of(phase, 1, tmp_path / out, device, init_from="resume", lr_decay_iters=6)
         assert resumed == whole if exact else gap(resumed, whole) <= 1e-5
 
 
-def test_compiled_equals_eager(tmp_path):
+def test_compiled_equals_eager(tmp_path, device):
     """--compile=True prints eager's losses: every kernel is inside the graph."""
     eager, compiled = (
-        train("phase2_triton", 1, tiny("phase2_triton", tmp_path / str(on), **SMALL, compile=on), timeout=220)
-        for on in (False, True)
+        losses_of("phase2_triton", 1, tmp_path / str(on), device, max_iters=3, compile=on) for on in (False, True)
     )
     assert gap(eager, compiled) <= 1e-5
 
@@ -144,22 +152,25 @@ def test_the_whole_model_is_one_graph():
     apply_kernels(net)
     compiled = torch.compile(net, fullgraph=True)
     for narrow, limit in ((False, 2e-6), (True, 2e-3)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=narrow):
             (loss, grads), (expected, expected_grads) = (step(n, *batch()) for n in (compiled, net))
         assert abs(loss - expected) <= limit
         assert largest_gap({k.removeprefix("_orig_mod."): v for k, v in grads.items()}, expected_grads) <= limit
 
 
-def test_bfloat16_is_near_the_baseline(tmp_path):
+def test_bfloat16_is_near_the_baseline(tmp_path, device):
     """Interpreted bfloat16 is rounded as torch rounds: the losses are near the baseline's in bfloat16."""
-    small = {**SMALL, "dtype": "bfloat16", "max_iters": 3}
-    base, ours = (train(phase, 1, tiny(phase, tmp_path / phase, **small)) for phase in ("nanoGPT", "phase2_triton"))
+    base, ours = (
+        losses_of(phase, 1, tmp_path / phase, device, dtype="bfloat16", max_iters=3)
+        for phase in ("nanoGPT", "phase2_triton")
+    )
     assert gap(base, ours) <= 4e-3
 
 
-def sharded_step(how: str) -> tuple[float, float]:
+def sharded_step(how: str, device: str) -> tuple[float, float]:
     """This rank's loss and the largest difference of its gradients from the plain model's mean over the ranks."""
     rank = torch.distributed.get_rank()
+    torch.set_default_device(torch.device(device, rank) if device == "cuda" else device)
     plain, net = model(), model()
     apply_kernels(net)
     if how == "ddp":
@@ -179,9 +190,10 @@ def sharded_step(how: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_under_data_parallelism(how):
+def test_under_data_parallelism(how, device, need_ranks):
     """Replicated by DDP or sharded by FSDP2 over 2 ranks, the averaged gradients are the plain model's."""
-    for loss_off, off in run_on_ranks(sharded_step, 2, how, show=False):
+    need_ranks(2)
+    for loss_off, off in run_on_ranks(sharded_step, 2, how, device, show=False, device=device):
         assert loss_off <= 2e-6 and off <= 2e-6
 
 
@@ -244,10 +256,11 @@ print(type(net).__name__, type(optimizer).__name__)
     assert reason in lines[0] and lines[0].count("kernels:") == 1 and lines[1] == "GPT AdamW"
 
 
-def test_the_launcher_runs_it(tmp_path):
+def test_the_launcher_runs_it(tmp_path, device, need_ranks):
     """Through the launcher on 2 ranks, what was changed is said once, and the run ends with a sample."""
+    need_ranks(2)
     flags = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 16, "batch_size": 2, "max_iters": 2}
-    flags |= {"gradient_accumulation_steps": 2, "eval_iters": 2, "device": "cpu", "out_dir": tmp_path}
+    flags |= {"gradient_accumulation_steps": 2, "eval_iters": 2, "device": device, "out_dir": tmp_path}
     flags |= {"kernels": "loss,adamw"}
     words = [f"--{key}={value}" for key, value in flags.items()]
     ended = run_program("nanoGPT.launch", "--gpus=2", "phase2_triton/train.py", *words)

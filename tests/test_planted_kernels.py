@@ -16,6 +16,8 @@ from phase2_triton.kernels import cross_entropy, layernorm, linear_cross_entropy
 from phase2_triton.kernels.core import jit, launch, recording, tile, tl, wide
 from tests.kernels import assert_near, fixed_normal, gap, guard_bands, guarded
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def logits_and_targets(M, V):
     return (3 * fixed_normal((M, V))).float(), torch.arange(M) * 7 % V

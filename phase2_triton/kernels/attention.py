@@ -13,8 +13,7 @@ dq is a sum over keys, dk and dv are sums over queries: two kernels, each with s
 atomics and no bit changes from run to run. Both make s and dp, which is two products more than one kernel would make.
 
 A query sees the keys up to its own, so only the blocks on the diagonal need a mask; the same mask hides keys past T.
-
-Steps of the forward: 1 all keys at once, 2 online softmax, every block masked, 3 no mask off the diagonal.
+Steps of the forward: 1 all keys at once, 2 online softmax with a mask on every block, 3 only on the diagonal.
 """
 
 import math
@@ -205,6 +204,8 @@ def run(
     chosen = config(name + kind, hs)
     block, step, together = chosen.pop("block"), chosen.pop("step"), chosen.pop("heads", 1)
     if together > 1:  # in the interpreter, where few programs are fast: tiles get a dimension of heads in front
+        while 16 < block >= 2 * T:
+            block, step, together = block // 2, step // 2, together * 2
         together = max(1, min(together, B * nh & -(B * nh)))  # a power of two that divides their number
     strided = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in strided)
     rounding = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"  # of fp32 alone
@@ -295,6 +296,5 @@ def check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None
 
 def cost(B: int, nh: int, T: int, hs: int, itemsize: int) -> tuple[Cost, Cost]:
     """Forward and backward; FLOPs: 2 and 5 products over the pairs that causality leaves; workspace: delta."""
-    matrix, column, pairs = B * nh * T * hs * itemsize, 4 * B * nh * T, B * nh * T * (T + 1) // 2
-    there = Cost(3 * matrix, matrix + column, 4 * pairs * hs)
-    return there, Cost(5 * matrix + column, 3 * matrix, 10 * pairs * hs, column)
+    matrix, rows, pairs = B * nh * T * hs * itemsize, 4 * B * nh * T, B * nh * T * (T + 1) // 2
+    return Cost(3 * matrix, matrix + rows, 4 * pairs * hs), Cost(5 * matrix + rows, 3 * matrix, 10 * pairs * hs, rows)
