@@ -187,7 +187,7 @@ def cost_cells(cost: Cost) -> list[str]:
 
 
 def kernel_resources_table() -> str:
-    """What each launch compiles to on three architectures."""
+    """What each launch compiles to on three architectures; a second width only where it makes a difference."""
     kernels = json.loads((RESULTS / "kernel-resources.json").read_text())["kernels"]
     architectures = list(kernels)
     rows = []
@@ -195,7 +195,8 @@ def kernel_resources_table() -> str:
         found = [kernels[architecture][name] for architecture in architectures]
         cells = [f"{f['registers']}, {f['shared_bytes'] / 1024:.0f} KiB, {f['instructions']:,}" for f in found]
         units = [f["tensor_cores"][0] if f["tensor_cores"] else "-" for f in found]
-        rows.append([name, *cells, " ".join(dict.fromkeys(units))])
+        if cells not in [row[1:-1] for row in rows]:
+            rows.append([name, *cells, " ".join(dict.fromkeys(units))])
     return table(["call: kernel", *architectures, "tensor cores"], rows)
 
 

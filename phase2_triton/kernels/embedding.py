@@ -181,7 +181,7 @@ def tokens_op(dout: Tensor, idx: Tensor, V: int) -> Tensor:
     whole = idx.numel() // length
     sums = dout.new_empty(whole, C, dtype=torch.promote_types(dout.dtype, torch.float32))
     launch(
-        windows_kernel, (-(-whole // windows), -(-C // block)), dout, tokens, order, sums, whole, C,
+        windows_kernel, (whole // windows + 1, -(-C // block)), dout, tokens, order, sums, whole, C,
         WINDOWS=windows, LENGTH=length, BLOCK=block, **chosen,
     )  # fmt: skip
     chosen = config("embedding_tokens", V)
