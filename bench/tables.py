@@ -190,7 +190,7 @@ def kernel_resources_table() -> str:
     """What each launch compiles to on three architectures; a second width only where it makes a difference."""
     kernels = json.loads((RESULTS / "kernel-resources.json").read_text())["kernels"]
     architectures = list(kernels)
-    rows = []
+    rows: list[list[str]] = []
     for name in kernels[architectures[0]]:
         found = [kernels[architecture][name] for architecture in architectures]
         cells = [f"{f['registers']}, {f['shared_bytes'] / 1024:.0f} KiB, {f['instructions']:,}" for f in found]
@@ -209,7 +209,8 @@ def kernels_table() -> str:
     for result in read_results("kernels"):
         if result["settings"]["interpreted"]:
             continue
-        limit, rows = result["samples"]["limits"], []
+        limit = result["samples"]["limits"]
+        rows: list[list[str]] = []
         groups: dict[tuple[str, ...], dict[str, Any]] = {}
         for row in result["samples"]["rows"]:
             if "error" not in row:

@@ -8,54 +8,54 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-BAND = 64  # elements of NaN on each side of a buffer
-
-
-def filler(dtype: torch.dtype) -> float | int:
-    return float("nan") if dtype.is_floating_point else -(10**9)
+BAND = 64  # elements on each side of a buffer
+BESIDE_RESULTS = -7777  # a number: NaN that was made from NaN would not be seen in a band of NaN
 
 
 def guarded(tensor: Tensor) -> Tensor:
-    """The same values in a contiguous buffer between bands of NaN: whatever is read beyond its ends shows."""
-    return Bands().around(tensor.shape, tensor.dtype).copy_(tensor).requires_grad_(tensor.requires_grad)
+    """The same values in a contiguous buffer between bands of NaN: whatever is read beyond its ends shows.
+
+    Integers stand between bands of a negative number, far from any label.
+    """
+    around = float("nan") if tensor.is_floating_point() else -(10**9)
+    return Bands(around).make(tensor.shape, tensor.dtype).copy_(tensor).requires_grad_(tensor.requires_grad)
 
 
 class Bands:
-    """Buffers that begin as NaN between bands of NaN."""
+    """Buffers between bands of one number; they begin as NaN, so an element that is left unwritten shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: float) -> None:
+        self.around = around
         self.buffers: list[Tensor] = []
         self.plain_empty = torch.empty  # also where torch.empty is patched
 
-    def around(self, shape: Any, dtype: torch.dtype) -> Tensor:
+    def make(self, shape: Any, dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel()
-        buffer = self.plain_empty(size + 2 * BAND, dtype=dtype).fill_(filler(dtype))
+        buffer = self.plain_empty(size + 2 * BAND, dtype=dtype).fill_(self.around)
         self.buffers.append(buffer)
-        return buffer[BAND : BAND + size].view(shape)
+        inner = buffer[BAND : BAND + size]
+        return (inner.fill_(float("nan")) if dtype.is_floating_point else inner).view(shape)
 
     def intact(self) -> bool:
-        return all(
-            bool((band.isnan() if band.is_floating_point() else band == filler(band.dtype)).all())
-            for buffer in self.buffers
-            for band in (buffer[:BAND], buffer[-BAND:])
-        )
+        bands = (band for buffer in self.buffers for band in (buffer[:BAND], buffer[-BAND:]))
+        return all(bool((band == self.around).all()) for band in bands)
 
 
 @contextlib.contextmanager
 def guard_bands() -> Iterator[Bands]:
-    """Put bands of NaN around every buffer that is allocated inside by empty, empty_like or new_empty.
+    """Put bands around every buffer that is allocated inside by empty, empty_like or new_empty.
 
-    The buffers begin as NaN too, so an element that a kernel leaves unwritten is seen. Fails at the end where a
-    kernel wrote into a band.
+    The buffers begin as NaN, so an element that a kernel leaves unwritten is seen. Fails at the end where a kernel
+    wrote into a band.
     """
-    bands = Bands()
+    bands = Bands(BESIDE_RESULTS)
 
     def empty(*shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return bands.around(sizes, dtype or torch.get_default_dtype())
+        return bands.make(sizes, dtype or torch.get_default_dtype())
 
     def empty_like(like: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-        return bands.around(like.shape, dtype or like.dtype)
+        return bands.make(like.shape, dtype or like.dtype)
 
     def new_empty(self: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         return empty(*shape, dtype=dtype or self.dtype)

@@ -10,6 +10,8 @@ from phase2_triton.kernels.adamw import TritonAdamW
 from phase2_triton.kernels.core import KernelError, launch
 from tests.kernels import assert_near, fixed_normal, gap
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SHAPES = [(1,), (769,), (33, 65), (3, 5), (20000,)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 

@@ -13,6 +13,8 @@ from phase2_triton.kernels.attention import causal_attention, reference, store_r
 from phase2_triton.kernels.core import KernelError, jit, launch, tile, tl
 from tests.kernels import assert_as_exact_as_torch, fixed_normal, gap, guard_bands, guarded
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def projection(B, nh, T, hs, dtype=torch.float32):
     """What the model's heads are views of: (B, T, 3, nh, hs)."""
@@ -274,7 +276,7 @@ def test_autocast():
 
     def under(function):
         def cast(qkv):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16):
                 return function(qkv)
 
         return cast

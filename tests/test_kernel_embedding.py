@@ -8,6 +8,8 @@ from phase2_triton.kernels.core import KernelError, launch
 from phase2_triton.kernels.embedding import embedding
 from tests.kernels import assert_as_exact_as_torch, assert_near, fixed_normal, gap, guard_bands, guarded
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 TILES = {
     "embedding_forward": {"rows": 4, "block": 32},
     "embedding_positions": {"rows": 4, "block": 32},
@@ -18,7 +20,8 @@ TILES = {
 
 def tokens(B, T, V, seed=5):
     """A few tokens are frequent and most are rare, as in text."""
-    return (V * torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) ** 4).long()
+    drawn = torch.rand(B, T, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return (V * drawn**4).long().to(torch.get_default_device())
 
 
 def weights(V, P, C, dtype=torch.float32):
@@ -127,7 +130,7 @@ def test_autocast_and_bfloat16():
     idx = tokens(3, 7, 20)
     for dtype in (torch.float32, torch.bfloat16):
         wte, wpe = weights(20, 16, 33, dtype)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             out, theirs = embedding(idx, wte, wpe), torch.nn.functional.embedding(idx, wte) + wpe[:7]
         assert out.dtype == dtype == theirs.dtype and torch.equal(out, theirs)
         exact = torch.autograd.grad(bound(idx, 0, module.reference)(wte.double(), wpe.double()).sum(), (wte, wpe))

@@ -10,6 +10,8 @@ from phase2_triton.kernels import gelu
 from phase2_triton.kernels.core import KernelError, launch
 from tests.kernels import assert_as_exact_as_torch, assert_near, fixed_normal, gap
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 TILES = {
     "gelu_forward": {"rows": 2, "block": 64},
     "gelu_backward": {"rows": 2, "block": 64, "programs": 3},
@@ -141,12 +143,12 @@ def test_compiled_whole():
 
 
 def test_autocast():
-    """Under autocast the product is of bfloat16 factors, its gradients come in the master weights' fp32."""
+    """Under autocast the result is bfloat16, as exact as torch's, and gradients come in the master weights' fp32."""
     x, w, b = leaves((33, 64), (100, 64), (100,))
     dy = fixed_normal((33, 100))
     found = []
     for function in (gelu.linear_gelu, plain_linear("none")):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             y = function(x, w, b)
         found.append([y, *torch.autograd.grad(y, (x, w, b), dy.to(y.dtype))])
     exact = plain_linear("none")(*(t.double() for t in (x, w, b)))
@@ -154,7 +156,7 @@ def test_autocast():
     assert [t.dtype for t in found[0]] == [torch.bfloat16, *[torch.float32] * 3] == [t.dtype for t in found[1]]
     for mine, torchs, true in zip(*found, exact, strict=True):
         assert_near(mine, torchs, true)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y = gelu.bias_gelu(x.detach())
     assert torch.equal(y, gelu.bias_gelu(x.detach()).bfloat16())  # rounded to the nearest
 

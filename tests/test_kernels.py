@@ -86,3 +86,82 @@ def test_the_table_is_sound():
         assert len(names) == 1, kernel
         for where in rows.values():
             assert [row["up_to"] for row in where] == sorted(row["up_to"] for row in where), kernel
+
+
+def test_the_model_is_one_graph_for_a_gpu_too():
+    """Traced for a GPU with none at hand, the model with all kernels is one graph, and they write to results alone."""
+    words = [sys.executable, "-c", GRAPH]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    norm, norm_back = ["mean", "rstd", "y"], ["layernorm", "backward_kernel", ["db", "dw", "dx"]]
+    assert found["forward"] == [
+        ["embedding", "forward_kernel", ["out"]],
+        ["layernorm", "forward_kernel", norm],
+        ["attention", "forward_kernel", ["lse", "y"]],
+        ["layernorm", "forward_kernel", ["mean", "rstd", "total", "y"]],
+        ["gelu", "forward_kernel", ["y"]],
+        ["layernorm", "forward_kernel", norm],
+        ["cross_entropy", "forward_kernel", ["logits", "losses", "peaks", "totals"]],
+    ]
+    assert found["backward"] == [
+        norm_back,
+        ["gelu", "backward_kernel", ["db", "dx"]],
+        norm_back,
+        ["attention", "backward_kernel", ["delta", "out"]],
+        ["attention", "backward_kernel", ["out", "out_v"]],
+        norm_back,
+        ["embedding", "windows_kernel", ["sums"]],
+        ["embedding", "tokens_kernel", ["dwte"]],
+        ["embedding", "positions_kernel", ["dwpe"]],
+    ]
+
+
+GRAPH = """
+import json
+import torch, triton
+from triton.backends.compiler import GPUTarget
+
+
+class Driver:  # a GPU that is only asked for its kind
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+
+triton.runtime.driver.set_active(Driver())
+from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+from nanoGPT.model import GPT, GPTConfig
+from phase2_triton import apply
+from phase2_triton.kernels import core
+
+core.architecture, core.why_not, apply.why_not = (lambda: "sm_90"), (lambda _: None), (lambda _: None)
+found = {"forward": [], "backward": []}
+
+
+def look(name):
+    def compiler(graph, _):
+        for node in graph.graph.nodes:
+            if "triton_kernel_wrapper" in str(node.target):
+                kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+                kernel = getattr(kernel, "fn", kernel)
+                module = kernel.__module__.split(".")[-1]
+                found[name].append((module, kernel.__name__, sorted(node.kwargs["tensors_to_clone"])))
+        return graph
+
+    return compiler
+
+
+with torch.device("meta"):
+    net = GPT(GPTConfig(1, 2, 32, 16, True, 75))
+    apply.apply_kernels(net)
+    idx = torch.zeros(2, 16, dtype=torch.int64)
+backend = aot_autograd(fw_compiler=look("forward"), bw_compiler=look("backward"))
+torch.compile(net, backend=backend, fullgraph=True)(idx, idx)[1].backward()
+print(json.dumps(found))
+"""

@@ -127,14 +127,16 @@ def flat(x: Tensor) -> Tensor:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run `kernel[grid]`, or nothing where tensors are fake: then only shapes and types are asked for."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if RECORDERS:
         RECORDERS[-1].launches.append((kernel, args, options))
+    elif 0 in grid:  # no rows: there is nothing to write
         return
-    if interpreting():
-        if not any(isinstance(arg, FakeTensor) or (isinstance(arg, Tensor) and arg.is_meta) for arg in args):
-            kernel[grid](*args, **options)
-        return
-    torch.library.wrap_triton(kernel)[grid](*args, **options)
+    elif not interpreting():
+        with torch.cuda.device_of(tensors[0]):  # which need not be the current one
+            torch.library.wrap_triton(kernel)[grid](*args, **options)
+    elif not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        kernel[grid](*args, **options)
 
 
 def kernel_op(name: str, mutates: Iterable[str] = (), flops: Callable[..., int] | None = None) -> Callable[..., Any]:
@@ -256,6 +258,4 @@ def tile(size: int, least: int = 1) -> int:
 @jit
 def wide(x):
     """Compute in fp32 whatever was loaded, but fp64 in fp64."""
-    if x.dtype == tl.float64:
-        return x
-    return x.to(tl.float32)
+    return x if x.dtype == tl.float64 else x.to(tl.float32)

@@ -23,7 +23,6 @@ from phase2_triton.kernels.core import (
     check_tensors,
     config,
     flat,
-    interpreting,
     jit,
     kernel_op,
     launch,
@@ -142,23 +141,18 @@ def linear_kernel(
     tl.store(y + at, v * share, mask=inside)
 
 
-def computed(dtype: torch.dtype) -> torch.dtype:
-    """The type in which kernels are to compute: the interpreter's bfloat16 is wrong."""
-    return torch.float32 if interpreting() and dtype == torch.bfloat16 else dtype
-
-
 @kernel_op("bias_gelu")
 def forward_op(x: Tensor, bias: Tensor | None, tanh: bool, dtype: torch.dtype) -> Tensor:
     """GELU of contiguous (M, N) x, plus its bias."""
     M, N = x.shape
     chosen = config("gelu_forward", N)
     rows, block = chosen.pop("rows"), chosen.pop("block")
-    y = torch.empty_like(x, dtype=computed(dtype))
+    y = torch.empty_like(x, dtype=dtype)
     launch(
         forward_kernel, (-(-M // rows), -(-N // block)), x, bias, y, M, N,
         HAS_BIAS=bias is not None, TANH=tanh, ROWS=rows, BLOCK=block, **chosen,
     )  # fmt: skip
-    return y.to(dtype)
+    return y
 
 
 @kernel_op("bias_gelu_backward")
@@ -185,17 +179,16 @@ def linear_op(
     (M, K), N = x.shape, weight.size(0)
     chosen = config("linear_gelu" if dtype.itemsize == 2 else "linear_gelu_single", N)
     rows, cols, depth, group = (chosen.pop(name) for name in ("rows", "cols", "depth", "group"))
-    inner = computed(dtype)
-    y = x.new_empty((M, N), dtype=inner)
-    pre = x.new_empty((M, N) if save else (0,), dtype=inner)
+    y = x.new_empty((M, N), dtype=dtype)
+    pre = x.new_empty((M, N) if save else (0,), dtype=dtype)
     launch(
         linear_kernel, (-(-M // rows) * -(-N // cols),),
-        x.to(dtype).to(inner), weight.to(dtype).to(inner), bias, y, pre, M, N, K,
+        x.to(dtype), weight.to(dtype), bias, y, pre, M, N, K,
         HAS_BIAS=bias is not None, SAVE=save, TANH=tanh,
         PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         ROWS=rows, COLS=cols, DEPTH=depth, GROUP=group, **chosen,
     )  # fmt: skip
-    return y.to(dtype), pre.to(dtype)
+    return y, pre
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

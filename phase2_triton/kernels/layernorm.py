@@ -190,7 +190,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
         KernelError: a shape, type or device that does not fit.
     """
     check("layer_norm", x, None, weight, bias)
-    y, *_ = forward_op(flat(x), None, weight, bias, eps, result_dtype(x))
+    y, *_ = forward_op(flat(x), None, *dense(weight, bias), eps, result_dtype(x))
     return y.view(x.shape)
 
 
@@ -210,8 +210,12 @@ def add_layer_norm(
         KernelError: a shape, type or device that does not fit.
     """
     check("add_layer_norm", x, branch, weight, bias)
-    y, total, *_ = forward_op(flat(x), flat(branch), weight, bias, eps, result_dtype(x))
+    y, total, *_ = forward_op(flat(x), flat(branch), *dense(weight, bias), eps, result_dtype(x))
     return total.view(x.shape), y.view(x.shape)
+
+
+def dense(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
 def check(kernel: str, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
