@@ -1,21 +1,24 @@
 """`pytest --device=cuda` runs the same tests on GPUs with NCCL; what cannot run there says why."""
 
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if "--device=cuda" not in sys.argv:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, also on a machine with a GPU
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # two tests run at a time, many with ranks of their own
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before a test file imports Triton, on a machine with a GPU too: kernels on a CPU are interpreted."""
+    if config.getoption("--device") == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
