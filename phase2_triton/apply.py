@@ -20,7 +20,7 @@ from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, KVCache
 from nanoGPT.optim import configure_optimizer, param_groups
 from phase2_triton.kernels.adamw import TritonAdamW
 from phase2_triton.kernels.attention import causal_attention
-from phase2_triton.kernels.core import interpreting, why_not
+from phase2_triton.kernels.core import KernelError, interpreting, why_not
 from phase2_triton.kernels.embedding import embedding
 from phase2_triton.kernels.gelu import bias_gelu
 from phase2_triton.kernels.layernorm import add_layer_norm, layer_norm
@@ -66,13 +66,14 @@ def chosen(kernels: str) -> frozenset[str]:
     Raises:
         ConfigError: a name that is none of them.
     """
-    if kernels in ("all", "none"):
-        return frozenset(KERNELS if kernels == "all" else ())
-    names = [name.strip() for name in kernels.split(",")]
+    names = [name.strip().lower() for name in kernels.split(",")]
+    if names in (["all"], ["none"]):
+        return frozenset(KERNELS if names == ["all"] else ())
     for name in names:
         if name not in KERNELS:
-            close = nearest(name, [*KERNELS, "all", "none"])
-            raise ConfigError(f"--kernels={kernels}: there is no kernel {name!r}{close} (known: {', '.join(KERNELS)})")
+            close = nearest(name, list(KERNELS))
+            known = f"all, none, or some of {','.join(KERNELS)}"
+            raise ConfigError(f"--kernels={kernels}: there is no kernel {name!r}{close or ': give ' + known}")
     return frozenset(names)
 
 
@@ -131,6 +132,24 @@ class KernelGPT(GPT):
         return None, linear_cross_entropy(x, self.lm_head.weight, targets, ignore_index=-1)
 
 
+def check_untouched(model: GPT) -> None:
+    """Refuse a model whose own code would be lost: kernels take the place of `forward`s that are the baseline's.
+
+    Raises:
+        KernelError: says which module is not the baseline's.
+    """
+    if type(model) is not GPT:
+        advice = "a GPT before it is compiled, wrapped, subclassed or given kernels"
+        raise KernelError(f"apply_kernels: the model is a {type(model).__name__}: give {advice}")
+    for name, module in model.named_modules():
+        if type(module) in (KernelLayerNorm, KernelAttention, KernelMLP, KernelBlock):
+            raise KernelError(f"apply_kernels: {name} has a kernel already: name all that are wanted in one call")
+        if name.rpartition(".")[2] in ("c_fc", "lm_head") and type(module) is not nn.Linear:
+            raise KernelError(f"apply_kernels: {name} is a {type(module).__name__}: a kernel would pass it by")
+    if model.lm_head.bias is not None:
+        raise KernelError("apply_kernels: lm_head has a bias, which the loss's kernel would leave out: remove it")
+
+
 REPLACED: tuple[tuple[str, type[nn.Module], type[nn.Module], str], ...] = (
     ("attention", CausalSelfAttention, KernelAttention, "causal flash attention"),
     ("gelu", MLP, KernelMLP, "bias + GELU between the products"),
@@ -151,8 +170,10 @@ def apply_kernels(model: GPT, kernels: str = "all") -> list[str]:
 
     Raises:
         ConfigError: a name that is no kernel.
+        KernelError: a model that is not the baseline's, or has kernels already.
     """
     names = chosen(kernels)
+    check_untouched(model)
     if not names:
         return ["kernels: none, everything is torch's own"]
     if reason := why_not(next(model.parameters()).device.type):

@@ -259,3 +259,33 @@ def test_what_it_cannot_take_is_one_sentence():
     assert not optimizer.state and torch.equal(good, torch.ones(3, 4))
     with pytest.raises(TypeError, match="weight_dacey"):
         TritonAdamW([good], weight_dacey=0.0)
+
+
+def test_a_state_of_another_shape_is_refused():
+    """The kernel is handed addresses, so moments or parameters of another size, type or layout must never reach it."""
+
+    def grown(p):
+        p.data = torch.zeros(9, 9)
+        p.grad = torch.zeros(9, 9)
+
+    def halved(p):
+        p.data = p.data.half()
+        p.grad = torch.zeros_like(p)
+
+    for change in (grown, halved):
+        p = torch.nn.Parameter(torch.zeros(5, 7))
+        optimizer = TritonAdamW([p])
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        change(p)
+        with pytest.raises(KernelError, match="exp_avg is .* and its parameter .*: load the state of this model"):
+            optimizer.step()
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        small, large = torch.nn.Parameter(torch.zeros(8, 64)), torch.nn.Parameter(torch.zeros(4096, 64))
+        small.grad, large.grad = torch.ones_like(small), torch.ones_like(large)
+        source = kind([small], **({"momentum": 0.9, "lr": 0.1} if kind is torch.optim.SGD else {}))
+        source.step()
+        optimizer = TritonAdamW([large])
+        optimizer.state = {large: dict(source.state[small])}
+        with pytest.raises(KernelError, match="load"):
+            optimizer.step()

@@ -199,11 +199,11 @@ WRONG = [
         (torch.zeros(3, dtype=torch.int64), (5, 8), (4, 8)),
         r"idx is \(3,\), torch.int64, on cpu: give \(B, T\) of int64",
     ),
-    ((torch.zeros(1, 3).int(), (5, 8), (4, 8)), r"torch.int32, on cpu: give \(B, T\) of int64"),
+    ((torch.zeros(1, 3).short(), (5, 8), (4, 8)), r"torch.int16, on cpu: give \(B, T\) of int64"),
     ((torch.zeros(1, 3).long(), (5, 8), (4, 7)), "give two matrices of one width and type"),
     ((torch.zeros(1, 3).long(), (0, 8), (4, 8)), "give at least one token and one channel"),
     ((torch.zeros(1, 3).long(), (5, 8), (4, 8), 2), "3 tokens from position 2 do not fit into the 4 rows of wpe"),
-    ((torch.zeros(1, 3).long(), (5, 8), (4, 8), -1), "from position -1 do not fit"),
+    ((torch.zeros(1, 3).long(), (5, 8), (4, 8), -1), "first=-1: give a number from 0"),
 ]
 
 

@@ -261,3 +261,12 @@ def test_wrong_input_is_one_sentence():
         with pytest.raises(KernelError, match=words) as refused:
             call()
         assert "\n" not in str(refused.value)
+
+
+def test_a_second_derivative_is_refused():
+    """Neither operator is differentiable twice, and says so instead of giving half of it."""
+    x, w = fixed_normal((4, 6), 1).float().requires_grad_(), fixed_normal((5, 6), 2).float().requires_grad_()
+    for y in (gelu.linear_gelu(x, w), gelu.bias_gelu(x)):
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            gradient.square().sum().backward()

@@ -172,7 +172,14 @@ WRONG = [
     (lambda: layernorm.layer_norm(torch.zeros(3, 5), torch.zeros(5), torch.zeros(1, 5)), r"bias is \(1, 5\)"),
     (lambda: layernorm.layer_norm(torch.zeros(3, 5).long(), torch.zeros(5)), "x is torch.int64: give float32"),
     (lambda: layernorm.layer_norm(torch.zeros(()), torch.zeros(5)), "no last dimension"),
-    (lambda: layernorm.layer_norm(torch.zeros(1, 20000), torch.zeros(20000)), "a width of 20000 is more"),
+    (lambda: layernorm.layer_norm([1.0], torch.zeros(5)), "x is list: give a dense tensor"),
+    (lambda: layernorm.layer_norm(torch.zeros(3, 5), None), "weight is NoneType"),
+    (lambda: layernorm.layer_norm(torch.zeros(3, 5).to_sparse(), torch.zeros(5)), "x is torch.sparse_coo"),
+    (
+        lambda: layernorm.layer_norm(torch.zeros(3, 5), torch.zeros(5), eps=float("nan")),
+        "eps=nan: give a number from 0",
+    ),
+    (lambda: layernorm.layer_norm(torch.zeros(1, 20000), torch.zeros(20000)), "rows are 20000 wide, above 16384"),
     (lambda: layernorm.layer_norm(torch.zeros(3, 5, device="meta"), torch.zeros(5)), "on meta, where it cannot run"),
     (
         lambda: layernorm.add_layer_norm(torch.zeros(3, 5), torch.zeros(5), torch.zeros(5)),

@@ -92,6 +92,47 @@ def test_large_logits(scale):
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("offset", [-500.0, 1e3, 1e6])
+def test_logits_that_share_a_large_offset(offset, options):
+    """What all logits of a row have in common costs no digits of their differences, in either loss and in step 1."""
+    logits, labels = (fixed_normal((6, 300)) + offset).float().requires_grad_(), targets(6, 300, ignored=False)
+    assert_as_exact_as_torch(
+        lambda z: given.cross_entropy(z, labels, **options), lambda z: plain(z, labels, **options), (logits,)
+    )
+    if not options:
+        exact = F.cross_entropy(logits.double(), labels, reduction="none")
+        assert gap(given.two_passes(logits.detach(), labels), exact) <= 3e-6
+
+
+def test_a_second_derivative_is_refused():
+    """Neither loss is differentiable twice, and says so instead of giving half of it."""
+    x, w, labels = torch.randn(6, 8, requires_grad=True), torch.randn(70, 8, requires_grad=True), targets(6, 70)
+    for inputs in ((x, w), (x, w.detach()), (x.detach(), w)):
+        leaves = [leaf for leaf in inputs if leaf.requires_grad]
+        gradient, *_ = torch.autograd.grad(fused.linear_cross_entropy(*inputs, labels), leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            gradient.square().sum().backward()
+
+
+def test_a_loss_scale_beyond_float16_scales_the_gradient():
+    """65,536, where a loss scaler begins, is no number in float16: the product is made in fp32."""
+    x, w, labels = (fixed_normal((6, 8), 1) / 100).half(), fixed_normal((70, 8), 2).half() / 100, targets(6, 70)
+    grads = []
+    for loss in (fused.linear_cross_entropy, lambda x, w, labels: plain(F.linear(x, w), labels, ignore_index=-1)):
+        leaf = x.detach().requires_grad_()
+        grads += torch.autograd.grad(loss(leaf, w, labels) * 65536, leaf)
+    assert grads[0].isfinite().all() and gap(*grads) <= 0.01 * grads[1].abs().max()
+
+
+def test_fp64_stays_fp64_under_autocast():
+    """As torch's autocast does, ours leaves fp64 alone."""
+    x, w, labels = torch.randn(6, 8).double(), torch.randn(70, 8).double(), targets(6, 70)
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
+        loss = fused.linear_cross_entropy(x, w, labels)
+    assert loss.dtype == torch.float64 and abs(loss - fused.reference(x, w, labels)) <= 1e-12
+
+
 @pytest.mark.parametrize("M", [0, 4])
 def test_no_target_that_counts(M):
     """With no rows, or all targets ignored, loss and gradients are 0 and not 0/0, fused or not."""
@@ -267,15 +308,30 @@ WRONG = [
         "on meta, where it cannot run",
     ),
     (lambda: given.cross_entropy(torch.zeros(3, 9), torch.full((3,), 1), vocab_size=10), "vocab_size=10 of 9 columns"),
-    (lambda: given.cross_entropy(torch.zeros(()), torch.zeros((), dtype=torch.int64)), "targets are"),
+    (lambda: given.cross_entropy(torch.zeros(()), torch.zeros((), dtype=torch.int64)), r"x is \(\): give"),
     (lambda: given.cross_entropy(torch.zeros(3, 9), torch.full((3,), 1), reduction="none"), "give mean or sum"),
-    (lambda: fused.linear_cross_entropy(torch.zeros(3, 9), torch.zeros(9, 5), torch.full((3,), 1)), r"give \(V, 9\)"),
+    (
+        lambda: fused.linear_cross_entropy(torch.zeros(3, 9), torch.zeros(9, 5), torch.full((3,), 1)),
+        r"weight is \(9, 5\) and x \(3, 9\)",
+    ),
     (
         lambda: fused.linear_cross_entropy(
             torch.zeros(3, 9), torch.zeros(5, 9), torch.full((3,), 1), label_smoothing=1.0
         ),
         "label_smoothing=1.0: give a number",
     ),
+    (lambda: given.cross_entropy(torch.zeros(3, 9), torch.full((3,), 1), vocab_size=0), "vocab_size=0 of 9 columns"),
+    (
+        lambda: given.cross_entropy(torch.zeros(3, 9), torch.full((3,), 1), z_loss=-1.0),
+        "z_loss=-1.0: give a number from 0",
+    ),
+    (lambda: given.cross_entropy(torch.zeros(3, 9), None), "targets are None: give"),
+    (
+        lambda: fused.linear_cross_entropy(torch.zeros(3, 9), torch.zeros(5, 9), torch.full((3,), 1), chunk_bytes=0),
+        "chunk_bytes=0: give a number from 1",
+    ),
+    (lambda: fused.linear_cross_entropy(torch.zeros(()), torch.zeros(5, 9), torch.full((), 1)), r"and x \(\): give"),
+    (lambda: fused.linear_cross_entropy(torch.zeros(3, 0), torch.zeros(5, 0), torch.full((3,), 1)), r"x is \(3, 0\)"),
 ]
 
 
@@ -292,9 +348,10 @@ def test_wrong_input_is_one_sentence(call, words):
 def test_an_unknown_label_reads_nothing_and_gives_nan():
     """Where labels are not looked at, as on a GPU, one that is no class makes its loss NaN and touches no memory."""
     losses, peaks, totals = (guarded(torch.zeros(2)) for _ in range(3))
-    labels = torch.tensor([2**40, 1])
+    labels, z = torch.tensor([2**40, 1]), guarded(torch.zeros(2, 9))
     launch(
-        given.forward_kernel, (1,), guarded(torch.zeros(2, 9)), labels, losses, peaks, totals, 2, 9, 9, 9, -1, 0.0, 0.0,
-        SMOOTH=False, GRADIENT=False, ROWS=2, BLOCK=tile(9),
+        given.forward_kernel, (1,), z, labels, losses, peaks, totals, 2, 9, 9, 9, -1, 0.0, 0.0,
+        SMOOTH=False, GRADIENT=True, ROWS=2, BLOCK=tile(9),
     )  # fmt: skip
     assert losses[0].isnan() and losses[1].item() == pytest.approx(torch.tensor(9.0).log().item())
+    assert z[0].isnan().all() and z[1].isfinite().all()  # no optimizer is to step on half of a batch

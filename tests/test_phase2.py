@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from nanoGPT.exits import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from phase2_triton.apply import KERNELS, TritonConfig, apply_kernels, chosen, kernel_optimizer
-from phase2_triton.kernels.core import interpreting
+from phase2_triton.kernels.core import KernelError, interpreting
 from tests.helpers import ROOT, assert_refused, gap, run_program, tiny, train
 from tests.kernels import fixed_integers
 from workshop.ranks import run_on_ranks
@@ -218,12 +218,40 @@ def test_muon_stays_torchs():
     assert type(kernel_optimizer(model(), TritonConfig(kernels="loss"))) is torch.optim.AdamW
 
 
+class OwnHead(GPT):
+    def head(self, x, targets):
+        logits, loss = super().head(x, targets)
+        return logits, 2 * loss
+
+
+def test_code_of_ones_own_is_not_lost():
+    """A model that is no plain GPT, or has kernels already, is refused in one sentence and left as it is."""
+    shape = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=75)
+    adapted, biased, twice = GPT(shape), GPT(shape), GPT(shape)
+    adapted.blocks[0].mlp.c_fc = nn.Sequential(adapted.blocks[0].mlp.c_fc)
+    biased.lm_head.bias = nn.Parameter(torch.zeros(75))
+    apply_kernels(twice, "layernorm")
+    for net, said in (
+        (OwnHead(shape), "the model is a OwnHead"),
+        (torch.compile(GPT(shape)), "the model is a OptimizedModule"),
+        (adapted, "mlp.c_fc is a Sequential"),
+        (biased, "lm_head has a bias"),
+        (twice, "has a kernel already: name all that are wanted in one call"),
+    ):
+        before = repr(net)
+        with pytest.raises(KernelError, match=said):
+            apply_kernels(net, "loss,gelu,embedding")
+        assert repr(net) == before
+
+
 def test_an_unknown_kernel_is_refused(tmp_path):
     """A misspelt kernel is one sentence with the nearest name, before anything starts."""
     ended = run_program("phase2_triton/train.py", "--kernels=layernom,loss", f"--out_dir={tmp_path}")
     assert_refused(ended, "'layernom'", "did you mean layernorm?")
-    with pytest.raises(ConfigError, match="there is no kernel ''"):
-        chosen("loss,")
+    for wrong, said in (("loss,", "'': give all, none, or some of"), ("all,loss", "'all'"), ("", "''")):
+        with pytest.raises(ConfigError, match=said):
+            chosen(wrong)
+    assert chosen(" ALL ") == frozenset(KERNELS) and chosen("Loss , gelu") == {"loss", "gelu"} and not chosen("None")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from phase2_triton.kernels.core import HALVES, Cost, KernelError, config, jit, launch, tl, why_not, wide
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 UNSUPPORTED = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -154,8 +155,9 @@ class TritonAdamW(torch.optim.AdamW):
             refuse_options(group, "amsgrad", "maximize")  # the others only say how torch computed
         super().__setstate__(state)
         for values in self.state.values():
-            values["step"] = values["step"].cpu()  # torch's fused form has it on the GPU, where reading it would wait
-            values.update({name: values[name].contiguous() for name in ("exp_avg", "exp_avg_sq")})
+            if "step" in values:  # torch's fused form has it on the GPU, where reading it would wait
+                values["step"] = torch.as_tensor(values["step"]).cpu()
+            values.update({name: values[name].contiguous() for name in MOMENTS if name in values})
         self.tables = {}
 
     @torch.no_grad()
@@ -175,7 +177,10 @@ class TritonAdamW(torch.optim.AdamW):
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         for _, params in groups:
             for p in params:
-                refuse(local(p), local(p.grad))
+                state = self.state.get(p, {})
+                refuse(local(p), local(p.grad), {name: local(state[name]) for name in MOMENTS if name in state})
+                if state and not {"step", *MOMENTS} <= state.keys():
+                    raise KernelError(f"TritonAdamW: a state has {sorted(state)}: load one of AdamW")
         for number, (group, params) in enumerate(groups):
             for part, (alike, step) in enumerate(self.buckets(params)):
                 self.update(group, (number, part), alike, step)
@@ -224,8 +229,8 @@ def refuse_options(options: dict[str, Any], *names: str) -> None:
         raise KernelError(f"TritonAdamW: {wanted}: it has no such option: leave it off, or use torch.optim.AdamW")
 
 
-def refuse(p: Tensor, grad: Tensor) -> None:
-    """Refuse a parameter or gradient that the kernel would read wrongly."""
+def refuse(p: Tensor, grad: Tensor, moments: dict[str, Tensor]) -> None:
+    """Refuse what the kernel, which gets addresses and one size, would read wrongly or beyond its end."""
     if reason := why_not(p.device.type):
         raise KernelError(f"TritonAdamW: a parameter is on {p.device}, where it cannot run: {reason}")
     if p.dtype not in (torch.float32, *HALVES):
@@ -235,8 +240,13 @@ def refuse(p: Tensor, grad: Tensor) -> None:
     if grad.layout != torch.strided or grad.dtype != p.dtype or grad.device != p.device:
         given = f"{grad.layout} {grad.dtype} on {grad.device}"
         raise KernelError(f"TritonAdamW: a gradient is {given}: give a dense {p.dtype} on {p.device}")
-    if not (p.is_contiguous() and grad.is_contiguous()):
-        raise KernelError("TritonAdamW: a parameter or its gradient is not contiguous: give it as .contiguous()")
+    for name, moment in moments.items():
+        if moment.shape != p.shape or moment.dtype != p.dtype or moment.device != p.device:
+            given = f"{moment.dtype} {tuple(moment.shape)} on {moment.device}"
+            like = f"{p.dtype} {tuple(p.shape)} on {p.device}"
+            raise KernelError(f"TritonAdamW: {name} is {given} and its parameter {like}: load the state of this model")
+    if not all(tensor.is_contiguous() for tensor in (p, grad, *moments.values())):
+        raise KernelError("TritonAdamW: a parameter, gradient or moment is not contiguous: give it as .contiguous()")
 
 
 def cost(elements: int, itemsize: int, tensors: int = 1) -> Cost:

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import sdpa_flop_count
 
+from phase2_triton.kernels.checks import check_tensors
 from phase2_triton.kernels.core import (
     HALVES,
     Cost,
     KernelError,
-    check_tensors,
     config,
     constexpr,
     jit,
@@ -273,7 +273,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sc
         KernelError: a shape, type, device or number that does not fit.
     """
     check_tensors("causal_attention", q=q, k=k, v=v)
-    q, k, v = (x if x.dtype == torch.float64 else x.to(result_dtype(x)) for x in (q, k, v))  # as autocast does
+    q, k, v = (x.to(result_dtype(x)) for x in (q, k, v))
     check(q, k, v, dropout_p, scale)
     seed = torch.randint(2**63 - 1, (1,), device=q.device) if dropout_p > 0 else None
     return forward_op(q, k, v, seed, dropout_p, q.size(-1) ** -0.5 if scale is None else scale)[0]

@@ -88,29 +88,13 @@ def why_not(device_type: str) -> str | None:
     return f"compiled kernels run on cuda and not on {device_type}: TRITON_INTERPRET=1 would interpret them on the CPU"
 
 
-def check_tensors(kernel: str, **tensors: Tensor | None) -> None:
-    """Refuse tensors on different devices, where Triton cannot run, or of a type that kernels do not compute with.
-
-    Raises:
-        KernelError: names the argument and what to give.
-    """
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    (first, leader), *_ = given.items()
-    if reason := why_not(leader.device.type):
-        raise KernelError(f"{kernel}: {first} is on {leader.device}, where it cannot run: {reason}")
-    for name, tensor in given.items():
-        if tensor.device != leader.device:
-            raise KernelError(
-                f"{kernel}: {name} is on {tensor.device} but {first} on {leader.device}: move one of them"
-            )
-        if tensor.dtype not in (torch.float32, torch.float64, *HALVES):
-            raise KernelError(f"{kernel}: {name} is {tensor.dtype}: give float32, bfloat16, float16 or float64")
-
-
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's type inside its context, where the next matrix product would round to it anyway; else that of x."""
+    """Autocast's type inside its context, where the next matrix product would round to it anyway; else that of x.
+
+    As torch's autocast does, it leaves fp64 alone.
+    """
     device = x.device.type
-    if device == "meta":  # autocast knows no such device
+    if device == "meta" or x.dtype == torch.float64:  # the first it does not know
         return x.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

@@ -1,7 +1,7 @@
 """Cross-entropy of logits that are given, forward and backward; `linear_cross_entropy.py` avoids the logits.
 
     lse = peak + log(total)        peak = max(z)        total = sum(exp(z - peak))
-    loss = lse - (1 - s) z[target] - s mean(z) + w lse^2
+    loss = log(total) - (1 - s) (z[target] - peak) - s (mean(z) - peak) + w lse^2
     dz = p (1 + 2 w lse) - (1 - s) [target] - s / V        p = exp(z - peak) / total
 
 with label smoothing s (Szegedy et al. 2016) and the weight w of the z-loss, which keeps lse near 0 (Chowdhery et al.
@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phase2_triton.kernels.checks import check_loss
 from phase2_triton.kernels.core import (
     Cost,
-    KernelError,
-    check_tensors,
     config,
     flat,
-    interpreting,
     jit,
     kernel_op,
     launch,
@@ -79,7 +77,7 @@ def two_pass_kernel(logits, targets, losses, V, stride, ignore_index, BLOCK: tl.
         total += tl.sum(tl.exp(z - biggest), 0)
     target = tl.load(targets + row)
     picked = wide(tl.load(logits + row * stride + target, mask=target != ignore_index, other=0.0))
-    tl.store(losses + row, tl.where(target != ignore_index, biggest + tl.log(total) - picked, 0.0))
+    tl.store(losses + row, tl.where(target != ignore_index, tl.log(total) - (picked - biggest), 0.0))
 
 
 @jit
@@ -87,12 +85,16 @@ def forward_kernel(
     logits, targets, losses, peaks, totals, M, V, padded_V, stride, ignore_index, smoothing, z_loss,
     SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Steps 2 and, with GRADIENT, 3. A target that is no column gives a loss of NaN and reads nothing."""
+    """Steps 2 and, with GRADIENT, 3. A target that is no column makes its row NaN and reads nothing.
+
+    The loss is of differences: what all logits of a row have in common is not to cost digits.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     base = logits + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * stride  # past 2^31: 65,536 rows of 50,304
     biggest = wide(tl.max(tl.load(base), 1))
     total = tl.zeros_like(biggest)
-    plain_sum = tl.zeros_like(biggest)
+    distance = tl.zeros_like(biggest)
+    origin = tl.where(biggest == float("-inf"), 0.0, biggest)
     for first in range(0, V, BLOCK):
         cols = first + tl.arange(0, BLOCK)[None, :]
         z = wide(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_last"))
@@ -101,20 +103,21 @@ def forward_kernel(
         total = total * tl.exp(biggest - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
         biggest = new
         if SMOOTH:
-            plain_sum += tl.sum(tl.where(cols < V, z, 0.0), 1)
+            distance += tl.sum(tl.where(cols < V, z - origin[:, None], 0.0), 1)
     lse = biggest + tl.log(total)
     target = tl.load(targets + rows, mask=rows < M, other=0)
     counted = target != ignore_index
     known = (target >= 0) & (target < V)
     picked = wide(tl.load(base + tl.where(known, target, 0)[:, None]))
-    loss = lse - (1 - smoothing) * tl.max(picked, 1) + z_loss * lse * lse
+    loss = tl.log(total) - (1 - smoothing) * (tl.max(picked, 1) - biggest) + z_loss * lse * lse
     if SMOOTH:
-        loss -= smoothing * plain_sum / V
+        loss -= smoothing * (distance / V + (origin - biggest))
     loss = tl.where(known, loss, float("nan"))
     tl.store(losses + rows, tl.where(counted, loss, 0.0), mask=rows < M)
     tl.store(peaks + rows, biggest, mask=rows < M)
     tl.store(totals + rows, total, mask=rows < M)
     if GRADIENT:
+        tl.debug_barrier()  # no warp may write over the logits before all have loaded `picked`
         for first in range(0, padded_V, BLOCK):
             cols = first + tl.arange(0, BLOCK)[None, :]
             z = wide(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first"))
@@ -125,12 +128,12 @@ def forward_kernel(
 
 @jit
 def gradient(z, cols, target, peak, total, V, smoothing, z_loss, SMOOTH: tl.constexpr):
-    """dz of one loss, in fp32; 0 where z is -inf, as in the columns that only pad."""
+    """dz of one loss, in fp32; 0 where z is -inf, as in the columns that only pad; NaN for a target that is none."""
     d = tl.exp(z - peak) / total * (1 + 2 * z_loss * (peak + tl.log(total)))
     d -= tl.where(cols == target, 1 - smoothing, 0.0)
     if SMOOTH:
         d -= tl.where(cols < V, smoothing / V, 0.0)
-    return d
+    return tl.where((target >= 0) & (target < V), d, float("nan"))
 
 
 @jit
@@ -258,32 +261,11 @@ def cross_entropy(
     Raises:
         KernelError: a shape, type, device or option that does not fit; in the interpreter also a target.
     """
-    V = (*logits.shape, 0)[logits.dim() - 1] if vocab_size is None else vocab_size
-    check("cross_entropy", logits, targets, V, ignore_index, label_smoothing, reduction)
-    if not 0 < V <= logits.size(-1):
-        raise KernelError(f"cross_entropy: vocab_size={V} of {logits.size(-1)} columns: give 1 to that many")
+    check_loss("cross_entropy", logits, targets, vocab_size, ignore_index, label_smoothing, z_loss, reduction)
+    V = logits.size(-1) if vocab_size is None else vocab_size
     labels = targets.reshape(-1).contiguous()
     losses, *_ = forward_op(flat(logits), labels, V, ignore_index, label_smoothing, z_loss, in_place)
     return reduce(losses, labels != ignore_index, reduction)
-
-
-def check(
-    kernel: str, x: Tensor, targets: Tensor, V: int, ignore_index: int, label_smoothing: float, reduction: str
-) -> None:
-    """What both losses refuse; `x` are the logits, or the hidden states of which they are made."""
-    check_tensors(kernel, x=x)
-    if x.dim() == 0 or targets.shape != x.shape[:-1]:
-        raise KernelError(f"{kernel}: targets are {tuple(targets.shape)}: give {tuple(x.shape[:-1])}, as x has")
-    if targets.dtype != torch.int64 or targets.device != x.device:
-        raise KernelError(f"{kernel}: targets are {targets.dtype} on {targets.device}: give int64 on {x.device}")
-    if reduction not in ("mean", "sum"):
-        raise KernelError(f"{kernel}: reduction={reduction!r} is unknown: give mean or sum")
-    if not 0 <= label_smoothing < 1:
-        raise KernelError(f"{kernel}: label_smoothing={label_smoothing}: give a number from 0 up to, not with, 1")
-    if interpreting() and not torch.compiler.is_compiling() and targets.numel() and not targets.is_meta:
-        wrong = (targets != ignore_index) & ((targets < 0) | (targets >= V))
-        if wrong.any():
-            raise KernelError(f"{kernel}: target {targets[wrong][0]} is not one of {V} classes: give 0 to {V - 1}")
 
 
 def cost(M: int, V: int, itemsize: int) -> tuple[Cost, Cost]:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from phase2_triton.kernels.checks import check_number, check_tensors
 from phase2_triton.kernels.core import (
     Cost,
     KernelError,
-    check_tensors,
     config,
     interpreting,
     jit,
@@ -31,6 +31,9 @@ from phase2_triton.kernels.core import (
     tl,
     wide,
 )
+
+
+INTEGERS = (torch.int64, torch.int32)
 
 
 def reference(idx: Tensor, wte: Tensor, wpe: Tensor, first: int = 0) -> Tensor:
@@ -214,7 +217,7 @@ def embedding(idx: Tensor, wte: Tensor, wpe: Tensor, first: int = 0) -> Tensor:
     """The tokens' rows of wte plus their positions' of wpe, in the weights' type, also under autocast.
 
     Args:
-        idx: int64 tokens, (B, T).
+        idx: int64 or int32 tokens, (B, T).
         wte: (V, C).
         wpe: (block_size, C), of the type of wte.
         first: the position of the first column of idx.
@@ -227,18 +230,19 @@ def embedding(idx: Tensor, wte: Tensor, wpe: Tensor, first: int = 0) -> Tensor:
         KernelError: a shape, type or device that does not fit; in the interpreter also a token.
     """
     check_tensors("embedding", wte=wte, wpe=wpe)
-    if idx.dim() != 2 or idx.dtype != torch.int64 or idx.device != wte.device:
-        given = f"{tuple(idx.shape)}, {idx.dtype}, on {idx.device}"
+    if not isinstance(idx, Tensor) or idx.dim() != 2 or idx.dtype not in INTEGERS or idx.device != wte.device:
+        given = f"{tuple(idx.shape)}, {idx.dtype}, on {idx.device}" if isinstance(idx, Tensor) else type(idx).__name__
         raise KernelError(f"embedding: idx is {given}: give (B, T) of int64 on {wte.device}")
+    check_number("embedding", "first", first, 0)
     if wte.dim() != 2 or wpe.dim() != 2 or wte.size(1) != wpe.size(1) or wte.dtype != wpe.dtype:
         given = f"wte is {tuple(wte.shape)} of {wte.dtype} and wpe {tuple(wpe.shape)} of {wpe.dtype}"
         raise KernelError(f"embedding: {given}: give two matrices of one width and type")
     if wte.numel() == 0:
         raise KernelError(f"embedding: wte is {tuple(wte.shape)}: give at least one token and one channel")
-    if first < 0 or first + idx.size(1) > wpe.size(0):
+    if first + idx.size(1) > wpe.size(0):
         last = f"{idx.size(1)} tokens from position {first}"
         raise KernelError(f"embedding: {last} do not fit into the {wpe.size(0)} rows of wpe: give fewer")
-    return forward_op(idx.contiguous(), wte.contiguous(), wpe.contiguous(), first)
+    return forward_op(idx.long().contiguous(), wte.contiguous(), wpe.contiguous(), first)
 
 
 def cost(B: int, T: int, V: int, C: int, itemsize: int, P: int | None = None) -> tuple[Cost, Cost]:

@@ -17,19 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from phase2_triton.kernels.core import (
-    Cost,
-    KernelError,
-    check_tensors,
-    config,
-    flat,
-    jit,
-    kernel_op,
-    launch,
-    result_dtype,
-    tl,
-    wide,
-)
+from phase2_triton.kernels.checks import check_tensors
+from phase2_triton.kernels.core import Cost, KernelError, config, flat, jit, kernel_op, launch, result_dtype, tl, wide
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
@@ -209,13 +198,25 @@ def linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     ctx.mark_non_differentiable(output[1])
 
 
+@kernel_op(
+    "linear_gelu_backward",
+    flops=lambda dy, x, weight, pre, tanh, need_dx, need_dw, *_, **__: 2 * dy[0] * dy[1] * x[1] * (need_dx + need_dw),
+)
+def linear_backward_op(
+    dy: Tensor, x: Tensor, weight: Tensor, pre: Tensor, tanh: bool, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dW and dB, empty where not needed; an operator, so that a second derivative is refused, not half right."""
+    dpre, db = backward_op(dy, pre, None, tanh, need_db)
+    dx = (dpre @ weight.to(dpre.dtype)).to(x.dtype) if need_dx else x.new_empty(0)
+    dw = (dpre.t() @ x.to(dpre.dtype)).to(weight.dtype) if need_dw else weight.new_empty(0)
+    return dx, dw, db
+
+
 def linear_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, pre = ctx.saved_tensors
-    dpre, db = backward_op(dy.contiguous(), pre, None, ctx.tanh, ctx.bias_dtype is not None)
-    need_dx, need_dw, *_ = ctx.needs_input_grad
-    dx = (dpre @ weight.to(dpre.dtype)).to(x.dtype) if need_dx else None
-    dw = (dpre.t() @ x.to(dpre.dtype)).to(weight.dtype) if need_dw else None
-    return dx, dw, None if ctx.bias_dtype is None else db.to(ctx.bias_dtype), None, None, None
+    need_dx, need_dw, need_db, *_ = ctx.needs_input_grad
+    dx, dw, db = linear_backward_op(dy.contiguous(), *ctx.saved_tensors, ctx.tanh, need_dx, need_dw, need_db)
+    found = dx if need_dx else None, dw if need_dw else None, db.to(ctx.bias_dtype) if need_db else None
+    return *found, None, None, None
 
 
 forward_op.register_autograd(backward, setup_context=setup_context)
@@ -260,7 +261,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
 
 
 def check(kernel: str, approximate: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    check_tensors(kernel, x=x, weight=weight, bias=bias)
+    check_tensors(kernel, x=x, **({"weight": weight} if kernel == "linear_gelu" else {}), bias=bias)
     if approximate not in ("none", "tanh"):
         raise KernelError(f"{kernel}: approximate={approximate!r} is unknown: give none or tanh")
     if x.dim() == 0 or x.size(-1) == 0:

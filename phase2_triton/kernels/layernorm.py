@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phase2_triton.kernels.checks import check_number, check_tensors
 from phase2_triton.kernels.core import (
     Cost,
     KernelError,
-    check_tensors,
     config,
     flat,
     jit,
@@ -32,6 +32,8 @@ from phase2_triton.kernels.core import (
     tl,
     wide,
 )
+
+WIDEST = 16384  # what a program can hold of a row
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -189,7 +191,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     Raises:
         KernelError: a shape, type or device that does not fit.
     """
-    check("layer_norm", x, None, weight, bias)
+    check("layer_norm", x, None, weight, bias, eps)
     y, *_ = forward_op(flat(x), None, *dense(weight, bias), eps, result_dtype(x))
     return y.view(x.shape)
 
@@ -209,7 +211,7 @@ def add_layer_norm(
     Raises:
         KernelError: a shape, type or device that does not fit.
     """
-    check("add_layer_norm", x, branch, weight, bias)
+    check("add_layer_norm", x, branch, weight, bias, eps)
     y, total, *_ = forward_op(flat(x), flat(branch), *dense(weight, bias), eps, result_dtype(x))
     return total.view(x.shape), y.view(x.shape)
 
@@ -218,12 +220,15 @@ def dense(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
-def check(kernel: str, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
+def check(kernel: str, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> None:
     check_tensors(kernel, x=x, branch=branch, weight=weight, bias=bias)
     if x.dim() == 0 or x.size(-1) == 0:
         raise KernelError(f"{kernel}: x of shape {tuple(x.shape)} has no last dimension to normalise: give (..., N)")
     if branch is not None and branch.shape != x.shape:
         raise KernelError(f"{kernel}: branch is {tuple(branch.shape)} and x {tuple(x.shape)}: give two of one shape")
+    check_number(kernel, "eps", eps, 0)
+    if x.size(-1) > WIDEST:
+        raise KernelError(f"{kernel}: rows are {x.size(-1)} wide, above {WIDEST}: use F.layer_norm or the reference")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.shape != x.shape[-1:]:
             raise KernelError(f"{kernel}: {name} is {tuple(tensor.shape)}: give one of ({x.size(-1)},), as x is wide")

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phase2_triton.kernels import cross_entropy as given
-from phase2_triton.kernels.core import Cost, KernelError, check_tensors, flat, kernel_op, result_dtype
+from phase2_triton.kernels.checks import check_loss, check_number, check_tensors
+from phase2_triton.kernels.core import Cost, KernelError, flat, kernel_op, result_dtype
 
 CHUNK_BYTES = 512 * 2**20  # of logits at a time
 
@@ -75,16 +76,25 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
 
 
+@kernel_op("linear_cross_entropy_backward")
+def backward_op(dloss: Tensor, dx: Tensor, dw: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients times that of the loss, multiplied in its type: a loss scale of 65,536 is beyond float16.
+
+    `of` is what they are gradients of: there is no second derivative, and autograd is to say so.
+    """
+    return (dx.to(dloss.dtype) * dloss).to(dx.dtype), (dw * dloss).to(dw.dtype)
+
+
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, *_ = inputs
     ctx.need_dx, ctx.need_dw = inputs[-3:-1]
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*output[1:], weight if ctx.need_dw else x)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dw = ctx.saved_tensors
-    scale_x, scale_w = dloss.to(dx.dtype), dloss.to(dw.dtype)
-    return (dx * scale_x if ctx.need_dx else None, dw * scale_w if ctx.need_dw else None, *[None] * 8)
+    dx, dw = backward_op(dloss, *ctx.saved_tensors)
+    return dx if ctx.need_dx else None, dw if ctx.need_dw else None, *[None] * 8
 
 
 forward_op.register_autograd(backward, setup_context=setup_context)
@@ -118,10 +128,12 @@ def linear_cross_entropy(
     Raises:
         KernelError: a shape, type, device or option that does not fit; in the interpreter also a target.
     """
-    check_tensors("linear_cross_entropy", x=x, weight=weight)
-    if weight.dim() != 2 or x.dim() == 0 or weight.size(1) != x.size(-1) or weight.size(0) == 0:
-        raise KernelError(f"linear_cross_entropy: weight is {tuple(weight.shape)}: give (V, {(*x.shape, 0)[-2]})")
-    given.check("linear_cross_entropy", x, targets, weight.size(0), ignore_index, label_smoothing, reduction)
+    name = "linear_cross_entropy"
+    check_tensors(name, x=x, weight=weight)
+    if x.dim() == 0 or weight.dim() != 2 or weight.size(1) != x.size(-1) or weight.size(0) == 0:
+        raise KernelError(f"{name}: weight is {tuple(weight.shape)} and x {tuple(x.shape)}: give (V, K) and (..., K)")
+    check_loss(name, x, targets, weight.size(0), ignore_index, label_smoothing, z_loss, reduction)
+    check_number(name, "chunk_bytes", chunk_bytes, 1)
     labels = targets.reshape(-1).contiguous()
     grad = torch.is_grad_enabled()
     total, _, _ = forward_op(
