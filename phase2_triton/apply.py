@@ -191,8 +191,6 @@ def apply_kernels(model: GPT, kernels: str = "all") -> list[str]:
         lines.append("kernels: embedding: token + position in one pass, with a sorted backward")
     if "loss" in names:
         lines.append("kernels: loss: the head and the cross-entropy together, without holding the logits")
-    if "adamw" in names:
-        lines.append("kernels: adamw: all parameters of a group in one launch")
     if interpreting():
         lines.append("kernels are interpreted: slow, and there to be stepped through; --kernels=none turns them off")
     return lines

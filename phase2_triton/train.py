@@ -61,7 +61,8 @@ def train(config: Config) -> None:
         model.to(run.device)
         for line in apply_kernels(model, config.kernels):  # [triton:apply] names and state dict stay the same
             run.say(line)
-        optimizer = kernel_optimizer(model, config)  # [triton:apply] AdamW, unless --kernels leaves it out
+        optimizer = kernel_optimizer(model, config)  # [triton:apply] AdamW's, unless --kernels leaves it out
+        run.say(f"the optimizer is {type(optimizer).__name__}")
         scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         step, best_val_loss = 0, float("inf")
         if checkpoint:

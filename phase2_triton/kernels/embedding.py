@@ -32,7 +32,6 @@ from phase2_triton.kernels.core import (
     wide,
 )
 
-
 INTEGERS = (torch.int64, torch.int32)
 
 
