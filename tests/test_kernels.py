@@ -138,9 +138,9 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
 from nanoGPT.model import GPT, GPTConfig
 from phase2_triton import apply
-from phase2_triton.kernels import core
+from phase2_triton.kernels import checks, core
 
-core.architecture, core.why_not, apply.why_not = (lambda: "sm_90"), (lambda _: None), (lambda _: None)
+core.architecture, checks.why_not, apply.why_not = (lambda: "sm_90"), (lambda _: None), (lambda _: None)
 found = {"forward": [], "backward": []}
 
 

@@ -21,7 +21,14 @@ from tests.kernels import fixed_integers
 from workshop.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("on_device")
-SMALL = {"dropout": 0.0, "gradient_accumulation_steps": 2, "max_iters": 6, "learning_rate": 1e-2, "min_lr": 1e-3}
+SMALL = {
+    "n_layer": 1,
+    "dropout": 0.0,
+    "gradient_accumulation_steps": 2,
+    "max_iters": 6,
+    "learning_rate": 1e-2,
+    "min_lr": 1e-3,
+}
 OWN_MASKS = "adamw,embedding,gelu,layernorm,loss"  # all but attention, whose dropout draws masks of its own
 
 
@@ -104,7 +111,7 @@ def test_generation_is_the_same():
 
 def test_a_hundred_steps_follow_the_baseline(tmp_path, device):
     """100 training steps with all kernels: every loss is within 1e-4 of the baseline's."""
-    small = {"n_layer": 1, "max_iters": 100, "gradient_accumulation_steps": 1, "eval_interval": 1000}
+    small = {"max_iters": 100, "gradient_accumulation_steps": 1, "eval_interval": 1000}
     base, ours = (losses_of(phase, 1, tmp_path / phase, device, **small) for phase in ("nanoGPT", "phase2_triton"))
     assert len(ours) == 100 and base[99] < base[0] - 0.5
     assert gap(base, ours) <= 1e-4
