@@ -126,7 +126,9 @@ def kernel_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> t
 def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Compile one launch and read what its machine code takes."""
     types, constants, attributes = signature(kernel, args, options)
-    chosen: dict[str, Any] = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
+    chosen: dict[str, Any] = {
+        key: options[key] for key in ("num_warps", "num_stages", "enable_fp_fusion") if key in options
+    }
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     source = ASTSource(kernel, types, constants, attributes)
     built = triton.compile(source, target=target, options=chosen)

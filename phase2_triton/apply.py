@@ -19,7 +19,7 @@ from nanoGPT.exits import ConfigError
 from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, KVCache
 from nanoGPT.optim import configure_optimizer, param_groups
 from phase2_triton.kernels.adamw import TritonAdamW
-from phase2_triton.kernels.attention import causal_attention
+from phase2_triton.kernels.attention import WIDEST, causal_attention
 from phase2_triton.kernels.core import KernelError, interpreting, why_not
 from phase2_triton.kernels.embedding import embedding
 from phase2_triton.kernels.gelu import bias_gelu
@@ -57,7 +57,12 @@ class TritonConfig(TrainConfig):
     """micro-batches per evaluation, of all ranks together"""
 
     def check(self) -> None:
-        chosen(self.kernels)
+        width = self.n_embd // self.n_head
+        if "attention" in chosen(self.kernels) and width > WIDEST:
+            raise ConfigError(
+                f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {width} channels, and the attention kernel "
+                f"takes up to {WIDEST}: use more heads, or --kernels without attention"
+            )
 
 
 def chosen(kernels: str) -> frozenset[str]:

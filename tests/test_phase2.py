@@ -255,6 +255,10 @@ def test_an_unknown_kernel_is_refused(tmp_path):
     """A misspelt kernel is one sentence with the nearest name, before anything starts."""
     ended = run_program("phase2_triton/train.py", "--kernels=layernom,loss", f"--out_dir={tmp_path}")
     assert_refused(ended, "'layernom'", "did you mean layernorm?")
+    wide = {"n_embd": 512, "n_head": 2}
+    with pytest.raises(ConfigError, match="heads of 256 channels"):
+        TritonConfig(**wide).check()
+    TritonConfig(**wide, kernels="loss").check()
     for wrong, said in (("loss,", "'': give all, none, or some of"), ("all,loss", "'all'"), ("", "''")):
         with pytest.raises(ConfigError, match=said):
             chosen(wrong)

@@ -94,7 +94,7 @@ def run(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **options:
         with torch.cuda.device(like.device):
             kernel[grid](*args, **options, enable_fp_fusion=False)
     else:
-        launch(kernel, grid, *args, **options)
+        launch(kernel, grid, *args, **options, enable_fp_fusion=False)
 
 
 def local(tensor: Any) -> Tensor:

@@ -39,7 +39,7 @@ from phase2_triton.kernels.core import (
     wide,
 )
 
-LOG2E = constexpr(math.log2(math.e))
+LOG2E, WIDEST = constexpr(math.log2(math.e)), 128  # channels of a head, at most
 
 
 def reference(
@@ -284,8 +284,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None
     if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dim() == 4 and q.size(-1) > 0):
         kinds = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
         problem = f"q, k and v are {kinds}: give three of one type and one shape (B, nh, T, hs)"
-    elif q.size(-1) > 128:
-        problem = f"heads are {q.size(-1)} wide, above 128: use F.scaled_dot_product_attention or the reference"
+    elif q.size(-1) > WIDEST:
+        problem = f"heads are {q.size(-1)} wide, above {WIDEST}: use F.scaled_dot_product_attention or the reference"
     elif not 0 <= dropout_p < 1:
         problem = f"dropout_p is {dropout_p}: give a probability from 0 to below 1"
     elif scale is not None and not 0 < scale < math.inf:

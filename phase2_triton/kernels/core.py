@@ -1,8 +1,8 @@
 """What every kernel shares: where it runs, how it is registered and launched, its configuration, its cost.
 
 Triton compiles for a GPU. Where there is none, `TRITON_INTERPRET=1` runs the same kernels as numpy on CPU tensors, one
-program after another; importing `phase2_triton` sets it there. Without Triton, `jit` leaves the
-kernels uncompiled and `why_not` says so; the references in each file work anywhere.
+program after another; importing `phase2_triton` sets it there. Without Triton, `jit` leaves the kernels uncompiled and
+`why_not` says so; the references in each file work anywhere.
 """
 
 import contextlib
