@@ -60,8 +60,8 @@ class TritonConfig(TrainConfig):
         width = self.n_embd // self.n_head
         if "attention" in chosen(self.kernels) and width > WIDEST:
             raise ConfigError(
-                f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {width} channels, and the attention kernel "
-                f"takes up to {WIDEST}: use more heads, or --kernels without attention"
+                f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {width} channels, and the attention "
+                f"kernel takes up to {WIDEST}: use more heads, or --kernels without attention"
             )
 
 
