@@ -99,7 +99,7 @@ class TrainConfig:
     ledger: bool = False
     """count one step's collectives and the bytes of state per rank, print them and write ledger.json"""
 
-    def check(self) -> None:
+    def check(self, world_size: int) -> None:
         """Refuse, by a ConfigError, what a phase cannot combine; called before any rank starts."""
 
 
@@ -258,7 +258,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
         raise ConfigError(f"--track={config.track} needs `.venv/bin/pip install -e '.[track]'`")
     if config.n_embd % config.n_head:
         raise ConfigError(f"--n_embd={config.n_embd} is not divisible by --n_head={config.n_head}: change one of them")
-    config.check()
+    config.check(world_size)
     if config.gradient_accumulation_steps % world_size:
         steps = config.gradient_accumulation_steps
         ranks = [n for n in range(1, steps + 1) if steps % n == 0]

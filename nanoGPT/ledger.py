@@ -21,19 +21,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
 
-# Operator, the position of the argument that holds the full tensor, and how often a ring sends it.
+# Operator, and the position of the argument that holds the full tensor.
 COLLECTIVES = {
-    "allreduce_": ("all-reduce", 0, 2),
-    "allreduce_coalesced_": ("all-reduce", 0, 2),
-    "_allgather_base_": ("all-gather", 0, 1),
-    "allgather_": ("all-gather", 0, 1),
-    "allgather_into_tensor_coalesced_": ("all-gather", 0, 1),
-    "_reduce_scatter_base_": ("reduce-scatter", 1, 1),
-    "reduce_scatter_": ("reduce-scatter", 1, 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1, 1),
-    "broadcast_": ("broadcast", 0, 1),
-    "reduce_": ("reduce", 0, 1),
+    "allreduce_": ("all-reduce", 0),
+    "allreduce_coalesced_": ("all-reduce", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
 }
+
+
+def ring_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
+    """Bytes that each rank sends in a ring for a collective whose full tensor has `tensor_bytes`."""
+    return (2 if kind == "all-reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -64,7 +69,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and (known := COLLECTIVES.get(func.__name__.split(".")[0])):
-            kind, position, sends = known
+            kind, position = known
             group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
             ranks = dist.ProcessGroup.unbox(group).size()
             full = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
@@ -73,7 +78,7 @@ class Traffic(TorchDispatchMode):
             )
             row["calls"] += 1
             row["tensor_bytes"] += full
-            row["ring_bytes"] += sends * full * (ranks - 1) / ranks
+            row["ring_bytes"] += ring_bytes(kind, full, ranks)
         return func(*args, **(kwargs or {}))
 
 

@@ -5,6 +5,7 @@ is rank 0 of 1. Every run has a process group, also with one rank, so that no co
 """
 
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import hashlib
@@ -43,6 +44,8 @@ class Runtime:
     stop_signal: str | None = None
     lock: IO[str] | None = None  # rank 0's, on out_dir, as long as it runs
     autocasts: bool = True  # False where parameters are cast instead, as FSDP does
+    group: dist.ProcessGroup | None = None  # of `any` and `gather`; None: that of the whole job
+    at_end: list[Callable[[], None]] = field(default_factory=list)  # called when training has ended, on every rank
 
     @property
     def is_main(self) -> bool:
@@ -69,18 +72,23 @@ class Runtime:
         if self.world_size == 1:
             return flag
         flags = torch.tensor(int(flag))
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         return bool(flags)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's small picklable value, on every rank, in rank order. Collective."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         self.any(False)
+
+    def apart(self) -> "Runtime":
+        """The same ranks, talking over the CPU in a group of their own: for another thread. Collective."""
+        group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        return dataclasses.replace(self, group=group)
 
     def say(self, line: str) -> None:
         """Print a line, on rank 0 only."""
@@ -195,8 +203,19 @@ def start(config: TrainConfig) -> Iterator[Runtime]:
     if "TORCHELASTIC_RUN_ID" in os.environ or "NANOGPT_PARENT" in os.environ:
         threading.Thread(target=end_with_launcher, args=(os.getppid(),), daemon=True).start()
     run.say(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
-    yield run
+    try:
+        yield run
+    except NonFiniteLoss:
+        finish(run)  # all ranks are here, and what is still being saved is from before
+        raise
+    finish(run)
     run.barrier()
+
+
+def finish(run: Runtime) -> None:
+    """Let what runs beside the training come to its end. Collective."""
+    for end in run.at_end:
+        end()
 
 
 def join_process_group(run: Runtime) -> None:

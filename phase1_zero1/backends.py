@@ -35,7 +35,7 @@ class Zero1Config(TrainConfig):
     zero1_bucket_mb: float = 25.0
     """size of flat's buckets, in 2^20 bytes"""
 
-    def check(self) -> None:
+    def check(self, world_size: int) -> None:
         if not self.zero1_bucket_mb > 0:
             raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} cannot be: give a number above 0")
         if self.use_zero1 and self.optimizer == "muon" and self.zero1_backend != "flat":

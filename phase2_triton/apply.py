@@ -56,7 +56,7 @@ class TritonConfig(TrainConfig):
     eval_iters: int = 8
     """micro-batches per evaluation, of all ranks together"""
 
-    def check(self) -> None:
+    def check(self, world_size: int) -> None:
         width = self.n_embd // self.n_head
         if "attention" in chosen(self.kernels) and width > WIDEST:
             raise ConfigError(

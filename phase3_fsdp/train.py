@@ -19,14 +19,15 @@ from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT
 from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm, learning_rate, set_learning_rate
 from nanoGPT.runtime import Runtime
-from nanoGPT.state import about, load_scaler, load_whole  # [fsdp:imports] shards replace ckpt.pt
+from nanoGPT.state import about, load_scaler  # [fsdp:imports] shards replace ckpt.pt
 from nanoGPT.telemetry import Telemetry
 
-# [fsdp:lesson] what this phase adds lives in these two modules
-from phase3_fsdp.fsdp import FsdpConfig, local_grads, set_gradient_sync, shard_group, shard_model
+# [fsdp:lesson] what this phase adds lives in these modules
+from phase3_fsdp import fsdp
+from phase3_fsdp.costs import describe_sharding
 from phase3_fsdp.sharded_checkpoint import load_shards, save_shards
 
-Config = FsdpConfig
+Config = fsdp.FsdpConfig
 PHASE = "fsdp"
 
 
@@ -54,13 +55,11 @@ def train(config: Config) -> None:
         config, model_args, weights = starting_point(config, data, checkpoint)
 
         # The model, its optimizer, and what makes them parallel.
-        model = GPT(model_args)
-        model.init_weights(config.seed)
-        if weights:
-            load_whole(model, weights)
-        model.to(run.device)
-        run.autocasts = False  # [fsdp:shard] parameters are cast when they are gathered
-        model = shard_model(model, config, run)
+        with fsdp.birthplace(config, run):  # [fsdp:shard] names and shapes, no memory yet
+            model = GPT(model_args)
+        model = fsdp.shard_model(model, config, run)
+        fsdp.init_shards(model, config, run, weights)  # each rank its slices, one parameter at a time
+        run.say(describe_sharding(model, config, run))
         optimizer = configure_optimizer(model, config)  # over shards: its state is as sharded as they are
         scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         step, best_val_loss = 0, float("inf")
@@ -69,7 +68,7 @@ def train(config: Config) -> None:
             load_scaler(scaler, checkpoint)
             step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
             run.say(f"resuming after {step} updates from {checkpoint.path}")
-        replica = model  # [fsdp:replica] nothing to wrap in DDP; each block was compiled by itself
+        replica = fsdp.data_parallel(model, config, run)  # [fsdp:replica] itself, or DDP with --use_fsdp=False
         params = [p for p in model.parameters() if p.requires_grad]
 
         def save(step: int) -> None:
@@ -101,7 +100,7 @@ def train(config: Config) -> None:
                 with ledger.watch(step):
                     for micro_batch in micro_batches:
                         telemetry.at(step, f"micro-batch {micro_batch}")
-                        set_gradient_sync(model, last=micro_batch == micro_batches[-1])  # [fsdp:sync]
+                        fsdp.set_gradient_sync(replica, config, micro_batch == micro_batches[-1])  # [fsdp:sync]
                         x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
                         runtime.reseed(run.device, config.seed, step, micro_batch)
                         with run.autocast():
@@ -110,8 +109,8 @@ def train(config: Config) -> None:
                         scaler.scale(loss / len(micro_batches)).backward()
                     telemetry.at(step, "update")
                     scaler.unscale_(optimizer)
-                    grads = local_grads(params)  # [fsdp:clip] the norm of the whole, from every rank's shards
-                    norm = grad_norm(grads, shard_group(params))
+                    grads = fsdp.local_grads(params)  # [fsdp:clip] the norm of the whole, from every rank's shards
+                    norm = grad_norm(grads, fsdp.shard_group(params))
                     clip_grads(grads, norm, config.grad_clip)
                     scaler.step(optimizer)
                     scaler.update()

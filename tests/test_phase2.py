@@ -257,8 +257,8 @@ def test_an_unknown_kernel_is_refused(tmp_path):
     assert_refused(ended, "'layernom'", "did you mean layernorm?")
     wide = {"n_embd": 512, "n_head": 2}
     with pytest.raises(ConfigError, match="heads of 256 channels"):
-        TritonConfig(**wide).check()
-    TritonConfig(**wide, kernels="loss").check()
+        TritonConfig(**wide).check(1)
+    TritonConfig(**wide, kernels="loss").check(1)
     for wrong, said in (("loss,", "'': give all, none, or some of"), ("all,loss", "'all'"), ("", "''")):
         with pytest.raises(ConfigError, match=said):
             chosen(wrong)

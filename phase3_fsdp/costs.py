@@ -1,0 +1,81 @@
+"""What a sharded step costs by the formula: bytes that a rank keeps, gathers and sends. The ledger counts the same.
+
+For P parameters of which P_root are the root's, M micro-batches a rank, and S ranks that share one of R copies, a rank
+keeps 16P/S bytes and sends, as rings do, (S-1)/S of
+
+    all-gather         M (2P - P_root)    each unit in the forward and in the backward, the root once
+                       M P                with fsdp_reshard_after_forward=False
+    reduce-scatter     P, or M P          once a step, or with fsdp_sync_every_micro_batch after every backward
+
+and 2 (R-1)/R of P/S where there are R copies. Gathered elements have the bytes of `dtype`, reduced ones 4. What
+`fully_shard` cuts it cuts in rows, and pads to a multiple of S rows: P is then a little more.
+"""
+
+from collections import Counter
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from nanoGPT.ledger import ring_bytes
+from nanoGPT.model import GPT
+from nanoGPT.runtime import Runtime
+from phase3_fsdp.fsdp import FsdpConfig
+
+Traffic = Counter[tuple[str, int]]  # bytes of the full tensors, by kind of collective and number of ranks
+
+
+def own_params(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a unit: those of the module that no unit inside it has."""
+    inner = {id(p) for m in module.modules() if m is not module and isinstance(m, FSDPModule) for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in inner]
+
+
+def padded(module: nn.Module, shards: int) -> int:
+    """Elements of a unit's parameters, their rows filled up to a multiple of the ranks."""
+    return sum(-(-len(p) // shards) * shards * (p.numel() // len(p)) for p in own_params(module))
+
+
+def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Traffic:
+    """Bytes of the tensors that one step's collectives have, this rank's part in them not yet counted.
+
+    Args:
+        model: from `shard_model`.
+    """
+    micro_batches = config.gradient_accumulation_steps // run.world_size
+    traffic: Traffic = Counter()
+    if not config.use_fsdp:
+        traffic["all-reduce", run.world_size] = 4 * sum(p.numel() for p in model.parameters())
+        return traffic
+    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    shards, copies = mesh.size(-1), mesh.size() // mesh.size(-1)
+    for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
+        size = padded(unit, shards)
+        gathers = 1 if unit is model or not config.fsdp_reshard_after_forward else 2
+        traffic["all-gather", shards] += micro_batches * gathers * size * run.dtype.itemsize
+        traffic["reduce-scatter", shards] += 4 * size * (micro_batches if config.fsdp_sync_every_micro_batch else 1)
+        if copies > 1:
+            traffic["all-reduce", copies] += 4 * size // shards
+    traffic["all-reduce", shards] += 8  # the squared norm, one fp64
+    return traffic
+
+
+def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
+    """What rank 0 says at the start: units, this rank's share, and the traffic of a step."""
+    params = sum(p.numel() for p in model.parameters())
+    traffic = expected_traffic(model, config, run)
+    sent = sum(ring_bytes(kind, size, ranks) for (kind, ranks), size in traffic.items())
+    work = ", ".join(f"{kind} {size / 1e6:,.1f} MB over {ranks}" for (kind, ranks), size in traffic.items() if size > 8)
+    step = f"a step: {work}; a rank sends {sent / 1e6:,.1f} MB, as rings count"
+    if not config.use_fsdp:
+        return f"not sharded: each of {run.world_size} rank(s) keeps {16 * params / 1e6:,.1f} MB of state\n{step}"
+    parts = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    sizes = Counter(sum(p.numel() for p in own_params(m)) for m in parts)
+    mine = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+    shards = next(p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor))
+    said = " + ".join(f"{count} x {size:,}" for size, count in sizes.items()) or "none"
+    root = sum(p.numel() for p in own_params(model))
+    return (
+        f"sharded over {shards} of {run.world_size} rank(s): units of {said} parameters, the root's {root:,}; "
+        f"rank 0 keeps {mine:,} of {params:,}, {16 * mine / 1e6:,.1f} MB of state\n{step}"
+    )
