@@ -19,13 +19,14 @@ LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$
 FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
-.PHONY: help setup data baseline phase1 phase2 phase3 sample test lint notebooks diff1 diff2 diff3 bench bench-kernels clean
+.PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test lint notebooks diff1 diff2 diff3
+.PHONY: bench bench-kernels bench-fsdp bench-save torture clean
 
 help:  ## list the commands
 	@echo "make COMMAND [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
 	@echo "several nodes: the same command on each, with NNODES=2 NODE_RANK=0 MASTER_ADDR=host"
 	@echo
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 .venv/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
@@ -54,6 +55,8 @@ phase3: .venv/.core data  ## the same with FSDP: sharded parameters, gradients a
 	@$(LAUNCH) phase3_fsdp/train.py $(FLAGS)
 sample: .venv/.core  ## text from the newest run under out/, or from ARGS=--out_dir=DIR
 	@$(PY) -m nanoGPT.sample $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
+verify-checkpoint: .venv/.core  ## read every checkpoint of ARGS=--out_dir=DIR to the last byte
+	@$(PY) -m nanoGPT.manifest $(ARGS)
 test: .venv/.dev data  ## run the tests (DEVICE=cuda for those that need a GPU)
 	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 lint: .venv/.dev  ## ruff and mypy
@@ -66,14 +69,20 @@ diff2: .venv/.core  ## what phase 2 changes in the baseline's train.py, hunk by 
 	@$(PY) -m workshop.diff phase2_triton
 diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase3_fsdp
-bench: .venv/.core data  ## measure a training step against a bare loop, and ZeRO-1
+bench: .venv/.dev data  ## measure a training step against a bare loop, and ZeRO-1
 	@$(PY) -m bench.step_overhead $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1 $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1_step $(ARGS)
-bench-kernels: .venv/.core data  ## measure every kernel and the trainer with each; without a GPU reduced and interpreted
+bench-kernels: .venv/.dev data  ## measure every kernel and the trainer with each; without a GPU reduced and interpreted
 	@OMP_NUM_THREADS=1 $(PY) -m bench.kernels $(ARGS)
 	@$(PY) -m bench.kernel_ablation $(ARGS)
 	@$(PY) -m bench.kernel_plots
+bench-fsdp: .venv/.dev data  ## every option of FSDP with every other: losses, traffic and state; half an hour
+	@OMP_NUM_THREADS=1 $(PY) -m bench.fsdp_options $(ARGS)
+bench-save: .venv/.dev  ## a verified checkpoint beside a bare one, and in the background
+	@OMP_NUM_THREADS=1 $(PY) -m bench.save_speed $(ARGS)
+torture: .venv/.dev  ## kill saves at every point and at 500 random moments, flip 200 bits, and open what is left
+	@OMP_NUM_THREADS=1 $(PY) -m bench.torture $(ARGS)
 clean:  ## delete caches; prepared data, .venv and out/ stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

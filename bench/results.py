@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanoGPT.checkpoint import versions
+from nanoGPT.manifest import versions
 from nanoGPT.telemetry import git_commit, hardware
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -49,3 +49,13 @@ def with_switches(words: list[str]) -> list[str]:
 def read_results(name: str) -> list[dict[str, Any]]:
     """All committed results of a benchmark, one a hardware."""
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
+
+
+def hardware_of(result: dict[str, Any]) -> str:
+    return f"{result['hardware']}, torch {result['versions']['torch']}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

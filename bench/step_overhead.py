@@ -41,7 +41,7 @@ def bare_steps(config: TrainConfig, data: TokenData) -> Iterator[None]:
     model, optimizer = build(data, config)
     x, y = data.batch("train", TRAIN, 0, 0)
     while True:
-        _, loss = model(x, y)
+        loss = model(x, y)[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
@@ -65,7 +65,7 @@ def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Iterato
                 x, y = data.batch("train", TRAIN, step, 0)
                 runtime.reseed(run.device, config.seed, step, 0)
                 with run.autocast():
-                    _, loss = model(x, y)
+                    loss = model(x, y)[1]
                 loss_sum += loss.detach()
                 scaler.scale(loss / 1).backward()
                 telemetry.at(step, "update")

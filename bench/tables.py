@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.results import RESULTS, read_results
+from bench.fsdp_tables import FSDP_TABLES
+from bench.results import RESULTS, hardware_of, read_results, table
 from nanoGPT.config import PACKAGE
 from phase2_triton.kernels import (
     adamw,
@@ -30,12 +31,6 @@ from phase2_triton.kernels.core import Cost, recording
 ROOT = PACKAGE.parent
 DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("phase*/IMPLEMENTATION.md"))]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def runs_table() -> str:
@@ -250,10 +245,6 @@ def kernel_ablation_table() -> str:
     return "\n".join(parts) or UNMEASURED
 
 
-def hardware_of(result: dict[str, Any]) -> str:
-    return f"{result['hardware']}, torch {result['versions']['torch']}"
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "runs": runs_table,
     "overhead": overhead_table,
@@ -266,6 +257,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_resources": kernel_resources_table,
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
+    **FSDP_TABLES,
 }
 
 

@@ -9,99 +9,36 @@
         .bad-step-00000120/   a checkpoint that a resume refused
 
 A save writes into `.tmp-*`; each rank hashes and fsyncs its files; rank 0 writes the manifest, fsyncs, renames, fsyncs
-the parent. So a kill at any moment leaves either the new directory whole or the ones before it untouched.
+the parent. So a kill at any moment leaves either the new directory whole or the ones before it untouched. All of it
+may happen in another thread, beside the training, which then only waits where a save is still under way.
 """
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
-import platform
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from nanoGPT.data import sha256_of
-from nanoGPT.exits import ConfigError, SaveError
+from nanoGPT.exits import ConfigError, PeerFailed, SaveError
+from nanoGPT.manifest import (
+    Checkpoint,
+    Damaged,
+    Manifest,
+    NewFiles,
+    read_manifest,
+    seal,
+    step_directories,
+    sync,
+    verify_files,
+    versions,
+    write_and_sync,
+)
 
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
-
-Manifest = dict[str, Any]
-
-
-class Damaged(Exception):
-    """Why a checkpoint must not be used."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole, verified checkpoint."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        return int(self.manifest["step"])
-
-
-def step_directories(out_dir: Path) -> list[Path]:
-    """All `step-*` directories of a run, newest first."""
-    return sorted((p for p in (out_dir / "checkpoints").glob("step-*") if p.is_dir()), reverse=True)
-
-
-def manifests(out_dir: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Every checkpoint whose manifest can be read, newest first; its files are not verified."""
-    for path in step_directories(out_dir):
-        with contextlib.suppress(Damaged):
-            yield path, read_manifest(path)
-
-
-def seal(manifest: Manifest) -> str:
-    """The manifest as text that carries its own sha256."""
-    body = {k: v for k, v in manifest.items() if k != "sha256"}
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True) + "\n"
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read and check a manifest.
-
-    Raises:
-        Damaged: it is absent, incomplete or not as it was written, to the byte.
-    """
-    try:
-        text = (path / "manifest.json").read_text()
-        manifest = json.loads(text)
-    except OSError:
-        raise Damaged("it has no manifest.json, so its save never ended") from None
-    except ValueError:
-        raise Damaged("its manifest.json is not JSON") from None
-    if not isinstance(manifest, dict) or seal(manifest) != text:
-        raise Damaged("its manifest.json was changed after it was written")
-    return manifest
-
-
-def verify_files(path: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> None:
-    """Hash every `shares`-th file of a checkpoint, so that ranks can divide the work.
-
-    Raises:
-        Damaged: a file is missing, or its size or sha256 differs.
-    """
-    for file in manifest["files"][share::shares]:
-        target = path / file["name"]
-        if not target.is_file():
-            raise Damaged(f"{file['name']} is missing")
-        if (size := target.stat().st_size) != file["size"]:
-            raise Damaged(f"{file['name']} has {size:,} bytes where {file['size']:,} were written")
-        if sha256_of(target) != file["sha256"]:
-            raise Damaged(f"the sha256 of {file['name']} differs from the manifest's")
 
 
 def check_out_dir(out_dir: Path, resume: bool) -> None:
@@ -125,10 +62,6 @@ def check_out_dir(out_dir: Path, resume: bool) -> None:
         )
 
 
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__}
-
-
 class CheckpointDirectory:
     """`out_dir/checkpoints` of one run. Every method is collective: all ranks call it, in the same order.
 
@@ -142,7 +75,11 @@ class CheckpointDirectory:
     """
 
     def __init__(self, out_dir: str, run: "Runtime", keep: int) -> None:
-        self.root, self.run, self.keep = Path(out_dir) / "checkpoints", run, keep
+        self.root, self.keep = Path(out_dir) / "checkpoints", keep
+        self.run = run.apart()  # a save in the background must not meet the training's collectives
+        self.saving: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        run.at_end.append(self.drain)
         self._on_main(lambda: self.root.mkdir(exist_ok=True))
         self._check_shared()
 
@@ -187,28 +124,68 @@ class CheckpointDirectory:
         names = [name, *(f"{name}.{i}" for i in range(2, len(taken) + 3))]
         return self.root / next(n for n in names if n not in taken)
 
-    def save(self, step: int, write: Callable[[Path], list[Path]], about: Manifest) -> Path:
+    def save(
+        self,
+        step: int,
+        write: Callable[[NewFiles], None],
+        about: Manifest,
+        copy: Callable[[], None] | None = None,
+    ) -> Path:
         """Save a checkpoint; one of the same step that is there already stays as it is.
 
         Args:
             step: updates done.
-            write: called on every rank with the directory to write into; returns the files that this rank wrote.
+            write: called on every rank; writes this rank's files.
             about: what the manifest says besides step, world size, versions and files.
+            copy: called when no other save is under way, to copy what `write` will write; the writing then goes on in
+                another thread, and what goes wrong there is raised by the next `save` or `drain`.
+
+        Returns:
+            Where the checkpoint is, or will be.
 
         Raises:
-            SaveError: some rank could not write; nothing of this step is left, all earlier checkpoints are.
+            SaveError: some rank could not write, now or in the background before; nothing of that step is left, all
+                earlier checkpoints are.
         """
+        self.drain()
         final = self.root / f"step-{step:08d}"
         if self.run.gather(final.exists())[0]:
             return final
+        if copy:
+            self._on_all(copy, self.root / f".tmp-{final.name}")
+            self.saving = threading.Thread(target=self._save_or_keep_failure, args=(final, step, write, about))
+            self.saving.start()
+        else:
+            self._save(final, step, write, about)
+        return final
+
+    def drain(self) -> None:
+        """Wait for a save in the background. Collective.
+
+        Raises:
+            SaveError: it failed.
+        """
+        if self.saving:
+            self.saving.join()
+        failure, self.saving, self.failure = self.failure, None, None
+        if failure:
+            raise failure
+
+    def _save_or_keep_failure(self, *words: Any) -> None:
+        try:
+            self._save(*words)
+        except BaseException as failure:
+            self.failure = failure
+
+    def _save(self, final: Path, step: int, write: Callable[[NewFiles], None], about: Manifest) -> None:
         temporary = self.root / f".tmp-{final.name}"
         self._on_main(lambda: self._begin(temporary), temporary)
-        records = self._on_all(lambda: [record(path, temporary) for path in write(temporary)], temporary)
-        files = sorted((file for each in records for file in each), key=lambda file: file["name"])
+        mine = NewFiles(temporary, self.run.group, self.run.mark)
+        written = self._on_all(lambda: (write(mine), mine.records())[1], temporary)  # type: ignore[func-returns-value]
+        files = sorted((file for each in written for file in each), key=lambda file: file["name"])
         manifest = {**about, "step": step, "world_size": self.run.world_size, "versions": versions(), "files": files}
         self._on_main(lambda: self._publish(temporary, final, manifest), temporary)
         self.run.say(f"saved {final}")
-        return final
 
     def _begin(self, temporary: Path) -> None:
         for stale in self.root.glob(".tmp-*"):
@@ -251,6 +228,8 @@ class CheckpointDirectory:
         result, failure = None, None
         try:
             result = work()
+        except PeerFailed:
+            pass
         except Exception as error:
             failure = describe(error, self.root)
         outcomes = self.run.gather((result, failure))
@@ -274,25 +253,3 @@ def describe(error: Exception, folder: Path) -> str:
     if full:
         return f"the disk of {folder} is full: free some space"
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
-def record(path: Path, folder: Path) -> dict[str, Any]:
-    """Flush a written file to the disk; its entry in the manifest."""
-    sync(path)
-    return {"name": str(path.relative_to(folder)), "size": path.stat().st_size, "sha256": sha256_of(path)}
-
-
-def write_and_sync(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

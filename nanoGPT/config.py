@@ -95,7 +95,7 @@ class TrainConfig:
     track: Literal["none", "tensorboard", "wandb"] = "none"
     """also send the metrics there (extra `track`)"""
     stall_seconds: float = 300.0
-    """write every rank's stacks when a step makes no progress for this long, in seconds"""
+    """end the job, with the stacks of all ranks, when none of them makes progress for this long, in seconds"""
     ledger: bool = False
     """count one step's collectives and the bytes of state per rank, print them and write ledger.json"""
 
@@ -214,7 +214,7 @@ def machine_defaults(flags: list[str], from_files: dict[str, object]) -> dict[st
 
 def saved_config(out_dir: str) -> dict[str, object]:
     """The configuration in the newest readable manifest of a run, or nothing."""
-    from nanoGPT.checkpoint import manifests
+    from nanoGPT.manifest import manifests
 
     for _, manifest in manifests(Path(out_dir)):
         return dict(manifest["config"])

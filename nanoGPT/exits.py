@@ -1,7 +1,7 @@
 """How a program ends: its errors, their exit codes, and who says what is wrong.
 
 Exit codes: 0 done, or saved after SIGTERM or SIGINT; 2 a request that cannot be carried out; 3 a loss that is not
-finite; 1 anything else.
+finite; 4 a job that hung; 1 anything else.
 """
 
 import contextlib
@@ -21,7 +21,13 @@ import torch
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
 
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
+STALLED = 4
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "PeerFailed",
+)  # gloo's words for it
 
 
 class ConfigError(Exception):
@@ -39,6 +45,10 @@ class ConfigError(Exception):
 
 class NonFiniteLoss(Exception):
     """The loss or the gradient norm is not finite; every rank sees the same value at the same step. Exit code 3."""
+
+
+class PeerFailed(Exception):
+    """Another rank could not do its part of a save or a load; that one says why."""
 
 
 class SaveError(Exception):
@@ -60,11 +70,8 @@ def fail(code: int, message: str, alike_on_all_ranks: bool = False) -> int:
 
     Of an error that all ranks meet alike, the first rank of each machine speaks; the others give it a second.
     """
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
-    if "NANOGPT_LAUNCHER" in os.environ:
-        return code  # the launcher speaks
+    if tell_launcher(message):
+        return code
     rank, speaks = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
     if not alike_on_all_ranks:
         print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
@@ -73,6 +80,14 @@ def fail(code: int, message: str, alike_on_all_ranks: bool = False) -> int:
     else:
         time.sleep(1)
     return code
+
+
+def tell_launcher(message: str) -> bool:
+    """Hand torch's elastic agent the reason why this rank ends; whether the launcher will print it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    return "NANOGPT_LAUNCHER" in os.environ
 
 
 def check_finite(step: int, loss: float, norm: float, run: "Runtime") -> None:

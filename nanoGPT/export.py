@@ -11,24 +11,24 @@ import json
 import shutil
 import sys
 import tempfile
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from nanoGPT.checkpoint import Checkpoint, Damaged, manifests, verify_files
 from nanoGPT.cli import command_line
 from nanoGPT.config import C
 from nanoGPT.data import DOWNLOADS, TokenData
 from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.manifest import Checkpoint, Damaged, NewFiles, manifests, verify_files
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.state import EMBEDDING, HEAD, SHAPE, check_resumed, read_ckpt, read_payload, save_ckpt
-
-if TYPE_CHECKING:
-    pass
+from nanoGPT.state import EMBEDDING, HEAD, SHAPE, Lazily, check_resumed, read_ckpt, read_payload, save_ckpt
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
 GPT2_VOCAB, PADDED_VOCAB = 50257, 50304
@@ -41,7 +41,7 @@ def tokenizer_rows(tokenizer: dict[str, Any]) -> int:
 
 def starting_point(
     config: C, data: TokenData, checkpoint: Checkpoint | None
-) -> tuple[C, GPTConfig, dict[str, Tensor] | None]:
+) -> tuple[C, GPTConfig, Mapping[str, Tensor] | None]:
     """Where a run begins.
 
     Returns:
@@ -66,7 +66,8 @@ def starting_point(
                 f"{config.init_from} has: use --block_size={shape.block_size} or less"
             )
         shape.block_size = config.block_size
-        weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][: config.block_size]
+        positions = weights["transformer.wpe.weight"][: config.block_size]
+        weights = ChainMap({"transformer.wpe.weight": positions}, weights)  # type: ignore[arg-type]
     if shape.vocab_size < data.tokenizer["vocab_size"]:
         raise ConfigError(
             f"the model has {shape.vocab_size} rows of vocabulary, but {config.dataset} needs "
@@ -87,7 +88,7 @@ def newest_whole(out_dir: Path) -> Checkpoint:
     raise ConfigError(f"there is no whole checkpoint under {out_dir}: train first, or give the --out_dir of a run")
 
 
-def read_weights(source: str) -> tuple[GPTConfig, dict[str, Tensor]]:
+def read_weights(source: str) -> tuple[GPTConfig, Mapping[str, Tensor]]:
     """Weights by parameter name, from a run's directory, a nanoGPT directory, a Hugging Face one, or a GPT-2 by name.
 
     Raises:
@@ -110,7 +111,7 @@ def read_weights(source: str) -> tuple[GPTConfig, dict[str, Tensor]]:
     )
 
 
-def fitting(source: str, model_args: Any, weights: dict[str, Tensor]) -> tuple[GPTConfig, dict[str, Tensor]]:
+def fitting(source: str, model_args: Any, weights: Mapping[str, Tensor]) -> tuple[GPTConfig, Mapping[str, Tensor]]:
     """The shape that `model_args` describes, with weights that fit it.
 
     Raises:
@@ -148,7 +149,7 @@ def download(name: str) -> Path:
         ) from None
 
 
-def read_hf(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
+def read_hf(folder: Path) -> tuple[GPTConfig, Mapping[str, Tensor]]:
     """A Hugging Face GPT-2 directory: `config.json` and safetensors in one or several files.
 
     Raises:
@@ -158,12 +159,15 @@ def read_hf(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         hf = json.loads((folder / "config.json").read_text())
         if hf.get("model_type") != "gpt2":
             raise ConfigError(f"{folder} holds a {hf.get('model_type')} model: only gpt2 is known here")
-        tensors = {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-        weights = {}
-        for key, value in tensors.items():
-            name = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
-            if name != HEAD and not name.endswith((".attn.bias", ".attn.masked_bias")):
-                weights[name] = value.t().contiguous() if name.endswith(CONV1D) else value
+        readers: dict[str, Callable[[], Tensor]] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                keys = list(opened.keys())
+            for key in keys:
+                name = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+                if name != HEAD and not name.endswith((".attn.bias", ".attn.masked_bias")):
+                    readers[name] = partial(read_hf_tensor, file, key, name.endswith(CONV1D))
+        weights = Lazily(readers)
         gelu = "none" if hf.get("activation_function") == "gelu" else "tanh"
         return GPTConfig(
             hf["n_layer"], hf["n_head"], hf["n_embd"], hf["n_positions"], True, len(weights[EMBEDDING]), 0.0, gelu
@@ -174,19 +178,63 @@ def read_hf(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         ) from None
 
 
-def write_hf(folder: Path, shape: GPTConfig, weights: dict[str, Tensor], rows: int) -> None:
-    """Write a directory that `transformers` opens: Conv1D transposed, padding rows dropped, the head tied.
+def read_hf_tensor(file: Path, key: str, transposed: bool) -> Tensor:
+    """One tensor of a safetensors file, which is mapped: what is not looked at is not read."""
+    with safe_open(file, "pt") as opened:
+        tensor: Tensor = opened.get_tensor(key)
+    return tensor.t() if transposed else tensor
+
+
+def hf_tensors(shape: GPTConfig, weights: Mapping[str, Tensor], rows: int) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as `transformers` names and lays them out, one at a time: Conv1D transposed, padding rows dropped."""
+    for name, value in weights.items():
+        value = value[:rows] if name == EMBEDDING else value
+        yield name, (value.t() if name.endswith(CONV1D) else value).contiguous()
+        if not shape.bias and (".ln_" in name or name.endswith(CONV1D)):  # Hugging Face's GPT-2 always has biases
+            yield name.removesuffix("weight") + "bias", torch.zeros(value.shape[0], dtype=value.dtype)
+
+
+def write_hf(
+    folder: Path, shape: GPTConfig, weights: Mapping[str, Tensor], rows: int, file_bytes: int = 2 << 30
+) -> None:
+    """Write a directory that `transformers` opens, in as many files as keep each below a size.
 
     Args:
+        weights: read one at a time; a file's are in memory together.
         rows: the tokenizer's vocabulary; embedding rows from here on are padding.
+        file_bytes: of one file at most, unless a single tensor is larger.
     """
-    tensors = {name: value.t() if name.endswith(CONV1D) else value for name, value in weights.items()}
-    tensors[EMBEDDING] = tensors[EMBEDDING][:rows]
-    if not shape.bias:  # Hugging Face's GPT-2 always has biases
-        for name, value in weights.items():
-            if ".ln_" in name or name.endswith(CONV1D):
-                tensors[name.removesuffix("weight") + "bias"] = torch.zeros(value.shape[0], dtype=value.dtype)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    files: list[dict[str, int]] = []  # of each, its tensors' bytes by name
+    held: dict[str, Tensor] = {}
+    for name, tensor in hf_tensors(shape, weights, rows):
+        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > file_bytes:
+            files.append(write_hf_file(folder, len(files), held))
+            held = {}
+        held[name] = tensor
+    files.append(write_hf_file(folder, len(files), held))
+    name_hf_files(folder, files)
+    write_hf_config(folder, shape, rows)
+
+
+def write_hf_file(folder: Path, index: int, tensors: dict[str, Tensor]) -> dict[str, int]:
+    save_file(tensors, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def name_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
+    """Name them as transformers looks them up: model.safetensors, or numbered ones and an index."""
+    one = len(files) == 1
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for i, name in enumerate(["model.safetensors"] if one else names):
+        (folder / f"part-{i}.safetensors").rename(folder / name)
+    if not one:
+        where = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": sum(sum(each.values()) for each in files)}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:
+    """Write config.json, and beside it GPT-2's own vocabulary where it is the tokenizer's."""
     gpt2 = rows == GPT2_VOCAB
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -231,13 +279,16 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
         tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch,
     ):
         try:
-            state = read_payload(checkpoint.path, Path(scratch))
             if format == "hf":
-                write_hf(Path(temporary), shape, state.model, manifest["data"]["tokenizer"]["vocab_size"])
+                weights = read_payload(checkpoint.path).model
+                write_hf(Path(temporary), shape, weights, manifest["data"]["tokenizer"]["vocab_size"])
             else:
-                save_ckpt(Path(temporary) / "ckpt.pt", state, checkpoint.step, manifest)
+                state = read_payload(checkpoint.path, Path(scratch))
+                save_ckpt(NewFiles(Path(temporary)), state, checkpoint.step, manifest)
         except (RuntimeError, OSError, SafetensorError) as error:  # what torch and safetensors make of a full disk
             raise ConfigError(f"--to={to} could not be written ({error}): free some space") from None
+        for stale in folder.glob("model*.safetensors*") if format == "hf" else ():
+            stale.unlink()  # of an earlier export in another number of files
         for file in sorted(Path(temporary).iterdir()):
             file.replace(folder / file.name)
     print(f"{checkpoint.path.name} of {out_dir} is in {folder} as {format}")

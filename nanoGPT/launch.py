@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,13 @@ from types import ModuleType
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.checkpoint import check_out_dir, step_directories
+from nanoGPT.checkpoint import check_out_dir
 from nanoGPT.cli import command_line
 from nanoGPT.config import TrainConfig, parse
-from nanoGPT.exits import LOST_PEER, ConfigError, one_sentence
+from nanoGPT.exits import LOST_PEER, STALLED, ConfigError, one_sentence
+from nanoGPT.manifest import step_directories
 from nanoGPT.runtime import preflight
+from nanoGPT.watch import Watch, guard
 
 
 @dataclass
@@ -161,7 +164,14 @@ def explain(exit_code: int, message: str, asked: list[int]) -> tuple[int, str]:
     )
 
 
-def run_ranks(place: Place, command: list[str]) -> int:
+def watch_over(config: TrainConfig, world_size: int) -> Watch:
+    """Look after ranks that hang, beside what this process does; they have some seconds to end by themselves."""
+    watch = Watch(Path(config.out_dir), world_size, config.stall_seconds + 10)
+    threading.Thread(target=guard, args=(watch, children), daemon=True).start()
+    return watch
+
+
+def run_ranks(place: Place, command: list[str], watch: Watch) -> int:
     """Start this machine's ranks, wait for them, and return the exit code of the job."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["NANOGPT_LAUNCHER"] = str(os.getpid())
@@ -186,6 +196,9 @@ def run_ranks(place: Place, command: list[str]) -> int:
         elastic_launch(launch, sys.executable)(*command)
         return 0
     except ChildFailedError as error:
+        if sentence := watch.told():
+            print(f"error: {sentence}", file=sys.stderr)
+            return STALLED
         rank, failure = root_cause(error.failures)
         code, reason = explain(failure.exitcode, failure.message, asked)
         print(f"error: rank {rank}: {reason}", file=sys.stderr)
@@ -217,13 +230,15 @@ def main(words: list[str]) -> int:
     config = parse(config_class, trainer_words, trainer)
     check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_words]
-    code = run_alone(command) if place.gpus * place.nnodes == 1 else run_ranks(place, command)
+    ranks = place.gpus * place.nnodes
+    watch = watch_over(config, ranks)
+    code = run_alone(command, watch) if ranks == 1 else run_ranks(place, command, watch)
     if code == 0 and place.node_rank == 0 and has_ended(config):
         show_sample(config)
     return code
 
 
-def run_alone(command: list[str]) -> int:
+def run_alone(command: list[str], watch: Watch) -> int:
     """Run the trainer as one process, which needs no elastic agent, and pass signals on to it.
 
     Its threads, one a core, spin for a moment only when they wait for each other. By default libgomp's spin on, and
@@ -235,7 +250,9 @@ def run_alone(command: list[str]) -> int:
     code = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True).wait()
     if code < 0:
         code, reason = explain(code, "", asked)
-        print(f"error: rank 0: {reason}", file=sys.stderr)
+        sentence = watch.told()
+        print(f"error: {sentence or f'rank 0: {reason}'}", file=sys.stderr)
+        code = STALLED if sentence else code
     return code
 
 

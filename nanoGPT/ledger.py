@@ -1,9 +1,9 @@
-"""What one training step costs a rank: bytes on the wire, and bytes of state.
+"""What one training step costs a rank: bytes on the wire, bytes of state, and what its memory holds meanwhile.
 
 Traffic is counted, not estimated: a dispatch mode sees every collective that the step calls, with its tensors. Bytes
 are those that a ring sends per rank (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n bytes over N ranks,
 n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast whose full tensor has n bytes. NCCL's rings send that;
-gloo's algorithms send more.
+gloo's algorithms send more. `nanoGPT/memory.py` counts the memory, by category.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanoGPT.memory import Memory, tensors_in
 
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
@@ -37,17 +39,14 @@ COLLECTIVES = {
 
 
 def ring_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
-    """Bytes that each rank sends in a ring for a collective whose full tensor has `tensor_bytes`."""
+    """Bytes that each rank sends in a ring for a collective whose full tensor has `tensor_bytes`.
+
+    Args:
+        kind: as in `COLLECTIVES`: all-reduce, all-gather, reduce-scatter, broadcast or reduce.
+        tensor_bytes: of the whole tensor: an all-gather's output, a reduce-scatter's input.
+        ranks: in the group.
+    """
     return (2 if kind == "all-reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -85,6 +84,8 @@ class Traffic(TorchDispatchMode):
 class Ledger:
     """Watches one step of a trainer; prints what it counted and writes `ledger.json` into out_dir.
 
+    On a GPU the step also begins a new peak of the allocator, which the run's telemetry reads too.
+
     Args:
         out_dir: where `ledger.json` goes; None watches nothing and costs nothing.
         run: this rank's Runtime; writing is collective.
@@ -105,10 +106,12 @@ class Ledger:
             yield
             return
         hook = self.optimizer.register_step_pre_hook(self._count_gradients)
-        with Traffic() as traffic:
+        if self.run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.run.device)
+        with Traffic() as traffic, Memory(self.model, self.optimizer, self.run.device) as memory:
             yield
         hook.remove()
-        self._write(Path(self.out_dir), traffic)
+        self._write(Path(self.out_dir), traffic, memory)
 
     def _count_gradients(self, *_: Any) -> None:
         self.gradient_bytes = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
@@ -122,8 +125,19 @@ class Ledger:
             "optimizer_state": storage_bytes(state),
         }
 
-    def _write(self, out_dir: Path, traffic: Traffic) -> None:
-        ranks = self.run.gather({"state_bytes": self.state_bytes(), "collectives": list(traffic.rows.values())})
+    def memory_bytes(self, memory: Memory) -> dict[str, Any]:
+        """Bytes on the run's device: as the last backward begins, at the peak, after the step; the allocator's peak."""
+        on_gpu = self.run.device.type == "cuda"
+        return {
+            "after_forward": memory.after_forward,
+            "peak": memory.peak,
+            "after_step": memory.snapshot(),
+            "allocator_peak_bytes": torch.cuda.max_memory_allocated(self.run.device) if on_gpu else None,
+        }
+
+    def _write(self, out_dir: Path, traffic: Traffic, memory: Memory) -> None:
+        mine = {"state_bytes": self.state_bytes(), "memory": self.memory_bytes(memory)}
+        ranks = self.run.gather({**mine, "collectives": list(traffic.rows.values())})
         params = sum(p.numel() for p in self.model.parameters())
         report = {"step": self.step, "world_size": self.run.world_size, "parameters": params, "ranks": ranks}
         if self.run.is_main:
@@ -132,7 +146,7 @@ class Ledger:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The report as a table: rank 0's traffic, every rank's state."""
+    """The report as a table: rank 0's traffic, every rank's state and memory."""
     lines = [f"ledger of step {report['step']}: {report['parameters']:,} parameters, {report['world_size']} rank(s)"]
     for row in report["ranks"][0]["collectives"]:
         lines.append(
@@ -142,4 +156,16 @@ def describe(report: dict[str, Any]) -> str:
     for rank, each in enumerate(report["ranks"]):
         state = "  ".join(f"{name} {count:>13,} B" for name, count in each["state_bytes"].items())
         lines.append(f"  rank {rank}: {state}")
+        lines.append(f"  rank {rank}: memory {describe_memory(each['memory'])}")
     return "\n".join(lines)
+
+
+def describe_memory(memory: dict[str, Any]) -> str:
+    """All bytes at each moment, and of them those that come and go within a step."""
+    parts = []
+    for moment in ("after_forward", "peak", "after_step"):
+        held = memory[moment] or {}
+        passing = ", ".join(f"{name} {held[name]:,}" for name in ("gathered", "activations", "other") if held.get(name))
+        parts.append(f"{moment.replace('_', ' ')} {sum(held.values()):,} B" + (f" ({passing})" if passing else ""))
+    allocated = memory["allocator_peak_bytes"]
+    return "  ".join(parts + ([f"allocator's peak {allocated:,} B"] if allocated is not None else []))

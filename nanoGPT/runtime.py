@@ -6,8 +6,6 @@ is rank 0 of 1. Every run has a process group, also with one rank, so that no co
 
 import contextlib
 import dataclasses
-import datetime
-import fcntl
 import hashlib
 import os
 import sys
@@ -21,10 +19,11 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from nanoGPT.checkpoint import check_out_dir
+from nanoGPT import rendezvous
 from nanoGPT.config import TrainConfig, nearest, parse, validate
 from nanoGPT.data import TokenData
 from nanoGPT.exits import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, end_with_launcher, fail, listen_for_signals
+from nanoGPT.heartbeat import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -46,6 +45,8 @@ class Runtime:
     autocasts: bool = True  # False where parameters are cast instead, as FSDP does
     group: dist.ProcessGroup | None = None  # of `any` and `gather`; None: that of the whole job
     at_end: list[Callable[[], None]] = field(default_factory=list)  # called when training has ended, on every rank
+    token: str = field(default_factory=lambda: os.urandom(4).hex())  # this start of the job's, the same on all ranks
+    progress: Progress = field(default_factory=Progress)  # shared with the Runtimes that `apart` makes
 
     @property
     def is_main(self) -> bool:
@@ -89,6 +90,20 @@ class Runtime:
         """The same ranks, talking over the CPU in a group of their own: for another thread. Collective."""
         group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         return dataclasses.replace(self, group=group)
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """Note where this rank is, and that it has come so far. Every rank calls it, in the same order.
+
+        A job in which no rank does so for `stall_seconds` is ended, by the rank that has come least far.
+        """
+        progress = self.progress
+        progress.step = progress.step if step is None else step
+        progress.phase = phase
+        progress.places += 1
+
+    def mark(self) -> None:
+        """A sign of progress on the way, such as a part of a file written; on any rank, from any thread, any time."""
+        self.progress.marks += 1
 
     def say(self, line: str) -> None:
         """Print a line, on rank 0 only."""
@@ -190,18 +205,17 @@ def start(config: TrainConfig) -> Iterator[Runtime]:
     """
     run = locate(config)
     preflight(config, run.world_size, run.local_world_size)
-    check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
-    if run.is_main:
-        run.lock = lock(Path(config.out_dir))
+    rendezvous.enter_out_dir(run, config)
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:
         torch.set_num_threads(1)  # ranks share the cores
-    if not dist.is_initialized():  # a notebook or a test may have joined already
-        join_process_group(run)
-    listen_for_signals(run)
     if "TORCHELASTIC_RUN_ID" in os.environ or "NANOGPT_PARENT" in os.environ:
         threading.Thread(target=end_with_launcher, args=(os.getppid(),), daemon=True).start()
+    if not dist.is_initialized():  # a notebook or a test may have joined already
+        rendezvous.join_process_group(run)
+    rendezvous.agree(run, config)
+    listen_for_signals(run)
     run.say(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
     try:
         yield run
@@ -216,41 +230,6 @@ def finish(run: Runtime) -> None:
     """Let what runs beside the training come to its end. Collective."""
     for end in run.at_end:
         end()
-
-
-def join_process_group(run: Runtime) -> None:
-    """gloo for CPU tensors, NCCL for CUDA's; one rank alone needs no address."""
-    if run.local_world_size == run.world_size:
-        # On one machine gloo needs no more than the loopback, and must not depend on how its name resolves.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
-    timeout = datetime.timedelta(minutes=30)
-    if run.world_size == 1:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
-        )
-        return
-    try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
-    except dist.DistNetworkError as error:
-        port = os.environ.get("MASTER_PORT")
-        if "EADDRINUSE" in str(error):
-            raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free one") from None
-        raise
-
-
-def lock(out_dir: Path) -> IO[str]:
-    """Hold a run's directory as long as the returned file is open; a killed process lets go of it.
-
-    Raises:
-        ConfigError: another run holds it.
-    """
-    file = open(out_dir / ".lock", "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(f"another run is writing into {out_dir}: wait for it, or choose another --out_dir") from None
-    return file
 
 
 def reseed(device: torch.device, seed: int, step: int, micro_batch: int) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from nanoGPT.checkpoint import step_directories
 from nanoGPT.cli import command_line
 from nanoGPT.data import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 from nanoGPT.exits import ConfigError, one_sentence
 from nanoGPT.export import GPT2_VOCAB, newest_whole, read_weights
+from nanoGPT.manifest import step_directories
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.runtime import pick_device
 from nanoGPT.state import load_whole, read_payload

@@ -17,31 +17,49 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 
-from nanoGPT.exits import ConfigError
+from nanoGPT.exits import ConfigError, PeerFailed
+from nanoGPT.manifest import NewFiles
 
 
-def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
-    """Write this rank's tensors and shards into a fresh directory; rank 0 also writes the index. Collective.
+def write_shards(to: NewFiles, tensors: Mapping[str, Tensor]) -> None:
+    """Write this rank's tensors and shards into a new checkpoint; rank 0 also writes the index. Collective.
 
     A tensor that several ranks hold whole is written once.
-
-    Returns:
-        The files that this rank wrote.
     """
-    rank = dist.get_rank()
+    writer = dcp.FileSystemWriter(to.folder, sync_files=False, overwrite=False)
+    writer.fs = HashingFileSystem(to)
     with warnings.catch_warnings(), first_failure():
         warnings.simplefilter("ignore")  # DCP's advice for writers that overwrite
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder, sync_files=False, overwrite=False))
-    mine = sorted(folder.glob(f"__{rank}_*.distcp"))
-    return [*mine, folder / ".metadata"] if rank == 0 else mine
+        dcp.save(dict(tensors), storage_writer=writer, process_group=to.group)
 
 
-def read_shards(path: Path, tensors: Mapping[str, Tensor], alone: bool = False) -> None:
-    """Fill tensors and shards in place from what any number of ranks wrote. Collective, unless `alone`."""
+class HashingFileSystem(FileSystem):
+    """Where torch's writer opens its files: as those of a new checkpoint, which are hashed and flushed to the disk."""
+
+    def __init__(self, to: NewFiles) -> None:
+        self.to = to
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with self.to.open(Path(path).name) as file:
+            yield file
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        self.to.rename(Path(path).name, Path(new_path).name)
+
+
+def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], alone: bool = False) -> None:
+    """Fill tensors and shards in place from what any number of ranks wrote. Collective, unless `alone`.
+
+    Args:
+        source: the directory; or its reader, which reads the index once for many calls.
+    """
+    reader = source if isinstance(source, SafeReader) else SafeReader(source)
     with warnings.catch_warnings(), first_failure():
         warnings.simplefilter("ignore")  # that a process alone has no ranks to talk to is what is wanted
-        dcp.load(dict(tensors), storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=alone)
+        dcp.load(dict(tensors), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
 
 
 def stored(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -52,23 +70,35 @@ def stored(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 @contextlib.contextmanager
 def first_failure() -> Iterator[None]:
-    """DCP collects all ranks' failures into an exception that is no `Exception`: raise the first of them instead."""
+    """DCP collects all ranks' failures into an exception that is no `Exception`: raise this rank's own instead.
+
+    Raises:
+        PeerFailed: this rank has none.
+    """
     try:
         yield
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank not in error.failures:
+            raise PeerFailed(f"ranks {sorted(error.failures)} failed") from None
+        raise error.failures[rank][0] from None
 
 
 class SafeReader(FileSystemReader):
     """torch's reader of sharded checkpoints; the pickle in `.metadata` may name torch's own records only."""
 
+    index: Any = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if self.index is not None:
+            return self.index
         try:
             with open(Path(self.path) / ".metadata", "rb") as file:
                 OnlyRecords(file).load()
         except pickle.UnpicklingError as error:
             raise ConfigError(f"{self.path}/.metadata is not opened: {error}") from None
-        return super().read_metadata(*args, **kwargs)
+        self.index = super().read_metadata(*args, **kwargs)
+        return self.index
 
 
 class OnlyRecords(pickle.Unpickler):

@@ -8,20 +8,21 @@ that would run code is refused.
 import dataclasses
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint import Checkpoint
 from nanoGPT.config import TrainConfig
 from nanoGPT.data import TokenData
 from nanoGPT.exits import ConfigError
+from nanoGPT.manifest import Checkpoint, NewFiles
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.shards import read_shards, stored
+from nanoGPT.shards import SafeReader, read_shards, stored
 
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
@@ -39,8 +40,24 @@ class FullState:
         optimizer: for each parameter its state tensors, such as exp_avg; empty where only weights are known.
     """
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Tensor]]
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Mapping[str, Tensor]]
+
+
+class Lazily(Mapping[str, Tensor]):
+    """Tensors that are read when they are asked for, and not kept: of a whole state, one is in memory at a time."""
+
+    def __init__(self, readers: dict[str, Callable[[], Tensor]]) -> None:
+        self.readers = readers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readers)
+
+    def __len__(self) -> int:
+        return len(self.readers)
 
 
 def about(
@@ -98,23 +115,21 @@ def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) 
 
 
 def write_ckpt(
-    folder: Path, run: "Runtime", model: GPT, optimizer: torch.optim.Optimizer, step: int, facts: dict[str, Any]
-) -> list[Path]:
+    to: NewFiles, run: "Runtime", model: GPT, optimizer: torch.optim.Optimizer, step: int, facts: dict[str, Any]
+) -> None:
     """Write `ckpt.pt` from a model and optimizer that every rank holds whole; rank 0 writes."""
-    if not run.is_main:
-        return []
-    state = FullState(dict(model.named_parameters()), optimizer_by_name(model, optimizer))
-    return [save_ckpt(folder / "ckpt.pt", state, step, facts)]
+    if run.is_main:
+        save_ckpt(to, FullState(dict(model.named_parameters()), optimizer_by_name(model, optimizer)), step, facts)
 
 
-def save_ckpt(path: Path, state: FullState, step: int, facts: dict[str, Any]) -> Path:
+def save_ckpt(to: NewFiles, state: FullState, step: int, facts: dict[str, Any]) -> None:
     """Write nanoGPT's format: its keys, its order of the optimizer's parameters. (Muon's state it cannot use.)"""
     args = {k: v for k, v in facts["model_args"].items() if k != "gelu" or v != "none"}
     config = facts["config"]
     with torch.device("meta"):
         params = dict(GPT(GPTConfig.of(args)).named_parameters())  # in the module's order; shards come in another
     order = optimizer_order(params)
-    decay = [i for i, name in enumerate(order) if state.model[name].dim() >= 2]
+    decay = [i for i, name in enumerate(order) if params[name].dim() >= 2]
     groups = [
         {"params": decay, "weight_decay": config["weight_decay"]},
         {"params": list(range(len(decay), len(order))), "weight_decay": 0.0},
@@ -122,10 +137,11 @@ def save_ckpt(path: Path, state: FullState, step: int, facts: dict[str, Any]) ->
     defaults = {"lr": config["learning_rate"], "betas": (config["beta1"], config["beta2"]), "eps": 1e-8}
     defaults |= {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
     defaults |= {"fused": None, "decoupled_weight_decay": True}
+    model = {name: state.model[name].detach() for name in params}
     content = {
-        "model": {**{name: state.model[name].detach() for name in params}, HEAD: state.model[EMBEDDING].detach()},
+        "model": {**model, HEAD: model[EMBEDDING]},
         "optimizer": {
-            "state": {i: state.optimizer[name] for i, name in enumerate(order) if name in state.optimizer},
+            "state": {i: dict(state.optimizer[name]) for i, name in enumerate(order) if name in state.optimizer},
             "param_groups": [{**defaults, **group} for group in groups],
         },
         "model_args": args,
@@ -133,8 +149,8 @@ def save_ckpt(path: Path, state: FullState, step: int, facts: dict[str, Any]) ->
         "best_val_loss": facts["best_val_loss"],
         "config": config,
     }
-    torch.save(content, path)
-    return path
+    with to.open("ckpt.pt") as file:
+        torch.save(content, file)  # type: ignore[arg-type]
 
 
 def optimizer_order(params: Mapping[str, Tensor]) -> list[str]:
@@ -178,7 +194,7 @@ def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.opt
             optimizer.state[param][key].copy_(value)
 
 
-def load_whole(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
+def load_whole(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy weights into a model; the tied head comes with the embedding."""
     params = dict(model.named_parameters())
     if params.keys() != weights.keys():
@@ -207,35 +223,45 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def read_payload(path: Path, scratch: Path | None = None) -> FullState:
-    """The whole state in a checkpoint directory: from `ckpt.pt`, or put together from shards.
+    """The whole state in a checkpoint directory: from `ckpt.pt`, or put together from shards, each when asked for.
 
     Args:
         path: the checkpoint.
-        scratch: a directory in whose files the tensors shall lie instead of in memory, which then never holds more
-            than one of them; it must outlive them.
+        scratch: a directory in whose files all tensors shall lie at once; it must outlive them.
     """
     if (path / "ckpt.pt").is_file():
         return read_ckpt(path / "ckpt.pt")[0]
     described = stored(path)
     if scratch:
         tensors = {k: mapped(scratch / str(i), *about) for i, (k, about) in enumerate(described.items())}
+        read_shards(path, tensors, alone=True)
+        read: Callable[[str], Tensor] = tensors.__getitem__
     else:
-        tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in described.items()}
-    read_shards(path, tensors, alone=True)
-    state = FullState({}, {})
-    for key, tensor in tensors.items():
-        kind, name = key.split(".", 1)
-        if kind == "model":
-            state.model[name] = tensor
-        else:
-            name, item = name.rsplit(".", 1)
-            state.optimizer.setdefault(name, {})[item] = tensor
-    for name, items in state.optimizer.items():
-        param = state.model[name]
-        for item, tensor in items.items():
-            if tensor.dim() == 1 and tensor.numel() == param.numel():  # shards of a flattened parameter
-                items[item] = tensor.view(param.shape)
-    return state
+        read = partial(read_whole, SafeReader(path), described)
+    readers: dict[str, dict[str, Callable[[], Tensor]]] = {}
+    for key in described:
+        if key.startswith("optimizer."):
+            name, item = key.removeprefix("optimizer.").rsplit(".", 1)
+            readers.setdefault(name, {})[item] = partial(in_shape, read, key, described[f"model.{name}"][0])
+    names = [key.removeprefix("model.") for key in described if key.startswith("model.")]
+    return FullState(
+        Lazily({name: partial(read, f"model.{name}") for name in names}),
+        {name: Lazily(items) for name, items in readers.items()},
+    )
+
+
+def read_whole(reader: SafeReader, described: dict[str, tuple[torch.Size, torch.dtype]], key: str) -> Tensor:
+    """One tensor out of shards, whole."""
+    size, dtype = described[key]
+    tensor = torch.empty(size, dtype=dtype)
+    read_shards(reader, {key: tensor}, alone=True)
+    return tensor
+
+
+def in_shape(read: Callable[[str], Tensor], key: str, shape: torch.Size) -> Tensor:
+    """A tensor as large as its parameter in that one's shape: phase 1's shards are those of a flattened one."""
+    tensor = read(key)
+    return tensor.view(shape) if tensor.dim() == 1 and tensor.numel() == shape.numel() else tensor
 
 
 def mapped(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:

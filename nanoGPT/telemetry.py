@@ -3,7 +3,7 @@
     metrics.jsonl            one object a logged step; a resumed run drops the lines that it will write again
     env.json                 versions, hardware, git commit, configuration, why each automatic choice was made
     heartbeat/rank{r}.json   step, phase of the step and time, renewed every second
-    stacks/rank{r}.txt       every thread's stack: on SIGUSR1, on a stall, on a crash
+    stacks/rank{r}.txt       every thread's stack: on SIGUSR1, on a crash, and when the job hangs and is ended
 
 Rank 0 also prints each logged line, and below them a progress bar where standard error is a terminal.
 """
@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanoGPT.checkpoint import versions
 from nanoGPT.config import PACKAGE, TrainConfig
 from nanoGPT.exits import ConfigError
+from nanoGPT.heartbeat import Heart
+from nanoGPT.manifest import versions
 from nanoGPT.runtime import Runtime
 
 # Dense bfloat16 (T4: float16) peaks in FLOP/s, from the makers' data sheets, without sparsity.
@@ -110,15 +111,14 @@ class Telemetry:
         self.config, self.run, self.out_dir = config, run, Path(config.out_dir)
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
         self.flops_per_token, self.peak = flops_per_token, peak_flops(run)
-        self.step, self.phase, self.changed = first_step, "start", time.monotonic()
+        run.at("start", first_step)
         self.logged_step, self.seconds = first_step, 0.0
         self.clock = time.perf_counter()
-        self.closing = threading.Event()
-        self.heartbeat = self.out_dir / "heartbeat" / f"rank{run.rank}.json"
         try:
             self._open_files(first_step)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written ({error.strerror}): move it away") from None
+        self.heart = Heart(run, self.out_dir, config.stall_seconds, self.stacks)
         self.tracker = Tracker(config) if run.is_main and config.track != "none" else None
 
     def _open_files(self, first_step: int) -> None:
@@ -149,11 +149,11 @@ class Telemetry:
         faulthandler.enable(self.stacks)
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, self.stacks)
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.heart.start()
         tqdm.set_lock(threading.RLock())  # its own would be shared among processes, and leak where ranks are forked
         self.bar = tqdm(
             total=self.config.max_iters,
-            initial=self.step,
+            initial=self.run.progress.step,
             unit="step",
             disable=not (self.run.is_main and sys.stderr.isatty()),
         )
@@ -161,42 +161,18 @@ class Telemetry:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.closing.set()
+        self.heart.close()
         self.bar.close()
         if error is not None:
             with contextlib.suppress(OSError):  # on a full disk the error itself must get through
                 self.stacks.write("".join(traceback.format_exception(error)))
                 self.stacks.flush()
-        self._beat()
         if self.tracker:
             self.tracker.close()
 
     def at(self, step: int, phase: str) -> None:
         """Note where this rank is; the heartbeat tells."""
-        self.step, self.phase, self.changed = step, phase, time.monotonic()
-
-    def _beat(self) -> None:
-        beat = {"step": self.step, "phase": self.phase, "time": time.time(), "pid": os.getpid()}
-        temporary = self.heartbeat.with_suffix(".tmp")
-        with contextlib.suppress(OSError):  # a full disk must not end a run that has nothing to save yet
-            temporary.write_text(json.dumps(beat) + "\n")
-            os.replace(temporary, self.heartbeat)
-
-    def _watch(self) -> None:
-        written_for = 0.0
-        while not self.closing.wait(1.0):
-            self._beat()
-            silent = time.monotonic() - self.changed
-            if silent > self.config.stall_seconds and written_for != self.changed:
-                written_for = self.changed
-                self.stacks.write(f"no progress for {silent:.0f} s in step {self.step}, {self.phase}\n")
-                self.stacks.flush()
-                faulthandler.dump_traceback(self.stacks)
-                print(
-                    f"rank {self.run.rank}: no progress for {silent:.0f} s in step {self.step}, {self.phase}; "
-                    f"stacks are in {self.stacks.name}",
-                    file=sys.stderr,
-                )
+        self.run.at(phase, step)
 
     @contextlib.contextmanager
     def aside(self, step: int, phase: str) -> Iterator[None]:

@@ -35,9 +35,10 @@ def evaluate(model: torch.nn.Module, data: TokenData, config: Config, run: Runti
     total = run.zeros()
     for first in range(0, config.eval_iters, run.world_size):
         index = first + run.rank
+        run.at(f"evaluation, micro-batch {index}")
         x, y = to_device(data.batch("val", EVALUATE, 0, index), run.device)
         with run.autocast():
-            _, loss = model(x, y)
+            loss = model(x, y)[1]
         if index < config.eval_iters:  # the last round may have batches for some ranks only; all run the model
             total += loss
     model.train()
@@ -104,7 +105,7 @@ def train(config: Config) -> None:
                         x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
                         runtime.reseed(run.device, config.seed, step, micro_batch)
                         with run.autocast():
-                            _, loss = replica(x, y)
+                            loss = replica(x, y)[1]  # the logits must not live through the next forward
                         loss_sum += loss.detach()
                         scaler.scale(loss / len(micro_batches)).backward()
                     telemetry.at(step, "update")
@@ -112,6 +113,7 @@ def train(config: Config) -> None:
                     grads = [p.grad for p in params if p.grad is not None]
                     norm = grad_norm(grads)
                     clip_grads(grads, norm, config.grad_clip)
+                    del grads  # nor these through the next step
                     scaler.step(optimizer)
                     scaler.update()
                     optimizer.zero_grad(set_to_none=True)

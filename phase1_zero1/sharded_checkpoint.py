@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from nanoGPT.exits import ConfigError
+from nanoGPT.manifest import NewFiles
 from nanoGPT.shards import read_shards, stored, write_shards
 from nanoGPT.state import FullState, load_whole, materialise, read_payload
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -74,9 +75,9 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return state
 
 
-def save_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[Path]:
-    """Write this rank's shards, and its share of the parameters, into a fresh directory; no buffers. Collective."""
-    return write_shards(folder, training_state(model, optimizer))
+def save_shards(to: NewFiles, model: nn.Module, optimizer: Optimizer) -> None:
+    """Write this rank's shards, and its share of the parameters, into a new checkpoint; no buffers. Collective."""
+    write_shards(to, training_state(model, optimizer))
 
 
 def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:

@@ -1,8 +1,8 @@
 """Activation checkpointing: keep less of the forward, compute it again in the backward (Chen et al. 2016).
 
-A backward needs what its forward computed. A block of width C keeps about 18 tensors of (B, T, C) for it; when it is
-checkpointed, only its input, one. `selective` is between the two: the results of matrix products, which are dear to
-compute, are kept, and all else, which is cheap, is computed again (Korthikanti et al. 2022).
+A backward needs what its forward computed. A block keeps 16 tensors of (B, T, C) for it (`activations.py` lists them);
+when it is checkpointed, only its input, one. `selective` is between the two: the results of matrix products, which are
+dear to compute, are kept, and all else, which is cheap, is computed again (Korthikanti et al. 2022).
 """
 
 import re

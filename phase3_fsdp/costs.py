@@ -8,7 +8,8 @@ keeps 16P/S bytes and sends, as rings do, (S-1)/S of
     reduce-scatter     P, or M P          once a step, or with fsdp_sync_every_micro_batch after every backward
 
 and 2 (R-1)/R of P/S where there are R copies. Gathered elements have the bytes of `dtype`, reduced ones 4. What
-`fully_shard` cuts it cuts in rows, and pads to a multiple of S rows: P is then a little more.
+`fully_shard` cuts it cuts in rows, and pads to a multiple of S rows: P is then a little more. The step after an
+evaluation gathers less, since that leaves gathered what is not freed after a forward.
 """
 
 from collections import Counter
@@ -45,15 +46,17 @@ def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Traffic:
     micro_batches = config.gradient_accumulation_steps // run.world_size
     traffic: Traffic = Counter()
     if not config.use_fsdp:
-        traffic["all-reduce", run.world_size] = 4 * sum(p.numel() for p in model.parameters())
+        if run.world_size > 1:
+            traffic["all-reduce", run.world_size] = 4 * sum(p.numel() for p in model.parameters())
         return traffic
     mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     shards, copies = mesh.size(-1), mesh.size() // mesh.size(-1)
     for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
         size = padded(unit, shards)
         gathers = 1 if unit is model or not config.fsdp_reshard_after_forward else 2
-        traffic["all-gather", shards] += micro_batches * gathers * size * run.dtype.itemsize
-        traffic["reduce-scatter", shards] += 4 * size * (micro_batches if config.fsdp_sync_every_micro_batch else 1)
+        if shards > 1:
+            traffic["all-gather", shards] += micro_batches * gathers * size * run.dtype.itemsize
+            traffic["reduce-scatter", shards] += 4 * size * (micro_batches if config.fsdp_sync_every_micro_batch else 1)
         if copies > 1:
             traffic["all-reduce", copies] += 4 * size // shards
     traffic["all-reduce", shards] += 8  # the squared norm, one fp64

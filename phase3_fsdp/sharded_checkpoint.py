@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from nanoGPT.manifest import NewFiles
 from nanoGPT.shards import read_shards, stored, write_shards
 from nanoGPT.state import FullState, materialise, optimizer_by_name, read_payload
+from phase3_fsdp.fsdp import copy_slice
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -29,13 +31,28 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return state
 
 
-def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Path]:
-    """Write this rank's shards into a fresh directory; rank 0 also writes the index. Collective.
+class ShardWriter:
+    """Writes this rank's shards of a model and its optimizer into new checkpoints, as they are or as they were.
 
-    Returns:
-        The files that this rank wrote.
+    `copy` takes a copy, in CPU memory that is kept from save to save and is pinned where there is an accelerator;
+    `write` then writes that, beside the training. It must not be called while a `write` of the copy before goes on.
     """
-    return write_shards(folder, training_state(model, optimizer))
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.stager: DefaultStager | None = None
+        self.copied: dict[str, Tensor] | None = None
+
+    def copy(self) -> None:
+        """Copy this rank's shards."""
+        if self.stager is None:
+            pinned = torch.accelerator.is_available()
+            self.stager = DefaultStager(StagingOptions(pinned, False, False, use_non_blocking_copy=pinned))
+        self.copied = self.stager.stage(training_state(self.model, self.optimizer))  # type: ignore[assignment]
+
+    def write(self, to: NewFiles) -> None:
+        """Write this rank's shards, rank 0 also the index: the copy, where there is one. Collective."""
+        write_shards(to, self.copied if self.copied is not None else training_state(self.model, self.optimizer))
 
 
 def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -52,16 +69,12 @@ def shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {key: value.size() for key, value in state.items()}
 
 
-@torch.no_grad()
 def copy_slices(full: FullState, target: dict[str, Tensor]) -> None:
-    """Copy this rank's slice of every whole tensor."""
-    source = {f"model.{name}": value for name, value in full.model.items()}
-    for name, items in full.optimizer.items():
-        source |= {f"optimizer.{name}.{item}": value for item, value in items.items()}
+    """Copy this rank's slice of every whole tensor, one after another."""
     for key, value in target.items():
-        if isinstance(value, DTensor):
-            whole = source[key].to(value.device, value.dtype)
-            sliced = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
-            value.to_local().copy_(sliced.to_local())
+        kind, name = key.split(".", 1)
+        if kind == "model":
+            copy_slice(value, full.model[name])
         else:
-            value.copy_(source[key])
+            name, item = name.rsplit(".", 1)
+            copy_slice(value, full.optimizer[name][item])

@@ -25,7 +25,7 @@ from nanoGPT.telemetry import Telemetry
 # [fsdp:lesson] what this phase adds lives in these modules
 from phase3_fsdp import fsdp
 from phase3_fsdp.costs import describe_sharding
-from phase3_fsdp.sharded_checkpoint import load_shards, save_shards
+from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
 
 Config = fsdp.FsdpConfig
 PHASE = "fsdp"
@@ -38,9 +38,10 @@ def evaluate(model: torch.nn.Module, data: TokenData, config: Config, run: Runti
     total = run.zeros()
     for first in range(0, config.eval_iters, run.world_size):
         index = first + run.rank
+        run.at(f"evaluation, micro-batch {index}")
         x, y = to_device(data.batch("val", EVALUATE, 0, index), run.device)
         with run.autocast():
-            _, loss = model(x, y)
+            loss = model(x, y)[1]
         if index < config.eval_iters:  # the last round may have batches for some ranks only; all run the model
             total += loss
     model.train()
@@ -69,12 +70,13 @@ def train(config: Config) -> None:
             step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
             run.say(f"resuming after {step} updates from {checkpoint.path}")
         replica = fsdp.data_parallel(model, config, run)  # [fsdp:replica] itself, or DDP with --use_fsdp=False
+        shards = ShardWriter(model, optimizer)
         params = [p for p in model.parameters() if p.requires_grad]
 
         def save(step: int) -> None:
             facts = about(config, model_args, data, PHASE, best_val_loss, scaler)
             with telemetry.aside(step, "save"):
-                checkpoints.save(step, lambda to: save_shards(to, model, optimizer), facts)  # [fsdp:save]
+                checkpoints.save(step, shards.write, facts, shards.copy if config.async_save else None)  # [fsdp:save]
 
         micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # this rank's
         ledger = Ledger(config.out_dir if config.ledger else None, run, step + 2, model, optimizer)
@@ -104,7 +106,7 @@ def train(config: Config) -> None:
                         x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
                         runtime.reseed(run.device, config.seed, step, micro_batch)
                         with run.autocast():
-                            _, loss = replica(x, y)
+                            loss = replica(x, y)[1]  # the logits must not live through the next forward
                         loss_sum += loss.detach()
                         scaler.scale(loss / len(micro_batches)).backward()
                     telemetry.at(step, "update")
@@ -112,6 +114,7 @@ def train(config: Config) -> None:
                     grads = fsdp.local_grads(params)  # [fsdp:clip] the norm of the whole, from every rank's shards
                     norm = grad_norm(grads, fsdp.shard_group(params))
                     clip_grads(grads, norm, config.grad_clip)
+                    del grads  # nor these through the next step
                     scaler.step(optimizer)
                     scaler.update()
                     optimizer.zero_grad(set_to_none=True)

@@ -10,7 +10,7 @@ from nanoGPT.exits import ConfigError
 from nanoGPT.export import read_hf, read_weights, write_hf
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.state import read_ckpt, read_payload
-from tests.helpers import assert_refused, run_program, tiny, train
+from tests.helpers import assert_refused, gap, run_program, tiny, train
 from workshop.ranks import losses
 
 
@@ -37,7 +37,8 @@ def our_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torch.Te
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
 def test_transformers_opens_an_export(phase, runs, tmp_path):
-    """An export of either phase opens in transformers and gives the same logits to 1e-4, with padding rows dropped."""
+    """An export of either phase opens in transformers and gives the same logits to 1e-4, with padding rows dropped; as
+    one file, and as the several that a larger model is written in."""
     transformers = pytest.importorskip("transformers")
     ended = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}")
     assert ended.code == 0, ended
@@ -46,8 +47,13 @@ def test_transformers_opens_an_export(phase, runs, tmp_path):
     idx = torch.randint(75, (2, 16))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
     assert theirs.config.vocab_size == rows and theirs.lm_head.weight is theirs.transformer.wte.weight
+    (tmp_path / "parts").mkdir()
+    write_hf(tmp_path / "parts", shape, weights, rows, file_bytes=50_000)
+    assert len(list((tmp_path / "parts").glob("model-*-of-*.safetensors"))) > 1
+    parts = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "parts", local_files_only=True).eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(idx).logits, our_logits(shape, weights, idx)[..., :rows], atol=1e-4, rtol=0)
+        assert torch.equal(theirs(idx).logits, parts(idx).logits)
     if rows == 50257:
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
         assert tokenizer("Hello world")["input_ids"] == [15496, 995]
@@ -82,12 +88,15 @@ def test_hugging_face_there_and_back(tmp_path):
 
 
 def test_training_starts_from_a_hugging_face_model(runs, tmp_path):
-    """--init_from=DIR takes the exported weights: the first loss is that of the trained model, not of a new one."""
+    """--init_from=DIR takes the exported weights, FSDP's ranks each their slices: the first loss is that of the trained
+    model, not of a new one."""
     run_program("nanoGPT.export", f"--out_dir={runs['nanoGPT']}", f"--to={tmp_path / 'hf'}")
     config = tiny("nanoGPT", tmp_path / "run", init_from=str(tmp_path / "hf"), max_iters=1, block_size=8, n_layer=9)
     from_hf = train("nanoGPT", 1, config)
     config = tiny("nanoGPT", tmp_path / "other", init_from=str(runs["nanoGPT"]), max_iters=1, block_size=8)
     assert from_hf == train("nanoGPT", 1, config)
+    sharded = {"init_from": str(tmp_path / "hf"), "max_iters": 1, "block_size": 8}
+    assert gap(from_hf, train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "sharded", **sharded))) <= 1e-6
     manifest = json.loads((newest(tmp_path / "run") / "manifest.json").read_text())
     assert manifest["model_args"]["n_layer"] == manifest["config"]["n_layer"] == 2
     assert manifest["model_args"]["block_size"] == 8
@@ -229,7 +238,8 @@ now = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())
 resource.setrlimit(resource.RLIMIT_DATA, (now + 130_000_000, resource.RLIM_INFINITY))
 main(run, to, "ckpt")
 try:
-    read_payload(Path(payload))
+    state = read_payload(Path(payload))
+    held = [dict(items) for items in state.optimizer.values()]
 except (RuntimeError, MemoryError):
     print("in memory it does not fit")
 """

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests.helpers import ROOT
 from workshop.diff import MAX_ADDED, Hunk, hunks, problems, rendered
@@ -122,3 +123,26 @@ def test_links_and_commands_in_the_documents_exist(path):
     known = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for target in re.findall(r"`make ([a-z0-9-]+)", text) + re.findall(r"^make ([a-z0-9-]+)", text, flags=re.MULTILINE):
         assert target in known, f"{path}: make {target}"
+
+
+COMMANDS = [
+    (path.parent.name, words)
+    for path in sorted(ROOT.glob("phase*/IMPLEMENTATION.md"))
+    for words in re.findall(r"`make test ARGS=('[^']*'|\S+)`", path.read_text().replace("\n", " "))
+]
+
+
+@pytest.mark.parametrize(("phase", "words"), COMMANDS)
+def test_verification_lists_name_tests_that_exist(phase, words):
+    """Every `make test ARGS=...` in a phase's notes selects tests that this suite runs."""
+    words = words.strip("'")
+    if not words.startswith("-k"):
+        assert all((ROOT / name).is_file() for name in words.strip('"').split())
+        return
+    expression = Expression.compile(words.removeprefix("-k ").strip('"'))
+    names = {f"{path.name}::{name}" for path in tracked("tests/test_*.py") for name in names_of_tests(path)}
+    assert any(expression.evaluate(lambda word, name=name: word.lower() in name.lower()) for name in names), words
+
+
+def names_of_tests(path: Path) -> list[str]:
+    return re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)

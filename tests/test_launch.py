@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from nanoGPT import rendezvous, runtime
+from nanoGPT.exits import ConfigError
+from nanoGPT.manifest import seal
 from tests.helpers import ROOT, TINY, gap, tiny, train
-from workshop.ranks import losses
+from workshop.ranks import losses, run_on_ranks
 
 LONG = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
+SAVED_WITHIN = 15.0  # seconds after SIGTERM, of steps of 0.1 s, on a machine that has other things to do
 
 
 def words(**fields) -> list[str]:
@@ -64,14 +67,19 @@ def test_a_job_from_start_to_sample(tmp_path):
 
 
 def test_sigterm_saves_and_resumes(tmp_path):
-    """SIGTERM to the launcher ends the step, saves and exits 0; the line it prints resumes, with exact losses."""
+    """SIGTERM to the launcher ends the step, saves in time and exits 0; the line it prints resumes, exactly."""
     process = launch(tmp_path / "cut", 2, max_iters=300, dropout=0.2)
     await_steps(tmp_path / "cut", 3, process)
     process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    while not list((tmp_path / "cut" / "checkpoints").glob("step-*")) and time.monotonic() < begin + SAVED_WITHIN:
+        time.sleep(0.05)
+    took = time.monotonic() - begin
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "--init_from=resume" in output and "A sample" not in output, output
     stopped = max(losses(tmp_path / "cut"))
     assert (tmp_path / "cut" / "checkpoints" / f"step-{stopped + 1:08d}").is_dir()
+    assert took < SAVED_WITHIN
     ends = {"max_iters": stopped + 4, "lr_decay_iters": 300, "stall_seconds": 1000, "eval_interval": 100000}
     resumed = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "cut", init_from="resume", **ends))
     whole = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "whole", **ends))
@@ -110,23 +118,27 @@ def test_ranks_end_with_their_launcher(ranks, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sigterm_before_training_ends_the_job(ranks, tmp_path):
     """SIGTERM while ranks start, at whatever moment, ends the job within seconds and leaves no rank."""
-    for delay in (2.0, 3.0, 4.0):
-        out = tmp_path / str(delay)
-        process = launch(out, ranks, phase="nanoGPT")
-        time.sleep(delay)
+    processes = [launch(tmp_path / name, ranks, phase="nanoGPT") for name in ("early", "late")]
+    for process in processes:
+        time.sleep(2.5)
         process.send_signal(signal.SIGTERM)
+    for process in processes:
         output, _ = process.communicate(timeout=40)
-        assert process.returncode in (0, -15, 143) and "Traceback" not in output, (delay, process.returncode, output)
+        assert process.returncode in (0, -15, 143) and "Traceback" not in output, (process.returncode, output)
         assert process.returncode != 0 or "--init_from=resume" in output
 
 
-def test_two_runs_do_not_share_a_directory(tmp_path):
-    """A second run into a directory that a run is writing into is refused; the first goes on."""
+def test_two_runs_do_not_share_a_directory_and_stacks_on_a_signal(tmp_path):
+    """A second run into the same directory is refused; SIGUSR1 writes every thread's stack; the first run goes on."""
     first = launch(tmp_path, 1, phase="nanoGPT")
     await_steps(tmp_path, 1, first)
+    os.kill(rank_pids(tmp_path)[0], signal.SIGUSR1)
     second = launch(tmp_path, 1, phase="nanoGPT")
     output, _ = second.communicate(timeout=60)
     assert second.returncode == 2 and "another run is writing into" in output, output
+    await_steps(tmp_path, len(losses(tmp_path)) + 2, first)
+    stacks = (tmp_path / "stacks" / "rank0.txt").read_text()
+    assert "train.py" in stacks and "heartbeat.py" in stacks
     first.send_signal(signal.SIGTERM)
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 0, output
@@ -140,58 +152,69 @@ def test_a_loss_that_blows_up_returns_3(tmp_path):
     assert "not finite" in output.splitlines()[-1] and output.count("error:") == 1
 
 
-@pytest.mark.parametrize("phase", ["phase1_zero1", "phase3_fsdp"])
-def test_torchrun_works_from_a_phase_directory(phase, tmp_path):
-    """`cd phase3_fsdp && torchrun --standalone --nproc_per_node=2 train.py` trains to the end."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    done = subprocess.run(
-        [*torchrun, *words(**{**TINY, "out_dir": tmp_path, "max_iters": 2, "device": "cpu"})],
+def torchrun(phase: str, out: Path, *options: str, **fields) -> subprocess.Popen:
+    """`cd phase && torchrun --standalone --nproc_per_node=2 train.py`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
+    return subprocess.Popen(
+        [*command, "train.py", *words(**{**TINY, **fields, "out_dir": out, "device": "cpu"})],
         cwd=ROOT / phase,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
     )
-    assert done.returncode == 0, done.stderr
-    assert sorted(losses(tmp_path)) == [0, 1]
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1"])
-def test_two_nodes_on_loopback(phase, tmp_path):
-    """Two launchers, each one node with one rank, are one job with the losses of one process."""
-    (tmp_path / "run").mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    node = [sys.executable, "-m", "nanoGPT.launch", "--gpus=1", "--nnodes=2"]
-    fields = {**TINY, "max_iters": 3, "out_dir": tmp_path / "run", "device": "cpu"}
-    nodes = [
-        subprocess.Popen(
-            [*node, f"--node_rank={rank}", f"{phase}/train.py", *words(**fields)],
-            cwd=ROOT,
-            env={**os.environ, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=100)[0] for process in nodes]
-    assert [process.returncode for process in nodes] == [0, 0], outputs
-    assert gap(losses(tmp_path / "run"), train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=3))) < 1e-6
-
-
-def test_stacks_on_a_signal(tmp_path):
-    """SIGUSR1 writes every thread's stack, and the run goes on."""
-    process = launch(tmp_path, 1, phase="nanoGPT")
-    await_steps(tmp_path, 2, process)
-    time.sleep(1.5)
-    os.kill(rank_pids(tmp_path)[0], signal.SIGUSR1)
-    await_steps(tmp_path, len(losses(tmp_path)) + 2, process)
-    stacks = (tmp_path / "stacks" / "rank0.txt").read_text()
-    assert "train.py" in stacks and "in _watch" in stacks
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+def test_torchrun_restarts_and_the_run_goes_on(tmp_path):
+    """From a phase's directory: after SIGKILL of a rank `--max-restarts=1` goes on from the checkpoint, exactly."""
+    fields = {"max_iters": 16, "dropout": 0.2, "eval_interval": 4}
+    process = torchrun("phase3_fsdp", tmp_path / "cut", "--max-restarts=1", **fields)
+    while not list((tmp_path / "cut" / "checkpoints").glob("step-*")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.kill(rank_pids(tmp_path / "cut")[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
+    assert output.count("torchrun has restarted the job: it goes on from its newest checkpoint") == 1, output
+    assert "resuming after" in output and f"{tmp_path}/cut/checkpoints/step-" in output
+    assert losses(tmp_path / "cut") == train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "whole", **fields))
+
+
+def start_again(out: Path, counts: tuple[int, int], agent: str = "this job") -> tuple[str, int] | str:
+    """What a rank makes of a start by torchrun with restarts allowed: init_from and n_layer, or the refusal."""
+    os.environ |= {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": agent}
+    config = tiny("nanoGPT", out)
+    run = runtime.locate(config)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[run.rank])
+    try:
+        rendezvous.enter_out_dir(run, config)
+        rendezvous.agree(run, config)
+        return config.init_from, config.n_layer
+    except ConfigError as error:
+        return str(error)
+    finally:
+        if run.lock:
+            run.lock.close()
+        run.barrier()
+
+
+def start_often(out: Path) -> list[tuple[str, int] | str]:
+    """First without a checkpoint, then with one: of a job that began as --init_from=gpt2, in a shape of its own."""
+    found = [start_again(out, (0, 0)), start_again(out, (0, 1))]
+    folder = out / "checkpoints" / "step-00000004"
+    if os.environ["RANK"] == "0":
+        folder.mkdir(parents=True)
+        config = {**vars(tiny("nanoGPT", out)), "n_layer": 12}
+        (folder / "manifest.json").write_text(seal({"config": config, "step": 4}))
+    found += [start_again(out, (0, 1)), start_again(out, (2, 2)), start_again(out, (0, 0))]
+    return [*found, start_again(out, (1, 1), "another job")]
+
+
+def test_which_starts_resume_by_themselves(tmp_path):
+    """A restart of any agent of the job resumes on all ranks, if there is a checkpoint; no other start does."""
+    found, others = run_on_ranks(start_often, 2, tmp_path, show=False)
+    assert found == others
+    assert found[:4] == [("scratch", 2), ("scratch", 2), ("resume", 12), ("resume", 12)]
+    assert len(found[4:]) == 2 and all("holds checkpoints up to step-00000004" in refused for refused in found[4:])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from nanoGPT.ledger import ring_bytes
 from nanoGPT.model import GPT, GPTConfig
 from tests.helpers import tiny, train
 
@@ -14,6 +15,12 @@ def report(out) -> dict:
 
 def rows(found: dict) -> dict[str, dict]:
     return {row["kind"]: row for row in found["ranks"][0]["collectives"]}
+
+
+def test_what_a_ring_sends():
+    """An all-reduce sends (N-1)/N of its tensor twice, every other collective once, and one rank sends nothing."""
+    assert [ring_bytes(kind, 100, 4) for kind in ("all-reduce", "all-gather", "reduce-scatter")] == [150, 75, 75]
+    assert ring_bytes("all-reduce", 100, 1) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -27,6 +34,14 @@ def test_ddp_costs_what_the_formula_says(ranks, tmp_path):
         state = each["state_bytes"]
         assert state["parameters"] == state["gradients"] == 4 * params
         assert 8 * params < state["optimizer_state"] <= 8 * params + scalars
+        memory = each["memory"]
+        for moment in ("after_forward", "peak", "after_step"):
+            assert {name: memory[moment][name] for name in ("parameters", "optimizer_state", "gathered")} == {
+                "parameters": state["parameters"], "optimizer_state": state["optimizer_state"], "gathered": 0,
+            }  # fmt: skip
+        assert memory["after_forward"]["gradients"] == 4 * params  # of the micro-batches before the last
+        assert sum(memory["after_forward"].values()) <= sum(memory["peak"].values())
+        assert memory["allocator_peak_bytes"] is None  # no GPU
     if ranks > 1:
         assert rows(found).keys() == {"all-reduce"}
         assert rows(found)["all-reduce"]["tensor_bytes"] == 4 * params
@@ -47,6 +62,9 @@ def test_fsdp_costs_what_the_formula_says(ranks, tmp_path):
         state = each["state_bytes"]
         assert state["parameters"] == state["gradients"] == 4 * params // ranks
         assert state["optimizer_state"] == 8 * params // ranks + 4 * len(list(model.parameters()))
+        assert each["memory"]["peak"]["parameters"] == state["parameters"]
+        assert each["memory"]["after_forward"]["gradients"] == 4 * params  # whole until the last micro-batch
+    assert min(each["memory"]["after_forward"]["gathered"] for each in found["ranks"]) == 4 * root
     micro_batches = 8 // ranks
     collectives = rows(found)
     assert collectives["all-gather"]["tensor_bytes"] == 4 * micro_batches * (2 * params - root)

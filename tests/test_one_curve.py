@@ -5,7 +5,9 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+import torch
 
+from nanoGPT import export
 from tests.helpers import gap, tiny, train
 from workshop.ranks import RankFailed, losses
 
@@ -40,13 +42,26 @@ def test_resume_at_the_same_ranks_is_exact(phase, tmp_path, device, need_ranks):
     assert sorted(resumed) == list(range(12))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_shards_open_at_any_number_of_ranks(ranks, reference, tmp_path, device, need_ranks):
-    """Shards that 4 ranks saved are resumed by 1, 2, 4 and 8 ranks, optimizer included, with the same losses."""
-    need_ranks(max(4, ranks))
-    train("phase3_fsdp", 4, tiny("phase3_fsdp", tmp_path, device=device, max_iters=7, lr_decay_iters=12))
-    config = tiny("phase3_fsdp", tmp_path, device=device, init_from="resume")
-    assert gap(reference, train("phase3_fsdp", ranks, config)) <= 1e-5
+def test_saved_at_8_it_opens_on_every_mesh(reference, tmp_path, device, need_ranks):
+    """A run goes on from 8 ranks to 4, 2, 1, hybrid shards of 2 on 4, without FSDP and in the baseline, optimizer
+    included, with the losses of one uninterrupted process; Hugging Face's format then holds what it ends with."""
+    need_ranks(8)
+    meshes: list[tuple[str, int, dict]] = [("phase3_fsdp", ranks, {}) for ranks in (8, 4, 2, 1)]
+    meshes += [
+        ("phase3_fsdp", 4, {"fsdp_shard_size": "2", "async_save": True}),
+        ("phase3_fsdp", 2, {"use_fsdp": False}),
+    ]
+    meshes += [("nanoGPT", 1, {})]
+    for i, (phase, ranks, options) in enumerate(meshes):
+        ends = {"max_iters": 12 if phase == "nanoGPT" else i + 2, "lr_decay_iters": 12}
+        config = tiny(phase, tmp_path, device=device, init_from="resume" if i else "scratch", **ends, **options)
+        train(phase, ranks, config)
+    assert gap(reference, losses(tmp_path)) <= 1e-5
+    export.main(str(tmp_path), str(tmp_path / "hf"))
+    _, trained = export.read_weights(str(tmp_path))
+    _, exported = export.read_hf(tmp_path / "hf")
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+    assert not any(exported[name].any() for name in exported.keys() - trained.keys())  # biases, which it always has
 
 
 @pytest.mark.parametrize(("first", "then"), permutations(PHASES, 2))

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.zero1 import state_on_ranks
 from nanoGPT.ledger import tensors_in
+from nanoGPT.manifest import NewFiles
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import muon_groups, param_groups
 from phase1_zero1.buckets import ALIGN, shared_out
@@ -159,7 +160,7 @@ def save_and_load(folder: str, dtype: torch.dtype) -> bool:
     for _ in range(3):
         model.used(torch.ones(1, 9)).sum().backward()
         optimizer.step()
-    save_shards(Path(folder), model, optimizer)
+    save_shards(NewFiles(Path(folder)), model, optimizer)
     fresh = Partly().to(dtype)
     again = Zero1Optimizer(fresh.parameters(), torch.optim.AdamW, lr=0.1)
     load_shards(Path(folder), fresh, again)
@@ -174,7 +175,7 @@ def save_and_load(folder: str, dtype: torch.dtype) -> bool:
 
 def load_into_another(folder: str) -> None:
     model = Partly()
-    save_shards(Path(folder), model, Zero1Optimizer(model.parameters(), torch.optim.SGD))
+    save_shards(NewFiles(Path(folder)), model, Zero1Optimizer(model.parameters(), torch.optim.SGD))
     other = torch.nn.Sequential(Partly(), torch.nn.Linear(2, 2))
     load_shards(Path(folder), other, Zero1Optimizer(other.parameters(), torch.optim.SGD))
 

@@ -59,17 +59,6 @@ def test_a_torn_line_and_later_lines_go(tmp_path):
     assert (tmp_path / "none.jsonl").read_text() == ""
 
 
-def test_a_stall_writes_the_stacks_once(tmp_path, capsys):
-    """A step without progress for stall_seconds writes every thread's stack once and says where they are."""
-    with Telemetry(tiny("nanoGPT", tmp_path, stall_seconds=0.5), Runtime(*ONE), 0, 1) as telemetry:
-        telemetry.at(7, "micro-batch 3")
-        time.sleep(3.5)
-    stacks = (tmp_path / "stacks" / "rank0.txt").read_text()
-    assert stacks.count("no progress for") == 1 and "in step 7, micro-batch 3" in stacks
-    assert "test_telemetry.py" in stacks
-    assert "stacks are in" in capsys.readouterr().err
-
-
 def crash(out: str) -> None:
     with Telemetry(tiny("nanoGPT", out), Runtime(*ONE), 0, 1):
         raise ValueError("planted")

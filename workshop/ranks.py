@@ -27,9 +27,12 @@ from typing import Any
 
 import cloudpickle
 
+import phase2_triton  # noqa: F401  it decides whether kernels are interpreted, before anything imports Triton
 from nanoGPT.exits import LOST_PEER
 
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "workshop.ranks", "nanoGPT.train"]
+# Also what torch imports by itself at the first optimizer or the first random number on the meta device: 0.8 s a rank.
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
+PRELOADED += ["workshop.ranks", "nanoGPT.train"]
 
 
 class RankFailed(Exception):

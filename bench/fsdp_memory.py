@@ -1,0 +1,91 @@
+"""What a rank of FSDP holds and takes, on 1, 2, 4 and 8 ranks, beside DDP and beside the formula.
+
+    python -m bench.fsdp_memory              # the default model, a few steps each; about two minutes on 2 cores
+    python -m bench.fsdp_memory --write      # and bench/results/fsdp-memory-<hardware>.json
+
+Bytes are those of the ledger, tensor by tensor, on rank 0 in the third step; `step_ms` is the median of the others.
+"""
+
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.results import with_switches, write_result
+from nanoGPT.cli import command_line
+from nanoGPT.model import GPT, GPTConfig
+from phase3_fsdp.activations import activation_bytes
+from phase3_fsdp.fsdp import FsdpConfig
+from workshop.ranks import run_on_ranks
+
+MODES = ("none", "selective", "every_2", "full")
+Case = tuple[int, dict[str, Any]]
+CASES: list[Case] = [
+    (1, {"use_fsdp": False}),
+    (4, {"use_fsdp": False}),
+    *((ranks, {}) for ranks in (1, 2, 4, 8)),
+    (4, {"fsdp_reshard_after_forward": False}),
+    (4, {"fsdp_shard_size": "2"}),
+    (4, {"fsdp_sync_every_micro_batch": True}),
+    *((4, {"fsdp_activation_checkpointing": mode}) for mode in MODES[1:]),
+]
+
+
+def train(config: FsdpConfig) -> None:
+    importlib.import_module("phase3_fsdp.train").train(config)
+
+
+def run_case(ranks: int, options: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
+    """Train a few steps with the defaults and these options: the ledger of rank 0, and the formula's numbers."""
+    folder.mkdir()
+    config = FsdpConfig(
+        device="cpu", out_dir=str(folder), max_iters=steps, eval_iters=1, log_interval=1, ledger=True, **options
+    )
+    run_on_ranks(train, ranks, config, timeout=600, show=False)
+    ledger = json.loads((folder / "ledger.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    times = [line["step_ms"] for line in lines if line["step_ms"] and line["step"] not in (0, ledger["step"])]
+    shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, config.bias, 75, config.dropout)
+    shards = {"all": ranks}.get(config.fsdp_shard_size) or int(config.fsdp_shard_size)
+    return {
+        "ranks": ranks,
+        "options": options,
+        "parameters": ledger["parameters"],
+        "expected_state": 16 * ledger["parameters"] // (shards if config.use_fsdp else 1),
+        "expected_activations": activations(shape, config),
+        "tensors": len(list(GPT(shape).parameters())),
+        "ledger": ledger["ranks"][0],
+        "step_ms": statistics.median(times),
+    }
+
+
+def activations(shape: GPTConfig, config: FsdpConfig) -> int:
+    """What a forward keeps by the arithmetic, less the logits, of which the trainer lets go."""
+    B, T = config.batch_size, config.block_size
+    return activation_bytes(shape, B, T, mode=config.fsdp_activation_checkpointing) - 4 * B * T * shape.vocab_size
+
+
+def main(steps: int = 12, write: bool = False) -> None:
+    """Run every case.
+
+    Args:
+        steps: of each run.
+        write: also write bench/results/fsdp-memory-<hardware>.json.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, (ranks, options) in enumerate(CASES):
+            rows.append(run_case(ranks, options, Path(folder) / str(i), steps))
+            print(json.dumps(rows[-1]), flush=True)
+    if write:
+        settings = {"command": "python -m bench.fsdp_memory", "steps": steps}
+        print(f"wrote {write_result('fsdp-memory', torch.device('cpu'), settings, {'rows': rows})}")
+
+
+if __name__ == "__main__":
+    command_line(main, with_switches(sys.argv[1:]))

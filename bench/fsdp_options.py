@@ -1,0 +1,188 @@
+"""Every option of FSDP with every other, on 1 to 8 ranks: losses beside the baseline's, traffic beside the formula's.
+
+    make bench-fsdp                     # 50 steps a row; half an hour on 2 cores
+    make bench-fsdp ARGS=--write        # and bench/results/fsdp-options-<hardware>.json
+
+Not all combinations are run, but for any two options every pair of their values (a covering array of strength 2: most
+faults need no more than two things at a time; Kuhn, Wallace and Gallo 2004). Accumulation and clipping are on. Dropout
+is on except where masks cannot be the baseline's: compiled code and attention's kernel draw their own.
+"""
+
+import importlib
+import itertools
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from bench.results import with_switches, write_result
+from nanoGPT.cli import command_line
+from nanoGPT.config import TrainConfig
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.runtime import locate
+from phase3_fsdp.costs import expected_traffic
+from phase3_fsdp.fsdp import FsdpConfig, birthplace, shard_model
+from workshop.ranks import losses, run_on_ranks
+
+Row = dict[str, Any]
+OPTIONS: dict[str, list[Any]] = {
+    "ranks": [2, 4, 1, 8],
+    "fsdp_wrap": ["block", "size"],
+    "fsdp_reshard_after_forward": [True, False],
+    "fsdp_shard_size": ["all", "2", "1"],
+    "fsdp_cpu_offload": [False, True],
+    "fsdp_activation_checkpointing": ["none", "full", "selective", "every_2"],
+    "fsdp_sync_every_micro_batch": [False, True],
+    "fsdp_prefetch": [0, 1, 2],
+    "kernels": ["none", "triton"],
+    "compile": [False, True],
+    "async_save": [False, True],
+    "dtype": ["float32", "bfloat16"],
+    "vocab_size": [75, 50304],
+}
+DDP: list[Row] = [
+    {"ranks": ranks, "use_fsdp": False, "fsdp_activation_checkpointing": again, "kernels": kernels, "compile": compiled}
+    for ranks, again, kernels, compiled in (
+        (1, "full", "none", False),
+        (2, "none", "triton", True),
+        (4, "selective", "none", False),
+    )
+]
+SMALL: dict[str, Any] = {
+    "dataset": "shakespeare_char",
+    "device": "cpu",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 32,
+    "block_size": 16,
+    "batch_size": 2,
+    "warmup_iters": 2,
+    "eval_interval": 20,
+    "eval_iters": 3,
+    "log_interval": 1,
+}
+DEFAULTS: dict[str, Any] = {"dtype": "float32", "vocab_size": 75}  # for rows that do not name them
+LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def possible(row: Row) -> bool:
+    return row["ranks"] % int(row["fsdp_shard_size"].replace("all", "1")) == 0
+
+
+def covering_array(options: dict[str, list[Any]], seed: int = 0) -> list[Row]:
+    """Rows in which every pair of values of every two options occurs, as far as it is possible.
+
+    Greedy: each row is the best of many that begin with a pair still to be covered; options are filled in at random.
+    """
+    draw, names = random.Random(seed), list(options)
+    wanted = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]}
+    wanted = {pair for pair in wanted if possible({"ranks": 4, "fsdp_shard_size": "1", **dict(pair)})}
+    rows: list[Row] = []
+    while wanted:
+        first = min(wanted, key=str)
+        tries = [{**{n: draw.choice(options[n]) for n in names}, **dict(first)} for _ in range(200)]
+        rows.append(max(filter(possible, tries), key=lambda row: len(pairs_in(row) & wanted)))
+        wanted -= pairs_in(rows[-1])
+    return rows
+
+
+def pairs_in(row: Row) -> set[Any]:
+    return set(itertools.combinations(row.items(), 2))
+
+
+def all_rows(compiled: bool = True) -> list[Row]:
+    """Every row; or an array of its own without the option `compile`, which takes most of the time."""
+    if compiled:
+        return [*covering_array(OPTIONS), *DDP]
+    options = {name: values for name, values in OPTIONS.items() if name != "compile"}
+    return [*covering_array(options), *(row for row in DDP if not row["compile"])]
+
+
+def config_of(row: Row, out_dir: Path, steps: int) -> FsdpConfig:
+    own_masks = row.get("compile") or row["kernels"] != "none"
+    options = {name: value for name, value in row.items() if name != "ranks"}
+    if row.get("fsdp_wrap") == "size":
+        options["fsdp_min_num_params"] = 1000
+    out_dir.mkdir(parents=True, exist_ok=True)
+    words = {**SMALL, "dropout": 0.0 if own_masks else 0.2, "max_iters": steps, "ledger": True, **DEFAULTS, **options}
+    return FsdpConfig(**words, out_dir=str(out_dir))
+
+
+def reference_of(config: FsdpConfig, out_dir: Path) -> dict[int, float]:
+    """The losses of the baseline on one rank, with the same model, data, dropout and precision."""
+    if not out_dir.exists():
+        out_dir.mkdir(parents=True)
+        names = ["vocab_size", "dropout", "dtype", "max_iters", *SMALL]
+        words = {name: getattr(config, name) for name in names}
+        run_on_ranks(train, 1, "nanoGPT", TrainConfig(**words, out_dir=str(out_dir)), show=False, timeout=600)
+    return losses(out_dir)
+
+
+def train(phase: str, config: TrainConfig) -> None:
+    importlib.import_module(f"{phase}.train").train(config)
+
+
+def train_and_expect(config: FsdpConfig) -> dict[str, Any]:
+    """Train on this rank; what the formula says of its traffic, and how many elements it keeps."""
+    train("phase3_fsdp", config)
+    run = locate(config)
+    with birthplace(config, run):
+        model = GPT(GPTConfig(2, 2, 32, 16, False, config.vocab_size or 75))
+    model = shard_model(model, config, run)
+    kept = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    dist.barrier()
+    return {"traffic": dict(expected_traffic(model, config, run)), "kept": kept}
+
+
+def run_row(row: Row, folder: Path, steps: int) -> Row:
+    """Train with a row's options.
+
+    Returns:
+        The row with `gap`, the largest difference from the baseline's losses; `traffic`, bytes that the ledger counted
+        and `expected`, those of the formula, by kind and ranks; `state` and `expected_state`, the bytes of rank 0.
+    """
+    config = config_of(row, folder / "run", steps)
+    key = f"{config.vocab_size}-{config.dropout}-{config.dtype}"
+    reference = reference_of(config, folder.parent / f"reference-{key}")
+    expected = run_on_ranks(train_and_expect, row["ranks"], config, show=False, timeout=600)[0]
+    curve = losses(config.out_dir)
+    assert curve.keys() == reference.keys(), (sorted(curve), sorted(reference))
+    ledger = json.loads((Path(config.out_dir) / "ledger.json").read_text())["ranks"][0]
+    state = ledger["state_bytes"]
+    steps_bytes = 4 * len(list(GPT(GPTConfig(2, 2, 32, 16, False, 75)).parameters()))  # AdamW counts for each parameter
+    return {
+        **row,
+        "dropout": config.dropout,
+        "gap": max(abs(curve[step] - reference[step]) for step in curve),
+        "traffic": {f"{each['kind']} over {each['ranks']}": each["tensor_bytes"] for each in ledger["collectives"]},
+        "expected": {f"{kind} over {ranks}": size for (kind, ranks), size in expected["traffic"].items() if ranks},
+        "state": sum(state.values()) - steps_bytes,
+        "expected_state": 16 * expected["kept"],
+    }
+
+
+def main(steps: int = 50, write: bool = False) -> None:
+    """Run every row.
+
+    Args:
+        steps: of each run.
+        write: also write bench/results/fsdp-options-<hardware>.json.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, row in enumerate(all_rows()):
+            rows.append(run_row(row, Path(folder) / str(i), steps))
+            print(json.dumps(rows[-1]), flush=True)
+    if write:
+        settings = {"command": "make bench-fsdp", "steps": steps, "model": SMALL}
+        print(f"wrote {write_result('fsdp-options', torch.device('cpu'), settings, {'rows': rows})}")
+
+
+if __name__ == "__main__":
+    command_line(main, with_switches(sys.argv[1:]))

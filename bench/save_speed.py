@@ -1,0 +1,104 @@
+"""What a verified checkpoint costs: beside a bare `dcp.save` with fsync of the same bytes, and in the background.
+
+    make bench-save                      # two ranks, 0.5 GB, five saves of each kind in turn
+    make bench-save ARGS=--write         # and bench/results/save-speed-<hardware>.json
+
+The bare save writes and flushes the shards, nothing else. Ours hashes them on the way, writes a manifest and a
+signpost, flushes the directories, renames, and deletes what is too old. In the background only the copy is waited for.
+"""
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from bench.results import with_switches, write_result
+from nanoGPT.checkpoint import CheckpointDirectory
+from nanoGPT.cli import command_line
+from nanoGPT.ledger import storage_bytes
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import configure_optimizer
+from nanoGPT.runtime import Runtime
+from nanoGPT.state import materialise
+from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, shard_model
+from phase3_fsdp.sharded_checkpoint import ShardWriter, training_state
+from workshop.ranks import run_on_ranks
+
+Samples = dict[str, list[float]]
+
+
+def measure(folder: str, rounds: int, shape: GPTConfig) -> tuple[int, Samples]:
+    """Seconds of each kind of save on this rank, and the bytes that it writes."""
+    warnings.simplefilter("ignore")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    run = Runtime(rank, rank, ranks, ranks, torch.device("cpu"), torch.float32)
+    config = FsdpConfig()
+    with birthplace(config, run):
+        model = GPT(shape)
+    model = shard_model(model, config, run)
+    init_shards(model, config, run)
+    optimizer = configure_optimizer(model, config)
+    materialise(optimizer)
+    state = training_state(model, optimizer)
+    box, shards = CheckpointDirectory(folder, run, keep=3), ShardWriter(model, optimizer)
+    samples: Samples = {"bare_s": [], "ours_s": [], "background_stop_s": [], "background_whole_s": []}
+    for i in range(rounds + 1):  # the first round touches everything for the first time, and does not count
+        bare = Path(folder) / f"bare-{i}"
+        begin = settled()
+        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(bare))
+        dist.barrier()
+        samples["bare_s"].append(time.perf_counter() - begin)
+        begin = settled()
+        box.save(2 * i, shards.write, {"phase": "bench"})
+        samples["ours_s"].append(time.perf_counter() - begin)
+        begin = settled()
+        box.save(2 * i + 1, shards.write, {"phase": "bench"}, shards.copy)
+        samples["background_stop_s"].append(time.perf_counter() - begin)
+        box.drain()
+        samples["background_whole_s"].append(time.perf_counter() - begin)
+        shards.copied = None
+        if rank == 0:
+            shutil.rmtree(bare)
+    return storage_bytes(state.values()), {name: values[1:] for name, values in samples.items()}
+
+
+def settled() -> float:
+    """The time, when all ranks are here and nothing of an earlier save is left to write."""
+    os.sync()
+    dist.barrier()
+    return time.perf_counter()
+
+
+def main(ranks: int = 2, rounds: int = 5, n_layer: int = 12, n_embd: int = 512, write: bool = False) -> None:
+    """Measure on the file system of the current directory.
+
+    Args:
+        ranks: that save together.
+        rounds: of each kind of save.
+        n_layer: of the model that is saved.
+        n_embd: its channels.
+        write: also write bench/results/save-speed-<hardware>.json.
+    """
+    shape = GPTConfig(n_layer, 8, n_embd, 256, False, 8192)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        found = run_on_ranks(measure, ranks, folder, rounds, shape, timeout=1200, show=False)
+    size, samples = sum(bytes_ for bytes_, _ in found), found[0][1]
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    print(f"{size:,} bytes, {ranks} ranks: " + ", ".join(f"{name} {value:.3f}" for name, value in medians.items()))
+    print(f"throughput of a bare save: {medians['bare_s'] / medians['ours_s']:.0%}")
+    print(f"stop of a save in the background: {medians['background_stop_s'] / medians['ours_s']:.1%} of a save")
+    if write:
+        settings = {"command": "make bench-save", "ranks": ranks, "rounds": rounds, "bytes": size, "shape": vars(shape)}
+        print(f"wrote {write_result('save-speed', torch.device('cpu'), settings, samples)}")
+
+
+if __name__ == "__main__":
+    command_line(main, with_switches(sys.argv[1:]))

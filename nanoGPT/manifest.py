@@ -1,0 +1,248 @@
+"""What a checkpoint says of itself, and the proof that it holds: sizes and sha256 of every file, sealed by its own.
+
+    make verify-checkpoint ARGS=--out_dir=out/my-run                  # every checkpoint of a run, read to the last byte
+
+A file is hashed while it is written, not read again for it. Nothing is repaired: a checkpoint that does not verify is
+named, and a resume passes it over.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanoGPT.cli import command_line
+from nanoGPT.data import sha256_of
+from nanoGPT.exits import ConfigError, one_sentence
+
+Manifest = dict[str, Any]
+LARGE = 1 << 20  # bytes from which it pays to hash in another thread
+AHEAD = 16 << 20  # bytes after which the disk is told to begin, so that little is left for the flush at the end
+
+
+class Damaged(Exception):
+    """Why a checkpoint must not be used."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole, verified checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+
+def step_directories(out_dir: Path) -> list[Path]:
+    """All `step-*` directories of a run, newest first."""
+    return sorted((p for p in (out_dir / "checkpoints").glob("step-*") if p.is_dir()), reverse=True)
+
+
+def manifests(out_dir: Path) -> Iterator[tuple[Path, Manifest]]:
+    """Every checkpoint whose manifest can be read, newest first; its files are not verified."""
+    for path in step_directories(out_dir):
+        with contextlib.suppress(Damaged):
+            yield path, read_manifest(path)
+
+
+def seal(manifest: Manifest) -> str:
+    """The manifest as text that carries its own sha256."""
+    body = {k: v for k, v in manifest.items() if k != "sha256"}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        Damaged: it is absent, incomplete or not as it was written, to the byte.
+    """
+    try:
+        text = (path / "manifest.json").read_text()
+        manifest = json.loads(text)
+    except OSError:
+        raise Damaged("it has no manifest.json, so its save never ended") from None
+    except ValueError:
+        raise Damaged("its manifest.json is not JSON") from None
+    if not isinstance(manifest, dict) or seal(manifest) != text:
+        raise Damaged("its manifest.json was changed after it was written")
+    return manifest
+
+
+def verify_files(path: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> None:
+    """Hash every `shares`-th file of a checkpoint, so that ranks can divide the work.
+
+    Raises:
+        Damaged: a file is missing, or its size or sha256 differs.
+    """
+    for file in manifest["files"][share::shares]:
+        target = path / file["name"]
+        if not target.is_file():
+            raise Damaged(f"{file['name']} is missing")
+        if (size := target.stat().st_size) != file["size"]:
+            raise Damaged(f"{file['name']} has {size:,} bytes where {file['size']:,} were written")
+        if sha256_of(target) != file["sha256"]:
+            raise Damaged(f"the sha256 of {file['name']} differs from the manifest's")
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+# ---- writing
+
+
+class HashedFile:
+    """A new file, written from its beginning to its end, hashed beside the writing, on the disk once it is closed.
+
+    Args:
+        path: must not exist.
+        progress: called at every write.
+    """
+
+    def __init__(self, path: Path, progress: Callable[[], None] = lambda: None) -> None:
+        self.file, self.progress = open(path, "xb"), progress
+        self.digest, self.hasher, self.begun = hashlib.sha256(), ThreadPoolExecutor(1), 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes, of which nothing is kept after the call."""
+        self.progress()
+        view = memoryview(data).cast("B")
+        if len(view) < LARGE:
+            self.digest.update(view)
+            return self.file.write(view)
+        for start in range(0, len(view), AHEAD):
+            part = view[start : start + AHEAD]
+            hashing = self.hasher.submit(self.digest.update, part)
+            try:
+                self.file.write(part)
+                self._begin_flush()
+            finally:
+                hashing.result()
+        return len(view)
+
+    def _begin_flush(self) -> None:
+        """Have the kernel write what it holds to the disk, without waiting for it."""
+        if (end := self.file.tell()) - self.begun >= AHEAD and hasattr(os, "posix_fadvise"):
+            self.file.flush()
+            os.posix_fadvise(self.file.fileno(), self.begun, end - self.begun, os.POSIX_FADV_DONTNEED)
+            self.begun = end
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def close(self) -> None:
+        """Flush to the disk."""
+        self.hasher.shutdown()
+        if not self.file.closed:
+            try:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+            finally:
+                self.file.close()
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass
+class NewFiles:
+    """The files that this rank writes into a checkpoint which is not there yet.
+
+    Attributes:
+        folder: the same, fresh directory on every rank.
+        group: the ranks that write together, talking over the CPU; None: all of the job.
+        progress: called as bytes are written.
+    """
+
+    folder: Path
+    group: dist.ProcessGroup | None = None
+    progress: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._files: dict[str, HashedFile] = {}
+
+    def open(self, name: str) -> HashedFile:
+        """A new file of this checkpoint; close it."""
+        self._files[name] = HashedFile(self.folder / name, self.progress)
+        return self._files[name]
+
+    def rename(self, name: str, to: str) -> None:
+        """Rename a closed file."""
+        (self.folder / name).rename(self.folder / to)
+        self._files[to] = self._files.pop(name)
+
+    def records(self) -> list[dict[str, Any]]:
+        """What the manifest says of each file: name, size in bytes, sha256."""
+        return [
+            {"name": name, "size": (self.folder / name).stat().st_size, "sha256": file.digest.hexdigest()}
+            for name, file in self._files.items()
+        ]
+
+
+def write_and_sync(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- the command
+
+
+def main(out_dir: str) -> None:
+    """Read every checkpoint of a run to the last byte, and say of each whether it holds.
+
+    Args:
+        out_dir: the run.
+    """
+    found = step_directories(Path(out_dir))
+    if not found:
+        raise ConfigError(f"there is no checkpoint under {out_dir}: give the --out_dir of a run")
+    damaged = 0
+    for path in found:
+        try:
+            manifest = read_manifest(path)
+            verify_files(path, manifest)
+            size = sum(file["size"] for file in manifest["files"])
+            print(f"{path.name}: whole, {len(manifest['files'])} file(s), {size:,} bytes, {manifest['phase']}")
+        except Damaged as reason:
+            damaged += 1
+            print(f"{path.name}: damaged, {reason}")
+    if damaged:
+        raise ConfigError(f"{damaged} of {len(found)} checkpoints are damaged: a resume takes the newest whole one")
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        command_line(main, sys.argv[1:])

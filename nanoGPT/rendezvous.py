@@ -1,0 +1,198 @@
+"""How the ranks of a job find each other, and agree on whether torchrun has started them anew."""
+
+import contextlib
+import datetime
+import fcntl
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import torch.distributed as dist
+
+from nanoGPT.checkpoint import check_out_dir
+from nanoGPT.config import TrainConfig, saved_config
+from nanoGPT.exits import ConfigError
+from nanoGPT.manifest import step_directories
+
+if TYPE_CHECKING:
+    from nanoGPT.runtime import Runtime
+
+TIMEOUT = datetime.timedelta(minutes=30)
+SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
+ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the way there is the way out of this machine
+
+
+def join_process_group(run: "Runtime") -> None:
+    """gloo for CPU tensors, NCCL for CUDA's; one rank alone needs no address."""
+    if run.local_world_size == run.world_size:
+        # On one machine gloo needs no more than the loopback, and must not depend on how its name resolves.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    elif interface := interface_towards(os.environ.get("MASTER_ADDR", "")):
+        # gloo would listen where this machine's name leads, on Debian to 127.0.1.1. NCCL asks no name: it looks at the
+        # interfaces, and passes over the loopback by itself.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
+    if run.world_size == 1:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT, device_id=device_id
+        )
+        return
+    try:
+        if may_restart() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            with clean_store(run) as store:
+                dist.init_process_group(
+                    backend, store=store, rank=run.rank, world_size=run.world_size, timeout=TIMEOUT, device_id=device_id
+                )
+        else:
+            dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
+    except dist.DistNetworkError as error:
+        port = os.environ.get("MASTER_PORT")
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free one") from None
+        raise
+
+
+@contextlib.contextmanager
+def clean_store(run: "Runtime") -> Iterator[dist.Store]:
+    """A part of torchrun's store into which no earlier start of the job has written.
+
+    torchrun keeps its store through all restarts (torch 2.13), and in it the addresses of ranks that are gone: a rank
+    that reads one before it is renewed cannot connect. So each rank asks, by a name that nobody has used, and rank 0,
+    inside this context, tells it where all of this start meet.
+    """
+    connect = partial(dist.TCPStore, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=TIMEOUT)
+    store, name, joined = connect(), os.urandom(8).hex(), threading.Event()
+    if run.is_main:
+        threading.Thread(target=answer, args=(connect(), run.world_size, name, joined), daemon=True).start()
+    else:
+        store.set(f"question of rank {run.rank}", name)
+        name = store.get(f"answer to {name}").decode()
+    try:
+        yield dist.PrefixStore(name, store)
+    finally:
+        joined.set()
+
+
+def answer(store: dist.Store, world_size: int, name: str, joined: threading.Event) -> None:
+    """Tell every rank that asks, and those that asked in an earlier start, the name of this one, until all are here."""
+    while not joined.wait(0.1):
+        for question in (f"question of rank {rank}" for rank in range(1, world_size)):
+            if store.check([question]):
+                store.set(f"answer to {store.get(question).decode()}", name)
+
+
+def interface_towards(master: str) -> str | None:
+    """The network interface by which this machine reaches the master; on the master, the one with its address.
+
+    A name that is the loopback here is another address on other machines: then the way out of this one counts, and
+    where there is none, an interface that is not the loopback.
+
+    Returns:
+        None where it cannot be told: no IPv4, no Linux.
+    """
+    if ":" in master:
+        return None
+    names = {address: name for _, name in socket.if_nameindex() if (address := address_of(name))}
+    for towards in (master, ELSEWHERE):
+        with contextlib.suppress(OSError):
+            address = local_address(towards)
+            if not address.startswith("127.") or master == "localhost" or master.startswith("127."):
+                return names.get(address)
+    return next((name for address, name in names.items() if not address.startswith("127.")), None)
+
+
+def local_address(towards: str) -> str:
+    """This machine's address on the way to another; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))
+        return str(probe.getsockname()[0])
+
+
+def address_of(interface: str) -> str | None:
+    """An interface's IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        return socket.inet_ntoa(answer[20:24])
+    return None
+
+
+def lock(out_dir: Path) -> IO[str]:
+    """Hold a run's directory as long as the returned file is open; a killed process lets go of it.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    file = open(out_dir / ".lock", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"another run is writing into {out_dir}: wait for it, or choose another --out_dir") from None
+    return file
+
+
+def may_restart() -> bool:
+    """Whether torchrun may start the ranks again (`--max-restarts`), so that this may be such a start."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+
+
+def enter_out_dir(run: "Runtime", config: TrainConfig) -> None:
+    """Check and lock the run's directory. Where torchrun restarts ranks, its checkpoints are for `agree` to judge."""
+    out_dir = Path(config.out_dir)
+    check_out_dir(out_dir, resume=bool(step_directories(out_dir)) if may_restart() else config.init_from == "resume")
+    if run.is_main:
+        run.lock = lock(out_dir)
+
+
+def agree(run: "Runtime", config: TrainConfig) -> None:
+    """Give this start a token that all ranks know; if torchrun has restarted the job, let it resume. Collective.
+
+    torchrun repeats the same command, without --init_from=resume. The count of restarts is each agent's own, so any
+    that is not 0 tells. The lock file names the agents of the job that may use the directory: checkpoints of another
+    job are refused at every restart, as they were at the start. What rank 0 sees on the disk counts for all.
+
+    Args:
+        config: where the job resumes, it becomes that of the newest checkpoint, with init_from=resume.
+
+    Raises:
+        ConfigError: checkpoints are in the way, or missing.
+    """
+    agent = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    tokens, agents, counts = zip(*run.gather((run.token, agent, count)), strict=True)
+    run.token = tokens[0]
+    if may_restart():
+        saved = run.gather(saved_by(agents, run, config) if any(counts) else None)[0]
+        if saved is not None and config.init_from != "resume":
+            run.say("torchrun has restarted the job: it goes on from its newest checkpoint")
+            for name, value in {**saved, "out_dir": config.out_dir, "init_from": "resume"}.items():
+                setattr(config, name, value)
+        if refused := run.gather(refusal(run, config))[0]:
+            raise ConfigError(refused)
+    if run.lock:
+        run.lock.truncate(0)
+        run.lock.write("\n".join(agents))
+        run.lock.flush()
+
+
+def saved_by(agents: tuple[str, ...], run: "Runtime", config: TrainConfig) -> dict[str, object] | None:
+    """The configuration in the newest checkpoint, if there is one and it is of a job of these agents; rank 0 reads."""
+    if not run.lock or not step_directories(Path(config.out_dir)):
+        return None
+    run.lock.seek(0)
+    return saved_config(config.out_dir) if {*agents} & {*run.lock.read().splitlines()} else None
+
+
+def refusal(run: "Runtime", config: TrainConfig) -> str | None:
+    """What is wrong with the directory; rank 0 looks."""
+    try:
+        if run.is_main:
+            check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
+    except ConfigError as error:
+        return str(error)
+    return None

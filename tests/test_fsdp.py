@@ -1,0 +1,199 @@
+"""Phase 3: FSDP with every option prints the baseline's losses, keeps and sends what the formula says, and says no."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from bench.fsdp_options import LIMIT, OPTIONS, all_rows, covering_array, pairs_in, possible, run_row
+from nanoGPT.exits import ConfigError
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.runtime import locate
+from phase3_fsdp.costs import describe_sharding, own_params, padded
+from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, shard_model, units
+from tests.helpers import gap, tiny, train
+from workshop.ranks import run_on_ranks
+
+MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    return tmp_path_factory.mktemp("options")
+
+
+@pytest.mark.parametrize("row", all_rows(compiled=False), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_option_with_every_other(row, references, request):
+    """In each row of a covering array of all options (compilation is in `make bench-fsdp`) the losses are the
+    baseline's, the traffic is the formula's to the byte, and the state is 16 bytes for each element a rank keeps."""
+    found = run_row(row, references / request.node.name, steps=5)
+    assert found["gap"] <= LIMIT[found.get("dtype", "float32")], found
+    assert found["traffic"] == found["expected"], found
+    assert found["state"] == found["expected_state"], found
+
+
+def test_the_covering_array_covers():
+    """Every possible pair of values of any two options is in some row; a row of defaults alone would not do."""
+    seen = set().union(*map(pairs_in, covering_array(OPTIONS)))
+    names = list(OPTIONS)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            for x in OPTIONS[a]:
+                for y in OPTIONS[b]:
+                    if possible({"ranks": 4, "fsdp_shard_size": "1", a: x, b: y}):
+                        assert ((a, x), (b, y)) in seen
+
+
+def sharded(shape: GPTConfig, seed: int = 1, **options) -> tuple[GPT, FsdpConfig]:
+    """A sharded model with its initial weights, inside a rank."""
+    fields = {name: value for name, value in dataclasses.asdict(shape).items() if name != "gelu"}
+    config = FsdpConfig(device="cpu", seed=seed, **{**fields, **options})  # type: ignore[arg-type]
+    run = locate(config)
+    with birthplace(config, run):
+        model = GPT(shape)
+    model = shard_model(model, config, run)
+    init_shards(model, config, run)
+    return model, config
+
+
+def rows_of_124m(vocab_size: int) -> tuple[list[int], int, int]:
+    config = FsdpConfig(device="cpu", n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=vocab_size)
+    run = locate(config)
+    with birthplace(config, run):
+        model = GPT(GPTConfig(12, 12, 768, 1024, False, vocab_size))
+    model = shard_model(model, config, run)
+    held = [p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)]
+    whole = sum(p.numel() for p in model.parameters())
+    fsdp_units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return held, whole, sum(padded(m, dist.get_world_size()) for m in fsdp_units)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_state_of_124m(ranks):
+    """GPT-2 124M with 50304 rows: each rank keeps P/N of the P parameters, exactly, and so 16P/N bytes of state."""
+    for held, whole, gathered in run_on_ranks(rows_of_124m, ranks, 50304, show=False):
+        assert sum(held) * ranks == whole == gathered
+
+
+def test_the_padding_of_50257_rows():
+    """50257 rows do not divide by 8: rank 7 keeps 7 fewer rows than the others, and 7 rows more are gathered."""
+    found = run_on_ranks(rows_of_124m, 8, 50257, show=False)
+    kept = [sum(held) for held, _, _ in found]
+    _, whole, gathered = found[0]
+    assert kept[:7] == [kept[0]] * 7 and kept[0] - kept[7] == 7 * 768
+    assert sum(kept) == whole and gathered - whole == 7 * 768
+
+
+def weights_by_name(shape: GPTConfig, options: dict) -> dict[str, torch.Tensor]:
+    model, _ = sharded(shape, **options)
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, {}), (3, {}), (4, {"fsdp_shard_size": "2"}), (8, {}), (2, {"fsdp_cpu_offload": True})]
+)
+def test_the_weights_do_not_depend_on_ranks(ranks, options):
+    """From the meta device, on 1 to 8 ranks, in hybrid shards and offloaded: the baseline's weights to the bit."""
+    plain = GPT(MEDIUM)
+    plain.init_weights(1)
+    for found in run_on_ranks(weights_by_name, ranks, MEDIUM, options, show=False):
+        assert found.keys() == dict(plain.named_parameters()).keys()
+        assert all(torch.equal(found[name], param) for name, param in plain.named_parameters())
+
+
+def drawn_by_each_rank() -> list[float]:
+    """The tempting way: to_empty, one seed for all, and every rank draws its own slice."""
+    config = FsdpConfig(device="cpu")
+    run = locate(config)
+    with torch.device("meta"):
+        model = GPT(MEDIUM)
+    model = shard_model(model, config, run)
+    model.to_empty(device="cpu")
+    torch.manual_seed(1)
+    weight = model.transformer["wte"].weight
+    assert isinstance(weight, DTensor)
+    with torch.no_grad():
+        weight.to_local().normal_(std=0.02)
+    return weight.to_local().flatten()[:100].tolist()
+
+
+def test_one_seed_for_all_ranks_is_a_trap():
+    """Seeding every rank alike and drawing slices makes their slices equal: rows 0 to 19 and 20 to 39 are the same."""
+    slices = run_on_ranks(drawn_by_each_rank, 4, show=False)
+    assert slices[0] == slices[1] == slices[2] == slices[3]
+
+
+def test_units_by_size():
+    """Modules with submodules become units from the leaves up; blocks that are computed again are units or none."""
+    model = GPT(GPTConfig(2, 2, 32, 16, False, 80))
+    names = {module: name for name, module in model.named_modules()}
+
+    def found(least: int, **options) -> list[str]:
+        config = FsdpConfig(n_layer=2, fsdp_wrap="size", fsdp_min_num_params=least, **options)
+        return [names[unit] for unit in units(model, config)]
+
+    both = ["attn", "mlp"]
+    assert found(4096) == [f"transformer.h.{i}.{part}" for i in range(2) for part in both]
+    assert found(8192) == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+    assert found(12288) == ["transformer.h.0", "transformer.h.1"]
+    assert found(10**6) == []
+    again = found(4096, fsdp_activation_checkpointing="every_2")
+    assert again == ["transformer.h.0", "transformer.h.1.attn", "transformer.h.1.mlp"]
+
+
+def described(options: dict) -> tuple[str, list[int]]:
+    model, config = sharded(MEDIUM, **options)
+    parts = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return describe_sharding(model, config, locate(config)), [sum(p.numel() for p in own_params(m)) for m in parts]
+
+
+def test_it_says_what_it_does():
+    """At the start a run prints units, this rank's parameters and bytes, and the traffic to expect."""
+    said, sizes = run_on_ranks(described, 4, {"gradient_accumulation_steps": 8}, show=False)[0]
+    whole, root = sum(sizes), sizes[0]
+    assert sizes == [80 * 32 + 16 * 32 + 32, 12 * 32 * 32 + 64, 12 * 32 * 32 + 64]
+    assert f"units of 2 x {sizes[1]:,} parameters, the root's {root:,}" in said
+    assert f"rank 0 keeps {whole // 4:,} of {whole:,}" in said
+    assert f"all-gather {4 * 2 * (2 * whole - root) / 1e6:,.1f} MB over 4" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fsdp_shard_size": "3"}, "does not divide 4"),
+        ({"fsdp_shard_size": "0"}, "does not divide 4"),
+        ({"fsdp_shard_size": "-2"}, "does not divide 4"),
+        ({"fsdp_shard_size": "host"}, "use all, node or"),
+        ({"fsdp_activation_checkpointing": "every_0"}, "use none, full, selective, or every_2"),
+        ({"fsdp_activation_checkpointing": "some"}, "use none, full, selective, or every_2"),
+        ({"fsdp_prefetch": -1}, "give 0 or more"),
+        ({"fsdp_min_num_params": 0}, "give 1 or more"),
+        ({"kernels": "adamw"}, "does not update slices"),
+        ({"kernels": "losss"}, "there is no kernel"),
+        ({"dtype": "float16"}, "use bfloat16 or float32"),
+        ({"optimizer": "muon"}, "use phase 1, or --use_fsdp=False"),
+        ({"use_fsdp": False, "fsdp_cpu_offload": True}, "needs FSDP"),
+        ({"use_fsdp": False, "fsdp_shard_size": "2"}, "needs FSDP"),
+        ({"kernels": "attention", "n_embd": 512, "n_head": 2}, "heads of 256 channels"),
+    ],
+)
+def test_wrong_options_are_one_sentence(options, words):
+    """An option that cannot be is refused before any rank starts, with what to use."""
+    with pytest.raises(ConfigError, match=words):
+        FsdpConfig(**options).check(4)
+
+
+def test_compiled_recomputation_draws_the_same_dropout(tmp_path):
+    """Compiled, with dropout: blocks that are computed again have the losses of those that are not."""
+    plain, again = (
+        train(
+            "phase3_fsdp",
+            1,
+            tiny("phase3_fsdp", tmp_path / mode, compile=True, max_iters=2, fsdp_activation_checkpointing=mode),
+        )
+        for mode in ("none", "full")
+    )
+    assert gap(plain, again) <= 1e-5
