@@ -22,12 +22,8 @@ if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
 
 STALLED = 4
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "PeerFailed",
-)  # gloo's words for it
+# What a rank says that has only followed another: gloo's words, and ours.
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "PeerFailed")
 
 
 class ConfigError(Exception):

@@ -16,7 +16,6 @@ import dataclasses
 import tempfile
 import time
 import warnings
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -55,9 +54,9 @@ config = FsdpConfig(
     n_layer=4,
     n_head=2,
     n_embd=64,
-    max_iters=8,
+    max_iters=6,
     warmup_iters=2,
-    eval_interval=8,
+    eval_interval=6,
     eval_iters=4,
     log_interval=1,
 )
@@ -247,25 +246,26 @@ def holdings(config: FsdpConfig) -> dict:
     return {"units": units, "said": describe_sharding(model, config, run)}
 
 
-ranks = run_on_ranks(holdings, 4, config)
-for rank, each in enumerate(ranks):
+layout = run_on_ranks(holdings, 4, config)  # layout[rank]
+for rank, each in enumerate(layout):
     held = sum(mine * width for unit in each["units"] for _, _, mine, width in unit)
     wte = each["units"][0][0]
     print(f"rank {rank}: {held:,} of {P:,} parameters; {wte[2]} of {wte[1]} rows of {wte[0]}")
-assert [each["units"][0][0][2] for each in ranks] == [19, 19, 19, 18]
-assert sum(mine * width for each in ranks for unit in each["units"] for _, _, mine, width in unit) == P
+assert [each["units"][0][0][2] for each in layout] == [19, 19, 19, 18]
+assert sum(mine * width for each in layout for unit in each["units"] for _, _, mine, width in unit) == P
 
 # %%
 COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")
 figure, grid = plt.subplots(2, 1, figsize=(11, 3.6))
 for axes, number, title in ((grid[0], 0, "root"), (grid[1], 1, "block 0")):
     begin = 0
-    for index, (name, rows, _, width) in enumerate(ranks[0]["units"][number]):
+    for index, (name, rows, _, width) in enumerate(layout[0]["units"][number]):
         axes.add_patch(Rectangle((begin, 1), rows * width, 0.8, facecolor="#eeeeee", edgecolor="black", lw=0.8))
         if rows * width > 1000:
-            axes.text(begin + rows * width / 2, 1.4, f"{name}  {rows} × {width}", ha="center", va="center", fontsize=8)
+            said = f"{name.removeprefix('h.0.')}\n{rows} × {width}"
+            axes.text(begin + rows * width / 2, 1.38, said, ha="center", va="center", fontsize=7.5)
         for rank in range(4):
-            elements = ranks[rank]["units"][number][index][2] * width
+            elements = layout[rank]["units"][number][index][2] * width
             axes.add_patch(Rectangle((begin, 0), elements, 0.8, facecolor=COLORS[rank], edgecolor="black", lw=0.4))
             if rows * width > 1000:
                 axes.text(begin + elements / 2, 0.4, rank, ha="center", va="center", fontsize=8)
@@ -289,15 +289,15 @@ plt.show()
 # which 6,912 are the root's.
 
 # %%
-print(ranks[0]["said"])
+print(layout[0]["said"])
 
-root = sum(rows * width for _, rows, _, width in ranks[0]["units"][0])
+root = sum(rows * width for _, rows, _, width in layout[0]["units"][0])
 M = config.gradient_accumulation_steps // 4
 many = M * (2 * P - root)
 print(f"\nM(2P - P_root) = {many:,} elements, {4 * many / 1e6:.1f} MB;  P is {4 * P / 1e6:.1f} MB")
-assert f"units of 4 x {(P - root) // 4:,} parameters, the root's {root:,}" in ranks[0]["said"]
-assert f"all-gather {4 * many / 1e6:,.1f} MB" in ranks[0]["said"]
-assert f"reduce-scatter {4 * P / 1e6:,.1f} MB" in ranks[0]["said"]
+assert f"units of 4 x {(P - root) // 4:,} parameters, the root's {root:,}" in layout[0]["said"]
+assert f"all-gather {4 * many / 1e6:,.1f} MB" in layout[0]["said"]
+assert f"reduce-scatter {4 * P / 1e6:,.1f} MB" in layout[0]["said"]
 
 # %% [markdown]
 # A rank sends three quarters of both, as rings do it.
@@ -446,8 +446,8 @@ def most_gathered(step: dict) -> int:
 FOUR = {
     "default": {},
     "prefetch 2": {"fsdp_prefetch": 2},
-    "not freed after the forward": {"fsdp_reshard_after_forward": False},
-    "not freed after the forward, prefetch 2": {"fsdp_reshard_after_forward": False, "fsdp_prefetch": 2},
+    "not freed after forward": {"fsdp_reshard_after_forward": False},
+    "not freed after forward, prefetch 2": {"fsdp_reshard_after_forward": False, "fsdp_prefetch": 2},
 }
 
 
@@ -458,13 +458,12 @@ def four_ways(config: FsdpConfig) -> dict[str, dict]:
 four = run_on_ranks(four_ways, 4, config)
 root_bytes, block_bytes = four[0]["default"]["bytes"][:2]
 print(f"a block has {block_bytes:,} bytes, the root {root_bytes:,}, {root_bytes / block_bytes:.2f} of a block\n")
-HIGHEST = {"default": 3, "prefetch 2": 4, "not freed after the forward": 6, "not freed after the forward, prefetch 2": 6}
-for name in FOUR:
+for name, blocks in zip(FOUR, (3, 4, 6, 6)):
     seen = [step for rank in four for step in rank[name]["steps"]]
     high = min(most_gathered(step) for step in seen)  # gloo may let go of a buffer late
     between = min(step["after_forward"]["gathered"] for step in seen)
-    print(f"{name:40} at most {high / block_bytes:.2f} blocks, between forward and backward {between / block_bytes:.2f}")
-    assert high == root_bytes + HIGHEST[name] * block_bytes
+    print(f"{name:36} at most {high / block_bytes:.2f} blocks, between the passes {between / block_bytes:.2f}")
+    assert high == root_bytes + blocks * block_bytes
     assert between == root_bytes + (0 if "not" not in name else 4 * block_bytes)
 
 # %%
@@ -502,7 +501,7 @@ plt.show()
 # Then its parameters go (1), the buffer of block 1 comes (2), its parameters are copied out of it (3), and only now
 # the buffer of block 0 goes: torch holds it so long that on a GPU its copying out can go on beside the next all-gather.
 # In the backward a buffer goes at once, but that of the block before is gathered ahead: torch prefetches one unit there
-# by itself.
+# by itself. Block 3 is freed and gathered again at once, which is there to be saved.
 #
 # Nothing in the first curve depends on how many blocks there are: 3 of them are gathered at most, of 4 as of 100. Not
 # freed after the forward, it climbs a step a block: when the backward begins the whole model is there, and needs no
@@ -534,11 +533,13 @@ for number, ranks in scaled.items():
     state = max((step["before_update"] for step in steps), key=in_all)  # of the rank that has most
     peak = min((step["peak"] for step in steps), key=lambda held: sum(held.values()))
     moments[number] = state, peak
-    numbers = (*(state[name] for name in STATE), in_all(state), 16 * P // number, *(peak[name] for name in CATEGORIES[3:]))
+    numbers = [state[name] for name in STATE] + [in_all(state), 16 * P // number]
+    numbers += [peak[name] for name in ("gathered", "activations", "other")]
     print(f"{number}  " + "".join(f"{count:12,}" for count in numbers))
     counts = 4 * len(list(whole.parameters()))  # AdamW's, of steps
     assert 0 <= in_all(state) - counts - 16 * P / number < 16 * 64  # at most a row of wte more than an N-th
 assert len({peak["activations"] for _, peak in moments.values()}) == 1
+assert all(peak["gradients"] == 0 for _, peak in moments.values())
 
 # %%
 PAINT = dict(zip(CATEGORIES, ("#00798c", "#edae49", "#d1495b", "#8ecae6", "#a7c957", "#cccccc")))
@@ -553,7 +554,8 @@ for axes, index, title in ((left, 0, "state, before the update"), (right, 1, "ev
     axes.set_xticks(range(3), [f"{number} rank{'s' * (number > 1)}" for number in moments])
     axes.set(title=title, ylabel="MB per rank")
     axes.spines[["top", "right"]].set_visible(False)
-left.plot(range(3), [16 * P / number / 1e6 for number in moments], "k_", markersize=50, label="16P/N")
+for place, number in enumerate(moments):
+    left.hlines(16 * P / number / 1e6, place - 0.4, place + 0.4, color="black", label="" if place else "16P/N")
 left.legend(frameon=False)
 figure.legend(
     [Rectangle((0, 0), 1, 1, facecolor=PAINT[name]) for name in CATEGORIES],
@@ -564,16 +566,17 @@ figure.tight_layout(rect=(0, 0.07, 1, 1))
 plt.show()
 
 # %% [markdown]
-# The state is 16P/N, plus a count of steps for each parameter, plus a row of `wte` where it does not divide. Gathered
-# blocks and activations do not shrink at all: N ranks hold N times as many of them, together. So with many ranks
-# nothing else is left, and the next thing to work on is activations.
+# The state is 16P/N, plus a count of steps for each parameter, plus a row of `wte` where it does not divide. (The peak
+# is at the beginning of the backward, so there are no gradients in it yet.) What is gathered and the activations do not
+# shrink: with one rank nothing needs a buffer, but from 2 ranks to 4 there is no difference at all, and so it stays.
+# With very many ranks nothing else is left, and the next thing to work on is activations.
 #
 # ## e. Activations, computed again
 #
 # A backward needs what its forward computed. `activations.py` lists every tensor that a block keeps for it, and why:
 
 # %%
-B, T, C = 16, 64, 128  # larger than above, so that what is timed is arithmetic and not Python
+B, T, C = 8, 64, 128  # larger than above, so that what is timed is more than Python
 larger = GPTConfig(n_layer=4, n_head=2, n_embd=C, block_size=T, bias=False, vocab_size=shape.vocab_size)
 unit = 4 * B * T * C
 for row in kept_by_block(larger, B, T):
@@ -587,9 +590,9 @@ for row in kept_by_block(larger, B, T):
 # - `selective`: the results of matrix products. They are dear to compute; what lies between them is computed again;
 # - `every_2`: `full` for every second block.
 #
-# **Predict first:** what is left of 16, for a block with `full` and with `selective`? (The results of all four products
-# are kept with it, two of which need not have been kept without: 3 + 1 + 4 + 1, and the input.) A forward costs half of
-# a backward: how much longer does a step take at most with `full`?
+# **Predict first:** what is left of 16, for a block with `full` and with `selective`? (The products are `c_attn`,
+# `c_fc` and the two `c_proj`. The results of the latter are not in the list above, since nobody needs them later; but
+# what is run again does.) A forward costs half of a backward: how much longer does a step take with `full`, at most?
 
 # %%
 MODES = ("none", "every_2", "selective", "full")
@@ -617,14 +620,18 @@ def seconds(model: GPT) -> float:
 
 kept = {mode: activations(model) for mode, model in models.items()}
 said = {mode: activation_bytes(larger, B, T, mode=mode) for mode in MODES}
-rounds = [{mode: seconds(model) for mode, model in models.items()} for _ in range(5)]
+rounds = [{mode: seconds(model) for mode, model in models.items()} for _ in range(8)]
 slower = {mode: min(each[mode] for each in rounds) / min(each["none"] for each in rounds) for mode in MODES}
 
-a_block = {mode: sum(row.bytes for row in kept_by_block(larger, B, T, mode=mode)) / unit for mode in said if "_" not in mode}
+a_block = {
+    mode: sum(row.bytes for row in kept_by_block(larger, B, T, mode=mode)) / unit
+    for mode in ("none", "selective", "full")
+}
 a_block["every_2"] = (a_block["none"] + a_block["full"]) / 2  # on average
 print("            after the forward   by the arithmetic   a block keeps   a step's time (measured here)")
 for mode in MODES:
-    print(f"{mode:10} {kept[mode]:16,} B {said[mode]:17,} B {a_block[mode]:11.2f} BTC {slower[mode]:12.2f} times that of none")
+    print(f"{mode:10} {kept[mode]:16,} B {said[mode]:17,} B {a_block[mode]:11.2f} BTC", end="")
+    print(f"{slower[mode]:12.2f} times that of none")
     assert abs(kept[mode] / said[mode] - 1) < 0.01
 assert kept["full"] < kept["selective"] < kept["none"] and kept["full"] < kept["every_2"] < kept["none"]
 
@@ -649,7 +656,8 @@ assert all(torch.equal(each, gradients["none"]) for each in gradients.values())
 # nearly free. But operations are not time: elementwise work and looking at every operator, to keep its result or not,
 # take theirs as well, and how much depends on the machine. Measure it on yours.
 #
-# What remains with `full` is mostly the logits and the loss: (B, T, V), in every mode.
+# What remains with `full` is one tensor of (B, T, C) a block, and what the embeddings, the last LayerNorm and the head
+# keep in every mode.
 #
 # ## f. "Marked as ready twice"
 #
@@ -688,8 +696,9 @@ def gradient_of(how: str, parallel: str, **options) -> tuple[str, list[Tensor]]:
     if parallel == "FSDP":
         fully_shard(module.block)
         fully_shard(module)
+    replica = DDP(module, **options) if parallel == "DDP" else module
     try:
-        (DDP(module, **options) if parallel == "DDP" else module)(INPUT).sum().backward()
+        replica(INPUT).sum().backward()
     except RuntimeError as error:
         return str(error), []
     grads = [p.grad for p in module.block.parameters()]
@@ -724,7 +733,8 @@ print(f"{'in one process, nothing checkpointed':38} norm of the weight's gradien
 for name, (how, parallel, options) in WAYS.items():
     error, found = on_two_ranks(how, parallel, **options)
     good = not error and all(torch.allclose(a, b) for a, b in zip(found, expected))
-    print(f"{name:38} norm of the weight's gradient {found[0].norm():.5f}   {'right' if good else 'WRONG, and no error'}")
+    verdict = "right" if good else "WRONG, and no error"
+    print(f"{name:38} norm of the weight's gradient {found[0].norm():.5f}   {verdict}")
     if name != "FSDP, the reentrant form":
         assert good
     elif torch.__version__.startswith("2.13"):
@@ -755,8 +765,8 @@ if torch.__version__.startswith("2.13"):
 # ## g. What is sent, and what it pays for
 #
 # Full tensors of one step on 4 ranks, M = 2 micro-batches each, counted and by the formula of `costs.py`. *Hybrid*:
-# `fsdp_shard_size=2`, two copies of the model, each shared by two ranks. Ranks 0 and 1 gather from each other, and so do
-# 2 and 3; gradients are reduce-scattered in each pair, then rank 0 all-reduces its slice with rank 2, which has the
+# `fsdp_shard_size=2`, two copies of the model, each shared by two ranks. Ranks 0 and 1 gather from each other, and so
+# do 2 and 3; gradients are reduce-scattered in each pair, then rank 0 all-reduces its slice with rank 2, which has the
 # same one.
 #
 # **Predict first:** order DDP and the three by what a rank sends, and by what it holds. Now let each pair be a machine
@@ -772,7 +782,7 @@ OPTIONS = {
 
 
 def step_of_each(config: FsdpConfig) -> dict[str, dict]:
-    return {name: watched(dataclasses.replace(config, **changes), micro_batches=2, steps=1) for name, changes in OPTIONS.items()}
+    return {name: watched(dataclasses.replace(config, **changes), micro_batches=2) for name, changes in OPTIONS.items()}
 
 
 costs = run_on_ranks(step_of_each, 4, config)[0]
@@ -790,3 +800,147 @@ for name, each in costs.items():
     kept_bytes = (in_all(step["before_update"]) / P, most_gathered(step) / P)
     print(f"{name:14}{gather:10.3f}{scatter:16.3f}{reduce:12.3f}{sent:16.3f}{out:18.3f}", end="")
     print("".join(f"{count:12.2f}" for count in kept_bytes))
+    shares = {"DDP": 1, "hybrid 2 x 2": 2}.get(name, 4)
+    assert abs(kept_bytes[0] - 16 / shares) < 0.01
+once = scaled[4][0]["steps"][-1]["sent"]
+sent = sum(ring_bytes(kind, size, ranks) for (kind, ranks), size in once.items()) / 4 / P
+print(f"with M = 1, as in (d), a rank sends {sent:.3f} by default")
+assert abs(sent / 1.5 - 3 / 2) < 0.02
+
+# %% [markdown]
+# DDP sends least and keeps most, and what it sends does not depend on M: it all-reduces once a step. FSDP gathers for
+# every micro-batch, so the same step is cheaper in few large micro-batches than in many small ones. With M = 1 it sends
+# half as much again as DDP.
+#
+# - The default sends most and holds least.
+# - Not freed after the forward: two fifths less is sent, for all blocks being there at once.
+# - Hybrid: a rank keeps twice as much, 16P/2 instead of 16P/4. Its all-gathers stay within a machine, and what leaves
+#   it is one all-reduce of a slice: about a quarter of what the default sends out. Where links between machines are
+#   slow, that is worth it.
+#
+# As in notebook 2, what is counted are calls and tensor sizes, times the cost of a ring; gloo sends more.
+#
+# ## h. One curve
+#
+# Now the trainer, `phase3_fsdp/train.py`, with dropout: alone and not sharded, which is the baseline; on 1, 2 and 4
+# ranks; and on 4 ranks with many options at once.
+#
+# **Predict first:** how far are the losses from each other, and from which step on?
+
+# %%
+ALL_AT_ONCE = {
+    "fsdp_shard_size": "2",
+    "fsdp_reshard_after_forward": False,
+    "fsdp_prefetch": 1,
+    "fsdp_activation_checkpointing": "selective",
+    "fsdp_sync_every_micro_batch": True,
+}
+
+
+def train_on(ranks: int, **changes) -> dict[int, float]:
+    """Train on so many ranks, in a new directory; the losses by step."""
+    out_dir = tempfile.mkdtemp(dir=folder.name)
+    run_on_ranks(train, ranks, dataclasses.replace(config, dropout=0.2, out_dir=out_dir, **changes), show=False)
+    return losses(out_dir)
+
+
+curves = {
+    "one process, not sharded": train_on(1, use_fsdp=False),
+    **{f"FSDP, {number} rank{'s' * (number > 1)}": train_on(number) for number in (1, 2, 4)},
+    "FSDP, 4 ranks, many options": train_on(4, **ALL_AT_ONCE),
+}
+baseline = curves["one process, not sharded"]
+for name, curve in curves.items():
+    gap = max(abs(curve[step] - baseline[step]) for step in baseline)
+    print(f"{name:28}" + "".join(f"{curve[step]:11.7f}" for step in (0, 1, 3, 5)) + f"   off by at most {gap:.1e}")
+    assert curve.keys() == baseline.keys() and gap < (1e-6 if name != "FSDP, 1 rank" else 1e-12)
+
+figure, axes = plt.subplots(figsize=(6, 3.2))
+for number, (name, curve) in enumerate(curves.items()):
+    axes.plot(curve.keys(), curve.values(), marker="osD^v"[number], markersize=11 - 2 * number, alpha=0.7, label=name)
+axes.set(xlabel="step", ylabel="loss", title="Five curves")
+axes.legend(fontsize=8)
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# At most in the last digits that a float32 has: one rank gives the very numbers of the baseline, several add up in
+# another order. What FSDP changes is where things lie, and when.
+#
+# What a run saves is sharded as well, by the protocol of notebooks 1 and 2: `sharded_checkpoint.py`.
+#
+# ## Exercises
+#
+# **1. Not freed, by hand.** Change `Sharded` of (a) so that the weight stays gathered from the forward to the backward.
+# Predict first: how many all-gathers are left of 4, and are the weights still the same? Then go back to the first
+# version, and look for a gather whose result nobody needs.
+#
+# <details><summary>Hint</summary>
+#
+# What is saved for the backward is the whole weight:
+#
+# ```python
+# class Kept(torch.autograd.Function):
+#     @staticmethod
+#     def forward(ctx, x, rows):
+#         whole = gathered(rows)
+#         ctx.save_for_backward(x, whole)
+#         return x @ whole.T
+#
+#     @staticmethod
+#     def backward(ctx, dy):
+#         x, whole = ctx.saved_tensors
+#         dw = dy.T @ x
+#         drows = dw.new_empty(len(dw) // dist.get_world_size(), dw.size(1))
+#         reduce_scatter(drows, dw, dist.ReduceOp.AVG)
+#         return dy @ whole, drows
+#
+#
+# Sharded = Kept
+# mine = run_on_ranks(by_hand, 4)
+# print(mine[0]["traffic"], apart(mine[0]["weights"], reference))
+# ```
+#
+# 2 all-gathers, and the same weights. As for the other question, the first layer's backward makes the gradient of the
+# examples, which nobody asked for: `dx = dy @ gathered(rows) if ctx.needs_input_grad[0] else None` leaves 3 of 4. It is
+# safe, since all ranks decide alike. `fully_shard` gathers a unit before it knows what its backward will need.
+#
+# </details>
+#
+# **2. One unit.** With `fsdp_wrap="size"` and `fsdp_min_num_params=10**9` no module is large enough, and the root is
+# the only unit. Predict first, for 4 ranks and M = 2: how many bytes are gathered at most, in P? How many elements
+# do the all-gathers have? Which option does that remind you of, and what is lost?
+#
+# <details><summary>Hint</summary>
+#
+# ```python
+# one = dataclasses.replace(config, fsdp_wrap="size", fsdp_min_num_params=10**9)
+# step = run_on_ranks(watched, 4, one, 2)[0]["steps"][-1]
+# print(most_gathered(step) / P, step["sent"]["all-gather", 4] / 4 / P)
+# ```
+#
+# 8 bytes a parameter: the whole model, and a buffer as large. The all-gathers have MP elements, for the root is not
+# freed after its forward: `fsdp_reshard_after_forward=False` sends as much. But there each block's gather can run while
+# the block before computes, and only one buffer of a block is needed; with one unit everybody waits until all is there.
+#
+# </details>
+#
+# **3. Between micro-batches.** Gradients are reduced once a step, after the last micro-batch. Predict first: what is
+# `.grad` until then, and how many bytes is it on each of 4 ranks with M = 2? What does
+# `fsdp_sync_every_micro_batch=True` change, and what does it cost?
+#
+# <details><summary>Hint</summary>
+#
+# ```python
+# for every in (False, True):
+#     changed = dataclasses.replace(config, fsdp_sync_every_micro_batch=every)
+#     step = run_on_ranks(watched, 4, changed, 2)[0]["steps"][-1]
+#     gradients = max(held["gradients"] for _, held in step["timeline"])
+#     print(every, gradients / P, step["sent"]["reduce-scatter", 4] / 4 / P)
+# ```
+#
+# Until the last micro-batch each rank adds up whole gradients, 4P bytes, as many as DDP has: with accumulation the
+# peak is not 16P/N and a little. With the option a rank adds up its rows only, 4P/N, and each micro-batch is
+# reduce-scattered: MP elements instead of P. (It is exercise 1 of notebook 2 again.)
+#
+# </details>
