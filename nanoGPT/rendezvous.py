@@ -144,7 +144,10 @@ def may_restart() -> bool:
 def enter_out_dir(run: "Runtime", config: TrainConfig) -> None:
     """Check and lock the run's directory. Where torchrun restarts ranks, its checkpoints are for `agree` to judge."""
     out_dir = Path(config.out_dir)
-    check_out_dir(out_dir, resume=bool(step_directories(out_dir)) if may_restart() else config.init_from == "resume")
+    if not may_restart():
+        check_out_dir(out_dir, resume=config.init_from == "resume")
+    elif run.is_main:
+        check_out_dir(out_dir, resume=bool(step_directories(out_dir)))  # whether it can be written
     if run.is_main:
         run.lock = lock(out_dir)
 

@@ -163,12 +163,13 @@ REPLACED: tuple[tuple[str, type[nn.Module], type[nn.Module], str], ...] = (
 )
 
 
-def apply_kernels(model: GPT, kernels: str = "all") -> list[str]:
+def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None) -> list[str]:
     """Change a model so that it computes with kernels.
 
     Args:
         model: an untouched GPT on its device, before it is compiled, wrapped or sharded.
         kernels: all, none, or a list such as "layernorm,loss"; `adamw` is the optimizer's: `kernel_optimizer`.
+        device: the type of device on which it will run; by default the one on which its parameters are.
 
     Returns:
         What was changed, a line each; or one line that says why nothing was.
@@ -181,7 +182,7 @@ def apply_kernels(model: GPT, kernels: str = "all") -> list[str]:
     check_untouched(model)
     if not names:
         return ["kernels: none, everything is torch's own"]
-    if reason := why_not(next(model.parameters()).device.type):
+    if reason := why_not(device or next(model.parameters()).device.type):
         return [f"kernels: none, torch's own run instead: {reason}"]
     lines = []
     for name, plain, kernel, words in REPLACED:

@@ -137,7 +137,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     if (kernels := kernels_of(config)) != "none":
         from phase2_triton.apply import apply_kernels
 
-        for line in apply_kernels(model, kernels):
+        for line in apply_kernels(model, kernels, run.device.type):
             run.say(line)
     checkpoint_activations(model, config.fsdp_activation_checkpointing)
     if not config.use_fsdp:

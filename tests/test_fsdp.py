@@ -160,6 +160,18 @@ def test_it_says_what_it_does():
     assert f"all-gather {4 * 2 * (2 * whole - root) / 1e6:,.1f} MB over 4" in said
 
 
+def classes(kernels: str) -> list[str]:
+    model, _ = sharded(MEDIUM, kernels=kernels)
+    return sorted({type(module).__name__ for module in model.modules()})
+
+
+def test_kernels_are_in_the_sharded_model():
+    """--kernels=triton replaces forwards although the model is built on the meta device; none replaces nothing."""
+    found = run_on_ranks(classes, 2, "triton", show=False)[0]
+    assert {"FSDPKernelGPT", "FSDPKernelBlock", "KernelAttention", "KernelMLP", "KernelLayerNorm"} <= set(found)
+    assert not [name for name in run_on_ranks(classes, 1, "none", show=False)[0] if "Kernel" in name]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
