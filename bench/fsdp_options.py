@@ -54,24 +54,30 @@ DDP: list[Row] = [
         (4, "selective", "none", False),
     )
 ]
+# Large and slow enough that a difference in the last digit is not multiplied: with batches of 32 tokens even the
+# baseline, compiled and not, was 1e-4 apart after 50 steps.
 SMALL: dict[str, Any] = {
     "dataset": "shakespeare_char",
     "device": "cpu",
     "n_layer": 2,
     "n_head": 2,
-    "n_embd": 32,
-    "block_size": 16,
-    "batch_size": 2,
-    "warmup_iters": 2,
+    "n_embd": 64,
+    "block_size": 32,
+    "batch_size": 8,
+    "warmup_iters": 20,
     "eval_interval": 20,
     "eval_iters": 3,
     "log_interval": 1,
 }
+TINY = {**SMALL, "n_embd": 32, "block_size": 16, "batch_size": 2}  # enough for a few steps, and interpreted fast
 DEFAULTS: dict[str, Any] = {"dtype": "float32", "vocab_size": 75}  # for rows that do not name them
 LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def possible(row: Row) -> bool:
+    """Shards divide the ranks; and nobody waits for the loss's kernel over 50304 rows where it is interpreted."""
+    if row.get("kernels") == "triton" and row.get("vocab_size") == 50304:
+        return False
     return row["ranks"] % int(row["fsdp_shard_size"].replace("all", "1")) == 0
 
 
@@ -96,21 +102,21 @@ def pairs_in(row: Row) -> set[Any]:
     return set(itertools.combinations(row.items(), 2))
 
 
-def all_rows(compiled: bool = True) -> list[Row]:
-    """Every row; or an array of its own without the option `compile`, which takes most of the time."""
-    if compiled:
+def all_rows(quick: bool = False) -> list[Row]:
+    """Every row; or an array of its own without what takes most of the time, compilation and a large vocabulary."""
+    if not quick:
         return [*covering_array(OPTIONS), *DDP]
-    options = {name: values for name, values in OPTIONS.items() if name != "compile"}
+    options = {name: values for name, values in OPTIONS.items() if name != "compile"} | {"vocab_size": [75, 131]}
     return [*covering_array(options), *(row for row in DDP if not row["compile"])]
 
 
-def config_of(row: Row, out_dir: Path, steps: int) -> FsdpConfig:
+def config_of(row: Row, out_dir: Path, steps: int, model: dict[str, Any]) -> FsdpConfig:
     own_masks = row.get("compile") or row["kernels"] != "none"
     options = {name: value for name, value in row.items() if name != "ranks"}
     if row.get("fsdp_wrap") == "size":
         options["fsdp_min_num_params"] = 1000
     out_dir.mkdir(parents=True, exist_ok=True)
-    words = {**SMALL, "dropout": 0.0 if own_masks else 0.2, "max_iters": steps, "ledger": True, **DEFAULTS, **options}
+    words = {**model, "dropout": 0.0 if own_masks else 0.2, "max_iters": steps, "ledger": True, **DEFAULTS, **options}
     return FsdpConfig(**words, out_dir=str(out_dir))
 
 
@@ -133,21 +139,21 @@ def train_and_expect(config: FsdpConfig) -> dict[str, Any]:
     train("phase3_fsdp", config)
     run = locate(config)
     with birthplace(config, run):
-        model = GPT(GPTConfig(2, 2, 32, 16, False, config.vocab_size or 75))
+        model = GPT(GPTConfig.of(vars(config)))
     model = shard_model(model, config, run)
     kept = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     dist.barrier()
     return {"traffic": dict(expected_traffic(model, config, run)), "kept": kept}
 
 
-def run_row(row: Row, folder: Path, steps: int) -> Row:
+def run_row(row: Row, folder: Path, steps: int, model: dict[str, Any] = SMALL) -> Row:
     """Train with a row's options.
 
     Returns:
         The row with `gap`, the largest difference from the baseline's losses; `traffic`, bytes that the ledger counted
         and `expected`, those of the formula, by kind and ranks; `state` and `expected_state`, the bytes of rank 0.
     """
-    config = config_of(row, folder / "run", steps)
+    config = config_of(row, folder / "run", steps, model)
     key = f"{config.vocab_size}-{config.dropout}-{config.dtype}"
     reference = reference_of(config, folder.parent / f"reference-{key}")
     expected = run_on_ranks(train_and_expect, row["ranks"], config, show=False, timeout=600)[0]
@@ -155,7 +161,7 @@ def run_row(row: Row, folder: Path, steps: int) -> Row:
     assert curve.keys() == reference.keys(), (sorted(curve), sorted(reference))
     ledger = json.loads((Path(config.out_dir) / "ledger.json").read_text())["ranks"][0]
     state = ledger["state_bytes"]
-    steps_bytes = 4 * len(list(GPT(GPTConfig(2, 2, 32, 16, False, 75)).parameters()))  # AdamW counts for each parameter
+    steps_bytes = 4 * len(list(GPT(GPTConfig.of(vars(config))).parameters()))  # AdamW counts for each parameter
     return {
         **row,
         "dropout": config.dropout,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from bench.fsdp_options import LIMIT, OPTIONS, all_rows, covering_array, pairs_in, possible, run_row
+from bench.fsdp_options import LIMIT, OPTIONS, TINY, all_rows, covering_array, pairs_in, possible, run_row
 from nanoGPT.exits import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.runtime import locate
@@ -25,11 +25,11 @@ def references(tmp_path_factory):
     return tmp_path_factory.mktemp("options")
 
 
-@pytest.mark.parametrize("row", all_rows(compiled=False), ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize("row", all_rows(quick=True), ids=lambda row: "-".join(map(str, row.values())))
 def test_every_option_with_every_other(row, references, request):
-    """In each row of a covering array of all options (compilation is in `make bench-fsdp`) the losses are the
+    """In each row of a covering array of all options (`make bench-fsdp` also compiles) the losses are the
     baseline's, the traffic is the formula's to the byte, and the state is 16 bytes for each element a rank keeps."""
-    found = run_row(row, references / request.node.name, steps=5)
+    found = run_row(row, references / request.node.name, steps=3, model=TINY)
     assert found["gap"] <= LIMIT[found.get("dtype", "float32")], found
     assert found["traffic"] == found["expected"], found
     assert found["state"] == found["expected_state"], found
