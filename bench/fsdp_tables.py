@@ -61,7 +61,7 @@ def fsdp_options_table() -> str:
         head += ["compile", "async save", "dtype", "rows", "losses off by", "sent", "state and traffic"]
         lead = f"Measured on {hardware_of(result)}, {result['settings']['steps']} steps each:\n\n"
         parts.append(lead + table(head, rows))
-    return "\n".join(parts)
+    return "\n".join(parts) or "Not measured yet: `make bench-fsdp ARGS=--write`.\n"
 
 
 def split(key: str, size: int) -> tuple[str, int, int]:

@@ -64,7 +64,6 @@ def measure(folder: str, rounds: int, shape: GPTConfig) -> tuple[int, Samples]:
         samples["background_stop_s"].append(time.perf_counter() - begin)
         box.drain()
         samples["background_whole_s"].append(time.perf_counter() - begin)
-        shards.copied = None
         if rank == 0:
             shutil.rmtree(bare)
     return storage_bytes(state.values()), {name: values[1:] for name, values in samples.items()}

@@ -30,7 +30,7 @@ def write_shards(to: NewFiles, tensors: Mapping[str, Tensor]) -> None:
     """
     writer = dcp.FileSystemWriter(to.folder, sync_files=False, overwrite=False)
     writer.fs = HashingFileSystem(to)
-    with warnings.catch_warnings(), first_failure():
+    with warnings.catch_warnings(), own_failure():
         warnings.simplefilter("ignore")  # DCP's advice for writers that overwrite
         dcp.save(dict(tensors), storage_writer=writer, process_group=to.group)
 
@@ -57,7 +57,7 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], alon
         source: the directory; or its reader, which reads the index once for many calls.
     """
     reader = source if isinstance(source, SafeReader) else SafeReader(source)
-    with warnings.catch_warnings(), first_failure():
+    with warnings.catch_warnings(), own_failure(alone):
         warnings.simplefilter("ignore")  # that a process alone has no ranks to talk to is what is wanted
         dcp.load(dict(tensors), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
 
@@ -69,7 +69,7 @@ def stored(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 @contextlib.contextmanager
-def first_failure() -> Iterator[None]:
+def own_failure(alone: bool = False) -> Iterator[None]:
     """DCP collects all ranks' failures into an exception that is no `Exception`: raise this rank's own instead.
 
     Raises:
@@ -78,7 +78,7 @@ def first_failure() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = 0 if alone else dist.get_rank()  # who is alone is rank 0 to DCP
         if rank not in error.failures:
             raise PeerFailed(f"ranks {sorted(error.failures)} failed") from None
         raise error.failures[rank][0] from None

@@ -47,12 +47,13 @@ class ShardWriter:
         """Copy this rank's shards."""
         if self.stager is None:
             pinned = torch.accelerator.is_available()
-            self.stager = DefaultStager(StagingOptions(pinned, False, False, use_non_blocking_copy=pinned))
+            self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))  # not shared, not in a thread
         self.copied = self.stager.stage(training_state(self.model, self.optimizer))  # type: ignore[assignment]
 
     def write(self, to: NewFiles) -> None:
-        """Write this rank's shards, rank 0 also the index: the copy, where there is one. Collective."""
-        write_shards(to, self.copied if self.copied is not None else training_state(self.model, self.optimizer))
+        """Write this rank's shards, rank 0 also the index; the copy, if one was taken for this write. Collective."""
+        copied, self.copied = self.copied, None
+        write_shards(to, copied or training_state(self.model, self.optimizer))
 
 
 def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

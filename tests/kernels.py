@@ -138,3 +138,9 @@ def fixed_integers(most: int, shape: Any, seed: int = 5) -> Tensor:
     """The same integers below `most` on every device."""
     drawn = torch.randint(most, shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return drawn.to(torch.get_default_device())
+
+
+def assert_registered(op: Any, args: tuple[Any, ...]) -> None:
+    """Assert that torch's own checks of an operator pass: its schema, fake tensors, autograd and AOT tracing."""
+    found = torch.library.opcheck(op, args)
+    assert len(found) >= 4 and set(found.values()) == {"SUCCESS"}, found

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from phase2_triton.kernels import gelu
 from phase2_triton.kernels.core import KernelError, launch
-from tests.kernels import assert_as_exact_as_torch, assert_near, fixed_normal, gap
+from tests.kernels import assert_as_exact_as_torch, assert_near, assert_registered, fixed_normal, gap
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -120,10 +120,10 @@ def test_the_ops_are_registered_well():
     """opcheck: schemas, fake tensors, autograd and AOT tracing hold."""
     x, w, b = leaves((3, 5), (4, 5), (4,))
     pre = torch.randn(3, 4)
-    torch.library.opcheck(gelu.linear_op, (x, w, b, True, torch.float32, True))
-    torch.library.opcheck(gelu.linear_op, (x.detach(), w.detach(), None, False, torch.bfloat16, False))
-    torch.library.opcheck(gelu.forward_op, (pre.requires_grad_(), b, False, torch.float32))
-    torch.library.opcheck(gelu.backward_op, (pre.detach(), pre.detach(), None, False, True))
+    assert_registered(gelu.linear_op, (x, w, b, True, torch.float32, True))
+    assert_registered(gelu.linear_op, (x.detach(), w.detach(), None, False, torch.bfloat16, False))
+    assert_registered(gelu.forward_op, (pre.requires_grad_(), b, False, torch.float32))
+    assert_registered(gelu.backward_op, (pre.detach(), pre.detach(), None, False, True))
 
 
 def test_compiled_whole():

@@ -7,7 +7,15 @@ from torch.nn import functional as F
 from phase2_triton.kernels import cross_entropy as given
 from phase2_triton.kernels import linear_cross_entropy as fused
 from phase2_triton.kernels.core import KernelError, interpreting, launch, tile
-from tests.kernels import assert_as_exact_as_torch, fixed_integers, fixed_normal, gap, guard_bands, guarded
+from tests.kernels import (
+    assert_as_exact_as_torch,
+    assert_registered,
+    fixed_integers,
+    fixed_normal,
+    gap,
+    guard_bands,
+    guarded,
+)
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -254,11 +262,11 @@ def test_the_ops_are_registered_well():
     """opcheck: schemas, fake tensors, autograd and AOT tracing hold for every op of both files."""
     z, labels, x, w = torch.randn(6, 70, requires_grad=True), targets(6, 70), torch.randn(6, 8), torch.randn(70, 8)
     rows = (torch.randn(6), torch.randn(6), torch.rand(6) + 1)
-    torch.library.opcheck(given.forward_op, (z, labels, 70, -1, 0.1, 0.0, False))
-    torch.library.opcheck(given.backward_op, (rows[0], z.detach(), labels, *rows[1:], 70, -1, 0.1, 0.0))
-    torch.library.opcheck(given.backward_op_, (rows[0], z.detach().clone(), labels, *rows[1:], 70, -1, 0.1, 0.0))
+    assert_registered(given.forward_op, (z, labels, 70, -1, 0.1, 0.0, False))
+    assert_registered(given.backward_op, (rows[0], z.detach(), labels, *rows[1:], 70, -1, 0.1, 0.0))
+    assert_registered(given.backward_op_, (rows[0], z.detach().clone(), labels, *rows[1:], 70, -1, 0.1, 0.0))
     leaves = (x.requires_grad_(), w.requires_grad_())
-    torch.library.opcheck(fused.forward_op, (*leaves, labels, torch.float32, -1, 0.1, 0.1, True, True, 1000))
+    assert_registered(fused.forward_op, (*leaves, labels, torch.float32, -1, 0.1, 0.1, True, True, 1000))
 
 
 def test_compiled_whole():
