@@ -79,6 +79,7 @@ def open_and_save(out_dir: str) -> int:
     saver = Saver(out_dir, False)
     step = saver.open_newest()
     saver.save(9)
+    saver.box.drain()
     return step
 
 

@@ -92,9 +92,9 @@ def save_speed_table() -> str:
     for result in read_results("save-speed"):
         median = {name: sorted(values)[len(values) // 2] for name, values in result["samples"].items()}
         size = result["settings"]["bytes"]
-        names = ("bare_s", "ours_s", "background_stop_s")
+        names = ("bare_s", "ours_s", "stop_s")
         cells = [hardware_of(result), f"{size / 1e6:,.0f} MB", *(f"{median[name]:.2f} s" for name in names)]
-        share = f"{median['background_stop_s'] / median['ours_s']:.1%}"
+        share = f"{median['stop_s'] / median['ours_s']:.1%}"
         rows.append([*cells, f"{median['bare_s'] / median['ours_s']:.0%}", share])
     head = ["hardware", "bytes", "bare `dcp.save`, fsync", "ours", "stop of a background save"]
     return table([*head, "throughput of the bare one", "stop / ours"], rows)

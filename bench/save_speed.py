@@ -1,10 +1,11 @@
 """What a verified checkpoint costs: beside a bare `dcp.save` with fsync of the same bytes, and in the background.
 
-    make bench-save                      # two ranks, 0.5 GB, five saves of each kind in turn
+    make bench-save                      # two ranks, 0.5 GB, fifteen saves of each kind in turn
     make bench-save ARGS=--write         # and bench/results/save-speed-<hardware>.json
 
 The bare save writes and flushes the shards, nothing else. Ours hashes them on the way, writes a manifest and a
-signpost, flushes the directories, renames, and deletes what is too old. In the background only the copy is waited for.
+signpost, flushes the directories and renames; what is too old is deleted after it, beside the training. Of a save in
+the background only the copy is waited for.
 """
 
 import os
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,34 +51,42 @@ def measure(folder: str, rounds: int, shape: GPTConfig) -> tuple[int, Samples]:
     materialise(optimizer)
     state = training_state(model, optimizer)
     box, shards = CheckpointDirectory(folder, run, keep=3), ShardWriter(model, optimizer)
-    samples: Samples = {"bare_s": [], "ours_s": [], "background_stop_s": [], "background_whole_s": []}
-    for i in range(rounds + 1):  # the first round touches everything for the first time, and does not count
-        bare = Path(folder) / f"bare-{i}"
-        begin = settled()
-        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(bare))
-        dist.barrier()
-        samples["bare_s"].append(time.perf_counter() - begin)
-        begin = settled()
-        box.save(2 * i, shards.write, {"phase": "bench"})
-        samples["ours_s"].append(time.perf_counter() - begin)
-        begin = settled()
-        box.save(2 * i + 1, shards.write, {"phase": "bench"}, shards.copy)
-        samples["background_stop_s"].append(time.perf_counter() - begin)
-        box.drain()
-        samples["background_whole_s"].append(time.perf_counter() - begin)
+    samples: Samples = {kind: [] for kind in ("bare_s", "ours_s", "deletion_s", "stop_s", "background_s")}
+
+    def took(kind: str, work: Callable[[], object]) -> None:
+        begin = time.perf_counter()
+        work()
+        samples[kind].append(time.perf_counter() - begin)
+
+    def bare(number: int) -> None:
+        target = Path(folder) / f"bare-{number}"
+        took("bare_s", lambda: (dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(target)), dist.barrier()))
         if rank == 0:
-            shutil.rmtree(bare)
+            shutil.rmtree(target)
+
+    def ours(number: int) -> None:
+        took("ours_s", lambda: box.save(number, shards.write, {"phase": "bench"}))
+        took("deletion_s", box.drain)
+
+    def background(number: int) -> None:
+        took("stop_s", lambda: box.save(number, shards.write, {"phase": "bench"}, shards.copy))
+        took("background_s", box.drain)
+
+    kinds = [bare, ours, background]
+    for i in range(rounds + 1):  # the first round touches everything for the first time, and does not count
+        for k in range(3):  # in turn: a disk is slower to take what follows on much else
+            settle()
+            kinds[(i + k) % 3](3 * i + k)
     return storage_bytes(state.values()), {name: values[1:] for name, values in samples.items()}
 
 
-def settled() -> float:
-    """The time, when all ranks are here and nothing of an earlier save is left to write."""
+def settle() -> None:
+    """Wait for all ranks, and until nothing of an earlier save is left to write."""
     os.sync()
     dist.barrier()
-    return time.perf_counter()
 
 
-def main(ranks: int = 2, rounds: int = 5, n_layer: int = 12, n_embd: int = 512, write: bool = False) -> None:
+def main(ranks: int = 2, rounds: int = 15, n_layer: int = 12, n_embd: int = 512, write: bool = False) -> None:
     """Measure on the file system of the current directory.
 
     Args:
@@ -93,7 +103,7 @@ def main(ranks: int = 2, rounds: int = 5, n_layer: int = 12, n_embd: int = 512, 
     medians = {name: statistics.median(values) for name, values in samples.items()}
     print(f"{size:,} bytes, {ranks} ranks: " + ", ".join(f"{name} {value:.3f}" for name, value in medians.items()))
     print(f"throughput of a bare save: {medians['bare_s'] / medians['ours_s']:.0%}")
-    print(f"stop of a save in the background: {medians['background_stop_s'] / medians['ours_s']:.1%} of a save")
+    print(f"stop of a save in the background: {medians['stop_s'] / medians['ours_s']:.1%} of a save")
     if write:
         settings = {"command": "make bench-save", "ranks": ranks, "rounds": rounds, "bytes": size, "shape": vars(shape)}
         print(f"wrote {write_result('save-speed', torch.device('cpu'), settings, samples)}")

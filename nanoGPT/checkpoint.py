@@ -9,8 +9,9 @@
         .bad-step-00000120/   a checkpoint that a resume refused
 
 A save writes into `.tmp-*`; each rank hashes and fsyncs its files; rank 0 writes the manifest, fsyncs, renames, fsyncs
-the parent. So a kill at any moment leaves either the new directory whole or the ones before it untouched. All of it
-may happen in another thread, beside the training, which then only waits where a save is still under way.
+the parent. So a kill at any moment leaves either the new directory whole or the ones before it untouched. What is too
+old is then deleted in another thread, beside the training; so may the whole save be, and the training then only waits
+where one is still under way.
 """
 
 import contextlib
@@ -153,17 +154,17 @@ class CheckpointDirectory:
             return final
         if copy:
             self._on_all(copy, self.root / f".tmp-{final.name}")
-            self.saving = threading.Thread(target=self._save_or_keep_failure, args=(final, step, write, about))
-            self.saving.start()
+            self._beside(lambda: self._save(final, step, write, about), self._retain)
         else:
             self._save(final, step, write, about)
+            self._beside(self._retain)
         return final
 
     def drain(self) -> None:
-        """Wait for a save in the background. Collective.
+        """Wait for a save in the background, and for what is too old to be deleted. Collective.
 
         Raises:
-            SaveError: it failed.
+            SaveError: the save failed.
         """
         if self.saving:
             self.saving.join()
@@ -171,11 +172,18 @@ class CheckpointDirectory:
         if failure:
             raise failure
 
-    def _save_or_keep_failure(self, *words: Any) -> None:
-        try:
-            self._save(*words)
-        except BaseException as failure:
-            self.failure = failure
+    def _beside(self, *works: Callable[[], None]) -> None:
+        """Do works in another thread, beside the training; `drain` waits for them, and raises their failure."""
+
+        def keep_failure() -> None:
+            try:
+                for work in works:
+                    work()
+            except BaseException as failure:
+                self.failure = failure
+
+        self.saving = threading.Thread(target=keep_failure)
+        self.saving.start()
 
     def _save(self, final: Path, step: int, write: Callable[[NewFiles], None], about: Manifest) -> None:
         temporary = self.root / f".tmp-{final.name}"
@@ -200,10 +208,11 @@ class CheckpointDirectory:
         with contextlib.suppress(OSError):  # the checkpoint is there, whatever becomes of its signpost
             write_and_sync(self.root / ".tmp-LATEST", final.name + "\n")
             os.replace(self.root / ".tmp-LATEST", self.root / "LATEST")
-        self._retain()
 
     def _retain(self) -> None:
         """Delete what is older than the `keep` newest checkpoints whose manifest and sizes hold."""
+        if not self.run.is_main:
+            return
         whole = 0
         for path in step_directories(self.root.parent):
             if whole >= self.keep:

@@ -63,9 +63,11 @@ def test_retention_keeps_the_newest(tmp_path):
     box = directory(tmp_path)
     for step in range(1, 5):
         box.save(step, write_bytes(b"x"), {})
+    box.drain()
     assert names(tmp_path) == ["LATEST", "step-00000002", "step-00000003", "step-00000004"]
     (tmp_path / "checkpoints" / "step-00000004" / "payload").unlink()
     box.save(5, write_bytes(b"x"), {})
+    box.drain()
     assert "step-00000002" in names(tmp_path)
 
 
