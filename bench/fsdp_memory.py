@@ -6,9 +6,7 @@
 Bytes are those of the ledger, tensor by tensor, on rank 0 in the third step; `step_ms` is the median of the others.
 """
 
-import importlib
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -16,12 +14,12 @@ from typing import Any
 
 import torch
 
+from bench.cells import config_of, run_cell
 from bench.results import with_switches, write_result
 from nanoGPT.cli import command_line
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPTConfig
 from phase3_fsdp.activations import activation_bytes
 from phase3_fsdp.fsdp import FsdpConfig
-from workshop.ranks import run_on_ranks
 
 MODES = ("none", "selective", "every_2", "full")
 Case = tuple[int, dict[str, Any]]
@@ -36,31 +34,19 @@ CASES: list[Case] = [
 ]
 
 
-def train(config: FsdpConfig) -> None:
-    importlib.import_module("phase3_fsdp.train").train(config)
-
-
 def run_case(ranks: int, options: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     """Train a few steps with the defaults and these options: the ledger of rank 0, and the formula's numbers."""
-    folder.mkdir()
-    config = FsdpConfig(
-        device="cpu", out_dir=str(folder), max_iters=steps, eval_iters=1, log_interval=1, ledger=True, **options
-    )
-    run_on_ranks(train, ranks, config, timeout=600, show=False)
-    ledger = json.loads((folder / "ledger.json").read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = [line["step_ms"] for line in lines if line["step_ms"] and line["step"] not in (0, ledger["step"])]
+    config = config_of("phase3", folder, device="cpu", max_iters=steps, eval_iters=1, **options)
+    assert isinstance(config, FsdpConfig)
+    found = run_cell("phase3", ranks, config)
     shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, config.bias, 75, config.dropout)
-    shards = {"all": ranks}.get(config.fsdp_shard_size) or int(config.fsdp_shard_size)
     return {
         "ranks": ranks,
         "options": options,
-        "parameters": ledger["parameters"],
-        "expected_state": 16 * ledger["parameters"] // (shards if config.use_fsdp else 1),
+        "parameters": found.ledger["parameters"],
         "expected_activations": activations(shape, config),
-        "tensors": len(list(GPT(shape).parameters())),
-        "ledger": ledger["ranks"][0],
-        "step_ms": statistics.median(times),
+        "ledger": found.rank_0,
+        "step_ms": found.step_ms,
     }
 
 

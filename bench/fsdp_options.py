@@ -8,7 +8,7 @@ faults need no more than two things at a time; Kuhn, Wallace and Gallo 2004). Ac
 is on except where masks cannot be the baseline's: compiled code and attention's kernel draw their own.
 """
 
-import importlib
+import dataclasses
 import itertools
 import json
 import random
@@ -18,17 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from bench.cells import Found, config_of, run_cell
 from bench.results import with_switches, write_result
 from nanoGPT.cli import command_line
 from nanoGPT.config import TrainConfig
-from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.runtime import locate
-from phase3_fsdp.costs import expected_traffic
-from phase3_fsdp.fsdp import FsdpConfig, birthplace, shard_model
-from workshop.ranks import losses, run_on_ranks
 
 Row = dict[str, Any]
 OPTIONS: dict[str, list[Any]] = {
@@ -67,7 +61,6 @@ SMALL: dict[str, Any] = {
     "warmup_iters": 20,
     "eval_interval": 20,
     "eval_iters": 3,
-    "log_interval": 1,
 }
 TINY = {**SMALL, "n_embd": 32, "block_size": 16, "batch_size": 2}  # enough for a few steps, and interpreted fast
 DEFAULTS: dict[str, Any] = {"dtype": "float32", "vocab_size": 75}  # for rows that do not name them
@@ -110,40 +103,20 @@ def all_rows(quick: bool = False) -> list[Row]:
     return [*covering_array(options), *(row for row in DDP if not row["compile"])]
 
 
-def config_of(row: Row, out_dir: Path, steps: int, model: dict[str, Any]) -> FsdpConfig:
+def words_of(row: Row, steps: int, model: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the configuration that a row asks for."""
     own_masks = row.get("compile") or row["kernels"] != "none"
     options = {name: value for name, value in row.items() if name != "ranks"}
     if row.get("fsdp_wrap") == "size":
         options["fsdp_min_num_params"] = 1000
-    out_dir.mkdir(parents=True, exist_ok=True)
-    words = {**model, "dropout": 0.0 if own_masks else 0.2, "max_iters": steps, "ledger": True, **DEFAULTS, **options}
-    return FsdpConfig(**words, out_dir=str(out_dir))
+    return {**model, "dropout": 0.0 if own_masks else 0.2, "max_iters": steps, **DEFAULTS, **options}
 
 
-def reference_of(config: FsdpConfig, out_dir: Path) -> dict[int, float]:
-    """The losses of the baseline on one rank, with the same model, data, dropout and precision."""
-    if not out_dir.exists():
-        out_dir.mkdir(parents=True)
-        names = ["vocab_size", "dropout", "dtype", "max_iters", *SMALL]
-        words = {name: getattr(config, name) for name in names}
-        run_on_ranks(train, 1, "nanoGPT", TrainConfig(**words, out_dir=str(out_dir)), show=False, timeout=600)
-    return losses(out_dir)
-
-
-def train(phase: str, config: TrainConfig) -> None:
-    importlib.import_module(f"{phase}.train").train(config)
-
-
-def train_and_expect(config: FsdpConfig) -> dict[str, Any]:
-    """Train on this rank; what the formula says of its traffic, and how many elements it keeps."""
-    train("phase3_fsdp", config)
-    run = locate(config)
-    with birthplace(config, run):
-        model = GPT(GPTConfig.of(vars(config)))
-    model = shard_model(model, config, run)
-    kept = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-    dist.barrier()
-    return {"traffic": dict(expected_traffic(model, config, run)), "kept": kept}
+def reference_of(words: dict[str, Any], out_dir: Path) -> Found:
+    """The baseline on one rank, with the same model, data, dropout and precision; trained once."""
+    known = {field.name for field in dataclasses.fields(TrainConfig)} - {"compile"}
+    config = config_of("baseline", out_dir, **{name: value for name, value in words.items() if name in known})
+    return run_cell("baseline", 1, config)
 
 
 def run_row(row: Row, folder: Path, steps: int, model: dict[str, Any] = SMALL) -> Row:
@@ -153,23 +126,19 @@ def run_row(row: Row, folder: Path, steps: int, model: dict[str, Any] = SMALL) -
         The row with `gap`, the largest difference from the baseline's losses; `traffic`, bytes that the ledger counted
         and `expected`, those of the formula, by kind and ranks; `state` and `expected_state`, the bytes of rank 0.
     """
-    config = config_of(row, folder / "run", steps, model)
-    key = f"{config.vocab_size}-{config.dropout}-{config.dtype}"
-    reference = reference_of(config, folder.parent / f"reference-{key}")
-    expected = run_on_ranks(train_and_expect, row["ranks"], config, show=False, timeout=600)[0]
-    curve = losses(config.out_dir)
-    assert curve.keys() == reference.keys(), (sorted(curve), sorted(reference))
-    ledger = json.loads((Path(config.out_dir) / "ledger.json").read_text())["ranks"][0]
-    state = ledger["state_bytes"]
-    steps_bytes = 4 * len(list(GPT(GPTConfig.of(vars(config))).parameters()))  # AdamW counts for each parameter
+    words = words_of(row, steps, model)
+    key = f"{words['vocab_size']}-{words['dropout']}-{words['dtype']}"
+    reference = reference_of(words, folder.parent / f"reference-{key}")
+    found = run_cell("phase3", row["ranks"], config_of("phase3", folder / "run", **words))
+    sent = {f"{each['kind']} over {each['ranks']}": each for each in found.rank_0["collectives"]}
     return {
         **row,
-        "dropout": config.dropout,
-        "gap": max(abs(curve[step] - reference[step]) for step in curve),
-        "traffic": {f"{each['kind']} over {each['ranks']}": each["tensor_bytes"] for each in ledger["collectives"]},
-        "expected": {f"{kind} over {ranks}": size for (kind, ranks), size in expected["traffic"].items() if ranks},
-        "state": sum(state.values()) - steps_bytes,
-        "expected_state": 16 * expected["kept"],
+        "dropout": words["dropout"],
+        "gap": found.gap(reference),
+        "traffic": {name: each["tensor_bytes"] for name, each in sent.items()},
+        "expected": {name: each["expected_bytes"] for name, each in sent.items()},
+        "state": sum(found.rank_0["state_bytes"].values()),
+        "expected_state": sum(found.rank_0["expected_state_bytes"].values()),
     }
 
 

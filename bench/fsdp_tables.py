@@ -25,10 +25,10 @@ def fsdp_memory_table() -> str:
     for result in read_results("fsdp-memory"):
         rows = []
         for row in result["samples"]["rows"]:
-            state, memory = row["ledger"]["state_bytes"], row["ledger"]["memory"]
-            counted = sum(state.values()) - 4 * row["tensors"]
-            sent = sum(each["ring_bytes"] for each in row["ledger"]["collectives"])
-            cells = [counted, row["expected_state"], memory["peak"]["gathered"], memory["after_forward"]["gradients"]]
+            ledger, memory = row["ledger"], row["ledger"]["memory"]
+            counted, expected = (sum(ledger[name].values()) for name in ("state_bytes", "expected_state_bytes"))
+            sent = sum(each["ring_bytes"] for each in ledger["collectives"])
+            cells = [counted, expected, memory["peak"]["gathered"], memory["after_forward"]["gradients"]]
             cells += [memory["after_forward"]["activations"], row["expected_activations"], sum(memory["peak"].values())]
             numbers = [f"{cell / 1e6:.2f}" for cell in cells]
             rows.append([str(row["ranks"]), kinds_of(row), *numbers, f"{sent / 1e6:.2f}", f"{row['step_ms']:.0f} ms"])

@@ -54,7 +54,7 @@ def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Iterato
     model, optimizer = build(data, config)
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
     params = list(model.parameters())
-    ledger = Ledger(None, run, 1, model, optimizer)
+    ledger = Ledger(config, run, 1, model, optimizer)
     with Telemetry(config, run, 0, model.flops_per_token()) as telemetry:
         for step in range(10**9):
             lr = learning_rate(step, config)

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from bench.cells import config_of, run_cell
 from bench.results import write_result
 from nanoGPT.exits import ConfigError, one_sentence
 from nanoGPT.ledger import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import param_groups
 from nanoGPT.state import materialise
-from phase1_zero1.backends import Zero1Config
 from phase1_zero1.buckets import all_gather, reduce_scatter
 from phase1_zero1.zero1 import Zero1Optimizer
-from workshop.ranks import losses, run_on_ranks
+from workshop.ranks import run_on_ranks
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "DDP": {"use_zero1": False},
@@ -58,35 +58,24 @@ def model_on(device: torch.device, shape: GPTConfig) -> GPT:
 # ---- backends: losses, bytes
 
 
-def train_in(config: Zero1Config) -> None:
-    from phase1_zero1.train import train
-
-    train(config)
-
-
 def one_backend(name: str, ranks: int, steps: int) -> dict[str, Any]:
     """Losses, bytes of state, ring bytes and median milliseconds of a run of `steps` steps."""
-    with tempfile.TemporaryDirectory() as out_dir:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        config = Zero1Config(
-            out_dir=out_dir, device=device, dtype="float32", max_iters=steps, dropout=0.2, log_interval=1, eval_iters=1,
-            ledger=True, **BACKENDS[name],
-        )  # fmt: skip
-        run_on_ranks(train_in, ranks, config, timeout=600, show=False, device=device)
-        found = json.loads((Path(out_dir) / "ledger.json").read_text())
-        lines = [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
-        sent = found["ranks"][0]["collectives"]
-        return {
-            "backend": name,
-            "ranks": ranks,
-            "parameters": found["parameters"],
-            "optimizer_state_bytes": [each["state_bytes"]["optimizer_state"] for each in found["ranks"]],
-            "state_bytes": [sum(each["state_bytes"].values()) for each in found["ranks"]],
-            "ring_bytes": sum(row["ring_bytes"] for row in sent),
-            "calls": sum(row["calls"] for row in sent),
-            "step_ms": statistics.median(line["step_ms"] for line in lines if line["step_ms"]),
-            "losses": losses(out_dir),
-        }
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    words = {"device": device, "dtype": "float32", "max_iters": steps, "dropout": 0.2, "eval_iters": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_cell("phase1", ranks, config_of("phase1", Path(folder) / "run", **words, **BACKENDS[name]))
+    sent = found.rank_0["collectives"]
+    return {
+        "backend": name,
+        "ranks": ranks,
+        "parameters": found.ledger["parameters"],
+        "optimizer_state_bytes": [each["state_bytes"]["optimizer_state"] for each in found.ledger["ranks"]],
+        "state_bytes": [sum(each["state_bytes"].values()) for each in found.ledger["ranks"]],
+        "ring_bytes": sum(row["ring_bytes"] for row in sent),
+        "calls": sum(row["calls"] for row in sent),
+        "step_ms": found.step_ms,
+        "losses": found.curve,
+    }
 
 
 def measure_backends(steps: int, rank_counts: tuple[int, ...]) -> dict[str, Any]:

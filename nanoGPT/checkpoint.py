@@ -44,6 +44,14 @@ if TYPE_CHECKING:
 
 def check_out_dir(out_dir: Path, resume: bool) -> None:
     """Refuse an out_dir that cannot be written, that has nothing to resume, or whose checkpoints are in the way."""
+    there = step_directories(out_dir)
+    if resume and not there:
+        raise ConfigError(f"there is no checkpoint under {out_dir} to resume: give the --out_dir of an earlier run")
+    if there and not resume:
+        raise ConfigError(
+            f"{out_dir} holds checkpoints up to {there[0].name}: continue with --init_from=resume, "
+            "or choose another --out_dir"
+        )
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         probe = out_dir / f".tmp-probe-{os.getpid()}"
@@ -53,14 +61,6 @@ def check_out_dir(out_dir: Path, resume: bool) -> None:
         raise ConfigError(
             f"--out_dir={out_dir} cannot be written ({error.strerror}): choose a directory of yours"
         ) from None
-    there = step_directories(out_dir)
-    if resume and not there:
-        raise ConfigError(f"there is no checkpoint under {out_dir} to resume: give the --out_dir of an earlier run")
-    if there and not resume:
-        raise ConfigError(
-            f"{out_dir} holds checkpoints up to {there[0].name}: continue with --init_from=resume, "
-            "or choose another --out_dir"
-        )
 
 
 class CheckpointDirectory:

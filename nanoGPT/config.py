@@ -12,10 +12,17 @@ import difflib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nanoGPT.cli import command_line, joined
 from nanoGPT.exits import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from nanoGPT.ledger import Costs
+    from nanoGPT.runtime import Runtime
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -101,6 +108,12 @@ class TrainConfig:
 
     def check(self, world_size: int) -> None:
         """Refuse, by a ConfigError, what a phase cannot combine; called before any rank starts."""
+
+    def costs(self, model: "nn.Module", optimizer: "Optimizer", run: "Runtime") -> "Costs":
+        """What a step of this configuration costs a rank by the formula: bytes of state and of traffic."""
+        from nanoGPT.ledger import ddp_costs
+
+        return ddp_costs(model, optimizer, run)
 
 
 GPU_DEFAULTS = {
@@ -250,6 +263,10 @@ def validate(config: TrainConfig, world_size: int) -> None:
     for name in ("dropout", "beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise ConfigError(f"--{name}={getattr(config, name)} cannot be: give a number from 0 up to, not with, 1")
+    if not config.out_dir:
+        raise ConfigError("--out_dir= names no directory: give one, or leave it out")
+    if not config.stall_seconds >= 1:
+        raise ConfigError(f"--stall_seconds={config.stall_seconds} cannot be: give 1 or more")
     for name in ("learning_rate", "stall_seconds"):
         if not 0 < getattr(config, name) < float("inf"):
             raise ConfigError(f"--{name}={getattr(config, name)} cannot be: give a number above 0")

@@ -62,6 +62,14 @@ def check_place(place: Place) -> None:
             f"GPUS={place.gpus} NNODES={place.nnodes} NODE_RANK={place.node_rank} cannot be: "
             "GPUS and NNODES are at least 1, NODE_RANK from 0 to NNODES - 1"
         )
+    if place.nnodes > 1:
+        try:
+            socket.getaddrinfo(place.master_addr or "?", master_port())
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_ADDR={place.master_addr} is no host that this machine knows ({error.strerror}): give the "
+                "name or address of node 0"
+            ) from None
     if place.nnodes > 1 and place.node_rank == 0:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,7 +83,7 @@ def check_place(place: Place) -> None:
 
 def master_port() -> int:
     port = os.environ.get("MASTER_PORT", "29500")
-    if not port.isdigit() or not 0 < int(port) < 65536:
+    if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigError(f"MASTER_PORT={port} is no port: give a number up to 65535, the same on every node")
     return int(port)
 
@@ -139,6 +147,27 @@ def pass_on_signals(asked: list[int]) -> None:
             signal.signal(number, pass_on)
 
 
+def wakeups() -> int:
+    """A pipe into which every signal writes its number, also while the main thread waits where no handler can run."""
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    signal.set_wakeup_fd(theirs)
+    return ours
+
+
+def end_while_waiting(asked: list[int], numbers: int) -> None:
+    """End at a signal that finds the main thread in torch's C++, where it waits for the other nodes.
+
+    Args:
+        asked: the signals that Python's handler has had; one that comes here alone has found no way to it.
+    """
+    while number := os.read(numbers, 1)[0]:
+        time.sleep(1)
+        if not asked and not children():
+            print("error: stopped by a signal before all nodes had met", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+
+
 def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank whose failure the others only followed: one that was killed, else the first with a reason of its own."""
 
@@ -192,6 +221,9 @@ def run_ranks(place: Place, command: list[str], watch: Watch) -> int:
     )
     asked: list[int] = []
     pass_on_signals(asked)
+    if not alone:
+        threading.Thread(target=end_while_waiting, args=(asked, wakeups()), daemon=True).start()
+        print(f"node {place.node_rank} of {place.nnodes}: meeting at {launch.rdzv_endpoint}", flush=True)
     try:
         elastic_launch(launch, sys.executable)(*command)
         return 0

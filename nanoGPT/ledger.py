@@ -8,7 +8,9 @@ gloo's algorithms send more. `nanoGPT/memory.py` counts the memory, by category.
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoGPT.memory import Memory, tensors_in
 
 if TYPE_CHECKING:
+    from nanoGPT.config import TrainConfig
     from nanoGPT.runtime import Runtime
 
 # Operator, and the position of the argument that holds the full tensor.
@@ -59,6 +62,38 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
+@dataclass
+class Costs:
+    """What a step costs this rank by the formula; the ledger prints it beside what it counted.
+
+    Attributes:
+        state: bytes of parameters, gradients and optimizer_state.
+        traffic: bytes of the full tensors of its collectives, by kind and number of ranks.
+        padding: elements among them that only make shapes divide.
+    """
+
+    state: dict[str, int]
+    traffic: "Counter[tuple[str, int]]" = field(default_factory=Counter)
+    padding: int = 0
+
+
+def ddp_costs(model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: "Runtime") -> Costs:
+    """DDP: everything on every rank, 4 bytes an element in fp32, and one all-reduce of the gradient."""
+    size = 4 * sum(p.numel() for p in model.parameters())
+    state = {"parameters": size, "gradients": size, "optimizer_state": optimizer_bytes(optimizer)}
+    return Costs(state, Counter({("all-reduce", run.world_size): size} if run.world_size > 1 else {}))
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of state for what an optimizer updates: AdamW has two moments in fp32 and counts its steps for each tensor;
+    Muon has one momentum, and counts none."""
+    return sum(
+        4 * p.numel() if "ns_steps" in group else 8 * p.numel() + 4
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+
+
 class Traffic(TorchDispatchMode):
     """Records the collectives inside it: kind, ranks, calls, tensor_bytes and ring_bytes, by kind and group size."""
 
@@ -87,22 +122,27 @@ class Ledger:
     On a GPU the step also begins a new peak of the allocator, which the run's telemetry reads too.
 
     Args:
-        out_dir: where `ledger.json` goes; None watches nothing and costs nothing.
+        config: without its `ledger` nothing is watched, at no cost; `ledger.json` goes into its out_dir.
         run: this rank's Runtime; writing is collective.
         step: the step to watch; the third of a run: the first allocates, and DDP orders its buckets anew in the second.
         model, optimizer: whose bytes are counted, gradients just before the update.
     """
 
     def __init__(
-        self, out_dir: str | None, run: "Runtime", step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        config: "TrainConfig",
+        run: "Runtime",
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
-        self.out_dir, self.run, self.step, self.model, self.optimizer = out_dir, run, step, model, optimizer
+        self.config, self.run, self.step, self.model, self.optimizer = config, run, step, model, optimizer
         self.gradient_bytes = 0
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
         """Count the step inside, if it is the one to watch. Collective on that step."""
-        if self.out_dir is None or step != self.step:
+        if not self.config.ledger or step != self.step:
             yield
             return
         hook = self.optimizer.register_step_pre_hook(self._count_gradients)
@@ -111,7 +151,7 @@ class Ledger:
         with Traffic() as traffic, Memory(self.model, self.optimizer, self.run.device) as memory:
             yield
         hook.remove()
-        self._write(Path(self.out_dir), traffic, memory)
+        self._write(Path(self.config.out_dir), traffic, memory)
 
     def _count_gradients(self, *_: Any) -> None:
         self.gradient_bytes = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
@@ -136,8 +176,15 @@ class Ledger:
         }
 
     def _write(self, out_dir: Path, traffic: Traffic, memory: Memory) -> None:
-        mine = {"state_bytes": self.state_bytes(), "memory": self.memory_bytes(memory)}
-        ranks = self.run.gather({**mine, "collectives": list(traffic.rows.values())})
+        formula = self.config.costs(self.model, self.optimizer, self.run)
+        mine = {
+            "state_bytes": self.state_bytes(),
+            "expected_state_bytes": formula.state,
+            "padding": formula.padding,
+            "memory": self.memory_bytes(memory),
+            "collectives": beside_formula(traffic.rows, formula.traffic),
+        }
+        ranks = self.run.gather(mine)
         params = sum(p.numel() for p in self.model.parameters())
         report = {"step": self.step, "world_size": self.run.world_size, "parameters": params, "ranks": ranks}
         if self.run.is_main:
@@ -145,19 +192,34 @@ class Ledger:
         self.run.say(describe(report))
 
 
+def beside_formula(
+    counted: dict[tuple[str, int], dict[str, Any]], formula: "Counter[tuple[str, int]]"
+) -> list[dict[str, Any]]:
+    """The collectives that were counted, with their `expected_bytes`; also those that the formula alone has."""
+    missing = [key for key in formula if key not in counted and key[1] > 1]
+    nothing = [{"kind": kind, "ranks": n, "calls": 0, "tensor_bytes": 0, "ring_bytes": 0.0} for kind, n in missing]
+    return [{**row, "expected_bytes": formula[row["kind"], row["ranks"]]} for row in [*counted.values(), *nothing]]
+
+
 def describe(report: dict[str, Any]) -> str:
-    """The report as a table: rank 0's traffic, every rank's state and memory."""
+    """The report as a table: rank 0's traffic, every rank's state and memory, beside the formula's."""
     lines = [f"ledger of step {report['step']}: {report['parameters']:,} parameters, {report['world_size']} rank(s)"]
     for row in report["ranks"][0]["collectives"]:
         lines.append(
             f"  {row['kind']:<15} {row['calls']:>5} calls over {row['ranks']} ranks  {row['tensor_bytes']:>15,} B full"
-            f"  {row['ring_bytes']:>15,.0f} B sent per rank"
+            f" {beside(row['tensor_bytes'], row['expected_bytes']):<12} {row['ring_bytes']:>15,.0f} B sent per rank"
         )
     for rank, each in enumerate(report["ranks"]):
-        state = "  ".join(f"{name} {count:>13,} B" for name, count in each["state_bytes"].items())
-        lines.append(f"  rank {rank}: {state}")
+        expected = each["expected_state_bytes"]
+        state = "  ".join(f"{name} {n:,} B {beside(n, expected[name])}" for name, n in each["state_bytes"].items())
+        padding = f"  padding {each['padding']:,} elements" if each["padding"] else ""
+        lines.append(f"  rank {rank}: {state}{padding}")
         lines.append(f"  rank {rank}: memory {describe_memory(each['memory'])}")
     return "\n".join(lines)
+
+
+def beside(counted: int, expected: int) -> str:
+    return "= formula" if counted == expected else f"(formula {expected:,} B)"
 
 
 def describe_memory(memory: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +49,9 @@ class Checkpoint:
 
 
 def step_directories(out_dir: Path) -> list[Path]:
-    """All `step-*` directories of a run, newest first."""
-    return sorted((p for p in (out_dir / "checkpoints").glob("step-*") if p.is_dir()), reverse=True)
+    """All directories of a run that are named as a checkpoint is, newest first; one's own copies are let alone."""
+    named = (p for p in (out_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-[0-9]{8,}", p.name))
+    return sorted((p for p in named if p.is_dir()), key=lambda p: int(p.name[5:]), reverse=True)
 
 
 def manifests(out_dir: Path) -> Iterator[tuple[Path, Manifest]]:
@@ -81,7 +83,16 @@ def read_manifest(path: Path) -> Manifest:
         raise Damaged("its manifest.json is not JSON") from None
     if not isinstance(manifest, dict) or seal(manifest) != text:
         raise Damaged("its manifest.json was changed after it was written")
+    if not manifest.get("files") or path.name != f"step-{manifest.get('step', 0):08d}":
+        raise Damaged("its manifest.json is not that of a checkpoint of this step")
     return manifest
+
+
+def file_names(path: Path) -> list[str]:
+    """The files of a checkpoint by its manifest, for what else lies there is none of it; without one, all."""
+    if not (path / "manifest.json").exists():
+        return [file.name for file in path.iterdir()]
+    return [file["name"] for file in read_manifest(path)["files"]]
 
 
 def verify_files(path: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> None:

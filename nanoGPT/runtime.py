@@ -166,7 +166,9 @@ def locate(config: TrainConfig) -> Runtime:
     """This process's Runtime, from the environment that torchrun sets and from the configuration."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     given = {name: os.environ[name] for name in names if name in os.environ}
-    if not all(value.isdigit() for value in given.values()) or ("RANK" in given) != ("WORLD_SIZE" in given):
+    if not all(value.isascii() and value.isdigit() for value in given.values()) or ("RANK" in given) != (
+        "WORLD_SIZE" in given
+    ):
         raise ConfigError(f"the environment has {given}: start ranks with torchrun or make, or unset these")
     rank, world_size = int(given.get("RANK", 0)), int(given.get("WORLD_SIZE", 1))
     local_rank, local_world_size = int(given.get("LOCAL_RANK", rank)), int(given.get("LOCAL_WORLD_SIZE", world_size))
@@ -242,7 +244,7 @@ def reseed(device: torch.device, seed: int, step: int, micro_batch: int) -> None
         torch.get_device_module(device).manual_seed(key)
 
 
-def main(train: Callable[[Any], None], config_class: type[TrainConfig], trainer: str) -> None:
+def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> None:
     """Run a trainer as a program: parse the command line, train, and exit with a sentence where something is wrong.
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 from nanoGPT.config import TrainConfig
 from nanoGPT.data import TokenData
 from nanoGPT.exits import ConfigError
-from nanoGPT.manifest import Checkpoint, NewFiles
+from nanoGPT.manifest import Checkpoint, NewFiles, file_names
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.shards import SafeReader, read_shards, stored
 
@@ -229,7 +229,7 @@ def read_payload(path: Path, scratch: Path | None = None) -> FullState:
         path: the checkpoint.
         scratch: a directory in whose files all tensors shall lie at once; it must outlive them.
     """
-    if (path / "ckpt.pt").is_file():
+    if "ckpt.pt" in file_names(path):
         return read_ckpt(path / "ckpt.pt")[0]
     described = stored(path)
     if scratch:

@@ -16,9 +16,11 @@ from torch.optim import AdamW, Optimizer
 
 from nanoGPT.config import TrainConfig
 from nanoGPT.exits import ConfigError
+from nanoGPT.ledger import Costs
 from nanoGPT.model import GPT
 from nanoGPT.optim import configure_optimizer, param_groups
 from nanoGPT.runtime import Runtime
+from phase1_zero1.costs import zero1_costs
 from phase1_zero1.muon import Zero1Muon
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -43,6 +45,9 @@ class Zero1Config(TrainConfig):
                 f"--zero1_backend={self.zero1_backend} does not shard Muon: use --zero1_backend=flat, or "
                 "--use_zero1=False"
             )
+
+    def costs(self, model: GPT, optimizer: Optimizer, run: Runtime) -> Costs:  # type: ignore[override]
+        return zero1_costs(model, optimizer, run)
 
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> Optimizer:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from nanoGPT.exits import ConfigError
-from nanoGPT.manifest import NewFiles
+from nanoGPT.manifest import NewFiles, file_names
 from nanoGPT.shards import read_shards, stored, write_shards
 from nanoGPT.state import FullState, load_whole, materialise, read_payload
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -92,7 +92,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
                 materialise(bucket.inner)
     else:
         materialise(getattr(optimizer, "optim", optimizer))
-    there = {} if (path / "ckpt.pt").is_file() else {key: size for key, (size, _) in stored(path).items()}
+    there = {} if "ckpt.pt" in file_names(path) else {key: size for key, (size, _) in stored(path).items()}
     # Whichever way, it must be the same on every rank, so the index alone decides; phase 3 stores matrices.
     if there and all(len(size) < 2 for key, size in there.items() if key.startswith("optimizer.")):
         state = training_state(model, optimizer)

@@ -84,7 +84,7 @@ def train(config: Config) -> None:
                 checkpoints.save(step, lambda to: save_shards(to, model, optimizer), facts)  # [zero1:save]
 
         micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # this rank's
-        ledger = Ledger(config.out_dir if config.ledger else None, run, step + 2, model, optimizer)
+        ledger = Ledger(config, run, step + 2, model, optimizer)
         with Telemetry(config, run, step, model.flops_per_token()) as telemetry:
             while True:
                 val_loss = None

@@ -65,8 +65,11 @@ class TritonConfig(TrainConfig):
             )
 
 
-def chosen(kernels: str) -> frozenset[str]:
+def chosen(kernels: str, known: str = f"all, none, or some of {','.join(KERNELS)}") -> frozenset[str]:
     """The kernels that `all`, `none` or a list such as `layernorm,loss` names.
+
+    Args:
+        known: what to advise where a name is none.
 
     Raises:
         ConfigError: a name that is none of them.
@@ -77,7 +80,6 @@ def chosen(kernels: str) -> frozenset[str]:
     for name in names:
         if name not in KERNELS:
             close = nearest(name, list(KERNELS))
-            known = f"all, none, or some of {','.join(KERNELS)}"
             raise ConfigError(f"--kernels={kernels}: there is no kernel {name!r}{close or ': give ' + known}")
     return frozenset(names)
 

@@ -31,10 +31,10 @@ def checkpointed(mode: str, n_layer: int) -> list[int]:
     every = (
         1 if mode in ("full", "selective") else int(found[1]) if (found := re.fullmatch(r"every_(\d+)", mode)) else 0
     )
-    if every < 1:
+    if not 1 <= every <= n_layer:
         raise ConfigError(
-            f"--fsdp_activation_checkpointing={mode} is unknown: use none, full, selective, or every_2 for every "
-            "second block"
+            f"--fsdp_activation_checkpointing={mode} cannot be: use none, full, selective, or every_2 for every "
+            f"second block, up to every_{n_layer}"
         )
     return list(range(0, n_layer, every))
 

@@ -17,13 +17,31 @@ from collections import Counter
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from nanoGPT.ledger import ring_bytes
+from nanoGPT.ledger import Costs, ddp_costs, ring_bytes
 from nanoGPT.model import GPT
 from nanoGPT.runtime import Runtime
 from phase3_fsdp.fsdp import FsdpConfig
 
 Traffic = Counter[tuple[str, int]]  # bytes of the full tensors, by kind of collective and number of ranks
+
+
+def fsdp_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtime) -> Costs:
+    """What the ledger should find on this rank.
+
+    Args:
+        model: from `shard_model`.
+    """
+    costs = ddp_costs(model, optimizer, run)
+    if not config.use_fsdp:
+        return costs
+    params = [p for p in model.parameters() if isinstance(p, DTensor)]
+    shards = params[0].device_mesh.size(-1)
+    whole = sum(padded(unit, shards) for unit in model.modules() if isinstance(unit, FSDPModule))
+    moments = sum(8 * p.to_local().numel() + 4 for p in params)
+    state = {"parameters": 4 * whole // shards, "gradients": 4 * whole // shards, "optimizer_state": moments}
+    return Costs(state, expected_traffic(model, config, run), whole - sum(p.numel() for p in params))
 
 
 def own_params(module: nn.Module) -> list[nn.Parameter]:

@@ -22,9 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
 from nanoGPT.config import TrainConfig
 from nanoGPT.exits import ConfigError
+from nanoGPT.ledger import Costs
 from nanoGPT.model import GPT, initial_value
 from nanoGPT.runtime import Runtime
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, checkpointed
@@ -75,18 +77,31 @@ class FsdpConfig(TrainConfig):
         if self.dtype == "float16":
             raise ConfigError(NO_FLOAT16)
         size = self.fsdp_shard_size
-        if size not in ("all", "node") and not (size.isdigit() and int(size) and world_size % int(size) == 0):
-            sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        sizes = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        if size not in ("all", "node", *sizes):
             raise ConfigError(
-                f"--fsdp_shard_size={size} does not divide {world_size} rank(s): use all, node or {sizes}"
+                f"--fsdp_shard_size={size} does not divide {world_size} rank(s): give --fsdp_shard_size=all, node or "
+                f"{' or '.join(sizes)}, also where a checkpoint brought it"
             )
+        if self.fsdp_wrap == "block" and self.fsdp_min_num_params != FsdpConfig.fsdp_min_num_params:
+            raise ConfigError(
+                f"--fsdp_min_num_params={self.fsdp_min_num_params} says nothing of blocks: add --fsdp_wrap=size"
+            )
+
+    def costs(self, model: GPT, optimizer: Optimizer, run: Runtime) -> Costs:  # type: ignore[override]
+        from phase3_fsdp.costs import fsdp_costs
+
+        return fsdp_costs(model, optimizer, self, run)
 
     def _check_ddp(self) -> None:
         plain = FsdpConfig()
         names = ("fsdp_wrap", "fsdp_min_num_params", "fsdp_reshard_after_forward", "fsdp_shard_size")
         for name in (*names, "fsdp_cpu_offload", "fsdp_sync_every_micro_batch", "fsdp_prefetch"):
             if getattr(self, name) != getattr(plain, name):
-                raise ConfigError(f"--{name}={getattr(self, name)} needs FSDP: leave it out, or --use_fsdp=False")
+                raise ConfigError(
+                    f"--{name}={getattr(self, name)} needs FSDP: give --{name}={getattr(plain, name)}, or drop "
+                    "--use_fsdp=False"
+                )
 
 
 def kernels_of(config: FsdpConfig) -> str:
@@ -95,13 +110,13 @@ def kernels_of(config: FsdpConfig) -> str:
     Raises:
         ConfigError: a name that is none of them, or AdamW's, which updates whole tensors and not slices.
     """
-    if config.kernels == "none":
+    if config.kernels.lower() == "none":
         return "none"
     from phase2_triton.apply import KERNELS, TritonConfig, chosen
 
     everything = ",".join(name for name in KERNELS if name != "adamw")
-    names = everything if config.kernels == "triton" else config.kernels
-    if "adamw" in chosen(names):
+    names = everything if config.kernels.lower() == "triton" else config.kernels
+    if "adamw" in chosen(names, f"triton, none, or some of {everything}"):
         raise ConfigError(
             f"--kernels={config.kernels}: AdamW's kernel does not update slices: use --kernels={everything}"
         )

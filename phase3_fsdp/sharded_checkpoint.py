@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
 
-from nanoGPT.manifest import NewFiles
+from nanoGPT.manifest import NewFiles, file_names
 from nanoGPT.shards import read_shards, stored, write_shards
 from nanoGPT.state import FullState, materialise, optimizer_by_name, read_payload
 from phase3_fsdp.fsdp import copy_slice
@@ -60,7 +60,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     """Read a checkpoint into a sharded model, written by any number of ranks, or in any other phase. Collective."""
     materialise(optimizer)
     state = training_state(model, optimizer)
-    if (path / "ckpt.pt").is_file() or {key: value[0] for key, value in stored(path).items()} != shapes(state):
+    if "ckpt.pt" in file_names(path) or {key: value[0] for key, value in stored(path).items()} != shapes(state):
         copy_slices(read_payload(path), state)
     else:
         read_shards(path, state)

@@ -338,6 +338,13 @@ def test_the_launcher_refuses_what_is_no_trainer():
     """A phase without a trainer, a wrong node rank, or no trainer at all: one sentence."""
     assert_refused(run_program("nanoGPT.launch", "phase9_none/train.py"), "give nanoGPT/train.py")
     assert_refused(run_program("nanoGPT.launch", "--nnodes=2", "--node_rank=2", "nanoGPT/train.py"), "NODE_RANK")
+
+
+@pytest.mark.parametrize("address", ["", "nowhere.invalid"])
+def test_a_node_that_cannot_be_found(address):
+    """A MASTER_ADDR that is no host is one sentence, before anything waits for it."""
+    words = ["nanoGPT.launch", "--nnodes=2", "--node_rank=1", f"--master_addr={address}", "nanoGPT/train.py"]
+    assert_refused(run_program(*words), f"MASTER_ADDR={address} is no host")
     assert_refused(run_program("nanoGPT.launch", "--gpus=0", "nanoGPT/train.py"), "at least 1")
     assert_refused(run_program("nanoGPT.launch", "--gpus=1"), "name the trainer")
     assert_refused(run_program("nanoGPT.launch", "--gpsu=1", "nanoGPT/train.py"))

@@ -18,6 +18,7 @@ from nanoGPT.config import TrainConfig
 from nanoGPT.exits import ConfigError, SaveError
 from nanoGPT.manifest import Damaged, NewFiles, read_manifest, seal, verify_files
 from nanoGPT.runtime import Runtime
+from nanoGPT.state import read_payload
 from tests.helpers import call_train, tiny, train
 from workshop.ranks import losses, run_on_ranks, start_ranks
 
@@ -110,6 +111,30 @@ def test_a_half_written_checkpoint_is_passed_over(harm, tmp_path):
     else:
         manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
     assert box.newest().step == 1
+
+
+def test_only_what_a_save_names_is_a_checkpoint(tmp_path):
+    """One's own copies beside the checkpoints, or a manifest under another step's name, are never resumed from, and
+    retention neither counts nor deletes the copies."""
+    box = directory(tmp_path)
+    for step in (1, 2, 3):
+        path = box.save(step, write_bytes(b"x"), {})
+    for name in ("step-a", "step-zz", "step-00000003.bak"):
+        shutil.copytree(path, path.parent / name)
+    shutil.copytree(path, path.parent / "step-00000009")
+    assert box.newest().step == 3
+    box.save(4, write_bytes(b"x"), {})
+    box.drain()
+    assert names(tmp_path) == [".bad-step-00000009", "LATEST", "step-00000002", "step-00000003", "step-00000003.bak",
+                               "step-00000004", "step-a", "step-zz"]  # fmt: skip
+
+
+def test_a_stray_file_is_no_part_of_a_checkpoint(tmp_path):
+    """A ckpt.pt that somebody laid beside verified shards is not opened in their place."""
+    train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path, max_iters=2))
+    path = directory(tmp_path).newest().path
+    (path / "ckpt.pt").write_bytes(b"garbage")
+    assert read_payload(path).model["transformer.wpe.weight"].shape == (16, 32)
 
 
 def test_no_usable_checkpoint_is_one_sentence(tmp_path):
@@ -220,13 +245,16 @@ def open_own_directory(root: str) -> None:
 
 def test_a_manifest_that_was_edited_is_refused(tmp_path):
     """A manifest with another number in it, or other white space, is not the one that was written."""
-    path = tmp_path / "manifest.json"
-    path.write_text(seal({"step": 3}))
-    assert read_manifest(tmp_path)["step"] == 3
-    for changed in (seal({"step": 3}).replace("3", "4", 1), seal({"step": 3}) + "\n", "[]", "{}"):
+    folder = tmp_path / "step-00000003"
+    folder.mkdir()
+    path, whole = folder / "manifest.json", seal({"step": 3, "files": [{"name": "payload"}]})
+    path.write_text(whole)
+    assert read_manifest(folder)["step"] == 3
+    edited = (whole.replace("3", "4", 1), whole + "\n", "[]", "{}")
+    for changed in (*edited, seal({"step": 3, "files": []}), seal({"step": 4, "files": [1]}), seal({"files": [1]})):
         path.write_text(changed)
         with pytest.raises(Damaged):
-            read_manifest(tmp_path)
+            read_manifest(folder)
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])

@@ -1,6 +1,7 @@
 """Phase 3: FSDP with every option prints the baseline's losses, keeps and sends what the formula says, and says no."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from nanoGPT.exits import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.runtime import locate
 from phase3_fsdp.costs import describe_sharding, own_params, padded
+from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, shard_model, units
 from tests.helpers import gap, tiny, train
 from workshop.ranks import run_on_ranks
@@ -178,7 +180,11 @@ def test_kernels_are_in_the_sharded_model():
         ({"fsdp_shard_size": "3"}, "does not divide 4"),
         ({"fsdp_shard_size": "0"}, "does not divide 4"),
         ({"fsdp_shard_size": "-2"}, "does not divide 4"),
-        ({"fsdp_shard_size": "host"}, "use all, node or"),
+        ({"fsdp_shard_size": "host"}, "give --fsdp_shard_size=all, node or 1 or 2 or 4"),
+        ({"fsdp_shard_size": "²"}, "does not divide 4"),
+        ({"fsdp_min_num_params": 5}, "add --fsdp_wrap=size"),
+        ({"fsdp_activation_checkpointing": "every_5"}, "up to every_4"),
+        ({"kernels": "fast"}, "give triton, none, or some of attention,"),
         ({"fsdp_activation_checkpointing": "every_0"}, "use none, full, selective, or every_2"),
         ({"fsdp_activation_checkpointing": "some"}, "use none, full, selective, or every_2"),
         ({"fsdp_prefetch": -1}, "give 0 or more"),
@@ -187,7 +193,7 @@ def test_kernels_are_in_the_sharded_model():
         ({"kernels": "losss"}, "there is no kernel"),
         ({"dtype": "float16"}, "use bfloat16 or float32"),
         ({"optimizer": "muon"}, "use phase 1, or --use_fsdp=False"),
-        ({"use_fsdp": False, "fsdp_cpu_offload": True}, "needs FSDP"),
+        ({"use_fsdp": False, "fsdp_cpu_offload": True}, "needs FSDP: give --fsdp_cpu_offload=False, or drop"),
         ({"use_fsdp": False, "fsdp_shard_size": "2"}, "needs FSDP"),
         ({"kernels": "attention", "n_embd": 512, "n_head": 2}, "heads of 256 channels"),
     ],
@@ -209,3 +215,14 @@ def test_compiled_recomputation_draws_the_same_dropout(tmp_path):
         for mode in ("none", "full")
     )
     assert gap(plain, again) <= 1e-5
+
+
+def test_any_checkpoint_is_evaluated_in_shards(tmp_path):
+    """evaluate.py on 4 ranks finds the loss that the baseline logged with its last checkpoint on 2."""
+    train("nanoGPT", 2, tiny("nanoGPT", tmp_path, max_iters=5, dropout=0.0))
+    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+    fields = dataclasses.asdict(tiny("phase3_fsdp", tmp_path, dropout=0.0))
+    config = EvaluateConfig(**{**fields, "init_from": "resume"})
+    assert run_on_ranks(evaluate_weights, 4, config, show=False) == pytest.approx([logged] * 4, abs=1e-6)
+    with pytest.raises(ConfigError, match="has learned nothing"):
+        EvaluateConfig(init_from="scratch").check(1)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,6 +65,23 @@ def test_a_job_from_start_to_sample(tmp_path):
     assert output.count("step     3  loss") == 1 and "A sample from" in output and "Traceback" not in output
     assert "device cpu (found no GPU)" in output or "device cpu (asked for)" in output
     assert gap(losses(tmp_path), train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=6))) < 1e-5
+
+
+def test_a_node_that_waits_for_the_others_ends_when_it_is_asked_to(tmp_path):
+    """SIGTERM finds the launcher in torch's C++, where no handler of Python's runs: it ends all the same."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "nanoGPT.launch", "--nnodes=2", "nanoGPT/train.py", f"--out_dir={tmp_path}"]
+    environment = {**os.environ, "MASTER_PORT": port, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None and f"meeting at 127.0.0.1:{port}" in process.stdout.readline()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM and "before all nodes had met" in output, output
 
 
 def test_sigterm_saves_and_resumes(tmp_path):

@@ -1,10 +1,12 @@
 """Bytes of state and bytes on the wire, counted and compared with the formula."""
 
 import json
+from collections import Counter
 
 import pytest
 
-from nanoGPT.ledger import ring_bytes
+from bench.cells import as_expected
+from nanoGPT.ledger import beside_formula, describe, ring_bytes
 from nanoGPT.model import GPT, GPTConfig
 from tests.helpers import tiny, train
 
@@ -28,6 +30,7 @@ def test_ddp_costs_what_the_formula_says(ranks, tmp_path):
     """DDP holds 16 bytes a parameter on every rank and all-reduces each gradient once a step."""
     train("nanoGPT", ranks, tiny("nanoGPT", tmp_path, ledger=True, max_iters=3))
     found = report(tmp_path)
+    assert as_expected(found)
     params = found["parameters"]
     scalars = 4 * (4 * 2 * 2 + 0)  # Adam's step counts: one fp32 a tensor
     for each in found["ranks"]:
@@ -55,6 +58,7 @@ def test_fsdp_costs_what_the_formula_says(ranks, tmp_path):
     shape = {"vocab_size": 80, "n_embd": 32}  # every first dimension divides by 4: no padding
     train("phase3_fsdp", ranks, tiny("phase3_fsdp", tmp_path, ledger=True, max_iters=3, **shape))
     found = report(tmp_path)
+    assert as_expected(found) and found["ranks"][0]["padding"] == 0
     params = found["parameters"]
     model = GPT(GPTConfig(2, 2, 32, 16, False, 80))
     root = params - sum(p.numel() for p in model.blocks.parameters())
@@ -72,7 +76,34 @@ def test_fsdp_costs_what_the_formula_says(ranks, tmp_path):
     assert collectives["reduce-scatter"]["tensor_bytes"] == 4 * params
     assert collectives["all-reduce"] == {
         "kind": "all-reduce", "ranks": ranks, "calls": 1, "tensor_bytes": 8, "ring_bytes": 2 * 8 * (ranks - 1) / ranks,
+        "expected_bytes": 8,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"fsdp_shard_size": "2"}], ids=str)
+def test_padding_is_listed(options, tmp_path):
+    """With 75 rows of vocabulary over 4 ranks a 76th is kept, gathered and reduced: the formula says how much, and what
+    was counted is that to the byte."""
+    train("phase3_fsdp", 4, tiny("phase3_fsdp", tmp_path, ledger=True, max_iters=3, **options))
+    found = report(tmp_path)
+    assert as_expected(found), found
+    assert {each["padding"] for each in found["ranks"]} == {32}
+
+
+def test_what_differs_from_the_formula_is_shown():
+    """A row that only the formula or only the step has is no equality, and both numbers are printed."""
+    counted = {("broadcast", 2): {"kind": "broadcast", "ranks": 2, "calls": 1, "tensor_bytes": 8, "ring_bytes": 4.0}}
+    rows = beside_formula(counted, Counter({("all-reduce", 2): 40, ("all-gather", 1): 12}))
+    assert [(row["kind"], row["tensor_bytes"], row["expected_bytes"]) for row in rows] == [
+        ("broadcast", 8, 0), ("all-reduce", 0, 40),
+    ]  # fmt: skip
+    state = {"parameters": 4, "gradients": 4, "optimizer_state": 8}
+    memory = {"after_forward": None, "peak": {}, "after_step": {}, "allocator_peak_bytes": None}
+    each = {"state_bytes": state, "expected_state_bytes": {**state, "gradients": 6}, "padding": 3, "memory": memory}
+    found = {"step": 2, "parameters": 1, "world_size": 2, "ranks": [{**each, "collectives": rows}]}
+    assert not as_expected(found)
+    text = describe(found)
+    assert "(formula 40 B)" in text and "gradients 4 B (formula 6 B)" in text and "padding 3 elements" in text
 
 
 def test_the_ledger_is_off_by_default(tmp_path):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.cells import as_expected
 from bench.zero1 import state_on_ranks
 from nanoGPT.ledger import tensors_in
 from nanoGPT.manifest import NewFiles
@@ -48,8 +49,9 @@ def test_one_rank_without_clipping_is_the_baseline_to_the_last_digit(tmp_path, d
 
 
 def report(out: Path) -> tuple[int, list[dict[str, int]], dict[str, dict[str, Any]]]:
-    """Parameters, each rank's bytes of state, rank 0's collectives by kind."""
+    """Parameters, each rank's bytes of state, rank 0's collectives by kind; all are what `costs.py` says."""
     found = json.loads((out / "ledger.json").read_text())
+    assert as_expected(found)
     rows: dict[str, dict[str, Any]] = {}
     for row in found["ranks"][0]["collectives"]:
         kept = rows.setdefault(row["kind"], {"calls": 0, "tensor_bytes": 0, "ring_bytes": 0.0})

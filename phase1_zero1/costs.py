@@ -1,0 +1,49 @@
+"""What a step of ZeRO-1 costs by the formula: bytes that a rank keeps and sends. The ledger counts the same.
+
+For P parameters on N ranks, a rank keeps 4P bytes of parameters, 4P of gradients and about 8P/N of AdamW's moments, and
+sends, as rings do, (N-1)/N of
+
+    flat               reduce-scatter P, all-gather P
+    Muon's matrices    reduce P, broadcast P
+    naive and torch    all-reduce P (twice), broadcast P
+
+in 4 bytes an element. Flat fills its buckets up until they make N equal slices, tells in one byte a parameter whether
+there is a gradient, and sums the squared norm in one scalar of 8.
+"""
+
+from collections import Counter
+
+from torch.optim import Optimizer
+
+from nanoGPT.ledger import Costs, ddp_costs, optimizer_bytes
+from nanoGPT.model import GPT
+from nanoGPT.runtime import Runtime
+from phase1_zero1.muon import OwnedMatrix
+from phase1_zero1.zero1 import Zero1Optimizer
+
+
+def zero1_costs(model: GPT, optimizer: Optimizer, run: Runtime) -> Costs:
+    """What the ledger should find on this rank, with any of the backends."""
+    costs = ddp_costs(model, optimizer, run)
+    params, N = sum(p.numel() for p in model.parameters()), run.world_size
+    if isinstance(optimizer, Zero1Optimizer):
+        return flat_costs(optimizer, params, N)
+    if hasattr(optimizer, "optim"):  # naive and torch: of the optimizer of this rank's parameters
+        costs.state["optimizer_state"] = optimizer_bytes(optimizer.optim)
+        costs.traffic["broadcast", N] = 4 * params
+    return costs
+
+
+def flat_costs(optimizer: Zero1Optimizer, params: int, N: int) -> Costs:
+    """Flat: each bucket with its padding, and of the moments those of this rank's shards."""
+    traffic: Counter[tuple[str, int]] = Counter()
+    length = moments = names = 0
+    for bucket in optimizer.buckets:
+        owned, size = isinstance(bucket, OwnedMatrix), bucket.flat_params.numel()
+        traffic["reduce" if owned else "reduce-scatter", N] += 4 * size
+        traffic["broadcast" if owned else "all-gather", N] += 4 * size
+        moments += sum(4 * s.tensor.numel() if owned else 8 * s.tensor.numel() + 4 for s in bucket.shards)
+        length, names = length + size, names + len(bucket.params)
+    traffic["all-reduce", N] = names + 8
+    state = {"parameters": 4 * length, "gradients": 4 * length, "optimizer_state": moments}
+    return Costs(state, traffic if N > 1 else Counter(), length - params)

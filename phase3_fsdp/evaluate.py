@@ -1,0 +1,63 @@
+"""The validation loss of a checkpoint, or of weights from elsewhere, sharded over the ranks.
+
+    torchrun --standalone --nproc_per_node=4 evaluate.py --out_dir=../out/my-run             # its newest checkpoint
+    torchrun --standalone --nproc_per_node=8 evaluate.py --init_from=gpt2-xl --dataset=shakespeare --eval_iters=500
+
+A checkpoint of any phase and any number of ranks will do. No optimizer is made and none is read: a rank holds 4P/N
+bytes of weights, and while it computes one unit's.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from nanoGPT import runtime
+from nanoGPT.checkpoint import CheckpointDirectory
+from nanoGPT.data import TokenData
+from nanoGPT.exits import ConfigError
+from nanoGPT.export import starting_point
+from nanoGPT.model import GPT
+from nanoGPT.state import read_payload
+from phase3_fsdp import fsdp
+from phase3_fsdp.train import evaluate
+
+
+@dataclass
+class EvaluateConfig(fsdp.FsdpConfig):
+    """What to evaluate, and how to shard it: the fields of training, of which a checkpoint brings its own."""
+
+    init_from: str = "resume"
+    """resume: the newest checkpoint of out_dir; or as for training"""
+
+    def check(self, world_size: int) -> None:
+        super().check(world_size)
+        if self.init_from == "scratch":
+            raise ConfigError("--init_from=scratch has learned nothing: evaluate resume, gpt2 or a directory")
+
+
+Config = EvaluateConfig
+
+
+def evaluate_weights(config: EvaluateConfig) -> float:
+    """The mean loss over `eval_iters` micro-batches of the validation tokens; printed too, with its perplexity."""
+    with runtime.start(config) as run:
+        data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+        source, checkpoint = config.init_from, None
+        if source == "resume":
+            checkpoint = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints).newest()
+            source = str(checkpoint.path)
+        config, model_args, weights = starting_point(config, data, checkpoint)
+        if checkpoint:
+            weights = read_payload(checkpoint.path).model
+        with fsdp.birthplace(config, run):
+            model = GPT(model_args)
+        model = fsdp.shard_model(model, config, run)
+        fsdp.init_shards(model, dataclasses.replace(config, init_from=source), run, weights)
+        loss = evaluate(fsdp.data_parallel(model, config, run), data, config, run)
+        tokens = config.eval_iters * config.batch_size * config.block_size
+        run.say(f"{source}: validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens")
+        return loss
+
+
+if __name__ == "__main__":
+    runtime.main(evaluate_weights, Config, __file__)
