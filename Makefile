@@ -20,7 +20,7 @@ FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test lint notebooks diff1 diff2 diff3
-.PHONY: bench bench-kernels bench-fsdp bench-save torture clean
+.PHONY: matrix bench bench-kernels bench-fsdp bench-save torture clean
 
 help:  ## list the commands
 	@echo "make COMMAND [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -69,6 +69,8 @@ diff2: .venv/.core  ## what phase 2 changes in the baseline's train.py, hunk by 
 	@$(PY) -m workshop.diff phase2_triton
 diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase3_fsdp
+matrix: .venv/.dev data  ## every phase on 1, 2, 4 and 8 ranks, and every option: losses, bytes, memory, time
+	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 bench: .venv/.dev data  ## measure a training step against a bare loop, and ZeRO-1
 	@$(PY) -m bench.step_overhead $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1 $(ARGS)

@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.fsdp_tables import FSDP_TABLES
 from bench.results import RESULTS, hardware_of, read_results, table
+from bench.zero1_tables import ZERO1_TABLES
 from nanoGPT.config import PACKAGE
 from phase2_triton.kernels import (
     adamw,
@@ -89,68 +90,22 @@ def overhead_table() -> str:
     return table(["hardware", "bare loop", "trainer", "ratio", "data loading"], rows)
 
 
-def zero1_state_table() -> str:
-    """GPT-2 124M: the bytes of AdamW's moments that the fullest rank holds, beside 8P/N."""
-    rows = []
-    for result in read_results("zero1-state"):
-        params = result["samples"]["parameters"]
-        for row in result["samples"]["rows"]:
-            share, most = 8 * params / row["ranks"], max(row["moments"])
-            rows.append([str(row["ranks"]), f"{share:,.0f}", f"{most:,}", f"{most / share - 1:.3%}"])
-    return table(["ranks", "8P/N bytes", "fullest rank holds", "over"], rows)
-
-
-def zero1_backends_table() -> str:
-    """What the backends hold, send, take and reach in the same 50 steps."""
+def matrix_table() -> str:
+    """Every cell of the matrix: losses, state, traffic, memory and time."""
     parts = []
-    for result in read_results("zero1-backends"):
+    for result in read_results("matrix"):
         rows = []
         for row in result["samples"]["rows"]:
-            params, ranks = row["parameters"], row["ranks"]
-            unit = 4 * params * (ranks - 1) / ranks
-            rows.append(
-                [
-                    f"{ranks}",
-                    row["backend"],
-                    f"{max(row['optimizer_state_bytes']):,}",
-                    f"{max(row['state_bytes']) / params:.2f}P",
-                    f"{row['ring_bytes'] / unit:.4f}" if unit else "0",
-                    str(row["calls"]),
-                    f"{row['step_ms']:.0f} ms",
-                    f"{row['loss_gap']:.1e}",
-                ]
-            )
-        head = ["ranks", "backend", "optimizer state, fullest rank", "all state", "sent, x P(N-1)/N", "calls", "step"]
-        params = result["samples"]["rows"][0]["parameters"]
-        parts.append(f"Measured on {hardware_of(result)}, P = {params:,}:\n\n" + table([*head, "loss off by"], rows))
+            options = " ".join(f"`{name}={value}`" for name, value in row["options"].items())
+            state, peak = sum(row["state_bytes"].values()), sum(row["peak"].values())
+            sizes = [f"{size / 1e6:.2f}" for size in (state, row["sent_bytes"], peak)]
+            exact = "to the byte" if row["as_expected"] else "NO"
+            time_of = [f"{row['step_ms']:.0f} ms", f"{row['tokens_per_second']:,.0f}"]
+            rows.append([row["phase"], str(row["ranks"]), options, f"{row['gap']:.1e}", *sizes, exact, *time_of])
+        head = ["phase", "ranks", "", "losses off by", "state, MB", "sent, MB", "peak, MB", "as the formula says"]
+        lead = f"Measured on {hardware_of(result)}, {result['settings']['steps']} steps each, bytes of rank 0:\n\n"
+        parts.append(lead + table([*head, "step", "tokens/s"], rows))
     return "\n".join(parts)
-
-
-def zero1_overhead_table() -> str:
-    """Medians of steps and of bare collectives that ran in turn, in the same ranks."""
-    parts = []
-    names = ["ddp", "all_reduce", "reduce_scatter", "all_gather", "flat", "flat_forward"]
-    for result in read_results("zero1-overhead"):
-        rows = []
-        for row in result["samples"]["rows"]:
-            medians = [statistics.median(row["samples_ms"][name]) for name in names]
-            rows.append([str(row["ranks"]), *(f"{m:.0f} ms" for m in medians), f"{row['ratio']:.3f}"])
-        head = ["ranks", "DDP step", "all-reduce", "reduce-scatter", "all-gather", "flat step"]
-        head += ["flat, gathering in the forward", "flat / (DDP - AR + RS + AG)"]
-        params = result["samples"]["parameters"]
-        parts.append(f"Measured on {hardware_of(result)}, {params:,} parameters:\n\n" + table(head, rows))
-    return "\n".join(parts)
-
-
-def zero1_step_table() -> str:
-    """`step` alone, at one rank."""
-    rows = []
-    for result in read_results("zero1-step"):
-        samples = result["samples"]
-        adamw, flat = (statistics.median(samples[name]) for name in ("adamw_ms", "flat_ms"))
-        name = f"{samples['parameters']:,}"
-        rows.append([hardware_of(result), name, f"{adamw:.2f} ms", f"{flat:.2f} ms", f"{samples['ratio']:.3f}"])
-    return table(["hardware", "parameters", "AdamW(fused=True)", "flat", "ratio"], rows)
 
 
 def kernel_costs_table() -> str:
@@ -249,14 +204,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "runs": runs_table,
     "overhead": overhead_table,
     "phase2_runs": phase2_runs_table,
-    "zero1_state": zero1_state_table,
-    "zero1_backends": zero1_backends_table,
-    "zero1_overhead": zero1_overhead_table,
-    "zero1_step": zero1_step_table,
+    "matrix": matrix_table,
     "kernel_costs": kernel_costs_table,
     "kernel_resources": kernel_resources_table,
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
+    **ZERO1_TABLES,
     **FSDP_TABLES,
 }
 

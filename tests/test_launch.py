@@ -222,7 +222,7 @@ def start_often(out: Path) -> list[tuple[str, int] | str]:
     if os.environ["RANK"] == "0":
         folder.mkdir(parents=True)
         config = {**vars(tiny("nanoGPT", out)), "n_layer": 12}
-        (folder / "manifest.json").write_text(seal({"config": config, "step": 4}))
+        (folder / "manifest.json").write_text(seal({"config": config, "step": 4, "files": [{"name": "ckpt.pt"}]}))
     found += [start_again(out, (0, 1)), start_again(out, (2, 2)), start_again(out, (0, 0))]
     return [*found, start_again(out, (1, 1), "another job")]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from nanoGPT.memory import CATEGORIES, Memory
 from nanoGPT.model import GPT, GPTConfig
@@ -63,6 +64,38 @@ def test_fake_tensors_are_counted_as_real_ones():
     """Under FakeTensorMode, which allocates nothing, a step is counted to the same bytes."""
     real, fake = adamw_step(contextlib.nullcontext()), adamw_step(FakeTensorMode())
     assert fake.peak == real.peak and fake.after_forward == real.after_forward and fake.snapshot() == real.snapshot()
+
+
+def totals_of_both(mode: str) -> tuple[int, int]:
+    """The peak of a step of FSDP on this rank, as counted here and by torch."""
+    config = FsdpConfig(device="cpu", fsdp_activation_checkpointing=mode)
+    run = Runtime(dist.get_rank(), 0, dist.get_world_size(), 1, torch.device("cpu"), torch.float32)
+    peaks = []
+    for _ in range(2):
+        with birthplace(config, run):
+            model = GPT(SMALL)
+        model = shard_model(model, config, run)
+        init_shards(model, config, run)
+        optimizer, x = torch.optim.AdamW(model.parameters()), tokens_of(SMALL, 2, 16)
+        if not peaks:
+            peaks.append(sum(step(model, optimizer, x).peak.values()))
+            continue
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer, x)
+        with tracker:
+            logits, loss = model(x, x)
+            loss.backward()
+            del logits, loss
+            optimizer.step()
+        peaks.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+    return peaks[0], peaks[1]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_total_is_that_of_torchs_own_tracker(mode):
+    """At the peak of a step of FSDP, torch's MemTracker has as many bytes, to a thousandth."""
+    for ours, theirs in run_on_ranks(totals_of_both, 2, mode, show=False):
+        assert ours == pytest.approx(theirs, rel=0.001)
 
 
 def test_nothing_stays_behind_an_error():

@@ -1,0 +1,72 @@
+"""The matrix: its cells are measured by real runs, and what is wrong in one is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import results
+from bench.cells import as_expected, config_of, run_cell
+from bench.matrix import LIMIT, MODEL, OPTIONS, Cell, cells, faults, line_of, main, row_of
+from bench.matrix_plot import draw
+from nanoGPT.exits import ConfigError
+
+SMALL = {**MODEL, "n_layer": 2, "n_embd": 32, "block_size": 16, "device": "cpu", "max_iters": 4}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> list[tuple[Cell, dict]]:
+    """Four small cells, one of each phase."""
+    folder, found = tmp_path_factory.mktemp("matrix"), []
+    picked = [Cell("baseline", 1), Cell("phase1", 2), Cell("phase2", 1), Cell("phase3", 2, {"fsdp_cpu_offload": True})]
+    for i, cell in enumerate(picked):
+        run = run_cell(cell.phase, cell.ranks, config_of(cell.phase, folder / str(i), **SMALL, **cell.options))
+        assert as_expected(run.ledger), run.ledger
+        found.append((cell, run))
+    return [(cell, row_of(cell, run, found[0][1])) for cell, run in found]
+
+
+def test_a_cell_is_a_run(rows):
+    """Each phase has the baseline's losses and the formula's bytes, took time, and sent something if it has ranks."""
+    for cell, row in rows:
+        assert faults(cell, row) == [] and row["step_ms"] > 0 and len(row["losses"]) == 4
+        assert (row["sent_bytes"] > 0) == (cell.ranks > 1) and sum(row["peak"].values()) > 0
+        assert cell.name in line_of(cell, row) and "equal" in line_of(cell, row)
+
+
+def test_what_is_wrong_in_a_cell_is_said(rows):
+    """Losses beyond the limit, losses that are no numbers, and bytes that are not the formula's are faults."""
+    cell, row = rows[1]
+    for gap in (2e-5, float("nan")):
+        assert "losses are off" in faults(cell, {**row, "gap": gap})[0]
+    assert faults(cell, {**row, "as_expected": False}) == ["its state or traffic is not the formula's"]
+
+
+def test_the_picture_is_drawn(rows, tmp_path):
+    """Memory and curves of the cells, from a result's file."""
+    path = tmp_path / "matrix-here.json"
+    result = {"hardware": "here", "versions": {"torch": "2"}, "samples": {"rows": [row for _, row in rows]}}
+    path.write_text(json.dumps(result))
+    draw(path)
+    assert path.with_suffix(".png").stat().st_size > 10000
+
+
+def test_cells_for_a_machine():
+    """On two GPUs nothing with more ranks is run; options are the phases' own, and the first cell is the reference."""
+    assert {cell.ranks for cell in cells(2)} == {1, 2} and {cell.ranks for cell in cells(8)} == {1, 2, 4, 8}
+    assert cells(1)[0] == Cell("baseline", 1)
+    for cell in OPTIONS:
+        config_of(cell.phase, Path("x"), **cell.options).check(cell.ranks)
+    with pytest.raises(ConfigError, match="give 4 or more"):
+        main(steps=3)
+
+
+def test_what_was_measured_keeps_its_limits():
+    """Committed: every phase on 1, 2, 4 and 8 ranks has the baseline's losses, and state and traffic to the byte."""
+    for result in results.read_results("matrix"):
+        rows = result["samples"]["rows"]
+        plain = {(row["phase"], row["ranks"]) for row in rows if not row["options"]}
+        if "cores" in result["hardware"]:
+            assert plain == {(phase, n) for phase in ("baseline", "phase1", "phase2", "phase3") for n in (1, 2, 4, 8)}
+        for row in rows:
+            assert row["gap"] <= LIMIT[row["options"].get("dtype", "float32")] and row["as_expected"], row
