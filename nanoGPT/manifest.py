@@ -28,6 +28,7 @@ from nanoGPT.data import sha256_of
 from nanoGPT.exits import ConfigError, one_sentence
 
 Manifest = dict[str, Any]
+STEP = re.compile("step-[0-9]{8,}")  # how a checkpoint's directory is named
 LARGE = 1 << 20  # bytes from which it pays to hash in another thread
 AHEAD = 16 << 20  # bytes after which the disk is told to begin, so that little is left for the flush at the end
 
@@ -50,7 +51,7 @@ class Checkpoint:
 
 def step_directories(out_dir: Path) -> list[Path]:
     """All directories of a run that are named as a checkpoint is, newest first; one's own copies are let alone."""
-    named = (p for p in (out_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-[0-9]{8,}", p.name))
+    named = (p for p in (out_dir / "checkpoints").glob("step-*") if STEP.fullmatch(p.name))
     return sorted((p for p in named if p.is_dir()), key=lambda p: int(p.name[5:]), reverse=True)
 
 
@@ -83,7 +84,7 @@ def read_manifest(path: Path) -> Manifest:
         raise Damaged("its manifest.json is not JSON") from None
     if not isinstance(manifest, dict) or seal(manifest) != text:
         raise Damaged("its manifest.json was changed after it was written")
-    if not manifest.get("files") or path.name != f"step-{manifest.get('step', 0):08d}":
+    if not manifest.get("files") or (STEP.fullmatch(path.name) and int(path.name[5:]) != manifest.get("step")):
         raise Damaged("its manifest.json is not that of a checkpoint of this step")
     return manifest
 
