@@ -71,6 +71,7 @@ diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by 
 	@$(PY) -m workshop.diff phase3_fsdp
 matrix: .venv/.dev data  ## every phase on 1, 2, 4 and 8 ranks, and every option: losses, bytes, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
+	@$(PY) -m bench.tables
 bench: .venv/.dev data  ## measure a training step against a bare loop, and ZeRO-1
 	@$(PY) -m bench.step_overhead $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1 $(ARGS)

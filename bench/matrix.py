@@ -5,8 +5,8 @@
 
 Each cell trains the same small model: how far its losses are from the baseline's, the bytes that a rank keeps and
 sends beside the formula's, memory at its peak, and time. The table is printed as it grows; at the end it is in
-bench/results/matrix-<hardware>.json, with a .png beside it. Where ranks share cores, times say what a phase adds to a
-step, not what it saves.
+bench/results/matrix-<hardware>.json, with a .png beside it, and in the README. Where ranks share cores, times say what
+a phase adds to a step, not what it saves.
 """
 
 import sys
@@ -136,6 +136,8 @@ def main(steps: int = 10) -> list[str]:
             try:
                 found = run_cell(cell.phase, cell.ranks, config_of(cell.phase, Path(folder) / str(i), **words))
             except RankFailed as failure:
+                if reference is None:
+                    raise  # with nothing to compare with, nothing is worth measuring
                 print(f"{cell.name:<44} {cell.ranks:>5}  failed: {str(failure).strip().splitlines()[-1]}", flush=True)
                 wrong.append(f"{cell.name} on {cell.ranks} rank(s) failed:\n{failure}")
                 continue
