@@ -80,7 +80,7 @@ bench-kernels: .venv/.dev data  ## measure every kernel and the trainer with eac
 	@OMP_NUM_THREADS=1 $(PY) -m bench.kernels $(ARGS)
 	@$(PY) -m bench.kernel_ablation $(ARGS)
 	@$(PY) -m bench.kernel_plots
-bench-fsdp: .venv/.dev data  ## every option of FSDP with every other: losses, traffic and state; half an hour
+bench-fsdp: .venv/.dev data  ## every option of FSDP with every other: losses, traffic and state; 45 minutes
 	@OMP_NUM_THREADS=1 $(PY) -m bench.fsdp_options $(ARGS)
 bench-save: .venv/.dev  ## a verified checkpoint beside a bare one, and in the background
 	@OMP_NUM_THREADS=1 $(PY) -m bench.save_speed $(ARGS)

@@ -1,6 +1,6 @@
 """Every option of FSDP with every other, on 1 to 8 ranks: losses beside the baseline's, traffic beside the formula's.
 
-    make bench-fsdp                     # 50 steps a row; half an hour on 2 cores
+    make bench-fsdp                     # 50 steps a row; 45 minutes on 2 cores that had other work too
     make bench-fsdp ARGS=--write        # and bench/results/fsdp-options-<hardware>.json
 
 Not all combinations are run, but for any two options every pair of their values (a covering array of strength 2: most
