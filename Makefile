@@ -11,6 +11,8 @@ MASTER_ADDR ?= 127.0.0.1
 DEVICE ?=
 CONFIG ?=
 DATASET ?=
+MODEL ?= gpt2
+GPU ?= h100
 ARGS ?=
 
 PY := .venv/bin/python
@@ -20,7 +22,7 @@ FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test lint notebooks diff1 diff2 diff3
-.PHONY: matrix bench bench-kernels bench-fsdp bench-save torture clean
+.PHONY: plan matrix bench bench-kernels bench-fsdp bench-save torture tables clean
 
 help:  ## list the commands
 	@echo "make COMMAND [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -69,6 +71,8 @@ diff2: .venv/.core  ## what phase 2 changes in the baseline's train.py, hunk by 
 	@$(PY) -m workshop.diff phase2_triton
 diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase3_fsdp
+plan: .venv/.core  ## will MODEL fit on GPUS of kind GPU, and how fast will it go? every phase, planned with no GPU
+	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
 matrix: .venv/.dev data  ## every phase on 1, 2, 4 and 8 ranks, and every option: losses, bytes, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 	@$(PY) -m bench.tables
@@ -86,6 +90,8 @@ bench-save: .venv/.dev  ## a verified checkpoint beside a bare one, and in the b
 	@OMP_NUM_THREADS=1 $(PY) -m bench.save_speed $(ARGS)
 torture: .venv/.dev  ## kill saves at every point and at 500 random moments, flip 200 bits, and open what is left
 	@OMP_NUM_THREADS=1 $(PY) -m bench.torture $(ARGS)
+tables: .venv/.dev  ## put the committed results into the documents' tables
+	@$(PY) -m bench.tables $(ARGS)
 clean:  ## delete caches; prepared data, .venv and out/ stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -108,6 +108,16 @@ def matrix_table() -> str:
     return "\n".join(parts)
 
 
+def published_table() -> str:
+    """The planner's tokens/s beside those of runs that others have measured."""
+    rows = []
+    for result in read_results("published")[:1]:  # the same on any hardware
+        for row in result["samples"]["rows"]:
+            off = row["planned"] / row["published"] - 1
+            rows.append([row["name"], row["mode"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", f"{off:+.0%}"])
+    return table(["run", "", "published, tokens/s of a GPU", "planned", "off by"], rows)
+
+
 def kernel_costs_table() -> str:
     """What one call of each kernel must at least move and compute, by its own `cost`."""
     M, C, V, half = 16384, 768, 50304, 2
@@ -205,6 +215,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overhead": overhead_table,
     "phase2_runs": phase2_runs_table,
     "matrix": matrix_table,
+    "published": published_table,
     "kernel_costs": kernel_costs_table,
     "kernel_resources": kernel_resources_table,
     "kernels": kernels_table,

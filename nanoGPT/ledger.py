@@ -3,7 +3,8 @@
 Traffic is counted, not estimated: a dispatch mode sees every collective that the step calls, with its tensors. Bytes
 are those that a ring sends per rank (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n bytes over N ranks,
 n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast whose full tensor has n bytes. NCCL's rings send that;
-gloo's algorithms send more. `nanoGPT/memory.py` counts the memory, by category.
+gloo's algorithms send more, and it copies what it reduces: neither is counted. `nanoGPT/memory.py` counts the memory,
+by category.
 """
 
 import contextlib
@@ -148,7 +149,7 @@ class Ledger:
         hook = self.optimizer.register_step_pre_hook(self._count_gradients)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
-        with Traffic() as traffic, Memory(self.model, self.optimizer, self.run.device) as memory:
+        with Traffic() as traffic, Memory(self.model, self.optimizer, self.run.device, gloo_copies=False) as memory:
             yield
         hook.remove()
         self._write(Path(self.config.out_dir), traffic, memory)

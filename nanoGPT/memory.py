@@ -72,10 +72,13 @@ class Memory(TorchDispatchMode):
         model: whose parameters and gradients are held from the start.
         optimizer: whose state is; with FSDP its parameters are the shards also where a unit is gathered at the start.
         device: count tensors on this device alone; None counts them wherever they are.
+        gloo_copies: count also what is first seen in a view: gloo's own copies of what it reduces, which NCCL does not
+            make. With them the total is that of torch's MemTracker.
 
     Attributes:
         timeline: (event, bytes by category): whenever gathered bytes changed, and whenever the total had moved by a
             hundredth of its peak. Events are operators and resizes, in their order.
+        part: a name for what runs now, which may be set at any time; each has a peak of its own in `peak_of_part`.
     """
 
     def __init__(
@@ -83,12 +86,14 @@ class Memory(TorchDispatchMode):
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
+        gloo_copies: bool = True,
     ) -> None:
         super().__init__()
-        self.model, self.optimizer, self.device = model, optimizer, device
+        self.model, self.optimizer, self.device, self.gloo_copies = model, optimizer, device, gloo_copies
         self.timeline: list[tuple[int, Totals]] = []
         self._now: Totals = dict.fromkeys(CATEGORIES, 0)
         self._peak, self._peak_bytes = (0, dict(self._now)), 0
+        self.part, self._parts = "", {"": self._peak}
         self._after_forward: tuple[int, Totals] | None = None
         self._held: dict[int, Held] = {}  # by the address of the C++ storage, which lives as long as the Python one
         self._dead: list[int] = []  # addresses of those that have died since; gloo's threads let go of them at any time
@@ -105,6 +110,10 @@ class Memory(TorchDispatchMode):
     def peak(self) -> Totals:
         """Bytes by category at the moment when they were most together."""
         return dict(self._peak[1])
+
+    def peak_of_part(self) -> dict[str, Totals]:
+        """Bytes by category at the peak of each part that was named."""
+        return {name: dict(totals) for name, (_, totals) in self._parts.items()}
 
     @property
     def after_forward(self) -> Totals | None:
@@ -140,7 +149,7 @@ class Memory(TorchDispatchMode):
         self._look()
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
-            self._see(tensor, written=not func.is_view)
+            self._see(tensor, view=func.is_view)
         if told := TOLD_BY.get(func._schema.name):
             where, category = told
             for tensor in tensors_in(args[where] if isinstance(where, slice) else (kwargs or {})[where]):
@@ -203,24 +212,26 @@ class Memory(TorchDispatchMode):
             return self._fake_mode is not None
         return self.device is None or device.type == self.device.type
 
-    def _see(self, tensor: Tensor, category: str | None = None, written: bool = True) -> None:
+    def _see(self, tensor: Tensor, category: str | None = None, view: bool = False) -> None:
         """Count a tensor's storage, if it is not counted yet, and file it under a category, if one is given.
 
-        What is first seen in a view was made elsewhere: a copy inside gloo, which no gradient is.
+        What is first seen in a view was made out of sight: a copy inside gloo's reduce-scatter, which is no gradient.
         """
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if getattr(local, "fake_mode", None) is not self._fake_mode or not self._counts(local.device):
             return  # DTensor computes shapes on fake tensors of its own
-        self._count(local.untyped_storage(), category, written)
+        storage = local.untyped_storage()
+        if self.gloo_copies or not view or storage._cdata in self._held:
+            self._count(storage, category, maybe_gradient=not view)
 
-    def _count(self, storage: torch.UntypedStorage, category: str | None, written: bool = True) -> None:
+    def _count(self, storage: torch.UntypedStorage, category: str | None, maybe_gradient: bool = True) -> None:
         self._bury()  # before its address can be taken for that of one that has died
         size, key = storage.nbytes(), storage._cdata
         held = self._held.get(key)
         if held is None:
             ref = weakref.ref(storage, lambda _: self._dead.append(key))
             filed = category or self._category_at_birth()
-            maybe_gradient = self._in_backward and written and filed == "other"
+            maybe_gradient = maybe_gradient and self._in_backward and filed == "other"
             held = self._held[key] = Held(ref, filed, self._event, maybe_gradient)
         elif category is not None and held.category not in STATE:  # ZeRO-1 gathers into its parameters
             self._refile(held, category)
@@ -236,7 +247,8 @@ class Memory(TorchDispatchMode):
     def _refile(self, held: Held, category: str) -> None:
         """Move a storage to another category, also in all that was noted since its birth."""
         noted = itertools.takewhile(lambda entry: entry[0] >= held.since, reversed(self.timeline))
-        marks = (mark for mark in (self._peak, self._after_forward) if mark and mark[0] >= held.since)
+        known = {id(mark): mark for mark in (self._peak, self._after_forward, *self._parts.values()) if mark}
+        marks = (mark for mark in known.values() if mark[0] >= held.since)
         for totals in (self._now, *(totals for _, totals in itertools.chain(marks, noted))):
             totals[held.category] -= held.bytes
             totals[category] += held.bytes
@@ -250,6 +262,8 @@ class Memory(TorchDispatchMode):
     def _note(self) -> None:
         """Keep the peak, and an entry of the timeline where it is worth one."""
         total = sum(self._now.values())
+        if self.part not in self._parts or total > sum(self._parts[self.part][1].values()):
+            self._parts[self.part] = (self._event, dict(self._now))
         if total > self._peak_bytes:
             self._peak, self._peak_bytes = (self._event, dict(self._now)), total
         last = self.timeline[-1][1] if self.timeline else None

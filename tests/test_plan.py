@@ -1,0 +1,173 @@
+"""The planner: what it traces is what a run holds, what it extends is what it would trace, and its speed is near to
+what others have measured."""
+
+import json
+import random
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench import published
+from bench.cells import config_of, run_cell
+from bench.plan import ROWS, PlanConfig, main, rows_for, shape_of
+from bench.plan_report import describe, name_of, nothing_fits, plot
+from bench.planner import LAYERS, MOST, Planner, capacity, extended, in_blocks, traced
+from bench.speed import GPUS, Exchange, collective_seconds, step_seconds
+from bench.trace import trace
+from nanoGPT.cli import command_line
+from nanoGPT.exits import ConfigError
+from nanoGPT.model import GPT, GPTConfig
+
+SMALL = GPTConfig(2, 2, 32, 16, False, 80)
+CHOICES: dict[str, dict[str, list[Any]]] = {
+    "baseline": {},
+    "phase1": {"zero1_backend": ["flat"], "zero1_bucket_mb": [0.05, 25.0]},
+    "phase3": {
+        "fsdp_wrap": ["block", "block", "size"],
+        "fsdp_reshard_after_forward": [True, False],
+        "fsdp_shard_size": ["all", "2"],
+        "fsdp_activation_checkpointing": ["none", "selective", "full"],
+        "fsdp_sync_every_micro_batch": [False, True],
+    },
+}
+
+
+def drawn(seed: int) -> tuple[str, int, dict[str, Any]]:
+    """A phase, a number of ranks, and words of a configuration, at random."""
+    draw = random.Random(seed)
+    phase = draw.choice(["baseline", "phase1", "phase3", "phase3"])
+    words = {name: draw.choice(values) for name, values in CHOICES[phase].items()}
+    words |= {"n_layer": draw.choice([1, 2, 3]), "n_embd": draw.choice([32, 64]), "block_size": draw.choice([16, 32])}
+    words |= {"batch_size": draw.choice([1, 3]), "dtype": draw.choice(["float32", "bfloat16"])}
+    words |= {"fsdp_min_num_params": 2000} if words.get("fsdp_wrap") == "size" else {}
+    return phase, draw.choice([2, 4]), words
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_trace_holds_what_a_run_holds(seed, tmp_path):
+    """For twelve configurations at random: rank 0's state is traced to the byte, and the peak of its memory to 5
+    percent of what the ledger counts in a run."""
+    phase, ranks, words = drawn(seed)
+    words = {"dataset": "shakespeare_char", "device": "cpu", "n_head": 2, "vocab_size": 80, **words}
+    config = config_of(phase, tmp_path / "run", **words, max_iters=3, eval_iters=1, eval_interval=100)
+    found = run_cell(phase, ranks, config).rank_0
+    planned = trace(config, GPTConfig.of(vars(config)), ranks)
+    assert planned.costs.state == found["state_bytes"], (phase, ranks, words)
+    held = sum(found["memory"]["peak"].values())
+    assert sum(planned.memory.peak.values()) == pytest.approx(held, rel=0.05), (phase, ranks, words)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_what_is_extended_is_what_would_be_traced(row):
+    """From 3 and 4 blocks to 7: the peak of the whole trace to two thousandths (phase 1 pads its buckets), its traffic,
+    and its time."""
+    few = [traced(row, replace(SMALL, n_layer=layers), 4, 3, 2) for layers in LAYERS]
+    full = traced(row, replace(SMALL, n_layer=7), 4, 3, 2)
+    held = sum(extended([each.held for each in few], 7).values())
+    assert held == pytest.approx(max(sum(part.values()) for part in full.held.values()), rel=0.002)
+    for name in ("traffic", "state", "kernels", "eager", "compiled"):
+        found = in_blocks([getattr(each, name) for each in few], 7)
+        assert sum(found.values()) == pytest.approx(sum(getattr(full, name).values()), rel=0.005), name
+
+
+class Here(Executor):
+    """Does at once what it is given."""
+
+    def submit(self, function, /, *args, **kwargs):
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
+
+
+def test_the_largest_micro_batch_is_the_largest(monkeypatch):
+    """One sequence more is traced not to fit; with more space than any needs, the plan's limit is told."""
+    planner = Planner(SMALL, "t4", 4, 1, Here())
+    for row in (ROWS[1], ("phase3", {"fsdp_activation_checkpointing": "full"})):
+        for wanted in (1, 7, 50):
+            space = planner.total(row, wanted) + 1
+            monkeypatch.setattr("bench.planner.capacity", lambda gpu, space=space: space)
+            found = planner.largest(row)
+            assert planner.total(row, found) <= space < planner.total(row, found + 1)
+    monkeypatch.setattr("bench.planner.capacity", lambda gpu: 1000)
+    assert planner.largest(ROWS[1]) == 0
+    monkeypatch.setattr("bench.planner.capacity", capacity)
+    assert planner.largest(ROWS[1]) == MOST
+
+
+def test_state_is_that_of_the_formula_for_gpt2():
+    """16P for DDP, 16P/N for FSDP, 8P + 8P/N for ZeRO-1 with what its buckets are filled up with, at N = 8."""
+    shape = shape_of(PlanConfig("gpt2"))
+    params = sum(p.numel() for p in GPT(shape).parameters())
+    planner = Planner(shape, "h100", 8, 1, Here())
+    assert planner.params == params
+    for row, expected in ((ROWS[0], 16 * params), (ROWS[1], 9 * params), (ROWS[3], 2 * params)):
+        state = in_blocks([each.state for each in planner.slices(row, 1)], shape.n_layer)
+        assert sum(state.values()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_plan(capsys, tmp_path):
+    """A model fits, the table says so, JSON is the same plan, and a token count takes time and costs."""
+    config = PlanConfig("gpt2", 16, "t4", block_size=64, n_layer=3, n_embd=96, n_head=3, tokens=1e9, price=2.0)
+    main(replace(config, json=True))
+    found = json.loads(capsys.readouterr().out)
+    rows, text = rows_for(16), describe(found)
+    names = [name_of({"phase": phase, "options": options}) for phase, options in rows]
+    assert len(rows) == len(ROWS) + 1 and all(name in text for name in names)
+    assert "The first that fits: baseline. The fastest:" in text
+    assert [name_of(row) for row in found["rows"]] == names
+    for row in found["rows"]:
+        assert row["fits"] and row["largest_batch_size"] > 8 and row["total_bytes"] == sum(row["bytes"].values())
+        for speed in row["speed"].values():
+            assert 0 < speed["mfu"] < 1 and speed["waiting_seconds"] >= 0
+            hours = 1e9 / speed["tokens_per_second"] / 3600
+            assert speed["days"] == pytest.approx(hours / 24) and speed["cost"] == pytest.approx(hours * 16 * 2)
+    state = {row["phase"]: sum(row["state_bytes"].values()) for row in found["rows"]}
+    assert state["phase3"] < state["phase1"] < state["baseline"]
+    small = {**found, "usable_bytes": 1000, "rows": [{**row, "fits": False, "speed": None} for row in found["rows"]]}
+    assert "the state alone needs" in nothing_fits(small) and "Nothing fits" in describe(small)
+    plot(tmp_path / "plan.png", found, {"baseline": {1: 2e9, 2: 2e9}, "phase3": {1: 2e9, 2: 1e9}})
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_speed_near_published_runs(capsys):
+    """Every published run is met within 25 percent."""
+    published.main(write=False)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    off = [float(line.rsplit(maxsplit=1)[1].rstrip("%")) for line in lines]
+    assert len(off) == 6 and max(map(abs, off)) <= 25, lines
+
+
+def test_a_step_waits_for_what_nothing_hides():
+    """Communication longer than what hides it is waited for; else the last collective is."""
+    parts = {"forward": 1.0, "backward": 2.0, "update": 0.5}
+    assert step_seconds(parts, {}, {}, micro_batches=3) == 9.5
+    assert step_seconds(parts, {}, {"backward": Exchange(1.5, 0.1)}) == pytest.approx(3.6)
+    assert step_seconds(parts, {"forward": Exchange(4.0, 0.1)}, {"backward": Exchange(5.0, 0.1)}, 2) == pytest.approx(
+        2 * 4.0 + 2.0 + 5.0 + 0.5
+    )
+    slow, fast = GPUS["t4"], GPUS["h100"]
+    assert collective_seconds(slow, "all-reduce", 1e9, 8) > 10 * collective_seconds(fast, "all-reduce", 1e9, 8)
+    assert collective_seconds(fast, "all-gather", 0, 1024) == pytest.approx(896 * 3e-6 + 128 * 12e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu=h1000"], "unknown.*h100"),
+        (["--model=gpt3"], "unknown.*gpt2"),
+        (["--gpus=0"], "give 1 or more, up to 1024"),
+        (["--gpus=2000"], "up to 1024"),
+        (["--n_embd=30"], "no multiple of --n_head"),
+        (["--batch_size=-1"], "give 1 or more"),
+        (["--batch_size=200"], "up to 128"),
+        (["--tokens=nan"], "above 0"),
+        (["--price=2"], "without --tokens"),
+        (["--plot=/nowhere/plan.png"], "directory"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(words, said):
+    """An unknown GPU or model, or a number that cannot be, is refused with what would do."""
+    with pytest.raises(ConfigError, match=said):
+        shape_of(command_line(PlanConfig, words))
