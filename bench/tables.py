@@ -72,12 +72,11 @@ def phase2_runs_table() -> str:
 
 
 def overhead_table() -> str:
-    """The trainer's step against the bare loop's."""
+    """The trainer's step against the bare loop's, and against one that the ledger watches."""
     rows = []
     for result in read_results("step-overhead"):
-        bare, trainer, data = (
-            statistics.median(result["samples"][name]) for name in ("bare_ms", "trainer_ms", "data_ms")
-        )
+        names = ("bare_ms", "trainer_ms", "data_ms", "unwatched_ms", "watched_ms")
+        bare, trainer, data, unwatched, watched = (statistics.median(result["samples"][name]) for name in names)
         rows.append(
             [
                 hardware_of(result),
@@ -85,9 +84,11 @@ def overhead_table() -> str:
                 f"{trainer:.1f} ms",
                 f"{trainer / bare:.3f}",
                 f"{data / trainer:.2%}",
+                f"{watched / unwatched:.2f}",
             ]
         )
-    return table(["hardware", "bare loop", "trainer", "ratio", "data loading"], rows)
+    head = ["hardware", "bare loop", "trainer", "ratio", "data loading", "a step under the ledger"]
+    return table(head, rows)
 
 
 def matrix_table() -> str:

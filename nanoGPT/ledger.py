@@ -103,6 +103,11 @@ class Traffic(TorchDispatchMode):
         self.rows: dict[tuple[str, int], dict[str, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.record(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def record(self, func: Any, args: Any) -> None:
+        """Take note of an operator that is about to run, if it is a collective."""
         if func.namespace == "c10d" and (known := COLLECTIVES.get(func.__name__.split(".")[0])):
             kind, position = known
             group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
@@ -114,7 +119,6 @@ class Traffic(TorchDispatchMode):
             row["calls"] += 1
             row["tensor_bytes"] += full
             row["ring_bytes"] += ring_bytes(kind, full, ranks)
-        return func(*args, **(kwargs or {}))
 
 
 class Ledger:
@@ -149,7 +153,9 @@ class Ledger:
         hook = self.optimizer.register_step_pre_hook(self._count_gradients)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
-        with Traffic() as traffic, Memory(self.model, self.optimizer, self.run.device, gloo_copies=False) as memory:
+        traffic = Traffic()
+        watched = (self.model, self.optimizer, self.run.device)
+        with Memory(*watched, also=traffic.record) as memory:
             yield
         hook.remove()
         self._write(Path(self.config.out_dir), traffic, memory)

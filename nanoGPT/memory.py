@@ -9,6 +9,7 @@
 
 A dispatch mode sees the tensors that every operator returns, on any device and fake ones too. It does not see what an
 operator holds while it runs, nor the allocator's rounding and gaps: `torch.cuda.max_memory_allocated` is a little more.
+Nor are the copies counted that gloo makes of what it reduces: NCCL makes none.
 torch runs a compiled model uncompiled where a mode watches, so that what is counted is the model's eager step. A tensor
 that was alive before counts from when it is given or first used; DDP's buckets, from the first gradient put into them.
 """
@@ -72,8 +73,7 @@ class Memory(TorchDispatchMode):
         model: whose parameters and gradients are held from the start.
         optimizer: whose state is; with FSDP its parameters are the shards also where a unit is gathered at the start.
         device: count tensors on this device alone; None counts them wherever they are.
-        gloo_copies: count also what is first seen in a view: gloo's own copies of what it reduces, which NCCL does not
-            make. With them the total is that of torch's MemTracker.
+        also: told of every operator that is not aten's, and of its arguments: a second mode would cost as much as this.
 
     Attributes:
         timeline: (event, bytes by category): whenever gathered bytes changed, and whenever the total had moved by a
@@ -86,14 +86,15 @@ class Memory(TorchDispatchMode):
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
-        gloo_copies: bool = True,
+        also: Callable[[Any, Any], None] = lambda operator, args: None,
     ) -> None:
         super().__init__()
-        self.model, self.optimizer, self.device, self.gloo_copies = model, optimizer, device, gloo_copies
+        self.model, self.optimizer, self.device, self.also = model, optimizer, device, also
         self.timeline: list[tuple[int, Totals]] = []
         self._now: Totals = dict.fromkeys(CATEGORIES, 0)
         self._peak, self._peak_bytes = (0, dict(self._now)), 0
-        self.part, self._parts = "", {"": self._peak}
+        self.part, self._parts, self._part_bytes = "", {"": self._peak}, {"": 0}
+        self._noted = (-1, 0)  # gathered bytes and all bytes in the newest entry of the timeline
         self._after_forward: tuple[int, Totals] | None = None
         self._held: dict[int, Held] = {}  # by the address of the C++ storage, which lives as long as the Python one
         self._dead: list[int] = []  # addresses of those that have died since; gloo's threads let go of them at any time
@@ -145,12 +146,17 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # it runs on local tensors instead, and those come here
+        special = func.namespace != "aten"  # of a collective, or of FSDP
+        if special:
+            self.also(func, args)
+        if func.is_view:
+            return func(*args, **(kwargs or {}))  # nothing new, or a copy that gloo made of what it reduces
         self._event += 1
         self._look()
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            self._see(tensor, view=func.is_view)
-        if told := TOLD_BY.get(func._schema.name):
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
+            self._see(tensor)
+        if special and (told := TOLD_BY.get(func._schema.name)):
             where, category = told
             for tensor in tensors_in(args[where] if isinstance(where, slice) else (kwargs or {})[where]):
                 self._see(tensor, category)
@@ -196,11 +202,14 @@ class Memory(TorchDispatchMode):
 
     def _look(self) -> None:
         """Notice what has died, and whether a backward has begun or ended, since the last event."""
-        self._bury()
+        if self._dead:
+            self._bury()
         inside = torch._C._current_graph_task_id() != -1
-        if inside and not self._in_backward:
+        if inside == self._in_backward:
+            return
+        if inside:
             self._after_forward = (self._event - 1, dict(self._now))
-        elif self._in_backward and not inside:
+        else:
             for held in self._held.values():
                 if held.maybe_gradient:
                     self._refile(held, "gradients")
@@ -212,26 +221,22 @@ class Memory(TorchDispatchMode):
             return self._fake_mode is not None
         return self.device is None or device.type == self.device.type
 
-    def _see(self, tensor: Tensor, category: str | None = None, view: bool = False) -> None:
-        """Count a tensor's storage, if it is not counted yet, and file it under a category, if one is given.
-
-        What is first seen in a view was made out of sight: a copy inside gloo's reduce-scatter, which is no gradient.
-        """
+    def _see(self, tensor: Tensor, category: str | None = None) -> None:
+        """Count a tensor's storage, if it is not counted yet, and file it under a category, if one is given."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if getattr(local, "fake_mode", None) is not self._fake_mode or not self._counts(local.device):
             return  # DTensor computes shapes on fake tensors of its own
-        storage = local.untyped_storage()
-        if self.gloo_copies or not view or storage._cdata in self._held:
-            self._count(storage, category, maybe_gradient=not view)
+        self._count(local.untyped_storage(), category)
 
-    def _count(self, storage: torch.UntypedStorage, category: str | None, maybe_gradient: bool = True) -> None:
-        self._bury()  # before its address can be taken for that of one that has died
+    def _count(self, storage: torch.UntypedStorage, category: str | None) -> None:
+        if self._dead:
+            self._bury()  # before its address can be taken for that of one that has died
         size, key = storage.nbytes(), storage._cdata
         held = self._held.get(key)
         if held is None:
             ref = weakref.ref(storage, lambda _: self._dead.append(key))
             filed = category or self._category_at_birth()
-            maybe_gradient = maybe_gradient and self._in_backward and filed == "other"
+            maybe_gradient = self._in_backward and filed == "other"
             held = self._held[key] = Held(ref, filed, self._event, maybe_gradient)
         elif category is not None and held.category not in STATE:  # ZeRO-1 gathers into its parameters
             self._refile(held, category)
@@ -261,15 +266,16 @@ class Memory(TorchDispatchMode):
 
     def _note(self) -> None:
         """Keep the peak, and an entry of the timeline where it is worth one."""
-        total = sum(self._now.values())
-        if self.part not in self._parts or total > sum(self._parts[self.part][1].values()):
-            self._parts[self.part] = (self._event, dict(self._now))
+        now = self._now
+        total = sum(now.values())
+        if total > self._part_bytes.get(self.part, -1):
+            self._parts[self.part], self._part_bytes[self.part] = (self._event, dict(now)), total
         if total > self._peak_bytes:
-            self._peak, self._peak_bytes = (self._event, dict(self._now)), total
-        last = self.timeline[-1][1] if self.timeline else None
-        moved = abs(total - sum(last.values())) if last else self._peak_bytes
-        if last is None or last["gathered"] != self._now["gathered"] or 100 * moved > self._peak_bytes:
-            self.timeline.append((self._event, dict(self._now)))
+            self._peak, self._peak_bytes = (self._event, dict(now)), total
+        gathered, noted = self._noted
+        if gathered != now["gathered"] or 100 * abs(total - noted) > self._peak_bytes:
+            self.timeline.append((self._event, dict(now)))
+            self._noted = now["gathered"], total
 
 
 def watch_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:

@@ -78,8 +78,9 @@ class Runtime:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's small picklable value, on every rank, in rank order. Collective."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def barrier(self) -> None:

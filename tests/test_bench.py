@@ -52,6 +52,16 @@ def test_the_trainer_adds_little_to_a_step(tmp_path):
     assert trainer < 1.10 * bare and data < 0.03 * trainer, (bare, trainer, data)
 
 
+def test_the_ledger_slows_a_step_by_little(tmp_path):
+    """By less than half in a few steps, whatever else the machine does; the committed measurement has at most 20%."""
+    config = TrainConfig(device="cpu", out_dir=str(tmp_path), gradient_accumulation_steps=8)
+    samples = step_overhead.measure_ledger(config, 6)
+    assert min(samples["watched_ms"]) < 1.5 * min(samples["unwatched_ms"]), samples
+    for result in results.read_results("step-overhead"):
+        watched, unwatched = (statistics.median(result["samples"][name]) for name in ("watched_ms", "unwatched_ms"))
+        assert watched <= 1.2 * unwatched
+
+
 def test_the_peaks_of_devices(monkeypatch):
     """MFU uses the peak of the GPU it runs on, none on a CPU, and none on a GPU that the table does not know."""
     from nanoGPT.runtime import Runtime
