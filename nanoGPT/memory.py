@@ -146,8 +146,7 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # it runs on local tensors instead, and those come here
-        special = func.namespace != "aten"  # of a collective, or of FSDP
-        if special:
+        if special := func.namespace != "aten":  # of a collective, or of FSDP
             self.also(func, args)
         if func.is_view:
             return func(*args, **(kwargs or {}))  # nothing new, or a copy that gloo made of what it reduces
@@ -204,8 +203,7 @@ class Memory(TorchDispatchMode):
         """Notice what has died, and whether a backward has begun or ended, since the last event."""
         if self._dead:
             self._bury()
-        inside = torch._C._current_graph_task_id() != -1
-        if inside == self._in_backward:
+        if (inside := torch._C._current_graph_task_id() != -1) == self._in_backward:
             return
         if inside:
             self._after_forward = (self._event - 1, dict(self._now))
