@@ -1,9 +1,6 @@
 """What `make plan` knows of a phase: its memory and its time, from traces of a few blocks extended to all of them."""
 
-import contextlib
-import io
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -71,9 +68,7 @@ def traced(row: Row, shape: GPTConfig, ranks: int, batch_size: int, micro_batche
     words = {"batch_size": batch_size, "block_size": shape.block_size, "dtype": "bfloat16", "device": "cpu"}
     accumulation = {"gradient_accumulation_steps": micro_batches * ranks}
     config = config_of(phase, Path("out"), **words, **accumulation, **options)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")  # of addresses of fake tensors
-        found = trace(config, shape, ranks, GPUS[gpu])
+    found = trace(config, shape, ranks, GPUS[gpu])
     times = (found.roofline.eager, found.roofline.compiled, found.roofline.kernels)
     each = [{part: t[part] / (1 if part == "update" else found.micro_batches) for part in PARTS} for t in times]
     return Slice(found.memory.peak_of_part(), found.costs.state, found.costs.traffic, *each)

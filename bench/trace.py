@@ -12,6 +12,8 @@ other cannot be read: ZeRO-1's checks among ranks are left out, and every parame
 """
 
 import contextlib
+import io
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -206,6 +208,14 @@ def parts_named(model: nn.Module, memory: Memory) -> Iterator[None]:
 PARTS = ("last forward", "head", "last backward", "middle", "first backward", "update")
 
 
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Nothing is said of kernels that are chosen, nor of the addresses of fake tensors."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
 @dataclass
 class Traced:
     """What the second step of rank 0 held and did in its micro-batches, and what it costs by the formula."""
@@ -228,7 +238,7 @@ def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h1
     dtype = DTYPES.get(config.dtype, torch.float32)
     run = Runtime(0, 0, ranks, ranks, CPU, dtype)
     micro_batches = min(2, config.gradient_accumulation_steps // ranks)  # from the second on, each is as the last
-    with fake_world(ranks), FakeTensorMode(allow_non_fake_inputs=True):
+    with quietly(), fake_world(ranks), FakeTensorMode(allow_non_fake_inputs=True):
         job = job_of(config, shape, run)
         step(job, config, run, micro_batches, lambda _: None)
         job.optimizer.zero_grad()

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Train phase 3 on several nodes of a Slurm cluster; every word after the script's name is the trainer's:
+# Train phase 3, or TRAINER=phase1_zero1/train.py, on several nodes of a Slurm cluster; words after the script are its:
 #
 #   sbatch phase3_fsdp/slurm.sh config/train_gpt2_xl.py --batch_size=4      # from the repository, after `make setup`
 #   sbatch --nodes=4 --time=04:00:00 phase3_fsdp/slurm.sh                   # sbatch's own words win over those below
@@ -35,8 +35,9 @@ fi
 
 # One launcher a node. What differs between nodes is known only there, so a shell on each puts the command together.
 # A node whose launcher fails ends the others: they would wait for its ranks.
-export PY=${PY:-.venv/bin/python}
+export PY=${PY:-.venv/bin/python} TRAINER=${TRAINER:-phase3_fsdp/train.py}
+# shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 bash -c '
     exec "$PY" -m nanoGPT.launch --gpus="${SLURM_GPUS_ON_NODE:-8}" --nnodes="$SLURM_NNODES" \
-        --node_rank="$SLURM_NODEID" --master_addr="$MASTER_ADDR" phase3_fsdp/train.py "$@"
+        --node_rank="$SLURM_NODEID" --master_addr="$MASTER_ADDR" "$TRAINER" "$@"
 ' launch "${words[@]}"

@@ -1,0 +1,260 @@
+"""Named experiments: many runs, one after another or by Slurm, with one report.
+
+    make suite SUITE=scaling                                   # or memory, wrapping, kernels, optimizers, seeds, all
+    make suite SUITE=my_suite.toml                             # one's own; bench/suites/scaling.toml shows the form
+    make suite SUITE=scaling ARGS="--create_slurm=True --gpus_per_node=8 --gpu=h100 --price=2.5"
+
+A suite is every phase on every number of ranks with every variant and every seed. Its runs are those of `make`, each in
+a directory of its own with a status.json: pending, running, done, oom, timeout, or failed and why. What is done is not
+done again: start the same command after a kill, and it goes on, a run that had saved from its checkpoint. At the end,
+`results.json`, a picture and `report.md` are in `out/suites/NAME`.
+"""
+
+import fcntl
+import hashlib
+import importlib
+import itertools
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bench.cells import PHASES
+from bench.suite_plan import describe_seconds, gpu_of, seconds_of
+from bench.suite_report import METRICS, report
+from bench.suite_run import DONE, Run, execute, read_status
+from bench.suite_slurm import create_scripts
+from nanoGPT.cli import command_line
+from nanoGPT.config import TrainConfig, nearest, parse, validate
+from nanoGPT.exits import ConfigError, one_sentence
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITES = ROOT / "bench" / "suites"
+SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a suite's file says.
+
+    Attributes:
+        about: one sentence.
+        phases, ranks, seeds: of each run one.
+        metric: what is compared: one of METRICS.
+        minutes: after which a run is ended.
+        config: fields of the configuration that all runs share; what is not named is the machine's default.
+        variants: by name, fields that differ; a phase that has no such field leaves the variant out.
+        scale_batch: multiply the micro-batches of a step by the ranks.
+        lr_scaling: of the learning rate with the sequences of a step over `reference_batch`: none, sqrt or linear.
+    """
+
+    name: str
+    about: str
+    phases: list[str]
+    ranks: list[int]
+    metric: str
+    seeds: list[int] = field(default_factory=lambda: [1337])
+    minutes: float = 60
+    config: dict[str, Any] = field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = field(default_factory=lambda: {"plain": {}})
+    scale_batch: bool = False
+    lr_scaling: str = "none"
+    reference_batch: int = 0
+
+
+@dataclass
+class SuiteConfig:
+    """Which suite to run, and where."""
+
+    suite: str = "scaling"
+    """scaling, memory, wrapping, kernels, optimizers, seeds, all of them, or a file"""
+    out_dir: Path = Path("out/suites")
+    """a directory for each suite is made here"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """of the runs"""
+    retry: bool = False
+    """run again what ended as oom, timeout or failed"""
+    create_slurm: bool = False
+    """write sbatch scripts and submit-all.sh, and run nothing"""
+    gpus_per_node: int = 8
+    """of the Slurm cluster"""
+    gpu: str | None = None
+    """its GPUs, such as h100, to estimate times for; None: this machine"""
+    price: float | None = None
+    """of a GPU for an hour, to estimate costs"""
+
+
+def load(name: str) -> Suite:
+    """Read a suite's file.
+
+    Raises:
+        ConfigError: no such suite, or a file that says what cannot be.
+    """
+    path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
+    if not path.is_file():
+        names = sorted(path.stem for path in SUITES.glob("*.toml"))
+        raise ConfigError(f"there is no suite {name}{nearest(name, names) or ': give ' + ', '.join([*names, 'all'])}")
+    try:
+        said = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+    allowed = {each.name: each for each in fields(Suite) if each.name != "name"}
+    for key in said:
+        if key not in allowed:
+            raise ConfigError(f"{path}: {key} is no field of a suite{nearest(key, list(allowed))}")
+    missing = [key for key in ("about", "phases", "ranks", "metric") if key not in said]
+    if missing:
+        raise ConfigError(f"{path}: {missing[0]} is missing; bench/suites/scaling.toml shows the form")
+    suite = Suite(path.stem, **said)
+    check(suite, path)
+    return suite
+
+
+def check(suite: Suite, path: Path) -> None:
+    """Refuse values that no suite can have."""
+    shapes: dict[str, tuple[Any, str]] = {
+        "about": (str, "a sentence"), "phases": (list, "a list"), "ranks": (list, "a list"), "seeds": (list, "a list"),
+        "metric": (str, "a word"), "minutes": ((int, float), "a number"), "config": (dict, "a table"),
+        "variants": (dict, "tables"), "scale_batch": (bool, "true or false"), "lr_scaling": (str, "a word"),
+        "reference_batch": (int, "a number"),
+    }  # fmt: skip
+    for name, (kind, said) in shapes.items():
+        if not isinstance(getattr(suite, name), kind):
+            raise ConfigError(f"{path}: {name} must be {said}")
+    choices = (
+        ("phases", suite.phases, list(PHASES)),
+        ("metric", [suite.metric], list(METRICS)),
+        ("lr_scaling", [suite.lr_scaling], list(SCALINGS)),
+    )
+    for name, values, known in choices:
+        for value in values:
+            if value not in known:
+                raise ConfigError(f"{path}: {name} = {value!r} cannot be: give {', '.join(known)}")
+    for name in ("phases", "ranks", "seeds", "variants"):
+        if not getattr(suite, name):
+            raise ConfigError(f"{path}: {name} is empty")
+    for name in ("ranks", "seeds"):
+        if not all(type(value) is int and value >= (name == "ranks") for value in getattr(suite, name)):
+            raise ConfigError(f"{path}: {name} must be whole numbers")
+    if not suite.minutes > 0:
+        raise ConfigError(f"{path}: minutes must be more than 0")
+    if suite.lr_scaling != "none" and suite.reference_batch < 1:
+        raise ConfigError(f"{path}: lr_scaling needs reference_batch, the sequences a step for which the rate is meant")
+
+
+def config_class(phase: str) -> type[TrainConfig]:
+    found: type[TrainConfig] = importlib.import_module(f"{PHASES[phase]}.train").Config
+    return found
+
+
+def runs_of(suite: Suite, out_dir: Path, device: str) -> list[Run]:
+    """Every run of a suite, each with a configuration that its phase accepts.
+
+    Raises:
+        ConfigError: a field that no phase of the suite has, or a configuration that cannot be.
+    """
+    known = {name: {each.name for each in fields(config_class(name))} for name in suite.phases}
+    for name in {*suite.config, *itertools.chain(*suite.variants.values())}:
+        if not any(name in names for names in known.values()):
+            every = sorted(set().union(*known.values()))
+            raise ConfigError(f"suite {suite.name}: {name} is no field of a configuration{nearest(name, every)}")
+    found = []
+    for phase, ranks, (variant, words), seed in itertools.product(
+        suite.phases, suite.ranks, suite.variants.items(), suite.seeds
+    ):
+        if not set(words) <= known[phase]:
+            continue
+        given = {**{k: v for k, v in suite.config.items() if k in known[phase]}, **words, "seed": seed}
+        given |= {"device": device} if device != "auto" else {}
+        try:
+            found.append(run_of(suite, phase, ranks, variant, given, out_dir))
+        except ConfigError as error:
+            raise ConfigError(f"suite {suite.name}, {phase} on {ranks} rank(s), {variant}: {error}") from None
+    return found
+
+
+def run_of(suite: Suite, phase: str, ranks: int, variant: str, given: dict[str, Any], out_dir: Path) -> Run:
+    """One run; its directory's name changes with its configuration."""
+    trainer = ROOT / PHASES[phase] / "train.py"
+    config = parse(config_class(phase), flags(given), trainer)
+    scaled: dict[str, Any] = {}
+    if suite.scale_batch:
+        scaled["gradient_accumulation_steps"] = config.gradient_accumulation_steps * ranks
+        config = replace(config, **scaled)
+    if suite.lr_scaling != "none":
+        batch = config.batch_size * config.gradient_accumulation_steps
+        factor = (batch / suite.reference_batch) ** SCALINGS[suite.lr_scaling]
+        scaled |= {name: getattr(config, name) * factor for name in ("learning_rate", "min_lr")}
+        config = replace(config, **scaled)
+    validate(config, ranks)
+    config.check(ranks)
+    words = flags({**given, **scaled})
+    digest = hashlib.sha256(" ".join([phase, str(ranks), *words]).encode()).hexdigest()[:6]
+    directory = out_dir / f"{phase}-{ranks}-{variant}-{given['seed']}-{digest}"
+    return Run(directory, phase, ranks, variant, given["seed"], words, suite.minutes, config.max_iters, config)
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[int]:
+    """Hold a suite's directory; its runs inherit the hold, so that one which outlives this program keeps it.
+
+    Raises:
+        ConfigError: another program, or a run that it has left, is at work there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another suite, or a run that it left, is at work in {directory}: wait for it") from None
+        yield file.fileno()
+
+
+def main(config: SuiteConfig) -> int:
+    """Run one suite, or all, and write its report; 1 where a run did not end well."""
+    names = sorted(path.stem for path in SUITES.glob("*.toml")) if config.suite == "all" else [config.suite]
+    suites = [load(name) for name in names]
+    gpu = gpu_of(config.gpu)
+    planned = [(suite, runs_of(suite, config.out_dir / suite.name, config.device)) for suite in suites]
+    if config.create_slurm:
+        for suite, runs in planned:
+            print(create_scripts(runs, config.out_dir / suite.name, config.gpus_per_node, gpu, config.price))
+        return 0
+    return max(run_suite(suite, runs, config, gpu) for suite, runs in planned)
+
+
+def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any) -> int:
+    directory = config.out_dir / suite.name
+    with alone(directory) as lock:
+        gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+        fitting = [run for run in runs if not gpus or run.ranks <= gpus]
+        ended = {run for run in fitting if read_status(run.directory)["state"] in DONE[config.retry]}
+        left = [run for run in fitting if run not in ended]
+        seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in left}
+        print(f"{suite.name}: {suite.about}")
+        print(f"{len(fitting)} runs, {len(ended)} of them ended before{describe_seconds(seconds, config.price)}")
+        if len(fitting) < len(runs):
+            print(f"left out: {len(runs) - len(fitting)} on more ranks than the {gpus} GPU(s) of this machine")
+        for i, run in enumerate(left):
+            print(f"[{len(ended) + i + 1}/{len(fitting)}] {run.name} ...", end=" ", flush=True)
+            status = execute(run, lock)
+            print(" ".join(filter(None, [status["state"], f"{status['seconds']:.0f} s", status["reason"]])), flush=True)
+            if status["state"] == "pending":  # asked to stop, and saved
+                return 0
+        faults = [run for run in fitting if read_status(run.directory)["state"] != "done"]
+        print(f"wrote {report(suite.name, suite.about, suite.metric, fitting, directory)}")
+        return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        sys.exit(main(command_line(SuiteConfig, sys.argv[1:])))

@@ -1,0 +1,131 @@
+"""What a suite found: results.json with mean and spread over seeds, a picture, and report.md."""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.results import table
+from bench.suite_run import Run, read_status
+from nanoGPT.manifest import versions
+from nanoGPT.telemetry import git_commit, hardware
+
+Lines = list[dict[str, Any]]
+
+
+def median_of(name: str) -> Callable[[Lines, dict[str, Any]], float]:
+    """The median over a run's logged steps but the first."""
+    return lambda lines, ledger: statistics.median([line[name] for line in lines if line.get(name)][1:])
+
+
+def last_of(name: str) -> Callable[[Lines, dict[str, Any]], float]:
+    return lambda lines, ledger: float([line[name] for line in lines if line.get(name) is not None][-1])
+
+
+def ledger_peak(lines: Lines, ledger: dict[str, Any]) -> float:
+    """Bytes at the peak of the fullest rank's watched step; needs ledger = true."""
+    return max(sum(rank["memory"]["peak"].values()) for rank in ledger["ranks"])
+
+
+METRICS: dict[str, Callable[[Lines, dict[str, Any]], float]] = {
+    "tokens_per_second": median_of("tokens_per_second"),
+    "step_ms": median_of("step_ms"),
+    "loss": last_of("loss"),
+    "val_loss": last_of("val_loss"),
+    "peak_bytes": ledger_peak,
+}
+
+
+def value_of(run: Run, metric: str) -> float | None:
+    """A finished run's figure; None where it has none."""
+    if read_status(run.directory)["state"] != "done":
+        return None
+    lines = [json.loads(line) for line in (run.out_dir / "metrics.jsonl").read_text().splitlines()]
+    path = run.out_dir / "ledger.json"
+    try:
+        return METRICS[metric](lines, json.loads(path.read_text()) if path.exists() else {})
+    except (statistics.StatisticsError, IndexError, KeyError):
+        return None
+
+
+def grouped(runs: list[Run], metric: str) -> list[dict[str, Any]]:
+    """A row for each phase, rank count and variant: its seeds' figures, their mean, and their standard deviation."""
+    groups: dict[tuple[str, int, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.phase, run.ranks, run.variant), []).append(run)
+    rows = []
+    for (phase, ranks, variant), members in groups.items():
+        values = {run.seed: value_of(run, metric) for run in members}
+        found = [value for value in values.values() if value is not None]
+        rows.append(
+            {
+                "phase": phase,
+                "ranks": ranks,
+                "variant": variant,
+                "values": values,
+                "mean": statistics.fmean(found) if found else None,
+                "spread": statistics.stdev(found) if len(found) > 1 else None,
+                "states": {run.seed: read_status(run.directory) for run in members},
+            }
+        )
+    return rows
+
+
+def report(name: str, about: str, metric: str, runs: list[Run], directory: Path) -> Path:
+    """Write results.json, NAME.png and report.md into a suite's directory; returns the last."""
+    rows = grouped(runs, metric)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    machine = f"{hardware(device)}, torch {torch.__version__}"
+    where = {"hardware": hardware(device), "versions": versions(), "git_commit": git_commit()}
+    result = {"name": name, "metric": metric, **where, "rows": rows}
+    (directory / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(rows, metric, directory / f"{name}.png")
+    head = ["phase", "ranks", "variant", metric, "spread", "seeds", ""]
+    text = f"# {name}\n\n{about} Measured on {machine}.\n\n"
+    text += f"![{metric}]({name}.png)\n\n" + table(head, [cells(row) for row in rows])
+    path = directory / "report.md"
+    path.write_text(text)
+    return path
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    faults = {f"{state['state']}: {state['reason']}" for state in row["states"].values() if state["state"] != "done"}
+    mean, spread = shown(row["mean"]), shown(row["spread"])
+    found = sum(value is not None for value in row["values"].values())
+    return [row["phase"], str(row["ranks"]), row["variant"], mean, spread, str(found), "; ".join(sorted(faults))]
+
+
+def shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+
+
+def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
+    """The figure against ranks, a line for each phase and variant; bars where there is one rank count."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    there = [row for row in rows if row["mean"] is not None]
+    if len({row["ranks"] for row in there}) > 1:
+        for key in dict.fromkeys((row["phase"], row["variant"]) for row in there):
+            own = [row for row in there if (row["phase"], row["variant"]) == key]
+            errors = [row["spread"] or 0.0 for row in own]
+            axes.errorbar(
+                [row["ranks"] for row in own], [row["mean"] for row in own], errors, marker="o", label=" ".join(key)
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({row["ranks"] for row in there}), sorted({str(row["ranks"]) for row in there}, key=int))
+        axes.set_xlabel("ranks")
+        axes.legend(fontsize="small")
+    else:
+        names = [f"{row['phase']}\n{row['variant']}" for row in there]
+        axes.bar(names, [row["mean"] for row in there], yerr=[row["spread"] or 0.0 for row in there], capsize=4)
+        if there:
+            low, high = min(row["mean"] for row in there), max(row["mean"] for row in there)
+            if low > high / 2:  # what differs little is looked at closely
+                axes.set_ylim(low - 2 * (high - low) - 1e-9, high + (high - low) + 1e-9)
+    axes.set_ylabel(metric)
+    figure.savefig(path)

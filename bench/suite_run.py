@@ -1,0 +1,189 @@
+"""One run of a suite: a command, a directory, and a status file that says how it went.
+
+python -m bench.suite_run out/suites/scaling/phase1-4-plain-1337-3f2a9c     # what run.json there asks for
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.cells import PHASES
+from nanoGPT.config import TrainConfig
+from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.manifest import step_directories
+
+ROOT = Path(__file__).resolve().parents[1]
+SLURM = "phase3_fsdp/slurm.sh"
+STATES = ("pending", "running", "done", "oom", "timeout", "failed")
+ENDED = frozenset({"done", "oom", "timeout", "failed"})
+DONE = {False: ENDED, True: frozenset({"done"})}  # what is not run again, unless asked to retry
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a suite.
+
+    Attributes:
+        directory: its own.
+        words: of its command line, but for the directory.
+        minutes: after which it is ended.
+        steps: that it has when it is done.
+        config: as parsed; None where it was read from run.json.
+    """
+
+    directory: Path
+    phase: str
+    ranks: int
+    variant: str
+    seed: int
+    words: list[str] = field(hash=False)
+    minutes: float
+    steps: int
+    config: TrainConfig | None = field(default=None, hash=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.phase} on {self.ranks}, {self.variant}, seed {self.seed}"
+
+    @property
+    def out_dir(self) -> Path:
+        return self.directory / "run"
+
+    def save(self) -> None:
+        """Write run.json, from which `read_run` makes the same."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        said = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "config"}
+        said["directory"] = str(self.directory)
+        (self.directory / "run.json").write_text(json.dumps(said, indent=1) + "\n")
+
+
+def read_run(directory: Path) -> Run:
+    """A run from its run.json.
+
+    Raises:
+        ConfigError: there is none, or none that can be read.
+    """
+    try:
+        said = json.loads((directory / "run.json").read_text())
+        return Run(**{**said, "directory": directory})
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{directory} holds no run of a suite: {error}") from None
+
+
+def read_status(directory: Path) -> dict[str, Any]:
+    """A run's status; pending where there is none yet."""
+    try:
+        found: dict[str, Any] = json.loads((directory / "status.json").read_text())
+        return found
+    except (OSError, ValueError):
+        return {"state": "pending", "reason": "", "seconds": 0.0}
+
+
+def write_status(directory: Path, state: str, reason: str = "", seconds: float = 0.0) -> dict[str, Any]:
+    """Replace a run's status, whole or not at all."""
+    assert state in STATES
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    status = {"state": state, "reason": reason, "seconds": seconds, "time": now}
+    fresh = directory / ".status.json"
+    fresh.write_text(json.dumps(status, indent=1) + "\n")
+    fresh.replace(directory / "status.json")
+    return status
+
+
+def last_step(run: Run) -> int:
+    """Steps that its metrics tell of."""
+    try:
+        return int(json.loads((run.out_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    except (OSError, ValueError, IndexError, KeyError):
+        return 0
+
+
+def command(run: Run) -> list[str]:
+    """What runs it: slurm.sh inside a job of Slurm, else the launcher. One that has saved resumes."""
+    if run.out_dir.exists() and not step_directories(run.out_dir):
+        shutil.rmtree(run.out_dir)  # killed before its first checkpoint: from the start
+    trainer = f"{PHASES[run.phase]}/train.py"
+    if "SLURM_JOB_ID" in os.environ:
+        environment = [f"OUT_DIR={run.out_dir}", f"TRAINER={trainer}", f"PY={sys.executable}"]
+        return ["env", *environment, "bash", SLURM, *run.words]
+    words = [*run.words, f"--out_dir={run.out_dir.resolve()}"]
+    words += ["--init_from=resume"] if run.out_dir.exists() else []
+    return [sys.executable, "-m", "nanoGPT.launch", f"--gpus={run.ranks}", trainer, *words]
+
+
+def execute(run: Run, lock: int | None = None) -> dict[str, Any]:
+    """Run it to its end, and write down how it went.
+
+    Args:
+        lock: a file descriptor that its processes inherit.
+
+    Returns:
+        Its status; pending when it was asked to stop, and has saved.
+    """
+    run.save()
+    words, begin = command(run), time.time()
+    write_status(run.directory, "running")
+    environment = {**os.environ, **({} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": "1"})}
+    with open(run.directory / "log.txt", "a") as log:
+        fds, from_here = (lock,) if lock is not None else (), log.tell()
+        process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=environment, pass_fds=fds)
+        stopped = wait(process, 60 * run.minutes)
+    said = (run.directory / "log.txt").read_bytes()[from_here:].decode(errors="replace")
+    state, reason = outcome(run, process.returncode, stopped, said)
+    return write_status(run.directory, state, reason, time.time() - begin)
+
+
+def wait(process: "subprocess.Popen[bytes]", seconds: float) -> str:
+    """Wait for a run's end; why it was stopped, if it was: `timeout`, or `signal` for one that this process got."""
+    asked = []
+
+    def stop(*_: Any) -> None:
+        asked.append("signal")
+        process.terminate()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        asked.append("timeout")
+        process.terminate()  # it saves, and ends
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return asked[0] if asked else ""
+
+
+def outcome(run: Run, code: int, stopped: str, said: str) -> tuple[str, str]:
+    """How a run ended, and why, from its exit code and what it said."""
+    done = last_step(run)
+    if stopped == "timeout":
+        return "timeout", f"ended after {run.minutes:g} minutes at step {done} of {run.steps}"
+    if code == 0 and done >= run.steps:
+        return "done", ""
+    if code == 0 or stopped:
+        return "pending", f"stopped at step {done} of {run.steps}; the next start goes on"
+    lines = [line for line in said.splitlines() if line.startswith("error")]
+    reason = lines[-1] if lines else f"exit code {code}; {run.directory / 'log.txt'} has its output"
+    if "out of memory" in said.lower() or "killed by SIGKILL" in said:  # as Linux does when memory is short
+        return "oom", reason
+    return "failed", reason
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        ended = execute(read_run(Path(sys.argv[1])))
+        print(ended["state"], ended["reason"])
+        sys.exit(0 if ended["state"] in ("done", "pending") else 1)

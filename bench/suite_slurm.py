@@ -1,0 +1,82 @@
+"""A suite's runs as jobs of Slurm: one sbatch script each, for one to many nodes, and one that submits them all."""
+
+import shlex
+from pathlib import Path
+
+from bench.speed import Gpu
+from bench.suite_plan import describe_seconds, seconds_of
+from bench.suite_run import ROOT, Run
+from nanoGPT.exits import ConfigError
+
+SCRIPT = """#!/bin/bash
+# {name}: written by bench/suite_slurm.py; `bash submit-all.sh` submits it.
+#SBATCH --job-name={job}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --mem=0
+#SBATCH --time={minutes}
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={log}
+
+set -euo pipefail
+cd {root}
+exec .venv/bin/python -m bench.suite_run {directory}
+"""
+SUBMIT = """#!/bin/bash
+# Submit every run of this suite that has not ended yet; `python -m bench.suite` writes the report when they have.
+set -euo pipefail
+cd {root}
+for script in {scripts}/*.sbatch; do
+    directory={directory}/$(basename "$script" .sbatch)
+    if grep -qsE '"state": "(done|oom|timeout|failed)"' "$directory/status.json"; then
+        echo "ended before: $directory"
+    else
+        sbatch "$script"
+    fi
+done
+"""
+
+
+def create_scripts(runs: list[Run], directory: Path, gpus_per_node: int, gpu: Gpu, price: float | None) -> str:
+    """Write them into the suite's directory.
+
+    Returns:
+        What was written, and how long it will take.
+
+    Raises:
+        ConfigError: ranks that do not fill whole nodes.
+    """
+    if gpus_per_node < 1:
+        raise ConfigError(f"--gpus_per_node={gpus_per_node} cannot be: give 1 or more")
+    scripts = directory.resolve() / "slurm"
+    scripts.mkdir(parents=True, exist_ok=True)
+    for old in scripts.glob("*.sbatch"):
+        old.unlink()
+    for run in runs:
+        if run.ranks > gpus_per_node and run.ranks % gpus_per_node:
+            raise ConfigError(f"{run.ranks} ranks do not fill nodes of {gpus_per_node} GPUs: change ranks in the suite")
+        run.save()
+        (scripts / f"{run.directory.name}.sbatch").write_text(script_of(run, gpus_per_node))
+    words = {"root": shlex.quote(str(ROOT)), "scripts": shlex.quote(str(scripts))}
+    submit = scripts / "submit-all.sh"
+    submit.write_text(SUBMIT.format(**words, directory=shlex.quote(str(directory.resolve()))))
+    seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in runs}
+    return f"wrote {len(runs)} scripts{describe_seconds(seconds, price)}; submit them with: bash {submit}"
+
+
+def script_of(run: Run, gpus_per_node: int) -> str:
+    """The sbatch script of a run; its limit leaves two minutes to save in."""
+    directory = run.directory.resolve()
+    return SCRIPT.format(
+        name=run.name,
+        job=f"{run.phase}-{run.ranks}-{run.variant}",
+        nodes=-(-run.ranks // gpus_per_node),
+        gpus=min(run.ranks, gpus_per_node),
+        minutes=round(run.minutes) + 3,
+        log=directory / "slurm.txt",
+        root=shlex.quote(str(ROOT)),
+        directory=shlex.quote(str(directory)),
+    )

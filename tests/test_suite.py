@@ -1,0 +1,214 @@
+"""Suites: runs that continue after a kill, states that say how they ended, scripts for Slurm, and one report."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.suite import SUITES, Suite, SuiteConfig, alone, load, main, runs_of
+from bench.suite_plan import gpu_of, here, seconds_of
+from bench.suite_report import grouped, report
+from bench.suite_run import execute, read_run, read_status, write_status
+from nanoGPT.cli import command_line
+from nanoGPT.exits import ConfigError
+from tests.helpers import ROOT
+from tests.test_nodes import SCONTROL, SRUN
+
+TINY = {"n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 8, "batch_size": 2, "max_iters": 4, "log_interval": 1}
+TINY |= {"eval_interval": 2, "eval_iters": 1, "gradient_accumulation_steps": 2, "always_save_checkpoint": True}
+FORM = """about = "Tiny runs."
+phases = ["baseline", "phase3"]
+ranks = [1]
+metric = "val_loss"
+minutes = 2
+seeds = [1, 2]
+
+[config]
+"""
+
+
+def file_of(tmp_path: Path, text: str = FORM, **words: object) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(text + "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**TINY, **words}.items()))
+    return path
+
+
+def one_run(tmp_path: Path, phase: str = "baseline", ranks: int = 1, **words: object):
+    """The run of a suite that has no other."""
+    suite = Suite("one", "One run.", [phase], [ranks], "val_loss", config={**TINY, **words}, minutes=2)
+    (run,) = runs_of(suite, tmp_path, "cpu")
+    return run
+
+
+def test_every_suite_can_be_planned(tmp_path):
+    """Each of this repository's suites has runs that their phases accept, and an estimate of their time."""
+    names = sorted(path.stem for path in SUITES.glob("*.toml"))
+    assert names == ["kernels", "memory", "optimizers", "scaling", "seeds", "wrapping"]
+    for name in names:
+        suite = load(name)
+        runs = runs_of(suite, tmp_path, "cpu")
+        assert len(runs) > 1 and len({run.directory for run in runs}) == len(runs)
+    assert {run.variant for run in runs_of(load("memory"), tmp_path, "cpu") if run.phase == "phase1"} == {"plain"}
+    run = runs_of(load("scaling"), tmp_path, "cpu")[0]
+    assert 5 < seconds_of(run.config, run.phase, run.ranks, here()) < 600
+
+
+def test_a_suite_is_killed_and_continued(tmp_path):
+    """SIGKILL in the middle of a suite; started again, it does what is left, does nothing twice, and reports."""
+    path = file_of(tmp_path, max_iters=30, eval_interval=5)
+    words = [sys.executable, "-m", "bench.suite", f"--suite={path}", f"--out_dir={tmp_path}/out", "--device=cpu"]
+    first = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    directory = tmp_path / "out" / "tiny"
+    wait_for(lambda: len(states(directory)) >= 2 and sorted(states(directory).values()) == ["done", "running"])
+    first.kill()
+    first.wait()
+    done = next(name for name, state in states(directory).items() if state == "done")
+    written = (directory / done / "status.json").read_text()
+    wait_for(lambda: free(directory))  # of the run that outlives it
+    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "4 runs, 1 of them ended before" in again.stdout
+    assert (directory / done / "status.json").read_text() == written
+    assert set(states(directory).values()) == {"done"} and len(states(directory)) == 4
+    found = json.loads((directory / "results.json").read_text())["rows"]
+    assert [row["phase"] for row in found] == ["baseline", "phase3"]
+    for row in found:
+        assert row["mean"] == pytest.approx(sum(row["values"].values()) / 2) and row["spread"] > 0
+        assert row["mean"] == pytest.approx(found[0]["mean"], abs=1e-5)
+    text = (directory / "report.md").read_text()
+    assert "| phase3 | 1 | plain |" in text and (directory / "tiny.png").stat().st_size > 5000
+
+
+def states(directory: Path) -> dict[str, str]:
+    return {path.parent.name: json.loads(path.read_text())["state"] for path in directory.glob("*/status.json")}
+
+
+def free(directory: Path) -> bool:
+    try:
+        with alone(directory):
+            return True
+    except ConfigError:
+        return False
+
+
+def wait_for(true, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_how_a_run_ends(tmp_path):
+    """Done, failed with its sentence, ended for its time and then continued, and killed as for memory."""
+    run = one_run(tmp_path)
+    assert execute(run)["state"] == "done" and read_run(run.directory) == run
+    broken = dataclasses.replace(one_run(tmp_path, learning_rate=1e30, grad_clip=0.0), words=["--learning_rate=x"])
+    status = execute(broken)
+    assert status["state"] == "failed" and "learning_rate" in status["reason"]
+    long = one_run(tmp_path, max_iters=100_000, eval_interval=50)
+    status = execute(dataclasses.replace(long, minutes=0.15))
+    assert status["state"] == "timeout" and "of 100000" in status["reason"]
+    steps = int(status["reason"].split("at step ")[1].split()[0])
+    assert steps > 0 and list((long.out_dir / "checkpoints").glob("step-*"))
+    status = execute(dataclasses.replace(long, minutes=0.15))
+    assert int(status["reason"].split("at step ")[1].split()[0]) > steps  # from its checkpoint on
+    killed = one_run(tmp_path, "phase3", 2, max_iters=100_000)
+    killed.save()
+    process = subprocess.Popen([sys.executable, "-m", "bench.suite_run", killed.directory], cwd=ROOT)
+    wait_for(lambda: (killed.out_dir / "heartbeat" / "rank1.json").exists())
+    os.kill(json.loads((killed.out_dir / "heartbeat" / "rank1.json").read_text())["pid"], signal.SIGKILL)
+    assert process.wait(60) == 1
+    status = read_status(killed.directory)
+    assert status["state"] == "oom" and "SIGKILL" in status["reason"]
+    assert grouped([run, killed], "val_loss")[1]["mean"] is None
+    assert "oom: " in report("mixed", "Some.", "val_loss", [run, killed], tmp_path).read_text()
+
+
+def test_learning_rate_and_batch_scale_when_asked(tmp_path):
+    """Linear: in proportion to the sequences of a step over the reference; sqrt: to their root; none by default."""
+    config = {**TINY, "learning_rate": 1e-3, "gradient_accumulation_steps": 4}
+    base = {"about": "", "phases": ["baseline"], "ranks": [1, 4], "metric": "loss", "config": config}
+    assert [run.config.learning_rate for run in runs_of(Suite("a", **base), tmp_path, "cpu")] == [1e-3, 1e-3]
+    for scaling, factor in (("linear", 4.0), ("sqrt", 2.0)):
+        suite = Suite("a", **base, scale_batch=True, lr_scaling=scaling, reference_batch=8)
+        one, four = runs_of(suite, tmp_path, "cpu")
+        assert one.config.gradient_accumulation_steps == 4 and four.config.gradient_accumulation_steps == 16
+        assert one.config.learning_rate == pytest.approx(1e-3) and four.config.min_lr == pytest.approx(2e-4 * factor)
+        assert four.config.learning_rate == pytest.approx(1e-3 * factor)
+        assert f"--learning_rate={four.config.learning_rate}" in four.words
+
+
+def test_scripts_for_slurm(tmp_path, capsys):
+    """They pass bash -n and shellcheck; a stand-in scheduler runs one on two nodes to its end, and the next submission
+    leaves it out."""
+    path = file_of(tmp_path, FORM.replace("seeds = [1, 2]", "").replace("[1]", "[2]").replace('"baseline", ', ""))
+    config = SuiteConfig(str(path), tmp_path / "out", device="cpu", create_slurm=True, gpus_per_node=1, gpu="h100")
+    assert main(dataclasses.replace(config, price=2.0)) == 0
+    said = capsys.readouterr().out
+    assert "wrote 1 scripts; about" in said and "GPU-hours" in said
+    scripts = sorted((tmp_path / "out" / "tiny" / "slurm").iterdir())
+    assert len(scripts) == 2
+    assert "--nodes=2" in scripts[0].read_text() and "--requeue" in scripts[0].read_text()
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    for script in (*scripts, ROOT / "phase3_fsdp" / "slurm.sh"):
+        subprocess.run(["bash", "-n", script], check=True)
+        checked = subprocess.run([shellcheck, script], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout
+    sbatch = '#!/bin/bash\nSLURM_JOB_ID=$PPID exec bash "$1"\n'
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("sbatch", sbatch)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    submit = ["bash", str(tmp_path / "out" / "tiny" / "slurm" / "submit-all.sh")]
+    done = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.strip() == "done", done.stdout + done.stderr
+    assert list(states(tmp_path / "out" / "tiny").values()) == ["done"]
+    done = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.startswith("ended before: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("phasse = 1\n" + FORM, "phasse is no field of a suite; did you mean phases"),
+        (FORM.replace('metric = "val_loss"\n', ""), "metric is missing"),
+        (FORM.replace("val_loss", "speed"), "metric = 'speed' cannot be: give tokens_per_second"),
+        (FORM.replace("phase3", "phase9"), "phases = 'phase9' cannot be"),
+        (FORM.replace("[1]\nmetric", "[0]\nmetric"), "ranks must be whole numbers"),
+        (FORM.replace("minutes = 2", "minutes = 0"), "minutes must be more than 0"),
+        (FORM.replace("minutes = 2", 'minutes = "2"'), "minutes must be a number"),
+        (FORM.replace("minutes = 2", 'lr_scaling = "linear"'), "lr_scaling needs reference_batch"),
+        (FORM.replace('"Tiny', "Tiny"), "is no TOML"),
+        (FORM + "n_layers = 3\n", "n_layers is no field of a configuration; did you mean n_layer"),
+        (FORM + "dropout = 2.0\n", "baseline on 1 rank"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(tmp_path, text, said):
+    """What is misspelt, missing or impossible is named before any run starts."""
+    path = file_of(tmp_path, text)
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        runs_of(load(str(path)), tmp_path, "cpu")
+
+
+def test_a_wrong_request_is_one_sentence(tmp_path):
+    """An unknown suite or GPU; ranks that fill no nodes; a directory where another suite is at work."""
+    with pytest.raises(ConfigError, match="no suite scalling; did you mean scaling"):
+        load("scalling")
+    with pytest.raises(ConfigError, match="h1000 is unknown"):
+        gpu_of("h1000")
+    config = command_line(SuiteConfig, ["--suite=scaling", f"--out_dir={tmp_path}", "--device=cpu"])
+    with pytest.raises(ConfigError, match="do not fill nodes of 3"):
+        main(dataclasses.replace(config, create_slurm=True, gpus_per_node=3, gpu="h100"))
+    with alone(tmp_path / "scaling"), pytest.raises(ConfigError, match="at work"):
+        main(config)
+    with pytest.raises(ConfigError, match="holds no run"):
+        read_run(tmp_path)
+    write_status(tmp_path, "running")
+    assert read_status(tmp_path)["state"] == "running"
