@@ -23,7 +23,7 @@ SCRIPT = """#!/bin/bash
 
 set -euo pipefail
 cd {root}
-exec .venv/bin/python -m bench.suite_run {directory}
+exec "${{PY:-.venv/bin/python}}" -m bench.suite_run {directory}
 """
 SUBMIT = """#!/bin/bash
 # Submit every run of this suite that has not ended yet; `python -m bench.suite` writes the report when they have.

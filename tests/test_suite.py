@@ -165,7 +165,7 @@ def test_scripts_for_slurm(tmp_path, capsys):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
-    environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {**os.environ, **job, "PY": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     submit = ["bash", str(tmp_path / "out" / "tiny" / "slurm" / "submit-all.sh")]
     done = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stdout.strip() == "done", done.stdout + done.stderr
