@@ -14,6 +14,7 @@ DATASET ?=
 MODEL ?= gpt2
 GPU ?= h100
 SUITE ?= scaling
+PHASE ?= phase3
 ARGS ?=
 
 PY := .venv/bin/python
@@ -23,7 +24,7 @@ FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test lint notebooks diff1 diff2 diff3
-.PHONY: plan suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean
+.PHONY: plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean
 
 help:  ## list the commands
 	@echo "make COMMAND [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -74,6 +75,8 @@ diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by 
 	@$(PY) -m workshop.diff phase3_fsdp
 plan: .venv/.core  ## will MODEL fit on GPUS of kind GPU, and how fast will it go? every phase, planned with no GPU
 	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
+profile: .venv/.core data  ## PHASE=phase3's timeline, overlap, memory and costliest operators on GPUS ranks
+	@OMP_NUM_THREADS=1 $(PY) -m bench.profile_step $(PHASE) $(GPUS) $(ARGS)
 suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimizers, seeds or all; continues after a kill
 	@OMP_NUM_THREADS=1 $(PY) -m bench.suite --suite=$(SUITE) $(ARGS)
 matrix: .venv/.dev data  ## every phase on 1, 2, 4 and 8 ranks, and every option: losses, bytes, memory, time
