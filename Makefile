@@ -82,7 +82,8 @@ suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimiz
 matrix: .venv/.dev data  ## every phase on 1, 2, 4 and 8 ranks, and every option: losses, bytes, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 	@$(PY) -m bench.tables
-bench: .venv/.dev data  ## measure a training step against a bare loop, and ZeRO-1
+bench: .venv/.dev data  ## measure every phase end to end, a step against a bare loop, and ZeRO-1
+	@OMP_NUM_THREADS=1 $(PY) -m bench.throughput $(ARGS)
 	@$(PY) -m bench.step_overhead $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1 $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1_step $(ARGS)

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from nanoGPT.exits import ConfigError
 from nanoGPT.manifest import versions
 from nanoGPT.telemetry import git_commit, hardware
 
 RESULTS = Path(__file__).resolve().parent / "results"
+FORMAT = 1  # of result files; those that say nothing are of the first
 
 
 def write_result(name: str, device: torch.device, settings: dict[str, Any], samples: dict[str, Any]) -> Path:
@@ -28,6 +30,7 @@ def write_result(name: str, device: torch.device, settings: dict[str, Any], samp
     """
     slug = re.sub(r"[^a-z0-9]+", "-", hardware(device).lower()).strip("-")
     result = {
+        "format": FORMAT,
         "name": name,
         "hardware": hardware(device),
         "versions": versions(),
@@ -47,8 +50,24 @@ def with_switches(words: list[str]) -> list[str]:
 
 
 def read_results(name: str) -> list[dict[str, Any]]:
-    """All committed results of a benchmark, one a hardware."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
+    """All committed results of a benchmark, one a hardware.
+
+    Raises:
+        ConfigError: one of them was written by another version, or is damaged.
+    """
+    return [read_result(path) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """One result file."""
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        found, again = result.get("format", 1), result["settings"].get("command", "the benchmark that wrote it")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} is no result file ({type(error).__name__}): delete it, or measure again") from None
+    if found != FORMAT:
+        raise ConfigError(f"{path} has format {found}, and this version reads {FORMAT}: measure again with `{again}`")
+    return result
 
 
 def hardware_of(result: dict[str, Any]) -> str:

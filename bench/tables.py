@@ -16,8 +16,10 @@ from typing import Any
 
 from bench.fsdp_tables import FSDP_TABLES
 from bench.results import RESULTS, hardware_of, read_results, table
+from bench.throughput import quartile_spread
 from bench.zero1_tables import ZERO1_TABLES
 from nanoGPT.config import PACKAGE
+from nanoGPT.exits import one_sentence
 from phase2_triton.kernels import (
     adamw,
     attention,
@@ -89,6 +91,25 @@ def overhead_table() -> str:
         )
     head = ["hardware", "bare loop", "trainer", "ratio", "data loading", "a step under the ledger"]
     return table(head, rows)
+
+
+def throughput_table() -> str:
+    """Tokens a second, memory and MFU of every phase, eager and compiled."""
+    parts = []
+    for result in read_results("throughput"):
+        rows = []
+        for row in result["samples"]["rows"]:
+            start = [row["size"], row["phase"], str(row["ranks"]), "compiled" if row["compiled"] else "eager"]
+            if row["failed"]:
+                rows.append([*start, row["failed"], *[""] * 4])
+                continue
+            rate, spread = statistics.median(row["tokens_per_second"]), quartile_spread(row["tokens_per_second"])
+            mfu = "null" if row["mfu"] is None else f"{row['mfu']:.1%}"
+            step, peak = f"{statistics.median(row['step_ms']):,.0f} ms", f"{row['peak_bytes'] / 1e6:,.1f} MB"
+            rows.append([*start, f"{rate:,.0f}", f"{spread:.0%}", step, peak, mfu])
+        head = ["size", "phase", "ranks", "", "tokens/s", "+-", "step", "peak memory of a rank", "MFU"]
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + table(head, rows))
+    return "\n".join(parts)
 
 
 def matrix_table() -> str:
@@ -215,6 +236,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "runs": runs_table,
     "overhead": overhead_table,
     "phase2_runs": phase2_runs_table,
+    "throughput": throughput_table,
     "matrix": matrix_table,
     "published": published_table,
     "kernel_costs": kernel_costs_table,
@@ -250,4 +272,5 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv))
+    with one_sentence():
+        sys.exit(main("--check" in sys.argv))

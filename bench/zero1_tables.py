@@ -17,6 +17,17 @@ def zero1_state_table() -> str:
     return table(["ranks", "8P/N bytes", "fullest rank holds", "over"], rows)
 
 
+def wire_table() -> str:
+    """What gloo sends for each collective, in tensors, beside a ring."""
+    kinds, rows = ("all-reduce", "reduce-scatter", "all-gather"), []
+    for result in read_results("wire"):
+        found = {(row["ranks"], row["kind"]): row for row in result["samples"]["rows"]}
+        for ranks in sorted({row["ranks"] for row in found.values()}):
+            cells = [found[ranks, kind] for kind in kinds]
+            rows.append([str(ranks), *(f"{row['sent_per_tensor_byte']:.2f} ({row['ring']:.2f})" for row in cells)])
+    return table(["ranks", *kinds], rows)
+
+
 def zero1_backends_table() -> str:
     """What the backends hold, send, take and reach in the same 50 steps."""
     parts = []
@@ -72,6 +83,7 @@ def zero1_step_table() -> str:
 
 ZERO1_TABLES: dict[str, Callable[[], str]] = {
     "zero1_state": zero1_state_table,
+    "wire": wire_table,
     "zero1_backends": zero1_backends_table,
     "zero1_overhead": zero1_overhead_table,
     "zero1_step": zero1_step_table,

@@ -2,15 +2,17 @@
 
 import copy
 import json
+import re
 import statistics
 
 import pytest
 import torch
 
-from bench import kernel_plots, results, step_overhead, tables, tune_kernels, zero1
+from bench import kernel_plots, results, step_overhead, tables, throughput, tune_kernels, zero1
 from bench.kernel_cases import MAKERS, cases
 from bench.kernels import Stopwatch, measure
 from nanoGPT.config import TrainConfig
+from nanoGPT.exits import ConfigError
 from nanoGPT.model import GPTConfig
 from nanoGPT.telemetry import PEAK_FLOPS, hardware, peak_flops
 from phase2_triton.kernels import core
@@ -60,6 +62,45 @@ def test_the_ledger_slows_a_step_by_little(tmp_path):
     for result in results.read_results("step-overhead"):
         watched, unwatched = (statistics.median(result["samples"][name]) for name in ("watched_ms", "unwatched_ms"))
         assert watched <= 1.2 * unwatched
+
+
+# Numbers with a unit that the documents state outside of their generated tables, and where each comes from.
+SOURCES = {
+    "5 percent": "asserted by tests/test_plan.py",
+    "16 bytes": "4 of a parameter, 4 of its gradient, 8 of AdamW's moments",
+    "25 MB": "the default of zero1_bucket_mb",
+    "4 MB": "the setting of the timeline, in its result file",
+    "6.6 GB": "65,536 x 50,304 x 2",
+    "2 bytes": "of a bfloat16",
+    "512 MiB": "CHUNK_BYTES of the fused loss",
+    "28 bytes": "AdamW reads four and writes three numbers of 4",
+    "4 bytes": "of an fp32",
+    "25 GB": "16 x 1,556,840,000",
+    "3.1 GB": "an eighth of it",
+}
+
+
+def test_every_number_with_a_unit_has_a_source():
+    """Outside of the tables that are made from result files, the documents' numbers are arithmetic, settings, or what a
+    test asserts; a measured one would go stale there."""
+    unit = r"ms|s|tokens/s|tokens a second|[kMG]i?B|TFLOP/s|%|percent|minutes|seconds|hours|times|bytes"
+    for name in tables.DOCUMENTS:
+        text = re.sub(r"<!-- (\w+):.*?<!-- /\1 -->|```.*?```|`[^`\n]*`", "", (ROOT / name).read_text(), flags=re.S)
+        for number in re.finditer(rf"(?<![\w.,/-])\d[\d,.]*\s?(?:{unit})(?![\w/])", text):
+            assert number[0].replace("\n", " ") in SOURCES, (name, number[0])
+
+
+def test_a_result_of_another_version_is_one_sentence(tmp_path):
+    """And so is one that is damaged."""
+    path = tmp_path / "runs-here.json"
+    for text, said in (
+        ('{"format": 2, "settings": {"command": "make runs"}}', "has format 2.*measure again with `make runs`"),
+        ('{"format": ', "is no result file"),
+        ("[]", "is no result file"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            results.read_result(path)
 
 
 def test_the_peaks_of_devices(monkeypatch):
@@ -166,3 +207,15 @@ def test_tuning_finds_a_row_that_is_no_slower(tmp_path, monkeypatch):
     written = json.loads((tmp_path / "table.json").read_text())
     assert written["layernorm_forward"]["interpreter"][0]["rows"] > 1
     assert written["layernorm_forward"]["cuda"] == core.table()["layernorm_forward"]["cuda"]
+
+
+def test_the_throughput_of_a_phase(tmp_path):
+    """A short run: rates of all steps but those that warm up, memory, no MFU on a CPU; a failure is told in its row."""
+    words = {"max_iters": throughput.WARMUP + 4, "device": "cpu", "n_layer": 1, "n_embd": 32, "n_head": 2}
+    row = throughput.measure(("tiny", "phase1", 2, words), False, tmp_path / "run")
+    assert len(row["step_ms"]) == 4 and row["mfu"] is None and row["failed"] is None
+    assert row["peak_bytes"] > 10 * row["parameters"] and "phase1" in throughput.line_of(row)
+    assert throughput.quartile_spread([1.0, 2.0, 3.0]) == 0.5
+    broken = throughput.measure(("tiny", "phase3", 2, {**words, "dataset": "none"}), False, tmp_path / "broken")
+    assert "none" in broken["failed"] and broken["failed"] in throughput.line_of(broken)
+    assert {phase for _, phase, _, _ in throughput.cases(8)} == {phase for _, phase, _, _ in throughput.cases(0)}
