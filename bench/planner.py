@@ -32,6 +32,7 @@ Numbers = Mapping[Any, float]
 LAYERS = (3, 4)  # are traced
 MOST = 128  # sequences that are planned for
 BUCKET = 25e6  # bytes that DDP and phase 1 send at once
+SCALARS = 2**16  # bytes; what is smaller is a norm's sum, or a byte a parameter
 # Of offloaded shards: bytes/s from the host to a GPU, those of the host's memory, which a node's GPUs share, and the
 # bytes per element that AdamW reads and writes there.
 PCIE, HOST, ADAMW = 25e9, 200e9, 28
@@ -109,22 +110,23 @@ def exchanges(
     phase, options = row
     every, once = {"forward": Exchange(), "backward": Exchange()}, {"forward": Exchange(), "backward": Exchange()}
     for (kind, ranks), size in traffic.items():
-        calls = units if phase == "phase3" else math.ceil(size / BUCKET)
+        calls = 1 if size < SCALARS else units if phase == "phase3" else math.ceil(size / BUCKET)
         if kind == "all-gather" and phase == "phase3":
             forward = min(2 * params, size / micro_batches)
             for part, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
                 seconds = collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0
                 every[part] += Exchange(seconds, seconds / calls)
         else:
-            seconds = collective_seconds(gpu, kind, size, ranks, calls)
+            copies = kind == "all-reduce" and "fsdp_shard_size" in options and size >= SCALARS
+            seconds = collective_seconds(gpu, kind, size, ranks, calls, apart=copies)
             part = "forward" if kind == "all-gather" else "backward"
             hidden = phase != "phase1" or part == "backward" or not compiled
             once[part] += Exchange(seconds, seconds / calls if hidden else seconds)
-    if options.get("fsdp_cpu_offload"):
+    if options.get("fsdp_cpu_offload"):  # shards to the GPU before each gathering, their gradients back
         shards = next((ranks for kind, ranks in traffic if kind == "reduce-scatter"), 1)
         copy = 4 * params / shards / PCIE
-        for sent in (every["forward"], every["backward"], once["backward"]):
-            sent += Exchange(copy, copy / units)
+        for sent, part in ((every, "forward"), (every, "backward"), (once, "backward")):
+            sent[part] += Exchange(copy, copy / units)
     return every, once
 
 

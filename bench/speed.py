@@ -79,19 +79,13 @@ FREE = ("prim::", "profiler::", "c10d::", "aten::empty", "aten::new_empty", "ate
 APART = ("fsdp::", "phase2_triton::", "aten::embedding", "aten::_fused_adamw")
 
 
-def attention_flops(query: Tensor, factor: int) -> float:
-    """Of a causal attention's (B, heads, T, channels): the forward has 4 per pair and channel, the backward 10."""
-    B, heads, T, channels = query.shape
-    return sum(cost.flops for cost in attention.cost(B, heads, T, channels, 2)[factor : factor + 1])
-
-
 def flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
     """An operator's FLOPs, and the share of a GPU's peak at which they run; those of elementwise ones count as none."""
     name = func._schema.name
     if "attention" in name:
         backward = "backward" in name
-        query = args[1] if backward else args[0]
-        return attention_flops(query, int(backward)), ATTENTION
+        B, heads, T, channels = args[backward].shape  # the backward's first is the output's gradient
+        return attention.cost(B, heads, T, channels, 2)[backward].flops, ATTENTION
     if name == "phase2_triton::linear_cross_entropy":
         (M, K), V = args[0].shape, args[1].shape[0]
         return linear_cross_entropy.cost(M, K, V, 2).flops, MATMUL
@@ -185,15 +179,19 @@ def waiting(seconds: Mapping[str, float], kernels: Mapping[str, float]) -> dict[
     return {part: max(seconds[part], LAUNCH * kernels[part]) for part in PARTS}
 
 
-def collective_seconds(gpu: Gpu, kind: str, tensor_bytes: float, ranks: int, calls: float = 1) -> float:
-    """Of `calls` collectives of so many bytes together, in rings over ranks that fill node after node.
+def collective_seconds(
+    gpu: Gpu, kind: str, tensor_bytes: float, ranks: int, calls: float = 1, apart: bool = False
+) -> float:
+    """Of `calls` collectives of so many bytes together, in rings.
 
     Args:
         kind: as in `nanoGPT.ledger.COLLECTIVES`.
         tensor_bytes: of the full tensors.
+        ranks: that fill node after node; or, if they are `apart`, each is in a node of its own, whose other GPUs send
+            as much at the same time.
     """
-    nodes = -(-ranks // GPUS_PER_NODE)
-    rate = gpu.link if nodes == 1 else min(gpu.link, gpu.network)
+    nodes = ranks if apart else -(-ranks // GPUS_PER_NODE)
+    rate = gpu.link if nodes == 1 else min(gpu.link, gpu.network / (GPUS_PER_NODE if apart else 1))
     hops = (2 if kind == "all-reduce" else 1) * ((ranks - nodes) * HOP + (nodes if nodes > 1 else 0) * NODE_HOP)
     return calls * hops + ring_bytes(kind, tensor_bytes, ranks) / (LINK * rate)
 

@@ -13,7 +13,7 @@ from bench import published
 from bench.cells import config_of, run_cell
 from bench.plan import ROWS, PlanConfig, main, rows_for, shape_of
 from bench.plan_report import describe, name_of, nothing_fits, plot
-from bench.planner import LAYERS, MOST, Planner, capacity, extended, in_blocks, traced
+from bench.planner import LAYERS, MOST, PCIE, Planner, capacity, exchanges, extended, in_blocks, traced
 from bench.speed import GPUS, Exchange, collective_seconds, step_seconds
 from bench.trace import trace
 from nanoGPT.cli import command_line
@@ -147,9 +147,20 @@ def test_a_step_waits_for_what_nothing_hides():
     assert step_seconds(parts, {"forward": Exchange(4.0, 0.1)}, {"backward": Exchange(5.0, 0.1)}, 2) == pytest.approx(
         2 * 4.0 + 2.0 + 5.0 + 0.5
     )
+    traffic = {("all-gather", 8): 8e9, ("reduce-scatter", 8): 8e9, ("all-reduce", 8): 8}
+    every, once = exchanges(("phase3", {}), traffic, 2 * 10**9, 10, 1, GPUS["h100"], True)
+    away = exchanges(("phase3", {"fsdp_cpu_offload": True}), traffic, 2 * 10**9, 10, 1, GPUS["h100"], True)
+    assert away[0]["forward"].seconds - every["forward"].seconds == pytest.approx(4 * 2e9 / 8 / PCIE)
+    assert away[1]["backward"].seconds > once["backward"].seconds > every["forward"].seconds > 0
+    assert once["forward"].seconds == 0 and once["backward"].last < once["backward"].seconds / 5
+    first = exchanges(("phase1", {}), traffic, 2 * 10**9, 10, 1, GPUS["h100"], False)[1]["forward"]
+    compiled = exchanges(("phase1", {}), traffic, 2 * 10**9, 10, 1, GPUS["h100"], True)[1]["forward"]
+    assert first.exposed(1e9) < compiled.exposed(1e9) == compiled.seconds
     slow, fast = GPUS["t4"], GPUS["h100"]
     assert collective_seconds(slow, "all-reduce", 1e9, 8) > 10 * collective_seconds(fast, "all-reduce", 1e9, 8)
     assert collective_seconds(fast, "all-gather", 0, 1024) == pytest.approx(896 * 3e-6 + 128 * 12e-6)
+    together, apart = (collective_seconds(fast, "all-reduce", 1e9, 16, apart=apart) for apart in (False, True))
+    assert 7 < apart / together < 9  # eight rings share the node's network
 
 
 @pytest.mark.parametrize(
