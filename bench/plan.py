@@ -14,6 +14,7 @@ the allocator's gaps have had theirs: 92 percent, less 1 GiB.
 import json
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -21,6 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # the process that the traces' are forked from loads torch while this one does
+    multiprocessing.set_forkserver_preload(["bench.planner"])
+    multiprocessing.forkserver.ensure_running()
 
 from bench.plan_report import describe, name_of, plot
 from bench.planner import MOST, Planner, Row, capacity
@@ -140,7 +145,7 @@ def rows_for(gpus: int) -> list[Row]:
 def processes() -> Iterator[Executor]:
     """Processes that have loaded what a trace needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "bench.planner"])
+    context.set_forkserver_preload([*PRELOADED, "bench.planner"])  # where it does not run yet
     with ProcessPoolExecutor(mp_context=context) as pool:
         yield pool
 

@@ -35,6 +35,7 @@ from nanoGPT.memory import Memory
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm
 from nanoGPT.runtime import DTYPES, Runtime
+from nanoGPT.state import materialise
 from phase1_zero1 import backends as zero1
 from phase1_zero1 import zero1 as zero1_optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -208,6 +209,14 @@ def parts_named(model: nn.Module, memory: Memory) -> Iterator[None]:
 PARTS = ("last forward", "head", "last backward", "middle", "first backward", "update")
 
 
+def make_state(optimizer: Optimizer) -> None:
+    """Let an optimizer make its state, as its first step does."""
+    inner = [bucket.inner for bucket in optimizer.buckets] if isinstance(optimizer, Zero1Optimizer) else [optimizer]
+    for each in inner:
+        if each:
+            materialise(each)
+
+
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Nothing is said of kernels that are chosen, nor of the addresses of fake tensors."""
@@ -218,7 +227,7 @@ def quietly() -> Iterator[None]:
 
 @dataclass
 class Traced:
-    """What the second step of rank 0 held and did in its micro-batches, and what it costs by the formula."""
+    """What a step of rank 0 held and did in its micro-batches, and what it costs by the formula."""
 
     memory: Memory
     costs: Costs
@@ -240,8 +249,7 @@ def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h1
     micro_batches = min(2, config.gradient_accumulation_steps // ranks)  # from the second on, each is as the last
     with quietly(), fake_world(ranks), FakeTensorMode(allow_non_fake_inputs=True):
         job = job_of(config, shape, run)
-        step(job, config, run, micro_batches, lambda _: None)
-        job.optimizer.zero_grad()
+        make_state(job.optimizer)
         with Memory(job.model, job.optimizer) as memory, parts_named(job.model, memory), Roofline(gpu) as roofline:
 
             def name(part: str) -> None:
