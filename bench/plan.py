@@ -125,9 +125,18 @@ def shape_of(config: PlanConfig) -> GPTConfig:
             raise ConfigError(f"--{name}={amount:g} cannot be: give a number above 0")
     if config.price is not None and config.tokens is None:
         raise ConfigError("--price says nothing without --tokens: give both, such as --tokens=3e11 --price=2.5")
-    if config.plot and not config.plot.parent.is_dir():
-        raise ConfigError(f"--plot={config.plot}: there is no directory {config.plot.parent}; make it first")
+    check_plot(config.plot)
     return GPTConfig(layers, heads, width, config.block_size, False, 50304)
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse, before anything is traced, a picture that could not be written."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot={path}: there is no directory {path.parent}; make it first")
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--plot={path} must end in .png, .pdf or .svg")
 
 
 def known(names: Iterable[str]) -> str:

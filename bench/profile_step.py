@@ -32,6 +32,7 @@ from workshop.ranks import RankFailed, run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 REMEMBERED, FIRST, LAST = 2, 3, 4  # the step whose memory is watched, and those that the profiler sees
+FIXED = {"max_iters", "log_interval", "eval_iters", "out_dir", "init_from", "ledger"}
 Spans = list[tuple[float, float]]  # begin and end, ms
 COMMUNICATION = ("gloo:", "nccl")
 NO_COMPUTATION = ("c10d::", "prim::", "profiler::", "autograd::", "step ", "record_param", "Optimizer.", "FSDP::", "##")
@@ -163,17 +164,21 @@ def request(words: list[str]) -> tuple[str, int, TrainConfig]:
     Raises:
         ConfigError: one of them cannot be.
     """
-    phase, ranks, *rest = [*words, "phase3", "1"][: max(2, len(words))]
+    phase, ranks, *rest = [*words, *["phase3", "1"][len(words) :]]
     if phase not in PHASES:
         raise ConfigError(f"PHASE={phase} is unknown{nearest(phase, list(PHASES)) or ': give ' + ', '.join(PHASES)}")
     if not (ranks.isascii() and ranks.isdigit() and int(ranks)):
         raise ConfigError(f"GPUS={ranks} cannot be: give 1 or more")
+    if taken := [word for word in rest if word.split("=")[0].lstrip("-") in FIXED]:
+        raise ConfigError(f"{taken[0]} cannot be given: a profile sets {', '.join(sorted(FIXED))} itself")
     folder = Path("out") / "profile" / f"{phase}-{ranks}"
     trainer = ROOT / PHASES[phase] / "train.py"
     fixed = [f"--max_iters={LAST + 1}", "--log_interval=1", "--eval_iters=8", f"--out_dir={folder / 'run'}"]
     config: TrainConfig = parse(importlib.import_module(f"{PHASES[phase]}.train").Config, [*rest, *fixed], trainer)
     validate(config, int(ranks))
     config.check(int(ranks))
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device={config.device}: this machine has no GPU that torch can use; leave it out")
     return phase, int(ranks), config
 
 

@@ -114,7 +114,7 @@ class Roofline(TorchDispatchMode):
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
-        self.gpu, self.part = gpu, "forward"
+        self.gpu, self.part, self._last_part = gpu, "forward", "forward"
         self.eager, self.compiled, self.kernels = (dict.fromkeys(PARTS, 0.0) for _ in range(3))
         self._read: dict[int, Any] = {}  # storages that the pass between two products has read already
         self._made: dict[int, tuple[Any, int]] = {}  # and those that it has made, with their bytes
@@ -130,6 +130,9 @@ class Roofline(TorchDispatchMode):
 
     def _charge(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         part = self.part if self.part == "update" or torch._C._current_graph_task_id() == -1 else "backward"
+        if part != self._last_part:  # forward and backward are compiled each by itself
+            self.compiled[part] += self._end_of_pass()
+            self._last_part = part
         given = list(zip(func._schema.arguments, args, strict=False))
         given += [(each, kwargs[each.name]) for each in func._schema.arguments if kwargs and each.name in kwargs]
         changed = [t for each, value in given if each.is_write for t in tensors_in(value)]

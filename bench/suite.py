@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import importlib
 import itertools
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from nanoGPT.exits import ConfigError, one_sentence
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITES = ROOT / "bench" / "suites"
+RESERVED = {"seed", "out_dir", "init_from", "device"}
 SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
@@ -139,10 +141,20 @@ def check(suite: Suite, path: Path) -> None:
         if not getattr(suite, name):
             raise ConfigError(f"{path}: {name} is empty")
     for name in ("ranks", "seeds"):
-        if not all(type(value) is int and value >= (name == "ranks") for value in getattr(suite, name)):
+        values = getattr(suite, name)
+        if not all(type(value) is int and (name == "ranks") <= value < 2**20 for value in values):
             raise ConfigError(f"{path}: {name} must be whole numbers")
-    if not suite.minutes > 0:
-        raise ConfigError(f"{path}: minutes must be more than 0")
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{path}: {name} has a number twice")
+    for name, words in suite.variants.items():
+        if not isinstance(words, dict) or not re.fullmatch(r"[\w.+=-]+", name):
+            raise ConfigError(f"{path}: variants.{name} must be a table, named in letters, digits and .+=_-")
+    for name in RESERVED & {*suite.config, *itertools.chain(*suite.variants.values())}:
+        raise ConfigError(f"{path}: {name} is set by the suite; take it out of config and variants")
+    if not 0 < suite.minutes < 60 * 24 * 365:
+        raise ConfigError(f"{path}: minutes must be more than 0, and less than a year's")
+    if suite.metric == "peak_bytes" and not suite.config.get("ledger"):
+        raise ConfigError(f"{path}: peak_bytes is what the ledger counts: add ledger = true to config")
     if suite.lr_scaling != "none" and suite.reference_batch < 1:
         raise ConfigError(f"{path}: lr_scaling needs reference_batch, the sequences a step for which the rate is meant")
 
@@ -210,7 +222,10 @@ def alone(directory: Path) -> Iterator[int]:
     Raises:
         ConfigError: another program, or a run that it has left, is at work there.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made ({error.strerror}): give another --out_dir") from None
     with open(directory / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -256,5 +271,9 @@ def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any) -> i
 
 
 if __name__ == "__main__":
-    with one_sentence():
-        sys.exit(main(command_line(SuiteConfig, sys.argv[1:])))
+    try:
+        with one_sentence():
+            sys.exit(main(command_line(SuiteConfig, sys.argv[1:])))
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on", file=sys.stderr)
+        sys.exit(130)

@@ -43,11 +43,11 @@ def value_of(run: Run, metric: str) -> float | None:
     """A finished run's figure; None where it has none."""
     if read_status(run.directory)["state"] != "done":
         return None
-    lines = [json.loads(line) for line in (run.out_dir / "metrics.jsonl").read_text().splitlines()]
     path = run.out_dir / "ledger.json"
     try:
+        lines = [json.loads(line) for line in (run.out_dir / "metrics.jsonl").read_text().splitlines()]
         return METRICS[metric](lines, json.loads(path.read_text()) if path.exists() else {})
-    except (statistics.StatisticsError, IndexError, KeyError):
+    except (OSError, ValueError, IndexError, KeyError):
         return None
 
 
@@ -95,6 +95,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     faults = {f"{state['state']}: {state['reason']}" for state in row["states"].values() if state["state"] != "done"}
     mean, spread = shown(row["mean"]), shown(row["spread"])
     found = sum(value is not None for value in row["values"].values())
+    if found + len(faults) == 0:
+        faults = {"its files cannot be read, or have no such figure"}
     return [row["phase"], str(row["ranks"]), row["variant"], mean, spread, str(found), "; ".join(sorted(faults))]
 
 
@@ -124,8 +126,10 @@ def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
         names = [f"{row['phase']}\n{row['variant']}" for row in there]
         axes.bar(names, [row["mean"] for row in there], yerr=[row["spread"] or 0.0 for row in there], capsize=4)
         if there:
-            low, high = min(row["mean"] for row in there), max(row["mean"] for row in there)
-            if low > high / 2:  # what differs little is looked at closely
-                axes.set_ylim(low - 2 * (high - low) - 1e-9, high + (high - low) + 1e-9)
+            low = min(row["mean"] - (row["spread"] or 0.0) for row in there)
+            high = max(row["mean"] + (row["spread"] or 0.0) for row in there)
+            if low > high / 2:  # what differs little is looked at closely, with all of its spread
+                margin = max(high - low, 0.01 * high)
+                axes.set_ylim(low - 2 * margin, high + margin)
     axes.set_ylabel(metric)
     figure.savefig(path)

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SLURM = "phase3_fsdp/slurm.sh"
 STATES = ("pending", "running", "done", "oom", "timeout", "failed")
 ENDED = frozenset({"done", "oom", "timeout", "failed"})
+INTERRUPTED = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}  # before training began
 DONE = {False: ENDED, True: frozenset({"done"})}  # what is not run again, unless asked to retry
 
 
@@ -79,12 +80,13 @@ def read_run(directory: Path) -> Run:
 
 
 def read_status(directory: Path) -> dict[str, Any]:
-    """A run's status; pending where there is none yet."""
+    """A run's status; pending where there is none yet, or none that can be read."""
     try:
-        found: dict[str, Any] = json.loads((directory / "status.json").read_text())
-        return found
+        found = json.loads((directory / "status.json").read_text())
     except (OSError, ValueError):
-        return {"state": "pending", "reason": "", "seconds": 0.0}
+        found = None
+    blank = {"state": "pending", "reason": "", "seconds": 0.0}
+    return {**blank, **found} if isinstance(found, dict) and found.get("state") in STATES else blank
 
 
 def write_status(directory: Path, state: str, reason: str = "", seconds: float = 0.0) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def outcome(run: Run, code: int, stopped: str, said: str) -> tuple[str, str]:
         return "timeout", f"ended after {run.minutes:g} minutes at step {done} of {run.steps}"
     if code == 0 and done >= run.steps:
         return "done", ""
-    if code == 0 or stopped:
+    if code == 0 or (stopped and code in INTERRUPTED):
         return "pending", f"stopped at step {done} of {run.steps}; the next start goes on"
     lines = [line for line in said.splitlines() if line.startswith("error")]
     reason = lines[-1] if lines else f"exit code {code}; {run.directory / 'log.txt'} has its output"

@@ -19,7 +19,7 @@ SCRIPT = """#!/bin/bash
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output={log}
+#SBATCH --output="{log}"
 
 set -euo pipefail
 cd {root}
@@ -64,7 +64,8 @@ def create_scripts(runs: list[Run], directory: Path, gpus_per_node: int, gpu: Gp
     submit = scripts / "submit-all.sh"
     submit.write_text(SUBMIT.format(**words, directory=shlex.quote(str(directory.resolve()))))
     seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in runs}
-    return f"wrote {len(runs)} scripts{describe_seconds(seconds, price)}; submit them with: bash {submit}"
+    command = f"bash {shlex.quote(str(submit))}"
+    return f"wrote {len(runs)} scripts{describe_seconds(seconds, price)}; submit them with: {command}"
 
 
 def script_of(run: Run, gpus_per_node: int) -> str:
@@ -76,7 +77,7 @@ def script_of(run: Run, gpus_per_node: int) -> str:
         nodes=-(-run.ranks // gpus_per_node),
         gpus=min(run.ranks, gpus_per_node),
         minutes=round(run.minutes) + 3,
-        log=directory / "slurm.txt",
+        log=str(directory / "slurm.txt").replace("%", "%%"),
         root=shlex.quote(str(ROOT)),
         directory=shlex.quote(str(directory)),
     )

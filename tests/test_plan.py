@@ -176,6 +176,7 @@ def test_a_step_waits_for_what_nothing_hides():
         (["--tokens=nan"], "above 0"),
         (["--price=2"], "without --tokens"),
         (["--plot=/nowhere/plan.png"], "directory"),
+        (["--plot=plan.xyz"], "must end in .png"),
     ],
 )
 def test_wrong_requests_are_one_sentence(words, said):

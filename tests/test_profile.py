@@ -42,6 +42,7 @@ def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
     [
         (["phase9", "2"], "PHASE=phase9 is unknown; did you mean phase3|PHASE=phase9 is unknown"),
         (["phase3", "0"], "GPUS=0 cannot be"),
+        (["phase3", "2", "--max_iters=1"], "max_iters=1 cannot be given"),
         (["phase3", "2", "--n_layers=2"], "n_layer"),
         (["phase3", "3"], "cannot be shared out among 3 ranks"),
     ],

@@ -128,6 +128,9 @@ def test_how_a_run_ends(tmp_path):
     assert status["state"] == "oom" and "SIGKILL" in status["reason"]
     assert grouped([run, killed], "val_loss")[1]["mean"] is None
     assert "oom: " in report("mixed", "Some.", "val_loss", [run, killed], tmp_path).read_text()
+    with open(run.out_dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')
+    assert "cannot be read" in report("mixed", "Some.", "val_loss", [run], tmp_path).read_text()
 
 
 def test_learning_rate_and_batch_scale_when_asked(tmp_path):
@@ -186,6 +189,12 @@ def test_scripts_for_slurm(tmp_path, capsys):
         (FORM.replace("minutes = 2", 'minutes = "2"'), "minutes must be a number"),
         (FORM.replace("minutes = 2", 'lr_scaling = "linear"'), "lr_scaling needs reference_batch"),
         (FORM.replace('"Tiny', "Tiny"), "is no TOML"),
+        (FORM.replace("seeds = [1, 2]", "seeds = [1, 1]"), "seeds has a number twice"),
+        (FORM.replace("[config]", '[variants."a/b"]\n[config]'), "variants.a/b must be a table, named"),
+        (FORM.replace("[config]", "[variants]\nx = 3\n[config]"), "variants.x must be a table"),
+        (FORM + "seed = 3\n", "seed is set by the suite"),
+        (FORM.replace("val_loss", "peak_bytes"), "add ledger = true"),
+        (FORM.replace("minutes = 2", "minutes = inf"), "less than a year"),
         (FORM + "n_layers = 3\n", "n_layers is no field of a configuration; did you mean n_layer"),
         (FORM + "dropout = 2.0\n", "baseline on 1 rank"),
     ],
@@ -212,3 +221,6 @@ def test_a_wrong_request_is_one_sentence(tmp_path):
         read_run(tmp_path)
     write_status(tmp_path, "running")
     assert read_status(tmp_path)["state"] == "running"
+    for damaged in ("{}", "[]", '{"state": 3}', '{"sta'):
+        (tmp_path / "status.json").write_text(damaged)
+        assert read_status(tmp_path)["state"] == "pending"
