@@ -50,7 +50,7 @@ def test_the_trainer_adds_little_to_a_step(tmp_path):
     committed long one says how much exactly."""
     shape = {"gradient_accumulation_steps": 1, "device": "cpu", "out_dir": str(tmp_path), "learning_rate": 1e-4}
     samples = step_overhead.measure(TrainConfig(**shape), 60)
-    bare, trainer, data = (statistics.median(samples[name]) for name in ("bare_ms", "trainer_ms", "data_ms"))
+    bare, trainer, data = (min(samples[name]) for name in ("bare_ms", "trainer_ms", "data_ms"))  # least disturbed
     assert trainer < 1.10 * bare and data < 0.03 * trainer, (bare, trainer, data)
 
 

@@ -14,7 +14,7 @@ import pytest
 from bench.suite import SUITES, Suite, SuiteConfig, alone, load, main, runs_of
 from bench.suite_plan import gpu_of, here, seconds_of
 from bench.suite_report import grouped, report
-from bench.suite_run import execute, read_run, read_status, write_status
+from bench.suite_run import execute, last_step, read_run, read_status, write_status
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError
 from tests.helpers import ROOT
@@ -61,7 +61,7 @@ def test_every_suite_can_be_planned(tmp_path):
 
 def test_a_suite_is_killed_and_continued(tmp_path):
     """SIGKILL in the middle of a suite; started again, it does what is left, does nothing twice, and reports."""
-    path = file_of(tmp_path, max_iters=30, eval_interval=5)
+    path = file_of(tmp_path, FORM.replace('"baseline", ', ""), max_iters=30, eval_interval=5)
     words = [sys.executable, "-m", "bench.suite", f"--suite={path}", f"--out_dir={tmp_path}/out", "--device=cpu"]
     first = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     directory = tmp_path / "out" / "tiny"
@@ -73,14 +73,12 @@ def test_a_suite_is_killed_and_continued(tmp_path):
     wait_for(lambda: free(directory))  # of the run that outlives it
     again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "4 runs, 1 of them ended before" in again.stdout
+    assert "2 runs, 1 of them ended before" in again.stdout
     assert (directory / done / "status.json").read_text() == written
-    assert set(states(directory).values()) == {"done"} and len(states(directory)) == 4
+    assert set(states(directory).values()) == {"done"} and len(states(directory)) == 2
     found = json.loads((directory / "results.json").read_text())["rows"]
-    assert [row["phase"] for row in found] == ["baseline", "phase3"]
-    for row in found:
-        assert row["mean"] == pytest.approx(sum(row["values"].values()) / 2) and row["spread"] > 0
-        assert row["mean"] == pytest.approx(found[0]["mean"], abs=1e-5)
+    (row,) = found
+    assert row["mean"] == pytest.approx(sum(row["values"].values()) / 2) and row["spread"] > 0
     text = (directory / "report.md").read_text()
     assert "| phase3 | 1 | plain |" in text and (directory / "tiny.png").stat().st_size > 5000
 
@@ -105,7 +103,7 @@ def wait_for(true, seconds: float = 120) -> None:
 
 
 def test_how_a_run_ends(tmp_path):
-    """Done, failed with its sentence, ended for its time and then continued, and killed as for memory."""
+    """Done, failed with its sentence, ended for its time, and, when it has gone on, killed as for memory."""
     run = one_run(tmp_path)
     assert execute(run)["state"] == "done" and read_run(run.directory) == run
     broken = dataclasses.replace(one_run(tmp_path, learning_rate=1e30, grad_clip=0.0), words=["--learning_rate=x"])
@@ -116,17 +114,15 @@ def test_how_a_run_ends(tmp_path):
     assert status["state"] == "timeout" and "of 100000" in status["reason"]
     steps = int(status["reason"].split("at step ")[1].split()[0])
     assert steps > 0 and list((long.out_dir / "checkpoints").glob("step-*"))
-    status = execute(dataclasses.replace(long, minutes=0.15))
-    assert int(status["reason"].split("at step ")[1].split()[0]) > steps  # from its checkpoint on
-    killed = one_run(tmp_path, "phase3", 2, max_iters=100_000)
+    killed = dataclasses.replace(long, minutes=2)
     killed.save()
     process = subprocess.Popen([sys.executable, "-m", "bench.suite_run", killed.directory], cwd=ROOT)
-    wait_for(lambda: (killed.out_dir / "heartbeat" / "rank1.json").exists())
-    os.kill(json.loads((killed.out_dir / "heartbeat" / "rank1.json").read_text())["pid"], signal.SIGKILL)
+    wait_for(lambda: last_step(killed) > steps)  # from its checkpoint on
+    os.kill(json.loads((killed.out_dir / "heartbeat" / "rank0.json").read_text())["pid"], signal.SIGKILL)
     assert process.wait(60) == 1
     status = read_status(killed.directory)
     assert status["state"] == "oom" and "SIGKILL" in status["reason"]
-    assert grouped([run, killed], "val_loss")[1]["mean"] is None
+    assert grouped([killed], "val_loss")[0]["mean"] is None
     assert "oom: " in report("mixed", "Some.", "val_loss", [run, killed], tmp_path).read_text()
     with open(run.out_dir / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "lo')
