@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.speed import GPUS, Gpu, Roofline
 from nanoGPT.config import TrainConfig
-from nanoGPT.ledger import Costs
+from nanoGPT.ledger import Costs, Traffic
 from nanoGPT.memory import Memory
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm
@@ -230,6 +230,7 @@ class Traced:
     """What a step of rank 0 held and did in its micro-batches, and what it costs by the formula."""
 
     memory: Memory
+    traffic: Traffic
     costs: Costs
     roofline: Roofline
     micro_batches: int
@@ -250,11 +251,13 @@ def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h1
     with quietly(), fake_world(ranks), FakeTensorMode(allow_non_fake_inputs=True):
         job = job_of(config, shape, run)
         make_state(job.optimizer)
-        with Memory(job.model, job.optimizer) as memory, parts_named(job.model, memory), Roofline(gpu) as roofline:
+        traffic = Traffic()
+        memory = Memory(job.model, job.optimizer, also=traffic.record)
+        with memory, parts_named(job.model, memory), Roofline(gpu) as roofline:
 
             def name(part: str) -> None:
                 memory.part = roofline.part = part
 
             step(job, config, run, micro_batches, name)
             job.optimizer.zero_grad()
-        return Traced(memory, config.costs(job.model, job.optimizer, run), roofline, micro_batches)
+        return Traced(memory, traffic, config.costs(job.model, job.optimizer, run), roofline, micro_batches)

@@ -72,6 +72,22 @@ def test_what_is_extended_is_what_would_be_traced(row):
         assert sum(found.values()) == pytest.approx(sum(getattr(full, name).values()), rel=0.005), name
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("phase", ["phase1", "phase3"])
+def test_gpt2_124m_keeps_and_sends_what_the_formula_says(phase, ranks, tmp_path):
+    """What a traced step of GPT-2 124M keeps, and its reduce-scatters and gatherings, to the byte."""
+    words = {"batch_size": 1, "block_size": 64, "dtype": "float32", "device": "cpu"}
+    shape = replace(shape_of(PlanConfig("gpt2")), block_size=64)
+    found = trace(config_of(phase, tmp_path, **words, gradient_accumulation_steps=2 * ranks), shape, ranks)
+    left, expected = found.memory.snapshot(), found.costs.state
+    assert (left["parameters"], left["optimizer_state"]) == (expected["parameters"], expected["optimizer_state"])
+    assert found.memory.peak_of_part()["update"]["gradients"] == expected["gradients"]
+    for (kind, n), size in found.costs.traffic.items():
+        if kind != "all-reduce" and n > 1:  # what ZeRO-1's ranks tell each other is left out of a trace
+            assert found.traffic.rows[kind, n]["tensor_bytes"] == size, kind
+    assert ranks == 1 or {"all-gather", "reduce-scatter"} <= {kind for kind, _ in found.traffic.rows}
+
+
 class Here(Executor):
     """Does at once what it is given."""
 
@@ -85,7 +101,7 @@ def test_the_largest_micro_batch_is_the_largest(monkeypatch):
     """One sequence more is traced not to fit; with more space than any needs, the plan's limit is told."""
     planner = Planner(SMALL, "t4", 4, 1, Here())
     for row in (ROWS[1], ("phase3", {"fsdp_activation_checkpointing": "full"})):
-        for wanted in (1, 7, 50):
+        for wanted in (7,) if row == ROWS[1] else (1, 50):
             space = planner.total(row, wanted) + 1
             monkeypatch.setattr("bench.planner.capacity", lambda gpu, space=space: space)
             found = planner.largest(row)
