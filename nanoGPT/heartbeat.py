@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from nanoGPT.exits import STALLED, tell_launcher
 from nanoGPT.watch import GRACE, Watch, end_mute, is_child
@@ -54,11 +54,28 @@ class Progress:
     marks: int = 0
 
 
-def stack(frame: FrameType | None) -> Iterator[FrameType]:
+class Place(NamedTuple):
+    """Where a Python frame is."""
+
+    file: str
+    line: int
+    function: str
+
+
+def stack(frame: FrameType | None) -> Iterator[Place]:
     """A thread's Python frames, innermost first."""
     while frame:
-        yield frame
+        yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
+
+
+def stacks() -> dict[int, list[Place]]:
+    """The stacks of all threads, by their idents. A frame that is kept keeps its variables, activations too, beyond its
+    function's end, so none is."""
+    frames = sys._current_frames()
+    places = {thread: list(stack(frame)) for thread, frame in frames.items()}
+    frames.clear()  # it holds this function's own frame: a cycle that only the garbage collector would undo
+    return places
 
 
 def is_library(file: str) -> bool:
@@ -77,20 +94,14 @@ def in_collective(files: list[str]) -> bool:
 
 def whereabouts() -> dict[str, Any]:
     """Where this process is: whether it compiles; whether its main thread waits for other ranks, and in what line."""
-    threads = sys._current_frames()
-    files = [frame.f_code.co_filename for thread in threads.values() for frame in stack(thread)]
-    main = list(stack(threads.get(threading.main_thread().ident or 0)))
-    own = next((frame for frame in main if not is_library(frame.f_code.co_filename)), None)
+    threads = stacks()
+    main = threads.get(threading.main_thread().ident or 0, [])
+    own = next((place for place in main if not is_library(place.file)), None)
     return {
-        "own_pace": any(file.endswith(OWN_PACE) for file in files),
-        "waits": in_collective([frame.f_code.co_filename for frame in main]),
-        "line": describe(own) if own else "",
+        "own_pace": any(place.file.endswith(OWN_PACE) for places in threads.values() for place in places),
+        "waits": in_collective([place.file for place in main]),
+        "line": f"{'/'.join(Path(own.file).parts[-2:])}:{own.line}, {own.function}" if own else "",
     }
-
-
-def describe(frame: FrameType) -> str:
-    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-    return f"{file}:{frame.f_lineno}, {frame.f_code.co_name}"
 
 
 class Heart:

@@ -1,10 +1,13 @@
 """A job that hangs: who is named, whose stacks are written, how it ends; and what is no hang."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,27 @@ def test_compiling_is_progress_and_a_compiled_model_is_none():
     compiled = len(found)
     model(torch.ones(2))
     assert True in found[:compiled] and found[compiled:] == [False]
+
+
+def test_looking_at_the_stacks_keeps_nothing_alive():
+    """What a function held while another thread looked at its frame is freed when it returns, at once: no tensor waits
+    for the garbage collector."""
+
+    def hold():
+        tensor = torch.ones(4)
+        died = weakref.ref(tensor)
+        looker = threading.Thread(target=whereabouts)
+        looker.start()
+        looker.join()
+        whereabouts()
+        return died
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert hold()() is None
+    finally:
+        gc.enable()
 
 
 # What keeps Python's lock: a C call that waits for a mutex that is taken. After two minutes it returns, in case that

@@ -67,8 +67,8 @@ def test_fsdp_costs_what_the_formula_says(ranks, tmp_path):
         assert state["parameters"] == state["gradients"] == 4 * params // ranks
         assert state["optimizer_state"] == 8 * params // ranks + 4 * len(list(model.parameters()))
         assert each["memory"]["peak"]["parameters"] == state["parameters"]
-        whole = each["memory"]["after_forward"]["gradients"]  # until the last micro-batch, and what gloo still holds
-        assert 4 * params <= whole < 4.5 * params
+        assert each["memory"]["after_forward"]["gradients"] == 4 * params  # whole until the last micro-batch
+    # A thread of gloo's may let go of a buffer late: what is needed is the least that was found.
     assert min(each["memory"]["after_forward"]["gathered"] for each in found["ranks"]) == 4 * root
     micro_batches = 8 // ranks
     collectives = rows(found)
