@@ -26,6 +26,7 @@ SMALL = {
     "dropout": 0.0,
     "gradient_accumulation_steps": 2,
     "max_iters": 6,
+    "eval_iters": 1,
     "learning_rate": 1e-2,
     "min_lr": 1e-3,
 }

@@ -49,6 +49,23 @@ def interpreting() -> bool:
     return triton is not None and type(wide).__name__ == "InterpretedFunction"
 
 
+def patch_once() -> None:
+    """Adapt Triton's language to the interpreter once a launch.
+
+    Triton 3.9 and those before do it again at every call of a function inside a kernel, where it changes nothing any
+    more: a third of the time that an interpreted step takes.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_if_needed(function: Any) -> Any:
+        patched = not tl.core.is_builtin(tl.load)  # by the launch that runs now
+        return None if patched and function.__globals__.get("tl") is tl else patch(function)
+
+    interpreter._patch_lang = patch_if_needed
+
+
 @dataclass
 class Recorder:
     """Launches for an architecture that need not be there: recorded, not run. See `recording`."""
@@ -243,3 +260,7 @@ def tile(size: int, least: int = 1) -> int:
 def wide(x):
     """Compute in fp32 whatever was loaded, but fp64 in fp64."""
     return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+if interpreting():
+    patch_once()
