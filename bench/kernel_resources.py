@@ -1,7 +1,7 @@
 """What the shipped kernels compile to for real GPUs, with no GPU at hand.
 
     TRITON_INTERPRET=0 python -m bench.kernel_resources            # the table
-    TRITON_INTERPRET=0 python -m bench.kernel_resources --json     # the same for a program
+    TRITON_INTERPRET=0 python -m bench.kernel_resources --json sm_90    # the same for a program, and for an H100 alone
     TRITON_INTERPRET=0 python -m bench.kernel_resources --write    # into bench/results/kernel-resources.json
 
 Each public function is called on meta tensors of GPT-2's shapes, so that its own code chooses tiles, warps and types;
@@ -9,12 +9,13 @@ the launches are recorded and compiled ahead of time. From the machine code: reg
 values live on, spill instructions, shared memory, and which tensor-core instructions are there.
 """
 
+import hashlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from bench.results import RESULTS
 from phase2_triton.kernels import (
     adamw,
     attention,
+    core,
     cross_entropy,
     embedding,
     gelu,
@@ -165,24 +167,31 @@ def recorded(architecture: str, call: Callable[[], None]) -> list[tuple[Any, tup
     return recorder.launches
 
 
-def report() -> dict[str, Any]:
+def sources() -> str:
+    """A digest of all files that the kernels are made from: with the same Triton they compile to the same code."""
+    files = sorted(Path(core.__file__).parent.glob("*.*"))
+    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
+
+
+def report(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> dict[str, Any]:
     """For each architecture, and each kernel that each call launches: what it compiles to."""
     jobs: dict[tuple[str, str], tuple[Any, ...]] = {}
-    for architecture in ARCHITECTURES:
+    for architecture in architectures:
         for name, call in calls().items():
             for launched in recorded(architecture, call):
                 jobs[architecture, f"{name}: {label(*launched)}"] = launched
     distinct = {repr((where, kernel_key(*job))): (*job, where) for (where, _), job in jobs.items()}
     with ThreadPoolExecutor(2) as pool:
         facts = dict(zip(distinct, pool.map(lambda job: compiled(*job), distinct.values()), strict=True))
-    kernels: dict[str, dict[str, Any]] = {architecture: {} for architecture in ARCHITECTURES}
+    kernels: dict[str, dict[str, Any]] = {architecture: {} for architecture in architectures}
     for (where, name), job in jobs.items():
         kernels[where][name] = facts[repr((where, kernel_key(*job)))]
-    return {"triton": triton.__version__, "kernels": kernels}
+    return {"triton": triton.__version__, "sources": sources(), "kernels": kernels}
 
 
 def main(words: list[str]) -> None:
-    result = report()
+    asked = [name for name in ARCHITECTURES if name in words and "--write" not in words]
+    result = report(asked or list(ARCHITECTURES))
     if "--json" in words:
         print(json.dumps(result))
         return

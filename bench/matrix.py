@@ -2,26 +2,31 @@
 
     make matrix                          # about two minutes on 2 cores; on a GPU machine, as many ranks as GPUs
     make matrix ARGS="--steps=50"        # longer runs
+    make matrix ARGS="--model=gpt2 --steps=4"    # GPT-2 124M in every phase, without options
 
 Each cell trains the same small model: how far its losses are from the baseline's, the bytes that a rank keeps and
 sends beside the formula's, memory at its peak, and time. The table is printed as it grows; at the end it is in
 bench/results/matrix-<hardware>.json, with a .png beside it, and in the README. Where ranks share cores, times say what
-a phase adds to a step, not what it saves.
+a phase adds to a step, not what it saves. GPT-2 124M gets few tokens, and goes into gpt2-matrix-<hardware>.json; ranks
+that together need more than this machine's memory, by the planner, are left out.
 """
 
+import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from bench.cells import Found, as_expected, config_of, run_cell
 from bench.matrix_plot import draw
 from bench.results import RESULTS, write_result
+from bench.trace import trace
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.model import GPTConfig
 from workshop.ranks import RankFailed
 
 MODEL: dict[str, Any] = {
@@ -38,6 +43,12 @@ MODEL: dict[str, Any] = {
     "dtype": "float32",
     "compile": False,
 }
+GPT2 = {"dataset": "shakespeare", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 16, "batch_size": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "small": MODEL,
+    "gpt2": {**MODEL, **GPT2, "learning_rate": 6e-4, "min_lr": 6e-5},
+}
+PROCESS_BYTES = 400e6  # of a rank beside its tensors
 LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
 RANKS = (1, 2, 4, 8)
 
@@ -70,10 +81,21 @@ OPTIONS = [
 ]
 
 
-def cells(most_ranks: int) -> list[Cell]:
-    """All that so many ranks can run, the baseline on one first."""
-    plain = [Cell(phase, n) for phase in ("baseline", "phase1", "phase2", "phase3") for n in RANKS]
-    return [cell for cell in [*plain, *OPTIONS] if cell.ranks <= most_ranks]
+def cells(most_ranks: int, model: str = "small", interpreted: bool = False) -> list[Cell]:
+    """All that so many ranks can run, the baseline on one first. Interpreted, AdamW's kernel alone takes a minute for
+    GPT-2's parameters: there phase 2 has one kernel."""
+    one = {"phase2": {"kernels": "gelu"}} if model == "gpt2" and interpreted else {}
+    plain = [Cell(phase, n, one.get(phase, {})) for phase in ("baseline", "phase1", "phase2", "phase3") for n in RANKS]
+    options = OPTIONS if model == "small" else []
+    return [cell for cell in [*plain, *options] if cell.ranks <= most_ranks]
+
+
+def fits(cell: Cell, words: dict[str, Any]) -> bool:
+    """Whether this machine's memory holds all ranks of a cell."""
+    phase = "baseline" if cell.phase == "phase2" else cell.phase  # whose workspaces are small
+    peak = trace(config_of(phase, Path(), **words), GPTConfig.of(words), cell.ranks).memory.peak
+    needed = cell.ranks * (sum(peak.values()) + PROCESS_BYTES)
+    return needed < 0.9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def row_of(cell: Cell, found: Found, reference: Found) -> dict[str, Any]:
@@ -115,11 +137,12 @@ def faults(cell: Cell, row: dict[str, Any]) -> list[str]:
     return told + ([] if row["as_expected"] else ["its state or traffic is not the formula's"])
 
 
-def main(steps: int = 10) -> list[str]:
+def main(steps: int = 10, model: Literal["small", "gpt2"] = "small") -> list[str]:
     """Run every cell.
 
     Args:
         steps: of each run.
+        model: small: in every phase and with every option; gpt2: 124M, in every phase.
 
     Returns:
         What is not as it should be.
@@ -129,27 +152,40 @@ def main(steps: int = 10) -> list[str]:
     if steps < 4:
         raise ConfigError(f"--steps={steps} leaves none to time: give 4 or more")
     rows, wrong, reference = [], [], None
+    shared = {**MODELS[model], "device": device.type, "max_iters": steps}
     print(HEAD)
-    with tempfile.TemporaryDirectory() as folder:
-        for i, cell in enumerate(cells(gpus or max(RANKS))):
-            words = {**MODEL, "device": device.type, "max_iters": steps, **cell.options}
-            try:
-                found = run_cell(cell.phase, cell.ranks, config_of(cell.phase, Path(folder) / str(i), **words))
-            except RankFailed as failure:
-                if reference is None:
-                    raise  # with nothing to compare with, nothing is worth measuring
-                print(f"{cell.name:<44} {cell.ranks:>5}  failed: {str(failure).strip().splitlines()[-1]}", flush=True)
-                wrong.append(f"{cell.name} on {cell.ranks} rank(s) failed:\n{failure}")
-                continue
-            reference = reference or found
-            rows.append(row_of(cell, found, reference))
-            wrong += [f"{cell.name} on {cell.ranks} rank(s): {fault}" for fault in faults(cell, rows[-1])]
-            print(line_of(cell, rows[-1]), flush=True)
-    settings = {"command": "make matrix", "steps": steps, "model": MODEL}
-    path = write_result("matrix", device, settings, {"rows": rows})
-    draw(path)
-    print(f"wrote {path.relative_to(RESULTS.parent.parent)} and {path.with_suffix('.png').name}")
+    for cell in cells(gpus or max(RANKS), model, interpreted=not gpus):
+        start = f"{cell.name:<44} {cell.ranks:>5}"
+        words = {**shared, **cell.options}
+        if model == "gpt2" and not gpus and not fits(cell, shared):
+            print(f"{start}  left out: so many ranks need more memory than this machine has", flush=True)
+            continue
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = run_cell(cell.phase, cell.ranks, config_of(cell.phase, Path(folder) / "run", **words))
+        except RankFailed as failure:
+            if reference is None:
+                raise  # with nothing to compare with, nothing is worth measuring
+            print(f"{start}  failed: {str(failure).strip().splitlines()[-1]}", flush=True)
+            wrong.append(f"{cell.name} on {cell.ranks} rank(s) failed:\n{failure}")
+            continue
+        reference = reference or found
+        rows.append(row_of(cell, found, reference))
+        wrong += [f"{cell.name} on {cell.ranks} rank(s): {fault}" for fault in faults(cell, rows[-1])]
+        print(line_of(cell, rows[-1]), flush=True)
+    report(device, model, steps, rows)
     return wrong
+
+
+def report(device: torch.device, model: str, steps: int, rows: list[dict[str, Any]]) -> None:
+    """Write the result; a picture too of the small model's, which has the options."""
+    command = "make matrix" if model == "small" else f'make matrix ARGS="--model={model} --steps={steps}"'
+    settings = {"command": command, "steps": steps, "model": MODELS[model]}
+    path = write_result("matrix" if model == "small" else f"{model}-matrix", device, settings, {"rows": rows})
+    print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
+    if model == "small":
+        draw(path)
+        print(f"wrote {path.relative_to(RESULTS.parent.parent).with_suffix('.png')}")
 
 
 if __name__ == "__main__":

@@ -184,6 +184,9 @@ def request(words: list[str]) -> tuple[str, int, TrainConfig]:
 
 def main(words: list[str]) -> None:
     """Profile, print the summary and the costliest operators, and say where the pictures are."""
+    if words[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
     phase, ranks, config = request(words)
     folder = Path(config.out_dir).parent.resolve()
     shutil.rmtree(folder, ignore_errors=True)

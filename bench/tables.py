@@ -112,10 +112,10 @@ def throughput_table() -> str:
     return "\n".join(parts)
 
 
-def matrix_table() -> str:
+def matrix_table(name: str = "matrix") -> str:
     """Every cell of the matrix: losses, state, traffic, memory and time."""
     parts = []
-    for result in read_results("matrix"):
+    for result in read_results(name):
         rows = []
         for row in result["samples"]["rows"]:
             options = " ".join(f"`{name}={value}`" for name, value in row["options"].items())
@@ -238,6 +238,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "phase2_runs": phase2_runs_table,
     "throughput": throughput_table,
     "matrix": matrix_table,
+    "gpt2_matrix": lambda: matrix_table("gpt2-matrix"),
     "published": published_table,
     "kernel_costs": kernel_costs_table,
     "kernel_resources": kernel_resources_table,

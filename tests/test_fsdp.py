@@ -206,12 +206,9 @@ def test_wrong_options_are_one_sentence(options, words):
 
 def test_compiled_recomputation_draws_the_same_dropout(tmp_path):
     """Compiled, with dropout: blocks that are computed again have the losses of those that are not."""
+    small = {"compile": True, "max_iters": 2, "n_layer": 1}
     plain, again = (
-        train(
-            "phase3_fsdp",
-            1,
-            tiny("phase3_fsdp", tmp_path / mode, compile=True, max_iters=2, fsdp_activation_checkpointing=mode),
-        )
+        train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path / mode, **small, fsdp_activation_checkpointing=mode))
         for mode in ("none", "full")
     )
     assert gap(plain, again) <= 1e-5

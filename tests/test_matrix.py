@@ -1,13 +1,14 @@
 """The matrix: its cells are measured by real runs, and what is wrong in one is said."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from bench import results
 from bench.cells import as_expected, config_of, run_cell
-from bench.matrix import LIMIT, MODEL, OPTIONS, Cell, cells, faults, line_of, main, row_of
+from bench.matrix import LIMIT, MODEL, MODELS, OPTIONS, Cell, cells, faults, fits, line_of, main, row_of
 from bench.matrix_plot import draw
 from nanoGPT.exits import ConfigError
 
@@ -58,12 +59,28 @@ def test_cells_for_a_machine():
     assert cells(1)[0] == Cell("baseline", 1)
     for cell in OPTIONS:
         config_of(cell.phase, Path("x"), **cell.options).check(cell.ranks)
+    assert {cell.name for cell in cells(8, "gpt2")} == {"baseline", "phase1", "phase2", "phase3"}
+    assert cells(8, "gpt2", interpreted=True)[8] == Cell("phase2", 1, {"kernels": "gelu"})
     with pytest.raises(ConfigError, match="give 4 or more"):
         main(steps=3)
 
 
+def test_what_a_machine_cannot_hold_is_left_out(monkeypatch):
+    """GPT-2 124M in DDP needs 16 bytes a parameter on each rank, and more; FSDP shares them."""
+    words = {**MODELS["gpt2"], "device": "cpu", "max_iters": 4}
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 5_000_000, "SC_PAGE_SIZE": 4096}[name])
+    held = {(phase, n): fits(Cell(phase, n), words) for phase in ("phase2", "phase3") for n in (4, 8)}
+    assert held == {("phase2", 4): True, ("phase2", 8): False, ("phase3", 4): True, ("phase3", 8): True}
+
+
 def test_what_was_measured_keeps_its_limits():
     """Committed: every phase on 1, 2, 4 and 8 ranks has the baseline's losses, and state and traffic to the byte."""
+    for result in results.read_results("gpt2-matrix"):
+        rows = result["samples"]["rows"]
+        assert {"phase1", "phase3"} == {row["phase"] for row in rows if row["ranks"] == 8}
+        for row in rows:
+            assert row["gap"] <= LIMIT["float32"] and row["as_expected"], row
+            assert sum(row["expected_state_bytes"].values()) >= 16 * 124e6 / row["ranks"]
     for result in results.read_results("matrix"):
         rows = result["samples"]["rows"]
         plain = {(row["phase"], row["ranks"]) for row in rows if not row["options"]}
