@@ -77,7 +77,7 @@ def test_what_was_measured_keeps_its_limits():
     """Committed: every phase on 1, 2, 4 and 8 ranks has the baseline's losses, and state and traffic to the byte."""
     for result in results.read_results("gpt2-matrix"):
         rows = result["samples"]["rows"]
-        assert {"phase1", "phase3"} == {row["phase"] for row in rows if row["ranks"] == 8}
+        assert {"phase1", "phase3"} <= {row["phase"] for row in rows if row["ranks"] == 8}
         for row in rows:
             assert row["gap"] <= LIMIT["float32"] and row["as_expected"], row
             assert sum(row["expected_state_bytes"].values()) > 16 * 123e6 / row["ranks"]
