@@ -52,8 +52,8 @@ def interpreting() -> bool:
 def patch_once() -> None:
     """Adapt Triton's language to the interpreter once a launch.
 
-    Triton 3.9 does it again at every call of a function inside a kernel, where it changes nothing any more: a quarter of
-    the time that an interpreted step takes.
+    Triton 3.9 does it again at every call of a function inside a kernel, where it changes nothing any more: a quarter
+    of the time that an interpreted step takes.
     """
     from triton.runtime import interpreter
 
