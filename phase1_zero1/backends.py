@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW, Optimizer
 
@@ -65,6 +64,8 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> Optimizer:
     if config.zero1_backend == "naive":
         return NaiveZero1Optimizer(groups, AdamW, **adamw)
     if config.zero1_backend == "torch":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # a quarter of a second
+
         optimizer = ZeroRedundancyOptimizer(groups, AdamW, **adamw)
         optimizer.state = optimizer.optim.state  # it leaves its own empty
         return optimizer

@@ -8,6 +8,6 @@ import os
 
 import torch
 
-if not torch.cuda.is_available():
+if not torch.cuda.device_count():  # is_available() would start CUDA, which processes forked from this one could not use
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

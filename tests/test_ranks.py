@@ -1,12 +1,15 @@
 """Functions on real ranks, as notebooks and tests run them."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers import ROOT
 from workshop.ranks import RankFailed, run_on_ranks
 
 
@@ -60,3 +63,21 @@ def test_a_function_that_only_the_caller_has():
     """A function without a module, as a notebook defines it, runs on the ranks by value."""
     offset = 5
     assert run_on_ranks(lambda: dist.get_rank() + offset, 3) == [5, 6, 7]
+
+
+def test_the_server_does_not_start_cuda():
+    """Nothing that ranks are forked with asks for CUDA in a way that would keep them from using it (is_available)."""
+    program = """
+import torch
+
+def asked():
+    raise AssertionError("torch.cuda.is_available() was called by an import")
+
+torch.cuda.is_available = asked
+from workshop.ranks import PRELOADED
+for name in PRELOADED:
+    __import__(name)
+print("phases imported:", sum(name.endswith(".train") for name in PRELOADED))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "phases imported: 4\n", done.stderr

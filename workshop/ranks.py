@@ -31,8 +31,8 @@ import phase2_triton  # noqa: F401  it decides whether kernels are interpreted, 
 from nanoGPT.exits import LOST_PEER
 
 # Also what torch imports by itself at the first optimizer or the first random number on the meta device: 0.8 s a rank.
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
-PRELOADED += ["workshop.ranks", "nanoGPT.train"]
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "workshop.ranks"]
+PRELOADED += ["nanoGPT.train", "phase1_zero1.train", "phase2_triton.train", "phase3_fsdp.train"]
 
 
 class RankFailed(Exception):
