@@ -257,6 +257,8 @@ def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any) -> i
         seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in left}
         print(f"{suite.name}: {suite.about}")
         print(f"{len(fitting)} runs, {len(ended)} of them ended before{describe_seconds(seconds, config.price)}")
+        if not gpus and any(getattr(run.config, "kernels", "none") != "none" for run in left):
+            print("not in this time: kernels are interpreted where there is no GPU")
         if len(fitting) < len(runs):
             print(f"left out: {len(runs) - len(fitting)} on more ranks than the {gpus} GPU(s) of this machine")
         for i, run in enumerate(left):
