@@ -101,7 +101,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4f}"
 
 
 def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
