@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's import takes seconds: Ctrl-C ends it without a traceback
+
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -129,6 +132,8 @@ def children() -> list[int]:
 def pass_on_signals(asked: list[int]) -> None:
     """Hand signals to the ranks, which save and end by themselves; before there are any, end at once.
 
+    A first SIGINT is handed on as SIGTERM: a rank that is still importing torch ends without a traceback.
+
     Args:
         asked: takes the number of every signal that comes.
     """
@@ -138,9 +143,10 @@ def pass_on_signals(asked: list[int]) -> None:
         pids = children()
         if not pids:
             raise SystemExit(128 + number)
+        passed = signal.SIGTERM if asked == [signal.SIGINT] else number
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, passed)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -184,9 +190,10 @@ def explain(exit_code: int, message: str, asked: list[int]) -> tuple[int, str]:
     """A failure's exit code, as a shell would give it, and its reason."""
     if exit_code >= 0:
         return exit_code, message
+    if asked and -exit_code in (asked[0], signal.SIGTERM):
+        name = signal.Signals(asked[0]).name
+        return 128 + asked[0], f"{name} came before training had begun, so there was nothing to save"
     name = signal.Signals(-exit_code).name
-    if -exit_code in asked:
-        return 128 - exit_code, f"{name} came before training had begun, so there was nothing to save"
     return (
         128 - exit_code,
         f"it was killed by {name}; --init_from=resume goes on from a checkpoint, if there is one",

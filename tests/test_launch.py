@@ -133,16 +133,17 @@ def test_ranks_end_with_their_launcher(ranks, tmp_path):
     assert len(pids) == ranks and all(gone(pid) for pid in pids), f"ranks {pids} were still there after 5 seconds"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_before_training_ends_the_job(ranks, tmp_path):
-    """SIGTERM while ranks start, at whatever moment, ends the job within seconds and leaves no rank."""
-    processes = [launch(tmp_path / name, ranks, phase="nanoGPT") for name in ("early", "late")]
-    for process in processes:
+@pytest.mark.parametrize(("ranks", "first", "then"), [(1, "SIGTERM", "SIGINT"), (2, "SIGINT", "SIGTERM")])
+def test_a_signal_before_training_ends_the_job(ranks, first, then, tmp_path):
+    """SIGTERM or Ctrl-C while ranks start, at whatever moment, ends the job within seconds and leaves no rank."""
+    processes = [(launch(tmp_path / name, ranks, phase="nanoGPT"), signal.Signals[name]) for name in (first, then)]
+    for process, number in processes:
         time.sleep(2.5)
-        process.send_signal(signal.SIGTERM)
-    for process in processes:
+        process.send_signal(number)
+    for process, number in processes:
         output, _ = process.communicate(timeout=40)
-        assert process.returncode in (0, -15, 143) and "Traceback" not in output, (process.returncode, output)
+        assert process.returncode in (0, -number, 128 + number), (process.returncode, output)
+        assert "Traceback" not in output and "KeyboardInterrupt" not in output, output
         assert process.returncode != 0 or "--init_from=resume" in output
 
 
