@@ -107,6 +107,7 @@ def shown(value: float | None) -> str:
 def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
     """The figure against ranks, a line for each phase and variant; bars where there is one rank count."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -121,7 +122,7 @@ def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({row["ranks"] for row in there}), sorted({str(row["ranks"]) for row in there}, key=int))
         axes.set_xlabel("ranks")
-        axes.legend(fontsize="small")
+        figure.legend(loc="outside right upper", fontsize="small")
     else:
         names = [f"{row['phase']}\n{row['variant']}" for row in there]
         axes.bar(names, [row["mean"] for row in there], yerr=[row["spread"] or 0.0 for row in there], capsize=4)
@@ -132,4 +133,6 @@ def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
                 margin = max(high - low, 0.01 * high)
                 axes.set_ylim(low - 2 * margin, high + margin)
     axes.set_ylabel(metric)
+    if any(row["mean"] >= 1000 for row in there):
+        axes.yaxis.set_major_formatter(EngFormatter("B" if metric.endswith("bytes") else ""))
     figure.savefig(path)
