@@ -22,7 +22,7 @@ from bench.kernel_cases import GPT2_WIDTHS, MAKERS, Case, cases
 from bench.results import with_switches, write_result
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError, one_sentence
-from phase2_triton.kernels.core import Cost
+from phase2_triton.kernels.core import Cost, interpreting
 
 
 @dataclass
@@ -155,8 +155,14 @@ def line(row: dict[str, Any], limit: dict[str, float]) -> str:
     return f"{head}{ms:10.3f} ms{rates}{roof / ms:8.1%}"
 
 
+def kernel_device() -> torch.device:
+    """Where this process's kernels run: TRITON_INTERPRET=1 keeps them on the CPU of a machine with a GPU, too."""
+    compiled = torch.cuda.is_available() and not interpreting()
+    return torch.device("cuda", 0) if compiled else torch.device("cpu")
+
+
 def main(options: Options) -> None:
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = kernel_device()
     torch.manual_seed(0)
     watch, rounds = Stopwatch(device), options.rounds if device.type == "cuda" else min(options.rounds, 3)
     limit = limits(watch, device)

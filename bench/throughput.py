@@ -54,7 +54,7 @@ def measure(case: Case, compiled: bool, out_dir: Path) -> dict[str, Any]:
         return {**row, "failed": str(failure).strip().splitlines()[-1]}
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if line["step"] >= WARMUP and line["step_ms"]]
-    allocated = [rank["memory"]["allocator_peak_bytes"] for rank in found.ledger["ranks"]]
+    on_gpu = found.rank_0["memory"]["allocator_peak_bytes"] is not None
     counted = [sum(rank["memory"]["peak"].values()) for rank in found.ledger["ranks"]]
     return {
         **row,
@@ -62,7 +62,7 @@ def measure(case: Case, compiled: bool, out_dir: Path) -> dict[str, Any]:
         "step_ms": [line["step_ms"] for line in timed],
         "tokens_per_second": [line["tokens_per_second"] for line in timed],
         "mfu": statistics.median([line["mfu"] for line in timed]) if timed[0]["mfu"] is not None else None,
-        "peak_bytes": max(counted) if allocated[0] is None else max(allocated),
+        "peak_bytes": max(line["peak_memory_bytes"] for line in timed) if on_gpu else max(counted),
     }
 
 

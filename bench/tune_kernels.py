@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.kernel_cases import GPT2_WIDTHS, Case, cases
-from bench.kernels import Stopwatch, names, passes
+from bench.kernels import Stopwatch, kernel_device, names, passes
 from bench.results import with_switches
 from nanoGPT.cli import command_line
 from nanoGPT.exits import one_sentence
@@ -93,15 +93,30 @@ def place(key: str, row: Row) -> None:
 def expected(case: Case) -> Any:
     """What torch's own contender gives, which every candidate must give too; None for an optimizer's step."""
     name = next(name for name in case.contenders if name in ("eager", "sdpa", "fused"))
-    return None if case.kernel == "adamw" else case.contenders[name](*case.inputs)
+    return None if case.kernel == "adamw" else results(case, name)
+
+
+def results(case: Case, contender: str) -> list[torch.Tensor]:
+    """What a contender gives, and the gradients of its inputs for some that are always the same."""
+    found = case.contenders[contender](*case.inputs)
+    found = list(found) if isinstance(found, tuple) else [found]
+    if case.steps:
+        return found
+    gradients = [torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype) for y in found]
+    wanted = [x for x in case.inputs if x.requires_grad]
+    return [*found, *torch.autograd.grad(found, wanted, gradients)]
 
 
 def agrees(case: Case, reference: Any) -> bool:
     if reference is None:
         return True
-    ours = case.contenders["ours"](*case.inputs)
-    pairs = zip(ours, reference, strict=True) if isinstance(ours, tuple) else [(ours, reference)]
-    return all(torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05 * b.float().std().item()) for a, b in pairs)
+    pairs = zip(results(case, "ours"), reference, strict=True)
+    return all(torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05 * spread(b)) for a, b in pairs)
+
+
+def spread(result: torch.Tensor) -> float:
+    """The standard deviation, 0 for a scalar."""
+    return result.float().std(correction=0).item()
 
 
 def milliseconds(case: Case, which: str, watch: Stopwatch, rounds: int, reference: Any) -> float:
@@ -148,7 +163,7 @@ def dumped(rows_of: dict[str, dict[str, list[Row]]]) -> str:
 
 
 def main(options: Options) -> None:
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = kernel_device()
     watch, seen = Stopwatch(device), set()
     rounds = options.rounds if device.type == "cuda" else 2
     chosen = names(options.only, list(TIMED))

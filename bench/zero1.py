@@ -44,9 +44,14 @@ TEN_MILLION = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=128, bias=Fa
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "fused": True}
 
 
+def kind() -> str:
+    """What this machine measures on."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def here() -> torch.device:
-    """This rank's GPU, or the CPU."""
-    return torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    """This rank's GPU, if the ranks were started for GPUs, or the CPU."""
+    return torch.device("cuda", dist.get_rank()) if "nccl" in dist.get_backend_config() else torch.device("cpu")
 
 
 def model_on(device: torch.device, shape: GPTConfig) -> GPT:
@@ -60,8 +65,7 @@ def model_on(device: torch.device, shape: GPTConfig) -> GPT:
 
 def one_backend(name: str, ranks: int, steps: int) -> dict[str, Any]:
     """Losses, bytes of state, ring bytes and median milliseconds of a run of `steps` steps."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    words = {"device": device, "dtype": "float32", "max_iters": steps, "dropout": 0.2, "eval_iters": 1}
+    words = {"device": kind(), "dtype": "float32", "max_iters": steps, "dropout": 0.2, "eval_iters": 1}
     with tempfile.TemporaryDirectory() as folder:
         found = run_cell("phase1", ranks, config_of("phase1", Path(folder) / "run", **words, **BACKENDS[name]))
     sent = found.rank_0["collectives"]
@@ -100,7 +104,7 @@ def seconds_of(work: Callable[[], None]) -> float:
     dist.barrier()
     begin = time.perf_counter()
     work()
-    if torch.cuda.is_available():
+    if here().type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - begin
 
@@ -155,11 +159,10 @@ def overhead_on_ranks(shape: GPTConfig, count: int) -> dict[str, list[float]]:
     return samples
 
 
-def measure_overhead(shape: GPTConfig, rank_counts: tuple[int, ...], count: int) -> dict[str, Any]:
+def measure_overhead(shape: GPTConfig, rank_counts: tuple[int, ...], count: int, device: str) -> dict[str, Any]:
     """Rank 0's samples for each rank count, and the ratio of flat's median to what the collectives leave to expect."""
     rows = []
     for ranks in rank_counts:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         samples = run_on_ranks(overhead_on_ranks, ranks, shape, count, timeout=600, device=device)[0]
         middle = {name: statistics.median(values) for name, values in samples.items()}
         expected = middle["ddp"] - middle["all_reduce"] + middle["reduce_scatter"] + middle["all_gather"]
@@ -199,9 +202,8 @@ def timeline_on_ranks(shape: GPTConfig) -> list[tuple[str, float, float]]:
     return [(e.name, (e.time_range.start - zero) / 1000, (e.time_range.end - zero) / 1000) for e in kept]
 
 
-def measure_timeline(shape: GPTConfig, ranks: int) -> dict[str, Any]:
+def measure_timeline(shape: GPTConfig, ranks: int, device: str) -> dict[str, Any]:
     """Rank 0's events, and how many collectives start before the backward pass ends."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     events = run_on_ranks(timeline_on_ranks, ranks, shape, timeout=300, device=device)[0]
     end = next(stop for name, _, stop in events if name == "phase: backward")
     early = [start for name, start, _ in events if not name.startswith("phase") and start < end]
@@ -228,10 +230,9 @@ def state_on_ranks() -> tuple[int, int]:
 
 def measure_state(rank_counts: tuple[int, ...]) -> dict[str, Any]:
     """For each rank count every rank's bytes."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, Any]] = []
     for ranks in rank_counts:
-        found = run_on_ranks(state_on_ranks, ranks, timeout=300, device=device)
+        found = run_on_ranks(state_on_ranks, ranks, timeout=300, device=kind())
         rows.append({"ranks": ranks, "moments": [m for m, _ in found], "flat_parameters": [f for _, f in found]})
         print(f"{ranks} ranks: at most {max(rows[-1]['moments']):,} bytes of moments", flush=True)
     with torch.device("meta"):
@@ -240,8 +241,8 @@ def measure_state(rank_counts: tuple[int, ...]) -> dict[str, Any]:
 
 MEASURES: dict[str, Callable[[tuple[int, ...]], dict[str, Any]]] = {
     "backends": lambda ranks: measure_backends(50, ranks),
-    "overhead": lambda ranks: measure_overhead(TEN_MILLION, tuple(n for n in ranks if n in (2, 4)), 25),
-    "timeline": lambda ranks: measure_timeline(TEN_MILLION, 2),
+    "overhead": lambda ranks: measure_overhead(TEN_MILLION, tuple(n for n in ranks if n in (2, 4)), 25, kind()),
+    "timeline": lambda ranks: measure_timeline(TEN_MILLION, 2, kind()),
     "state": lambda ranks: measure_state(ranks),
 }
 

@@ -124,7 +124,8 @@ class Traffic(TorchDispatchMode):
 class Ledger:
     """Watches one step of a trainer; prints what it counted and writes `ledger.json` into out_dir.
 
-    On a GPU the step also begins a new peak of the allocator, which the run's telemetry reads too.
+    On a GPU the allocator's peak, which the run's telemetry reads too, begins anew before the step and after it: a
+    compiled model's step is an eager one here.
 
     Args:
         config: without its `ledger` nothing is watched, at no cost; `ledger.json` goes into its out_dir.
@@ -159,6 +160,8 @@ class Ledger:
             yield
         hook.remove()
         self._write(Path(self.config.out_dir), traffic, memory)
+        if self.run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.run.device)
 
     def _count_gradients(self, *_: Any) -> None:
         self.gradient_bytes = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)

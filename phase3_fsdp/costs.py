@@ -41,6 +41,8 @@ def fsdp_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtim
     whole = sum(padded(unit, shards) for unit in model.modules() if isinstance(unit, FSDPModule))
     moments = sum(8 * p.to_local().numel() + 4 for p in params)
     state = {"parameters": 4 * whole // shards, "gradients": 4 * whole // shards, "optimizer_state": moments}
+    if config.fsdp_cpu_offload and run.device.type == "cuda":  # each gradient is copied to the host, without padding
+        state["gradients"] = 4 * sum(p.to_local().numel() for p in params)
     return Costs(state, expected_traffic(model, config, run), whole - sum(p.numel() for p in params))
 
 

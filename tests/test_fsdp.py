@@ -52,7 +52,7 @@ def test_the_covering_array_covers():
 def sharded(shape: GPTConfig, seed: int = 1, **options) -> tuple[GPT, FsdpConfig]:
     """A sharded model with its initial weights, inside a rank."""
     fields = {name: value for name, value in dataclasses.asdict(shape).items() if name != "gelu"}
-    config = FsdpConfig(device="cpu", seed=seed, **{**fields, **options})  # type: ignore[arg-type]
+    config = FsdpConfig(seed=seed, **{"device": "cpu", **fields, **options})  # type: ignore[arg-type]
     run = locate(config)
     with birthplace(config, run):
         model = GPT(shape)
@@ -162,16 +162,18 @@ def test_it_says_what_it_does():
     assert f"all-gather {4 * 2 * (2 * whole - root) / 1e6:,.1f} MB over 4" in said
 
 
-def classes(kernels: str) -> list[str]:
-    model, _ = sharded(MEDIUM, kernels=kernels)
+def classes(kernels: str, device: str) -> list[str]:
+    model, _ = sharded(MEDIUM, kernels=kernels, device=device)
     return sorted({type(module).__name__ for module in model.modules()})
 
 
-def test_kernels_are_in_the_sharded_model():
+def test_kernels_are_in_the_sharded_model(device, need_ranks):
     """--kernels=triton replaces forwards although the model is built on the meta device; none replaces nothing."""
-    found = run_on_ranks(classes, 2, "triton", show=False)[0]
+    need_ranks(2)
+    found = run_on_ranks(classes, 2, "triton", device, show=False, device=device)[0]
     assert {"FSDPKernelGPT", "FSDPKernelBlock", "KernelAttention", "KernelMLP", "KernelLayerNorm"} <= set(found)
-    assert not [name for name in run_on_ranks(classes, 1, "none", show=False)[0] if "Kernel" in name]
+    plain = run_on_ranks(classes, 1, "none", device, show=False, device=device)[0]
+    assert not [name for name in plain if "Kernel" in name]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from functorch.compile import aot_function
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from phase2_triton.kernels import cross_entropy as given
@@ -363,3 +365,23 @@ def test_an_unknown_label_reads_nothing_and_gives_nan():
     )  # fmt: skip
     assert losses[0].isnan() and losses[1].item() == pytest.approx(torch.tensor(9.0).log().item())
     assert z[0].isnan().all() and z[1].isfinite().all()  # no optimizer is to step on half of a batch
+
+
+def test_a_compiler_for_gpus_gets_a_product_that_it_knows():
+    """Traced on fake bfloat16 tensors of a GPU, dW is a product in fp32 and a sum: an addmm with
+    a type of its own has no lowering."""
+    found = []
+
+    def note(graph, _):
+        found.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    def summed(total, a, b):
+        total = total * 1
+        fused.add_product(total, a, b)
+        return total
+
+    with FakeTensorMode():
+        a, b = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (50, 16))
+        assert aot_function(summed, fw_compiler=note)(torch.empty(50, 16, device="cuda"), a, b).shape == (50, 16)
+    assert "aten.mm.dtype" in found and not [name for name in found if "addmm" in name]

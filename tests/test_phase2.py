@@ -289,6 +289,7 @@ optimizer.step()
 print(type(net).__name__, type(optimizer).__name__)
 """
     unset = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    unset["CUDA_VISIBLE_DEVICES"] = ""
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, cwd=ROOT, env=unset, capture_output=True, text=True, timeout=100)
     lines = done.stdout.splitlines()

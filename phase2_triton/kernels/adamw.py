@@ -104,10 +104,11 @@ def local(tensor: Any) -> Tensor:
 
 def chunk_tables(sizes: Sequence[int], block: int) -> tuple[Tensor, Tensor, Tensor]:
     """The sizes of the tensors; the tensor of each program; and which of its chunks the program has."""
-    counts = torch.tensor([-(-size // block) for size in sizes])
-    owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    counts = torch.tensor([-(-size // block) for size in sizes], device="cpu")
+    owners = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
     before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return torch.tensor(sizes), owners.int(), (torch.arange(len(owners)) - before).int()
+    chunks = torch.arange(len(owners), device="cpu") - before
+    return torch.tensor(sizes, device="cpu"), owners.int(), chunks.int()
 
 
 def sent(table: Tensor, device: torch.device) -> Tensor:
@@ -191,7 +192,7 @@ class TritonAdamW(torch.optim.AdamW):
         for p in params:
             state = self.state[p]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, device="cpu")
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
             state["step"] += 1
             found.setdefault((p.dtype, p.device, int(state["step"])), []).append(p)
@@ -207,7 +208,9 @@ class TritonAdamW(torch.optim.AdamW):
         like, sizes = local(params[0]), [local(p).numel() for p in params]
         options = config("adamw", max(sizes))
         block, device = options.pop("block"), like.device
-        addresses = self.kept((*slot, "addresses"), [device, *places], lambda: sent(torch.tensor(places), device))
+        addresses = self.kept(
+            (*slot, "addresses"), [device, *places], lambda: sent(torch.tensor(places, device="cpu"), device)
+        )
         tables = self.kept(
             (*slot, "chunks"), [device, block, *sizes], lambda: [sent(t, device) for t in chunk_tables(sizes, block)]
         )

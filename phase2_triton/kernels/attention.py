@@ -11,7 +11,6 @@ row is saved, lse = top + log2(total), from which the backward makes p again, bl
 
 dq is a sum over keys, dk and dv are sums over queries: two kernels, each with sums of its own, so nothing is added by
 atomics and no bit changes from run to run. Both make s and dp, which is two products more than one kernel would make.
-
 A query sees the keys up to its own, so only the blocks on the diagonal need a mask; the same mask hides keys past T.
 Steps of the forward: 1 all keys at once, 2 online softmax with a mask on every block, 3 only on the diagonal.
 """
@@ -129,7 +128,7 @@ def forward_kernel(
             if DROPOUT:
                 p = tl.where(kept(seed, queries, keys, which, dropout), p, 0.0)
             value = load_rows(v, start, v_row, T, HS, BLOCK_D, STEP, MASKED)
-            acc = tl.dot(p.to(value.dtype), value, acc * shrink, input_precision=PRECISION)
+            acc = tl.dot(p.to(value.dtype), value, acc * shrink, input_precision=PRECISION, out_dtype=acc.dtype)
             top = higher
     y = of_head(y, which, heads, tl.cast(T, tl.int64) * heads * HS, HS)
     store_rows(y, acc * (1 / (total * (1 - dropout))), first, heads * HS, T, HS, BLOCK_D, BLOCK)
@@ -186,12 +185,13 @@ def backward_kernel(
                 dp = tl.where(keep, dp * (1 / (1 - dropout)), 0.0)
             if not DQ:
                 used = tl.where(keep, p, 0.0) if DROPOUT else p
-                acc_v = tl.dot(used.to(db_rows.dtype), db_rows, acc_v, input_precision=PRECISION)
-            acc = tl.dot((p * (dp - slope)).to(b_rows.dtype), b_rows, acc, input_precision=PRECISION)
+                acc_v = tl.dot(used.to(db_rows.dtype), db_rows, acc_v, input_precision=PRECISION, out_dtype=acc.dtype)
+            slopes = (p * (dp - slope)).to(b_rows.dtype)
+            acc = tl.dot(slopes, b_rows, acc, input_precision=PRECISION, out_dtype=acc.dtype)
     store_rows(of_head(out, which, heads, batch, HS), acc * scale, first, row, T, HS, BLOCK_D, BLOCK)
     if not DQ:
-        acc = acc_v * (1 / (1 - dropout))
-        store_rows(of_head(out_v, which, heads, batch, HS), acc, first, row, T, HS, BLOCK_D, BLOCK)
+        acc_v = acc_v * (1 / (1 - dropout))
+        store_rows(of_head(out_v, which, heads, batch, HS), acc_v, first, row, T, HS, BLOCK_D, BLOCK)
 
 
 def run(

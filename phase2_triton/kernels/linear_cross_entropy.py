@@ -70,6 +70,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """`total += a.T @ b` in the type of total: halves are multiplied by tensor cores that sum in fp32."""
     if a.dtype == total.dtype:
         total.addmm_(a.t(), b)
+    elif a.is_cuda and type(total) is not Tensor:  # a compiler traces; its addmm knows no such type
+        total.add_(torch.mm(a.t(), b, out_dtype=total.dtype))
     elif a.is_cuda:
         torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
     else:
