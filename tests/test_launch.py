@@ -34,6 +34,7 @@ def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", **fields) -> subpr
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests run in the background ignore it
     )
 
 
