@@ -34,6 +34,7 @@ def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", **fields) -> subpr
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        pipesize=2**20,  # nobody reads it while the job runs: 64 KiB are full after a thousand steps
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests run in the background ignore it
     )
 
