@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.speed import GPUS, Gpu, Roofline
 from nanoGPT.config import TrainConfig
@@ -68,7 +70,13 @@ def fake_world(ranks: int) -> Iterator[None]:
     def first_chunk(tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
         return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))] * chunks
 
+    def uncounted(propagator: ShardingPropagator, operator: Any) -> Any:
+        with _disable_current_modes():  # whole tensors, which DTensor makes to learn an operator's shapes
+            return tensor_meta(propagator, operator)
+
+    tensor_meta = ShardingPropagator._propagate_tensor_meta_non_cached
     left_out: list[Any] = [
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted),
         mock.patch.object(fsdp, "init_device_mesh", mesh_of_numbers),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),  # a thousand fake tensors take seconds
         mock.patch.object(zero1_optimizer, "check_params", lambda *_: None),

@@ -104,6 +104,9 @@ class Bucket:
         self.has_grad = [False] * len(params)  # on this rank, then on any
         self.arrived: set[int] = set()  # parameters whose gradient is complete in this step
         self.work: dist.Work | None = None  # the collective in flight
+        # The one before, kept: else gloo's thread frees it and asks for Python's lock, which a program that ends here
+        # does not survive.
+        self.last: dist.Work | None = None
 
     def _cut(self, numel: int) -> tuple[int, slice]:
         """The padded length, and this rank's slice of it."""
@@ -157,6 +160,7 @@ class Bucket:
     def finish_reduce(self) -> None:
         """Wait for the mean, and give each shard its part of it. What no rank has a gradient of gets none."""
         self.wait()
+        self.last = None  # and with it gloo's copy of the bucket
         for shard in self.shards:
             shard.tensor.grad = shard.grad.to(shard.tensor.dtype) if self.has_grad[shard.number] else None
 
@@ -182,7 +186,7 @@ class Bucket:
         """Until the collective in flight has ended; on a GPU it is the stream that waits, not the process."""
         if self.work:
             self.work.wait()
-            self.work = None
+            self.last, self.work = self.work, None
 
     def forget_gradients(self) -> None:
         """Be ready for the next step's."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from nanoGPT.manifest import NewFiles, file_names
 from nanoGPT.shards import read_shards, stored, write_shards
@@ -31,24 +31,35 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return state
 
 
+def like(value: Tensor, shard: Tensor) -> Tensor:
+    """A DTensor of another shard, which may lie on another device than the mesh's; or that by itself."""
+    return DTensor(shard, value._spec, requires_grad=False) if isinstance(value, DTensor) else shard
+
+
 class ShardWriter:
     """Writes this rank's shards of a model and its optimizer into new checkpoints, as they are or as they were.
 
-    `copy` takes a copy, in CPU memory that is kept from save to save and is pinned where there is an accelerator;
-    `write` then writes that, beside the training. It must not be called while a `write` of the copy before goes on.
+    `copy` takes a copy, in CPU memory that is kept from save to save, and pinned where the shards are on a GPU; `write`
+    then writes that, beside the training. It must not be called while a `write` of the copy before goes on.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.stager: DefaultStager | None = None
+        self.kept: dict[str, Tensor] = {}
         self.copied: dict[str, Tensor] | None = None
 
     def copy(self) -> None:
         """Copy this rank's shards."""
-        if self.stager is None:
-            pinned = torch.accelerator.is_available()
-            self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))  # not shared, not in a thread
-        self.copied = self.stager.stage(training_state(self.model, self.optimizer))  # type: ignore[assignment]
+        copied = {}
+        for key, value in training_state(self.model, self.optimizer).items():
+            shard = value.to_local() if isinstance(value, DTensor) else value
+            if key not in self.kept:
+                self.kept[key] = torch.empty_like(shard, device="cpu", pin_memory=shard.device.type != "cpu")
+            self.kept[key].copy_(shard, non_blocking=True)
+            copied[key] = like(value, self.kept[key])
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self.copied = copied
 
     def write(self, to: NewFiles) -> None:
         """Write this rank's shards, rank 0 also the index; the copy, if one was taken for this write. Collective."""

@@ -272,6 +272,11 @@ def test_an_unknown_kernel_is_refused(tmp_path):
         ("import sys; sys.modules['triton'] = None", "Triton is not installed"),
         ("import os; os.environ['TRITON_INTERPRET'] = '0'", "compiled kernels run on cuda and not on cpu"),
         ("import triton.language", "Triton was imported before phase2_triton"),
+        (
+            "import os, numpy; os.environ['TRITON_INTERPRET'] = '1'; import triton\n"
+            "triton.__version__, numpy.__version__ = '3.6.0', '2.4.0'",
+            "Triton 3.6 cannot interpret with numpy 2.4",
+        ),
     ],
 )
 def test_where_triton_cannot_run_torchs_own_does(before, reason):

@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -375,6 +377,17 @@ def test_the_script_in_the_notes_runs():
     found = run_on_ranks(run_the_script, 4, script, show=False)
     assert found[0][0] < 1.0
     assert all(torch.equal(a, b) for each in found for a, b in zip(each[1:], found[0][1:], strict=True))
+
+
+def test_the_script_ends_well(tmp_path):
+    """As a program, right after whose last step Python ends: nothing of gloo's threads may want Python any more."""
+    text = (ROOT / "phase1_zero1/IMPLEMENTATION.md").read_text()
+    (tmp_path / "mine.py").write_text(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0])
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mine.py"]
+    started = [subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in "123"]
+    for process in started:
+        output, _ = process.communicate(timeout=100)
+        assert process.returncode == 0 and b"loss 0." in output, output.decode()
 
 
 def without_a_group() -> float:

@@ -15,9 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import register_flop_formula
 
 try:
@@ -28,6 +30,8 @@ except ImportError:  # there is no Triton for this platform
 
 TABLE = Path(__file__).with_name("configs.json")
 HALVES = (torch.float16, torch.bfloat16)
+# Triton 3.6 makes indices of one-element arrays, as numpy 2.4 no longer allows.
+TOO_OLD = triton is not None and TorchVersion(triton.__version__) < "3.7" and TorchVersion(numpy.__version__) >= "2.4"
 
 
 class KernelError(ValueError):
@@ -97,6 +101,8 @@ def why_not(device_type: str) -> str | None:
     if interpreting():
         if type(tl.sum).__name__ != "InterpretedFunction":
             return "Triton was imported before phase2_triton: set TRITON_INTERPRET=1 before Python starts"
+        if TOO_OLD:
+            return "Triton 3.6 cannot interpret with numpy 2.4: install 'numpy<2.4', or a torch with a newer Triton"
         return (
             None if device_type == "cpu" else f"TRITON_INTERPRET=1 is set, which is for the CPU and not {device_type}"
         )
