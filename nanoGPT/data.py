@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -30,6 +31,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
+    def write_hf(self, folder: Path) -> None:
+        """Write the files with which transformers makes the same tokenizer."""
+
 
 class CharTokenizer:
     """One id a character. Encoding a character that the training text did not have is a ConfigError."""
@@ -46,6 +50,13 @@ class CharTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(self.characters[i] for i in ids if i < len(self.characters))
+
+    def write_hf(self, folder: Path) -> None:
+        model = {"type": "BPE", "vocab": self.ids, "merges": []}  # of characters, none of which is merged
+        whole = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        (folder / "tokenizer.json").write_text(json.dumps(whole) + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps(about) + "\n")
 
 
 class Gpt2Tokenizer:
@@ -66,6 +77,12 @@ class Gpt2Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self.bpe.decode([i for i in ids if i < self.bpe.n_vocab])
+
+    def write_hf(self, folder: Path) -> None:
+        files = {"6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": "vocab.json"}  # as they are called in tiktoken's cache
+        files["6d1cbeee0f20b3d9449abfede4726ed8212e3aee"] = "merges.txt"
+        for name, target in files.items():
+            shutil.copyfile(Path(os.environ["TIKTOKEN_CACHE_DIR"]) / name, folder / target)
 
 
 def load_tokenizer(identity: dict[str, Any]) -> Tokenizer:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanoGPT.cli import command_line
 from nanoGPT.config import C
-from nanoGPT.data import DOWNLOADS, TokenData
+from nanoGPT.data import TokenData, load_tokenizer
 from nanoGPT.exits import ConfigError, one_sentence
 from nanoGPT.manifest import Checkpoint, Damaged, NewFiles, manifests, verify_files
 from nanoGPT.model import GPT, GPTConfig
@@ -214,6 +214,8 @@ def write_hf(
     files.append(write_hf_file(folder, len(files), held))
     name_hf_files(folder, files)
     write_hf_config(folder, shape, rows)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors lets nobody else read it
 
 
 def write_hf_file(folder: Path, index: int, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -234,31 +236,21 @@ def name_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
 
 
 def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:
-    """Write config.json, and beside it GPT-2's own vocabulary where it is the tokenizer's."""
-    gpt2 = rows == GPT2_VOCAB
+    end = rows - 1 if rows == GPT2_VOCAB else None  # GPT-2's <|endoftext|>
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "activation_function": "gelu" if shape.gelu == "none" else "gelu_new",
-        "n_layer": shape.n_layer,
-        "n_head": shape.n_head,
-        "n_embd": shape.n_embd,
+        **{name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd")},
         "n_positions": shape.block_size,
         "vocab_size": rows,
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
-        "bos_token_id": rows - 1 if gpt2 else None,
-        "eos_token_id": rows - 1 if gpt2 else None,
+        "bos_token_id": end,
+        "eos_token_id": end,
     }
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), shape.dropout)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    vocabulary = {
-        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": "vocab.json",
-        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee": "merges.txt",
-    }
-    for name, target in vocabulary.items():
-        if gpt2 and (DOWNLOADS / "tiktoken" / name).is_file():
-            shutil.copyfile(DOWNLOADS / "tiktoken" / name, folder / target)
 
 
 def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
@@ -281,7 +273,9 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
         try:
             if format == "hf":
                 weights = read_payload(checkpoint.path).model
-                write_hf(Path(temporary), shape, weights, manifest["data"]["tokenizer"]["vocab_size"])
+                tokenizer = manifest["data"]["tokenizer"]
+                write_hf(Path(temporary), shape, weights, tokenizer["vocab_size"])
+                load_tokenizer(tokenizer).write_hf(Path(temporary))
             else:
                 state = read_payload(checkpoint.path, Path(scratch))
                 save_ckpt(NewFiles(Path(temporary)), state, checkpoint.step, manifest)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanoGPT.data import load_tokenizer
 from nanoGPT.exits import ConfigError
-from nanoGPT.export import read_hf, read_weights, write_hf
+from nanoGPT.export import newest_whole, read_hf, read_weights, write_hf
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.state import read_ckpt, read_payload
 from tests.helpers import assert_refused, gap, run_program, tiny, train
@@ -54,9 +55,12 @@ def test_transformers_opens_an_export(phase, runs, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(theirs(idx).logits, our_logits(shape, weights, idx)[..., :rows], atol=1e-4, rtol=0)
         assert torch.equal(theirs(idx).logits, parts(idx).logits)
-    if rows == 50257:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-        assert tokenizer("Hello world")["input_ids"] == [15496, 995]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    said = "Hello, world:\n  it's I."
+    ids = tokenizer(said)["input_ids"]
+    assert ids == load_tokenizer(newest_whole(runs[phase]).manifest["data"]["tokenizer"]).encode(said)
+    assert tokenizer.decode(ids) == said
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
 
 
 def test_a_hugging_face_model_opens_here(tmp_path):
