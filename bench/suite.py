@@ -10,63 +10,25 @@ done again: start the same command after a kill, and it goes on, a run that had 
 `results.json`, a picture and `report.md` are in `out/suites/NAME`.
 """
 
-import fcntl
 import hashlib
 import importlib
 import itertools
-import re
 import sys
-import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from bench.cells import PHASES
+from bench.suite_file import SCALINGS, SUITES, Suite, load
 from bench.suite_plan import describe_seconds, gpu_of, seconds_of
-from bench.suite_report import METRICS, report
-from bench.suite_run import DONE, Run, execute, read_status
+from bench.suite_report import report
+from bench.suite_run import DONE, ROOT, Run, alone, execute, read_status
 from bench.suite_slurm import create_scripts
 from nanoGPT.cli import command_line
 from nanoGPT.config import TrainConfig, nearest, parse, validate
 from nanoGPT.exits import ConfigError, one_sentence
-
-ROOT = Path(__file__).resolve().parents[1]
-SUITES = ROOT / "bench" / "suites"
-RESERVED = {"seed", "out_dir", "init_from", "device"}
-SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-
-
-@dataclass(frozen=True)
-class Suite:
-    """What a suite's file says.
-
-    Attributes:
-        about: one sentence.
-        phases, ranks, seeds: of each run one.
-        metric: what is compared: one of METRICS.
-        minutes: after which a run is ended.
-        config: fields of the configuration that all runs share; what is not named is the machine's default.
-        variants: by name, fields that differ; a phase that has no such field leaves the variant out.
-        scale_batch: multiply the micro-batches of a step by the ranks.
-        lr_scaling: of the learning rate with the sequences of a step over `reference_batch`: none, sqrt or linear.
-    """
-
-    name: str
-    about: str
-    phases: list[str]
-    ranks: list[int]
-    metric: str
-    seeds: list[int] = field(default_factory=lambda: [1337])
-    minutes: float = 60
-    config: dict[str, Any] = field(default_factory=dict)
-    variants: dict[str, dict[str, Any]] = field(default_factory=lambda: {"plain": {}})
-    scale_batch: bool = False
-    lr_scaling: str = "none"
-    reference_batch: int = 0
 
 
 @dataclass
@@ -89,74 +51,6 @@ class SuiteConfig:
     """its GPUs, such as h100, to estimate times for; None: this machine"""
     price: float | None = None
     """of a GPU for an hour, to estimate costs"""
-
-
-def load(name: str) -> Suite:
-    """Read a suite's file.
-
-    Raises:
-        ConfigError: no such suite, or a file that says what cannot be.
-    """
-    path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
-    if not path.is_file():
-        names = sorted(path.stem for path in SUITES.glob("*.toml"))
-        raise ConfigError(f"there is no suite {name}{nearest(name, names) or ': give ' + ', '.join([*names, 'all'])}")
-    try:
-        said = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
-    allowed = {each.name: each for each in fields(Suite) if each.name != "name"}
-    for key in said:
-        if key not in allowed:
-            raise ConfigError(f"{path}: {key} is no field of a suite{nearest(key, list(allowed))}")
-    missing = [key for key in ("about", "phases", "ranks", "metric") if key not in said]
-    if missing:
-        raise ConfigError(f"{path}: {missing[0]} is missing; bench/suites/scaling.toml shows the form")
-    suite = Suite(path.stem, **said)
-    check(suite, path)
-    return suite
-
-
-def check(suite: Suite, path: Path) -> None:
-    """Refuse values that no suite can have."""
-    shapes: dict[str, tuple[Any, str]] = {
-        "about": (str, "a sentence"), "phases": (list, "a list"), "ranks": (list, "a list"), "seeds": (list, "a list"),
-        "metric": (str, "a word"), "minutes": ((int, float), "a number"), "config": (dict, "a table"),
-        "variants": (dict, "tables"), "scale_batch": (bool, "true or false"), "lr_scaling": (str, "a word"),
-        "reference_batch": (int, "a number"),
-    }  # fmt: skip
-    for name, (kind, said) in shapes.items():
-        if not isinstance(getattr(suite, name), kind):
-            raise ConfigError(f"{path}: {name} must be {said}")
-    choices = (
-        ("phases", suite.phases, list(PHASES)),
-        ("metric", [suite.metric], list(METRICS)),
-        ("lr_scaling", [suite.lr_scaling], list(SCALINGS)),
-    )
-    for name, values, known in choices:
-        for value in values:
-            if value not in known:
-                raise ConfigError(f"{path}: {name} = {value!r} cannot be: give {', '.join(known)}")
-    for name in ("phases", "ranks", "seeds", "variants"):
-        if not getattr(suite, name):
-            raise ConfigError(f"{path}: {name} is empty")
-    for name in ("ranks", "seeds"):
-        values = getattr(suite, name)
-        if not all(type(value) is int and (name == "ranks") <= value < 2**20 for value in values):
-            raise ConfigError(f"{path}: {name} must be whole numbers")
-        if len(set(values)) < len(values):
-            raise ConfigError(f"{path}: {name} has a number twice")
-    for name, words in suite.variants.items():
-        if not isinstance(words, dict) or not re.fullmatch(r"[\w.+=-]+", name):
-            raise ConfigError(f"{path}: variants.{name} must be a table, named in letters, digits and .+=_-")
-    for name in RESERVED & {*suite.config, *itertools.chain(*suite.variants.values())}:
-        raise ConfigError(f"{path}: {name} is set by the suite; take it out of config and variants")
-    if not 0 < suite.minutes < 60 * 24 * 365:
-        raise ConfigError(f"{path}: minutes must be more than 0, and less than a year's")
-    if suite.metric == "peak_bytes" and not suite.config.get("ledger"):
-        raise ConfigError(f"{path}: peak_bytes is what the ledger counts: add ledger = true to config")
-    if suite.lr_scaling != "none" and suite.reference_batch < 1:
-        raise ConfigError(f"{path}: lr_scaling needs reference_batch, the sequences a step for which the rate is meant")
 
 
 def config_class(phase: str) -> type[TrainConfig]:
@@ -213,25 +107,6 @@ def run_of(suite: Suite, phase: str, ranks: int, variant: str, given: dict[str, 
 
 def flags(values: dict[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items()]
-
-
-@contextmanager
-def alone(directory: Path) -> Iterator[int]:
-    """Hold a suite's directory; its runs inherit the hold, so that one which outlives this program keeps it.
-
-    Raises:
-        ConfigError: another program, or a run that it has left, is at work there.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be made ({error.strerror}): give another --out_dir") from None
-    with open(directory / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another suite, or a run that it left, is at work in {directory}: wait for it") from None
-        yield file.fileno()
 
 
 def main(config: SuiteConfig) -> int:

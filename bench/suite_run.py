@@ -4,6 +4,7 @@ python -m bench.suite_run out/suites/scaling/phase1-4-plain-1337-3f2a9c     # wh
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +109,25 @@ def last_step(run: Run) -> int:
         return int(json.loads((run.out_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"])
     except (OSError, ValueError, IndexError, KeyError):
         return 0
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[int]:
+    """Hold a suite's directory; its runs inherit the hold, so that one which outlives this program keeps it.
+
+    Raises:
+        ConfigError: another program, or a run that it has left, is at work there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made ({error.strerror}): give another --out_dir") from None
+    with open(directory / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another suite, or a run that it left, is at work in {directory}: wait for it") from None
+        yield file.fileno()
 
 
 def command(run: Run) -> list[str]:

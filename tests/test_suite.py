@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.suite import SUITES, Suite, SuiteConfig, alone, load, main, runs_of
+from bench.suite import SuiteConfig, main, runs_of
+from bench.suite_file import SUITES, Suite, load
 from bench.suite_plan import gpu_of, here, seconds_of
 from bench.suite_report import grouped, report
-from bench.suite_run import execute, last_step, read_run, read_status, write_status
+from bench.suite_run import alone, execute, last_step, read_run, read_status, write_status
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError
 from tests.helpers import ROOT
