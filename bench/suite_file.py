@@ -3,6 +3,7 @@
 import itertools
 import re
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,15 @@ def load(name: str) -> Suite:
         ConfigError: no such suite, or a file that says what cannot be.
     """
     path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory: give a suite's file")
     if not path.is_file():
         names = sorted(path.stem for path in SUITES.glob("*.toml"))
         raise ConfigError(f"there is no suite {name}{nearest(name, names) or ': give ' + ', '.join([*names, 'all'])}")
+    if not re.fullmatch(r"\w[\w.+=-]*", path.stem):  # of its directory and of its jobs
+        raise ConfigError(f"{path}: name it in letters, digits and .+=_-, a letter or a digit first")
+    if path.resolve().parent != SUITES and (SUITES / path.name).exists():
+        raise ConfigError(f"{path}: this repository has a suite {path.stem}, and its runs are there: rename the file")
     try:
         said = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -96,11 +103,12 @@ def check(suite: Suite, path: Path) -> None:
         if not getattr(suite, name):
             raise ConfigError(f"{path}: {name} is empty")
     for name in ("ranks", "seeds"):
-        values = getattr(suite, name)
-        if not all(type(value) is int and (name == "ranks") <= value < 2**20 for value in values):
+        if not all(type(value) is int and (name == "ranks") <= value < 2**20 for value in getattr(suite, name)):
             raise ConfigError(f"{path}: {name} must be whole numbers")
-        if len(set(values)) < len(values):
-            raise ConfigError(f"{path}: {name} has a number twice")
+    for name in ("phases", "ranks", "seeds"):
+        for value, times in Counter(getattr(suite, name)).items():
+            if times > 1:
+                raise ConfigError(f"{path}: {name} has {value} twice: give each once")
     for name, words in suite.variants.items():
         if not isinstance(words, dict) or not re.fullmatch(r"[\w.+=-]+", name):
             raise ConfigError(f"{path}: variants.{name} must be a table, named in letters, digits and .+=_-")

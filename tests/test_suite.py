@@ -186,7 +186,8 @@ def test_scripts_for_slurm(tmp_path, capsys):
         (FORM.replace("minutes = 2", 'minutes = "2"'), "minutes must be a number"),
         (FORM.replace("minutes = 2", 'lr_scaling = "linear"'), "lr_scaling needs reference_batch"),
         (FORM.replace('"Tiny', "Tiny"), "is no TOML"),
-        (FORM.replace("seeds = [1, 2]", "seeds = [1, 1]"), "seeds has a number twice"),
+        (FORM.replace("seeds = [1, 2]", "seeds = [1, 1]"), "seeds has 1 twice"),
+        (FORM.replace('"phase3"', '"baseline"'), "phases has baseline twice"),
         (FORM.replace("[config]", '[variants."a/b"]\n[config]'), "variants.a/b must be a table, named"),
         (FORM.replace("[config]", "[variants]\nx = 3\n[config]"), "variants.x must be a table"),
         (FORM + "seed = 3\n", "seed is set by the suite"),
@@ -204,9 +205,15 @@ def test_a_wrong_file_is_one_sentence(tmp_path, text, said):
 
 
 def test_a_wrong_request_is_one_sentence(tmp_path):
-    """An unknown suite or GPU; ranks that fill no nodes; a directory where another suite is at work."""
+    """An unknown suite or GPU; a file that is none, or has another's name; ranks for no nodes; a directory held."""
     with pytest.raises(ConfigError, match="no suite scalling; did you mean scaling"):
         load("scalling")
+    with pytest.raises(ConfigError, match=r"dir.toml is a directory"):
+        (tmp_path / "dir.toml").mkdir()
+        load(str(tmp_path / "dir.toml"))
+    for name, said in (("...toml", "name it in"), (".toml", "name it in"), ("scaling.toml", "rename the file")):
+        with pytest.raises(ConfigError, match=said):
+            load(str(file_of(tmp_path).rename(tmp_path / name)))
     with pytest.raises(ConfigError, match="h1000 is unknown"):
         gpu_of("h1000")
     config = command_line(SuiteConfig, ["--suite=scaling", f"--out_dir={tmp_path}", "--device=cpu"])
