@@ -121,12 +121,17 @@ def shape_of(config: PlanConfig) -> GPTConfig:
     if width % heads:
         raise ConfigError(f"--n_embd={width} is no multiple of --n_head={heads}")
     for name, amount in (("tokens", config.tokens), ("price", config.price)):
-        if amount is not None and not 0 < amount < math.inf:
-            raise ConfigError(f"--{name}={amount:g} cannot be: give a number above 0")
+        check_amount(name, amount)
     if config.price is not None and config.tokens is None:
         raise ConfigError("--price says nothing without --tokens: give both, such as --tokens=3e11 --price=2.5")
     check_plot(config.plot)
     return GPTConfig(layers, heads, width, config.block_size, False, 50304)
+
+
+def check_amount(name: str, amount: float | None) -> None:
+    """Refuse what is not above 0."""
+    if amount is not None and not 0 < amount < math.inf:
+        raise ConfigError(f"--{name}={amount:g} cannot be: give a number above 0")
 
 
 def check_plot(path: Path | None) -> None:

@@ -21,13 +21,15 @@ from typing import Any, Literal
 import torch
 
 from bench.cells import PHASES
+from bench.plan import check_amount
 from bench.suite_file import SCALINGS, SUITES, Suite, load
 from bench.suite_plan import describe_seconds, gpu_of, seconds_of
-from bench.suite_report import report
+from bench.suite_report import STEPS, report
 from bench.suite_run import DONE, ROOT, Run, alone, execute, read_status
 from bench.suite_slurm import create_scripts
 from nanoGPT.cli import command_line
 from nanoGPT.config import TrainConfig, nearest, parse, validate
+from nanoGPT.data import TokenData
 from nanoGPT.exits import ConfigError, one_sentence
 
 
@@ -62,18 +64,22 @@ def runs_of(suite: Suite, out_dir: Path, device: str) -> list[Run]:
     """Every run of a suite, each with a configuration that its phase accepts.
 
     Raises:
-        ConfigError: a field that no phase of the suite has, or a configuration that cannot be.
+        ConfigError: a field or a variant that no phase of the suite has, or a configuration that cannot be.
     """
-    known = {name: {each.name for each in fields(config_class(name))} for name in suite.phases}
+    known = fields_of(suite)
     for name in {*suite.config, *itertools.chain(*suite.variants.values())}:
         if not any(name in names for names in known.values()):
             every = sorted(set().union(*known.values()))
             raise ConfigError(f"suite {suite.name}: {name} is no field of a configuration{nearest(name, every)}")
+    without = left_out(suite)
+    for variant, phases in without.items():
+        if len(phases) == len(suite.phases):
+            raise ConfigError(f"suite {suite.name}: no phase has all fields of variants.{variant}: take it out")
     found = []
     for phase, ranks, (variant, words), seed in itertools.product(
         suite.phases, suite.ranks, suite.variants.items(), suite.seeds
     ):
-        if not set(words) <= known[phase]:
+        if phase in without[variant]:
             continue
         given = {**{k: v for k, v in suite.config.items() if k in known[phase]}, **words, "seed": seed}
         given |= {"device": device} if device != "auto" else {}
@@ -82,6 +88,17 @@ def runs_of(suite: Suite, out_dir: Path, device: str) -> list[Run]:
         except ConfigError as error:
             raise ConfigError(f"suite {suite.name}, {phase} on {ranks} rank(s), {variant}: {error}") from None
     return found
+
+
+def fields_of(suite: Suite) -> dict[str, set[str]]:
+    """What each phase's configuration has."""
+    return {phase: {each.name for each in fields(config_class(phase))} for phase in suite.phases}
+
+
+def left_out(suite: Suite) -> dict[str, list[str]]:
+    """For each variant the phases that leave it out."""
+    known = fields_of(suite)
+    return {name: [phase for phase in known if set(words) - known[phase]] for name, words in suite.variants.items()}
 
 
 def run_of(suite: Suite, phase: str, ranks: int, variant: str, given: dict[str, Any], out_dir: Path) -> Run:
@@ -99,6 +116,11 @@ def run_of(suite: Suite, phase: str, ranks: int, variant: str, given: dict[str, 
         config = replace(config, **scaled)
     validate(config, ranks)
     config.check(ranks)
+    TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    if suite.metric == "peak_bytes" and not config.ledger:
+        raise ConfigError("peak_bytes is what the ledger counts: add ledger = true to config")
+    if config.max_iters < (least := STEPS.get(suite.metric, 1)):
+        raise ConfigError(f"--max_iters={config.max_iters} is too few for {suite.metric}: give {least} or more")
     words = flags({**given, **scaled})
     digest = hashlib.sha256(" ".join([phase, str(ranks), *words]).encode()).hexdigest()[:6]
     directory = out_dir / f"{phase}-{ranks}-{variant}-{given['seed']}-{digest}"
@@ -113,13 +135,22 @@ def main(config: SuiteConfig) -> int:
     """Run one suite, or all, and write its report; 1 where a run did not end well."""
     names = sorted(path.stem for path in SUITES.glob("*.toml")) if config.suite == "all" else [config.suite]
     suites = [load(name) for name in names]
+    check_amount("price", config.price)
     gpu = gpu_of(config.gpu)
     planned = [(suite, runs_of(suite, config.out_dir / suite.name, config.device)) for suite in suites]
     if config.create_slurm:
         for suite, runs in planned:
+            introduce(suite)
             print(create_scripts(runs, config.out_dir / suite.name, config.gpus_per_node, gpu, config.price))
         return 0
     return max(run_suite(suite, runs, config, gpu) for suite, runs in planned)
+
+
+def introduce(suite: Suite) -> None:
+    print(f"{suite.name}: {suite.about}")
+    for variant, phases in left_out(suite).items():
+        if phases:
+            print(f"left out: {variant} on {', '.join(phases)}: no such field")
 
 
 def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any) -> int:
@@ -130,7 +161,7 @@ def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any) -> i
         ended = {run for run in fitting if read_status(run.directory)["state"] in DONE[config.retry]}
         left = [run for run in fitting if run not in ended]
         seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in left}
-        print(f"{suite.name}: {suite.about}")
+        introduce(suite)
         print(f"{len(fitting)} runs, {len(ended)} of them ended before{describe_seconds(seconds, config.price)}")
         if not gpus and any(getattr(run.config, "kernels", "none") != "none" for run in left):
             print("not in this time: kernels are interpreted where there is no GPU")

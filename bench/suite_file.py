@@ -116,7 +116,5 @@ def check(suite: Suite, path: Path) -> None:
         raise ConfigError(f"{path}: {name} is set by the suite; take it out of config and variants")
     if not 0 < suite.minutes < 60 * 24 * 365:
         raise ConfigError(f"{path}: minutes must be more than 0, and less than a year's")
-    if suite.metric == "peak_bytes" and not suite.config.get("ledger"):
-        raise ConfigError(f"{path}: peak_bytes is what the ledger counts: add ledger = true to config")
     if suite.lr_scaling != "none" and suite.reference_batch < 1:
         raise ConfigError(f"{path}: lr_scaling needs reference_batch, the sequences a step for which the rate is meant")

@@ -13,7 +13,7 @@ from bench.trace import trace
 from nanoGPT.config import TrainConfig, nearest
 from nanoGPT.data import TokenData
 from nanoGPT.exits import ConfigError
-from nanoGPT.export import PADDED_VOCAB, tokenizer_rows
+from nanoGPT.export import tokenizer_rows
 from nanoGPT.model import GPTConfig
 
 START, START_A_RANK = 6.0, 1.5  # seconds until a run's first step, and of its end
@@ -77,13 +77,10 @@ def seconds_of(config: TrainConfig | None, phase: str, ranks: int, gpu: Gpu) -> 
 
 
 def vocabulary(config: TrainConfig) -> int:
-    """Rows of the model's embedding: what the configuration says, or the dataset, where it has been prepared."""
+    """Rows of the model's embedding: what the configuration says, or the dataset."""
     if config.vocab_size:
         return config.vocab_size
-    try:
-        return tokenizer_rows(TokenData(config.dataset, config.block_size, config.batch_size, config.seed).tokenizer)
-    except ConfigError:
-        return PADDED_VOCAB
+    return tokenizer_rows(TokenData(config.dataset, config.block_size, config.batch_size, config.seed).tokenizer)
 
 
 def describe_seconds(seconds: Mapping[Any, float], price: float | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.suite import SuiteConfig, main, runs_of
+from bench.suite import SuiteConfig, introduce, main, runs_of
 from bench.suite_file import SUITES, Suite, load
 from bench.suite_plan import gpu_of, here, seconds_of
 from bench.suite_report import grouped, report
@@ -32,6 +32,12 @@ seeds = [1, 2]
 
 [config]
 """
+TWO_PHASES = """[variants.both]
+zero1_bucket_mb = 1
+fsdp_cpu_offload = true
+
+[config]
+"""
 
 
 def file_of(tmp_path: Path, text: str = FORM, **words: object) -> Path:
@@ -47,7 +53,7 @@ def one_run(tmp_path: Path, phase: str = "baseline", ranks: int = 1, **words: ob
     return run
 
 
-def test_every_suite_can_be_planned(tmp_path):
+def test_every_suite_can_be_planned(tmp_path, capsys):
     """Each of this repository's suites has runs that their phases accept, and an estimate of their time."""
     names = sorted(path.stem for path in SUITES.glob("*.toml"))
     assert names == ["kernels", "memory", "optimizers", "scaling", "seeds", "wrapping"]
@@ -55,6 +61,8 @@ def test_every_suite_can_be_planned(tmp_path):
         suite = load(name)
         runs = runs_of(suite, tmp_path, "cpu")
         assert len(runs) > 1 and len({run.directory for run in runs}) == len(runs)
+    introduce(load("memory"))
+    assert "left out: offload on baseline, phase1" in capsys.readouterr().out
     assert {run.variant for run in runs_of(load("memory"), tmp_path, "cpu") if run.phase == "phase1"} == {"plain"}
     run = runs_of(load("scaling"), tmp_path, "cpu")[0]
     assert 5 < seconds_of(run.config, run.phase, run.ranks, here()) < 600
@@ -195,17 +203,24 @@ def test_scripts_for_slurm(tmp_path, capsys):
         (FORM.replace("minutes = 2", "minutes = inf"), "less than a year"),
         (FORM + "n_layers = 3\n", "n_layers is no field of a configuration; did you mean n_layer"),
         (FORM + "dropout = 2.0\n", "baseline on 1 rank"),
+        (FORM + 'dataset = "shakespear"\n', "there is no dataset shakespear; did you mean shakespeare"),
+        (FORM.replace("val_loss", "tokens_per_second"), "max_iters=1 is too few for tokens_per_second: give 2"),
+        (FORM.replace("val_loss", "peak_bytes") + "ledger = true\n", "max_iters=1 is too few for peak_bytes: give 3"),
+        (
+            FORM.replace("baseline", "phase1").replace("[config]", TWO_PHASES),
+            "no phase has all fields of variants.both",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_sentence(tmp_path, text, said):
     """What is misspelt, missing or impossible is named before any run starts."""
-    path = file_of(tmp_path, text)
+    path = file_of(tmp_path, text, max_iters=1)
     with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
         runs_of(load(str(path)), tmp_path, "cpu")
 
 
 def test_a_wrong_request_is_one_sentence(tmp_path):
-    """An unknown suite or GPU; a file that is none, or has another's name; ranks for no nodes; a directory held."""
+    """An unknown suite, GPU or price; a file that is none, or another's; ranks for no nodes; a directory held."""
     with pytest.raises(ConfigError, match="no suite scalling; did you mean scaling"):
         load("scalling")
     with pytest.raises(ConfigError, match=r"dir.toml is a directory"):
@@ -216,6 +231,9 @@ def test_a_wrong_request_is_one_sentence(tmp_path):
             load(str(file_of(tmp_path).rename(tmp_path / name)))
     with pytest.raises(ConfigError, match="h1000 is unknown"):
         gpu_of("h1000")
+    for price in ("-3", "nan"):
+        with pytest.raises(ConfigError, match=f"--price={price} cannot be"):
+            main(command_line(SuiteConfig, [f"--price={price}"]))
     config = command_line(SuiteConfig, ["--suite=scaling", f"--out_dir={tmp_path}", "--device=cpu"])
     with pytest.raises(ConfigError, match="do not fill nodes of 3"):
         main(dataclasses.replace(config, create_slurm=True, gpus_per_node=3, gpu="h100"))
