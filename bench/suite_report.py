@@ -14,6 +14,8 @@ from nanoGPT.manifest import versions
 from nanoGPT.telemetry import git_commit, hardware
 
 Lines = list[dict[str, Any]]
+MARKERS = "os^vD<>pPX*h"
+SPREAD = "Spread and vertical bars: the standard deviation over the seeds"
 
 
 def median_of(name: str) -> Callable[[Lines, dict[str, Any]], float]:
@@ -86,7 +88,7 @@ def report(name: str, about: str, metric: str, runs: list[Run], directory: Path)
     draw(rows, metric, directory / f"{name}.png")
     head = ["phase", "ranks", "variant", metric, "spread", "seeds", ""]
     text = f"# {name}\n\n{about} Measured on {machine}.\n\n"
-    text += f"![{metric}]({name}.png)\n\n" + table(head, [cells(row) for row in rows])
+    text += f"![{metric}]({name}.png)\n\n{SPREAD}.\n\n" + table(head, [cells(row) for row in rows])
     path = directory / "report.md"
     path.write_text(text)
     return path
@@ -105,6 +107,17 @@ def shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4f}"
 
 
+def draw_lines(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """A line for each phase and variant, of a marker of its own and beside the others: what is equal is seen too."""
+    keys = list(dict.fromkeys((row["phase"], row["variant"]) for row in rows))
+    for i, key in enumerate(keys):
+        own = [row for row in rows if (row["phase"], row["variant"]) == key]
+        places = [row["ranks"] * 2 ** (0.3 * (i + 0.5) / len(keys) - 0.15) for row in own]
+        means, spreads = [row["mean"] for row in own], [row["spread"] or 0.0 for row in own]
+        look = {"marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "none", "capsize": 3}
+        axes.errorbar(places, means, spreads, label=" ".join(key), **look)
+
+
 def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
     """The figure against ranks, a line for each phase and variant; bars where there is one rank count."""
     from matplotlib.figure import Figure
@@ -114,12 +127,7 @@ def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
     axes = figure.subplots()
     there = [row for row in rows if row["mean"] is not None]
     if len({row["ranks"] for row in there}) > 1:
-        for key in dict.fromkeys((row["phase"], row["variant"]) for row in there):
-            own = [row for row in there if (row["phase"], row["variant"]) == key]
-            errors = [row["spread"] or 0.0 for row in own]
-            axes.errorbar(
-                [row["ranks"] for row in own], [row["mean"] for row in own], errors, marker="o", label=" ".join(key)
-            )
+        draw_lines(axes, there)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({row["ranks"] for row in there}), sorted({str(row["ranks"]) for row in there}, key=int))
         axes.set_xlabel("ranks")
@@ -134,6 +142,7 @@ def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
                 margin = max(high - low, 0.01 * high)
                 axes.set_ylim(low - 2 * margin, high + margin)
     axes.set_ylabel(metric)
+    axes.set_title(SPREAD, loc="left", fontsize="small")
     if any(row["mean"] >= 1000 for row in there):
         axes.yaxis.set_major_formatter(EngFormatter("B" if metric.endswith("bytes") else ""))
     figure.savefig(path)

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from bench.suite import SuiteConfig, introduce, main, runs_of
 from bench.suite_file import SUITES, Suite, load
 from bench.suite_plan import gpu_of, here, seconds_of
-from bench.suite_report import grouped, report
+from bench.suite_report import draw_lines, grouped, report
 from bench.suite_run import alone, execute, last_step, read_run, read_status, write_status
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError
@@ -136,6 +137,23 @@ def test_how_a_run_ends(tmp_path):
     with open(run.out_dir / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "lo')
     assert "cannot be read" in report("mixed", "Some.", "val_loss", [run], tmp_path).read_text()
+
+
+def test_the_picture_shows_what_is_equal(tmp_path):
+    """Lines of the same figures have markers of their own, side by side around the rank count; a bar is the spread."""
+    rows = [
+        {"phase": phase, "variant": "plain", "ranks": ranks, "mean": 2.5, "spread": 0.1}
+        for phase in ("baseline", "phase1", "phase3")
+        for ranks in (1, 2)
+    ]
+    axes = Figure().subplots()
+    draw_lines(axes, rows)
+    lines = [container[0] for container in axes.containers]
+    assert len({line.get_marker() for line in lines}) == 3
+    places = [line.get_xdata()[0] for line in lines]
+    assert places[0] < places[1] == 1.0 < places[2] < 1.2
+    text = report("none", "Some.", "val_loss", [], tmp_path).read_text()
+    assert "Spread and vertical bars: the standard deviation over the seeds." in text
 
 
 def test_learning_rate_and_batch_scale_when_asked(tmp_path):
