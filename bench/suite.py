@@ -26,7 +26,7 @@ from bench.suite_file import SCALINGS, SUITES, Suite, load
 from bench.suite_plan import describe_seconds, gpu_of, seconds_of
 from bench.suite_report import STEPS, report
 from bench.suite_run import DONE, ROOT, Run, alone, execute, read_status
-from bench.suite_slurm import create_scripts
+from bench.suite_slurm import check_nodes, create_scripts
 from nanoGPT.cli import command_line
 from nanoGPT.config import TrainConfig, nearest, parse, validate
 from nanoGPT.data import TokenData
@@ -139,9 +139,12 @@ def main(config: SuiteConfig) -> int:
     gpu = gpu_of(config.gpu)
     planned = [(suite, runs_of(suite, config.out_dir / suite.name, config.device)) for suite in suites]
     if config.create_slurm:
+        check_nodes([run for _, runs in planned for run in runs], config.gpus_per_node)
         for suite, runs in planned:
+            directory = config.out_dir / suite.name
             introduce(suite)
-            print(create_scripts(runs, config.out_dir / suite.name, config.gpus_per_node, gpu, config.price))
+            with alone(directory):
+                print(create_scripts(runs, directory, config.gpus_per_node, gpu, config.price, config.retry))
         return 0
     return max(run_suite(suite, runs, config, gpu) for suite, runs in planned)
 

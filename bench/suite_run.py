@@ -77,9 +77,12 @@ def read_run(directory: Path) -> Run:
     """
     try:
         said = json.loads((directory / "run.json").read_text())
-        return Run(**{**said, "directory": directory})
+        run = Run(**{**said, "directory": directory})
+        if run.phase not in PHASES:
+            raise ValueError(f"{run.phase!r} in run.json is no phase")
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{directory} holds no run of a suite: {error}") from None
+    return run
 
 
 def read_status(directory: Path) -> dict[str, Any]:
@@ -107,13 +110,13 @@ def last_step(run: Run) -> int:
     """Steps that its metrics tell of."""
     try:
         return int(json.loads((run.out_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"])
-    except (OSError, ValueError, IndexError, KeyError):
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
         return 0
 
 
 @contextmanager
 def alone(directory: Path) -> Iterator[int]:
-    """Hold a suite's directory; its runs inherit the hold, so that one which outlives this program keeps it.
+    """Hold a suite's or a run's directory; runs inherit the hold, so that one which outlives this program keeps it.
 
     Raises:
         ConfigError: another program, or a run that it has left, is at work there.
@@ -130,44 +133,74 @@ def alone(directory: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def command(run: Run) -> list[str]:
-    """What runs it: slurm.sh inside a job of Slurm, else the launcher. One that has saved resumes."""
+def command(run: Run, slurm: bool = False) -> list[str]:
+    """What runs it: slurm.sh in a job that was made for it, else the launcher. One that has saved resumes."""
     if run.out_dir.exists() and not step_directories(run.out_dir):
         shutil.rmtree(run.out_dir)  # killed before its first checkpoint: from the start
     trainer = f"{PHASES[run.phase]}/train.py"
-    if "SLURM_JOB_ID" in os.environ:
-        environment = [f"OUT_DIR={run.out_dir}", f"TRAINER={trainer}", f"PY={sys.executable}"]
+    if slurm:
+        environment = [
+            f"OUT_DIR={run.out_dir}",
+            f"TRAINER={trainer}",
+            f"PY={sys.executable}",
+            f"GPUS={ranks_a_node(run)}",
+        ]
         return ["env", *environment, "bash", SLURM, *run.words]
     words = [*run.words, f"--out_dir={run.out_dir.resolve()}"]
     words += ["--init_from=resume"] if run.out_dir.exists() else []
     return [sys.executable, "-m", "nanoGPT.launch", f"--gpus={run.ranks}", trainer, *words]
 
 
-def execute(run: Run, lock: int | None = None) -> dict[str, Any]:
-    """Run it to its end, and write down how it went.
+def ranks_a_node(run: Run) -> int:
+    """How many ranks of the run each node of this job has."""
+    nodes = int(os.environ.get("SLURM_NNODES") or 0)
+    if not nodes or run.ranks % nodes:
+        raise ConfigError(
+            f"{run.ranks} rank(s) do not fill the {nodes} node(s) of this job: submit it by submit-all.sh"
+        )
+    return run.ranks // nodes
+
+
+def forget(run: Run) -> None:
+    """Remove what a run has left, so that it is done again from its start."""
+    with alone(run.directory):
+        shutil.rmtree(run.out_dir, ignore_errors=True)
+        write_status(run.directory, "pending")
+
+
+def execute(run: Run, lock: int | None = None, slurm: bool = False) -> dict[str, Any]:
+    """Run it to its end, and write down how it went; one that is done is left alone.
 
     Args:
         lock: a file descriptor that its processes inherit.
+        slurm: this is the run's own job of Slurm.
 
     Returns:
-        Its status; pending when it was asked to stop, and has saved.
+        Its status; pending when it was stopped, and has saved; `stopped` where this process was asked to.
+
+    Raises:
+        ConfigError: another program is at work on it.
     """
-    run.save()
-    words, begin = command(run), time.time()
-    write_status(run.directory, "running")
-    environment = {**os.environ, **({} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": "1"})}
-    with open(run.directory / "log.txt", "a") as log:
-        fds, from_here = (lock,) if lock is not None else (), log.tell()
-        process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=environment, pass_fds=fds)
-        stopped = wait(process, 60 * run.minutes)
-    said = (run.directory / "log.txt").read_bytes()[from_here:].decode(errors="replace")
-    state, reason = outcome(run, process.returncode, stopped, said)
-    return write_status(run.directory, state, reason, time.time() - begin)
+    with alone(run.directory) as own:
+        if (status := read_status(run.directory))["state"] == "done":
+            return status
+        run.save()
+        words, begin = command(run, slurm), time.time()
+        write_status(run.directory, "running")
+        environment = {**os.environ, **({} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": "1"})}
+        with open(run.directory / "log.txt", "a") as log:
+            fds, from_here = (own,) if lock is None else (own, lock), log.tell()
+            process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=environment, pass_fds=fds)
+            asked = wait(process, 60 * run.minutes)
+        said = (run.directory / "log.txt").read_bytes()[from_here:].decode(errors="replace")
+        state, reason = outcome(run, process.returncode, asked[0] if asked else "", said)
+        status = write_status(run.directory, state, reason, time.time() - begin)
+        return {**status, "stopped": "signal" in asked}
 
 
-def wait(process: "subprocess.Popen[bytes]", seconds: float) -> str:
+def wait(process: "subprocess.Popen[bytes]", seconds: float) -> list[str]:
     """Wait for a run's end; why it was stopped, if it was: `timeout`, or `signal` for one that this process got."""
-    asked = []
+    asked: list[str] = []
 
     def stop(*_: Any) -> None:
         asked.append("signal")
@@ -187,7 +220,7 @@ def wait(process: "subprocess.Popen[bytes]", seconds: float) -> str:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return asked[0] if asked else ""
+    return asked
 
 
 def outcome(run: Run, code: int, stopped: str, said: str) -> tuple[str, str]:
@@ -206,8 +239,15 @@ def outcome(run: Run, code: int, stopped: str, said: str) -> tuple[str, str]:
     return "failed", reason
 
 
+def main(words: list[str]) -> int:
+    """Do the run in a directory; the word `slurm` after it says that this job of Slurm was made for it."""
+    if not words or words[1:] not in ([], ["slurm"]):
+        raise ConfigError("give the directory of one run, such as out/suites/scaling/phase1-4-plain-1337-3f2a9c")
+    status = execute(read_run(Path(words[0])), slurm=len(words) > 1)
+    print(status["state"], status["reason"])
+    return 0 if status["state"] in ("done", "pending") else 1
+
+
 if __name__ == "__main__":
     with one_sentence():
-        ended = execute(read_run(Path(sys.argv[1])))
-        print(ended["state"], ended["reason"])
-        sys.exit(0 if ended["state"] in ("done", "pending") else 1)
+        sys.exit(main(sys.argv[1:]))

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from bench.speed import Gpu
 from bench.suite_plan import describe_seconds, seconds_of
-from bench.suite_run import ROOT, Run
+from bench.suite_run import DONE, ROOT, Run
 from nanoGPT.exits import ConfigError
 
 SCRIPT = """#!/bin/bash
 # {name}: written by bench/suite_slurm.py; `bash submit-all.sh` submits it.
 #SBATCH --job-name={job}
+#SBATCH --dependency=singleton
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={gpus}
@@ -23,15 +24,16 @@ SCRIPT = """#!/bin/bash
 
 set -euo pipefail
 cd {root}
-exec "${{PY:-.venv/bin/python}}" -m bench.suite_run {directory}
+exec "${{PY:-.venv/bin/python}}" -m bench.suite_run {directory} slurm
 """
 SUBMIT = """#!/bin/bash
 # Submit every run of this suite that has not ended yet; `python -m bench.suite` writes the report when they have.
 set -euo pipefail
+shopt -s nullglob
 cd {root}
 for script in {scripts}/*.sbatch; do
     directory={directory}/$(basename "$script" .sbatch)
-    if grep -qsE '"state": "(done|oom|timeout|failed)"' "$directory/status.json"; then
+    if grep -qsE '"state": "({ended})"' "$directory/status.json"; then
         echo "ended before: $directory"
     else
         sbatch "$script"
@@ -40,40 +42,48 @@ done
 """
 
 
-def create_scripts(runs: list[Run], directory: Path, gpus_per_node: int, gpu: Gpu, price: float | None) -> str:
-    """Write them into the suite's directory.
+def check_nodes(runs: list[Run], gpus_per_node: int) -> None:
+    """Refuse ranks that do not fill whole nodes."""
+    if gpus_per_node < 1:
+        raise ConfigError(f"--gpus_per_node={gpus_per_node} cannot be: give 1 or more")
+    for run in runs:
+        if run.ranks > gpus_per_node and run.ranks % gpus_per_node:
+            raise ConfigError(f"{run.ranks} ranks do not fill nodes of {gpus_per_node} GPUs: change ranks in the suite")
+
+
+def create_scripts(
+    runs: list[Run], directory: Path, gpus_per_node: int, gpu: Gpu, price: float | None, retry: bool
+) -> str:
+    """Write them into the suite's directory, of runs that `check_nodes` lets pass.
+
+    Args:
+        retry: submit what ended as oom, timeout or failed too.
 
     Returns:
         What was written, and how long it will take.
-
-    Raises:
-        ConfigError: ranks that do not fill whole nodes.
     """
-    if gpus_per_node < 1:
-        raise ConfigError(f"--gpus_per_node={gpus_per_node} cannot be: give 1 or more")
     scripts = directory.resolve() / "slurm"
     scripts.mkdir(parents=True, exist_ok=True)
     for old in scripts.glob("*.sbatch"):
         old.unlink()
     for run in runs:
-        if run.ranks > gpus_per_node and run.ranks % gpus_per_node:
-            raise ConfigError(f"{run.ranks} ranks do not fill nodes of {gpus_per_node} GPUs: change ranks in the suite")
         run.save()
         (scripts / f"{run.directory.name}.sbatch").write_text(script_of(run, gpus_per_node))
     words = {"root": shlex.quote(str(ROOT)), "scripts": shlex.quote(str(scripts))}
     submit = scripts / "submit-all.sh"
-    submit.write_text(SUBMIT.format(**words, directory=shlex.quote(str(directory.resolve()))))
+    words |= {"directory": shlex.quote(str(directory.resolve())), "ended": "|".join(sorted(DONE[retry]))}
+    submit.write_text(SUBMIT.format(**words))
     seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in runs}
     command = f"bash {shlex.quote(str(submit))}"
     return f"wrote {len(runs)} scripts{describe_seconds(seconds, price)}; submit them with: {command}"
 
 
 def script_of(run: Run, gpus_per_node: int) -> str:
-    """The sbatch script of a run; its limit leaves two minutes to save in."""
+    """The sbatch script of a run; its limit leaves two minutes to save in. Two jobs for one run take turns."""
     directory = run.directory.resolve()
     return SCRIPT.format(
         name=run.name,
-        job=f"{run.phase}-{run.ranks}-{run.variant}",
+        job=f"{directory.parent.name}-{directory.name}",
         nodes=-(-run.ranks // gpus_per_node),
         gpus=min(run.ranks, gpus_per_node),
         minutes=round(run.minutes) + 3,

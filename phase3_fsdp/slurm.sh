@@ -35,9 +35,10 @@ fi
 
 # One launcher a node. What differs between nodes is known only there, so a shell on each puts the command together.
 # A node whose launcher fails ends the others: they would wait for its ranks.
+# With GPUS in its environment each node has that many ranks, else one for each of its GPUs.
 export PY=${PY:-.venv/bin/python} TRAINER=${TRAINER:-phase3_fsdp/train.py}
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 bash -c '
-    exec "$PY" -m nanoGPT.launch --gpus="${SLURM_GPUS_ON_NODE:-8}" --nnodes="$SLURM_NNODES" \
+    exec "$PY" -m nanoGPT.launch --gpus="${GPUS:-${SLURM_GPUS_ON_NODE:-8}}" --nnodes="$SLURM_NNODES" \
         --node_rank="$SLURM_NODEID" --master_addr="$MASTER_ADDR" "$TRAINER" "$@"
 ' launch "${words[@]}"

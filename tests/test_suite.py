@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from bench import suite_run
 from bench.suite import SuiteConfig, introduce, main, runs_of
 from bench.suite_file import SUITES, Suite, load
 from bench.suite_plan import gpu_of, here, seconds_of
 from bench.suite_report import draw_lines, grouped, report
-from bench.suite_run import alone, execute, last_step, read_run, read_status, write_status
+from bench.suite_run import SLURM, alone, command, execute, last_step, read_run, read_status, write_status
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError
 from tests.helpers import ROOT
@@ -139,6 +140,20 @@ def test_how_a_run_ends(tmp_path):
     assert "cannot be read" in report("mixed", "Some.", "val_loss", [run], tmp_path).read_text()
 
 
+def test_a_run_is_done_once_by_one(tmp_path, monkeypatch):
+    """What is done is left alone, what another does is refused, and a signal, passed on to the run, is told of."""
+    run = one_run(tmp_path)
+    stub = "trap 'exit 0' TERM; sleep 0.5; kill -INT $PPID; while :; do sleep 0.1; done"
+    monkeypatch.setattr("bench.suite_run.command", lambda *_: ["bash", "-c", stub])
+    with alone(run.directory), pytest.raises(ConfigError, match="at work"):
+        execute(run)
+    assert not (run.directory / "status.json").exists()
+    status = execute(run)
+    assert status["state"] == "pending" and status["stopped"]
+    done = write_status(run.directory, "done")
+    assert execute(run) == done
+
+
 def test_the_picture_shows_what_is_equal(tmp_path):
     """Lines of the same figures have markers of their own, side by side around the rank count; a bar is the spread."""
     rows = [
@@ -170,6 +185,34 @@ def test_learning_rate_and_batch_scale_when_asked(tmp_path):
         assert f"--learning_rate={four.config.learning_rate}" in four.words
 
 
+def test_only_its_own_job_is_used_by_a_run(tmp_path, monkeypatch):
+    """In any job of Slurm a run has its own number of ranks; slurm.sh starts it where its script says so."""
+    run = one_run(tmp_path, ranks=4, gradient_accumulation_steps=4)
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert command(run)[1:4] == ["-m", "nanoGPT.launch", "--gpus=4"]
+    assert "GPUS=2" in command(run, slurm=True) and SLURM in command(run, slurm=True)
+    monkeypatch.setenv("SLURM_NNODES", "3")
+    with pytest.raises(ConfigError, match="4 rank"):
+        command(run, slurm=True)
+
+
+def test_scripts_that_cannot_be_written(tmp_path):
+    """Those of before stay where nodes are not filled; a file is no directory; what ended badly is submitted again."""
+    path = file_of(tmp_path, FORM.replace("[1]", "[4]"), gradient_accumulation_steps=4)
+    config = SuiteConfig(str(path), tmp_path / "out", device="cpu", create_slurm=True, gpus_per_node=4, gpu="h100")
+    assert main(config) == 0
+    scripts = tmp_path / "out" / "tiny" / "slurm"
+    assert "(done|failed|oom|timeout)" in (scripts / "submit-all.sh").read_text()
+    with pytest.raises(ConfigError, match="do not fill nodes of 3"):
+        main(dataclasses.replace(config, gpus_per_node=3))
+    assert len(list(scripts.glob("*.sbatch"))) == 4
+    with pytest.raises(ConfigError, match="cannot be made"):
+        main(dataclasses.replace(config, out_dir=path))
+    assert main(dataclasses.replace(config, retry=True)) == 0
+    assert '"(done)"' in (scripts / "submit-all.sh").read_text()
+
+
 def test_scripts_for_slurm(tmp_path, capsys):
     """They pass bash -n and shellcheck; a stand-in scheduler runs one on two nodes to its end, and the next submission
     leaves it out."""
@@ -180,7 +223,8 @@ def test_scripts_for_slurm(tmp_path, capsys):
     assert "wrote 1 scripts; about" in said and "GPU-hours" in said
     scripts = sorted((tmp_path / "out" / "tiny" / "slurm").iterdir())
     assert len(scripts) == 2
-    assert "--nodes=2" in scripts[0].read_text() and "--requeue" in scripts[0].read_text()
+    for word in ("--nodes=2", "--requeue", f"--job-name=tiny-{scripts[0].stem}\n", "--dependency=singleton"):
+        assert f"#SBATCH {word}" in scripts[0].read_text()
     shellcheck = Path(sys.executable).with_name("shellcheck")
     for script in (*scripts, ROOT / "phase3_fsdp" / "slurm.sh"):
         subprocess.run(["bash", "-n", script], check=True)
@@ -190,7 +234,7 @@ def test_scripts_for_slurm(tmp_path, capsys):
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("sbatch", sbatch)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
     environment = {**os.environ, **job, "PY": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     submit = ["bash", str(tmp_path / "out" / "tiny" / "slurm" / "submit-all.sh")]
     done = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=100)
@@ -198,6 +242,8 @@ def test_scripts_for_slurm(tmp_path, capsys):
     assert list(states(tmp_path / "out" / "tiny").values()) == ["done"]
     done = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stdout.startswith("ended before: ")
+    scripts[0].unlink()
+    assert subprocess.run(submit, env=environment, capture_output=True, text=True, check=True).stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -259,6 +305,13 @@ def test_a_wrong_request_is_one_sentence(tmp_path):
         main(config)
     with pytest.raises(ConfigError, match="holds no run"):
         read_run(tmp_path)
+    for words in ([], ["a", "b"]):
+        with pytest.raises(ConfigError, match="give the directory of one run"):
+            suite_run.main(words)
+    run = dataclasses.replace(one_run(tmp_path / "phase9"), phase="phase9")
+    run.save()
+    with pytest.raises(ConfigError, match="'phase9' in run.json is no phase"):
+        suite_run.main([str(run.directory)])
     write_status(tmp_path, "running")
     assert read_status(tmp_path)["state"] == "running"
     for damaged in ("{}", "[]", '{"state": 3}', '{"sta'):
