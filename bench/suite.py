@@ -24,8 +24,8 @@ from bench.cells import PHASES
 from bench.plan import check_amount
 from bench.suite_file import SCALINGS, SUITES, Suite, load
 from bench.suite_plan import describe_seconds, gpu_of, seconds_of
-from bench.suite_report import STEPS, report
-from bench.suite_run import DONE, ROOT, Run, alone, execute, read_status
+from bench.suite_report import STEPS, fault_of, report, value_of
+from bench.suite_run import DONE, ROOT, Run, alone, execute, forget, read_status
 from bench.suite_slurm import check_nodes, create_scripts
 from nanoGPT.cli import command_line
 from nanoGPT.config import TrainConfig, nearest, parse, validate
@@ -132,7 +132,7 @@ def flags(values: dict[str, Any]) -> list[str]:
 
 
 def main(config: SuiteConfig) -> int:
-    """Run one suite, or all, and write its report; 1 where a run did not end well."""
+    """Run one suite, or all, and write its report; 1 where a run did not end well, or has no figure."""
     names = sorted(path.stem for path in SUITES.glob("*.toml")) if config.suite == "all" else [config.suite]
     suites = [load(name) for name in names]
     check_amount("price", config.price)
@@ -140,13 +140,21 @@ def main(config: SuiteConfig) -> int:
     planned = [(suite, runs_of(suite, config.out_dir / suite.name, config.device)) for suite in suites]
     if config.create_slurm:
         check_nodes([run for _, runs in planned for run in runs], config.gpus_per_node)
-        for suite, runs in planned:
-            directory = config.out_dir / suite.name
+    codes = []
+    for suite, runs in planned:
+        directory = config.out_dir / suite.name
+        with alone(directory) as lock:
             introduce(suite)
-            with alone(directory):
+            if config.create_slurm:
+                forget_lost(runs, suite.metric)
                 print(create_scripts(runs, directory, config.gpus_per_node, gpu, config.price, config.retry))
-        return 0
-    return max(run_suite(suite, runs, config, gpu) for suite, runs in planned)
+                continue
+            code = run_suite(suite, runs, config, gpu, lock)
+        if code is None:
+            print("stopped; the same command goes on")
+            return 0
+        codes.append(code)
+    return max(codes, default=0)
 
 
 def introduce(suite: Suite) -> None:
@@ -156,29 +164,37 @@ def introduce(suite: Suite) -> None:
             print(f"left out: {variant} on {', '.join(phases)}: no such field")
 
 
-def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any) -> int:
-    directory = config.out_dir / suite.name
-    with alone(directory) as lock:
-        gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-        fitting = [run for run in runs if not gpus or run.ranks <= gpus]
-        ended = {run for run in fitting if read_status(run.directory)["state"] in DONE[config.retry]}
-        left = [run for run in fitting if run not in ended]
-        seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in left}
-        introduce(suite)
-        print(f"{len(fitting)} runs, {len(ended)} of them ended before{describe_seconds(seconds, config.price)}")
-        if not gpus and any(getattr(run.config, "kernels", "none") != "none" for run in left):
-            print("not in this time: kernels are interpreted where there is no GPU")
-        if len(fitting) < len(runs):
-            print(f"left out: {len(runs) - len(fitting)} on more ranks than the {gpus} GPU(s) of this machine")
-        for i, run in enumerate(left):
-            print(f"[{len(ended) + i + 1}/{len(fitting)}] {run.name} ...", end=" ", flush=True)
-            status = execute(run, lock)
-            print(" ".join(filter(None, [status["state"], f"{status['seconds']:.0f} s", status["reason"]])), flush=True)
-            if status["state"] == "pending":  # asked to stop, and saved
-                return 0
-        faults = [run for run in fitting if read_status(run.directory)["state"] != "done"]
-        print(f"wrote {report(suite.name, suite.about, suite.metric, fitting, directory)}")
-        return 1 if faults else 0
+def forget_lost(runs: list[Run], metric: str) -> None:
+    """A run that is done, but whose figure is gone, is to be done again."""
+    for run in runs:
+        if read_status(run.directory)["state"] == "done" and value_of(run, metric) is None:
+            forget(run)
+
+
+def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any, lock: int) -> int | None:
+    """Do what is left of a suite, and report; 1 where a run has no figure, None where a signal ended it."""
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    fitting = [run for run in runs if not gpus or run.ranks <= gpus]
+    forget_lost(fitting, suite.metric)
+    ended = {run for run in fitting if read_status(run.directory)["state"] in DONE[config.retry]}
+    left = [run for run in fitting if run not in ended]
+    seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in left}
+    print(f"{len(fitting)} runs, {len(ended)} of them ended before{describe_seconds(seconds, config.price)}")
+    if not gpus and any(getattr(run.config, "kernels", "none") != "none" for run in left):
+        print("not in this time: kernels are interpreted where there is no GPU")
+    if len(fitting) < len(runs):
+        print(f"left out: {len(runs) - len(fitting)} on more ranks than the {gpus} GPU(s) of this machine")
+    for i, run in enumerate(left):
+        print(f"[{len(ended) + i + 1}/{len(fitting)}] {run.name} ...", end=" ", flush=True)
+        status = execute(run, lock)
+        print(" ".join(filter(None, [status["state"], f"{status['seconds']:.0f} s", status["reason"]])), flush=True)
+        if status["state"] == "pending" or status.get("stopped"):
+            return None
+    faults = {run.name: fault for run in fitting if (fault := fault_of(run, suite.metric))}
+    print(f"wrote {report(suite.name, suite.about, suite.metric, fitting, config.out_dir / suite.name)}")
+    for name, fault in faults.items():
+        print(f"not done: {name}: {fault}")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

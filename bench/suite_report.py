@@ -1,6 +1,7 @@
 """What a suite found: results.json with mean and spread over seeds, a picture, and report.md."""
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +50,18 @@ def value_of(run: Run, metric: str) -> float | None:
     path = run.out_dir / "ledger.json"
     try:
         lines = [json.loads(line) for line in (run.out_dir / "metrics.jsonl").read_text().splitlines()]
-        return METRICS[metric](lines, json.loads(path.read_text()) if path.exists() else {})
-    except (OSError, ValueError, IndexError, KeyError):
+        value = float(METRICS[metric](lines, json.loads(path.read_text()) if path.exists() else {}))
+    except (OSError, ValueError, IndexError, KeyError, AttributeError, TypeError):
         return None
+    return value if math.isfinite(value) else None
+
+
+def fault_of(run: Run, metric: str) -> str:
+    """Why a run has no figure; nothing where it has one."""
+    status = read_status(run.directory)
+    if status["state"] != "done":
+        return f"{status['state']}: {status['reason']}"
+    return "" if value_of(run, metric) is not None else f"its files cannot be read, or have no {metric}"
 
 
 def grouped(runs: list[Run], metric: str) -> list[dict[str, Any]]:
@@ -71,6 +81,7 @@ def grouped(runs: list[Run], metric: str) -> list[dict[str, Any]]:
                 "values": values,
                 "mean": statistics.fmean(found) if found else None,
                 "spread": statistics.stdev(found) if len(found) > 1 else None,
+                "faults": {run.seed: fault for run in members if (fault := fault_of(run, metric))},
                 "states": {run.seed: read_status(run.directory) for run in members},
             }
         )
@@ -95,12 +106,10 @@ def report(name: str, about: str, metric: str, runs: list[Run], directory: Path)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    faults = {f"{state['state']}: {state['reason']}" for state in row["states"].values() if state["state"] != "done"}
+    faults = [f"seed {seed}, {fault}" for seed, fault in row["faults"].items()]
     mean, spread = shown(row["mean"]), shown(row["spread"])
     found = sum(value is not None for value in row["values"].values())
-    if found + len(faults) == 0:
-        faults = {"its files cannot be read, or have no such figure"}
-    return [row["phase"], str(row["ranks"]), row["variant"], mean, spread, str(found), "; ".join(sorted(faults))]
+    return [row["phase"], str(row["ranks"]), row["variant"], mean, spread, str(found), "; ".join(faults)]
 
 
 def shown(value: float | None) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from bench import suite_run
 from bench.suite import SuiteConfig, introduce, main, runs_of
 from bench.suite_file import SUITES, Suite, load
 from bench.suite_plan import gpu_of, here, seconds_of
-from bench.suite_report import draw_lines, grouped, report
+from bench.suite_report import draw_lines, grouped, report, value_of
 from bench.suite_run import SLURM, alone, command, execute, last_step, read_run, read_status, write_status
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError
@@ -152,6 +153,45 @@ def test_a_run_is_done_once_by_one(tmp_path, monkeypatch):
     assert status["state"] == "pending" and status["stopped"]
     done = write_status(run.directory, "done")
     assert execute(run) == done
+
+
+def test_a_run_without_its_figure_is_a_fault(tmp_path, monkeypatch, capsys):
+    """Exit code 1, and named; the next start does it again, from its start. What has its figure is left alone."""
+    config = SuiteConfig(str(file_of(tmp_path)), tmp_path / "out", device="cpu")
+    executed, lines = [], [""]
+
+    def pretend(run, lock):
+        executed.append(run.name)
+        run.out_dir.mkdir(parents=True)
+        (run.out_dir / "metrics.jsonl").write_text(lines[0])
+        return write_status(run.directory, "done")
+
+    monkeypatch.setattr("bench.suite.execute", pretend)
+    assert main(config) == 1 and len(executed) == 4
+    assert "not done: phase3 on 1, plain, seed 2: its files cannot be read, or have no val" in capsys.readouterr().out
+    assert "seed 2, its files cannot be read" in (tmp_path / "out" / "tiny" / "report.md").read_text()
+    lines[0] = '{"step": 4, "val_loss": 3.0}\n'
+    assert main(config) == 0 and len(executed) == 8
+    (run, *_) = runs_of(load(config.suite), tmp_path / "out" / "tiny", "cpu")
+    shutil.rmtree(run.out_dir)
+    assert main(config) == 0 and executed[8:] == [run.name]
+    for name, text, metric in (("ledger.json", "[]", "peak_bytes"), ("metrics.jsonl", "[1]", "loss")):
+        (run.out_dir / name).write_text(text)
+        assert value_of(run, metric) is None
+    assert last_step(run) == 0
+    (run.out_dir / "metrics.jsonl").write_text('{"step": 4, "val_loss": NaN}\n')
+    assert value_of(run, "val_loss") is None
+
+
+def test_a_signal_ends_all_suites(tmp_path, monkeypatch, capsys):
+    """One that was asked to stop, saved or just done, is the last of all."""
+    executed = []
+    for status in ({"state": "pending"}, {"state": "done", "stopped": True}):
+        status |= {"seconds": 1.0, "reason": ""}
+        monkeypatch.setattr("bench.suite.execute", lambda run, lock, status=status: executed.append(run) or status)
+        assert main(SuiteConfig("all", tmp_path, device="cpu")) == 0
+        assert capsys.readouterr().out.endswith("stopped; the same command goes on\n")
+    assert len(executed) == 2
 
 
 def test_the_picture_shows_what_is_equal(tmp_path):
