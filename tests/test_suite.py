@@ -337,7 +337,7 @@ def test_a_wrong_request_is_one_sentence(tmp_path):
         gpu_of("h1000")
     for price in ("-3", "nan"):
         with pytest.raises(ConfigError, match=f"--price={price} cannot be"):
-            main(command_line(SuiteConfig, [f"--price={price}"]))
+            main(SuiteConfig(out_dir=tmp_path, create_slurm=True, gpu="h100", price=float(price)))
     config = command_line(SuiteConfig, ["--suite=scaling", f"--out_dir={tmp_path}", "--device=cpu"])
     with pytest.raises(ConfigError, match="do not fill nodes of 3"):
         main(dataclasses.replace(config, create_slurm=True, gpus_per_node=3, gpu="h100"))
