@@ -1,7 +1,7 @@
 """How a program ends: its errors, their exit codes, and who says what is wrong.
 
 Exit codes: 0 done, or saved after SIGTERM or SIGINT; 2 a request that cannot be carried out; 3 a loss that is not
-finite; 4 a job that hung; 1 anything else.
+finite; 4 a job that hung; 130 stopped by Ctrl-C with nothing saved; 1 anything else.
 """
 
 import contextlib
@@ -53,12 +53,18 @@ class SaveError(Exception):
 
 @contextlib.contextmanager
 def one_sentence() -> Iterator[None]:
-    """Around a program: a ConfigError, or a full or read-only disk, becomes its sentence and exit code 2."""
+    """Around a program: a ConfigError, or a full or read-only disk, becomes its sentence and exit code 2.
+
+    Ctrl-C goes on to whom it concerns. Where it concerns nobody, Python ends with its code, 130, and one word.
+    """
     try:
         yield
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.excepthook = lambda *_: print("\nstopped", file=sys.stderr)
+        raise
 
 
 def fail(code: int, message: str, alike_on_all_ranks: bool = False) -> int:
