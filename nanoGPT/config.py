@@ -166,8 +166,9 @@ def field_names(config_class: type) -> list[str]:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """A half-sentence that names the closest known name, or nothing."""
-    close = difflib.get_close_matches(name, names, n=1)
+    """A half-sentence that names the closest known name, or nothing; one that begins so, in any case, is closer."""
+    begin = [known for known in names if known.lower().startswith(name.lower())]
+    close = difflib.get_close_matches(name.lower(), begin, n=1) or difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
