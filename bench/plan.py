@@ -28,7 +28,7 @@ if __name__ == "__main__":  # the process that the traces' are forked from loads
     multiprocessing.forkserver.ensure_running()
 
 from bench.plan_report import describe, name_of, plot
-from bench.planner import MOST, Planner, Row, capacity
+from bench.planner import MOST, Planner, Row, capacity, end_with_parent
 from bench.speed import GPUS, GPUS_PER_NODE
 from nanoGPT.cli import command_line
 from nanoGPT.config import nearest
@@ -138,6 +138,8 @@ def check_plot(path: Path | None) -> None:
     """Refuse, before anything is traced, a picture that could not be written."""
     if path is None:
         return
+    if path.is_dir():
+        raise ConfigError(f"--plot={path} is a directory: give a file, such as {path / 'plan.png'}")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot={path}: there is no directory {path.parent}; make it first")
     if path.suffix not in (".png", ".pdf", ".svg"):
@@ -157,11 +159,18 @@ def rows_for(gpus: int) -> list[Row]:
 
 @contextmanager
 def processes() -> Iterator[Executor]:
-    """Processes that have loaded what a trace needs."""
+    """Processes that have loaded what a trace needs. After an error, or Ctrl-C, nobody waits for what they trace."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "bench.planner"])  # where it does not run yet
-    with ProcessPoolExecutor(mp_context=context) as pool:
-        yield pool
+    with ProcessPoolExecutor(mp_context=context, initializer=end_with_parent) as pool:
+        try:
+            yield pool
+        except BaseException:
+            workers = list((pool._processes or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.kill()
+            raise
 
 
 def plan(config: PlanConfig) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     """
     shape = shape_of(config)
     rows = rows_for(config.gpus)
-    with processes() as pool, ThreadPoolExecutor(len(rows)) as threads:
+    with ThreadPoolExecutor(len(rows)) as threads, processes() as pool:  # whose end ends what the threads wait for
         planner = Planner(shape, config.gpu, config.gpus, config.micro_batches, pool)
         lines = list(threads.map(lambda row: planner.line(row, config.batch_size), rows))
     for line in lines:
@@ -186,9 +195,14 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     return {**about, **request, "usable_bytes": round(capacity(config.gpu)), "rows": lines}
 
 
-def by_gpus(config: PlanConfig) -> dict[str, dict[int, float]]:
-    """Bytes on a rank for 1, 2, 4, ... 1,024 GPUs, of each row by its name."""
-    rows = [row for row in ROWS if "fsdp_reshard_after_forward" not in row[1]]
+def by_gpus(config: PlanConfig, found: dict[str, Any]) -> dict[str, dict[int, float]]:
+    """Bytes on a rank for 1, 2, 4, ... 1,024 GPUs, of each row by its name.
+
+    Args:
+        found: the plan, which says what cannot run.
+    """
+    cannot = [(row["phase"], row["options"]) for row in found["rows"] if "cannot" in row]
+    rows = [row for row in ROWS if "fsdp_reshard_after_forward" not in row[1] and row not in cannot]
     counts = [2**i for i in range(11)]
     with processes() as pool:
         shape = shape_of(config)
@@ -208,7 +222,7 @@ def main(config: PlanConfig) -> None:
     found = plan(config)
     print(json.dumps(found, indent=1) if config.json else describe(found))
     if config.plot:
-        plot(config.plot, found, by_gpus(config))
+        plot(config.plot, found, by_gpus(config, found))
 
 
 if __name__ == "__main__":

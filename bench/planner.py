@@ -1,6 +1,10 @@
 """What `make plan` knows of a phase: its memory and its time, from traces of a few blocks extended to all of them."""
 
 import math
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -26,6 +30,7 @@ from nanoGPT.ledger import ring_bytes
 from nanoGPT.memory import CATEGORIES, STATE, Totals
 from nanoGPT.model import GPTConfig
 from phase2_triton.kernels import linear_cross_entropy
+from phase2_triton.kernels.core import KernelError
 
 Row = tuple[str, dict[str, Any]]  # a phase, and options that are not its defaults
 Numbers = Mapping[Any, float]
@@ -61,6 +66,19 @@ class Slice:
     eager: Numbers
     compiled: Numbers
     kernels: Numbers
+
+
+def end_with_parent() -> None:
+    """A worker leaves Ctrl-C to the program that it works for, and ends with it: also a SIGKILL leaves none behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def traced(row: Row, shape: GPTConfig, ranks: int, batch_size: int, micro_batches: int, gpu: str = "h100") -> Slice:
@@ -216,8 +234,15 @@ class Planner:
         return {"step_seconds": seconds, "waiting_seconds": seconds - busy, "tokens_per_second": rate, "mfu": mfu}
 
     def line(self, row: Row, batch_size: int) -> dict[str, Any]:
-        """What the plan says of a row: its memory with some sequences a micro-batch, its speed with the most."""
-        memory, most = self.held(row, batch_size), self.largest(row)
+        """What the plan says of a row: its memory with some sequences a micro-batch, its speed with the most.
+
+        Kernels take rows and heads up to some width; for a wider model their row says so, and has no numbers.
+        """
+        try:
+            memory, most = self.held(row, batch_size), self.largest(row)
+        except KernelError as error:
+            reason = str(error).rpartition(": ")[0]  # without its advice, which is for who calls the kernel
+            return {"phase": row[0], "options": row[1], "cannot": reason, "fits": False, "speed": None}
         slices, n_layer = self.slices(row, batch_size), self.shape.n_layer
         traffic = in_blocks([each.traffic for each in slices], n_layer)
         sent = sum(ring_bytes(kind, size, n) for (kind, n), size in traffic.items())

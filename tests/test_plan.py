@@ -2,7 +2,11 @@
 what others have measured."""
 
 import json
+import os
 import random
+import signal
+import sys
+import time
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any
@@ -11,13 +15,24 @@ import pytest
 
 from bench import published
 from bench.cells import config_of, run_cell
-from bench.plan import ROWS, PlanConfig, main, rows_for, shape_of
-from bench.plan_report import describe, name_of, nothing_fits, plot
-from bench.planner import LAYERS, MOST, PCIE, Planner, capacity, exchanges, extended, in_blocks, traced
+from bench.plan import ROWS, PlanConfig, by_gpus, main, processes, rows_for, shape_of
+from bench.plan_report import advice, describe, memory_table, name_of, nothing_fits, plot, speed_table
+from bench.planner import (
+    LAYERS,
+    MOST,
+    PCIE,
+    Planner,
+    capacity,
+    end_with_parent,
+    exchanges,
+    extended,
+    in_blocks,
+    traced,
+)
 from bench.speed import GPUS, Exchange, collective_seconds, step_seconds
 from bench.trace import trace
 from nanoGPT.cli import command_line
-from nanoGPT.exits import ConfigError
+from nanoGPT.exits import ConfigError, one_sentence
 from nanoGPT.model import GPT, GPTConfig
 
 SMALL = GPTConfig(2, 2, 32, 16, False, 80)
@@ -132,7 +147,12 @@ def test_a_plan(capsys, tmp_path):
     rows, text = rows_for(16), describe(found)
     names = [name_of({"phase": phase, "options": options}) for phase, options in rows]
     assert len(rows) == len(ROWS) + 1 and all(name in text for name in names)
-    assert "The first that fits: baseline. The fastest:" in text
+    assert "The simplest that fits: baseline." in text
+    days, sizes = next(line for line in text.splitlines() if line.endswith("cost")), memory_table(found["rows"])
+    assert {len(line) for line in text.splitlines() if line.startswith(("phase", "baseline"))} == {
+        len(days),
+        len(sizes[0]),
+    }
     assert [name_of(row) for row in found["rows"]] == names
     for row in found["rows"]:
         assert row["fits"] and row["largest_batch_size"] > 8 and row["total_bytes"] == sum(row["bytes"].values())
@@ -146,6 +166,82 @@ def test_a_plan(capsys, tmp_path):
     assert "the state alone needs" in nothing_fits(small) and "Nothing fits" in describe(small)
     plot(tmp_path / "plan.png", found, {"baseline": {1: 2e9, 2: 2e9}, "phase3": {1: 2e9, 2: 1e9}})
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_what_no_kernel_takes_is_told_in_its_row():
+    """Heads wider than the kernels': phase 2 says so, in the table and in JSON, and the rest is planned without it."""
+    planner = Planner(replace(SMALL, n_head=1, n_embd=256), "t4", 1, 1, Here())
+    lines = [planner.line(row, 1) for row in (ROWS[2], ROWS[0])]
+    assert lines[0]["cannot"] == "causal_attention: heads are 256 wide, above 128" and not lines[0]["fits"]
+    assert "cannot run: causal_attention: heads are 256 wide" in memory_table(lines)[1] and lines[1]["fits"]
+    found = {"rows": lines, "gpus": 1, "usable_bytes": 1e12}
+    assert advice(found) == "The simplest that fits: baseline."
+    lines[1].update(fits=False, phase="phase3")
+    assert "Nothing fits: phase3 comes nearest" in advice(found)
+
+
+def test_a_picture_leaves_out_what_cannot_run(monkeypatch):
+    """A row of the plan that no kernel takes is not asked for on any number of GPUs."""
+    monkeypatch.setattr(Planner, "start", lambda *_: [])
+    monkeypatch.setattr(Planner, "total", lambda *_: 1.0)
+    config = PlanConfig("gpt2", n_head=1)
+    drawn = by_gpus(config, {"rows": [{"phase": "phase2", "options": {}, "cannot": "wide"}]})
+    assert "phase2" not in drawn and "phase3" in drawn
+
+
+def test_the_fastest_is_named_where_it_clearly_is():
+    """Rows that are 20 percent apart are about as fast; and what compiling makes slower is told."""
+
+    def row(phase: str, compiled: float, eager: float) -> dict[str, Any]:
+        rates = {"compiled": compiled, "eager": eager}
+        numbers = {"step_seconds": 1.0, "waiting_seconds": 0.5, "mfu": 0.5, "days": None, "cost": None}
+        speed = {mode: {**numbers, "tokens_per_second": rate} for mode, rate in rates.items()}
+        return {"phase": phase, "options": {}, "fits": True, "largest_batch_size": 1, "speed": speed}
+
+    near = [row("baseline", 100.0, 90.0), row("phase1", 120.0, 130.0)]
+    assert advice({"rows": near}).endswith("baseline. It is about as fast as the fastest: within the 25% by which a "
+                                           "plan may be off.")  # fmt: skip
+    assert "The fastest: phase1." in advice({"rows": [near[0], row("phase1", 130.0, 90.0)]})
+    assert speed_table(near)[-1].startswith("Slower compiled than eager: phase1,")
+    assert len(speed_table(near[:1])) == 2
+
+
+def test_the_time_of_a_trace_does_not_grow_with_the_tokens():
+    """The fused loss of 8 million tokens is traced as one chunk, not as 1,500."""
+    started = time.monotonic()
+    traced(("phase3", {"kernels": "loss"}), replace(SMALL, block_size=2**16, vocab_size=50304), 1, 2, 1)
+    few, started = time.monotonic() - started, time.monotonic()
+    traced(("phase3", {"kernels": "loss"}), replace(SMALL, block_size=2**16, vocab_size=50304), 1, MOST, 1)
+    assert time.monotonic() - started < 2 * few + 0.5
+
+
+def test_a_plan_that_is_stopped_waits_for_nobody(capsys, monkeypatch):
+    """Ctrl-C ends the workers at once and is told in a word; a worker ends with its parent."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(KeyboardInterrupt), one_sentence(), processes() as pool:
+        pool.submit(os.getpid).result()
+        for _ in range(9):
+            pool.submit(time.sleep, 60)
+        workers, started = list(pool._processes.values()), time.monotonic()
+        raise KeyboardInterrupt
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "\nstopped\n"
+    for worker in workers:
+        worker.join(5)
+    assert time.monotonic() - started < 10 and not any(worker.is_alive() for worker in workers)
+
+    class Killed:
+        def join(self) -> None:
+            pass
+
+    ended: list[int] = []
+    monkeypatch.setattr("multiprocessing.parent_process", Killed)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    end_with_parent()
+    for _ in range(100):
+        time.sleep(0.01 * (not ended))
+    assert ended == [1]
 
 
 def test_speed_near_published_runs(capsys):
@@ -184,6 +280,7 @@ def test_a_step_waits_for_what_nothing_hides():
     ("words", "said"),
     [
         (["--gpu=h1000"], "unknown.*h100"),
+        (["--gpu=A100"], "did you mean a100-"),
         (["--model=gpt3"], "unknown.*gpt2"),
         (["--gpus=0"], "give 1 or more, up to 1024"),
         (["--gpus=2000"], "up to 1024"),
@@ -193,6 +290,7 @@ def test_a_step_waits_for_what_nothing_hides():
         (["--tokens=nan"], "above 0"),
         (["--price=2"], "without --tokens"),
         (["--plot=/nowhere/plan.png"], "directory"),
+        (["--plot=/tmp"], "is a directory: give a file"),
         (["--plot=plan.xyz"], "must end in .png"),
     ],
 )
