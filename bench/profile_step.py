@@ -5,7 +5,8 @@
 
 Writes into out/profile/PHASE-GPUS: a trace of every rank to open in Perfetto (ui.perfetto.dev), timeline.png with the
 computation and the communication of rank 0 and how much of the latter the former hides, memory.png with its memory by
-category, and operators.txt, the ten that take longest. On a GPU the timeline is of kernels, without one of operators.
+category, and operators.txt, the ten that take longest. On a GPU the timeline is of kernels; without one, of the
+operators that compute, in the thread that runs the steps, and of gloo's threads.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,16 @@ from nanoGPT.memory import CATEGORIES, Memory
 from workshop.ranks import RankFailed, run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-REMEMBERED, FIRST, LAST = 2, 3, 4  # the step whose memory is watched, and those that the profiler sees
+# The steps that the profiler sees, and the one whose memory is watched: torch runs a compiled model uncompiled from
+# then on.
+FIRST, LAST, REMEMBERED = 2, 3, 4
 FIXED = {"max_iters", "log_interval", "eval_iters", "out_dir", "init_from", "ledger"}
 Spans = list[tuple[float, float]]  # begin and end, ms
 COMMUNICATION = ("gloo:", "nccl")
-NO_COMPUTATION = ("c10d::", "prim::", "profiler::", "autograd::", "step ", "record_param", "Optimizer.", "FSDP::", "##")
+# What computes on a CPU. Spans of autograd's nodes, of DDP and of FSDP are not here, for they also wait. Phase 2's
+# optimizer calls its kernels with no operator around them; of a compiled model there is a span for a whole graph.
+COMPUTATION = ("aten::", "fsdp::", "phase2_triton::", "torch::distributed::reducer::", "Optimizer.step#TritonAdamW")
+COMPUTATION += ("## Call CompiledFxGraph",)
 
 
 def profiled(package: str, config: TrainConfig, folder: Path) -> None:
@@ -77,17 +84,25 @@ def spans_of(events: Any) -> dict[str, list[tuple[str, float, float]]]:
     """Steps, computation and communication, in ms since the first; each kind's spans by their begin."""
     on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
     found: dict[str, list[tuple[str, float, float]]] = {"step": [], "computation": [], "communication": []}
-    zero = min(event.time_range.start for event in events if event.name.startswith("step "))
+    steps = [each for each in events if each.name.startswith("step ") and each.device_type != DeviceType.CUDA]
+    zero, thread = min(event.time_range.start for event in steps), steps[0].thread
     for event in events:
         span = (event.name, (event.time_range.start - zero) / 1e3, (event.time_range.end - zero) / 1e3)
         here = (event.device_type == DeviceType.CUDA) == on_gpu
-        if event.name.startswith("step ") and event.device_type != DeviceType.CUDA:
+        if event in steps:
             found["step"].append(span)
         elif here and event.name.startswith(COMMUNICATION):
             found["communication"].append(span)
-        elif here and not event.name.startswith(NO_COMPUTATION):
+        elif here and computes(event, thread, on_gpu):
             found["computation"].append(span)
     return {kind: sorted(spans, key=lambda span: span[1]) for kind, spans in found.items()}
+
+
+def computes(event: Any, thread: int, on_gpu: bool) -> bool:
+    """Whether an event is a kernel, or an operator that computes in this thread: gloo's copy what they send."""
+    if on_gpu:
+        return not event.name.startswith("step ")
+    return event.thread == thread and event.name.startswith(COMPUTATION)
 
 
 def union(spans: list[tuple[str, float, float]]) -> Spans:
@@ -101,28 +116,48 @@ def union(spans: list[tuple[str, float, float]]) -> Spans:
     return found
 
 
-def together(a: Spans, b: Spans) -> float:
-    """For how long two unions go on at the same time."""
-    total, i, j = 0.0, 0, 0
+def together(a: Spans, b: Spans) -> Spans:
+    """The times at which two unions go on."""
+    found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if begin < end:
+            found.append((begin, end))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return total
+    return found
+
+
+def lasting(spans: Spans) -> float:
+    return sum(end - begin for begin, end in spans)
 
 
 def summary(spans: dict[str, list[tuple[str, float, float]]]) -> dict[str, float]:
-    """Milliseconds of a step, those in which rank 0 computes and communicates, and how much of the latter is hidden."""
-    computing, talking = union(spans["computation"]), union(spans["communication"])
-    talk = sum(end - begin for begin, end in talking)
+    """Milliseconds of a step of rank 0: those in which it computes, in which it only communicates, and the rest; and
+    how much of all communication is hidden."""
+    steps = union(spans["step"])
+    computing, talking = (together(union(spans[kind]), steps) for kind in ("computation", "communication"))
+    computed, talked, both = lasting(computing), lasting(talking), lasting(together(computing, talking))
+    whole, count = lasting(steps), len(spans["step"])
     return {
-        "step_ms": sum(end - begin for _, begin, end in spans["step"]) / len(spans["step"]),
-        "computation_ms": sum(end - begin for begin, end in computing) / len(spans["step"]),
-        "communication_ms": talk / len(spans["step"]),
-        "overlap": together(computing, talking) / talk if talk else 0.0,
+        "step_ms": whole / count,
+        "computation_ms": computed / count,
+        "communication_ms": talked / count,
+        "exposed_ms": (talked - both) / count,
+        "rest_ms": (whole - computed - talked + both) / count,
+        "overlap": both / talked if talked else 0.0,
     }
+
+
+def sentence(said: dict[str, float]) -> str:
+    """The summary in words; its first line adds up."""
+    return (
+        f"a step of rank 0: {said['step_ms']:.0f} ms, of them computing {said['computation_ms']:.0f}, only "
+        f"communicating {said['exposed_ms']:.0f}, neither {said['rest_ms']:.0f}: Python, and waiting\n"
+        f"communicating in all {said['communication_ms']:.0f} ms, {said['overlap']:.0%} of that beside computation"
+    )
 
 
 def draw_timeline(spans: dict[str, list[tuple[str, float, float]]], said: dict[str, float], path: Path) -> None:
@@ -132,15 +167,21 @@ def draw_timeline(spans: dict[str, list[tuple[str, float, float]]], said: dict[s
     figure = Figure(figsize=(11, 3), layout="constrained")
     axes = figure.subplots()
     computing, talking = union(spans["computation"]), union(spans["communication"])
-    rows = (("communication", talking, "tab:orange"), ("computation", computing, "tab:blue"))
-    for height, (_, bars, colour) in enumerate(rows):
-        axes.broken_barh([(begin, end - begin) for begin, end in bars], (height - 0.4, 0.8), color=colour)
+    rows = (  # a bar has no edge, which would be wider than most bars are
+        (0, talking, "#b34700", "sent while nothing computes"),
+        (0, together(talking, computing), "#ffb366", "sent beside computation"),
+        (1, computing, "tab:blue", "computation"),
+    )
+    for height, bars, colour, label in rows:
+        places = [(begin, end - begin) for begin, end in bars]
+        axes.broken_barh(places, (height - 0.4, 0.8), color=colour, linewidth=0, label=label)
     for name, begin, _ in spans["step"]:
         axes.axvline(begin, color="grey", linewidth=0.8)
         axes.text(begin, 1.5, f" {name}", fontsize="small", va="bottom")
-    axes.set_yticks([0, 1], [name for name, _, _ in rows])
+    axes.set_yticks([0, 1], ["communication", "computation"])
     axes.set(xlabel="ms", ylim=(-0.5, 1.8))
     axes.set_title(f"{said['overlap']:.0%} of the communication goes on beside computation")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)
 
 
@@ -148,13 +189,16 @@ def draw_memory(timeline: list[tuple[int, dict[str, int]]], path: Path) -> None:
     """Bytes by category, stacked, against the operators of a step."""
     from matplotlib.figure import Figure
 
+    from bench.matrix_plot import COLORS
+
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots()
     events = [event for event, _ in timeline]
     stacks = [[totals[name] / 1e6 for _, totals in timeline] for name in CATEGORIES]
-    axes.stackplot(events, stacks, labels=[name.replace("_", " ") for name in CATEGORIES], step="post")
+    labels, colours = [name.replace("_", " ") for name in CATEGORIES], [COLORS[name] for name in CATEGORIES]
+    axes.stackplot(events, stacks, labels=labels, colors=colours, step="post")
     axes.set(xlabel="operators of the step, in their order", ylabel="MB on rank 0", xlim=(events[0], events[-1]))
-    axes.legend(loc="upper right", fontsize="small")
+    axes.legend(fontsize="small", reverse=True, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)
 
 
@@ -173,7 +217,7 @@ def request(words: list[str]) -> tuple[str, int, TrainConfig]:
         raise ConfigError(f"{taken[0]} cannot be given: a profile sets {', '.join(sorted(FIXED))} itself")
     folder = Path("out") / "profile" / f"{phase}-{ranks}"
     trainer = ROOT / PHASES[phase] / "train.py"
-    fixed = [f"--max_iters={LAST + 1}", "--log_interval=1", "--eval_iters=8", f"--out_dir={folder / 'run'}"]
+    fixed = [f"--max_iters={REMEMBERED + 1}", "--log_interval=1", "--eval_iters=8", f"--out_dir={folder / 'run'}"]
     config: TrainConfig = parse(importlib.import_module(f"{PHASES[phase]}.train").Config, [*rest, *fixed], trainer)
     validate(config, int(ranks))
     config.check(int(ranks))
@@ -189,25 +233,39 @@ def main(words: list[str]) -> None:
         return
     phase, ranks, config = request(words)
     folder = Path(config.out_dir).parent.resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "run").mkdir(parents=True)
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    device = "cuda" if on_gpu else "cpu"
-    config.device = device
+    config.device = "cuda" if on_gpu else "cpu"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as space:
+        fresh = Path(space) / folder.name
+        said = profile_into(fresh, PHASES[phase], ranks, config)
+        shutil.rmtree(folder, ignore_errors=True)  # the last profile stands until there is another
+        fresh.rename(folder)
+    print((folder / "operators.txt").read_text())
+    print(
+        f"{sentence(said)}\n"
+        f"wrote {folder}: timeline.png, memory.png, operators.txt, and rank0.json.gz and its like for ui.perfetto.dev"
+    )
+
+
+def profile_into(folder: Path, package: str, ranks: int, config: TrainConfig) -> dict[str, float]:
+    """Profile on real ranks, and draw; the summary.
+
+    Raises:
+        ConfigError: what a rank said, in its last line.
+    """
+    (folder / "run").mkdir(parents=True)
+    config.out_dir = str(folder / "run")
     try:
-        run_on_ranks(profiled, ranks, PHASES[phase], config, folder, timeout=600, show=False, device=device)
+        run_on_ranks(profiled, ranks, package, config, folder, timeout=600, show=False, device=config.device)
     except RankFailed as failure:
-        raise ConfigError(str(failure).strip().splitlines()[-1]) from None
+        last = str(failure).strip().splitlines()[-1]
+        raise ConfigError(last.removeprefix("nanoGPT.exits.ConfigError: ")) from None
     found = json.loads((folder / "timeline.json").read_text())
     said = summary(found["spans"])
     draw_timeline(found["spans"], said, folder / "timeline.png")
     draw_memory(found["memory"], folder / "memory.png")
-    print((folder / "operators.txt").read_text())
-    print(
-        f"a step of rank 0: {said['step_ms']:.0f} ms, of them computing {said['computation_ms']:.0f}, communicating "
-        f"{said['communication_ms']:.0f}, {said['overlap']:.0%} of that beside computation\n"
-        f"wrote {folder}: timeline.png, memory.png, operators.txt, and rank0.json.gz and its like for ui.perfetto.dev"
-    )
+    return said
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
-from bench.profile_step import main, request, summary, together, union
+from bench.profile_step import main, request, sentence, summary, together, union
 from nanoGPT.exits import ConfigError
 
 
@@ -14,10 +15,32 @@ def test_overlap_is_the_hidden_part_of_the_communication():
     work = [("a", 0.0, 4.0), ("b", 2.0, 3.0), ("c", 10.0, 12.0)]
     talk = [("gloo:all_reduce", 2.0, 10.0), ("gloo:all_gather", 9.0, 12.0)]
     assert union(work) == [(0.0, 4.0), (10.0, 12.0)] and union(talk) == [(2.0, 12.0)]
-    assert together(union(work), union(talk)) == 4.0
+    assert together(union(work), union(talk)) == [(2.0, 4.0), (10.0, 12.0)]
     spans = {"step": [("step 3", 0.0, 6.0), ("step 4", 6.0, 12.0)], "computation": work, "communication": talk}
-    assert summary(spans) == {"step_ms": 6.0, "computation_ms": 3.0, "communication_ms": 5.0, "overlap": 0.4}
-    assert summary({**spans, "communication": []})["overlap"] == 0.0
+    expected = {"step_ms": 6.0, "computation_ms": 3.0, "communication_ms": 5.0, "exposed_ms": 3.0, "rest_ms": 0.0}
+    assert summary(spans) == {**expected, "overlap": 0.4}
+    silent = summary({**spans, "communication": []})
+    assert silent["overlap"] == 0.0 and silent["rest_ms"] == 3.0
+    assert "6 ms, of them computing 3, only communicating 3, neither 0" in sentence(summary(spans))
+
+
+def recounted(path: Path) -> tuple[float, float]:
+    """From a rank's trace, in steps of 20 us: the share of the steps in which its main thread is inside an operator of
+    aten or FSDP, and the share of gloo's time in which it is so too."""
+    events = [each for each in json.loads(gzip.open(path).read())["traceEvents"] if each.get("ph") == "X"]
+    steps = [each for each in events if each["name"].startswith("step ")]
+    zero = min(each["ts"] for each in steps)
+    marks = {kind: bytearray(int(max(each["ts"] + each["dur"] for each in steps) - zero) // 20) for kind in "csg"}
+    for each in events:
+        main = each["tid"] == steps[0]["tid"]
+        kind = "s" if each in steps else "g" if each["name"].startswith("gloo:") else "c"
+        if kind == "c" and not (main and each["name"].startswith(("aten::", "fsdp::", "torch::distributed::reducer"))):
+            continue
+        first, last = (max(0, round((each["ts"] - zero + more) / 20)) for more in (0, each["dur"]))
+        last = min(last, len(marks[kind]))
+        marks[kind][first:last] = bytes([1]) * (last - first)
+    counted, sent = sum(marks["c"][i] & marks["s"][i] for i in range(len(marks["s"]))), sum(marks["g"])
+    return counted / sum(marks["s"]), sum(c & g for c, g in zip(marks["c"], marks["g"], strict=True)) / sent
 
 
 def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
@@ -28,13 +51,19 @@ def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "out" / "profile" / "phase1-2"
     found = summary(json.loads((folder / "timeline.json").read_text())["spans"])
     assert 0 < found["overlap"] <= 1 and found["communication_ms"] > 0 and found["computation_ms"] <= found["step_ms"]
-    assert f"{found['overlap']:.0%} of that beside computation" in said and "aten::mm" in said
+    computing, overlap = recounted(folder / "rank0.json.gz")
+    assert computing == pytest.approx(found["computation_ms"] / found["step_ms"], abs=0.05)
+    assert overlap == pytest.approx(found["overlap"], abs=0.05)
+    assert sentence(found) in said and "aten::mm" in said
     for rank in range(2):
         names = {
             each.get("name") for each in json.loads(gzip.open(folder / f"rank{rank}.json.gz").read())["traceEvents"]
         }
-        assert {"step 3", "step 4", "aten::mm"} <= names and any(str(name).startswith("gloo:") for name in names)
+        assert {"step 2", "step 3", "aten::mm"} <= names and any(str(name).startswith("gloo:") for name in names)
     assert (folder / "timeline.png").stat().st_size > 5000 and (folder / "memory.png").stat().st_size > 5000
+    with pytest.raises(ConfigError, match="^there is no dataset nope"):
+        main(["phase1", "2", "--device=cpu", "--dataset=nope"])
+    assert [path.name for path in folder.parent.iterdir()] == ["phase1-2"] and (folder / "timeline.json").exists()
 
 
 @pytest.mark.parametrize(
