@@ -11,7 +11,6 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from bench.fsdp_tables import FSDP_TABLES
@@ -19,7 +18,7 @@ from bench.results import RESULTS, hardware_of, read_results, table
 from bench.throughput import quartile_spread
 from bench.zero1_tables import ZERO1_TABLES
 from nanoGPT.config import PACKAGE
-from nanoGPT.exits import one_sentence
+from nanoGPT.exits import ConfigError, one_sentence
 from phase2_triton.kernels import (
     adamw,
     attention,
@@ -254,19 +253,28 @@ def rendered(text: str) -> str:
 
     Raises:
         KeyError: a table of unknown name.
+        ConfigError: a table whose results are damaged.
     """
-    return BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+    return BLOCK.sub(lambda match: match[1] + made(match[2], TABLES[match[2]]) + match[3], text)
+
+
+def made(name: str, make: Callable[[], str]) -> str:
+    try:
+        return make()
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
+        raise ConfigError(
+            f"table {name} cannot be made, for its results in bench/results are damaged ({type(error).__name__}: "
+            f"{error}): measure again, or restore them from git"
+        ) from None
 
 
 def main(check: bool) -> int:
-    stale = []
-    for name in DOCUMENTS:
-        path = ROOT / name
-        text = path.read_text()
-        if rendered(text) != text:
-            stale.append(name)
-            if not check:
-                Path(path).write_text(rendered(text))
+    """Make all documents before the first is written; 1 if some are stale and were to be checked."""
+    texts = {name: (ROOT / name).read_text() for name in DOCUMENTS}
+    stale = {name: new for name, text in texts.items() if (new := rendered(text)) != text}
+    for name, text in stale.items():
+        if not check:
+            (ROOT / name).write_text(text)
     if stale:
         print(f"{'stale' if check else 'renewed'}: {', '.join(stale)}")
     return 1 if check and stale else 0

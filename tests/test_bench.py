@@ -103,6 +103,35 @@ def test_a_result_of_another_version_is_one_sentence(tmp_path):
             results.read_result(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("step-overhead", '{"settings": {}}'),
+        ("step-overhead", '{"settings": {}, "samples": {"bare_ms": []}}'),
+        ("matrix", '{"settings": {}, "samples": []}'),
+        ("runs", '{"settings": {}, "samples": {"rows": [{}]}}'),
+        ("kernel-resources", '{"kernels": '),
+        ("kernel-resources", None),
+    ],
+)
+def test_damaged_results_are_one_sentence(name, damaged, tmp_path, monkeypatch):
+    """A table says that its results are damaged, and no document is written before all are made."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    if damaged:
+        (tmp_path / (f"{name}.json" if name == "kernel-resources" else f"{name}-here.json")).write_text(damaged)
+    table = {"step-overhead": "overhead", "kernel-resources": "kernel_resources"}.get(name, name)
+    with pytest.raises(ConfigError, match=f"^table {table} cannot be made.*measure again"):
+        tables.rendered(f"<!-- table:{table} -->\n<!-- /table -->")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "DOCUMENTS", ["a.md", "b.md"])
+    for document, of in (("a.md", "activations"), ("b.md", table)):
+        (tmp_path / document).write_text(f"<!-- table:{of} -->\nold\n<!-- /table -->\n")
+    with pytest.raises(ConfigError):
+        tables.main(check=False)
+    assert "old" in (tmp_path / "a.md").read_text()
+
+
 def test_the_peaks_of_devices(monkeypatch):
     """MFU uses the peak of the GPU it runs on, none on a CPU, and none on a GPU that the table does not know."""
     from nanoGPT.runtime import Runtime
