@@ -41,8 +41,14 @@ Spans = list[tuple[float, float]]  # begin and end, ms
 COMMUNICATION = ("gloo:", "nccl")
 # What computes on a CPU. Spans of autograd's nodes, of DDP and of FSDP are not here, for they also wait. Phase 2's
 # optimizer calls its kernels with no operator around them; of a compiled model there is a span for a whole graph.
-COMPUTATION = ("aten::", "fsdp::", "phase2_triton::", "torch::distributed::reducer::", "Optimizer.step#TritonAdamW")
-COMPUTATION += ("## Call CompiledFxGraph",)
+COMPUTATION = (
+    "aten::",
+    "fsdp::",
+    "phase2_triton::",
+    "torch::distributed::reducer::",
+    "Optimizer.step#TritonAdamW",
+    "## Call CompiledFxGraph",
+)
 
 
 def profiled(package: str, config: TrainConfig, folder: Path) -> None:
@@ -100,8 +106,8 @@ def spans_of(events: Any) -> dict[str, list[tuple[str, float, float]]]:
 
 def computes(event: Any, thread: int, on_gpu: bool) -> bool:
     """Whether an event is a kernel, or an operator that computes in this thread: gloo's copy what they send."""
-    if on_gpu:
-        return not event.name.startswith("step ")
+    if on_gpu:  # where the profiler also shows the names that Python gave to what it started
+        return not event.is_user_annotation
     return event.thread == thread and event.name.startswith(COMPUTATION)
 
 

@@ -3,10 +3,13 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.autograd import DeviceType
 
-from bench.profile_step import main, request, sentence, summary, together, union
+from bench.profile_step import LAST, REMEMBERED, main, request, sentence, spans_of, summary, together, union
 from nanoGPT.exits import ConfigError
 
 
@@ -22,6 +25,34 @@ def test_overlap_is_the_hidden_part_of_the_communication():
     silent = summary({**spans, "communication": []})
     assert silent["overlap"] == 0.0 and silent["rest_ms"] == 3.0
     assert "6 ms, of them computing 3, only communicating 3, neither 0" in sentence(summary(spans))
+
+
+def events_of(on_gpu: bool) -> list[Any]:
+    """Those of a step, as the profiler gives them: what computes, what waits, what another thread does, what sends."""
+    here = DeviceType.CUDA if on_gpu else DeviceType.CPU
+
+    def event(name: str, begin: float, end: float, thread: int = 1, named: bool = False) -> Any:
+        device = DeviceType.CPU if name == "step 2" else here
+        times = SimpleNamespace(start=1e3 * begin, end=1e3 * end)
+        return SimpleNamespace(name=name, time_range=times, thread=thread, device_type=device, is_user_annotation=named)
+
+    return [
+        event("step 2", 0, 10, named=True),
+        event("RegisterPostBackwardFunctionBackward" if not on_gpu else "FSDP::post_backward", 0, 9, named=on_gpu),
+        event("aten::mm" if not on_gpu else "gemm", 1, 3),
+        event("## Call CompiledFxGraph a ##", 4, 5, named=on_gpu),
+        event("gloo:all_reduce" if not on_gpu else "ncclDevKernel_AllReduce", 2, 8, thread=2),
+        *([] if on_gpu else [event("aten::copy_", 6, 7, thread=2)]),
+    ]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_waiting_is_no_computation(on_gpu):
+    """A span that also waits, gloo's own copies, and on a GPU the names that Python gave, are not counted."""
+    found = summary(spans_of(events_of(on_gpu)))
+    assert found["computation_ms"] == (2.0 if on_gpu else 3.0) and found["communication_ms"] == 6.0
+    assert found["overlap"] == pytest.approx((1 if on_gpu else 2) / 6) and found["step_ms"] == 10.0
+    assert LAST < REMEMBERED, "torch does not compile again what it has run under a watching mode"
 
 
 def recounted(path: Path) -> tuple[float, float]:
