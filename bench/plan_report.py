@@ -105,7 +105,7 @@ def advice(found: dict[str, Any]) -> str:
     fitting = [row for row in found["rows"] if row["fits"]]
     if not fitting:
         return nothing_fits(found)
-    rates = [row["speed"]["compiled"]["tokens_per_second"] for row in fitting]
+    rates = [max(speed["tokens_per_second"] for speed in row["speed"].values()) for row in fitting]
     simplest, fastest = fitting[0], fitting[rates.index(max(rates))]
     said = f"The simplest that fits: {name_of(simplest)}."
     if max(rates) > (1 + ERROR) * rates[0]:

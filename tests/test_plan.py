@@ -198,10 +198,10 @@ def test_the_fastest_is_named_where_it_clearly_is():
         speed = {mode: {**numbers, "tokens_per_second": rate} for mode, rate in rates.items()}
         return {"phase": phase, "options": {}, "fits": True, "largest_batch_size": 1, "speed": speed}
 
-    near = [row("baseline", 100.0, 90.0), row("phase1", 120.0, 130.0)]
+    near = [row("baseline", 100.0, 90.0), row("phase1", 110.0, 120.0)]
     assert advice({"rows": near}).endswith("baseline. It is about as fast as the fastest: within the 25% by which a "
                                            "plan may be off.")  # fmt: skip
-    assert "The fastest: phase1." in advice({"rows": [near[0], row("phase1", 130.0, 90.0)]})
+    assert "The fastest: phase1." in advice({"rows": [near[0], row("phase1", 90.0, 130.0)]})
     assert speed_table(near)[-1].startswith("Slower compiled than eager: phase1,")
     assert len(speed_table(near[:1])) == 2
 
