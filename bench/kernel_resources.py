@@ -1,8 +1,8 @@
 """What the shipped kernels compile to for real GPUs, with no GPU at hand.
 
-    TRITON_INTERPRET=0 python -m bench.kernel_resources            # the table
-    TRITON_INTERPRET=0 python -m bench.kernel_resources --json sm_90    # the same for a program, and for an H100 alone
-    TRITON_INTERPRET=0 python -m bench.kernel_resources --write    # into bench/results/kernel-resources.json
+    python -m bench.kernel_resources                # the table
+    python -m bench.kernel_resources --json sm_90   # the same for a program, and for an H100 alone
+    python -m bench.kernel_resources --write        # into bench/results/kernel-resources.json
 
 Each public function is called on meta tensors of GPT-2's shapes, so that its own code chooses tiles, warps and types;
 the launches are recorded and compiled ahead of time. From the machine code: registers a thread, the stack that spilled
@@ -11,6 +11,7 @@ values live on, spill instructions, shared memory, and which tensor-core instruc
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"  # what is interpreted cannot be compiled
 
 import torch
 import triton

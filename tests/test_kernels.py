@@ -28,17 +28,19 @@ def test_a_call_never_looks_at_the_device_nor_compiles_for_its_rows(call):
 
 
 def test_the_committed_report_is_fresh():
-    """bench/results/kernel-resources.json was made from these kernels, and for an H100 they compile to it again."""
+    """bench/results/kernel-resources.json was made from these kernels, and for an H100 they compile to it again; with
+    another Triton, to what does not spill either."""
     committed = json.loads(REPORT.read_text())
-    again = "run: TRITON_INTERPRET=0 python -m bench.kernel_resources --write"
+    again = "run: python -m bench.kernel_resources --write"
     assert committed["sources"] == sources(), again
     words = [sys.executable, "-m", "bench.kernel_resources", "--json", "sm_90"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
-    assert report["triton"] == committed["triton"] or pytest.skip("another Triton than the report's")
-    assert report["kernels"]["sm_90"] == committed["kernels"]["sm_90"], again
+    found = report["kernels"]["sm_90"]
+    assert report["triton"] != committed["triton"] or found == committed["kernels"]["sm_90"], again
+    assert not [name for name, facts in found.items() if facts["stack_bytes"] or facts["spill_instructions"]]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
