@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def profiled(package: str, config: TrainConfig, folder: Path) -> None:
     @contextlib.contextmanager
     def watch(ledger: Ledger, step: int) -> Iterator[None]:
         if step == FIRST:
+            settle()
             profiler.start()
         if step == REMEMBERED:
             with Memory(ledger.model, ledger.optimizer, ledger.run.device) as memory:
@@ -72,6 +74,7 @@ def profiled(package: str, config: TrainConfig, folder: Path) -> None:
             with torch.profiler.record_function(f"step {step}"):
                 yield
         if step == LAST:
+            settle()
             profiler.stop()
 
     with mock.patch.object(Ledger, "watch", watch):
@@ -84,6 +87,13 @@ def profiled(package: str, config: TrainConfig, folder: Path) -> None:
         (folder / "operators.txt").write_text(table)
         found = {"spans": spans_of(profiler.events()), "memory": remembered[0].timeline}
         (folder / "timeline.json").write_text(json.dumps(found))
+
+
+def settle() -> None:
+    """Let gloo's threads end what is in flight: what ends after the profiler writes into memory that it has freed."""
+    if dist.is_initialized():
+        dist.barrier()
+    time.sleep(0.2)
 
 
 def spans_of(events: Any) -> dict[str, list[tuple[str, float, float]]]:

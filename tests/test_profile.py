@@ -70,8 +70,9 @@ def recounted(path: Path) -> tuple[float, float]:
         first, last = (max(0, round((each["ts"] - zero + more) / 20)) for more in (0, each["dur"]))
         last = min(last, len(marks[kind]))
         marks[kind][first:last] = bytes([1]) * (last - first)
-    counted, sent = sum(marks["c"][i] & marks["s"][i] for i in range(len(marks["s"]))), sum(marks["g"])
-    return counted / sum(marks["s"]), sum(c & g for c, g in zip(marks["c"], marks["g"], strict=True)) / sent
+    computing, sending = ([a & s for a, s in zip(marks[kind], marks["s"], strict=True)] for kind in "cg")
+    both = sum(c & g for c, g in zip(computing, sending, strict=True))
+    return sum(computing) / sum(marks["s"]), both / sum(sending)
 
 
 def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
