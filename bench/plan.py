@@ -16,8 +16,9 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import sys
+import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from typing import Any
 if __name__ == "__main__":  # the process that the traces' are forked from loads torch while this one does
     multiprocessing.set_forkserver_preload(["bench.planner"])
     multiprocessing.forkserver.ensure_running()
+
+from tqdm import tqdm
 
 from bench.plan_report import describe, name_of, plot
 from bench.planner import MOST, Planner, Row, capacity, end_with_parent
@@ -157,12 +160,27 @@ def rows_for(gpus: int) -> list[Row]:
     return ROWS[:4] + hybrid * several + ROWS[4:]
 
 
+class Processes(ProcessPoolExecutor):
+    """Shows in a terminal how many traces are done, of those asked for so far."""
+
+    def __init__(self, **words: Any) -> None:
+        super().__init__(**words)
+        tqdm.set_lock(threading.RLock())  # its own is one among processes, and leaks where this one is killed
+        self.bar = tqdm(total=0, unit=" traces", leave=False, disable=None)
+
+    def submit(self, *words: Any, **named: Any) -> Future[Any]:
+        future = super().submit(*words, **named)
+        self.bar.total += 1
+        future.add_done_callback(lambda _: self.bar.update())
+        return future
+
+
 @contextmanager
 def processes() -> Iterator[Executor]:
     """Processes that have loaded what a trace needs. After an error, or Ctrl-C, nobody waits for what they trace."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "bench.planner"])  # where it does not run yet
-    with ProcessPoolExecutor(mp_context=context, initializer=end_with_parent) as pool:
+    with Processes(mp_context=context, initializer=end_with_parent) as pool:
         try:
             yield pool
         except BaseException:
@@ -171,6 +189,8 @@ def processes() -> Iterator[Executor]:
             for worker in workers:
                 worker.kill()
             raise
+        finally:
+            pool.bar.close()
 
 
 def plan(config: PlanConfig) -> dict[str, Any]:

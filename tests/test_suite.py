@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -69,6 +70,17 @@ def test_every_suite_can_be_planned(tmp_path, capsys):
     assert {run.variant for run in runs_of(load("memory"), tmp_path, "cpu") if run.phase == "phase1"} == {"plain"}
     run = runs_of(load("scaling"), tmp_path, "cpu")[0]
     assert 5 < seconds_of(run.config, run.phase, run.ranks, here()) < 600
+
+
+def test_the_suite_that_the_readme_shows_can_be_run(tmp_path):
+    """Every key of the README's example is one that a suite has, and its phases accept what it gives them."""
+    (shown,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "shown.toml").write_text(shown)
+    suite = load(str(tmp_path / "shown.toml"))
+    names = {field.name for field in dataclasses.fields(Suite)} - {"name", "phases", "config"}
+    assert all(f"\n{name}" in f"\n{shown}" or f"[{name}." in shown for name in names)
+    runs = runs_of(suite, tmp_path, "cpu")
+    assert len(runs) == 27 and {run.phase for run in runs if run.variant == "full"} == {"phase3"}
 
 
 def test_a_suite_is_killed_and_continued(tmp_path):
