@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.cells import config_of, run_cell
-from bench.results import with_switches, write_result
+from bench.results import write_result
 from nanoGPT.cli import command_line
 from nanoGPT.model import GPTConfig
 from phase3_fsdp.activations import activation_bytes
@@ -74,4 +74,4 @@ def main(steps: int = 12, write: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    command_line(main, with_switches(sys.argv[1:]))
+    command_line(main, sys.argv[1:])

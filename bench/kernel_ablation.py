@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.kernels import names
-from bench.results import with_switches, write_result
+from bench.results import write_result
 from nanoGPT.cli import command_line
 from nanoGPT.config import PACKAGE
 from nanoGPT.exits import one_sentence
@@ -108,4 +108,4 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     with one_sentence():
-        main(command_line(Options, with_switches(sys.argv[1:])))
+        main(command_line(Options, sys.argv[1:]))

@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.results import RESULTS
+from nanoGPT.exits import ConfigError, one_sentence
 from phase2_triton.kernels import (
     adamw,
     attention,
@@ -194,6 +195,8 @@ def report(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> dict[str, Any
 
 
 def main(words: list[str]) -> None:
+    if unknown := set(words) - {*ARCHITECTURES, "--json", "--write"}:
+        raise ConfigError(f"{min(unknown)} is unknown: give --json, --write or one of {', '.join(ARCHITECTURES)}")
     asked = [name for name in ARCHITECTURES if name in words and "--write" not in words]
     result = report(asked or list(ARCHITECTURES))
     if "--json" in words:
@@ -207,4 +210,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_sentence():
+        main(sys.argv[1:])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.kernel_cases import GPT2_WIDTHS, MAKERS, Case, cases
-from bench.results import with_switches, write_result
+from bench.results import write_result
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError, one_sentence
 from phase2_triton.kernels.core import Cost, interpreting
@@ -186,4 +186,4 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     with one_sentence():
-        main(command_line(Options, with_switches(sys.argv[1:])))
+        main(command_line(Options, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The matrix: every phase on 1, 2, 4 and 8 ranks and every option on 2, beside the baseline on one.
+"""The matrix: every phase on 1, 2, 4 and 8 ranks and every option on 2 or 4, beside the baseline on one.
 
     make matrix                          # about two minutes on 2 cores; on a GPU machine, as many ranks as GPUs
     make matrix ARGS="--steps=50"        # longer runs

@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -147,6 +148,10 @@ def check_plot(path: Path | None) -> None:
         raise ConfigError(f"--plot={path}: there is no directory {path.parent}; make it first")
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"--plot={path} must end in .png, .pdf or .svg")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"--plot={path}: nothing can be written there ({error.strerror}); give another") from None
 
 
 def known(names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from bench.speed import ATTENTION, GIB, LINK, MATMUL, MEMORY
 
 ERROR = 0.25  # by which a planned speed may be off; tests/test_plan.py holds published runs to it
-PARTS = {"gradients": 10, "gathered": 9, "activations": 12, "other": 8}  # with the width of each column
+COLUMNS = {"gradients": 10, "gathered": 9, "activations": 12, "other": 8}  # with the width of each column
 
 
 def name_of(row: Mapping[str, Any]) -> str:
@@ -22,11 +22,13 @@ def describe(found: dict[str, Any]) -> str:
     shape = found["shape"]
     tokens = f"{found['batch_size']} sequence(s) of {shape['block_size']:,} tokens a micro-batch"
     space = f"{found['usable_bytes'] / GIB:.1f} GiB of each for tensors"
+    offloaded = [row for row in found["rows"] if row.get("host_bytes")]
     lines = [
         f"{found['parameters']:,} parameters on {found['gpus']:,} x {found['gpu']}, {space}; {tokens}, bfloat16.",
         "GiB on a rank: state by the formula, and the peak of a step: parameters and optimizer state, and what comes",
         "and goes. The most sequences a micro-batch that fit, and GB that a rank sends in a step:",
         *memory_table(found["rows"]),
+        *[f"{name_of(row)}: the host holds the state, {row['host_bytes'] / GIB:,.0f} GiB a node." for row in offloaded],
     ]
     if fast := [row for row in found["rows"] if row["speed"]]:
         lines += ["\nSpeed with the most sequences, compiled; then tokens/s of an eager model:", *speed_table(fast)]
@@ -48,7 +50,7 @@ def in_columns(rows: list[dict[str, Any]], head: str, cells: list[str]) -> list[
 
 
 def memory_table(rows: list[dict[str, Any]]) -> list[str]:
-    head = f"{'state':>8}{'peak':>8} ={'kept':>8}" + "".join(f"{part:>{width}}" for part, width in PARTS.items())
+    head = f"{'state':>8}{'peak':>8} ={'kept':>8}" + "".join(f"{part:>{width}}" for part, width in COLUMNS.items())
     return in_columns(rows, f"{head}  fits{'most':>6}{'sent':>9}", list(map(memory_line, rows)))
 
 
@@ -60,7 +62,7 @@ def memory_line(row: dict[str, Any]) -> str:
     cells = (
         "".join(f"{n / GIB:>8.2f}" for n in numbers) + f" ={(held['parameters'] + held['optimizer_state']) / GIB:>8.2f}"
     )
-    cells += "".join(f"{held[part] / GIB:>{width}.2f}" for part, width in PARTS.items())
+    cells += "".join(f"{held[part] / GIB:>{width}.2f}" for part, width in COLUMNS.items())
     fits = "yes" if row["fits"] else "no"
     return f"{cells}  {fits:<4}{most(row):>6}{row['sent_bytes_per_step'] / 1e9:>9.2f}"
 
@@ -139,15 +141,15 @@ def plot(path: Path, found: dict[str, Any], by_gpus: Mapping[str, Mapping[int, f
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
-    for name, totals in by_gpus.items():
-        axes.plot(list(totals), [n / GIB for n in totals.values()], marker="o", markersize=3, label=name)
+    for i, (name, totals) in enumerate(by_gpus.items()):
+        width = 7 - 6 * i / len(by_gpus)  # so that lines on one another are all seen
+        axes.plot(list(totals), [n / GIB for n in totals.values()], linewidth=width, label=name)
     axes.axhline(found["usable_bytes"] / GIB, color="grey", linestyle="--", label=f"usable on {found['gpu']}")
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="GiB on a rank at the peak of a step")
     gpus = sorted({n for totals in by_gpus.values() for n in totals})
     axes.set_xticks(gpus, [f"{n:,}" for n in gpus])
     axes.minorticks_off()
-    axes.set_title(
-        f"{found['parameters'] / 1e9:,.2f} billion parameters, {found['batch_size']} sequence(s) a micro-batch"
-    )
+    tokens = f"{found['batch_size']} sequence(s) of {found['shape']['block_size']:,} tokens a micro-batch"
+    axes.set_title(f"{found['parameters'] / 1e9:,.2f} billion parameters, {tokens}")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)

@@ -24,8 +24,7 @@ from bench.speed import (
     step_seconds,
     waiting,
 )
-from bench.trace import PARTS as MOMENTS
-from bench.trace import trace
+from bench.trace import MOMENTS, trace
 from nanoGPT.ledger import ring_bytes
 from nanoGPT.memory import CATEGORIES, STATE, Totals
 from nanoGPT.model import GPTConfig
@@ -53,7 +52,7 @@ class Slice:
     """What the trace of a few blocks says, all of it linear in their number.
 
     Attributes:
-        held: bytes by category at the peak of each of the trace's PARTS.
+        held: bytes by category at the peak of each of the trace's MOMENTS.
         state: bytes by the formula.
         traffic: bytes of the full tensors by kind of collective and ranks.
         eager, compiled: seconds of a micro-batch by part, as a Roofline has them; the update's are of a step.
@@ -247,11 +246,14 @@ class Planner:
         traffic = in_blocks([each.traffic for each in slices], n_layer)
         sent = sum(ring_bytes(kind, size, n) for (kind, n), size in traffic.items())
         modes = {"eager": False, "compiled": True}
+        state = in_blocks([s.state for s in slices], n_layer)
+        host = sum(state.values()) * min(self.gpus, GPUS_PER_NODE) if "fsdp_cpu_offload" in row[1] else 0
         return {
             "phase": row[0],
             "options": row[1],
-            "state_bytes": {name: round(n) for name, n in in_blocks([s.state for s in slices], n_layer).items()},
+            "state_bytes": {name: round(n) for name, n in state.items()},
             "bytes": {name: round(memory[name]) for name in CATEGORIES},
+            "host_bytes": round(host),
             "total_bytes": round(sum(memory.values())),
             "fits": sum(memory.values()) <= capacity(self.gpu),
             "sent_bytes_per_step": round(sent),

@@ -48,6 +48,8 @@ from bench.speed import (
     step_seconds,
     waiting,
 )
+from nanoGPT.cli import command_line
+from nanoGPT.exits import one_sentence
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.activation_checkpointing import PRODUCTS
 
@@ -230,8 +232,12 @@ def predicted(run: Run) -> float:
     return run.batch_size * run.block_size / step_seconds(parts, *sent)
 
 
-def main(write: bool) -> None:
-    """Print the comparison."""
+def main(write: bool = False) -> None:
+    """Print the comparison.
+
+    Args:
+        write: also write bench/results/published-<hardware>.json.
+    """
     rows = []
     print(f"{'tokens/s of a GPU':<34}{'':<10}{'published':>10}{'planned':>10}")
     for run in RUNS:
@@ -245,4 +251,5 @@ def main(write: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--write" in sys.argv)
+    with one_sentence():
+        command_line(main, sys.argv[1:])

@@ -44,11 +44,6 @@ def write_result(name: str, device: torch.device, settings: dict[str, Any], samp
     return path
 
 
-def with_switches(words: list[str]) -> list[str]:
-    """The words of a command, in which `--write` alone is short for `--write=True`."""
-    return ["--write=True" if word == "--write" else word for word in words]
-
-
 def read_results(name: str) -> list[dict[str, Any]]:
     """All committed results of a benchmark, one a hardware.
 
@@ -64,7 +59,9 @@ def read_result(path: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(path.read_text())
         found, again = result.get("format", 1), result["settings"].get("command", "the benchmark that wrote it")
     except (ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} is no result file ({type(error).__name__}): delete it, or measure again") from None
+        raise ConfigError(
+            f"{path} is no result file ({type(error).__name__}): restore it from git, or measure again"
+        ) from None
     if found != FORMAT:
         raise ConfigError(f"{path} has format {found}, and this version reads {FORMAT}: measure again with `{again}`")
     return result

@@ -1,8 +1,8 @@
 """The documents' tables of runs: what the phases take and reach with their defaults, on this machine.
 
-    python -m bench.runs                 # one rank count after another; about a quarter of an hour on 2 cores
-    python -m bench.runs --write         # and bench/results/runs-<hardware>.json
-    python -m bench.runs phase2 --write  # phase 2 beside the baseline in its configuration: phase2-runs-<hardware>.json
+    python -m bench.runs            # one rank count after another; about a quarter of an hour on 2 cores
+    python -m bench.runs --write    # and bench/results/runs-<hardware>.json
+    python -m bench.runs --phase2   # phase 2 beside the baseline in its configuration: phase2-runs-<hardware>.json
 
 Each row is the command of the README, run in a new directory: seconds from the command to its end, set-up and data
 being there already, seconds to the first step, and the first and last loss that it logged.
@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from bench.results import write_result
+from nanoGPT.cli import command_line
 from nanoGPT.config import PACKAGE, TrainConfig
+from nanoGPT.exits import one_sentence
 from phase2_triton.apply import TritonConfig
 
 Command = tuple[str, int, str]  # a target, ranks, flags
@@ -69,21 +71,28 @@ def run_one(target: str, ranks: int, flags: str, out_dir: Path) -> dict[str, Any
     }
 
 
-def main(words: list[str]) -> None:
+def main(phase2: bool = False, write: bool = False) -> None:
+    """Run each, and print what came of it.
+
+    Args:
+        phase2: those of phase 2.
+        write: also write bench/results/runs-<hardware>.json, or phase2-runs.
+    """
     gpus = torch.cuda.device_count()
     rows = []
-    name, commands = ("phase2-runs", phase2_commands()) if "phase2" in words else ("runs", COMMANDS)
+    name, commands = ("phase2-runs", phase2_commands()) if phase2 else ("runs", COMMANDS)
     for target, ranks, flags in commands:
         if gpus and ranks > gpus:
             continue
         with tempfile.TemporaryDirectory() as folder:
             rows.append(run_one(target, ranks, flags, Path(folder) / "run"))
         print(json.dumps(rows[-1]), flush=True)
-    if "--write" in words:
+    if write:
         device = torch.device("cuda", 0) if gpus else torch.device("cpu")
         settings = {"command": "make TARGET GPUS=N", "cores": os.cpu_count()}
         print(f"wrote {write_result(name, device, settings, {'rows': rows})}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_sentence():
+        command_line(main, sys.argv[1:])

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from bench.results import with_switches, write_result
+from bench.results import write_result
 from nanoGPT.checkpoint import CheckpointDirectory
 from nanoGPT.cli import command_line
 from nanoGPT.ledger import storage_bytes
@@ -110,4 +110,4 @@ def main(ranks: int = 2, rounds: int = 15, n_layer: int = 12, n_embd: int = 512,
 
 
 if __name__ == "__main__":
-    command_line(main, with_switches(sys.argv[1:]))
+    command_line(main, sys.argv[1:])

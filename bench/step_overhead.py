@@ -23,9 +23,10 @@ import torch
 
 from bench.results import write_result
 from nanoGPT import runtime
+from nanoGPT.cli import command_line
 from nanoGPT.config import TrainConfig
 from nanoGPT.data import TRAIN, TokenData
-from nanoGPT.exits import check_finite
+from nanoGPT.exits import check_finite, one_sentence
 from nanoGPT.ledger import Ledger
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
@@ -35,7 +36,7 @@ from nanoGPT.telemetry import Telemetry
 STEPS, WARMUP = 300, 30
 
 
-def build(data: TokenData, config: TrainConfig) -> tuple[GPT, torch.optim.AdamW]:
+def build(config: TrainConfig) -> tuple[GPT, torch.optim.AdamW]:
     shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, False, 75)
     model = GPT(shape)
     model.init_weights(config.seed)
@@ -44,7 +45,7 @@ def build(data: TokenData, config: TrainConfig) -> tuple[GPT, torch.optim.AdamW]
 
 def bare_steps(config: TrainConfig, data: TokenData) -> Generator[None]:
     """Forward, backward, clip and AdamW on one batch that is in memory already."""
-    model, optimizer = build(data, config)
+    model, optimizer = build(config)
     x, y = data.batch("train", TRAIN, 0, 0)
     while True:
         loss = model(x, y)[1]
@@ -60,7 +61,7 @@ def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Generat
 
     With the ledger on, it watches every step, and not a single one.
     """
-    model, optimizer = build(data, config)
+    model, optimizer = build(config)
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
     params, micro_batches = list(model.parameters()), config.gradient_accumulation_steps
     ledger = Ledger(config, run, 1, model, optimizer)
@@ -138,7 +139,12 @@ def measure_ledger(config: TrainConfig, count: int) -> dict[str, list[float]]:
     return samples
 
 
-def main(write: bool) -> None:
+def main(write: bool = False) -> None:
+    """Measure, and print.
+
+    Args:
+        write: also write bench/results/step-overhead-<hardware>.json.
+    """
     with tempfile.TemporaryDirectory() as out_dir:
         config = TrainConfig(gradient_accumulation_steps=1, device="cpu", out_dir=out_dir, learning_rate=1e-4)
         samples = measure(config, STEPS)
@@ -154,4 +160,5 @@ def main(write: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--write" in sys.argv)
+    with one_sentence():
+        command_line(main, sys.argv[1:])

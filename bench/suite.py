@@ -136,7 +136,9 @@ def main(config: SuiteConfig) -> int:
     names = sorted(path.stem for path in SUITES.glob("*.toml")) if config.suite == "all" else [config.suite]
     suites = [load(name) for name in names]
     check_amount("price", config.price)
-    gpu = gpu_of(config.gpu)
+    if config.create_slurm and config.device == "auto":  # the machine that writes the scripts need not have what runs
+        config = replace(config, device="cuda")
+    gpu = gpu_of(config.gpu, elsewhere=config.create_slurm and gpus_elsewhere(config))
     planned = [(suite, runs_of(suite, config.out_dir / suite.name, config.device)) for suite in suites]
     if config.create_slurm:
         check_nodes([run for _, runs in planned for run in runs], config.gpus_per_node)
@@ -147,7 +149,8 @@ def main(config: SuiteConfig) -> int:
             introduce(suite)
             if config.create_slurm:
                 forget_lost(runs, suite.metric)
-                print(create_scripts(runs, directory, config.gpus_per_node, gpu, config.price, config.retry))
+                again = f'make suite SUITE={config.suite} ARGS="--device={config.device} --out_dir={config.out_dir}"'
+                print(create_scripts(runs, directory, config.gpus_per_node, gpu, config.price, config.retry, again))
                 continue
             code = run_suite(suite, runs, config, gpu, lock)
         if code is None:
@@ -155,6 +158,11 @@ def main(config: SuiteConfig) -> int:
             return 0
         codes.append(code)
     return max(codes, default=0)
+
+
+def gpus_elsewhere(config: SuiteConfig) -> bool:
+    """Whether the runs are on GPUs that this machine has not: here are written only their scripts, and their report."""
+    return config.device == "cuda" and not torch.cuda.is_available()
 
 
 def introduce(suite: Suite) -> None:
@@ -178,6 +186,11 @@ def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any, lock
     forget_lost(fitting, suite.metric)
     ended = {run for run in fitting if read_status(run.directory)["state"] in DONE[config.retry]}
     left = [run for run in fitting if run not in ended]
+    if left and gpus_elsewhere(config):
+        if not ended:
+            raise ConfigError("--device=cuda: this machine has no GPU that torch can use; leave it out")
+        print("this machine has no GPU: a report of what ended elsewhere")
+        left = []
     seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in left}
     print(f"{len(fitting)} runs, {len(ended)} of them ended before{describe_seconds(seconds, config.price)}")
     if not gpus and any(getattr(run.config, "kernels", "none") != "none" for run in left):

@@ -88,7 +88,8 @@ def check(suite: Suite, path: Path) -> None:
         "reference_batch": (int, "a number"),
     }  # fmt: skip
     for name, (kind, said) in shapes.items():
-        if not isinstance(getattr(suite, name), kind):
+        value = getattr(suite, name)
+        if not isinstance(value, kind) or (type(value) is bool and kind is not bool):
             raise ConfigError(f"{path}: {name} must be {said}")
     choices = (
         ("phases", suite.phases, list(PHASES)),

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +20,17 @@ from nanoGPT.model import GPTConfig
 START, START_A_RANK = 6.0, 1.5  # seconds until a run's first step, and of its end
 
 
-def gpu_of(name: str | None) -> Gpu:
+def gpu_of(name: str | None, elsewhere: bool = False) -> Gpu:
     """A GPU by name, or what this machine has.
 
+    Args:
+        elsewhere: the GPUs are not this machine's.
+
     Raises:
-        ConfigError: a name that the planner does not know.
+        ConfigError: a name that the planner does not know, or none of a GPU that is elsewhere.
     """
+    if name is None and elsewhere:
+        raise ConfigError("give the cluster's GPUs, such as --gpu=h100: times are estimated for them")
     if name is None:
         return here()
     if name not in GPUS:
@@ -63,7 +69,8 @@ def least(work: Any, times: int = 5) -> float:
 def seconds_of(config: TrainConfig | None, phase: str, ranks: int, gpu: Gpu) -> float:
     """Of a whole run, its start and its evaluations included; an estimate."""
     assert config is not None
-    found = trace(config, GPTConfig.of({**vars(config), "vocab_size": vocabulary(config)}), ranks, gpu)
+    model = GPTConfig.of({**vars(config), "vocab_size": vocabulary(config)})
+    found = trace(replace(config, compile=False), model, ranks, gpu)  # whose roofline knows both speeds
     roofline, micro_batches = found.roofline, max(1, config.gradient_accumulation_steps // ranks)
     times = roofline.compiled if config.compile else waiting(roofline.eager, roofline.kernels)
     parts = {part: times[part] / (1 if part == "update" else found.micro_batches) for part in PARTS}
@@ -89,5 +96,5 @@ def describe_seconds(seconds: Mapping[Any, float], price: float | None) -> str:
         return ""
     total = sum(seconds.values())
     hours = sum(run.ranks * each for run, each in seconds.items()) / 3600
-    cost = f", {hours:.1f} GPU-hours, {hours * price:,.2f} in all" if price else ""
+    cost = f", {hours:,.2f} GPU-hours, {hours * price:,.2f} in all" if price else ""
     return f"; about {max(1, round(total / 60))} minute(s) to go, by the planner{cost}"

@@ -7,12 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.results import table
 from bench.suite_run import Run, read_status
-from nanoGPT.manifest import versions
-from nanoGPT.telemetry import git_commit, hardware
 
 Lines = list[dict[str, Any]]
 MARKERS = "os^vD<>pPX*h"
@@ -91,29 +87,43 @@ def grouped(runs: list[Run], metric: str) -> list[dict[str, Any]]:
 def report(name: str, about: str, metric: str, runs: list[Run], directory: Path) -> Path:
     """Write results.json, NAME.png and report.md into a suite's directory; returns the last."""
     rows = grouped(runs, metric)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    machine = f"{hardware(device)}, torch {torch.__version__}"
-    where = {"hardware": hardware(device), "versions": versions(), "git_commit": git_commit()}
-    result = {"name": name, "metric": metric, **where, "rows": rows}
+    where = environments(runs)
+    result = {"name": name, "metric": metric, "environments": where, "rows": rows}
+    machine = " and ".join(dict.fromkeys(f"{each['hardware']}, torch {each['versions']['torch']}" for each in where))
     (directory / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(rows, metric, directory / f"{name}.png")
     head = ["phase", "ranks", "variant", metric, "spread", "seeds", ""]
-    text = f"# {name}\n\n{about} Measured on {machine}.\n\n"
+    text = f"# {name}\n\n{about} Measured on {machine or 'nothing yet'}.\n\n"
     text += f"![{metric}]({name}.png)\n\n{SPREAD}.\n\n" + table(head, [cells(row) for row in rows])
     path = directory / "report.md"
     path.write_text(text)
     return path
 
 
+def environments(runs: list[Run]) -> list[dict[str, Any]]:
+    """Hardware, versions and commit of the runs that are done, each combination once."""
+    found = []
+    for run in runs:
+        try:
+            said = json.loads((run.out_dir / "env.json").read_text())
+            where = {name: said[name] for name in ("hardware", "versions", "git_commit")}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if where not in found and read_status(run.directory)["state"] == "done":
+            found.append(where)
+    return found
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     faults = [f"seed {seed}, {fault}" for seed, fault in row["faults"].items()]
-    mean, spread = shown(row["mean"]), shown(row["spread"])
+    mean, spread = shown(row["mean"], row["mean"]), shown(row["spread"], row["mean"])
     found = sum(value is not None for value in row["values"].values())
     return [row["phase"], str(row["ranks"]), row["variant"], mean, spread, str(found), "; ".join(faults)]
 
 
-def shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4f}"
+def shown(value: float | None, mean: float | None) -> str:
+    """A number with as many digits as its mean has."""
+    return "-" if value is None or mean is None else f"{value:,.{0 if abs(mean) >= 100 else 4}f}"
 
 
 def draw_lines(axes: Any, rows: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from bench.suite_plan import describe_seconds, seconds_of
 from bench.suite_run import DONE, ROOT, Run
 from nanoGPT.exits import ConfigError
 
+CPUS = 8  # of a rank
 SCRIPT = """#!/bin/bash
 # {name}: written by bench/suite_slurm.py; `bash submit-all.sh` submits it.
 #SBATCH --job-name={job}
@@ -15,6 +16,7 @@ SCRIPT = """#!/bin/bash
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={gpus}
+#SBATCH --cpus-per-task={cpus}
 #SBATCH --mem=0
 #SBATCH --time={minutes}
 #SBATCH --signal=TERM@120
@@ -27,7 +29,8 @@ cd {root}
 exec "${{PY:-.venv/bin/python}}" -m bench.suite_run {directory} slurm
 """
 SUBMIT = """#!/bin/bash
-# Submit every run of this suite that has not ended yet; `python -m bench.suite` writes the report when they have.
+# Submit every run of this suite that has not ended yet; words after the script are sbatch's, such as --partition=gpu.
+# When they have ended, this writes the report: {report}
 set -euo pipefail
 shopt -s nullglob
 cd {root}
@@ -36,7 +39,7 @@ for script in {scripts}/*.sbatch; do
     if grep -qsE '"state": "({ended})"' "$directory/status.json"; then
         echo "ended before: $directory"
     else
-        sbatch "$script"
+        sbatch "$@" "$script"
     fi
 done
 """
@@ -52,12 +55,13 @@ def check_nodes(runs: list[Run], gpus_per_node: int) -> None:
 
 
 def create_scripts(
-    runs: list[Run], directory: Path, gpus_per_node: int, gpu: Gpu, price: float | None, retry: bool
+    runs: list[Run], directory: Path, gpus_per_node: int, gpu: Gpu, price: float | None, retry: bool, again: str
 ) -> str:
     """Write them into the suite's directory, of runs that `check_nodes` lets pass.
 
     Args:
         retry: submit what ended as oom, timeout or failed too.
+        again: the command that writes the report when all have ended.
 
     Returns:
         What was written, and how long it will take.
@@ -72,10 +76,12 @@ def create_scripts(
     words = {"root": shlex.quote(str(ROOT)), "scripts": shlex.quote(str(scripts))}
     submit = scripts / "submit-all.sh"
     words |= {"directory": shlex.quote(str(directory.resolve())), "ended": "|".join(sorted(DONE[retry]))}
+    words["report"] = again
     submit.write_text(SUBMIT.format(**words))
     seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in runs}
     command = f"bash {shlex.quote(str(submit))}"
-    return f"wrote {len(runs)} scripts{describe_seconds(seconds, price)}; submit them with: {command}"
+    said = f"wrote {len(runs)} scripts{describe_seconds(seconds, price)}; submit them with: {command}"
+    return f"{said}\nand when they have ended, report with: {again}"
 
 
 def script_of(run: Run, gpus_per_node: int) -> str:
@@ -86,6 +92,7 @@ def script_of(run: Run, gpus_per_node: int) -> str:
         job=f"{directory.parent.name}-{directory.name}",
         nodes=-(-run.ranks // gpus_per_node),
         gpus=min(run.ranks, gpus_per_node),
+        cpus=CPUS * min(run.ranks, gpus_per_node),
         minutes=round(run.minutes) + 3,
         log=str(directory / "slurm.txt").replace("%", "%%"),
         root=shlex.quote(str(ROOT)),

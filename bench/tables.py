@@ -17,6 +17,7 @@ from bench.fsdp_tables import FSDP_TABLES
 from bench.results import RESULTS, hardware_of, read_results, table
 from bench.throughput import quartile_spread
 from bench.zero1_tables import ZERO1_TABLES
+from nanoGPT.cli import command_line
 from nanoGPT.config import PACKAGE
 from nanoGPT.exits import ConfigError, one_sentence
 from phase2_triton.kernels import (
@@ -33,6 +34,7 @@ from phase2_triton.kernels.core import Cost, recording
 ROOT = PACKAGE.parent
 DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("phase*/IMPLEMENTATION.md"))]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+EMPTY = re.compile(r"^\| --- .*\n(?!\|)", re.M)  # a table of a head alone
 
 
 def runs_table() -> str:
@@ -260,16 +262,23 @@ def rendered(text: str) -> str:
 
 def made(name: str, make: Callable[[], str]) -> str:
     try:
-        return make()
+        text = make()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise ConfigError(
             f"table {name} cannot be made, for its results in bench/results are damaged ({type(error).__name__}: "
             f"{error}): measure again, or restore them from git"
         ) from None
+    if not text.strip() or EMPTY.search(text):
+        raise ConfigError(f"table {name} has no rows in bench/results: measure again, or restore its results from git")
+    return text
 
 
-def main(check: bool) -> int:
-    """Make all documents before the first is written; 1 if some are stale and were to be checked."""
+def main(check: bool = False) -> int:
+    """Make all documents before the first is written; 1 if some are stale and were to be checked.
+
+    Args:
+        check: write nothing.
+    """
     texts = {name: (ROOT / name).read_text() for name in DOCUMENTS}
     stale = {name: new for name, text in texts.items() if (new := rendered(text)) != text}
     for name, text in stale.items():
@@ -282,4 +291,4 @@ def main(check: bool) -> int:
 
 if __name__ == "__main__":
     with one_sentence():
-        sys.exit(main("--check" in sys.argv))
+        sys.exit(command_line(main, sys.argv[1:]))

@@ -19,11 +19,14 @@ from typing import Any
 import torch
 
 from bench.cells import config_of, run_cell
+from bench.plan import MODELS
 from bench.results import write_result
+from nanoGPT.cli import command_line
+from nanoGPT.exits import one_sentence
 from workshop.ranks import RankFailed
 
 WARMUP = 5  # steps; the ledger's is among them
-SIZES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
+SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 Case = tuple[str, str, int, dict[str, Any]]  # a size's name, a phase, ranks, and words of a configuration
 
 
@@ -37,8 +40,8 @@ def cases(gpus: int) -> list[Case]:
     words = {"max_iters": WARMUP + 30, "device": "cuda", "batch_size": 8, "gradient_accumulation_steps": 8 * gpus}
     words |= {"dataset": "shakespeare", "block_size": 1024, "dtype": "bfloat16"}
     found = []
-    for name, (n_layer, n_head, n_embd) in SIZES.items():
-        shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
+    for name in SIZES:
+        shape = dict(zip(("n_layer", "n_head", "n_embd"), MODELS[name], strict=True))
         found += [(name, phase, gpus, {**words, **shape}) for phase in ("baseline", "phase1", "phase2", "phase3")]
     return found
 
@@ -83,8 +86,12 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{start}{said}{row['peak_bytes'] / 1e6:>12,.1f} MB{'' if mfu is None else f'{mfu:>7.1%}'}"
 
 
-def main(write: bool) -> None:
-    """Measure every case, eager and compiled."""
+def main(write: bool = False) -> None:
+    """Measure every case, eager and compiled.
+
+    Args:
+        write: also write bench/results/throughput-<hardware>.json.
+    """
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     rows = []
@@ -100,4 +107,5 @@ def main(write: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--write" in sys.argv)
+    with one_sentence():
+        command_line(main, sys.argv[1:])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fault_points import CPU, RANKS, Saver, end, open_and_save, sweep
-from bench.results import with_switches, write_result
+from bench.results import write_result
 from nanoGPT.cli import command_line
 from nanoGPT.manifest import Damaged, read_manifest, step_directories, verify_files
 from workshop.ranks import collect, run_on_ranks, start_ranks
@@ -141,4 +141,4 @@ def main(kills: int = 500, flipped: int = 200, seed: int = 1, write: bool = Fals
 
 
 if __name__ == "__main__":
-    command_line(main, with_switches(sys.argv[1:]))
+    command_line(main, sys.argv[1:])

@@ -6,9 +6,9 @@
 
 The phase's own code runs a step, under a process group that sends nothing (torch's "fake" backend) and on fake
 tensors, which have shapes and no bytes; `nanoGPT/memory.py` counts them as it does real ones, and `speed.py` how long
-their operators would take. Two things cannot be run
-so. DDP refuses fake tensors: in its place is the bare model, with a buffer for DDP's buckets. And what ranks tell each
-other cannot be read: ZeRO-1's checks among ranks are left out, and every parameter has a gradient.
+their operators would take. Two things cannot be run so. DDP refuses fake tensors: in its place is the bare model, with
+a buffer for DDP's buckets. And what ranks tell each other cannot be read: ZeRO-1's checks among ranks are left out, and
+every parameter has a gradient.
 """
 
 import contextlib
@@ -189,8 +189,8 @@ def step(job: Job, config: TrainConfig, run: Runtime, micro_batches: int, name: 
 def parts_named(model: nn.Module, memory: Memory) -> Iterator[None]:
     """Tell a Memory in which part of a step it is, such that a part does the same in a model of any number of blocks.
 
-    From three blocks on, the most that each of PARTS holds is then linear in their number: the blocks between the first
-    and the last lead from one part to the next in equal steps.
+    From three blocks on, the most that each of MOMENTS holds is then linear in their number: the blocks between the
+    first and the last lead from one part to the next in equal steps.
     """
     blocks = list(model.blocks)  # type: ignore[arg-type]
 
@@ -215,7 +215,7 @@ def parts_named(model: nn.Module, memory: Memory) -> Iterator[None]:
             hook.remove()
 
 
-PARTS = ("last forward", "head", "last backward", "middle", "first backward", "update")
+MOMENTS = ("last forward", "head", "last backward", "middle", "first backward", "update")
 
 
 def make_state(optimizer: Optimizer) -> None:

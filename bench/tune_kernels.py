@@ -19,7 +19,6 @@ import torch
 
 from bench.kernel_cases import GPT2_WIDTHS, Case, cases
 from bench.kernels import Stopwatch, kernel_device, names, passes
-from bench.results import with_switches
 from nanoGPT.cli import command_line
 from nanoGPT.exits import one_sentence
 from phase2_triton.kernels.core import TABLE, architecture, table
@@ -182,4 +181,4 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     with one_sentence():
-        main(command_line(Options, with_switches(sys.argv[1:])))
+        main(command_line(Options, sys.argv[1:]))

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from bench.results import write_result
+from nanoGPT.cli import command_line
+from nanoGPT.exits import one_sentence
 from nanoGPT.ledger import ring_bytes
 from phase1_zero1.buckets import all_gather, reduce_scatter
 from workshop.ranks import run_on_ranks
@@ -48,8 +50,12 @@ def sent(kind: str) -> float:
     return (after - before) / TIMES / N
 
 
-def main(write: bool) -> None:
-    """Measure each collective on 2, 4 and 8 ranks."""
+def main(write: bool = False) -> None:
+    """Measure each collective on 2, 4 and 8 ranks.
+
+    Args:
+        write: also write bench/results/wire-<hardware>.json.
+    """
     rows = []
     for ranks in (2, 4, 8):
         for kind in ("all-reduce", "reduce-scatter", "all-gather"):
@@ -63,4 +69,5 @@ def main(write: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--write" in sys.argv)
+    with one_sentence():
+        command_line(main, sys.argv[1:])

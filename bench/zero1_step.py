@@ -16,6 +16,8 @@ import torch
 
 from bench.results import write_result
 from bench.zero1 import ADAMW, TEN_MILLION, model_on
+from nanoGPT.cli import command_line
+from nanoGPT.exits import one_sentence
 from nanoGPT.model import GPTConfig
 from nanoGPT.optim import param_groups
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -53,8 +55,18 @@ def measure(count: int) -> dict[str, Any]:
     return {"parameters": sum(p.numel() for p in models[0].parameters()), "ratio": ratio, **samples}
 
 
-if __name__ == "__main__":
+def main(write: bool = False) -> None:
+    """Measure, and print.
+
+    Args:
+        write: also write bench/results/zero1-step-<hardware>.json.
+    """
     found = measure(100)
-    if "--write" in sys.argv:
+    if write:
         where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         print(f"wrote {write_result('zero1-step', where, {'command': 'python -m bench.zero1_step'}, found)}")
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        command_line(main, sys.argv[1:])

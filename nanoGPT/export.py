@@ -253,6 +253,14 @@ def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
+def check_free(folder: Path, format: str) -> None:
+    """Refuse to write over what is there."""
+    own = {"hf": ("config.json", "model*.safetensors*", "tokenizer*", "vocab.json", "merges.txt"), "ckpt": ("ckpt.pt",)}
+    there = [folder] if folder.is_file() else [path for name in own[format] for path in folder.glob(name)]
+    if there:
+        raise ConfigError(f"{there[0]} is there already: remove it, or give another directory as --to")
+
+
 def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
     """Export a run's newest checkpoint, whatever phase and number of ranks wrote it.
 
@@ -262,10 +270,11 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
         format: hf, for transformers; ckpt, for nanoGPT, with the optimizer.
     """
     checkpoint, folder = newest_whole(Path(out_dir)), Path(to)
+    check_free(folder, format)
     manifest = checkpoint.manifest
     shape = GPTConfig.of(manifest["model_args"])
     folder.mkdir(parents=True, exist_ok=True)
-    # An earlier export stays until the end; a state larger than the memory goes through files.
+    # Nothing is there before all is; a state larger than the memory goes through files.
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as temporary,
         tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch,
@@ -281,8 +290,6 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
                 save_ckpt(NewFiles(Path(temporary)), state, checkpoint.step, manifest)
         except (RuntimeError, OSError, SafetensorError) as error:  # what torch and safetensors make of a full disk
             raise ConfigError(f"--to={to} could not be written ({error}): free some space") from None
-        for stale in folder.glob("model*.safetensors*") if format == "hf" else ():
-            stale.unlink()  # of an earlier export in another number of files
         for file in sorted(Path(temporary).iterdir()):
             file.replace(folder / file.name)
     print(f"{checkpoint.path.name} of {out_dir} is in {folder} as {format}")

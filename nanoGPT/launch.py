@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from types import ModuleType
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's import takes seconds: Ctrl-C ends it without a traceback
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -194,10 +196,7 @@ def explain(exit_code: int, message: str, asked: list[int]) -> tuple[int, str]:
         name = signal.Signals(asked[0]).name
         return 128 + asked[0], f"{name} came before training had begun, so there was nothing to save"
     name = signal.Signals(-exit_code).name
-    return (
-        128 - exit_code,
-        f"it was killed by {name}; --init_from=resume goes on from a checkpoint, if there is one",
-    )
+    return 128 - exit_code, f"it was killed by {name}; --init_from=resume goes on from a checkpoint, if there is one"
 
 
 def watch_over(config: TrainConfig, world_size: int) -> Watch:
@@ -207,16 +206,16 @@ def watch_over(config: TrainConfig, world_size: int) -> Watch:
     return watch
 
 
-def run_ranks(place: Place, command: list[str], watch: Watch) -> int:
-    """Start this machine's ranks, wait for them, and return the exit code of the job."""
+def run_ranks(place: Place, command: list[str], watch: Watch, logs: str) -> int:
+    """Start this machine's ranks, wait for them, and return the job's exit code; `logs` is the agent's directory."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ["NANOGPT_LAUNCHER"] = str(os.getpid())
+    os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid())}
     alone = place.nnodes == 1
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     launch = LaunchConfig(
         min_nodes=place.nnodes,
         max_nodes=place.nnodes,
         nproc_per_node=place.gpus,
+        logs_specs=DefaultLogsSpecs(logs),
         run_id=f"nanogpt-{os.getpid()}" if alone else "nanogpt",
         rdzv_backend="c10d" if alone else "static",
         rdzv_endpoint="127.0.0.1:0" if alone else f"{place.master_addr}:{master_port()}",
@@ -271,7 +270,8 @@ def main(words: list[str]) -> int:
     command = [str(trainer), *trainer_words]
     ranks = place.gpus * place.nnodes
     watch = watch_over(config, ranks)
-    code = run_alone(command, watch) if ranks == 1 else run_ranks(place, command, watch)
+    with tempfile.TemporaryDirectory(prefix="nanogpt-") as logs:
+        code = run_alone(command, watch) if ranks == 1 else run_ranks(place, command, watch, logs)
     if code == 0 and place.node_rank == 0 and has_ended(config):
         show_sample(config)
     return code

@@ -37,8 +37,11 @@ fi
 # A node whose launcher fails ends the others: they would wait for its ranks.
 # With GPUS in its environment each node has that many ranks, else one for each of its GPUs.
 export PY=${PY:-.venv/bin/python} TRAINER=${TRAINER:-phase3_fsdp/train.py}
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun no longer takes over by itself
+fi
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=1 bash -c '
+exec srun --kill-on-bad-exit=1 bash -c '
     exec "$PY" -m nanoGPT.launch --gpus="${GPUS:-${SLURM_GPUS_ON_NODE:-8}}" --nnodes="$SLURM_NNODES" \
         --node_rank="$SLURM_NODEID" --master_addr="$MASTER_ADDR" "$TRAINER" "$@"
 ' launch "${words[@]}"

@@ -107,14 +107,15 @@ SCONTROL = """#!/bin/bash
 """
 SRUN = """#!/bin/bash
 [[ $1 == --kill-on-bad-exit=1 ]] && shift || exit 64
-[[ -v ONLY_SAY ]] && exec echo "$@"
+[[ -v ONLY_SAY ]] && exec echo $$ "$SRUN_CPUS_PER_TASK" "$@"
 SLURM_NODEID=1 "$@" & other=$!
 SLURM_NODEID=0 "$@" && wait $other
 """
 
 
 def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
-    """sbatch's script starts a launcher a node and trains to the end; the same job, started again, resumes."""
+    """sbatch's script starts a launcher a node and trains to the end; the same job, started again, resumes. It becomes
+    srun, which signals for it reach, and which has the job's processors."""
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -124,5 +125,8 @@ def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
     done = subprocess.run(script, cwd=ROOT, env=job, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert gap(losses(tmp_path / "run"), one_process) < 1e-5
-    done = subprocess.run(script, cwd=ROOT, env={**job, "ONLY_SAY": ""}, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.rstrip().endswith(f"--out_dir={tmp_path}/run --init_from=resume")
+    job |= {"ONLY_SAY": "", "SLURM_CPUS_PER_TASK": "64"}
+    with subprocess.Popen(script, cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True) as again:
+        said, _ = again.communicate(timeout=20)
+    assert again.returncode == 0 and said.startswith(f"{again.pid} 64 ")
+    assert said.rstrip().endswith(f"--out_dir={tmp_path}/run --init_from=resume")
