@@ -12,12 +12,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from bench import published
 from bench.cells import config_of, run_cell
 from bench.plan import ROWS, PlanConfig, by_gpus, main, processes, rows_for, shape_of
-from bench.plan_report import advice, describe, memory_table, name_of, nothing_fits, plot, speed_table
+from bench.plan_report import (
+    advice,
+    describe,
+    memory_line,
+    memory_table,
+    name_of,
+    nothing_fits,
+    plot,
+    speed_line,
+    speed_table,
+)
 from bench.planner import (
+    ADAMW,
+    HOST,
     LAYERS,
     MOST,
     PCIE,
@@ -29,11 +42,24 @@ from bench.planner import (
     in_blocks,
     traced,
 )
-from bench.speed import GPUS, Exchange, collective_seconds, step_seconds
-from bench.trace import trace
+from bench.speed import (
+    ATTENTION,
+    GIB,
+    GPUS,
+    MEMORY,
+    Exchange,
+    Gpu,
+    Roofline,
+    collective_seconds,
+    step_seconds,
+    waiting,
+)
+from bench.trace import PARTS, trace
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.memory import STATE
 from nanoGPT.model import GPT, GPTConfig
+from phase2_triton.kernels import attention
 
 SMALL = GPTConfig(2, 2, 32, 16, False, 80)
 CHOICES: dict[str, dict[str, list[Any]]] = {
@@ -139,6 +165,52 @@ def test_state_is_that_of_the_formula_for_gpt2():
         assert sum(state.values()) == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_speed_is_that_of_the_trace():
+    """A step on 16 GPUs is what is computed and what is waited for; its tokens and its MFU are those of the model."""
+    planner, row = Planner(SMALL, "h100", 16, 3, Here()), ROWS[0]
+    found = planner.speed(row, 5, compiled=True)
+    parts = in_blocks([each.compiled for each in planner.slices(row, 5)], SMALL.n_layer)
+    busy = 3 * (parts["forward"] + parts["backward"]) + parts["update"]
+    assert found["step_seconds"] - found["waiting_seconds"] == pytest.approx(busy) and found["waiting_seconds"] > 0
+    assert found["tokens_per_second"] == pytest.approx(16 * 3 * 5 * SMALL.block_size / found["step_seconds"])
+    flops = found["tokens_per_second"] * GPT(SMALL).flops_per_token()
+    assert found["mfu"] == pytest.approx(flops / 16 / GPUS["h100"].peak)
+    alone = Planner(SMALL, "h100", 1, 3, Here())
+    assert alone.speed(row, 5, compiled=True)["waiting_seconds"] == 0
+    once = traced(row, replace(SMALL, n_layer=LAYERS[0]), 1, 5, 1)
+    assert alone.slices(row, 5)[0].eager["forward"] == pytest.approx(once.eager["forward"])
+
+
+def test_what_an_offloaded_step_takes():
+    """No state on the GPU; AdamW runs at the rate of the host's memory, which the eight ranks of a node share."""
+    planner, row = Planner(SMALL, "h100", 16, 1, Here()), ("phase3", {"fsdp_cpu_offload": True})
+    assert [planner.held(row, 1)[name] for name in STATE] == [0, 0, 0]
+    found = planner.speed(row, 1, compiled=True)
+    parts = in_blocks([each.compiled for each in planner.slices(row, 1)], SMALL.n_layer)
+    busy = parts["forward"] + parts["backward"] + ADAMW * planner.params / 16 * 8 / HOST
+    assert found["step_seconds"] - found["waiting_seconds"] == pytest.approx(busy)
+
+
+def test_what_the_fused_loss_takes_counts_at_the_head():
+    """By hand: its workspace is there beside what the head holds, and at no other part's peak."""
+    peaks = {part: {"parameters": 8, "other": 20 if part == "update" else 9} for part in PARTS}
+    assert extended([peaks, peaks], 7)["other"] == 20 and extended([peaks, peaks], 7, workspace=10)["other"] == 20
+    assert extended([peaks, peaks], 7, workspace=12)["other"] == 21
+
+
+def test_the_units_of_the_tables():
+    """By hand: GiB of memory, GB that are sent, ms of a step, and the part of it that is waited for."""
+    held = ("parameters", "optimizer_state", "gradients", "gathered", "activations", "other")
+    row = {"bytes": {name: (i + 1) * GIB for i, name in enumerate(held)}, "state_bytes": {"parameters": 6 * GIB}}
+    row |= {"total_bytes": 21 * GIB, "fits": True, "largest_batch_size": 128, "sent_bytes_per_step": 7e9}
+    assert " ".join(memory_line(row).split()) == "6.00 21.00 = 3.00 3.00 4.00 5.00 6.00 yes 128+ 7.00"
+    speed = {"step_seconds": 2.0, "waiting_seconds": 0.5, "tokens_per_second": 1e3, "mfu": 0.4, "days": 3, "cost": 9}
+    row["speed"] = {"compiled": speed, "eager": {**speed, "tokens_per_second": 900.0}}
+    assert " ".join(speed_line(row).split()) == "128+ 2,000 25% 1,000 40% 900 3.00 9"
+    large = {"phase": "phase3", "options": {}, "total_bytes": 120, "state_bytes": {"parameters": 100}}
+    assert "needs 14 GPUs" in nothing_fits({"rows": [large], "gpus": 4, "usable_bytes": 30})
+
+
 def test_a_plan(capsys, tmp_path):
     """A model fits, the table says so, JSON is the same plan, and a token count takes time and costs."""
     config = PlanConfig("gpt2", 16, "t4", block_size=64, n_layer=3, n_embd=96, n_head=3, tokens=1e9, price=2.0)
@@ -147,13 +219,14 @@ def test_a_plan(capsys, tmp_path):
     rows, text = rows_for(16), describe(found)
     names = [name_of({"phase": phase, "options": options}) for phase, options in rows]
     assert len(rows) == len(ROWS) + 1 and all(name in text for name in names)
-    assert "The simplest that fits: baseline." in text
+    assert "The simplest that fits: baseline." in text and "12.4 GiB of each for tensors" in text  # 0.92 x 14.6 - 1
     days, sizes = next(line for line in text.splitlines() if line.endswith("cost")), memory_table(found["rows"])
     assert {len(line) for line in text.splitlines() if line.startswith(("phase", "baseline"))} == {
         len(days),
         len(sizes[0]),
     }
-    assert [name_of(row) for row in found["rows"]] == names
+    assert [name_of(row) for row in found["rows"]] == names and rows_for(12) == rows_for(8) == ROWS
+    assert found["rows"][0]["sent_bytes_per_step"] == round(2 * 4 * found["parameters"] * 15 / 16)
     for row in found["rows"]:
         assert row["fits"] and row["largest_batch_size"] > 8 and row["total_bytes"] == sum(row["bytes"].values())
         for speed in row["speed"].values():
@@ -244,6 +317,30 @@ def test_a_plan_that_is_stopped_waits_for_nobody(capsys, monkeypatch):
     assert ended == [1]
 
 
+def test_what_a_roofline_counts():
+    """Bytes by hand: of a table its rows, of an expanded tensor what there is, of a pass what outlives it; and the
+    arithmetic of attention, which is more in its backward."""
+    slow = Gpu(1.0, 1e12, 1 / MEMORY, 1.0, 1.0)  # a byte takes a second
+    table, ids, column, x = torch.ones(1000, 8), torch.arange(3), torch.ones(10, 1), torch.ones(50)
+    with torch.no_grad():
+        with Roofline(slow) as found:
+            torch.nn.functional.embedding(ids, table)
+        assert found.eager["forward"] == found.compiled["forward"] == pytest.approx(2 * 4 * 3 * 8)
+        with Roofline(slow) as found:
+            column.expand(10, 7).neg()
+        assert found.eager["forward"] == pytest.approx(4 * 10 + 4 * 70)
+        with Roofline(slow) as found:
+            kept = x.neg().neg()
+    assert found.eager["forward"] == pytest.approx(4 * x.nbytes) and found.kernels["forward"] == 2
+    assert found.compiled["forward"] == pytest.approx(x.nbytes + kept.nbytes)
+    q = torch.ones(1, 2, 16, 8, requires_grad=True)
+    with Roofline(Gpu(1.0, 1 / ATTENTION, 1e30, 1.0, 1.0)) as found:  # a FLOP takes a second
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    forward, backward = (each.flops for each in attention.cost(1, 2, 16, 8, 2))
+    assert (found.eager["forward"], found.eager["backward"]) == pytest.approx((forward, backward))
+    assert backward > 2 * forward
+
+
 def test_speed_near_published_runs(capsys):
     """Every published run is met within 25 percent."""
     published.main(write=False)
@@ -269,11 +366,16 @@ def test_a_step_waits_for_what_nothing_hides():
     first = exchanges(("phase1", {}), traffic, 2 * 10**9, 10, 1, GPUS["h100"], False)[1]["forward"]
     compiled = exchanges(("phase1", {}), traffic, 2 * 10**9, 10, 1, GPUS["h100"], True)[1]["forward"]
     assert first.exposed(1e9) < compiled.exposed(1e9) == compiled.seconds
+    short, kernels = dict.fromkeys(parts, 0.001), {"forward": 0, "backward": 1000, "update": 10}
+    assert waiting(short, kernels) == {**short, "backward": pytest.approx(1000 * 7e-6)}  # for Python
     slow, fast = GPUS["t4"], GPUS["h100"]
     assert collective_seconds(slow, "all-reduce", 1e9, 8) > 10 * collective_seconds(fast, "all-reduce", 1e9, 8)
     assert collective_seconds(fast, "all-gather", 0, 1024) == pytest.approx(896 * 3e-6 + 128 * 12e-6)
     together, apart = (collective_seconds(fast, "all-reduce", 1e9, 16, apart=apart) for apart in (False, True))
     assert 7 < apart / together < 9  # eight rings share the node's network
+    assert collective_seconds(fast, "all-reduce", 0, 8) == pytest.approx(2 * 7 * 3e-6)
+    hybrid = exchanges(("phase3", {"fsdp_shard_size": "8"}), {("all-reduce", 2): 1e9}, 1, 1, 1, fast, True)[1]
+    assert hybrid["backward"].seconds == collective_seconds(fast, "all-reduce", 1e9, 2, apart=True)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +390,7 @@ def test_a_step_waits_for_what_nothing_hides():
         (["--batch_size=-1"], "give 1 or more"),
         (["--batch_size=200"], "up to 128"),
         (["--tokens=nan"], "above 0"),
+        (["--tokens=0"], "above 0"),
         (["--price=2"], "without --tokens"),
         (["--plot=/nowhere/plan.png"], "directory"),
         (["--plot=/tmp"], "is a directory: give a file"),
