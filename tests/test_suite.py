@@ -17,9 +17,10 @@ from matplotlib.figure import Figure
 from bench import suite_run
 from bench.suite import SuiteConfig, introduce, main, runs_of
 from bench.suite_file import SUITES, Suite, load
-from bench.suite_plan import gpu_of, here, seconds_of
+from bench.suite_plan import describe_seconds, gpu_of, here, seconds_of
 from bench.suite_report import draw_lines, grouped, report, value_of
-from bench.suite_run import SLURM, alone, command, execute, last_step, read_run, read_status, write_status
+from bench.suite_run import SLURM, alone, command, execute, last_step, outcome, read_run, read_status, write_status
+from bench.suite_slurm import script_of
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError
 from tests.helpers import ROOT
@@ -167,6 +168,65 @@ def test_a_run_is_done_once_by_one(tmp_path, monkeypatch):
     assert execute(run) == done
 
 
+def test_a_run_is_judged_by_what_it_said_now(tmp_path, monkeypatch):
+    """Not by an earlier start's words; it holds its suite's directory; a job whose run was stopped ends well."""
+    run = one_run(tmp_path)
+    with alone(tmp_path / "suite") as lock:
+        for line, ends in (
+            ("echo error: CUDA out of memory; exit 1", ("oom", "error: CUDA out of memory")),
+            ("echo error: no; exit 1", ("failed", "error: no")),
+            (f"test -e /proc/self/fd/{lock}", ("pending", "stopped at step 0 of 4; the next start goes on")),
+        ):
+            monkeypatch.setattr("bench.suite_run.command", lambda *_, line=line: ["bash", "-c", line])
+            status = execute(run, lock)
+            assert (status["state"], status["reason"]) == ends
+    monkeypatch.setattr("bench.suite_run.command", lambda *_: ["true"])
+    assert suite_run.main([str(run.directory)]) == 0
+    for stopped, state in (("signal", "pending"), ("", "failed")):
+        assert outcome(run, -signal.SIGTERM, stopped, "")[0] == state
+
+
+def test_what_was_killed_before_it_saved_begins_anew(tmp_path):
+    """Its directory goes, so that it is not refused; with a checkpoint there it resumes."""
+    run = one_run(tmp_path)
+    for saved in (True, False):
+        (run.out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (run.out_dir / "checkpoints" / "step-00000002").mkdir()
+        if not saved:
+            shutil.rmtree(run.out_dir / "checkpoints" / "step-00000002")
+        assert ("--init_from=resume" in command(run)) == saved == run.out_dir.exists()
+        shutil.rmtree(run.out_dir, ignore_errors=True)
+
+
+def test_the_figures_of_a_report(tmp_path):
+    """By hand: the median but for the first line, the last loss, the fullest rank, and the spread of a sample."""
+    run = dataclasses.replace(one_run(tmp_path), seed=2)
+    other = dataclasses.replace(run, directory=tmp_path / "other", seed=1)
+    for each, more in ((run, 0), (other, 2)):
+        each.out_dir.mkdir(parents=True)
+        write_status(each.directory, "done")
+        lines = [{"step_ms": ms + more, "val_loss": ms / 4} for ms in (1000, 10, 60, 20)]
+        lines.append({"step_ms": None, "val_loss": None})
+        (each.out_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        ranks = [{"memory": {"peak": {"parameters": n, "other": 1}}} for n in (3, 6, 4)]
+        (each.out_dir / "ledger.json").write_text(json.dumps({"ranks": ranks}))
+    assert [value_of(run, metric) for metric in ("step_ms", "val_loss", "peak_bytes")] == [20, 5, 7]
+    (row,) = grouped([run, other], "step_ms")
+    assert row["values"] == {2: 20, 1: 22} and row["mean"] == 21 and row["spread"] == pytest.approx(2**0.5)
+
+
+def test_what_an_estimate_counts(tmp_path):
+    """Each micro-batch and each evaluation takes its time, in minutes; a rank's hour costs the price of a GPU."""
+    long = {"max_iters": 1000, "eval_interval": 1000}
+    runs = [one_run(tmp_path, **{**long, "gradient_accumulation_steps": n}) for n in (1, 2, 4)]
+    one, two, four = (seconds_of(run.config, run.phase, 1, gpu_of("h100")) for run in runs)
+    assert four - two == pytest.approx(2 * (two - one), rel=0.1)
+    config = dataclasses.replace(runs[0].config, eval_iters=1000)
+    assert seconds_of(config, "baseline", 1, gpu_of("h100")) > one + 0.2
+    said = describe_seconds({dataclasses.replace(runs[0], ranks=4): 5400.0}, 2.0)
+    assert said == "; about 90 minute(s) to go, by the planner, 6.0 GPU-hours, 12.00 in all"
+
+
 def test_a_run_without_its_figure_is_a_fault(tmp_path, monkeypatch, capsys):
     """Exit code 1, and named; the next start does it again, from its start. What has its figure is left alone."""
     config = SuiteConfig(str(file_of(tmp_path)), tmp_path / "out", device="cpu")
@@ -186,6 +246,8 @@ def test_a_run_without_its_figure_is_a_fault(tmp_path, monkeypatch, capsys):
     assert main(config) == 0 and len(executed) == 8
     (run, *_) = runs_of(load(config.suite), tmp_path / "out" / "tiny", "cpu")
     shutil.rmtree(run.out_dir)
+    assert main(dataclasses.replace(config, create_slurm=True, gpu="h100")) == 0
+    assert read_status(run.directory)["state"] == "pending"  # so that submit-all.sh does not leave it out
     assert main(config) == 0 and executed[8:] == [run.name]
     for name, text, metric in (("ledger.json", "[]", "peak_bytes"), ("metrics.jsonl", "[1]", "loss")):
         (run.out_dir / name).write_text(text)
@@ -193,6 +255,24 @@ def test_a_run_without_its_figure_is_a_fault(tmp_path, monkeypatch, capsys):
     assert last_step(run) == 0
     (run.out_dir / "metrics.jsonl").write_text('{"step": 4, "val_loss": NaN}\n')
     assert value_of(run, "val_loss") is None
+
+
+def test_what_has_more_ranks_than_gpus_is_left_out(tmp_path, monkeypatch, capsys):
+    """On a machine with two GPUs runs on one and two ranks are done, and it is said how many are not."""
+    ranks: list[int] = []
+
+    def pretend(run, lock):
+        ranks.append(run.ranks)
+        run.directory.mkdir()
+        return {**write_status(run.directory, "failed", "why"), "stopped": False}
+
+    monkeypatch.setattr("bench.suite.execute", pretend)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    form = FORM.replace("[1]", "[1, 2, 4]").replace(', "phase3"', "").replace("[1, 2]\n", "[1]\n")
+    path = file_of(tmp_path, form, gradient_accumulation_steps=4)
+    assert main(SuiteConfig(str(path), tmp_path / "out", gpu="h100")) == 1
+    assert ranks == [1, 2]
+    assert "left out: 1 on more ranks than the 2 GPU(s)" in capsys.readouterr().out
 
 
 def test_a_signal_ends_all_suites(tmp_path, monkeypatch, capsys):
@@ -204,6 +284,12 @@ def test_a_signal_ends_all_suites(tmp_path, monkeypatch, capsys):
         assert main(SuiteConfig("all", tmp_path, device="cpu")) == 0
         assert capsys.readouterr().out.endswith("stopped; the same command goes on\n")
     assert len(executed) == 2
+
+
+def test_one_suite_that_fails_fails_all(tmp_path, monkeypatch):
+    """The exit code of all suites is that of the worst, also where it is the first."""
+    monkeypatch.setattr("bench.suite.run_suite", lambda suite, *_: int(suite.name == "kernels"))
+    assert main(SuiteConfig("all", tmp_path, device="cpu", gpu="h100")) == 1
 
 
 def test_the_picture_shows_what_is_equal(tmp_path):
@@ -227,6 +313,8 @@ def test_learning_rate_and_batch_scale_when_asked(tmp_path):
     """Linear: in proportion to the sequences of a step over the reference; sqrt: to their root; none by default."""
     config = {**TINY, "learning_rate": 1e-3, "gradient_accumulation_steps": 4}
     base = {"about": "", "phases": ["baseline"], "ranks": [1, 4], "metric": "loss", "config": config}
+    (deep, _) = runs_of(Suite("a", **base, variants={"deep": {"n_layer": 3}}), tmp_path, "cpu")
+    assert deep.config.n_layer == 3 != TINY["n_layer"], "a variant wins over what all runs share"
     assert [run.config.learning_rate for run in runs_of(Suite("a", **base), tmp_path, "cpu")] == [1e-3, 1e-3]
     for scaling, factor in (("linear", 4.0), ("sqrt", 2.0)):
         suite = Suite("a", **base, scale_batch=True, lr_scaling=scaling, reference_batch=8)
@@ -244,6 +332,8 @@ def test_only_its_own_job_is_used_by_a_run(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     assert command(run)[1:4] == ["-m", "nanoGPT.launch", "--gpus=4"]
     assert "GPUS=2" in command(run, slurm=True) and SLURM in command(run, slurm=True)
+    for word in ("--nodes=1", "--gpus-per-node=4", "--time=5"):  # two minutes, and three to start and to save in
+        assert f"#SBATCH {word}\n" in script_of(run, 8)
     monkeypatch.setenv("SLURM_NNODES", "3")
     with pytest.raises(ConfigError, match="4 rank"):
         command(run, slurm=True)
@@ -315,6 +405,8 @@ def test_scripts_for_slurm(tmp_path, capsys):
         (FORM.replace("[config]", '[variants."a/b"]\n[config]'), "variants.a/b must be a table, named"),
         (FORM.replace("[config]", "[variants]\nx = 3\n[config]"), "variants.x must be a table"),
         (FORM + "seed = 3\n", "seed is set by the suite"),
+        (FORM + 'device = "cpu"\n', "device is set by the suite"),
+        (FORM + 'init_from = "resume"\n', "init_from is set by the suite"),
         (FORM.replace("val_loss", "peak_bytes"), "add ledger = true"),
         (FORM.replace("minutes = 2", "minutes = inf"), "less than a year"),
         (FORM + "n_layers = 3\n", "n_layers is no field of a configuration; did you mean n_layer"),
