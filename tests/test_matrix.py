@@ -3,14 +3,18 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from bench import results
-from bench.cells import as_expected, config_of, run_cell
+from bench import matrix, results
+from bench.cells import Found, as_expected, config_of, run_cell
 from bench.matrix import LIMIT, MODEL, MODELS, OPTIONS, Cell, cells, faults, fits, line_of, main, row_of
-from bench.matrix_plot import draw
+from bench.matrix_plot import draw, draw_memory
 from nanoGPT.exits import ConfigError
+from nanoGPT.ledger import ring_bytes
+from workshop.ranks import RankFailed
 
 SMALL = {**MODEL, "n_layer": 2, "n_embd": 32, "block_size": 16, "device": "cpu", "max_iters": 4}
 
@@ -33,7 +37,21 @@ def test_a_cell_is_a_run(rows):
     for cell, row in rows:
         assert faults(cell, row) == [] and row["step_ms"] > 0 and len(row["losses"]) == 4
         assert (row["sent_bytes"] > 0) == (cell.ranks > 1) and sum(row["peak"].values()) > 0
+        sent = [ring_bytes(each["kind"], each["tensor_bytes"], each["ranks"]) for each in row["collectives"]]
+        assert row["sent_bytes"] == pytest.approx(sum(sent))
         assert cell.name in line_of(cell, row) and "equal" in line_of(cell, row)
+
+
+def test_what_a_run_left_is_read(tmp_path):
+    """By hand: the median of the steps but the first and the watched one, tokens by it, and the largest difference."""
+    config = config_of("baseline", tmp_path, **SMALL)
+    lines = [{"step": i, "loss": 3.0 + i, "step_ms": ms} for i, ms in enumerate((1000, 10, 500, 30, None))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "ledger.json").write_text('{"step": 2, "ranks": []}')
+    found = run_cell("baseline", 1, config)
+    assert found.step_ms == 20 and found.tokens_per_second == config.gradient_accumulation_steps * 2 * 16 / 0.020
+    other = Found({**found.curve, 3: found.curve[3] + 0.5}, None, None, {})
+    assert found.gap(other) == other.gap(found) == 0.5
 
 
 def test_what_is_wrong_in_a_cell_is_said(rows):
@@ -44,6 +62,26 @@ def test_what_is_wrong_in_a_cell_is_said(rows):
     assert faults(cell, {**row, "as_expected": False}) == ["its state or traffic is not the formula's"]
 
 
+def test_what_is_wrong_in_any_cell_fails_the_matrix(monkeypatch, capsys):
+    """Each cell is compared with the first; losses that are off, and a rank that fails, are told and returned."""
+    memory = {"peak": {}, "allocator_peak_bytes": None}
+    first = {"state_bytes": {}, "expected_state_bytes": {}, "padding": 0, "collectives": [], "memory": memory}
+    written: list[Any] = []
+
+    def pretend(phase: str, ranks: int, config: Any) -> Found:
+        if phase == "phase2":
+            raise RankFailed("rank 1:\nno reason")
+        return Found({0: 1.0 + 0.1 * (phase == "phase3")}, 5.0, 7.0, {"ranks": [first]})
+
+    monkeypatch.setattr(matrix, "run_cell", pretend)
+    monkeypatch.setattr(matrix, "cells", lambda *_, **__: [Cell(f"phase{n}", 2) for n in (1, 2, 3)])
+    monkeypatch.setattr(matrix, "report", lambda *words: written.extend(words[-1]))
+    wrong = main()
+    assert [fault.split(":")[0] for fault in wrong] == ["phase2 on 2 rank(s) failed", "phase3 on 2 rank(s)"]
+    assert "off by 1.0e-01" in wrong[1] and [row["phase"] for row in written] == ["phase1", "phase3"]
+    assert "failed: no reason" in capsys.readouterr().out
+
+
 def test_the_picture_is_drawn(rows, tmp_path):
     """Memory and curves of the cells, from a result's file."""
     path = tmp_path / "matrix-here.json"
@@ -51,6 +89,11 @@ def test_the_picture_is_drawn(rows, tmp_path):
     path.write_text(json.dumps(result))
     draw(path)
     assert path.with_suffix(".png").stat().st_size > 10000
+    axes = Figure().subplots()
+    draw_memory(axes, [row for _, row in rows])
+    held = [sum(row["peak"].values()) / 1e6 for _, row in rows if not row["options"]]
+    tops = [max(bar.get_y() + bar.get_height() for bar in bars) for bars in zip(*axes.containers, strict=True)]
+    assert tops == pytest.approx(held), "the bars of a stack stand on each other, in MB"
 
 
 def test_cells_for_a_machine():
