@@ -44,6 +44,8 @@ def attempt(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environ
         ("--learning_rate=-1", ["above 0"]),
         ("--learning_rate=nan", ["above 0"]),
         ("--dropout=1.5", ["from 0 up to"]),
+        ("--beta2=1", ["--beta2=1", "from 0 up to"]),
+        ("--min_lr=-1e-5", ["--min_lr=-1e-05", "0 or more"]),
         ("--keep_checkpoints=1", ["3 or more"]),
         ("--n_embd=130", ["--n_embd=130", "--n_head=4"]),
         ("--device=tpu", ["auto, cpu, cuda or mps"]),

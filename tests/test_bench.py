@@ -13,6 +13,7 @@ from bench.kernel_cases import MAKERS, cases
 from bench.kernels import Stopwatch, measure
 from nanoGPT.config import TrainConfig
 from nanoGPT.exits import ConfigError
+from nanoGPT.manifest import seal
 from nanoGPT.model import GPTConfig
 from nanoGPT.telemetry import PEAK_FLOPS, hardware, peak_flops
 from phase2_triton.kernels import core
@@ -25,6 +26,17 @@ def test_tables_in_the_documents_are_those_of_the_results():
         text = (ROOT / name).read_text()
         assert tables.rendered(text) == text, f"{name}: run `python -m bench.tables`"
     assert "<!-- table:runs -->" in (ROOT / "README.md").read_text()
+
+
+def test_stale_tables_are_told(tmp_path, monkeypatch, capsys):
+    """A check fails and writes nothing; without it the table is made anew, and the next check passes."""
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "DOCUMENTS", ["a.md"])
+    stale = "<!-- table:published -->\nold\n<!-- /table -->\n"
+    (tmp_path / "a.md").write_text(stale)
+    assert tables.main(check=True) == 1 and (tmp_path / "a.md").read_text() == stale
+    assert tables.main(check=False) == 0 and "planned" in (tmp_path / "a.md").read_text()
+    assert tables.main(check=True) == 0 and capsys.readouterr().out == "stale: a.md\nrenewed: a.md\n"
 
 
 def test_a_result_names_its_hardware(tmp_path, monkeypatch):
@@ -168,6 +180,22 @@ def test_later_words_win(tmp_path):
     assert (config.n_layer, config.batch_size, config.seed, config.n_head) == (3, 6, 7, TrainConfig().n_head)
 
 
+def test_a_resumed_run_has_the_configuration_that_it_was_saved_with(tmp_path):
+    """Flags win over files, and files over what the checkpoint says; a file beside the trainer over nanoGPT's."""
+    from nanoGPT.config import parse
+
+    folder = tmp_path / "run" / "checkpoints" / "step-00000004"
+    folder.mkdir(parents=True)
+    config = {**vars(TrainConfig()), "n_layer": 9, "batch_size": 5, "seed": 4, "out_dir": "moved since"}
+    (folder / "manifest.json").write_text(seal({"config": config, "step": 4, "files": [{"name": "ckpt.pt"}]}))
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "train_gpt2.py").write_text("batch_size = 6\nseed = 6\n")
+    words = ["config/train_gpt2.py", "--seed=7", "--init_from=resume", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
+    config = parse(TrainConfig, words, tmp_path / "train.py")
+    assert (config.n_layer, config.batch_size, config.seed) == (9, 6, 7)
+    assert config.out_dir == str(tmp_path / "run") and config.init_from == "resume"
+
+
 def test_what_was_measured_of_zero1_keeps_its_limits():
     """Committed: losses within 5e-6 of the baseline's over 50 steps at every rank count, traffic 2 for flat and 3 for
     the naive version and torch's, a step within 1.05 of what its collectives leave to expect, reductions begun before
@@ -256,6 +284,11 @@ def test_the_throughput_of_a_phase(tmp_path):
     assert len(row["step_ms"]) == 4 and row["mfu"] is None and row["failed"] is None
     assert row["peak_bytes"] > 10 * row["parameters"] and "phase1" in throughput.line_of(row)
     assert throughput.quartile_spread([1.0, 2.0, 3.0]) == 0.5
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
+    ledger["ranks"][0]["memory"]["peak"]["other"] += 1000  # the fullest rank counts
+    (tmp_path / "run" / "ledger.json").write_text(json.dumps(ledger))
+    again = throughput.measure(("tiny", "phase1", 2, words), False, tmp_path / "run")
+    assert again["peak_bytes"] == sum(ledger["ranks"][0]["memory"]["peak"].values()) > row["peak_bytes"]
     broken = throughput.measure(("tiny", "phase3", 2, {**words, "dataset": "none"}), False, tmp_path / "broken")
     assert "none" in broken["failed"] and broken["failed"] in throughput.line_of(broken)
     assert {phase for _, phase, _, _ in throughput.cases(8)} == {phase for _, phase, _, _ in throughput.cases(0)}
