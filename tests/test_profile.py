@@ -98,6 +98,25 @@ def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
     assert [path.name for path in folder.parent.iterdir()] == ["phase1-2"] and (folder / "timeline.json").exists()
 
 
+def test_a_profile_takes_the_place_of_the_last(tmp_path, monkeypatch):
+    """The same command again succeeds, and none of the earlier files is left beside the new ones."""
+    monkeypatch.chdir(tmp_path)
+    folders: list[Path] = []
+
+    def pretend(folder: Path, *_: Any) -> dict[str, float]:
+        folder.mkdir()
+        (folder / "operators.txt").touch()
+        folders.append(folder)
+        (folder / f"of run {len(folders)}").touch()
+        return summary(spans_of(events_of(False)))
+
+    monkeypatch.setattr("bench.profile_step.profile_into", pretend)
+    for _ in range(2):
+        main(["phase1", "2", "--device=cpu"])
+    names = {path.name for path in (tmp_path / "out" / "profile" / "phase1-2").iterdir()}
+    assert names == {"operators.txt", "of run 2"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
