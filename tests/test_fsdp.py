@@ -146,20 +146,27 @@ def test_units_by_size():
     assert again == ["transformer.h.0", "transformer.h.1.attn", "transformer.h.1.mlp"]
 
 
-def described(options: dict) -> tuple[str, list[int]]:
-    model, config = sharded(MEDIUM, **options)
+def described(options: dict, shape: GPTConfig) -> tuple[str, list[int]]:
+    model, config = sharded(shape, **options)
     parts = [m for m in model.modules() if isinstance(m, FSDPModule)]
     return describe_sharding(model, config, locate(config)), [sum(p.numel() for p in own_params(m)) for m in parts]
 
 
 def test_it_says_what_it_does():
     """At the start a run prints units, this rank's parameters and bytes, and the traffic to expect."""
-    said, sizes = run_on_ranks(described, 4, {"gradient_accumulation_steps": 8}, show=False)[0]
+    said, sizes = run_on_ranks(described, 4, {"gradient_accumulation_steps": 8}, MEDIUM, show=False)[0]
     whole, root = sum(sizes), sizes[0]
     assert sizes == [80 * 32 + 16 * 32 + 32, 12 * 32 * 32 + 64, 12 * 32 * 32 + 64]
     assert f"units of 2 x {sizes[1]:,} parameters, the root's {root:,}" in said
     assert f"rank 0 keeps {whole // 4:,} of {whole:,}" in said
-    assert f"all-gather {4 * 2 * (2 * whole - root) / 1e6:,.1f} MB over 4" in said
+    wide = dataclasses.replace(MEDIUM, n_embd=256)
+    said, sizes = run_on_ranks(described, 4, {"gradient_accumulation_steps": 8}, wide, show=False)[0]
+    whole, root = sum(sizes), sizes[0]
+    gathered, reduced = 4 * 2 * (2 * whole - root), 4 * whole
+    assert f"all-gather {gathered / 1e6:,.1f} MB over 4" in said and f"{16 * whole / 4 / 1e6:,.1f} MB of state" in said
+    assert f"a rank sends {(gathered + reduced) * 3 / 4 / 1e6:,.1f} MB" in said
+    said, _ = run_on_ranks(described, 1, {"use_fsdp": False}, wide, show=False)[0]
+    assert f"each of 1 rank(s) keeps {16 * whole / 1e6:,.1f} MB of state" in said
 
 
 def classes(kernels: str, device: str) -> list[str]:

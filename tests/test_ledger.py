@@ -74,6 +74,7 @@ def test_fsdp_costs_what_the_formula_says(ranks, tmp_path):
     collectives = rows(found)
     assert collectives["all-gather"]["tensor_bytes"] == 4 * micro_batches * (2 * params - root)
     assert collectives["reduce-scatter"]["tensor_bytes"] == 4 * params
+    assert collectives["all-gather"]["calls"] == 5 * micro_batches and collectives["reduce-scatter"]["calls"] == 3
     assert collectives["all-reduce"] == {
         "kind": "all-reduce", "ranks": ranks, "calls": 1, "tensor_bytes": 8, "ring_bytes": 2 * 8 * (ranks - 1) / ranks,
         "expected_bytes": 8,
@@ -98,12 +99,18 @@ def test_what_differs_from_the_formula_is_shown():
         ("broadcast", 8, 0), ("all-reduce", 0, 40),
     ]  # fmt: skip
     state = {"parameters": 4, "gradients": 4, "optimizer_state": 8}
-    memory = {"after_forward": None, "peak": {}, "after_step": {}, "allocator_peak_bytes": None}
+    memory = {
+        "after_forward": None,
+        "peak": {"gradients": 4, "activations": 6},
+        "after_step": {},
+        "allocator_peak_bytes": None,
+    }
     each = {"state_bytes": state, "expected_state_bytes": {**state, "gradients": 6}, "padding": 3, "memory": memory}
-    found = {"step": 2, "parameters": 1, "world_size": 2, "ranks": [{**each, "collectives": rows}]}
+    found = {"step": 2, "parameters": 1, "world_size": 2, "ranks": [{**each, "collectives": rows}] * 2}
     assert not as_expected(found)
     text = describe(found)
     assert "(formula 40 B)" in text and "gradients 4 B (formula 6 B)" in text and "padding 3 elements" in text
+    assert "rank 1: parameters 4 B = formula" in text and "peak 10 B (activations 6)" in text
 
 
 def test_the_ledger_is_off_by_default(tmp_path):

@@ -52,6 +52,8 @@ def report(out: Path) -> tuple[int, list[dict[str, int]], dict[str, dict[str, An
     """Parameters, each rank's bytes of state, rank 0's collectives by kind; all are what `costs.py` says."""
     found = json.loads((out / "ledger.json").read_text())
     assert as_expected(found)
+    for each in found["ranks"]:
+        assert each["state_bytes"]["parameters"] == 4 * (found["parameters"] + each["padding"])
     rows: dict[str, dict[str, Any]] = {}
     for row in found["ranks"][0]["collectives"]:
         kept = rows.setdefault(row["kind"], {"calls": 0, "tensor_bytes": 0, "ring_bytes": 0.0})

@@ -2,10 +2,12 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nanoGPT import telemetry
 from nanoGPT.runtime import Runtime
 from nanoGPT.telemetry import Telemetry, drop_lines_from
 from tests.helpers import tiny, train
@@ -57,6 +59,26 @@ def test_a_torn_line_and_later_lines_go(tmp_path):
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
     drop_lines_from(tmp_path / "none.jsonl", 0)
     assert (tmp_path / "none.jsonl").read_text() == ""
+
+
+def log_by_a_clock(out: str) -> None:
+    """Rank 0 of two, with 512 FLOP/s each and 6 FLOPs a token: an evaluation of 10 s, and two steps of 3 s."""
+    now = [0.0]
+    telemetry.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
+    with Telemetry(tiny("nanoGPT", out), Runtime(0, 0, 2, 2, *ONE[4:]), 0, 6) as told:
+        told.peak = 512.0
+        with told.aside(0, "evaluate"):
+            now[0] += 10
+        now[0] += 6
+        told.log(1, 3.0, 1e-3, float("inf"))
+
+
+def test_rates_are_means_since_the_last_line(tmp_path):
+    """Without what went on aside, of all steps since; MFU is of all ranks' peaks, and a norm that is infinite null."""
+    run_on_ranks(log_by_a_clock, 1, str(tmp_path), show=False)
+    (line,) = lines(tmp_path)
+    assert line["step_ms"] == 3000 and line["tokens_per_second"] == pytest.approx(256 / 3)
+    assert line["mfu"] == pytest.approx(0.5) and line["grad_norm"] is None
 
 
 def crash(out: str) -> None:
