@@ -17,6 +17,7 @@ import torch
 from nanoGPT.config import TrainConfig, parse, validate
 from nanoGPT.data import DATA
 from nanoGPT.exits import ConfigError
+from nanoGPT.launch import master_port
 from nanoGPT.runtime import pick_device, pick_dtype
 from tests.helpers import ROOT, assert_refused, run_program, tiny, train
 
@@ -314,6 +315,14 @@ def test_weights_that_cannot_be_downloaded(tmp_path):
     assert_refused(
         attempt(tmp_path / "run", "--init_from=gpt2", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)), "gpt2 could not be"
     )
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536"])
+def test_a_port_that_cannot_be(port, monkeypatch):
+    """A MASTER_PORT that no socket takes is one sentence."""
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is no port"):
+        master_port()
 
 
 def test_a_port_in_use(tmp_path):
