@@ -28,7 +28,7 @@ def describe(found: dict[str, Any]) -> str:
         "GiB on a rank: state by the formula, and the peak of a step: parameters and optimizer state, and what comes",
         "and goes. The most sequences a micro-batch that fit, and GB that a rank sends in a step:",
         *memory_table(found["rows"]),
-        *[f"{name_of(row)}: the host holds the state, {row['host_bytes'] / GIB:,.0f} GiB a node." for row in offloaded],
+        *[f"The host has the state of {name_of(row)}: {row['host_bytes'] / GIB:,.1f} GiB a node." for row in offloaded],
     ]
     if fast := [row for row in found["rows"] if row["speed"]]:
         lines += ["\nSpeed with the most sequences, compiled; then tokens/s of an eager model:", *speed_table(fast)]

@@ -2,7 +2,7 @@
 
     make suite SUITE=scaling                                   # or memory, wrapping, kernels, optimizers, seeds, all
     make suite SUITE=my_suite.toml                             # one's own; bench/suites/scaling.toml shows the form
-    make suite SUITE=scaling ARGS="--create_slurm=True --gpus_per_node=8 --gpu=h100 --price=2.5"
+    make suite SUITE=scaling ARGS="--create_slurm --gpus_per_node=8 --gpu=h100 --price=2.5"
 
 A suite is every phase on every number of ranks with every variant and every seed. Its runs are those of `make`, each in
 a directory of its own with a status.json: pending, running, done, oom, timeout, or failed and why. What is done is not

@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from bench.plan import PlanConfig
+from nanoGPT import export
+from nanoGPT.cli import command_line
 from nanoGPT.config import TrainConfig, parse, validate
 from nanoGPT.data import DATA
 from nanoGPT.exits import ConfigError
@@ -36,7 +39,7 @@ def attempt(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environ
         ("--zzz=3", ["--zzz", "--help"]),
         ("--batch_size=four", ["--batch_size", "four"]),
         ("--compile=maybe", ["maybe", "--compile"]),
-        ("--batch_size", ["Missing value", "--batch_size"]),
+        ("--batch_size", ["--batch_size needs a value", "--batch_size=VALUE"]),
         ("stray", ["stray"]),
         ("--dtype=float8", ["float8", "bfloat16"]),
         ("--batch_size=0", ["--batch_size=0", "1 or more"]),
@@ -315,6 +318,33 @@ def test_weights_that_cannot_be_downloaded(tmp_path):
     assert_refused(
         attempt(tmp_path / "run", "--init_from=gpt2", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)), "gpt2 could not be"
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--n_layer=x", "--n_layer=x cannot be: give None or a whole number"),
+        ("--gpus=x", "--gpus=x cannot be: give a whole number"),
+        ("--price=x", "--price=x cannot be: give None or a number"),
+        ("--blocksize=1", "--blocksize=1 is unknown; did you mean --block_size?"),
+        ("--zzz=1", "--zzz=1 is unknown; --help lists all flags"),
+        ("--gpus", "--gpus needs a value: write --gpus=VALUE"),
+        ("--json=maybe", "--json=maybe cannot be: give one of 'True', 'False'"),
+    ],
+)
+def test_what_tyro_says_is_said_in_a_sentence(word, said):
+    """A wrong type, an unknown flag, or one without its value."""
+    with pytest.raises(ConfigError) as refused:
+        command_line(PlanConfig, [word])
+    assert str(refused.value) == said
+
+
+def test_the_flag_of_a_switch_needs_no_value():
+    """Alone it turns on; and a command whose flag is missing says which."""
+    assert command_line(PlanConfig, ["--json"]).json and command_line(PlanConfig, ["--json", "--gpus=2"]).gpus == 2
+    assert not command_line(PlanConfig, ["--json", "False"]).json
+    with pytest.raises(ConfigError, match="^--out_dir is missing: give --out_dir=VALUE, the run$"):
+        command_line(export.main, ["--to=x"])
 
 
 @pytest.mark.parametrize("port", ["http", "0", "65536"])

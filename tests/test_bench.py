@@ -124,16 +124,18 @@ def test_a_result_of_another_version_is_one_sentence(tmp_path):
         ("runs", '{"settings": {}, "samples": {"rows": [{}]}}'),
         ("kernel-resources", '{"kernels": '),
         ("kernel-resources", None),
+        ("matrix", None),
+        ("matrix", '{"settings": {"steps": 1}, "hardware": "A", "versions": {"torch": "2"}, "samples": {"rows": []}}'),
     ],
 )
 def test_damaged_results_are_one_sentence(name, damaged, tmp_path, monkeypatch):
-    """A table says that its results are damaged, and no document is written before all are made."""
+    """A table says that its results are damaged, or gone, and no document is written before all are made."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     if damaged:
         (tmp_path / (f"{name}.json" if name == "kernel-resources" else f"{name}-here.json")).write_text(damaged)
     table = {"step-overhead": "overhead", "kernel-resources": "kernel_resources"}.get(name, name)
-    with pytest.raises(ConfigError, match=f"^table {table} cannot be made.*measure again"):
+    with pytest.raises(ConfigError, match=f"^table {table} (cannot be made|has no rows).*measure again"):
         tables.rendered(f"<!-- table:{table} -->\n<!-- /table -->")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "DOCUMENTS", ["a.md", "b.md"])

@@ -208,6 +208,13 @@ def test_sampling_refuses_what_cannot_be(runs, tmp_path):
     assert_refused(run_program("nanoGPT.sample", run, "--temperature=-1"), "--temperature")
     assert_refused(run_program("nanoGPT.sample", run, "--tempratur=1"), "--tempratur")
     assert_refused(run_program("nanoGPT.export", f"--out_dir={tmp_path}", "--to=x"), "no whole checkpoint")
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "model.safetensors").write_text("precious")
+    for to, named in ((there, "model.safetensors"), (there / "model.safetensors", "model.safetensors")):
+        refused = run_program("nanoGPT.export", run, f"--to={to}")
+        assert_refused(refused, f"{named} is there already", "give another directory as --to")
+    assert (there / "model.safetensors").read_text() == "precious"
 
 
 def test_an_export_goes_through_files(tmp_path):

@@ -59,13 +59,17 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_job_from_start_to_sample(tmp_path):
-    """Four launched ranks train to the end, exit 0, print each logged line once, and a sample of text."""
+def test_a_job_from_start_to_sample(tmp_path, monkeypatch):
+    """Four launched ranks train to the end, exit 0, print each logged line once, and a sample of text; no temporary
+    file is left."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     process = launch(tmp_path, 4, max_iters=6)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
     assert output.count("step     3  loss") == 1 and "A sample from" in output and "Traceback" not in output
     assert "device cpu (found no GPU)" in output or "device cpu (asked for)" in output
+    assert not list((tmp_path / "tmp").iterdir())
     assert gap(losses(tmp_path), train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=6))) < 1e-5
 
 

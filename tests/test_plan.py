@@ -54,7 +54,7 @@ from bench.speed import (
     step_seconds,
     waiting,
 )
-from bench.trace import PARTS, trace
+from bench.trace import MOMENTS, trace
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError, one_sentence
 from nanoGPT.memory import STATE
@@ -193,7 +193,7 @@ def test_what_an_offloaded_step_takes():
 
 def test_what_the_fused_loss_takes_counts_at_the_head():
     """By hand: its workspace is there beside what the head holds, and at no other part's peak."""
-    peaks = {part: {"parameters": 8, "other": 20 if part == "update" else 9} for part in PARTS}
+    peaks = {part: {"parameters": 8, "other": 20 if part == "update" else 9} for part in MOMENTS}
     assert extended([peaks, peaks], 7)["other"] == 20 and extended([peaks, peaks], 7, workspace=10)["other"] == 20
     assert extended([peaks, peaks], 7, workspace=12)["other"] == 21
 
@@ -233,6 +233,9 @@ def test_a_plan(capsys, tmp_path):
             assert 0 < speed["mfu"] < 1 and speed["waiting_seconds"] >= 0
             hours = 1e9 / speed["tokens_per_second"] / 3600
             assert speed["days"] == pytest.approx(hours / 24) and speed["cost"] == pytest.approx(hours * 16 * 2)
+    (offloaded,) = [row for row in found["rows"] if "fsdp_cpu_offload" in row["options"]]
+    assert offloaded["host_bytes"] == 8 * sum(offloaded["state_bytes"].values()) and "GiB a node" in text
+    assert sum(row["host_bytes"] for row in found["rows"]) == offloaded["host_bytes"]
     state = {row["phase"]: sum(row["state_bytes"].values()) for row in found["rows"]}
     assert state["phase3"] < state["phase1"] < state["baseline"]
     small = {**found, "usable_bytes": 1000, "rows": [{**row, "fits": False, "speed": None} for row in found["rows"]]}
@@ -394,6 +397,7 @@ def test_a_step_waits_for_what_nothing_hides():
         (["--price=2"], "without --tokens"),
         (["--plot=/nowhere/plan.png"], "directory"),
         (["--plot=/tmp"], "is a directory: give a file"),
+        (["--plot=/proc/plan.png"], "nothing can be written there"),
         (["--plot=plan.xyz"], "must end in .png"),
     ],
 )

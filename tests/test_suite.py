@@ -221,10 +221,12 @@ def test_what_an_estimate_counts(tmp_path):
     runs = [one_run(tmp_path, **{**long, "gradient_accumulation_steps": n}) for n in (1, 2, 4)]
     one, two, four = (seconds_of(run.config, run.phase, 1, gpu_of("h100")) for run in runs)
     assert four - two == pytest.approx(2 * (two - one), rel=0.1)
+    compiled = one_run(tmp_path, "phase1", compile=True).config
+    assert 0 < seconds_of(compiled, "phase1", 1, gpu_of("h100")) < 60
     config = dataclasses.replace(runs[0].config, eval_iters=1000)
     assert seconds_of(config, "baseline", 1, gpu_of("h100")) > one + 0.2
     said = describe_seconds({dataclasses.replace(runs[0], ranks=4): 5400.0}, 2.0)
-    assert said == "; about 90 minute(s) to go, by the planner, 6.0 GPU-hours, 12.00 in all"
+    assert said == "; about 90 minute(s) to go, by the planner, 6.00 GPU-hours, 12.00 in all"
 
 
 def test_a_run_without_its_figure_is_a_fault(tmp_path, monkeypatch, capsys):
@@ -355,6 +357,36 @@ def test_scripts_that_cannot_be_written(tmp_path):
     assert '"(done)"' in (scripts / "submit-all.sh").read_text()
 
 
+def test_scripts_for_gpus_that_are_elsewhere(tmp_path, monkeypatch, capsys):
+    """A machine without a GPU writes scripts for a cluster's: with the configuration of a GPU, and the command that
+    reports, here, what ended there."""
+    form = FORM.replace('"baseline", ', "").replace("seeds = [1, 2]", "seeds = [1]")
+    path = tmp_path / "tiny.toml"
+    path.write_text(form + "max_iters = 4\n")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    config = SuiteConfig(str(path), tmp_path / "out", create_slurm=True)
+    with pytest.raises(ConfigError, match="give the cluster's GPUs, such as --gpu=h100"):
+        main(config)
+    assert main(dataclasses.replace(config, gpu="h100")) == 0
+    again = f'make suite SUITE={path} ARGS="--device=cuda --out_dir={tmp_path}/out"'
+    submit = (tmp_path / "out" / "tiny" / "slurm" / "submit-all.sh").read_text()
+    assert again in capsys.readouterr().out and again in submit and 'sbatch "$@"' in submit
+    (run,) = runs_of(load(str(path)), tmp_path / "out" / "tiny", "cuda")
+    assert "--device=cuda" in read_run(run.directory).words and run.config.n_layer == 12 and run.config.compile
+    assert "--cpus-per-task=16" in script_of(dataclasses.replace(run, ranks=2), 8)
+    report_here = SuiteConfig(str(path), tmp_path / "out", device="cuda")
+    with pytest.raises(ConfigError, match="no GPU that torch can use"):
+        main(report_here)
+    run.out_dir.mkdir()
+    (run.out_dir / "metrics.jsonl").write_text('{"step": 4, "val_loss": 2.5}\n')
+    where = {"hardware": "NVIDIA H100", "versions": {"torch": "2.13.0"}, "git_commit": "abc"}
+    (run.out_dir / "env.json").write_text(json.dumps(where))
+    write_status(run.directory, "done")
+    assert main(report_here) == 0
+    assert "Measured on NVIDIA H100, torch 2.13.0." in (tmp_path / "out" / "tiny" / "report.md").read_text()
+
+
 def test_scripts_for_slurm(tmp_path, capsys):
     """They pass bash -n and shellcheck; a stand-in scheduler runs one on two nodes to its end, and the next submission
     leaves it out."""
@@ -398,6 +430,7 @@ def test_scripts_for_slurm(tmp_path, capsys):
         (FORM.replace("[1]\nmetric", "[0]\nmetric"), "ranks must be whole numbers"),
         (FORM.replace("minutes = 2", "minutes = 0"), "minutes must be more than 0"),
         (FORM.replace("minutes = 2", 'minutes = "2"'), "minutes must be a number"),
+        (FORM.replace("minutes = 2", "minutes = true"), "minutes must be a number"),
         (FORM.replace("minutes = 2", 'lr_scaling = "linear"'), "lr_scaling needs reference_batch"),
         (FORM.replace('"Tiny', "Tiny"), "is no TOML"),
         (FORM.replace("seeds = [1, 2]", "seeds = [1, 1]"), "seeds has 1 twice"),
