@@ -142,9 +142,9 @@ def plot(path: Path, found: dict[str, Any], by_gpus: Mapping[str, Mapping[int, f
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
     for i, (name, totals) in enumerate(by_gpus.items()):
-        width = 7 - 6 * i / len(by_gpus)  # so that lines on one another are all seen
-        axes.plot(list(totals), [n / GIB for n in totals.values()], linewidth=width, label=name)
-    axes.axhline(found["usable_bytes"] / GIB, color="grey", linestyle="--", label=f"usable on {found['gpu']}")
+        numbers, style = [n / GIB for n in totals.values()], ("-", "--", ":")[i % 3]  # of lines on one another all show
+        axes.plot(list(totals), numbers, label=name, linewidth=5 - 4 * i / len(by_gpus), linestyle=style)
+    axes.axhline(found["usable_bytes"] / GIB, color="black", linewidth=0.8, label=f"usable on {found['gpu']}")
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="GiB on a rank at the peak of a step")
     gpus = sorted({n for totals in by_gpus.values() for n in totals})
     axes.set_xticks(gpus, [f"{n:,}" for n in gpus])
