@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from nanoGPT.config import TrainConfig
-from nanoGPT.model import GPT, GPTConfig, initial_value
+from nanoGPT.model import GPT, GPTConfig, draw, initial_value
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, param_groups
+from nanoGPT.runtime import reseed
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, vocab_size=75)
 
@@ -118,6 +119,26 @@ def test_padding_is_never_drawn():
     assert text.max() < 3
 
 
+def test_tokens_are_drawn_as_the_temperature_and_top_k_say():
+    """The k likeliest are drawn with softmax(logits / temperature), the others never; at 0 the likeliest alone."""
+    logits = torch.tensor([0.3, 0.1, 0.4, 0.2]).log().expand(20_000, 4)
+    torch.manual_seed(0)
+    shares = draw(logits, 0.5, 2).flatten().bincount(minlength=4) / 20_000
+    assert shares.tolist() == pytest.approx([0.09 / 0.25, 0, 0.16 / 0.25, 0], abs=0.02)
+    assert (draw(logits, 0.0, None) == 2).all() and (draw(logits, 5.0, 1) == 2).all()
+
+
+def test_dropout_follows_the_micro_batch():
+    """The generator's numbers are the same for the same seed, step and micro-batch, and others for any other."""
+
+    def drawn(*key: int) -> tuple[float, ...]:
+        reseed(torch.device("cpu"), *key)
+        return tuple(torch.rand(4).tolist())
+
+    keys = [(1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3)]
+    assert len({drawn(*key) for key in keys}) == 4 and drawn(*keys[0]) == drawn(*keys[0])
+
+
 def test_cropping_keeps_the_logits():
     """A model cropped to a shorter context gives the same logits within it."""
     model, idx = small().eval(), torch.randint(75, (1, 8))
@@ -137,6 +158,7 @@ def test_only_matrices_decay():
     """Embeddings and matrices decay; gains and biases do not; every parameter is in one group."""
     groups = param_groups(small(), 0.1)
     assert all(p.dim() >= 2 for p in groups[0]["params"]) and all(p.dim() < 2 for p in groups[1]["params"])
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
     assert sum(len(g["params"]) for g in groups) == len(list(small().parameters()))
 
 
