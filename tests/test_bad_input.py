@@ -161,6 +161,17 @@ def test_more_ranks_than_gpus_names_both_remedies(monkeypatch):
     with pytest.raises(ConfigError, match="GPUS=1, or --device=cpu"):
         pick_device("auto", 0, 4, 4)
     assert pick_device("auto", 0, 1, 1)[0] == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [pick_device("auto", rank, 4, 8)[0].index for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_apples_gpu_is_for_one_process(monkeypatch):
+    """On a Mac one process takes its GPU by itself; several take the CPU, and cannot be given the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert [pick_device("auto", 0, ranks, ranks)[0].type for ranks in (1, 2)] == ["mps", "cpu"]
+    with pytest.raises(ConfigError, match="--device=mps runs one process"):
+        pick_device("mps", 0, 1, 2)
 
 
 def test_cuda_without_a_gpu(monkeypatch):
@@ -177,6 +188,9 @@ def test_bfloat16_on_hardware_without_it(monkeypatch):
     with pytest.raises(ConfigError, match="Tesla T4 lacks: use --dtype=float16"):
         pick_dtype("bfloat16", torch.device("cuda", 0))
     assert pick_dtype("auto", torch.device("cuda", 0))[0] == torch.float16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: not including_emulation)
+    assert pick_dtype("auto", torch.device("cuda", 0))[0] == torch.bfloat16
+    assert pick_dtype("auto", torch.device("cpu"))[0] == torch.float32
 
 
 def copy_of_dataset(tmp_path: Path) -> Path:
@@ -221,14 +235,14 @@ def test_a_token_beyond_the_vocabulary(tmp_path):
     import hashlib
 
     folder = copy_of_dataset(tmp_path)
-    ids = np.full(2000, 9999, dtype=np.uint16)
+    ids = np.full(2000, 75, dtype=np.uint16)
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "val.bin").write_bytes(ids.tobytes())
     meta["splits"]["val"] = [
         {"name": "val.bin", "tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
     ]
     (folder / "meta.json").write_text(json.dumps(meta))
-    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), "token id 9999", "vocabulary of 75")
+    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), "token id 75", "vocabulary of 75")
 
 
 def test_a_dataset_that_is_not_prepared_names_the_command():
