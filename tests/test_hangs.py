@@ -16,7 +16,8 @@ import torch
 
 from nanoGPT.data import TokenData
 from nanoGPT.exits import STALLED
-from nanoGPT.heartbeat import whereabouts
+from nanoGPT.heartbeat import Heart, whereabouts
+from nanoGPT.runtime import Runtime
 from nanoGPT.watch import Watch
 from tests.helpers import call_train, tiny
 from tests.test_launch import launch
@@ -83,6 +84,14 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path):
     assert (tmp_path / "stacks" / "stalled-new.txt").read_text() == said + "\n"
 
 
+def test_of_ranks_that_stand_alike_the_one_silent_longest_is_named(tmp_path):
+    """Of two ranks in the same place, the one whose last sign of progress is older is at fault."""
+    job = Job(tmp_path, 2)
+    assert job.seconds(5, {0: {}, 1: {}}) is None
+    said = job.seconds(13, {0: {"marks": 1}, 1: {}})
+    assert said and said.startswith("rank 1 has been silent for 1") and "ranks [0, 1] stand alike" in said, said
+
+
 def test_what_is_no_hang(tmp_path):
     """A paused machine, a rank that writes, one that has not begun, one of an earlier run and one that has ended."""
     job = Job(tmp_path, 2)
@@ -97,12 +106,18 @@ def test_what_is_no_hang(tmp_path):
     assert job.seconds(13, {0: WAITS, 1: {}}), "and now it hangs"
 
 
-def test_compiling_is_progress_and_a_compiled_model_is_none():
-    """A main thread that compiles keeps its own pace; one that runs what was compiled does not."""
+def test_compiling_is_progress_and_a_compiled_model_is_none(tmp_path):
+    """A main thread that compiles keeps its own pace, and every heartbeat counts it as progress; one that runs what was
+    compiled does not."""
+    (tmp_path / "heartbeat").mkdir()
+    run = Runtime(0, 0, 1, 1, torch.device("cpu"), torch.float32)
+    with open(tmp_path / "rank0.txt", "w") as file:
+        heart = Heart(run, tmp_path, 10.0, file)
     found = []
 
     def backend(module, _inputs):
         found.append(whereabouts()["own_pace"])
+        heart.beat()
         return module.forward
 
     @torch.compiler.disable
@@ -118,6 +133,9 @@ def test_compiling_is_progress_and_a_compiled_model_is_none():
     compiled = len(found)
     model(torch.ones(2))
     assert True in found[:compiled] and found[compiled:] == [False]
+    marks = run.progress.marks
+    heart.beat()
+    assert run.progress.marks == marks == json.loads((tmp_path / "heartbeat" / "rank0.json").read_text())["marks"] > 0
 
 
 def test_looking_at_the_stacks_keeps_nothing_alive():
