@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from nanoGPT import export
+from nanoGPT.data import EVALUATE, TokenData
+from nanoGPT.exits import NonFiniteLoss, check_finite
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.runtime import Runtime
 from tests.helpers import gap, tiny, train
 from workshop.ranks import RankFailed, losses
 
@@ -28,6 +32,42 @@ def test_losses_do_not_depend_on_ranks_or_phase(phase, ranks, reference, tmp_pat
     need_ranks(ranks)
     config = tiny(phase, tmp_path, device=device, dtype="float32", compile=False)
     assert gap(reference, train(phase, ranks, config)) <= (1e-6 if phase == "nanoGPT" else 1e-5)
+
+
+def logged(out: Path, name: str) -> dict[int, float]:
+    """What metrics.jsonl has under a name, by step, where it has anything."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[name] for line in lines if line[name] is not None}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_validation_loss_is_the_mean_without_dropout(phase, tmp_path):
+    """On 2 ranks, which 3 batches do not divide among, the first evaluation is the mean loss of the new model over
+    these batches of the val split, without dropout."""
+    config = tiny(phase, tmp_path, max_iters=1, dropout=0.5)
+    train(phase, 2, config)
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    model = GPT(GPTConfig(2, 2, 32, 16, False, 75)).eval()
+    model.init_weights(config.seed)
+    each = [model(*data.batch("val", EVALUATE, 0, index))[1].item() for index in range(3)]
+    assert logged(tmp_path, "val_loss")[0] == pytest.approx(sum(each) / 3, abs=1e-6)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_only_what_is_better_is_saved_and_the_end(phase, tmp_path):
+    """With always_save_checkpoint=False an evaluation is followed by a save where its loss is the lowest so far, also
+    lower than before a resume, and at the end; each checkpoint tells the lowest loss."""
+    more = {"always_save_checkpoint": False, "eval_interval": 1, "learning_rate": 0.1, "warmup_iters": 0}
+    more |= {"keep_checkpoints": 50, "lr_decay_iters": 100}
+    train(phase, 1, tiny(phase, tmp_path, max_iters=6, **more))
+    train(phase, 1, tiny(phase, tmp_path, init_from="resume", max_iters=12, **more))
+    found = logged(tmp_path, "val_loss")
+    lowest = {step: min(found[s] for s in range(step + 1)) for step in found}
+    better = {step for step in range(1, 13) if found[step] < lowest[step - 1]}
+    assert better and len(better) < 10, "a curve that only falls, or only rises, shows nothing"
+    manifests = [json.loads(path.read_text()) for path in (tmp_path / "checkpoints").glob("step-*/manifest.json")]
+    assert {manifest["step"] for manifest in manifests} == better | {6, 12}
+    assert all(manifest["best_val_loss"] == lowest[manifest["step"]] for manifest in manifests)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -90,12 +130,26 @@ def test_bfloat16_follows_itself(phase, tmp_path, device, need_ranks):
 
 
 def test_float16_trains_with_a_loss_scaler(tmp_path, device):
-    """In float16 the baseline's losses stay within 2e-2 of fp32's."""
+    """In float16 the baseline's losses stay within 2e-2 of fp32's, and so do the norms of its unscaled gradients."""
     half, full = (
         train("nanoGPT", 1, tiny("nanoGPT", tmp_path / dtype, device=device, dtype=dtype, max_iters=6))
         for dtype in ("float16", "float32")
     )
     assert gap(half, full) <= 2e-2
+    norms = [logged(tmp_path / dtype, "grad_norm") for dtype in ("float16", "float32")]
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+
+
+def test_a_gradient_that_is_not_finite_is_the_scalers_in_float16_alone():
+    """A gradient norm that is not finite ends a run of fp32 or bfloat16; in float16 the scaler skips that step. A loss
+    that is not finite ends all of them."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        run = Runtime(0, 0, 1, 1, torch.device("cpu"), dtype)
+        check_finite(3, 2.0, 1.0, run)
+        for loss, norm in ((float("nan"), 1.0), *([] if dtype == torch.float16 else [(2.0, float("inf"))])):
+            with pytest.raises(NonFiniteLoss, match="step 3: "):
+                check_finite(3, loss, norm, run)
+    check_finite(3, 2.0, float("inf"), run)
 
 
 def test_float16_resumes_exactly(tmp_path, device):
@@ -138,11 +192,7 @@ def test_a_run_learns(tmp_path):
 
 def test_clipping_bounds_the_update_and_uses_the_global_norm(tmp_path):
     """The logged norm is that of all gradients together, the same on 1 rank and on 4 sharded ones."""
-
-    def norms(out: Path) -> list[float]:
-        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        return [line["grad_norm"] for line in lines if line["grad_norm"] is not None]
-
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=4))
     train("phase3_fsdp", 4, tiny("phase3_fsdp", tmp_path / "four", max_iters=4))
-    assert norms(tmp_path / "one") == pytest.approx(norms(tmp_path / "four"), rel=1e-5)
+    one, four = (logged(tmp_path / name, "grad_norm") for name in ("one", "four"))
+    assert one == pytest.approx(four, rel=1e-5)
