@@ -19,7 +19,7 @@ from nanoGPT.exits import ConfigError, SaveError
 from nanoGPT.manifest import Damaged, NewFiles, read_manifest, seal, verify_files
 from nanoGPT.runtime import Runtime
 from nanoGPT.state import read_payload
-from tests.helpers import call_train, tiny, train
+from tests.helpers import assert_refused, call_train, run_program, tiny, train
 from workshop.ranks import losses, run_on_ranks, start_ranks
 
 CPU = torch.device("cpu")
@@ -135,6 +135,50 @@ def test_a_stray_file_is_no_part_of_a_checkpoint(tmp_path):
     path = directory(tmp_path).newest().path
     (path / "ckpt.pt").write_bytes(b"garbage")
     assert read_payload(path).model["transformer.wpe.weight"].shape == (16, 32)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="which file is flushed is looked up in /proc")
+def test_the_disk_has_a_checkpoint_before_its_name(tmp_path, monkeypatch):
+    """A save flushes its files, then the manifest, then their directory, and renames only then; the rename is flushed
+    before LATEST names the checkpoint."""
+    done, fsync, rename = [], os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (done.append("rename"), rename(path, to))[1])
+    directory(tmp_path).save(1, write_bytes(b"x"), {})
+    assert done == ["payload", "manifest.json", ".tmp-step-00000001", "rename", "checkpoints", ".tmp-LATEST"]
+
+
+def test_ranks_divide_the_hashing_and_leave_nothing_out(tmp_path):
+    """Of a checkpoint of five files each is verified by exactly one of two ranks."""
+
+    def write(to: NewFiles) -> None:
+        for i in range(5):
+            with to.open(f"part{i}") as file:
+                file.write(b"x")
+
+    path = directory(tmp_path).save(1, write, {})
+    manifest = read_manifest(path)
+    for i in range(5):
+        (path / f"part{i}").write_bytes(b"y")
+        with pytest.raises(Damaged, match=f"sha256 of part{i} differs"):
+            verify_files(path, manifest, i % 2, 2)
+        verify_files(path, manifest, 1 - i % 2, 2)
+        (path / f"part{i}").write_bytes(b"x")
+
+
+def test_the_command_that_verifies_tells_whole_from_damaged(tmp_path):
+    """`make verify-checkpoint` names each checkpoint's state, and fails when one is damaged or there is none."""
+    box = directory(tmp_path)
+    first, _ = (box.save(step, write_bytes(b"one"), {"phase": "test"}) for step in (1, 2))
+    box.drain()
+    words = ("nanoGPT.manifest", f"--out_dir={tmp_path}")
+    ended = run_program(*words)
+    assert ended.code == 0 and ended.output.count(": whole, 1 file(s), 3 bytes, test") == 2, ended
+    (first / "payload").write_bytes(b"two")
+    ended = run_program(*words)
+    assert_refused(ended, "1 of 2 checkpoints are damaged")
+    assert "step-00000002: whole" in ended.output and "step-00000001: damaged, the sha256 of payload" in ended.output
+    assert_refused(run_program(words[0], f"--out_dir={tmp_path}/none"), "no checkpoint under")
 
 
 def test_no_usable_checkpoint_is_one_sentence(tmp_path):
