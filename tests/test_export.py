@@ -1,6 +1,7 @@
 """Weights in and out: Hugging Face, nanoGPT's ckpt.pt, and the text that they write."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from nanoGPT.data import load_tokenizer
 from nanoGPT.exits import ConfigError
 from nanoGPT.export import newest_whole, read_hf, read_weights, write_hf
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.sample import newest_run
 from nanoGPT.state import read_ckpt, read_payload
 from tests.helpers import assert_refused, gap, run_program, tiny, train
+from tests.test_checkpoint import directory, write_bytes
 from workshop.ranks import losses
 
 
@@ -60,6 +63,7 @@ def test_transformers_opens_an_export(phase, runs, tmp_path):
     ids = tokenizer(said)["input_ids"]
     assert ids == load_tokenizer(newest_whole(runs[phase]).manifest["data"]["tokenizer"]).encode(said)
     assert tokenizer.decode(ids) == said
+    assert theirs.config.eos_token_id == (None if phase == "nanoGPT" else 50256)
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
 
 
@@ -79,9 +83,10 @@ def test_a_hugging_face_model_opens_here(tmp_path):
         torch.testing.assert_close(theirs(idx).logits, our_logits(shape, weights, idx), atol=1e-4, rtol=0)
 
 
-def test_hugging_face_there_and_back(tmp_path):
-    """Weights written for Hugging Face and read again are the same to the bit."""
-    shape = GPTConfig(2, 2, 32, 16, True, 75)
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+def test_hugging_face_there_and_back(gelu, tmp_path):
+    """Weights written for Hugging Face and read again are the same to the bit, and so is which GELU they are for."""
+    shape = GPTConfig(2, 2, 32, 16, True, 75, gelu=gelu)
     model = GPT(shape)
     model.init_weights(5)
     weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -132,8 +137,9 @@ def nanogpts_optimizer(content: dict) -> tuple[GPT, torch.optim.AdamW]:
     model.load_state_dict(content["model"])
     params = list(model.parameters())
     groups = [[p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]]
-    optimizer = torch.optim.AdamW([{"params": g, "weight_decay": 0.1} for g in groups], lr=1e-3)
+    optimizer = torch.optim.AdamW([{"params": g, "weight_decay": 0.5} for g in groups], lr=1e-3)
     optimizer.load_state_dict(content["optimizer"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     return model, optimizer
 
 
@@ -165,6 +171,25 @@ def test_ckpt_round_trips(phase, runs, tmp_path):
     model, optimizer = nanogpts_optimizer(content)
     for name, param in model.named_parameters():
         assert torch.equal(optimizer.state[param]["exp_avg"], before.optimizer[name]["exp_avg"]), name
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
+    """Exporting and sampling pass a damaged checkpoint over, with the reason, and take the one before."""
+    box = directory(tmp_path)
+    before, last = (box.save(step, write_bytes(b"weights"), {}) for step in (1, 2))
+    box.drain()
+    (last / "payload").write_bytes(b"weighty")
+    assert newest_whole(tmp_path).path == before
+    assert f"skipping {last.name}: the sha256 of payload differs" in capsys.readouterr().err
+
+
+def test_sampling_finds_the_run_that_saved_last(tmp_path, monkeypatch):
+    """Without --out_dir it is the run under out/ with the newest checkpoint, not the first or last by name."""
+    monkeypatch.chdir(tmp_path)
+    for name, step, time in (("a", 1, 1), ("b", 2, 3), ("c", 9, 2)):
+        (tmp_path / "out" / name / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        os.utime(tmp_path / "out" / name / "checkpoints" / f"step-{step:08d}", (time, time))
+    assert newest_run() == "out/b"
 
 
 def test_a_compiled_nanogpt_checkpoint_opens(runs, tmp_path):
