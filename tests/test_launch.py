@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nanoGPT import rendezvous, runtime
-from nanoGPT.exits import ConfigError
+from nanoGPT.exits import ConfigError, NonFiniteLoss, listen_for_signals
+from nanoGPT.launch import explain, root_cause
 from nanoGPT.manifest import seal
-from tests.helpers import ROOT, TINY, gap, tiny, train
+from tests.helpers import ROOT, TINY, gap, run_program, tiny, train
 from workshop.ranks import losses, run_on_ranks
 
 LONG = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
@@ -244,7 +246,8 @@ def test_which_starts_resume_by_themselves(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_new_directory_for_each_run(ranks, tmp_path):
-    """Without --out_dir the launcher makes a directory of its own for each run."""
+    """Without --out_dir the launcher makes a directory of its own for each run; nodes take one that all can name, and a
+    resume makes none."""
     from nanoGPT.config import TrainConfig
     from nanoGPT.launch import Place, choose_out_dir
 
@@ -254,4 +257,117 @@ def test_a_new_directory_for_each_run(ranks, tmp_path):
         chosen = [choose_out_dir(TrainConfig(), [], ROOT / "nanoGPT/train.py", Place(gpus=ranks))[0] for _ in range(3)]
     finally:
         os.chdir(before)
+    assert choose_out_dir(TrainConfig(init_from="resume"), [], ROOT / "nanoGPT/train.py", Place(gpus=ranks)) == []
+    place = Place(gpus=ranks, nnodes=2)  # whose launchers cannot agree on a time
+    assert choose_out_dir(TrainConfig(), [], ROOT / "nanoGPT/train.py", place) == ["--out_dir=out/nanoGPT-2nodes"]
     assert len(set(chosen)) == 3 and all(word.startswith("--out_dir=out/nanoGPT-") for word in chosen)
+
+
+def test_the_first_reason_of_its_own_is_named(tmp_path):
+    """Of several failed ranks the killed one is named, else the first whose reason is its own; who lost its peer or was
+    ended by the launcher only followed, however early."""
+
+    def failure(rank: int, code: int, message: str, when: int) -> ProcessFailure:
+        told = tmp_path / f"{rank}.json"
+        told.write_text(json.dumps({"message": message, "timestamp": when}))
+        return ProcessFailure(rank, 1, code, str(told))
+
+    lost = failure(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]", 1)
+    ended = failure(1, -signal.SIGTERM, "Signal 15 (SIGTERM) received by PID 1", 2)
+    late, early = failure(2, 1, "OSError: late", 4), failure(3, 1, "OSError: early", 3)
+    killed = failure(4, -signal.SIGKILL, "Signal 9 (SIGKILL) received by PID 1", 5)
+    everyone = dict(enumerate((lost, ended, late, early, killed)))
+    for rank in (4, 3, 2, 0):
+        assert root_cause(everyone)[0] == rank
+        del everyone[rank]
+
+
+def test_a_signal_that_nobody_handled_is_explained():
+    """A rank that ends by the signal which the launcher was sent had nothing to save; by another one it was killed."""
+    early = "SIGINT came before training had begun"
+    for exit_code, asked, code, words in (
+        (3, [], 3, "message"),
+        (-signal.SIGTERM, [signal.SIGINT], 130, early),
+        (-signal.SIGINT, [signal.SIGINT, signal.SIGTERM], 130, early),
+        (-signal.SIGKILL, [signal.SIGINT], 137, "killed by SIGKILL; --init_from=resume"),
+        (-signal.SIGTERM, [], 143, "killed by SIGTERM; --init_from=resume"),
+    ):
+        got, reason = explain(exit_code, "message", asked)
+        assert got == code and words in reason
+
+
+def ctrl_c_ends_at_once() -> bool:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_which_signals_end_a_run(monkeypatch):
+    """A first signal asks for the end of the step, a second SIGINT within two seconds is the same one, a later one ends
+    the run at once; what nohup ignores stays ignored."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before, now = [signal.getsignal(number) for number in numbers], time.monotonic()
+    run = runtime.locate(tiny("nanoGPT", Path("x")))
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        listen_for_signals(run)
+        signal.raise_signal(signal.SIGHUP)
+        assert run.stop_signal is None
+        assert not ctrl_c_ends_at_once() and not ctrl_c_ends_at_once() and run.stop_signal == "SIGINT"
+        monkeypatch.setattr("nanoGPT.exits.time.monotonic", lambda: now + 60)
+        signal.raise_signal(signal.SIGTERM)
+        assert ctrl_c_ends_at_once()
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+ENDS = """
+import sys
+from nanoGPT import runtime
+from nanoGPT.config import TrainConfig
+from nanoGPT.exits import ConfigError, NonFiniteLoss, SaveError
+
+def train(config):
+    raise {error}
+
+runtime.main(train, TrainConfig, {trainer!r})
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("ConfigError('why')", 2),
+        ("NonFiniteLoss('why')", 3),
+        ("SaveError('why')", 1),
+        ("KeyboardInterrupt", 130),
+        ("MemoryError('why')", 1),
+        ("ValueError('why')", 1),
+    ],
+)
+def test_how_a_trainer_ends(error, code, tmp_path):
+    """Every error has its exit code and one sentence, and only what nobody foresaw a traceback."""
+    program = tmp_path / "program.py"
+    program.write_text(ENDS.format(error=error, trainer=str(ROOT / "nanoGPT" / "train.py")))
+    ended = run_program(str(program))
+    assert ended.code == code and ended.output.count("error: ") == 1, ended
+    assert ("Traceback" in ended.output) == error.startswith("ValueError")
+
+
+def end_at_a_loss(out: str) -> list[str]:
+    done: list[str] = []
+    try:
+        with runtime.start(tiny("nanoGPT", Path(out))) as run:
+            run.at_end.append(lambda: done.append("saved"))
+            raise NonFiniteLoss("step 3")
+    except NonFiniteLoss:
+        return done
+
+
+def test_a_loss_that_blows_up_waits_for_the_save_before_it(tmp_path):
+    """What is still being saved when a loss is not finite is from before, and is awaited."""
+    assert run_on_ranks(end_at_a_loss, 2, str(tmp_path), show=False) == [["saved"], ["saved"]]
