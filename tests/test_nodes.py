@@ -124,6 +124,7 @@ def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
     script = ["bash", SLURM, *words(**{**SHORT, "device": "cpu"})]
     done = subprocess.run(script, cwd=ROOT, env=job, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("A sample from") == 1, "one node writes it"
     assert gap(losses(tmp_path / "run"), one_process) < 1e-5
     job |= {"ONLY_SAY": "", "SLURM_CPUS_PER_TASK": "64"}
     with subprocess.Popen(script, cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True) as again:
