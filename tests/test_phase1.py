@@ -16,6 +16,8 @@ from nanoGPT.ledger import tensors_in
 from nanoGPT.manifest import NewFiles
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import muon_groups, param_groups
+from nanoGPT.runtime import locate
+from phase1_zero1.backends import data_parallel, shard_optimizer
 from phase1_zero1.buckets import ALIGN, shared_out
 from phase1_zero1.muon import cost
 from phase1_zero1.sharded_checkpoint import load_shards, save_shards
@@ -257,6 +259,30 @@ def test_a_run_with_muon_resumes_on_other_ranks(tmp_path):
 def test_what_cannot_be_combined_is_refused(phase, flags, words, tmp_path):
     """An option or combination that cannot be is one sentence and exit code 2."""
     assert_refused(run_program(f"{phase}/train.py", f"--out_dir={tmp_path}", "--device=cpu", *flags), *words)
+
+
+def after_a_step(config: Any) -> tuple[int, int]:
+    """How many buckets there are, and how many of them are still on their way when the trainer's step returns."""
+    model, run = GPT(GPTConfig(2, 2, 32, 16, False, 75)), locate(config)
+    optimizer = shard_optimizer(model, config, run)
+    assert isinstance(optimizer, Zero1Optimizer)
+    replica = data_parallel(model, optimizer, config, run)
+    x = torch.zeros(1, 16, dtype=torch.int64)
+    replica(x, x)[1].backward()
+    optimizer.step()
+    return len(optimizer.buckets), sum(bucket.work is not None for bucket in optimizer.buckets)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_trainers_step_returns_while_parameters_are_on_their_way(optimizer):
+    """The buckets are of the size that is asked for, and it is the next forward that waits for them."""
+    counts = []
+    for mb in (25.0, 0.01):
+        config = tiny("phase1_zero1", Path(), optimizer=optimizer, zero1_bucket_mb=mb, compile=False)
+        ((buckets, sent), _) = run_on_ranks(after_a_step, 2, config)
+        assert sent == buckets
+        counts.append(buckets)
+    assert counts[0] == (2 if optimizer == "adamw" else 8 + 2) < counts[1]
 
 
 # ---- what goes wrong elsewhere

@@ -4,6 +4,8 @@ import copy
 import re
 import subprocess
 import sys
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from nanoGPT.ledger import Traffic
 from phase1_zero1.buckets import ELEMENTWISE
 from phase1_zero1.naive import NaiveZero1Optimizer
+from phase1_zero1.sharded_checkpoint import training_state
 from phase1_zero1.zero1 import Zero1Optimizer
 from tests.helpers import ROOT
 from workshop.ranks import RankFailed, run_on_ranks
@@ -147,9 +150,13 @@ def flat_against_naive() -> tuple[float, int]:
         NaiveZero1Optimizer(models[1].parameters(), torch.optim.AdamW),
     ]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(5):
+    for step in range(5):
         x = torch.randint(0, 33, (4, 6), generator=generator)
         for model, optimizer in zip(models, made, strict=True):
+            if step == 2:  # gradients that are reduced, and dropped
+                loss_of(model, x).backward()
+                optimizer.reduce_gradients()
+                optimizer.zero_grad()
             loss_of(model, x).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -159,11 +166,54 @@ def flat_against_naive() -> tuple[float, int]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_naive_version_is_right_too(ranks):
-    """The first draft gives the flat version's parameters, and its moments too are held once over all ranks."""
+    """The first draft gives the flat version's parameters, also after a step that was dropped, and its moments too are
+    held once over all ranks."""
     found = run_on_ranks(flat_against_naive, ranks)
     assert max(gap for gap, _ in found) <= 1e-6
     used = sum(p.numel() for n, p in Odd().named_parameters() if p.requires_grad and n[:5] not in ("unuse", "somet"))
     assert sum(held for _, held in found) == 2 * used
+
+
+def in_groups() -> float:
+    """Ranks 0 and 2 train one model together, ranks 1 and 3 another; one of a group has another seed than its first."""
+    rank = dist.get_rank()
+    group = [dist.new_group([first, first + 2]) for first in range(2)][rank % 2]
+    torch.manual_seed(rank % 2)
+    whole = Odd()
+    torch.manual_seed(rank)
+    model = Odd()
+    model.frozen.load_state_dict(whole.frozen.state_dict())
+    ours = sharded(model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-2)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for step in range(5):
+        for r in (rank % 2, rank % 2 + 2):
+            x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(10 * step + r))
+            (loss_of(whole, x, with_sometimes=r == 0) / 2).backward()
+            if r == rank:
+                loss_of(model, x, with_sometimes=r == 0).backward()
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        assert ours.clip_grad_norm_(0.5).item() == pytest.approx(norm.item(), rel=1e-5)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    return max((a - b).abs().max().item() for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_groups_of_ranks_train_models_of_their_own():
+    """Each of two process groups begins with its first rank's weights, and ends with those of one process that had the
+    group's micro-batches: nothing of the other group's gets in."""
+    assert max(run_on_ranks(in_groups, 4, timeout=30)) <= 1e-6
+
+
+def test_a_bucket_has_one_dtype():
+    """Interleaved parameters of two dtypes lie in a bucket for each, keep their dtypes, and are all updated."""
+    params = [nn.Parameter(torch.ones(40, dtype=(torch.float32, torch.bfloat16)[i % 2])) for i in range(6)]
+    optimizer = Zero1Optimizer(params, torch.optim.SGD, lr=0.5)
+    torch.stack([p.float().sum() for p in params]).sum().backward()
+    optimizer.step()
+    assert [{p.dtype for p in bucket.params} for bucket in optimizer.buckets] == [{torch.bfloat16}, {torch.float32}]
+    assert [p.dtype for p in params] == [torch.float32, torch.bfloat16] * 3
+    assert all(p.eq(0.5).all() for p in params)
 
 
 # ---- what is sent, and when
@@ -194,6 +244,26 @@ def test_reduction_overlaps_with_backward():
         assert found["buckets"] == 6
         assert found["early"] == [0, 5] * 3
         assert found["silent"] == [0, 0, 0]
+
+
+def sent_in_step() -> list[tuple[int, int]]:
+    """When a bucket is updated: its number, and how many others are being gathered by then."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1.2e-3)
+    seen = []
+    for number, bucket in enumerate(optimizer.buckets):
+        assert bucket.inner is not None
+        bucket.inner.register_step_pre_hook(
+            lambda *_, number=number: seen.append((number, sum(b.work is not None for b in optimizer.buckets)))
+        )
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    return seen
+
+
+def test_gathering_overlaps_with_the_update():
+    """A bucket is on its way while the next is updated, and what the forward needs first, the last bucket, is first."""
+    assert run_on_ranks(sent_in_step, 2) == [[(5, 0), (4, 1), (3, 2), (2, 3), (1, 4), (0, 5)]] * 2
 
 
 def orders_differ() -> tuple[list[int], list[float]]:
@@ -249,6 +319,33 @@ def test_parameters_can_be_gathered_during_the_next_forward():
         assert max(gaps) == 0.0 and pending
 
 
+def gathered_late(read: str) -> bool:
+    """Rank 1 sends its part of a layer that the next forward leaves out half a second late."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+    optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=2e-4)
+    optimizer.gather_during_forward(model)
+    unused = optimizer.buckets[0]
+    if dist.get_rank():
+        assert unused.inner is not None
+        unused.inner.register_step_post_hook(lambda *_: time.sleep(0.5))
+    model[1](model[0](torch.ones(1, 8))).sum().backward()
+    optimizer.step()
+    on_its_way = unused.work
+    if read == "backward":
+        model[0](torch.ones(1, 8)).sum().backward()
+    else:
+        training_state(model, optimizer)
+    assert on_its_way is not None
+    return on_its_way.is_completed()
+
+
+@pytest.mark.parametrize("read", ["backward", "checkpoint"])
+def test_a_gather_is_waited_for_where_no_forward_does(read):
+    """A bucket that the forward left out is whole before its gradients are sent, and before it is saved."""
+    assert all(run_on_ranks(gathered_late, 2, read))
+
+
 # ---- bfloat16
 
 
@@ -300,13 +397,18 @@ def test_bf16_parameters_have_an_fp32_master(ranks, device, need_ranks):
 # ---- as any optimizer of torch
 
 
-def as_any_optimizer() -> dict[str, Any]:
+def as_any_optimizer(dtype: torch.dtype) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Odd()
+    model = Odd().to(dtype)
     optimizer = sharded(
         [p for n, p in model.named_parameters() if "head" not in n and "scale" not in n], torch.optim.Adam
     )
     optimizer.add_param_group({"params": [model.scale], "lr": 0.5})
+    at_first = optimizer.state_dict()
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.add_param_group({"params": [nn.Parameter(model.scale.data)]})
+    with pytest.raises(RuntimeError, match="no rank has a gradient"):
+        optimizer.step()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -326,26 +428,38 @@ def as_any_optimizer() -> dict[str, Any]:
     at_save = [p.detach().clone() for p in model.parameters()]
     after = float(optimizer.step(closure))
     moved = [p.detach().clone() for p in model.parameters()]
-    with torch.no_grad():
-        for param, value in zip(model.parameters(), at_save, strict=True):
-            param.copy_(value)
-    optimizer.load_state_dict(saved)
-    again = float(optimizer.step(closure))
+    same = []
+    for _ in range(2):  # what was loaded is not used up
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), at_save, strict=True):
+                param.copy_(value)
+        for group in optimizer.param_groups:
+            group["lr"] = 9.0
+        optimizer.load_state_dict(saved)
+        same.append(after == float(optimizer.step(closure)))
+        same += [torch.equal(a, b) for a, b in zip(moved, model.parameters(), strict=True)]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(at_first)
     return {
         "losses": losses,
-        "rates": [group["lr"] for group in optimizer.param_groups],
+        "rates": rates,
         "calls": len(calls),
-        "same": after == again and all(torch.equal(a, b) for a, b in zip(moved, model.parameters(), strict=True)),
-        "saved": saved,
+        "same": all(same),
+        "empty": not any(optimizer.state.values()),
     }
 
 
-def test_it_is_an_optimizer_like_any_other():
-    """Groups added later, schedulers, closures, hooks and state_dict work; a state of another rank is refused."""
-    found = run_on_ranks(as_any_optimizer, 2)
-    for each in found:
-        assert each["rates"] == [1e-3 / 8, 0.5 / 8] and each["calls"] == 5 and each["same"]
-        assert each["losses"][2] < each["losses"][0]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_an_optimizer_like_any_other(dtype):
+    """Groups added later, schedulers, closures, hooks and state_dict work, masters and learning rates included, and it
+    goes on after a group and a step that it refused."""
+    for each in run_on_ranks(as_any_optimizer, 2, dtype):
+        assert each["rates"] == [1e-3 / 8, 0.5 / 8] and each["same"] and each["empty"]
+        assert each["losses"][2] < each["losses"][0] and each["calls"] == 6
+
+
+def test_a_state_of_another_rank_or_model_is_refused():
+    """load_state_dict takes what this rank gave, and no other's."""
 
     def take_the_others(other: int) -> None:
         model = nn.Linear(16, 16, bias=False)
@@ -408,6 +522,20 @@ def without_a_group() -> float:
 def test_one_process_needs_no_process_group():
     """A plain script without ranks uses the same class."""
     assert not dist.is_initialized() and without_a_group() > 0
+
+
+def test_a_second_optimizer_may_follow_the_first():
+    """A model keeps no optimizer alive: the first one's memory is given back, and the next one has the gradients."""
+    model = Odd()
+    first = sharded(model.parameters(), torch.optim.SGD, lr=0.1)
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
+    before = model.up.weight.detach().clone()
+    second = sharded(model.parameters(), torch.optim.SGD, lr=0.1)
+    loss_of(model, torch.arange(24).view(4, 6)).backward()
+    second.step()
+    assert not torch.equal(model.up.weight, before)
 
 
 def skipped_steps(uneven: bool) -> tuple[float, list[int]]:
@@ -520,6 +648,35 @@ def bf16_muon() -> bool:
 def test_muon_has_masters_too():
     """A bf16 model's matrices are updated by their owners through fp32 masters."""
     assert all(run_on_ranks(bf16_muon, 2))
+
+
+def muon_in_groups() -> float:
+    """Ranks 0 and 2 train one model with Muon, ranks 1 and 3 another, from the same micro-batches within a group."""
+    from nanoGPT.config import TrainConfig
+    from nanoGPT.model import GPT, GPTConfig
+    from nanoGPT.optim import configure_muon
+    from phase1_zero1.muon import Zero1Muon
+
+    which = dist.get_rank() % 2
+    group = [dist.new_group([first, first + 2]) for first in range(2)][which]
+    models = [GPT(GPTConfig(1, 2, 16, 8, False, 32)) for _ in range(2)]
+    for model in models:
+        model.init_weights(which)
+    config = TrainConfig(learning_rate=0.1)
+    for model, optimizer in zip(
+        models, (Zero1Muon(models[0], config, process_group=group), configure_muon(models[1], config)), strict=True
+    ):
+        for _ in range(2):
+            x = torch.arange(8)[None] + which
+            model(x, x)[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return max((a - b).abs().max().item() for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+def test_muon_works_in_a_group_of_ranks():
+    """Owners are ranks of the process group: each of two groups ends with the parameters of one process."""
+    assert max(run_on_ranks(muon_in_groups, 4, timeout=30)) <= 1e-5
 
 
 # ---- wrong use
