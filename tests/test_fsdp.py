@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from bench.fsdp_options import LIMIT, OPTIONS, TINY, all_rows, covering_array, pairs_in, possible, run_row
 from nanoGPT.exits import ConfigError
+from nanoGPT.ledger import Traffic
+from nanoGPT.manifest import NewFiles
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.runtime import locate
+from nanoGPT.state import materialise
 from phase3_fsdp.costs import describe_sharding, own_params, padded
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
-from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, shard_model, units
+from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, rank_mesh, shard_model, units
+from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
 from tests.helpers import gap, tiny, train
-from workshop.ranks import run_on_ranks
+from workshop.ranks import RankFailed, run_on_ranks
 
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
 
@@ -128,6 +135,94 @@ def test_one_seed_for_all_ranks_is_a_trap():
     assert slices[0] == slices[1] == slices[2] == slices[3]
 
 
+def rows_of_ranks(per_machine: int) -> list[list[int]]:
+    config = FsdpConfig(device="cpu", fsdp_shard_size="node")
+    return rank_mesh(config, dataclasses.replace(locate(config), local_world_size=per_machine)).mesh.tolist()
+
+
+def test_shards_of_one_machine():
+    """--fsdp_shard_size=node gives each machine a copy of the model, cut over its own ranks, or says that machines
+    differ."""
+    assert run_on_ranks(rows_of_ranks, 4, 2) == [[[0, 1], [2, 3]]] * 4
+    assert run_on_ranks(rows_of_ranks, 4, 4) == [[0, 1, 2, 3]] * 4
+    with pytest.raises(RankFailed, match="machines of 3 ranks do not make 4: use all"):
+        run_on_ranks(rows_of_ranks, 4, 3)
+
+
+def gathered_ahead(ahead: int) -> tuple[list[int], list[int]]:
+    """All-gathers so far when each of 5 blocks begins to run, forward and, from the last one, backward."""
+    model, _ = sharded(dataclasses.replace(MEDIUM, n_layer=5), n_layer=5, fsdp_prefetch=ahead)
+    counts: tuple[list[int], list[int]] = [], []
+    with Traffic() as traffic:
+
+        def count(into: list[int]) -> None:
+            into.append(traffic.rows["all-gather", 2]["calls"])
+
+        for block in model.blocks:
+            block.attn.register_forward_pre_hook(lambda *_: count(counts[0]))
+            block.mlp.register_full_backward_pre_hook(lambda *_: count(counts[1]))
+        x = torch.zeros(1, 16, dtype=torch.int64)
+        model(x, x)[1].backward()
+    return counts
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_units_are_gathered_ahead(ahead):
+    """With --fsdp_prefetch=n a block begins when the next n are on their way too, forward and backward; with 0 torch
+    looks one ahead in the backward."""
+    forward = [min(1 + i + ahead, 1 + 5) for i in range(1, 6)]  # the root's is the first, and not gathered again
+    backward = [min(6 + i + max(ahead, 1), 6 + 5) for i in range(1, 6)]
+    assert run_on_ranks(gathered_ahead, 2, ahead) == [(forward, backward)] * 2
+
+
+def inside_a_block() -> set[tuple[torch.dtype, bool]]:
+    config = FsdpConfig(device="cpu", dtype="bfloat16", n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=80)
+    run = locate(config)
+    with birthplace(config, run):
+        model = GPT(MEDIUM)
+    model = shard_model(model, config, run)
+    init_shards(model, config, run)
+    seen = set()
+    for block in model.blocks:
+        block.ln_1.register_forward_hook(
+            lambda module, inputs, output: seen.add((output.dtype, torch.is_autocast_enabled("cpu")))
+        )
+    x = torch.zeros(1, 16, dtype=torch.int64)
+    with run.autocast():
+        model(x, x)
+    return seen
+
+
+def test_in_bfloat16_nothing_is_cast_twice():
+    """FSDP casts parameters as it gathers them, and autocast stays out of it, which would take some modules back to
+    fp32."""
+    assert run_on_ranks(inside_a_block, 2) == [{(torch.bfloat16, False)}] * 2
+
+
+def saved_after_a_copy(folder: str) -> list[float]:
+    """A weight as it was copied, copied again, and saved; then as it is when it is saved without a copy."""
+    model, _ = sharded(MEDIUM)
+    optimizer = torch.optim.AdamW(model.parameters())
+    materialise(optimizer)
+    weight, writer = model.transformer["ln_f"].weight, ShardWriter(model, optimizer)
+    found = []
+    for step, copies in enumerate((True, True, False)):
+        with torch.no_grad():
+            weight.fill_(step)
+            if copies:
+                writer.copy()
+                weight.fill_(-1)
+        writer.write(NewFiles(Path(folder) / str(step)))
+        load_shards(Path(folder) / str(step), model, torch.optim.AdamW(model.parameters()))
+        found += weight.full_tensor().unique().tolist()
+    return found
+
+
+def test_a_copy_is_written_once(tmp_path):
+    """What is saved is the copy that was taken for it, and without one what the model holds."""
+    assert run_on_ranks(saved_after_a_copy, 2, str(tmp_path)) == [[0.0, 1.0, 2.0]] * 2
+
+
 def test_units_by_size():
     """Modules with submodules become units from the leaves up; blocks that are computed again are units or none."""
     model = GPT(GPTConfig(2, 2, 32, 16, False, 80))
@@ -223,12 +318,14 @@ def test_compiled_recomputation_draws_the_same_dropout(tmp_path):
     assert gap(plain, again) <= 1e-5
 
 
-def test_any_checkpoint_is_evaluated_in_shards(tmp_path):
-    """evaluate.py on 4 ranks finds the loss that the baseline logged with its last checkpoint on 2."""
+def test_any_checkpoint_is_evaluated_in_shards(tmp_path, capsys):
+    """evaluate.py on 4 ranks finds and prints the loss that the baseline logged with its last checkpoint on 2."""
     train("nanoGPT", 2, tiny("nanoGPT", tmp_path, max_iters=5, dropout=0.0))
     logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
     fields = dataclasses.asdict(tiny("phase3_fsdp", tmp_path, dropout=0.0))
     config = EvaluateConfig(**{**fields, "init_from": "resume"})
-    assert run_on_ranks(evaluate_weights, 4, config, show=False) == pytest.approx([logged] * 4, abs=1e-6)
+    assert run_on_ranks(evaluate_weights, 4, config) == pytest.approx([logged] * 4, abs=1e-6)
+    said = re.search(r"validation loss (.+), perplexity (.+), over 96 tokens", capsys.readouterr().out)  # 3 x 2 x 16
+    assert said and [float(said[1]), float(said[2])] == pytest.approx([logged, math.exp(logged)], abs=1e-3)
     with pytest.raises(ConfigError, match="has learned nothing"):
         EvaluateConfig(init_from="scratch").check(1)

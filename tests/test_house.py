@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from tests.helpers import ROOT
+from workshop import diff
 from workshop.diff import MAX_ADDED, Hunk, hunks, problems, rendered
 
 PHASES = [p.name for p in sorted(ROOT.glob("phase*")) if (p / "train.py").is_file()]
@@ -63,6 +65,34 @@ def test_the_diff_contract_catches_a_breach():
     assert "no tag" in problems([Hunk(1, ["old"], [])])[0]
     assert "lines are added" in problems([Hunk(1, [], ["x  # [fsdp:x]"] * (MAX_ADDED + 1))])[0]
     assert "hunks" in problems([tagged] * 13)[0]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_diff_says_where_it_is(phase, capsys):
+    """Every hunk is printed with the line of the phase's train.py on which what it adds begins."""
+    lines = (ROOT / phase / "train.py").read_text().splitlines()
+    assert diff.main(phase, write=False) == 0
+    said = capsys.readouterr().out
+    for hunk in hunks(phase):
+        assert lines[hunk.line - 1 :][: len(hunk.added)] == hunk.added
+        assert f"{phase}/train.py:{hunk.line}\n{hunk.text()}\n" in said
+
+
+def test_the_diff_is_written_when_asked_and_a_breach_is_exit_code_1(tmp_path, monkeypatch, capsys):
+    """Stale blocks stay until --write renews them; a change without a tag ends with 1 and one sentence."""
+    folder = tmp_path / "phase1_zero1"
+    folder.mkdir()
+    for name in ("train.py", "IMPLEMENTATION.md"):
+        shutil.copy(ROOT / "phase1_zero1" / name, folder)
+    monkeypatch.setattr(diff, "ROOT", tmp_path)
+    notes, fresh = folder / "IMPLEMENTATION.md", (folder / "IMPLEMENTATION.md").read_text()
+    notes.write_text(stale := fresh.replace("```diff\n", "```diff\n-what was\n"))
+    assert (diff.main("phase1_zero1", write=False), notes.read_text()) == (0, stale)
+    assert (diff.main("phase1_zero1", write=True), notes.read_text()) == (0, fresh)
+    code = (folder / "train.py").read_text()
+    (folder / "train.py").write_text(code + "# no tag\n")
+    assert diff.main("phase1_zero1", write=False) == 1
+    assert f"error: line {code.count(chr(10)) + 1}: this change carries no tag" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -67,14 +67,33 @@ def largest_gap(a, b):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kernels", [*(name for name in KERNELS if name != "adamw"), "all"])
 def test_a_model_with_kernels_computes_the_same(kernels, bias):
-    """Loss and every gradient are the plain model's, with each kernel alone and with all, with biases and without."""
+    """Loss and every gradient are the plain model's, with each kernel alone and with all, with biases and without, and
+    targets of -1 do not count."""
     plain = model(bias=bias, gelu="tanh" if bias else "none")
+    x, y = batch()
+    y[:, ::5] = -1
     ours = copy.deepcopy(plain)
     lines = apply_kernels(ours, kernels)
     assert all(name in "\n".join(lines) for name in chosen(kernels) - {"adamw"})
-    (loss, grads), (expected, expected_grads) = (step(net, *batch()) for net in (ours, plain))
+    (loss, grads), (expected, expected_grads) = (step(net, x, y) for net in (ours, plain))
     assert abs(loss - expected) <= 2e-6
     assert largest_gap(grads, expected_grads) <= 2e-6
+
+
+def test_dropout_is_where_the_plain_model_has_it():
+    """An evaluation drops nothing; and in training, with attention's own dropout off, the masks and so the loss and the
+    gradients are the plain model's."""
+    plain, ours = model(dropout=0.3), model(dropout=0.3)
+    apply_kernels(ours)
+    for training in (False, True):
+        results = []
+        for net in (ours, plain):
+            for block in net.blocks:
+                block.attn.dropout = 0.0 if training else 0.3
+            torch.manual_seed(3)
+            results.append(step(net.train(training), *batch()))
+        assert abs(results[0][0] - results[1][0]) <= 2e-6
+        assert largest_gap(results[0][1], results[1][1]) <= 2e-6
 
 
 def test_names_and_state_dict_stay():
@@ -260,6 +279,7 @@ def test_an_unknown_kernel_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="heads of 256 channels"):
         TritonConfig(**wide).check(1)
     TritonConfig(**wide, kernels="loss").check(1)
+    TritonConfig(n_embd=256, n_head=2).check(1)  # 128 channels, the widest
     for wrong, said in (("loss,", "'': give all, none, or some of"), ("all,loss", "'all'"), ("", "''")):
         with pytest.raises(ConfigError, match=said):
             chosen(wrong)

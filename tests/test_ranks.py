@@ -1,5 +1,6 @@
 """Functions on real ranks, as notebooks and tests run them."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -22,9 +23,20 @@ def total(start: float) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_results_come_in_rank_order_and_lines_are_shown(ranks, capsys):
-    """Every rank's result is returned, and its lines are printed after its number."""
+    """Every rank's result is returned, and its lines are printed after its number, or not at all."""
     assert run_on_ranks(total, ranks, 1.0) == [ranks + sum(range(ranks))] * ranks
     assert sorted(capsys.readouterr().out.splitlines()) == [f"[{r}] hello from {r}" for r in range(ranks)]
+    run_on_ranks(total, ranks, 1.0, show=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_ranks_know_their_place_and_the_callers_environment(monkeypatch):
+    """What the caller has set since the first ranks were started is set on every rank, beside its place in the job."""
+    names = ("SET_BY_THE_CALLER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for value in ("once", "again"):
+        monkeypatch.setenv("SET_BY_THE_CALLER", value)
+        found = run_on_ranks(lambda: [os.environ[name] for name in names], 2)
+        assert found == [[value, str(rank), "2", str(rank), "2"] for rank in range(2)]
 
 
 def fail_on_rank_2() -> None:
@@ -55,8 +67,10 @@ def test_a_rank_that_dies_is_named():
 
 def test_time_runs_out():
     """Ranks that do not end in time are named, and none is left."""
+    before = set(multiprocessing.active_children())
     with pytest.raises(RankFailed, match=r"ranks \[0, 1\] had not ended after 1 seconds"):
         run_on_ranks(time.sleep, 2, 60, timeout=1)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_function_that_only_the_caller_has():
