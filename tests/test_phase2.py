@@ -118,15 +118,23 @@ def test_what_was_changed_is_said_and_shown():
 
 
 def test_generation_is_the_same():
-    """The text of a model with kernels is the plain one's, with and without its cache."""
-    plain, ours = model(), model()
+    """The text of a model with kernels is the plain one's, with and without its cache; the weights are large enough for
+    what comes before a token to matter."""
+    plain = model()
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.mul_(20)
+    ours = copy.deepcopy(plain)
     apply_kernels(ours)
+    lengths = []
+    ours.transformer["ln_f"].register_forward_hook(lambda module, inputs, output: lengths.append(output.size(1)))
     for cached in (True, False):
         texts = [
-            torch.cat(list(net.eval().generate(torch.tensor([[5, 7]]), 4, temperature=0.0, use_cache=cached)), 1)
+            torch.cat(list(net.eval().generate(torch.tensor([[5, 7]]), 8, temperature=0.0, use_cache=cached)), 1)
             for net in (plain, ours)
         ]
-        assert torch.equal(*texts)
+        assert torch.equal(*texts) and len(texts[0].unique()) > 3, texts
+    assert lengths == [2, *[1] * 7, *range(2, 10)]  # with the cache a step runs one token
 
 
 def test_a_hundred_steps_follow_the_baseline(tmp_path, device):

@@ -159,7 +159,7 @@ def flat_against_naive() -> tuple[float, int]:
                 optimizer.zero_grad()
             loss_of(model, x).backward()
             optimizer.step()
-            optimizer.zero_grad()
+            (model if step < 2 else optimizer).zero_grad()
     held = sum(v.numel() for s in made[1].state.values() for v in s.values() if v.dim())
     return max((a - b).abs().max().item() for a, b in zip(*(m.parameters() for m in models), strict=True)), held
 
