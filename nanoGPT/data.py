@@ -6,7 +6,6 @@ no loader has a state, so there is none to save, and a resumed run reads what th
 """
 
 import difflib
-import hashlib
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ import torch
 
 from nanoGPT.config import PACKAGE
 from nanoGPT.exits import ConfigError
+from nanoGPT.files import sha256_of
 
 DATA = PACKAGE / "data"
 DOWNLOADS = DATA / ".downloads"
@@ -92,11 +92,6 @@ def load_tokenizer(identity: dict[str, Any]) -> Tokenizer:
     if identity["name"] == "gpt2":
         return Gpt2Tokenizer()
     raise ConfigError(f"the tokenizer {identity['name']!r} is not known here: char and gpt2 are")
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def find_dataset(name: str) -> Path:

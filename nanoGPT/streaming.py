@@ -24,11 +24,11 @@ from tqdm import tqdm
 
 from nanoGPT.data import Gpt2Tokenizer
 from nanoGPT.exits import ConfigError
+from nanoGPT.files import write_atomically
 from nanoGPT.prepare import (
     gpt2_identity,
     install_gpt2_vocabulary,
     is_prepared,
-    write_atomically,
     write_meta,
     write_tokens,
 )

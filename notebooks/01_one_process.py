@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from nanoGPT import runtime
-from nanoGPT.data import sha256_of
+from nanoGPT.files import sha256_of
 from nanoGPT.config import PACKAGE, TrainConfig
 from nanoGPT.data import TRAIN, TokenData, load_tokenizer
 from nanoGPT.model import GPT, GPTConfig

@@ -35,7 +35,8 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.fault_points import Saver, before, end, open_and_save, save_and_die
 from nanoGPT.checkpoint import CheckpointDirectory
-from nanoGPT.data import EVALUATE, TokenData, sha256_of
+from nanoGPT.data import EVALUATE, TokenData
+from nanoGPT.files import sha256_of
 from nanoGPT.exits import STALLED
 from nanoGPT.ledger import Ledger
 from nanoGPT.manifest import Damaged, HashedFile, read_manifest, seal, verify_files
