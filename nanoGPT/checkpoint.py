@@ -20,10 +20,12 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoGPT.exits import ConfigError, PeerFailed, SaveError
+from nanoGPT.files import is_present, remove, size_of, unique_name
 from nanoGPT.manifest import (
     Checkpoint,
     Damaged,
@@ -40,27 +42,6 @@ from nanoGPT.manifest import (
 
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
-
-
-def check_out_dir(out_dir: Path, resume: bool) -> None:
-    """Refuse an out_dir that cannot be written, that has nothing to resume, or whose checkpoints are in the way."""
-    there = step_directories(out_dir)
-    if resume and not there:
-        raise ConfigError(f"there is no checkpoint under {out_dir} to resume: give the --out_dir of an earlier run")
-    if there and not resume:
-        raise ConfigError(
-            f"{out_dir} holds checkpoints up to {there[0].name}: continue with --init_from=resume, "
-            "or choose another --out_dir"
-        )
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        probe = out_dir / f".tmp-probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"--out_dir={out_dir} cannot be written ({error.strerror}): choose a directory of yours"
-        ) from None
 
 
 class CheckpointDirectory:
@@ -80,16 +61,15 @@ class CheckpointDirectory:
         self.run = run.apart()  # a save in the background must not meet the training's collectives
         self.saving: threading.Thread | None = None
         self.failure: BaseException | None = None
+        self.runs: set[str | None] = {run.token}  # whose checkpoints are this run's: its own, and those of the one that it resumes
         run.at_end.append(self.drain)
         self._on_main(lambda: self.root.mkdir(exist_ok=True))
         self._check_shared()
 
     def _check_shared(self) -> None:
-        token = self.run.gather(os.urandom(8).hex())[0]
-        probe = self.root / ".tmp-shared"
-        self._on_main(lambda: probe.write_text(token))
-        sees = probe.is_file() and probe.read_text() == token
-        blind = [rank for rank, seen in enumerate(self.run.gather(sees)) if not seen]
+        probe = self.root / self.run.gather(unique_name("shared"))[0]
+        self._on_main(probe.touch)
+        blind = [rank for rank, seen in enumerate(self._on_all(lambda: is_present(probe))) if not seen]
         self._on_main(probe.unlink)
         if blind:
             raise ConfigError(
@@ -98,27 +78,30 @@ class CheckpointDirectory:
             )
 
     def newest(self) -> Checkpoint:
-        """The newest checkpoint that is whole. Each one passed over is named with the reason and set aside.
+        """Return the newest checkpoint that is complete. Each one passed over is renamed, and named with the reason.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none; or one could not be read, and then nothing was renamed.
         """
-        names = self.run.gather([p.name for p in step_directories(self.root.parent)])[0]
-        for name in names:
+        for name in self._on_all(lambda: [path.name for path in step_directories(self.root.parent)])[0]:
             path = self.root / name
-            try:
+            damage = [reason for reason in self._on_all(partial(self._damage, path)) if reason]
+            if not damage:
                 manifest = read_manifest(path)
-                verify_files(path, manifest, self.run.rank, self.run.world_size)
-                damage = None
-            except Damaged as reason:
-                damage = str(reason)
-            found = [d for d in self.run.gather(damage) if d]
-            if not found:
+                self.runs.add(manifest.get("run"))
                 return Checkpoint(path, manifest)
             aside = self._free_name(f".bad-{name}")
-            self.run.say(f"skipping {name}: {found[0]} (kept as {aside.name})")
-            self._on_main(lambda path=path, aside=aside: path.rename(aside))  # type: ignore[misc]
+            self.run.say(f"skipping {name}: {damage[0]} (kept as {aside.name})")
+            self._on_main(partial(path.rename, aside))
         raise ConfigError(f"no checkpoint under {self.root} can be used: start again with another --out_dir")
+
+    def _damage(self, path: Path) -> str | None:
+        """Return why a checkpoint must not be used, from this rank's share of its files; None if they hold."""
+        try:
+            verify_files(path, read_manifest(path), self.run.rank, self.run.world_size)
+            return None
+        except Damaged as reason:
+            return str(reason)
 
     def _free_name(self, name: str) -> Path:
         taken = [p.name for p in self.root.iterdir()]
@@ -132,7 +115,7 @@ class CheckpointDirectory:
         about: Manifest,
         copy: Callable[[], None] | None = None,
     ) -> Path:
-        """Save a checkpoint; one of the same step that is there already stays as it is.
+        """Save a checkpoint; if this run has saved that step already, it stays as it is.
 
         Args:
             step: updates done.
@@ -145,12 +128,12 @@ class CheckpointDirectory:
             Where the checkpoint is, or will be.
 
         Raises:
-            SaveError: some rank could not write, now or in the background before; nothing of that step is left, all
-                earlier checkpoints are.
+            SaveError: some rank could not write, now or in the background before, or the directory belongs to another
+                run by now; nothing of that step is left, all earlier checkpoints are.
         """
         self.drain()
         final = self.root / f"step-{step:08d}"
-        if self.run.gather(final.exists())[0]:
+        if self._on_all(lambda: self.run.is_main and self._is_saved(final), final)[0]:
             return final
         if copy:
             self._on_all(copy, self.root / f".tmp-{final.name}")
@@ -159,6 +142,33 @@ class CheckpointDirectory:
             self._save(final, step, write, about)
             self._beside(self._retain)
         return final
+
+    def _is_saved(self, final: Path) -> bool:
+        """Return whether this run has saved the step already.
+
+        Raises:
+            ConfigError: the directory, or the checkpoint of this step, is another run's.
+        """
+        self._keep_directory()
+        if not is_present(final):
+            return False
+        try:
+            whose = read_manifest(final).get("run", "")
+        except Damaged as reason:
+            raise ConfigError(f"{final.name} is there already, and {reason}: move it away") from None
+        if whose not in self.runs:
+            raise ConfigError(f"{final.name} is there already, written by another run: choose another --out_dir")
+        return True
+
+    def _keep_directory(self) -> None:
+        """Check that the directory is still this run's.
+
+        Raises:
+            ConfigError: it is another run's.
+        """
+        if self.run.lock and (warning := self.run.lock.keep()):
+            self.run.say(warning)
+            self.root.mkdir(exist_ok=True)
 
     def drain(self) -> None:
         """Wait for a save in the background, and for what is too old to be deleted. Collective.
@@ -191,13 +201,14 @@ class CheckpointDirectory:
         mine = NewFiles(temporary, self.run.group, self.run.mark)
         written = self._on_all(lambda: (write(mine), mine.records())[1], temporary)  # type: ignore[func-returns-value]
         files = sorted((file for each in written for file in each), key=lambda file: file["name"])
-        manifest = {**about, "step": step, "world_size": self.run.world_size, "versions": versions(), "files": files}
+        whose = {"run": self.run.token, "world_size": self.run.world_size, "versions": versions()}
+        manifest = {**about, **whose, "step": step, "files": files}
         self._on_main(lambda: self._publish(temporary, final, manifest), temporary)
         self.run.say(f"saved {final}")
 
     def _begin(self, temporary: Path) -> None:
         for stale in self.root.glob(".tmp-*"):
-            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+            remove(stale)
         temporary.mkdir()
 
     def _publish(self, temporary: Path, final: Path, manifest: Manifest) -> None:
@@ -210,28 +221,43 @@ class CheckpointDirectory:
             os.replace(self.root / ".tmp-LATEST", self.root / "LATEST")
 
     def _retain(self) -> None:
-        """Delete what is older than the `keep` newest checkpoints whose manifest and sizes hold."""
+        """Delete what is older than the `keep` newest checkpoints whose manifest and sizes hold.
+
+        A checkpoint that cannot be read or deleted now is kept, and looked at again after the next save.
+        """
         if not self.run.is_main:
             return
         whole = 0
-        for path in step_directories(self.root.parent):
-            if whole >= self.keep:
-                with contextlib.suppress(OSError):
-                    gone = path.rename(self.root / f".tmp-old-{path.name}")  # never a half-deleted step-*
-                    shutil.rmtree(gone)
-                continue
-            with contextlib.suppress(Damaged, OSError):
-                manifest = read_manifest(path)
-                whole += all((path / f["name"]).stat().st_size == f["size"] for f in manifest["files"])
+        with contextlib.suppress(ConfigError):
+            for path in step_directories(self.root.parent):
+                if whole >= self.keep:
+                    self._delete(path)
+                    continue
+                with contextlib.suppress(Damaged):
+                    manifest = read_manifest(path)
+                    whole += all(size_of(path / f["name"]) == f["size"] for f in manifest["files"])
 
-    def _on_main(self, work: Callable[[], Any], temporary: Path | None = None) -> None:
-        self._on_all(lambda: work() if self.run.is_main else None, temporary)
+    def _delete(self, path: Path) -> None:
+        """Delete a checkpoint, unless the directory has become another run's; never leave half of one behind."""
+        with contextlib.suppress(OSError):
+            if not self.run.lock or self.run.lock.is_ours():
+                remove(path.rename(self.root / f".tmp-old-{path.name}"))
 
-    def _on_all(self, work: Callable[[], Any], temporary: Path | None = None) -> list[Any]:
+    def _on_main(self, work: Callable[[], Any], saving: Path | None = None) -> None:
+        self._on_all(lambda: work() if self.run.is_main else None, saving)
+
+    def _on_all(self, work: Callable[[], Any], saving: Path | None = None) -> list[Any]:
         """Do work on every rank; if it fails on any, raise on all.
 
+        Args:
+            work: returns a small picklable value.
+            saving: within a save, the directory that it writes; a temporary one is deleted after a failure.
+
+        Returns:
+            What each rank returned, in rank order.
+
         Raises:
-            SaveError: within a save; its temporary directory is gone.
+            SaveError: within a save.
             ConfigError: outside of one.
         """
         result, failure = None, None
@@ -244,21 +270,24 @@ class CheckpointDirectory:
         outcomes = self.run.gather((result, failure))
         failures = [(rank, why) for rank, (_, why) in enumerate(outcomes) if why]
         if failures:
-            if temporary and self.run.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
             rank, why = failures[0]
-            if temporary is None:
-                raise ConfigError(f"{self.root} cannot be used ({why}): mend it, or choose another --out_dir")
-            what = temporary.name.removeprefix(".tmp-")
+            if saving is None:
+                raise ConfigError(why)
+            if self.run.is_main and saving.name.startswith(".tmp-"):
+                shutil.rmtree(saving, ignore_errors=True)
+            what = saving.name.removeprefix(".tmp-")
             raise SaveError(f"{what} was not saved: rank {rank}: {why}; earlier checkpoints stand, resume from them")
         return [result for result, _ in outcomes]
 
 
 def describe(error: Exception, folder: Path) -> str:
-    """Why a write failed; torch's writer hides a full disk behind a RuntimeError."""
+    """Return why a read or a write below `folder` failed; torch's writer hides a full disk behind a RuntimeError."""
+    if isinstance(error, ConfigError):
+        return str(error)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     with contextlib.suppress(OSError):
         full = full or shutil.disk_usage(folder).free < 1 << 20
     if full:
         return f"the disk of {folder} is full: free some space"
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return f"{folder} cannot be used ({type(error).__name__}: {reason}): fix it, or choose another --out_dir"

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanoGPT.console import unbreakable_output
+
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
 
@@ -52,19 +54,23 @@ class SaveError(Exception):
 
 
 @contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """Around a program: a ConfigError, or a full or read-only disk, becomes its sentence and exit code 2.
+def one_sentence(output_is_optional: bool = True) -> Iterator[None]:
+    """Wrap a program: a ConfigError, or a full or read-only disk, becomes one sentence and exit code 2.
 
-    Ctrl-C goes on to whom it concerns. Where it concerns nobody, Python ends with its code, 130, and one word.
+    KeyboardInterrupt is passed on; where nothing catches it, Python ends with its own exit code, 130, and one word.
+
+    Args:
+        output_is_optional: the program goes on when its output cannot be printed any more.
     """
-    try:
-        yield
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.excepthook = lambda *_: print("\nstopped", file=sys.stderr)
-        raise
+    with unbreakable_output() if output_is_optional else contextlib.nullcontext():
+        try:
+            yield
+        except (ConfigError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            sys.excepthook = lambda *_: print("\nstopped", file=sys.stderr)
+            raise
 
 
 def fail(code: int, message: str, alike_on_all_ranks: bool = False) -> int:

@@ -110,6 +110,18 @@ def is_present(path: Path) -> bool:
         return False
 
 
+def is_directory(path: Path) -> bool:
+    """Return whether the path is a directory, or a symbolic link to one.
+
+    Raises:
+        ConfigError: the file system gave an error other than absence.
+    """
+    try:
+        return stat.S_ISDIR(retry_reads(path, lambda: os.stat(path)).st_mode)
+    except ABSENT:
+        return False
+
+
 def list_directory(path: Path) -> list[str]:
     """Return the names in a directory, unsorted; none if it is absent.
 

@@ -30,11 +30,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.checkpoint import check_out_dir
 from nanoGPT.cli import command_line
 from nanoGPT.config import TrainConfig, parse
 from nanoGPT.exits import LOST_PEER, STALLED, ConfigError, one_sentence
 from nanoGPT.manifest import step_directories
+from nanoGPT.out_dir import check_out_dir
 from nanoGPT.runtime import preflight
 from nanoGPT.watch import Watch, guard
 

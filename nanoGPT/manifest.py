@@ -25,7 +25,16 @@ import torch.distributed as dist
 
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError, one_sentence
-from nanoGPT.files import sha256_of
+from nanoGPT.files import (
+    ABSENT,
+    NotAFile,
+    is_directory,
+    is_present,
+    list_directory,
+    read_document,
+    sha256_of,
+    size_of,
+)
 
 Manifest = dict[str, Any]
 STEP = re.compile("step-[0-9]{8,}")  # how a checkpoint's directory is named
@@ -50,13 +59,22 @@ class Checkpoint:
 
 
 def step_directories(out_dir: Path) -> list[Path]:
-    """All directories of a run that are named as a checkpoint is, newest first; one's own copies are let alone."""
-    named = (p for p in (out_dir / "checkpoints").glob("step-*") if STEP.fullmatch(p.name))
-    return sorted((p for p in named if p.is_dir()), key=lambda p: int(p.name[5:]), reverse=True)
+    """Return all directories of a run that are named as a checkpoint is, newest first; other names are left alone.
+
+    Raises:
+        ConfigError: the directory is there, but could not be listed.
+    """
+    root = out_dir / "checkpoints"
+    steps = sorted((name for name in list_directory(root) if STEP.fullmatch(name)), key=lambda name: -int(name[5:]))
+    return [root / name for name in steps if is_directory(root / name)]
 
 
 def manifests(out_dir: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Every checkpoint whose manifest can be read, newest first; its files are not verified."""
+    """Yield every checkpoint whose manifest holds, newest first; its files are not verified.
+
+    Raises:
+        ConfigError: a manifest is there, but could not be read.
+    """
     for path in step_directories(out_dir):
         with contextlib.suppress(Damaged):
             yield path, read_manifest(path)
@@ -73,14 +91,17 @@ def read_manifest(path: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        Damaged: it is absent, incomplete or not as it was written, to the byte.
+        Damaged: it is absent, incomplete, or not exactly as it was written.
+        ConfigError: it is there, but could not be read: that says nothing of the checkpoint.
     """
     try:
-        text = (path / "manifest.json").read_text()
+        text = read_document(path / "manifest.json")
         manifest = json.loads(text)
-    except OSError:
+    except ABSENT:
         raise Damaged("it has no manifest.json, so its save never ended") from None
-    except ValueError:
+    except NotAFile as error:
+        raise Damaged(f"its {error}") from None
+    except (ValueError, RecursionError):
         raise Damaged("its manifest.json is not JSON") from None
     if not isinstance(manifest, dict) or seal(manifest) != text:
         raise Damaged("its manifest.json was changed after it was written")
@@ -91,8 +112,8 @@ def read_manifest(path: Path) -> Manifest:
 
 def file_names(path: Path) -> list[str]:
     """The files of a checkpoint by its manifest, for what else lies there is none of it; without one, all."""
-    if not (path / "manifest.json").exists():
-        return [file.name for file in path.iterdir()]
+    if not is_present(path / "manifest.json"):
+        return list_directory(path)
     return [file["name"] for file in read_manifest(path)["files"]]
 
 
@@ -101,14 +122,19 @@ def verify_files(path: Path, manifest: Manifest, share: int = 0, shares: int = 1
 
     Raises:
         Damaged: a file is missing, or its size or sha256 differs.
+        ConfigError: a file is there, but could not be read: that says nothing of the checkpoint.
     """
     for file in manifest["files"][share::shares]:
         target = path / file["name"]
-        if not target.is_file():
+        if (size := size_of(target)) is None:
             raise Damaged(f"{file['name']} is missing")
-        if (size := target.stat().st_size) != file["size"]:
+        if size != file["size"]:
             raise Damaged(f"{file['name']} has {size:,} bytes where {file['size']:,} were written")
-        if sha256_of(target) != file["sha256"]:
+        try:
+            digest = sha256_of(target)
+        except ABSENT:
+            raise Damaged(f"{file['name']} is missing") from None
+        if digest != file["sha256"]:
             raise Damaged(f"the sha256 of {file['name']} differs from the manifest's")
 
 
@@ -233,10 +259,10 @@ def sync(path: Path) -> None:
 
 
 def main(out_dir: str) -> None:
-    """Read every checkpoint of a run to the last byte, and say of each whether it holds.
+    """Read every checkpoint of a run to the last byte, and report whether each one holds.
 
     Args:
-        out_dir: the run.
+        out_dir: the run; it may be training.
     """
     found = step_directories(Path(out_dir))
     if not found:
@@ -249,6 +275,9 @@ def main(out_dir: str) -> None:
             size = sum(file["size"] for file in manifest["files"])
             print(f"{path.name}: whole, {len(manifest['files'])} file(s), {size:,} bytes, {manifest['phase']}")
         except Damaged as reason:
+            if not is_present(path):
+                print(f"{path.name}: deleted while it was read, as the run keeps its newest checkpoints only")
+                continue
             damaged += 1
             print(f"{path.name}: damaged, {reason}")
     if damaged:

@@ -11,14 +11,14 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from nanoGPT.checkpoint import check_out_dir
 from nanoGPT.config import TrainConfig, saved_config
 from nanoGPT.exits import ConfigError
 from nanoGPT.manifest import step_directories
+from nanoGPT.out_dir import DirectoryLock, check_out_dir
 
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
@@ -122,20 +122,6 @@ def address_of(interface: str) -> str | None:
     return None
 
 
-def lock(out_dir: Path) -> IO[str]:
-    """Hold a run's directory as long as the returned file is open; a killed process lets go of it.
-
-    Raises:
-        ConfigError: another run holds it.
-    """
-    file = open(out_dir / ".lock", "a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(f"another run is writing into {out_dir}: wait for it, or choose another --out_dir") from None
-    return file
-
-
 def may_restart() -> bool:
     """Whether torchrun may start the ranks again (`--max-restarts`), so that this may be such a start."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
@@ -149,7 +135,9 @@ def enter_out_dir(run: "Runtime", config: TrainConfig) -> None:
     elif run.is_main:
         check_out_dir(out_dir, resume=bool(step_directories(out_dir)))  # whether it can be written
     if run.is_main:
-        run.lock = lock(out_dir)
+        run.lock = DirectoryLock(out_dir)
+        if run.lock.warning:
+            run.say(run.lock.warning)
 
 
 def agree(run: "Runtime", config: TrainConfig) -> None:
@@ -178,16 +166,13 @@ def agree(run: "Runtime", config: TrainConfig) -> None:
         if refused := run.gather(refusal(run, config))[0]:
             raise ConfigError(refused)
     if run.lock:
-        run.lock.truncate(0)
         run.lock.write("\n".join(agents))
-        run.lock.flush()
 
 
 def saved_by(agents: tuple[str, ...], run: "Runtime", config: TrainConfig) -> dict[str, object] | None:
     """The configuration in the newest checkpoint, if there is one and it is of a job of these agents; rank 0 reads."""
     if not run.lock or not step_directories(Path(config.out_dir)):
         return None
-    run.lock.seek(0)
     return saved_config(config.out_dir) if {*agents} & {*run.lock.read().splitlines()} else None
 
 

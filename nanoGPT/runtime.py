@@ -14,16 +14,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nanoGPT import rendezvous
 from nanoGPT.config import TrainConfig, nearest, parse, validate
+from nanoGPT.console import unbreakable_output
 from nanoGPT.data import TokenData
 from nanoGPT.exits import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, end_with_launcher, fail, listen_for_signals
 from nanoGPT.heartbeat import Progress
+from nanoGPT.out_dir import DirectoryLock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -41,7 +43,7 @@ class Runtime:
     dtype: torch.dtype
     reasons: dict[str, str] = field(default_factory=dict)  # why each automatic choice was made
     stop_signal: str | None = None
-    lock: IO[str] | None = None  # rank 0's, on out_dir, as long as it runs
+    lock: DirectoryLock | None = None  # rank 0's, on out_dir, as long as it runs
     autocasts: bool = True  # False where parameters are cast instead, as FSDP does
     group: dist.ProcessGroup | None = None  # of `any` and `gather`; None: that of the whole job
     at_end: list[Callable[[], None]] = field(default_factory=list)  # called when training has ended, on every rank
@@ -246,13 +248,20 @@ def reseed(device: torch.device, seed: int, step: int, micro_batch: int) -> None
 
 
 def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> None:
-    """Run a trainer as a program: parse the command line, train, and exit with a sentence where something is wrong.
+    """Run a trainer as a program: parse the command line, train, and exit with a sentence if something is wrong.
 
     Args:
         train: takes the configuration.
         config_class: what the command line is parsed into.
         trainer: its `__file__`; config files are looked up beside it.
     """
+    with unbreakable_output():
+        code = exit_code_of(train, config_class, trainer)
+    os._exit(code)  # other threads, and the process group after a failure, have nothing more to do
+
+
+def exit_code_of(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> int:
+    """Parse the command line and train; report an error in one sentence and return the exit code."""
     try:
         train(parse(config_class, sys.argv[1:], Path(trainer)))
         code = 0
@@ -272,6 +281,4 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
         if not any(words in str(error) for words in LOST_PEER):
             traceback.print_exc()
         code = fail(1, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # other threads, and the process group after a failure, have nothing more to do
+    return code

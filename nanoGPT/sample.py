@@ -126,5 +126,5 @@ def main(config: SampleConfig) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence(), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+    with one_sentence(output_is_optional=False), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         main(command_line(SampleConfig, sys.argv[1:]))

@@ -71,7 +71,8 @@ def test_a_job_from_start_to_sample(tmp_path, monkeypatch):
     assert process.returncode == 0, output
     assert output.count("step     3  loss") == 1 and "A sample from" in output and "Traceback" not in output
     assert "device cpu (found no GPU)" in output or "device cpu (asked for)" in output
-    assert not list((tmp_path / "tmp").iterdir())
+    left = [path.name for path in (tmp_path / "tmp").iterdir()]
+    assert not [name for name in left if not name.startswith("torchinductor_")], left  # torch's own cache stays
     assert gap(losses(tmp_path), train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=6))) < 1e-5
 
 
