@@ -61,7 +61,9 @@ class CheckpointDirectory:
         self.run = run.apart()  # a save in the background must not meet the training's collectives
         self.saving: threading.Thread | None = None
         self.failure: BaseException | None = None
-        self.runs: set[str | None] = {run.token}  # whose checkpoints are this run's: its own, and those of the one that it resumes
+        self.runs: set[str | None] = {
+            run.token
+        }  # whose checkpoints are this run's: its own, and those of the one that it resumes
         run.at_end.append(self.drain)
         self._on_main(lambda: self.root.mkdir(exist_ok=True))
         self._check_shared()

@@ -26,6 +26,7 @@ from nanoGPT.cli import command_line
 from nanoGPT.config import C
 from nanoGPT.data import TokenData, load_tokenizer
 from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.files import is_present
 from nanoGPT.manifest import Checkpoint, Damaged, NewFiles, manifests, verify_files
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.state import EMBEDDING, HEAD, SHAPE, Lazily, check_resumed, read_ckpt, read_payload, save_ckpt
@@ -78,13 +79,22 @@ def starting_point(
 
 
 def newest_whole(out_dir: Path) -> Checkpoint:
-    """The newest checkpoint of a run that verifies; for one process, and nothing is moved aside."""
-    for path, manifest in manifests(out_dir):
-        try:
-            verify_files(path, manifest)
-            return Checkpoint(path, manifest)
-        except Damaged as reason:
-            print(f"skipping {path.name}: {reason}", file=sys.stderr)
+    """Return the newest checkpoint of a run that verifies; the run may be training. For one process; nothing is renamed.
+
+    Raises:
+        ConfigError: there is none, or one could not be read.
+    """
+    is_changing = True
+    while is_changing:  # a training run deletes old checkpoints, and has newer ones by then
+        is_changing = False
+        for path, manifest in manifests(out_dir):
+            try:
+                verify_files(path, manifest)
+                return Checkpoint(path, manifest)
+            except Damaged as reason:
+                is_changing = is_changing or not is_present(path)
+                if is_present(path):
+                    print(f"skipping {path.name}: {reason}", file=sys.stderr)
     raise ConfigError(f"there is no whole checkpoint under {out_dir}: train first, or give the --out_dir of a run")
 
 

@@ -143,6 +143,7 @@ class Heart:
         self.watch.note(self.run.rank, beat)
         temporary = self.file.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # a full disk must not end a run that has nothing to save yet
+            self.file.parent.mkdir(exist_ok=True)  # the run's directory may have been created again
             temporary.write_text(json.dumps(beat) + "\n")
             os.replace(temporary, self.file)
 

@@ -36,7 +36,7 @@ from nanoGPT.exits import LOST_PEER, STALLED, ConfigError, one_sentence
 from nanoGPT.manifest import step_directories
 from nanoGPT.out_dir import check_out_dir
 from nanoGPT.runtime import preflight
-from nanoGPT.watch import Watch, guard
+from nanoGPT.watch import Watch, children_of, guard
 
 
 @dataclass
@@ -123,12 +123,8 @@ def choose_out_dir(config: TrainConfig, words: list[str], trainer: Path, place: 
 
 
 def children() -> list[int]:
-    """Processes that this one started."""
-    tasks = Path("/proc/self/task")
-    if tasks.is_dir():
-        return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-    done = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True)
-    return [int(pid) for pid in done.stdout.split()]
+    """Return the ids of this machine's ranks."""
+    return children_of(os.getpid())
 
 
 def pass_on_signals(asked: list[int]) -> None:
@@ -249,11 +245,14 @@ def has_ended(config: TrainConfig) -> bool:
 
 
 def show_sample(config: TrainConfig) -> None:
-    """A few lines of text from what was just trained."""
+    """Print a few lines of text from the model that was just trained. A failure does not make the run one."""
     from nanoGPT import sample
 
     print(f"\nA sample from {config.out_dir} (more: make sample ARGS=--out_dir={config.out_dir}):\n", flush=True)
-    sample.main(sample.SampleConfig(out_dir=config.out_dir, max_new_tokens=300, device=config.device))
+    try:
+        sample.main(sample.SampleConfig(out_dir=config.out_dir, max_new_tokens=300, device=config.device))
+    except Exception as error:
+        print(f"no sample: {error}", flush=True)
 
 
 def main(words: list[str]) -> int:
@@ -270,7 +269,7 @@ def main(words: list[str]) -> int:
     command = [str(trainer), *trainer_words]
     ranks = place.gpus * place.nnodes
     watch = watch_over(config, ranks)
-    with tempfile.TemporaryDirectory(prefix="nanogpt-") as logs:
+    with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         code = run_alone(command, watch) if ranks == 1 else run_ranks(place, command, watch, logs)
     if code == 0 and place.node_rank == 0 and has_ended(config):
         show_sample(config)

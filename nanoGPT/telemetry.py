@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -78,8 +78,11 @@ def hardware(device: torch.device) -> str:
 
 
 def git_commit() -> str | None:
-    done = subprocess.run(["git", "-C", PACKAGE, "rev-parse", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or None
+    """Return the commit of this code; None without git, or outside of a repository."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(PACKAGE), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
+    return None
 
 
 def finite(value: float | None) -> float | None:
@@ -119,7 +122,7 @@ class Telemetry:
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written ({error.strerror}): move it away") from None
         self.heart = Heart(run, self.out_dir, config.stall_seconds, self.stacks)
-        self.tracker = Tracker(config) if run.is_main and config.track != "none" else None
+        self.tracker = Tracker(config, run) if run.is_main and config.track != "none" else None
 
     def _open_files(self, first_step: int) -> None:
         for folder in ("heartbeat", "stacks"):
@@ -205,6 +208,7 @@ class Telemetry:
             **more,
         }
         try:
+            self._reopen_metrics()
             self.metrics.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk: the run may yet end, or be able to save, when somebody frees some
             self.run.say(f"metrics.jsonl misses step {step}: {error.strerror}; free some space")
@@ -213,6 +217,12 @@ class Telemetry:
         self.bar.update(min(step + 1, self.config.max_iters) - self.bar.n)
         tqdm.write(describe(line), file=sys.stdout)
         sys.stdout.flush()
+
+    def _reopen_metrics(self) -> None:
+        """Go on in a new file after the run's directory was deleted or moved away, once it has been created again."""
+        path = self.out_dir / "metrics.jsonl"
+        if self.out_dir.is_dir() and not path.exists():
+            self.metrics = open(path, "a", buffering=1)
 
 
 def describe(line: dict[str, Any]) -> str:
@@ -232,26 +242,44 @@ def describe(line: dict[str, Any]) -> str:
 
 
 class Tracker:
-    """Sends metrics to TensorBoard or Weights & Biases as well."""
+    """Sends metrics to TensorBoard or Weights & Biases as well; after its first failure the run goes on without it."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.kind = config.track
+    def __init__(self, config: TrainConfig, run: Runtime) -> None:
+        self.kind, self.run = config.track, run
+        self.writer: Any = None
+        self._attempt(lambda: self._open(config))
+
+    def _open(self, config: TrainConfig) -> None:
         if self.kind == "wandb":
             import wandb
 
-            self.wandb = wandb.init(project="sharded-nanogpt", dir=config.out_dir, config=dataclasses.asdict(config))
+            self.writer = wandb.init(project="sharded-nanogpt", dir=config.out_dir, config=dataclasses.asdict(config))
         else:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(config.out_dir)
 
+    def _attempt(self, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever a network, a disk or a service makes of it
+            self.writer = None
+            self.run.say(f"--track={self.kind} failed ({type(error).__name__}: {error}): metrics.jsonl has all metrics")
+
     def log(self, line: dict[str, Any]) -> None:
-        numbers = {k: v for k, v in line.items() if v is not None and k != "step"}
+        """Send one line of metrics."""
+        if self.writer:
+            self._attempt(lambda: self._send({k: v for k, v in line.items() if v is not None}))
+
+    def _send(self, numbers: dict[str, Any]) -> None:
+        step = numbers.pop("step")
         if self.kind == "wandb":
-            self.wandb.log(numbers, step=line["step"])
+            self.writer.log(numbers, step=step)
             return
         for name, value in numbers.items():
-            self.writer.add_scalar(name, value, line["step"])
+            self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self.wandb.finish() if self.kind == "wandb" else self.writer.close()
+        """Send what is left."""
+        if self.writer:
+            self._attempt(lambda: self.writer.finish() if self.kind == "wandb" else self.writer.close())

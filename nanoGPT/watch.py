@@ -25,17 +25,31 @@ from pathlib import Path
 from typing import Any
 
 GRACE = 2.0  # seconds in which stacks are written, before processes end
+HAS_PROC = Path("/proc/self/stat").exists()
 ASLEEP = 2.0  # seconds: of a longer time between two looks, this process was asleep for the rest
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
-    """A process's state, T where it was stopped, and its parent; "" and 0 if there is no such process."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        command = ["ps", "-o", "stat=,ppid=", "-p", str(pid)]
-        words = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    """Return a process's state, T if it was stopped, and its parent; "" and 0 if there is no such process."""
+    words: list[str] = []
+    with contextlib.suppress(OSError):  # it has ended meanwhile, or a container has no ps
+        if HAS_PROC:
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        else:
+            command = ["ps", "-o", "stat=,ppid=", "-p", str(pid)]
+            words = subprocess.run(command, capture_output=True, text=True).stdout.split()
     return (words[0], int(words[1])) if words else ("", 0)
+
+
+def children_of(parent: int) -> list[int]:
+    """Return the ids of the processes that a process started; none where the system does not say."""
+    with contextlib.suppress(OSError):
+        if HAS_PROC:
+            pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+            return [pid for pid in pids if state_and_parent(pid)[1] == parent]
+        done = subprocess.run(["pgrep", "-P", str(parent)], capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+    return []
 
 
 @dataclass
@@ -125,9 +139,22 @@ class Watch:
         return None
 
     def _tell(self, sentence: str) -> None:
-        with contextlib.suppress(OSError):  # another rank was first, or the disk is full: then the stall goes on
-            with open(self.out_dir / "stacks" / f"stalled-{self.token}.txt", "x") as file:
+        """Write the sentence, unless another rank was first.
+
+        On a disk that is full, read-only or gone no heartbeat arrives either, and nobody can judge: all ranks then
+        have another `stall_seconds`.
+        """
+        path = self.out_dir / "stacks" / f"stalled-{self.token}.txt"
+        try:
+            with open(path, "x") as file:
                 file.write(sentence + "\n")
+        except FileExistsError:
+            pass
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            for seen in self.seen.values():
+                seen.progressed = self.clock
 
     def accuse(self) -> str:
         """Name the rank at fault: of those that have come least far and do not wait, the one that is silent longest."""

@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import nanoGPT.checkpoint as checkpoint_module
+import nanoGPT.manifest as manifest_module
+from nanoGPT import export, files
 from nanoGPT.checkpoint import CheckpointDirectory
 from nanoGPT.config import TrainConfig
 from nanoGPT.exits import ConfigError, SaveError
 from nanoGPT.manifest import Damaged, NewFiles, read_manifest, seal, verify_files
+from nanoGPT.out_dir import check_out_dir
 from nanoGPT.runtime import Runtime
 from nanoGPT.state import read_payload
 from tests.helpers import assert_refused, call_train, run_program, tiny, train
@@ -406,3 +410,132 @@ def test_no_write_goes_around_the_protocol():
     """Nothing in nanoGPT/checkpoint.py overwrites a published directory: it renames onto fresh names only."""
     source = Path(checkpoint_module.__file__).read_text()
     assert source.count("temporary.rename(final)") == 1 and "rmtree(final" not in source
+
+
+def fail_reads(monkeypatch, name: str, times: int, number: int) -> None:
+    """Let the next reads of files called `name` fail with an error of a network file system."""
+    real, left = os.open, [times]
+
+    def opened(path, *args, **kwargs):
+        if Path(str(path)).name == name and left[0] > 0:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(files, "WAITS", (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ["manifest.json", "payload"])
+def test_a_read_error_is_no_verdict(name, number, tmp_path, monkeypatch):
+    """A manifest or a file that cannot be read ends the resume with one sentence; no checkpoint is renamed."""
+    box = directory(tmp_path)
+    box.save(1, write_bytes(b"one"), {})
+    box.save(2, write_bytes(b"two"), {})
+    fail_reads(monkeypatch, name, 100, number)
+    with pytest.raises(ConfigError, match=f"{name} cannot be read .*nothing was changed"):
+        box.newest()
+    assert names(tmp_path) == ["LATEST", "step-00000001", "step-00000002"]
+
+
+def test_a_transient_read_error_is_retried(tmp_path, monkeypatch):
+    """A read that fails twice and then works opens the newest checkpoint."""
+    box = directory(tmp_path)
+    box.save(1, write_bytes(b"one"), {})
+    box.save(2, write_bytes(b"two"), {})
+    fail_reads(monkeypatch, "manifest.json", 2, errno.ESTALE)
+    assert box.newest().step == 2
+
+
+def test_a_directory_that_cannot_be_listed_holds_no_verdict(tmp_path, monkeypatch):
+    """Where the checkpoints cannot be listed a run does not start from scratch beside them."""
+
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    directory(tmp_path).save(1, write_bytes(b"one"), {})
+    monkeypatch.setattr(files, "WAITS", ())
+    monkeypatch.setattr(os, "listdir", fail)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_out_dir(tmp_path, resume=False)
+
+
+def one_rank_cannot_read(out: str) -> str:
+    run = Runtime(dist.get_rank(), 0, 2, 2, CPU, torch.float32)
+    box = CheckpointDirectory(out, run, 3)
+    box.save(1, write_bytes(b"one") if run.is_main else (lambda to: None), {})
+    if not run.is_main:
+        os.open = lambda path, *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))  # type: ignore
+        files.WAITS = ()  # type: ignore[assignment]
+    try:
+        box.newest()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_cannot_read_ends_the_resume_on_all_ranks(tmp_path):
+    """If one rank cannot read the manifest, no rank waits for it: all end with the same sentence."""
+    first, second = run_on_ranks(one_rank_cannot_read, 2, str(tmp_path), show=False)
+    assert first == second and "cannot be read (Input/output error)" in first
+
+
+def test_a_symbolic_link_in_the_place_of_a_checkpoint_is_deleted_as_a_link(tmp_path):
+    """Retention takes away the link and leaves what it leads to; the saves after it work."""
+    box = directory(tmp_path)
+    box.save(1, write_bytes(b"one"), {})
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step-00000001").rename(tmp_path / "elsewhere")
+    (checkpoints / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    (checkpoints / ".tmp-stale").symlink_to(tmp_path / "elsewhere")
+    for step in (2, 3, 4, 5):
+        box.save(step, write_bytes(b"x"), {})
+    box.drain()
+    assert names(tmp_path) == ["LATEST", "step-00000003", "step-00000004", "step-00000005"]
+    assert (tmp_path / "elsewhere" / "payload").read_bytes() == b"one"
+
+
+def test_a_checkpoint_that_retention_deletes_is_not_called_damaged(tmp_path, monkeypatch, capsys):
+    """Verifying the checkpoints of a run that trains reports one that is deleted meanwhile as that, and exits with 0;
+    exporting takes one that has become the newest."""
+    box = directory(tmp_path)
+    for step in (1, 2):
+        box.save(step, write_bytes(b"x"), {"phase": "test"})
+    real = manifest_module.verify_files
+
+    def verify(path, *args):
+        if path.name == "step-00000001":  # what the running job does in the middle of this
+            shutil.rmtree(path)
+            box.save(3, write_bytes(b"x"), {"phase": "test"})
+        real(path, *args)
+
+    monkeypatch.setattr(manifest_module, "verify_files", verify)
+    manifest_module.main(str(tmp_path))
+    said = capsys.readouterr().out
+    assert "step-00000002: whole" in said and "step-00000001: deleted while it was read" in said
+    (only,) = (tmp_path / "checkpoints").glob("step-00000003")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
+    monkeypatch.setattr(export, "verify_files", lambda path, *_: delete_and_replace(path, box))
+    assert export.newest_whole(tmp_path).step == 4 and not only.exists()
+
+
+def delete_and_replace(path: Path, box: CheckpointDirectory) -> None:
+    """Do what a training run may do while its newest checkpoint is verified: save a newer one, delete this one."""
+    if path.name == "step-00000003":
+        box.save(4, write_bytes(b"x"), {"phase": "test"})
+        box.drain()
+        shutil.rmtree(path)
+        raise Damaged("payload is missing")
+
+
+def test_a_fifo_in_the_place_of_a_file_does_not_hang(tmp_path):
+    """A FIFO called manifest.json or like a file of the payload is refused at once, and the checkpoint before taken."""
+    box = directory(tmp_path)
+    for step in (1, 2, 3):
+        path = box.save(step, write_bytes(b"x"), {})
+        if step > 1:
+            name = "manifest.json" if step == 3 else "payload"
+            (path / name).unlink()
+            os.mkfifo(path / name)
+    assert box.newest().step == 1
