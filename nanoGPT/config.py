@@ -10,6 +10,9 @@ so a resumed run needs nothing but its `--out_dir`. A phase adds fields by exten
 import dataclasses
 import difflib
 import importlib.util
+import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -103,6 +106,8 @@ class TrainConfig:
     """also send the metrics there (extra `track`)"""
     stall_seconds: float = 300.0
     """end the job, with the stacks of all ranks, when none of them makes progress for this long, in seconds"""
+    timeout_minutes: float = 30.0
+    """how long ranks wait for each other, at the start and in every collective, in minutes"""
     ledger: bool = False
     """count one step's collectives and the bytes of state per rank, print them and write ledger.json"""
 
@@ -132,33 +137,52 @@ GPU_DEFAULTS = {
     "compile": True,
 }
 
+HANDED_CONFIG = "NANOGPT_CONFIG"  # environment variable: the configuration as JSON
+MOST_MINUTES = 60 * 24 * 30  # a month
+
 C = TypeVar("C", bound=TrainConfig)
 
 
-def parse(config_class: type[C], argv: list[str], trainer: Path) -> C:
+def parse(config_class: type[C], argv: list[str], trainer: Path, from_files: Mapping[str, object] | None = None) -> C:
     """Build the configuration of a run from config files and flags.
 
     Args:
         config_class: `TrainConfig` or a phase's extension of it.
         argv: words after the program's name: config files and `--key=value`.
         trainer: the train.py that runs; config files are also looked up beside it.
+        from_files: what the config files set, where they have been executed already; None executes them.
 
     Raises:
         ConfigError: an unknown name, a wrong type, an unknown file. `--help` exits 0.
     """
-    words = joined(argv)
-    files = [word for word in words if not word.startswith("-") and word.endswith(".py")]
-    flags = [word for word in words if word not in files]
+    flags = [word for word in joined(argv) if not is_config_file(word)]
     check_names(config_class, flags)
-    from_files: dict[str, object] = {}
-    for name in files:
-        from_files |= read_config_file(config_class, find_config_file(name, trainer))
+    if from_files is None:
+        from_files = read_config_files(config_class, argv, trainer)
     config = parse_flags(config_class, {**machine_defaults(flags, from_files), **from_files}, flags)
     if config.init_from == "resume":
         saved = {k: v for k, v in saved_config(config.out_dir).items() if k in field_names(config_class)}
         saved.pop("out_dir", None)
         config = parse_flags(config_class, {**saved, **from_files, "init_from": "resume"}, flags)
     return config
+
+
+def is_config_file(word: str) -> bool:
+    return not word.startswith("-") and word.endswith(".py")
+
+
+def read_config_files(config_class: type, argv: list[str], trainer: Path) -> dict[str, object]:
+    """Execute the config files of a command line and return what they set; later files win."""
+    values: dict[str, object] = {}
+    for name in filter(is_config_file, joined(argv)):
+        values |= read_config_file(config_class, find_config_file(name, trainer))
+    return values
+
+
+def handed_config(config_class: type[C]) -> C | None:
+    """Return the configuration that `nanoGPT.launch` has put into this rank's environment; None without a launcher."""
+    text = os.environ.get(HANDED_CONFIG)
+    return config_class(**json.loads(text)) if text else None
 
 
 def field_names(config_class: type) -> list[str]:
@@ -213,7 +237,7 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
     return values
 
 
-def machine_defaults(flags: list[str], from_files: dict[str, object]) -> dict[str, object]:
+def machine_defaults(flags: list[str], from_files: Mapping[str, object]) -> dict[str, object]:
     """Defaults for the device of this run: `GPU_DEFAULTS` where it is a GPU."""
     device = str(from_files.get("device", "auto"))
     for flag in flags:
@@ -238,6 +262,11 @@ def saved_config(out_dir: str) -> dict[str, object]:
 def parse_flags(config_class: type[C], defaults: dict[str, object], flags: list[str], source: str = "") -> C:
     """The configuration from defaults and flags; `source` goes before what is wrong with them."""
     return command_line(config_class, flags, source, default=config_class(**defaults))  # type: ignore[arg-type]
+
+
+def is_text(value: str) -> bool:
+    """Return whether a string can be written as UTF-8 and passed to the operating system."""
+    return "\0" not in value and value == value.encode("utf-8", "ignore").decode()
 
 
 def validate(config: TrainConfig, world_size: int) -> None:
@@ -268,9 +297,19 @@ def validate(config: TrainConfig, world_size: int) -> None:
         raise ConfigError("--out_dir= names no directory: give one, or leave it out")
     if not config.stall_seconds >= 1:
         raise ConfigError(f"--stall_seconds={config.stall_seconds} cannot be: give 1 or more")
-    for name in ("learning_rate", "stall_seconds"):
+    for name in ("learning_rate", "stall_seconds", "timeout_minutes"):
         if not 0 < getattr(config, name) < float("inf"):
             raise ConfigError(f"--{name}={getattr(config, name)} cannot be: give a number above 0")
+    if config.stall_seconds > 60 * config.timeout_minutes:
+        raise ConfigError(
+            f"--stall_seconds={config.stall_seconds:g} is longer than --timeout_minutes={config.timeout_minutes:g}, "
+            "after which collectives fail: lower the first or raise the second"
+        )
+    if config.timeout_minutes > MOST_MINUTES:
+        raise ConfigError(f"--timeout_minutes={config.timeout_minutes:g} is out of range: use {MOST_MINUTES} or less")
+    for name, value in vars(config).items():
+        if isinstance(value, str) and not is_text(value):
+            raise ConfigError(f"--{name}={value!r} is not valid UTF-8 text: use another name")
     package = {"none": "json", "tensorboard": "tensorboard", "wandb": "wandb"}[config.track]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"--track={config.track} needs `.venv/bin/pip install -e '.[track]'`")

@@ -79,7 +79,7 @@ def starting_point(
 
 
 def newest_whole(out_dir: Path) -> Checkpoint:
-    """Return the newest checkpoint of a run that verifies; the run may be training. For one process; nothing is renamed.
+    """Return the newest checkpoint of a run that verifies; for one process. Nothing is renamed.
 
     Raises:
         ConfigError: there is none, or one could not be read.

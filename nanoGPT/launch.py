@@ -9,17 +9,17 @@ newest checkpoint writes a few lines of text. `torchrun` on the same train.py wo
 """
 
 import contextlib
+import dataclasses
 import importlib.util
+import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -31,26 +31,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nanoGPT.cli import command_line
-from nanoGPT.config import TrainConfig, parse
+from nanoGPT.config import HANDED_CONFIG, TrainConfig, parse, read_config_files
 from nanoGPT.exits import LOST_PEER, STALLED, ConfigError, one_sentence
 from nanoGPT.manifest import step_directories
+from nanoGPT.nodes import Meeting, Place, check_place, master_port
 from nanoGPT.out_dir import check_out_dir
 from nanoGPT.runtime import preflight
 from nanoGPT.watch import Watch, children_of, guard
-
-
-@dataclass
-class Place:
-    """Which ranks this machine runs."""
-
-    gpus: int = 1
-    """ranks on this machine: one a GPU, or that many processes on a CPU"""
-    nnodes: int = 1
-    """machines"""
-    node_rank: int = 0
-    """this machine, from 0"""
-    master_addr: str = "127.0.0.1"
-    """address of machine 0"""
 
 
 def split_words(words: list[str]) -> tuple[list[str], Path, list[str]]:
@@ -59,38 +46,6 @@ def split_words(words: list[str]) -> tuple[list[str], Path, list[str]]:
         if not word.startswith("-"):
             return words[:i], Path(word), words[i + 1 :]
     raise ConfigError("name the trainer to start, such as nanoGPT/train.py")
-
-
-def check_place(place: Place) -> None:
-    if place.gpus < 1 or place.nnodes < 1 or not 0 <= place.node_rank < place.nnodes:
-        raise ConfigError(
-            f"GPUS={place.gpus} NNODES={place.nnodes} NODE_RANK={place.node_rank} cannot be: "
-            "GPUS and NNODES are at least 1, NODE_RANK from 0 to NNODES - 1"
-        )
-    if place.nnodes > 1:
-        try:
-            socket.getaddrinfo(place.master_addr or "?", master_port())
-        except OSError as error:
-            raise ConfigError(
-                f"MASTER_ADDR={place.master_addr} is no host that this machine knows ({error.strerror}): give the "
-                "name or address of node 0"
-            ) from None
-    if place.nnodes > 1 and place.node_rank == 0:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", master_port()))
-            except OSError:
-                raise ConfigError(
-                    f"port {master_port()} is in use on this machine: set MASTER_PORT to a free one"
-                ) from None
-
-
-def master_port() -> int:
-    port = os.environ.get("MASTER_PORT", "29500")
-    if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise ConfigError(f"MASTER_PORT={port} is no port: give a number up to 65535, the same on every node")
-    return int(port)
 
 
 def load_trainer(path: Path) -> ModuleType:
@@ -103,18 +58,24 @@ def load_trainer(path: Path) -> ModuleType:
     return importlib.import_module(spec.name)
 
 
-def choose_out_dir(config: TrainConfig, words: list[str], trainer: Path, place: Place) -> list[str]:
-    """A new directory under out/ for a run that names none; several nodes agree on a name without talking."""
+def choose_out_dir(config: TrainConfig, trainer: Path, place: Place) -> str:
+    """Return the run's directory: a new one under out/ for a run that names none.
+
+    Several nodes agree on a name without talking; it has no time in it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     if config.out_dir != "out" or config.init_from == "resume":
-        return words
+        return config.out_dir
     name = trainer.resolve().parent.name
     if place.nnodes > 1:
-        return [*words, f"--out_dir=out/{name}-{place.nnodes}nodes"]
+        return f"out/{name}-{place.nnodes}nodes"
     for count in range(1000):
         out_dir = Path("out") / (time.strftime(f"{name}-%Y%m%d-%H%M%S") + (f"-{count}" if count else ""))
         try:
             out_dir.mkdir(parents=True)
-            return [*words, f"--out_dir={out_dir}"]
+            return str(out_dir)
         except FileExistsError:
             continue
         except OSError as error:
@@ -177,9 +138,12 @@ def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
-        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+        if failure.exitcode == -signal.SIGABRT:  # as NCCL's watchdog ends a rank that waits in vain for another
+            return 2, failure.timestamp
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return 0, failure.timestamp
         follower = any(words in failure.message for words in (*LOST_PEER, "Signal 15"))
-        return (0 if killed else 2 if follower else 1), failure.timestamp
+        return (3 if follower else 1), failure.timestamp
 
     return min(failures.items(), key=order)
 
@@ -202,10 +166,10 @@ def watch_over(config: TrainConfig, world_size: int) -> Watch:
     return watch
 
 
-def run_ranks(place: Place, command: list[str], watch: Watch, logs: str) -> int:
+def run_ranks(place: Place, command: list[str], config: TrainConfig, watch: Watch, logs: str) -> int:
     """Start this machine's ranks, wait for them, and return the job's exit code; `logs` is the agent's directory."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid())}
+    os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid()), **handed(config)}
     alone = place.nnodes == 1
     launch = LaunchConfig(
         min_nodes=place.nnodes,
@@ -225,7 +189,6 @@ def run_ranks(place: Place, command: list[str], watch: Watch, logs: str) -> int:
     pass_on_signals(asked)
     if not alone:
         threading.Thread(target=end_while_waiting, args=(asked, wakeups()), daemon=True).start()
-        print(f"node {place.node_rank} of {place.nnodes}: meeting at {launch.rdzv_endpoint}", flush=True)
     try:
         elastic_launch(launch, sys.executable)(*command)
         return 0
@@ -260,29 +223,55 @@ def main(words: list[str]) -> int:
     words, trainer, trainer_words = split_words(words)
     place = command_line(Place, words)
     check_place(place)
-    config_class = load_trainer(trainer).Config
-    config = parse(config_class, trainer_words, trainer)
-    preflight(config, place.gpus * place.nnodes, place.gpus)
-    trainer_words = choose_out_dir(config, trainer_words, trainer, place)
-    config = parse(config_class, trainer_words, trainer)
-    check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
+    meeting = Meeting(place)
+    with meeting.shared_refusal():
+        config = read_config(trainer, trainer_words, meeting)
+        preflight(config, place.world_size, place.gpus)
+        config = dataclasses.replace(config, out_dir=choose_out_dir(config, trainer, place))
+        check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_words]
-    ranks = place.gpus * place.nnodes
-    watch = watch_over(config, ranks)
+    watch = watch_over(config, place.world_size)
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
-        code = run_alone(command, watch) if ranks == 1 else run_ranks(place, command, watch, logs)
+        if place.world_size == 1:
+            code = run_alone(command, config, watch)
+        else:
+            code = run_ranks(place, command, config, watch, logs)
     if code == 0 and place.node_rank == 0 and has_ended(config):
         show_sample(config)
     return code
 
 
-def run_alone(command: list[str], watch: Watch) -> int:
+def read_config(trainer: Path, words: list[str], meeting: Meeting) -> TrainConfig:
+    """Parse the trainer's words. A config file is executed on node 0 only, and the other nodes take what it set.
+
+    Raises:
+        ConfigError: a word that cannot be, on this node or, where a config file is concerned, on node 0.
+    """
+    config_class: type[TrainConfig] = load_trainer(trainer).Config
+    if meeting.place.node_rank == 0:
+        from_files = read_config_files(config_class, words, trainer)
+        config = parse(config_class, words, trainer, from_files)
+        meeting.open(config.timeout_minutes)
+        meeting.tell("config files", from_files)
+        return config
+    config = parse(config_class, words, trainer, from_files={})  # a misspelt flag is reported before anybody waits
+    meeting.open(config.timeout_minutes)
+    (from_node_0,) = meeting.ask("config files", [0])
+    return config if from_node_0 is None else parse(config_class, words, trainer, from_node_0)
+
+
+def handed(config: TrainConfig) -> dict[str, str]:
+    """Return the part of a rank's environment that holds its configuration."""
+    return {HANDED_CONFIG: json.dumps(dataclasses.asdict(config))}
+
+
+def run_alone(command: list[str], config: TrainConfig, watch: Watch) -> int:
     """Run the trainer as one process, which needs no elastic agent, and pass signals on to it.
 
     Its threads, one a core, spin for a moment only when they wait for each other. By default libgomp's spin on, and
     beside two other busy processes a forward and backward took twice as long.
     """
-    environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "NANOGPT_PARENT": str(os.getpid())}
+    environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "NANOGPT_PARENT": str(os.getpid()), **handed(config)}
     asked: list[int] = []
     pass_on_signals(asked)
     code = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True).wait()

@@ -1,20 +1,23 @@
-"""How the ranks of a job find each other, and agree on whether torchrun has started them anew."""
+"""How the ranks of a job find each other, make sure that they run the same, and learn of a restart by torchrun."""
 
 import contextlib
 import datetime
 import fcntl
+import json
 import os
 import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from nanoGPT.agreement import find_disagreement
 from nanoGPT.config import TrainConfig, saved_config
 from nanoGPT.exits import ConfigError
 from nanoGPT.manifest import step_directories
@@ -23,13 +26,42 @@ from nanoGPT.out_dir import DirectoryLock, check_out_dir
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
 
-TIMEOUT = datetime.timedelta(minutes=30)
+LAST_WORDS = datetime.timedelta(seconds=3)  # for a rank that cannot start to tell the others
 SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the way there is the way out of this machine
 
 
-def join_process_group(run: "Runtime") -> None:
-    """gloo for CPU tensors, NCCL for CUDA's; one rank alone needs no address."""
+def join_process_group(run: "Runtime", timeout: datetime.timedelta, described: dict[str, Any]) -> None:
+    """Meet the other ranks, compare what they are about to run, and make the process group. Collective.
+
+    The group is gloo for CPU tensors and NCCL for CUDA's; one rank alone needs no address.
+
+    Args:
+        run: this rank's Runtime.
+        timeout: for the others to arrive, and later for every collective.
+        described: what this rank is about to run (`nanoGPT.agreement`).
+
+    Raises:
+        ConfigError: the ranks do not agree, one of them cannot start, or the port is in use.
+    """
+    backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
+    options: dict[str, Any] = {
+        "rank": run.rank,
+        "world_size": run.world_size,
+        "timeout": timeout,
+        "device_id": device_id,
+    }
+    if run.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), **options)
+        return
+    choose_interface(run)
+    with common_store(run, timeout) as store:
+        compare_ranks(store, run, described)
+        dist.init_process_group(backend, store=dist.PrefixStore("process group", store), **options)
+
+
+def choose_interface(run: "Runtime") -> None:
+    """Tell gloo which network interface to use, unless the environment does."""
     if run.local_world_size == run.world_size:
         # On one machine gloo needs no more than the loopback, and must not depend on how its name resolves.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -37,36 +69,117 @@ def join_process_group(run: "Runtime") -> None:
         # gloo would listen where this machine's name leads, on Debian to 127.0.1.1. NCCL asks no name: it looks at the
         # interfaces, and passes over the loopback by itself.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
-    if run.world_size == 1:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT, device_id=device_id
-        )
-        return
-    try:
-        if may_restart() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            with clean_store(run) as store:
-                dist.init_process_group(
-                    backend, store=store, rank=run.rank, world_size=run.world_size, timeout=TIMEOUT, device_id=device_id
-                )
-        else:
-            dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
-    except dist.DistNetworkError as error:
-        port = os.environ.get("MASTER_PORT")
-        if "EADDRINUSE" in str(error):
-            raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free one") from None
-        raise
 
 
 @contextlib.contextmanager
-def clean_store(run: "Runtime") -> Iterator[dist.Store]:
+def common_store(run: "Runtime", timeout: datetime.timedelta) -> Iterator[dist.Store]:
+    """Connect to the store of this start of the job, at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ConfigError: the address is missing or wrong, its port is in use, or rank 0's node has gone.
+    """
+    address, port = master_address()
+    try:
+        if may_restart() and agent_has_store():
+            with clean_store(run, timeout) as store:
+                yield store
+        else:
+            yield next(dist.rendezvous("env://", run.rank, run.world_size, timeout=timeout))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free one") from None
+        raise ConfigError(
+            f"the connection to {address}:{port} was lost or never made ({str(error).splitlines()[0]}): look at what "
+            "the node of rank 0 printed, and start all nodes again"
+        ) from None
+    except dist.DistStoreError as error:
+        raise ConfigError(
+            f"not all of the {run.world_size} ranks have met within {timeout} ({str(error).splitlines()[0]}): start "
+            "every node, or allow more --timeout_minutes"
+        ) from None
+
+
+def master_address() -> tuple[str, int]:
+    """Return where ranks meet.
+
+    Raises:
+        ConfigError: the environment does not say it, or the port is none.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port:
+        raise ConfigError(
+            f"the environment has RANK and WORLD_SIZE, but MASTER_ADDR={address} and MASTER_PORT={port}: start ranks "
+            "with torchrun or make, or set all four"
+        )
+    return address, port_number(port)
+
+
+def port_number(port: str) -> int:
+    """Return a port as a number.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ConfigError(f"MASTER_PORT={port} is no port: give a number up to 65535, the same on every node")
+    return int(port)
+
+
+def agent_has_store() -> bool:
+    """Return whether torchrun's agent on rank 0's node serves the store; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def compare_ranks(store: dist.Store, run: "Runtime", described: dict[str, Any]) -> None:
+    """End all ranks unless all are about to run the same: each tells the store, rank 0 compares. Collective.
+
+    Raises:
+        ConfigError: the ranks do not agree, or one of them cannot start.
+    """
+    store.set(f"described by {run.rank}", json.dumps(described))
+    if run.is_main:
+        everyone = [json.loads(store.get(f"described by {rank}")) for rank in range(run.world_size)]
+        store.set("verdict", find_disagreement(everyone) or "agreed")
+    verdict = store.get("verdict").decode()
+    if verdict == "agreed":
+        return
+    store.set(f"read by {run.rank}", "")
+    if run.is_main:
+        store.wait(
+            [f"read by {rank}" for rank in range(run.world_size)], LAST_WORDS
+        )  # the store may end with this rank
+    raise ConfigError(verdict)
+
+
+def tell_other_nodes(refusal: str) -> None:
+    """Tell ranks on other nodes that this one cannot start, if it can be done within seconds: they would wait for it.
+
+    On one machine the launcher ends the other ranks. This rank may not know more of the job than its environment says.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    with contextlib.suppress(Exception):  # what this rank has to say is said in any case
+        rank, world_size, local, port = (int(os.environ[name]) for name in names)
+        if local == world_size or may_restart():
+            return
+        serves = rank == 0 and not agent_has_store()
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], port, is_master=serves, wait_for_workers=False, timeout=LAST_WORDS
+        )
+        store.set(f"described by {rank}", json.dumps({"refusal": refusal}))
+        if rank == 0:
+            store.set("verdict", f"rank 0 cannot start: {refusal}")
+            time.sleep(LAST_WORDS.seconds)  # for those that wait to read it
+
+
+@contextlib.contextmanager
+def clean_store(run: "Runtime", timeout: datetime.timedelta) -> Iterator[dist.Store]:
     """A part of torchrun's store into which no earlier start of the job has written.
 
     torchrun keeps its store through all restarts (torch 2.13), and in it the addresses of ranks that are gone: a rank
     that reads one before it is renewed cannot connect. So each rank asks, by a name that nobody has used, and rank 0,
     inside this context, tells it where all of this start meet.
     """
-    connect = partial(dist.TCPStore, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=TIMEOUT)
+    connect = partial(dist.TCPStore, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     store, name, joined = connect(), os.urandom(8).hex(), threading.Event()
     if run.is_main:
         threading.Thread(target=answer, args=(connect(), run.world_size, name, joined), daemon=True).start()
@@ -124,7 +237,19 @@ def address_of(interface: str) -> str | None:
 
 def may_restart() -> bool:
     """Whether torchrun may start the ranks again (`--max-restarts`), so that this may be such a start."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+    return environment_number("TORCHELASTIC_MAX_RESTARTS") > 0
+
+
+def environment_number(name: str) -> int:
+    """Return a number that torchrun has put into the environment; 0 if it has not.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    value = os.environ.get(name) or "0"
+    if not (value.isascii() and value.isdigit()):
+        raise ConfigError(f"the environment has {name}={value}: start ranks with torchrun or make, or unset it")
+    return int(value)
 
 
 def enter_out_dir(run: "Runtime", config: TrainConfig) -> None:
@@ -154,7 +279,7 @@ def agree(run: "Runtime", config: TrainConfig) -> None:
         ConfigError: checkpoints are in the way, or missing.
     """
     agent = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
-    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    count = environment_number("TORCHELASTIC_RESTART_COUNT")
     tokens, agents, counts = zip(*run.gather((run.token, agent, count)), strict=True)
     run.token = tokens[0]
     if may_restart():

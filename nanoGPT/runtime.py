@@ -6,6 +6,7 @@ is rank 0 of 1. Every run has a process group, also with one rank, so that no co
 
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import os
 import sys
@@ -20,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT import rendezvous
-from nanoGPT.config import TrainConfig, nearest, parse, validate
+from nanoGPT.agreement import describe_run, find_disagreement
+from nanoGPT.config import TrainConfig, handed_config, nearest, parse, validate
 from nanoGPT.console import unbreakable_output
 from nanoGPT.data import TokenData
 from nanoGPT.exits import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, end_with_launcher, fail, listen_for_signals
@@ -183,8 +185,11 @@ def locate(config: TrainConfig) -> Runtime:
     return Runtime(rank, local_rank, world_size, local_world_size, device, dtype, reasons)
 
 
-def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> None:
+def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:
     """Refuse, before any process group starts and anything is written, whatever can be known not to work.
+
+    Returns:
+        The run's data.
 
     Raises:
         ConfigError: one sentence that says what to do.
@@ -198,28 +203,38 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> No
         raise ConfigError(
             f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory{close}"
         )
-    TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    return TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
 
 
 @contextlib.contextmanager
-def start(config: TrainConfig) -> Iterator[Runtime]:
+def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
     """Check the configuration, join the process group, listen for signals; at the end wait for all ranks.
 
     The group is not destroyed: a gloo group that goes while DDP still refers to it can wait forever for its own
     threads. A program ends by `os._exit` when every rank is here.
+
+    Args:
+        config: this rank's.
+        reads_only: nothing is written into out_dir, which another run may be using.
     """
     run = locate(config)
-    preflight(config, run.world_size, run.local_world_size)
-    rendezvous.enter_out_dir(run, config)
+    data = preflight(config, run.world_size, run.local_world_size)
+    if not reads_only:
+        rendezvous.enter_out_dir(run, config)
+    described = describe_run(config, data, run)
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:
         torch.set_num_threads(1)  # ranks share the cores
     if "TORCHELASTIC_RUN_ID" in os.environ or "NANOGPT_PARENT" in os.environ:
         threading.Thread(target=end_with_launcher, args=(os.getppid(),), daemon=True).start()
-    if not dist.is_initialized():  # a notebook or a test may have joined already
-        rendezvous.join_process_group(run)
-    rendezvous.agree(run, config)
+    if dist.is_initialized():  # a notebook or a test may have joined already
+        if disagreement := find_disagreement(run.gather(described)):
+            raise ConfigError(disagreement)
+    else:
+        rendezvous.join_process_group(run, datetime.timedelta(minutes=config.timeout_minutes), described)
+    if not reads_only:
+        rendezvous.agree(run, config)
     listen_for_signals(run)
     run.say(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
     try:
@@ -263,9 +278,11 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
 def exit_code_of(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> int:
     """Parse the command line and train; report an error in one sentence and return the exit code."""
     try:
-        train(parse(config_class, sys.argv[1:], Path(trainer)))
+        train(handed_config(config_class) or parse(config_class, sys.argv[1:], Path(trainer)))
         code = 0
     except ConfigError as error:
+        if not dist.is_initialized():
+            rendezvous.tell_other_nodes(str(error))
         code = fail(2, str(error), alike_on_all_ranks=not error.on_one_rank)
     except NonFiniteLoss as error:
         code = fail(3, str(error), alike_on_all_ranks=True)

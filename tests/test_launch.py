@@ -252,21 +252,22 @@ def test_a_new_directory_for_each_run(ranks, tmp_path):
     from nanoGPT.config import TrainConfig
     from nanoGPT.launch import Place, choose_out_dir
 
-    before = os.getcwd()
+    before, trainer = os.getcwd(), ROOT / "nanoGPT/train.py"
     os.chdir(tmp_path)
     try:
-        chosen = [choose_out_dir(TrainConfig(), [], ROOT / "nanoGPT/train.py", Place(gpus=ranks))[0] for _ in range(3)]
+        chosen = [choose_out_dir(TrainConfig(), trainer, Place(gpus=ranks)) for _ in range(3)]
     finally:
         os.chdir(before)
-    assert choose_out_dir(TrainConfig(init_from="resume"), [], ROOT / "nanoGPT/train.py", Place(gpus=ranks)) == []
+    for config in (TrainConfig(init_from="resume"), TrainConfig(out_dir="mine")):
+        assert choose_out_dir(config, trainer, Place(gpus=ranks)) == config.out_dir
     place = Place(gpus=ranks, nnodes=2)  # whose launchers cannot agree on a time
-    assert choose_out_dir(TrainConfig(), [], ROOT / "nanoGPT/train.py", place) == ["--out_dir=out/nanoGPT-2nodes"]
-    assert len(set(chosen)) == 3 and all(word.startswith("--out_dir=out/nanoGPT-") for word in chosen)
+    assert choose_out_dir(TrainConfig(), trainer, place) == "out/nanoGPT-2nodes"
+    assert len(set(chosen)) == 3 and all(name.startswith("out/nanoGPT-") for name in chosen)
 
 
 def test_the_first_reason_of_its_own_is_named(tmp_path):
-    """Of several failed ranks the killed one is named, else the first whose reason is its own; who lost its peer or was
-    ended by the launcher only followed, however early."""
+    """Of several failed ranks the killed one is named, else the first whose reason is its own. A rank that lost its
+    peer, that the launcher ended, or that NCCL's watchdog aborted only followed, however early."""
 
     def failure(rank: int, code: int, message: str, when: int) -> ProcessFailure:
         told = tmp_path / f"{rank}.json"
@@ -277,8 +278,9 @@ def test_the_first_reason_of_its_own_is_named(tmp_path):
     ended = failure(1, -signal.SIGTERM, "Signal 15 (SIGTERM) received by PID 1", 2)
     late, early = failure(2, 1, "OSError: late", 4), failure(3, 1, "OSError: early", 3)
     killed = failure(4, -signal.SIGKILL, "Signal 9 (SIGKILL) received by PID 1", 5)
-    everyone = dict(enumerate((lost, ended, late, early, killed)))
-    for rank in (4, 3, 2, 0):
+    aborted = failure(5, -signal.SIGABRT, "Signal 6 (SIGABRT) received by PID 1", 0)  # by NCCL's watchdog
+    everyone = dict(enumerate((lost, ended, late, early, killed, aborted)))
+    for rank in (4, 3, 2, 5, 0):
         assert root_cause(everyone)[0] == rank
         del everyone[rank]
 

@@ -1,0 +1,211 @@
+"""How the launchers of several nodes meet before any rank starts.
+
+Each launcher checks its command and tells the others whether its node can start, through a store on node 0. So a node
+that cannot start is named on all of them, and nobody waits for it in silence. A config file is executed on node 0 only;
+the others take what it set.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from nanoGPT.exits import ConfigError
+from nanoGPT.rendezvous import port_number
+
+REMIND_AFTER = 30.0  # seconds between lines that say who is still missing
+
+
+@dataclass
+class Place:
+    """Which ranks this machine runs."""
+
+    gpus: int = 1
+    """ranks on this machine: one a GPU, or that many processes on a CPU"""
+    nnodes: int = 1
+    """machines"""
+    node_rank: int = 0
+    """this machine, from 0"""
+    master_addr: str = "127.0.0.1"
+    """address of machine 0"""
+
+    @property
+    def world_size(self) -> int:
+        return self.gpus * self.nnodes
+
+
+def master_port() -> int:
+    """Return the port of node 0 at which nodes meet.
+
+    Raises:
+        ConfigError: MASTER_PORT is no port.
+    """
+    return port_number(os.environ.get("MASTER_PORT", "29500"))
+
+
+def check_place(place: Place) -> None:
+    """Refuse numbers of ranks and nodes, addresses and ports that cannot work.
+
+    Raises:
+        ConfigError: one sentence that says what to do.
+    """
+    if place.gpus < 1 or place.nnodes < 1 or not 0 <= place.node_rank < place.nnodes:
+        raise ConfigError(
+            f"GPUS={place.gpus} NNODES={place.nnodes} NODE_RANK={place.node_rank} cannot be: "
+            "GPUS and NNODES are at least 1, NODE_RANK from 0 to NNODES - 1"
+        )
+    if place.nnodes > 1:
+        try:
+            socket.getaddrinfo(place.master_addr or "?", master_port())
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_ADDR={place.master_addr} is no host that this machine knows ({error.strerror}): give the "
+                "name or address of node 0"
+            ) from None
+    if place.nnodes > 1 and place.node_rank == 0:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", master_port()))
+            except OSError:
+                raise ConfigError(
+                    f"port {master_port()} is in use on this machine: set MASTER_PORT to a free one"
+                ) from None
+
+
+class Meeting:
+    """The launchers of a job's nodes, and what each tells the others; with one node there is nobody to meet.
+
+    Args:
+        place: of this node.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.store: dist.Store | None = None
+        self.deadline = time.monotonic()
+
+    def open(self, minutes: float) -> None:
+        """Serve the store on node 0; elsewhere wait until it is there.
+
+        Args:
+            minutes: after which a node that has not come is given up, here and in what follows.
+
+        Raises:
+            ConfigError: node 0 did not come.
+        """
+        if self.place.nnodes == 1:
+            return
+        self.deadline = time.monotonic() + 60 * minutes
+        address, port = self.place.master_addr, master_port()
+        print(f"node {self.place.node_rank} of {self.place.nnodes}: meeting at {address}:{port}", flush=True)
+        if self.place.node_rank:
+            self._await(lambda: [] if answers(address, port) else [0])
+        self._connect(minutes)
+
+    def _connect(self, minutes: float) -> None:
+        self.store = dist.TCPStore(
+            self.place.master_addr,
+            master_port(),
+            is_master=self.place.node_rank == 0,
+            wait_for_workers=False,
+            multi_tenant=True,  # node 0's elastic agent serves at the same port, from this process
+            timeout=datetime.timedelta(minutes=minutes),
+        )
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Tell the other nodes a value of JSON's types."""
+        if self.store:
+            self.store.set(f"{topic} of node {self.place.node_rank}", json.dumps(value))
+
+    def ask(self, topic: str, nodes: list[int]) -> list[Any]:
+        """Wait for what other nodes tell, and return it.
+
+        Raises:
+            ConfigError: one of them did not come, or node 0 has gone.
+        """
+        store, keys = self.store, {node: f"{topic} of node {node}" for node in nodes}
+        assert store is not None
+        try:
+            self._await(lambda: [node for node, key in keys.items() if not store.check([key])])
+            return [json.loads(store.get(key)) for key in keys.values()]
+        except dist.DistError:
+            raise ConfigError("node 0 ended before all nodes had met: look at what it printed") from None
+
+    @contextlib.contextmanager
+    def shared_refusal(self) -> Iterator[None]:
+        """Make a ConfigError of any node one of all nodes; the checks go inside, and after them the nodes have met.
+
+        Raises:
+            ConfigError: this node's own, or another's with its number.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            self._refuse(str(error))
+            raise
+        if self.store:
+            self.tell("refusal", None)
+            for node, refusal in enumerate(self.ask("refusal", list(range(self.place.nnodes)))):
+                if refusal:
+                    raise ConfigError(f"node {node} cannot start: {refusal}")
+
+    def _refuse(self, refusal: str) -> None:
+        """Tell the nodes that are waiting already; they would wait in vain."""
+        place = self.place
+        with contextlib.suppress(dist.DistError, ConfigError):
+            if place.node_rank and not self.store and place.nnodes > 1 and answers(place.master_addr, master_port()):
+                self._connect(0.1)
+            self.tell("refusal", refusal)
+            self.tell("config files", None)
+            if self.store and place.node_rank == 0:
+                time.sleep(2)  # while they read it
+
+    def _await(self, missing: Any) -> None:
+        """Wait until no node is missing, and say now and then who is."""
+        remind_at = time.monotonic() + REMIND_AFTER
+        with ended_by_signals():
+            while nodes := missing():
+                now = time.monotonic()
+                who = f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
+                if now > self.deadline:
+                    raise ConfigError(f"{who} did not come: start the same command there, or raise --timeout_minutes")
+                if now > remind_at:
+                    print(f"still waiting for {who}", flush=True)
+                    remind_at = now + REMIND_AFTER
+                time.sleep(0.2)
+
+
+def answers(address: str, port: int) -> bool:
+    """Return whether somebody listens there."""
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+        return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """End this process with one sentence at a signal: nothing has started that could be saved."""
+
+    def end(number: int, _frame: object) -> None:
+        print("error: stopped by a signal before all nodes had met", file=sys.stderr, flush=True)
+        raise SystemExit(128 + number)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
