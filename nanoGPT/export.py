@@ -15,7 +15,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +30,9 @@ from nanoGPT.files import is_present
 from nanoGPT.manifest import Checkpoint, Damaged, NewFiles, manifests, verify_files
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.state import EMBEDDING, HEAD, SHAPE, Lazily, check_resumed, read_ckpt, read_payload, save_ckpt
+
+if TYPE_CHECKING:
+    from nanoGPT.runtime import Runtime
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
 GPT2_VOCAB, PADDED_VOCAB = 50257, 50304
@@ -96,6 +99,24 @@ def newest_whole(out_dir: Path) -> Checkpoint:
                 if is_present(path):
                     print(f"skipping {path.name}: {reason}", file=sys.stderr)
     raise ConfigError(f"there is no whole checkpoint under {out_dir}: train first, or give the --out_dir of a run")
+
+
+def newest_on_all(out_dir: Path, run: "Runtime") -> Checkpoint:
+    """Return the newest checkpoint that verifies, on every rank; rank 0 reads it. Nothing is renamed. Collective.
+
+    Raises:
+        ConfigError: there is none, or it could not be read.
+    """
+    found: tuple[Checkpoint | None, str] = (None, "")
+    if run.is_main:
+        try:
+            found = newest_whole(out_dir), ""
+        except ConfigError as error:
+            found = None, str(error)
+    checkpoint, refusal = run.gather(found)[0]
+    if checkpoint is None:
+        raise ConfigError(refusal)
+    return checkpoint
 
 
 def read_weights(source: str) -> tuple[GPTConfig, Mapping[str, Tensor]]:

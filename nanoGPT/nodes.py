@@ -20,8 +20,9 @@ from typing import Any
 import torch.distributed as dist
 
 from nanoGPT.exits import ConfigError
-from nanoGPT.rendezvous import port_number
+from nanoGPT.rendezvous import connect, is_served, port_number
 
+LAST_WORDS = 20.0  # seconds for a node that cannot start to tell the others
 REMIND_AFTER = 30.0  # seconds between lines that say who is still missing
 
 
@@ -106,21 +107,15 @@ class Meeting:
         if self.place.nnodes == 1:
             return
         self.deadline = time.monotonic() + 60 * minutes
-        address, port = self.place.master_addr, master_port()
-        print(f"node {self.place.node_rank} of {self.place.nnodes}: meeting at {address}:{port}", flush=True)
-        if self.place.node_rank:
-            self._await(lambda: [] if answers(address, port) else [0])
-        self._connect(minutes)
+        where = f"{self.place.master_addr}:{master_port()}"
+        print(f"node {self.place.node_rank} of {self.place.nnodes}: meeting at {where}", flush=True)
+        self._connect()
 
-    def _connect(self, minutes: float) -> None:
-        self.store = dist.TCPStore(
-            self.place.master_addr,
-            master_port(),
-            is_master=self.place.node_rank == 0,
-            wait_for_workers=False,
-            multi_tenant=True,  # node 0's elastic agent serves at the same port, from this process
-            timeout=datetime.timedelta(minutes=minutes),
-        )
+    def _connect(self) -> None:
+        """Serve the store on node 0; elsewhere wait for it until the deadline."""
+        address, port, serves = self.place.master_addr, master_port(), self.place.node_rank == 0
+        self._await(lambda: [] if serves or is_served(address, port) else [0])
+        self.store = connect(address, port, serves, datetime.timedelta(seconds=self.deadline - time.monotonic()))
 
     def tell(self, topic: str, value: Any) -> None:
         """Tell the other nodes a value of JSON's types."""
@@ -146,29 +141,35 @@ class Meeting:
         """Make a ConfigError of any node one of all nodes; the checks go inside, and after them the nodes have met.
 
         Raises:
-            ConfigError: this node's own, or another's with its number.
+            ConfigError: with one node its own, else that of another, with its number.
+            SystemExit: this node's own, which it has printed.
         """
         try:
             yield
         except ConfigError as error:
-            self._refuse(str(error))
-            raise
-        if self.store:
+            if self.place.nnodes == 1:
+                raise
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            self._tell_refusal(str(error))
+            raise SystemExit(2) from None
+        if self.place.nnodes > 1:
             self.tell("refusal", None)
             for node, refusal in enumerate(self.ask("refusal", list(range(self.place.nnodes)))):
                 if refusal:
+                    self.tell("acknowledgement", None)
                     raise ConfigError(f"node {node} cannot start: {refusal}")
 
-    def _refuse(self, refusal: str) -> None:
-        """Tell the nodes that are waiting already; they would wait in vain."""
-        place = self.place
+    def _tell_refusal(self, refusal: str) -> None:
+        """Tell the other nodes that this one cannot start, as far as they come within LAST_WORDS seconds."""
+        others = [node for node in range(self.place.nnodes) if node != self.place.node_rank]
         with contextlib.suppress(dist.DistError, ConfigError):
-            if place.node_rank and not self.store and place.nnodes > 1 and answers(place.master_addr, master_port()):
-                self._connect(0.1)
+            self.deadline = time.monotonic() + LAST_WORDS
+            if not self.store:
+                self._connect()
             self.tell("refusal", refusal)
-            self.tell("config files", None)
-            if self.store and place.node_rank == 0:
-                time.sleep(2)  # while they read it
+            if self.place.node_rank == 0:  # with which the store ends
+                self.tell("config files", None)
+                self.ask("acknowledgement", others)
 
     def _await(self, missing: Any) -> None:
         """Wait until no node is missing, and say now and then who is."""
@@ -183,15 +184,6 @@ class Meeting:
                     print(f"still waiting for {who}", flush=True)
                     remind_at = now + REMIND_AFTER
                 time.sleep(0.2)
-
-
-def answers(address: str, port: int) -> bool:
-    """Return whether somebody listens there."""
-    try:
-        socket.create_connection((address, port), timeout=2).close()
-        return True
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from nanoGPT.out_dir import DirectoryLock, check_out_dir
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
 
-LAST_WORDS = datetime.timedelta(seconds=3)  # for a rank that cannot start to tell the others
+LAST_WORDS = datetime.timedelta(seconds=20)  # for a rank that cannot start to tell the others
 SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the way there is the way out of this machine
 
@@ -84,7 +84,7 @@ def common_store(run: "Runtime", timeout: datetime.timedelta) -> Iterator[dist.S
             with clean_store(run, timeout) as store:
                 yield store
         else:
-            yield next(dist.rendezvous("env://", run.rank, run.world_size, timeout=timeout))[0]
+            yield connect(address, port, run.rank == 0 and not agent_has_store(), timeout)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free one") from None
@@ -97,6 +97,30 @@ def common_store(run: "Runtime", timeout: datetime.timedelta) -> Iterator[dist.S
             f"not all of the {run.world_size} ranks have met within {timeout} ({str(error).splitlines()[0]}): start "
             "every node, or allow more --timeout_minutes"
         ) from None
+
+
+def connect(address: str, port: int, serves: bool, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Serve a store, or wait in Python until another process serves it, and connect.
+
+    Raises:
+        DistNetworkError: nobody serves it within the timeout.
+    """
+    until = time.monotonic() + timeout.total_seconds()
+    while not serves and not is_served(address, port):
+        if time.monotonic() > until:
+            raise dist.DistNetworkError(f"nobody answered within {timeout}")
+        time.sleep(0.2)
+    # multi_tenant: an elastic agent in this process may serve at the same port.
+    return dist.TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def is_served(address: str, port: int) -> bool:
+    """Return whether somebody listens there."""
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+        return True
+    except OSError:
+        return False
 
 
 def master_address() -> tuple[str, int]:
@@ -137,38 +161,35 @@ def compare_ranks(store: dist.Store, run: "Runtime", described: dict[str, Any]) 
         ConfigError: the ranks do not agree, or one of them cannot start.
     """
     store.set(f"described by {run.rank}", json.dumps(described))
+    readers: list[str] = []
     if run.is_main:
         everyone = [json.loads(store.get(f"described by {rank}")) for rank in range(run.world_size)]
+        readers = [f"read by {rank}" for rank, each in enumerate(everyone) if "refusal" not in each]
         store.set("verdict", find_disagreement(everyone) or "agreed")
     verdict = store.get("verdict").decode()
     if verdict == "agreed":
         return
     store.set(f"read by {run.rank}", "")
-    if run.is_main:
-        store.wait(
-            [f"read by {rank}" for rank in range(run.world_size)], LAST_WORDS
-        )  # the store may end with this rank
+    with contextlib.suppress(dist.DistError):
+        store.wait(readers, LAST_WORDS)  # the store may end with rank 0
     raise ConfigError(verdict)
 
 
 def tell_other_nodes(refusal: str) -> None:
-    """Tell ranks on other nodes that this one cannot start, if it can be done within seconds: they would wait for it.
+    """Tell ranks on other nodes that this one cannot start, as far as they come within LAST_WORDS: they would wait.
 
-    On one machine the launcher ends the other ranks. This rank may not know more of the job than its environment says.
+    On one machine the launcher ends the other ranks. All that this rank can rely on is its environment.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    with contextlib.suppress(Exception):  # what this rank has to say is said in any case
-        rank, world_size, local, port = (int(os.environ[name]) for name in names)
-        if local == world_size or may_restart():
+    with contextlib.suppress(Exception):  # the reason has been printed in any case
+        rank, world_size, local_world_size, port = (int(os.environ[name]) for name in names)
+        if local_world_size == world_size or may_restart():
             return
-        serves = rank == 0 and not agent_has_store()
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], port, is_master=serves, wait_for_workers=False, timeout=LAST_WORDS
-        )
+        store = connect(os.environ["MASTER_ADDR"], port, rank == 0 and not agent_has_store(), LAST_WORDS)
         store.set(f"described by {rank}", json.dumps({"refusal": refusal}))
         if rank == 0:
             store.set("verdict", f"rank 0 cannot start: {refusal}")
-            time.sleep(LAST_WORDS.seconds)  # for those that wait to read it
+            store.wait([f"read by {other}" for other in range(local_world_size, world_size)], LAST_WORDS)
 
 
 @contextlib.contextmanager

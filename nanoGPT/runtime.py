@@ -281,9 +281,9 @@ def exit_code_of(train: Callable[[Any], Any], config_class: type[TrainConfig], t
         train(handed_config(config_class) or parse(config_class, sys.argv[1:], Path(trainer)))
         code = 0
     except ConfigError as error:
+        code = fail(2, str(error), alike_on_all_ranks=not error.on_one_rank)
         if not dist.is_initialized():
             rendezvous.tell_other_nodes(str(error))
-        code = fail(2, str(error), alike_on_all_ranks=not error.on_one_rank)
     except NonFiniteLoss as error:
         code = fail(3, str(error), alike_on_all_ranks=True)
     except SaveError as error:

@@ -3,19 +3,18 @@
     torchrun --standalone --nproc_per_node=4 evaluate.py --out_dir=../out/my-run             # its newest checkpoint
     torchrun --standalone --nproc_per_node=8 evaluate.py --init_from=gpt2-xl --dataset=shakespeare --eval_iters=500
 
-A checkpoint of any phase and any number of ranks will do. No optimizer is made and none is read: a rank holds 4P/N
-bytes of weights, and while it computes one unit's.
+A checkpoint of any phase, any optimizer and any number of ranks will do. No optimizer is made and none is read: a rank
+holds 4P/N bytes of weights, and while it computes one unit's. Nothing is written, so the run may be training meanwhile.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from nanoGPT import runtime
-from nanoGPT.checkpoint import CheckpointDirectory
 from nanoGPT.data import TokenData
 from nanoGPT.exits import ConfigError
-from nanoGPT.export import starting_point
+from nanoGPT.export import newest_on_all, starting_point
 from nanoGPT.model import GPT
 from nanoGPT.state import read_payload
 from phase3_fsdp import fsdp
@@ -30,7 +29,9 @@ class EvaluateConfig(fsdp.FsdpConfig):
     """resume: the newest checkpoint of out_dir; or as for training"""
 
     def check(self, world_size: int) -> None:
-        super().check(world_size)
+        fsdp.FsdpConfig.check(
+            replace(self, optimizer="adamw"), world_size
+        )  # whichever trained the checkpoint: none is made here
         if self.init_from == "scratch":
             raise ConfigError("--init_from=scratch has learned nothing: evaluate resume, gpt2 or a directory")
 
@@ -40,11 +41,11 @@ Config = EvaluateConfig
 
 def evaluate_weights(config: EvaluateConfig) -> float:
     """The mean loss over `eval_iters` micro-batches of the validation tokens; printed too, with its perplexity."""
-    with runtime.start(config) as run:
+    with runtime.start(config, reads_only=True) as run:
         data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
         source, checkpoint = config.init_from, None
         if source == "resume":
-            checkpoint = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints).newest()
+            checkpoint = newest_on_all(Path(config.out_dir), run)
             source = str(checkpoint.path)
         config, model_args, weights = starting_point(config, data, checkpoint)
         if checkpoint:
@@ -52,7 +53,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         with fsdp.birthplace(config, run):
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
-        fsdp.init_shards(model, dataclasses.replace(config, init_from=source), run, weights)
+        fsdp.init_shards(model, replace(config, init_from=source), run, weights)
         loss = evaluate(fsdp.data_parallel(model, config, run), data, config, run)
         tokens = config.eval_iters * config.batch_size * config.block_size
         run.say(f"{source}: validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens")

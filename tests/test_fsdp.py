@@ -13,17 +13,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from bench.fsdp_options import LIMIT, OPTIONS, TINY, all_rows, covering_array, pairs_in, possible, run_row
+from nanoGPT.config import parse
 from nanoGPT.exits import ConfigError
 from nanoGPT.ledger import Traffic
 from nanoGPT.manifest import NewFiles
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.out_dir import DirectoryLock
 from nanoGPT.runtime import locate
 from nanoGPT.state import materialise
 from phase3_fsdp.costs import describe_sharding, own_params, padded
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, rank_mesh, shard_model, units
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
-from tests.helpers import gap, tiny, train
+from tests.helpers import ROOT, gap, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
@@ -329,3 +331,25 @@ def test_any_checkpoint_is_evaluated_in_shards(tmp_path, capsys):
     assert said and [float(said[1]), float(said[2])] == pytest.approx([logged, math.exp(logged)], abs=1e-3)
     with pytest.raises(ConfigError, match="has learned nothing"):
         EvaluateConfig(init_from="scratch").check(1)
+
+
+def evaluate_beside_a_run(config: EvaluateConfig) -> tuple[float, list[str]]:
+    """Evaluate while another run holds the lock of the directory; the loss, and the names in the directory after it."""
+    lock = DirectoryLock(Path(config.out_dir)) if dist.get_rank() == 0 else None
+    dist.barrier()
+    loss = evaluate_weights(config)
+    dist.barrier()
+    if lock:
+        lock.close()
+    return loss, sorted(str(path) for path in Path(config.out_dir).rglob("*"))
+
+
+def test_an_evaluation_reads_only(tmp_path):
+    """A run of Muon is evaluated while it trains: evaluate.py takes no lock, writes nothing, and makes no optimizer."""
+    train("phase1_zero1", 2, tiny("phase1_zero1", tmp_path, max_iters=5, dropout=0.0, optimizer="muon"))
+    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    config = parse(EvaluateConfig, [f"--out_dir={tmp_path}", "--device=cpu"], ROOT / "phase3_fsdp" / "evaluate.py")
+    assert config.optimizer == "muon"
+    for loss, names in run_on_ranks(evaluate_beside_a_run, 2, config, show=False):
+        assert loss == pytest.approx(logged, abs=1e-6) and names == before
