@@ -15,10 +15,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from nanoGPT.cli import command_line, joined
 from nanoGPT.exits import ConfigError
+from nanoGPT.schemas import Malformed, check
 
 if TYPE_CHECKING:
     from torch import nn
@@ -161,7 +162,7 @@ def parse(config_class: type[C], argv: list[str], trainer: Path, from_files: Map
         from_files = read_config_files(config_class, argv, trainer)
     config = parse_flags(config_class, {**machine_defaults(flags, from_files), **from_files}, flags)
     if config.init_from == "resume":
-        saved = {k: v for k, v in saved_config(config.out_dir).items() if k in field_names(config_class)}
+        saved = saved_config(config_class, config.out_dir)
         saved.pop("out_dir", None)
         config = parse_flags(config_class, {**saved, **from_files, "init_from": "resume"}, flags)
     return config
@@ -250,12 +251,22 @@ def machine_defaults(flags: list[str], from_files: Mapping[str, object]) -> dict
     return dict(GPU_DEFAULTS) if device.startswith("cuda") else {}
 
 
-def saved_config(out_dir: str) -> dict[str, object]:
-    """The configuration in the newest readable manifest of a run, or nothing."""
+def saved_config(config_class: type[TrainConfig], out_dir: str) -> dict[str, object]:
+    """Return the fields of a configuration in the newest manifest of a run, or nothing.
+
+    Raises:
+        ConfigError: a field has a value of another type.
+    """
     from nanoGPT.manifest import manifests
 
-    for _, manifest in manifests(Path(out_dir)):
-        return dict(manifest["config"])
+    for path, manifest in manifests(Path(out_dir)):
+        try:
+            saved = check(manifest.get("config", {}), dict[str, Any])
+            known = {name: value for name, value in saved.items() if name in field_names(config_class)}
+            check(known, config_class)
+            return known
+        except Malformed as error:
+            raise ConfigError(f"{path}/manifest.json has no configuration ({error}): give another --out_dir") from None
     return {}
 
 

@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -18,7 +19,8 @@ import torch
 
 from nanoGPT.config import PACKAGE
 from nanoGPT.exits import ConfigError
-from nanoGPT.files import sha256_of
+from nanoGPT.files import is_present, open_regular, sha256_of, size_of
+from nanoGPT.schemas import Malformed, TokenFile, TokenizerIdentity, read_dataset_meta
 
 DATA = PACKAGE / "data"
 DOWNLOADS = DATA / ".downloads"
@@ -85,7 +87,7 @@ class Gpt2Tokenizer:
             shutil.copyfile(Path(os.environ["TIKTOKEN_CACHE_DIR"]) / name, folder / target)
 
 
-def load_tokenizer(identity: dict[str, Any]) -> Tokenizer:
+def load_tokenizer(identity: TokenizerIdentity) -> Tokenizer:
     """The tokenizer that a `meta.json` or a checkpoint's manifest names."""
     if identity["name"] == "char":
         return CharTokenizer(identity["characters"])
@@ -101,9 +103,9 @@ def find_dataset(name: str) -> Path:
         ConfigError: it does not exist, or is not prepared; names the command that prepares it.
     """
     folder = DATA / name[:200]
-    if not folder.is_dir() and (Path(name) / "meta.json").is_file():
+    if not folder.is_dir() and is_present(Path(name) / "meta.json"):
         folder = Path(name)
-    if (folder / "meta.json").is_file():
+    if is_present(folder / "meta.json"):
         return folder
     if (folder / "prepare.py").is_file():
         raise ConfigError(f"dataset {name} is not prepared: run `make data DATASET={name}`")
@@ -128,44 +130,30 @@ class Split:
         return int(self.ends[-1])
 
 
-def open_split(folder: Path, name: str, meta: dict[str, Any], block_size: int) -> Split:
-    """Check a split's files against `meta.json`, by size and, up to `HASH_UP_TO` bytes, by sha256."""
-    itemsize = np.dtype(meta["dtype"]).itemsize
+def open_split(folder: Path, name: str, files: Sequence[TokenFile], dtype: np.dtype[Any], block_size: int) -> Split:
+    """Open a split's files, checked against `meta.json` by size and, up to `HASH_UP_TO` bytes, by sha256.
+
+    Raises:
+        ConfigError: a file is missing, damaged or cannot be read, or all of them are shorter than a sequence.
+    """
     again = f"prepare it again with `rm {folder}/meta.json && make data DATASET={folder.name}`"
-    files = meta["splits"][name]
     for file in files:
-        path = folder / file["name"]
-        size = path.stat().st_size if path.is_file() else -1
-        if size != file["tokens"] * itemsize:
-            found = "is missing" if size < 0 else f"has {size:,} bytes where {file['tokens'] * itemsize:,} were written"
+        path, expected = folder / file["name"], file["tokens"] * dtype.itemsize
+        size = size_of(path)
+        if size != expected:
+            found = "is missing" if size is None else f"has {size:,} bytes where {expected:,} were written"
             raise ConfigError(f"{path} {found}: {again}")
         if size <= HASH_UP_TO and sha256_of(path) != file["sha256"]:
             raise ConfigError(f"{path} is not the file that was prepared (its sha256 differs): {again}")
     starts = [max(0, file["tokens"] - block_size) for file in files]
-    tokens = sum(file["tokens"] for file in files)
     if not sum(starts):
-        longest = max(file["tokens"] for file in files) - 1
+        tokens, longest = sum(file["tokens"] for file in files), max(file["tokens"] for file in files) - 1
         raise ConfigError(
             f"--block_size={block_size} is longer than the {name} split of {folder.name} ({tokens:,} tokens): "
             f"use --block_size={longest} or less"
         )
     paths, ends = [folder / file["name"] for file in files], np.cumsum(starts)
-    return Split(paths, [open(path, "rb", buffering=0) for path in paths], ends - starts, ends)
-
-
-def checked_tokenizer(identity: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer's identity, if it is one that can be used.
-
-    Raises:
-        ValueError, KeyError, TypeError: a field is missing or not what it should be.
-    """
-    if identity["name"] not in ("char", "gpt2"):
-        raise ValueError(f"its tokenizer {identity['name']!r} is neither char nor gpt2")
-    if not isinstance(identity["vocab_size"], int) or identity["vocab_size"] < 1:
-        raise ValueError(f"its vocab_size is {identity['vocab_size']!r}")
-    if not isinstance(identity["sha256"], str) or (identity["name"] == "char" and "characters" not in identity):
-        raise ValueError("its tokenizer is not described")
-    return identity
+    return Split(paths, [open_regular(path) for path in paths], ends - starts, ends)
 
 
 class TokenData:
@@ -184,20 +172,23 @@ class TokenData:
     def __init__(self, dataset: str, block_size: int, batch_size: int, seed: int) -> None:
         folder = find_dataset(dataset)
         try:
-            self.meta = json.loads((folder / "meta.json").read_text())
-            self.tokenizer = checked_tokenizer(self.meta["tokenizer"])
-            self.dtype = np.dtype(self.meta["dtype"])
-            self.splits = {name: open_split(folder, name, self.meta, block_size) for name in ("train", "val")}
-        except (ValueError, KeyError, TypeError) as error:
+            self.meta = read_dataset_meta(folder)
+        except Malformed as error:
             raise ConfigError(
-                f"{folder}/meta.json cannot be read ({type(error).__name__}: {error}): delete it and prepare again"
+                f"{folder}/meta.json is not that of a dataset ({error}): delete it and prepare again"
             ) from None
+        self.tokenizer, self.dtype = self.meta["tokenizer"], np.dtype(self.meta["dtype"]).newbyteorder("<")
+        self.splits = {
+            "train": open_split(folder, "train", self.meta["splits"]["train"], self.dtype, block_size),
+            "val": open_split(folder, "val", self.meta["splits"]["val"], self.dtype, block_size),
+        }
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
 
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint records of its data: every file's sha256, and the tokenizer."""
-        files = {f["name"]: f["sha256"] for split in self.meta["splits"].values() for f in split}
+        splits = self.meta["splits"]
+        files = {file["name"]: file["sha256"] for file in [*splits["train"], *splits["val"]]}
         return {"tokenizer": self.tokenizer, "files": files}
 
     def batch(self, split: str, purpose: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:

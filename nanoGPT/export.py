@@ -27,8 +27,9 @@ from nanoGPT.config import C
 from nanoGPT.data import TokenData, load_tokenizer
 from nanoGPT.exits import ConfigError, one_sentence
 from nanoGPT.files import is_present
-from nanoGPT.manifest import Checkpoint, Damaged, NewFiles, manifests, verify_files
+from nanoGPT.manifest import Checkpoint, Damaged, NewFiles, check_training, manifests, verify_files
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.schemas import TokenizerIdentity
 from nanoGPT.state import EMBEDDING, HEAD, SHAPE, Lazily, check_resumed, read_ckpt, read_payload, save_ckpt
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 GPT2_VOCAB, PADDED_VOCAB = 50257, 50304
 
 
-def tokenizer_rows(tokenizer: dict[str, Any]) -> int:
+def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
     """Rows of the embedding for a tokenizer: GPT-2's 50257 are padded to 50304, a multiple of 64."""
     return PADDED_VOCAB if tokenizer["vocab_size"] == GPT2_VOCAB else int(tokenizer["vocab_size"])
 
@@ -57,6 +58,7 @@ def starting_point(
     """
     weights = None
     if checkpoint:
+        check_training(checkpoint.path, checkpoint.manifest)
         check_resumed(config, data, checkpoint)
         shape = GPTConfig.of(checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
@@ -93,6 +95,7 @@ def newest_whole(out_dir: Path) -> Checkpoint:
         for path, manifest in manifests(out_dir):
             try:
                 verify_files(path, manifest)
+                check_training(path, manifest)
                 return Checkpoint(path, manifest)
             except Damaged as reason:
                 is_changing = is_changing or not is_present(path)

@@ -1,10 +1,11 @@
 """Read and write files on file systems that may fail: a read error is retried, and never taken for a missing file.
 
-Only `FileNotFoundError` and `NotADirectoryError` mean that a file is absent. Any other error, such as EIO or ESTALE
+Only a path that leads nowhere means that a file is absent. Any other error, such as EIO or ESTALE
 from a network file system, is retried for a few seconds and then ends the program with one sentence. Files are opened
 without blocking, so that a FIFO in the place of a file cannot hang a run.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -41,6 +42,8 @@ def retry_reads(path: Path, read: Callable[[], T]) -> T:
         except ABSENT:
             raise
         except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # there cannot be such a file
+                raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
             if wait is None or isinstance(error, FINAL):
                 raise ConfigError(
                     f"{path} cannot be read ({error.strerror}): nothing was changed; check the file system and its "

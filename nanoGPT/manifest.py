@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanoGPT import schemas
 from nanoGPT.cli import command_line
 from nanoGPT.exits import ConfigError, one_sentence
 from nanoGPT.files import (
@@ -35,6 +36,7 @@ from nanoGPT.files import (
     sha256_of,
     size_of,
 )
+from nanoGPT.schemas import Malformed, check, check_tokenizer
 
 Manifest = dict[str, Any]
 STEP = re.compile("step-[0-9]{8,}")  # how a checkpoint's directory is named
@@ -105,9 +107,30 @@ def read_manifest(path: Path) -> Manifest:
         raise Damaged("its manifest.json is not JSON") from None
     if not isinstance(manifest, dict) or seal(manifest) != text:
         raise Damaged("its manifest.json was changed after it was written")
-    if not manifest.get("files") or (STEP.fullmatch(path.name) and int(path.name[5:]) != manifest.get("step")):
+    try:
+        step = check(manifest, schemas.Manifest)["step"]
+    except Malformed as error:
+        raise Damaged(f"its manifest.json is not that of a checkpoint ({error})") from None
+    if STEP.fullmatch(path.name) and int(path.name[5:]) != step:
         raise Damaged("its manifest.json is not that of a checkpoint of this step")
     return manifest
+
+
+def check_training(path: Path, manifest: Manifest) -> None:
+    """Check that a checkpoint is that of a training run, whose model and data its manifest describes.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        found = check(manifest, schemas.TrainingManifest)
+        check_tokenizer(found["data"]["tokenizer"])
+        if found["model_args"]["n_embd"] % found["model_args"]["n_head"]:
+            raise Malformed("its n_embd is not divisible by its n_head")
+    except Malformed as error:
+        raise ConfigError(
+            f"{path / 'manifest.json'} is not that of a training run ({error}): give another run or checkpoint"
+        ) from None
 
 
 def file_names(path: Path) -> list[str]:
@@ -273,7 +296,7 @@ def main(out_dir: str) -> None:
             manifest = read_manifest(path)
             verify_files(path, manifest)
             size = sum(file["size"] for file in manifest["files"])
-            print(f"{path.name}: whole, {len(manifest['files'])} file(s), {size:,} bytes, {manifest['phase']}")
+            print(f"{path.name}: whole, {len(manifest['files'])} file(s), {size:,} bytes, {manifest.get('phase', '')}")
         except Damaged as reason:
             if not is_present(path):
                 print(f"{path.name}: deleted while it was read, as the run keeps its newest checkpoints only")

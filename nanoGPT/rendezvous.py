@@ -319,7 +319,7 @@ def saved_by(agents: tuple[str, ...], run: "Runtime", config: TrainConfig) -> di
     """The configuration in the newest checkpoint, if there is one and it is of a job of these agents; rank 0 reads."""
     if not run.lock or not step_directories(Path(config.out_dir)):
         return None
-    return saved_config(config.out_dir) if {*agents} & {*run.lock.read().splitlines()} else None
+    return saved_config(type(config), config.out_dir) if {*agents} & {*run.lock.read().splitlines()} else None
 
 
 def refusal(run: "Runtime", config: TrainConfig) -> str | None:

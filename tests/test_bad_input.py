@@ -206,7 +206,7 @@ def test_a_tokenizer_that_cannot_be(change, tmp_path):
     meta = json.loads((folder / "meta.json").read_text())
     meta["tokenizer"] |= change
     (folder / "meta.json").write_text(json.dumps(meta))
-    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), "meta.json cannot be read")
+    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), "meta.json is not that of a dataset")
 
 
 @pytest.mark.parametrize("harm", ["truncated", "foreign", "missing", "meta"])
@@ -226,7 +226,7 @@ def test_a_damaged_dataset_is_named(harm, tmp_path):
         words = ["val.bin is missing"]
     else:
         (folder / "meta.json").write_text("{}")
-        words = ["meta.json cannot be read"]
+        words = ["meta.json is not that of a dataset"]
     assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), *words)
 
 

@@ -1,5 +1,6 @@
 """The checkpoint directory: whole or not at all, verified when read, and never the only copy lost."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -20,6 +21,7 @@ from nanoGPT.checkpoint import CheckpointDirectory
 from nanoGPT.config import TrainConfig
 from nanoGPT.exits import ConfigError, SaveError
 from nanoGPT.manifest import Damaged, NewFiles, read_manifest, seal, verify_files
+from nanoGPT.model import GPTConfig
 from nanoGPT.out_dir import check_out_dir
 from nanoGPT.runtime import Runtime
 from nanoGPT.state import read_payload
@@ -27,6 +29,14 @@ from tests.helpers import assert_refused, call_train, run_program, tiny, train
 from workshop.ranks import losses, run_on_ranks, start_ranks
 
 CPU = torch.device("cpu")
+FACTS = {  # what the manifest of a training run says
+    "phase": "test",
+    "config": {},
+    "model_args": {**dataclasses.asdict(GPTConfig(1, 1, 8, 8)), "vocab_size": 5},
+    "data": {"tokenizer": {"name": "char", "vocab_size": 5, "sha256": "", "characters": "abcde"}, "files": {}},
+    "best_val_loss": 1.0,
+    "grad_scaler": {},
+}
 
 
 class OneRank(Runtime):
@@ -291,15 +301,27 @@ def open_own_directory(root: str) -> None:
     CheckpointDirectory(f"{root}/{rank}", Runtime(rank, rank, 2, 2, CPU, torch.float32), 3)
 
 
+def minimal(step: int) -> dict[str, object]:
+    """Return the least that a manifest says."""
+    return {
+        "step": step,
+        "world_size": 1,
+        "versions": {},
+        "files": [{"name": "payload", "size": 1, "sha256": ""}],
+        "sha256": "",
+    }
+
+
 def test_a_manifest_that_was_edited_is_refused(tmp_path):
     """A manifest with another number in it, or other white space, is not the one that was written."""
     folder = tmp_path / "step-00000003"
     folder.mkdir()
-    path, whole = folder / "manifest.json", seal({"step": 3, "files": [{"name": "payload"}]})
+    path, whole = folder / "manifest.json", seal(minimal(3))
     path.write_text(whole)
     assert read_manifest(folder)["step"] == 3
     edited = (whole.replace("3", "4", 1), whole + "\n", "[]", "{}")
-    for changed in (*edited, seal({"step": 3, "files": []}), seal({"step": 4, "files": [1]}), seal({"files": [1]})):
+    other = [seal({**minimal(3), "files": []}), seal(minimal(4)), seal({**minimal(3), "step": None})]
+    for changed in (*edited, *other):
         path.write_text(changed)
         with pytest.raises(Damaged):
             read_manifest(folder)
@@ -501,13 +523,13 @@ def test_a_checkpoint_that_retention_deletes_is_not_called_damaged(tmp_path, mon
     exporting takes one that has become the newest."""
     box = directory(tmp_path)
     for step in (1, 2):
-        box.save(step, write_bytes(b"x"), {"phase": "test"})
+        box.save(step, write_bytes(b"x"), FACTS)
     real = manifest_module.verify_files
 
     def verify(path, *args):
         if path.name == "step-00000001":  # what the running job does in the middle of this
             shutil.rmtree(path)
-            box.save(3, write_bytes(b"x"), {"phase": "test"})
+            box.save(3, write_bytes(b"x"), FACTS)
         real(path, *args)
 
     monkeypatch.setattr(manifest_module, "verify_files", verify)
@@ -523,7 +545,7 @@ def test_a_checkpoint_that_retention_deletes_is_not_called_damaged(tmp_path, mon
 def delete_and_replace(path: Path, box: CheckpointDirectory) -> None:
     """Do what a training run may do while its newest checkpoint is verified: save a newer one, delete this one."""
     if path.name == "step-00000003":
-        box.save(4, write_bytes(b"x"), {"phase": "test"})
+        box.save(4, write_bytes(b"x"), FACTS)
         box.drain()
         shutil.rmtree(path)
         raise Damaged("payload is missing")

@@ -14,7 +14,7 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.sample import newest_run
 from nanoGPT.state import read_ckpt, read_payload
 from tests.helpers import assert_refused, gap, run_program, tiny, train
-from tests.test_checkpoint import directory, write_bytes
+from tests.test_checkpoint import FACTS, directory, write_bytes
 from workshop.ranks import losses
 
 
@@ -176,7 +176,7 @@ def test_ckpt_round_trips(phase, runs, tmp_path):
 def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
     """Exporting and sampling pass a damaged checkpoint over, with the reason, and take the one before."""
     box = directory(tmp_path)
-    before, last = (box.save(step, write_bytes(b"weights"), {}) for step in (1, 2))
+    before, last = (box.save(step, write_bytes(b"weights"), FACTS) for step in (1, 2))
     box.drain()
     (last / "payload").write_bytes(b"weighty")
     assert newest_whole(tmp_path).path == before

@@ -232,7 +232,9 @@ def start_often(out: Path) -> list[tuple[str, int] | str]:
     if os.environ["RANK"] == "0":
         folder.mkdir(parents=True)
         config = {**vars(tiny("nanoGPT", out)), "n_layer": 12}
-        (folder / "manifest.json").write_text(seal({"config": config, "step": 4, "files": [{"name": "ckpt.pt"}]}))
+        files = [{"name": "ckpt.pt", "size": 1, "sha256": ""}]
+        manifest = {"config": config, "step": 4, "world_size": 2, "versions": {}, "files": files}
+        (folder / "manifest.json").write_text(seal(manifest))
     found += [start_again(out, (0, 1)), start_again(out, (2, 2)), start_again(out, (0, 0))]
     return [*found, start_again(out, (1, 1), "another job")]
 
