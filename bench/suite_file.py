@@ -6,15 +6,20 @@ import tomllib
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from msgspec import Meta
 
 from bench.cells import PHASES
 from bench.suite_report import METRICS
 from nanoGPT.config import nearest
 from nanoGPT.exits import ConfigError
+from nanoGPT.files import is_present, read_document
+from nanoGPT.schemas import Malformed, check
 
 SUITES = Path(__file__).resolve().parent / "suites"
 RESERVED = {"seed", "out_dir", "init_from", "device"}
+MOST_RUNS = 10_000
 SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
@@ -47,6 +52,22 @@ class Suite:
     reference_batch: int = 0
 
 
+class SuiteFile(TypedDict):
+    """What a suite's file says: the fields of a Suite, without its name."""
+
+    about: str
+    phases: list[str]
+    ranks: list[Annotated[int, Meta(ge=1, lt=2**20)]]
+    metric: str
+    seeds: NotRequired[list[Annotated[int, Meta(ge=0, lt=2**20)]]]
+    minutes: NotRequired[float]
+    config: NotRequired[dict[str, str | int | float | bool]]
+    variants: NotRequired[dict[str, dict[str, str | int | float | bool]]]
+    scale_batch: NotRequired[bool]
+    lr_scaling: NotRequired[str]
+    reference_batch: NotRequired[int]
+
+
 def load(name: str) -> Suite:
     """Read a suite's file.
 
@@ -56,7 +77,7 @@ def load(name: str) -> Suite:
     path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
     if path.is_dir():
         raise ConfigError(f"{path} is a directory: give a suite's file")
-    if not path.is_file():
+    if not is_present(path):
         names = sorted(path.stem for path in SUITES.glob("*.toml"))
         raise ConfigError(f"there is no suite {name}{nearest(name, names) or ': give ' + ', '.join([*names, 'all'])}")
     if not re.fullmatch(r"\w[\w.+=-]*", path.stem):  # of its directory and of its jobs
@@ -64,8 +85,8 @@ def load(name: str) -> Suite:
     if path.resolve().parent != SUITES and (SUITES / path.name).exists():
         raise ConfigError(f"{path}: this repository has a suite {path.stem}, and its runs are there: rename the file")
     try:
-        said = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        said = tomllib.loads(read_document(path))
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, no regular file, or nested too deeply
         raise ConfigError(f"{path} is no TOML: {error}") from None
     allowed = {each.name: each for each in fields(Suite) if each.name != "name"}
     for key in said:
@@ -74,23 +95,21 @@ def load(name: str) -> Suite:
     missing = [key for key in ("about", "phases", "ranks", "metric") if key not in said]
     if missing:
         raise ConfigError(f"{path}: {missing[0]} is missing; bench/suites/scaling.toml shows the form")
+    try:
+        check(said, SuiteFile)
+    except Malformed as error:
+        raise ConfigError(f"{path}: {error}; bench/suites/scaling.toml shows the form") from None
     suite = Suite(path.stem, **said)
-    check(suite, path)
+    check_values(suite, path)
     return suite
 
 
-def check(suite: Suite, path: Path) -> None:
-    """Refuse values that no suite can have."""
-    shapes: dict[str, tuple[Any, str]] = {
-        "about": (str, "a sentence"), "phases": (list, "a list"), "ranks": (list, "a list"), "seeds": (list, "a list"),
-        "metric": (str, "a word"), "minutes": ((int, float), "a number"), "config": (dict, "a table"),
-        "variants": (dict, "tables"), "scale_batch": (bool, "true or false"), "lr_scaling": (str, "a word"),
-        "reference_batch": (int, "a number"),
-    }  # fmt: skip
-    for name, (kind, said) in shapes.items():
-        value = getattr(suite, name)
-        if not isinstance(value, kind) or (type(value) is bool and kind is not bool):
-            raise ConfigError(f"{path}: {name} must be {said}")
+def check_values(suite: Suite, path: Path) -> None:
+    """Refuse values of the right type that no suite can have.
+
+    Raises:
+        ConfigError: names the field, and what it must be.
+    """
     choices = (
         ("phases", suite.phases, list(PHASES)),
         ("metric", [suite.metric], list(METRICS)),
@@ -103,15 +122,15 @@ def check(suite: Suite, path: Path) -> None:
     for name in ("phases", "ranks", "seeds", "variants"):
         if not getattr(suite, name):
             raise ConfigError(f"{path}: {name} is empty")
-    for name in ("ranks", "seeds"):
-        if not all(type(value) is int and (name == "ranks") <= value < 2**20 for value in getattr(suite, name)):
-            raise ConfigError(f"{path}: {name} must be whole numbers")
+    runs = len(suite.phases) * len(suite.ranks) * len(suite.seeds) * len(suite.variants)
+    if runs > MOST_RUNS:
+        raise ConfigError(f"{path} asks for {runs:,} runs: give at most {MOST_RUNS:,}, in several suites if need be")
     for name in ("phases", "ranks", "seeds"):
         for value, times in Counter(getattr(suite, name)).items():
             if times > 1:
                 raise ConfigError(f"{path}: {name} has {value} twice: give each once")
-    for name, words in suite.variants.items():
-        if not isinstance(words, dict) or not re.fullmatch(r"[\w.+=-]+", name):
+    for name in suite.variants:
+        if not re.fullmatch(r"[\w.+=-]+", name):
             raise ConfigError(f"{path}: variants.{name} must be a table, named in letters, digits and .+=_-")
     for name in RESERVED & {*suite.config, *itertools.chain(*suite.variants.values())}:
         raise ConfigError(f"{path}: {name} is set by the suite; take it out of config and variants")

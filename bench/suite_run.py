@@ -16,12 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from msgspec import Meta
 
 from bench.cells import PHASES
 from nanoGPT.config import TrainConfig
 from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.files import ABSENT
 from nanoGPT.manifest import step_directories
+from nanoGPT.schemas import Malformed, read_json
 
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = "phase3_fsdp/slurm.sh"
@@ -69,30 +73,55 @@ class Run:
         (self.directory / "run.json").write_text(json.dumps(said, indent=1) + "\n")
 
 
+class RunFile(TypedDict):
+    """What run.json says: the fields of a Run."""
+
+    directory: str
+    phase: str
+    ranks: Annotated[int, Meta(ge=1, le=2**20)]
+    variant: str
+    seed: int
+    words: list[str]
+    minutes: Annotated[float, Meta(gt=0)]
+    steps: Annotated[int, Meta(ge=1)]
+
+
+class StatusFile(TypedDict):
+    """What status.json says."""
+
+    state: str
+    reason: NotRequired[str]
+    seconds: NotRequired[float]
+    time: NotRequired[str]
+
+
 def read_run(directory: Path) -> Run:
-    """A run from its run.json.
+    """Return a run from its run.json.
 
     Raises:
         ConfigError: there is none, or none that can be read.
     """
     try:
-        said = json.loads((directory / "run.json").read_text())
-        run = Run(**{**said, "directory": directory})
-        if run.phase not in PHASES:
-            raise ValueError(f"{run.phase!r} in run.json is no phase")
-    except (OSError, ValueError, TypeError) as error:
+        said: dict[str, Any] = {**read_json(directory / "run.json", RunFile)}
+        if said["phase"] not in PHASES:
+            raise Malformed(f"{said['phase']!r} in run.json is no phase")
+    except (*ABSENT, Malformed) as error:
         raise ConfigError(f"{directory} holds no run of a suite: {error}") from None
-    return run
+    return Run(**{**said, "directory": directory})
 
 
 def read_status(directory: Path) -> dict[str, Any]:
-    """A run's status; pending where there is none yet, or none that can be read."""
+    """Return a run's status; pending if there is none yet, or one of another form.
+
+    Raises:
+        ConfigError: it is there, but could not be read.
+    """
     try:
-        found = json.loads((directory / "status.json").read_text())
-    except (OSError, ValueError):
-        found = None
+        found: dict[str, Any] = {**read_json(directory / "status.json", StatusFile)}
+    except (*ABSENT, Malformed):
+        found = {}
     blank = {"state": "pending", "reason": "", "seconds": 0.0}
-    return {**blank, **found} if isinstance(found, dict) and found.get("state") in STATES else blank
+    return {**blank, **found} if found.get("state") in STATES else blank
 
 
 def write_status(directory: Path, state: str, reason: str = "", seconds: float = 0.0) -> dict[str, Any]:
@@ -130,6 +159,10 @@ def alone(directory: Path) -> Iterator[int]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another suite, or a run that it left, is at work in {directory}: wait for it") from None
+        except OSError as error:
+            print(
+                f"the file system of {directory} has no file locks ({error.strerror}): start one suite there at a time"
+            )
         yield file.fileno()
 
 

@@ -11,8 +11,9 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -121,7 +122,7 @@ class Split:
     """The files of one split, open, and how many windows of block_size + 1 tokens start in each."""
 
     paths: list[Path]
-    files: list[BinaryIO]
+    files: list[FileIO]
     begins: np.ndarray  # number of the first window of each file, counted through all files
     ends: np.ndarray
 

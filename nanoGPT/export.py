@@ -45,9 +45,15 @@ def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
 
 
 def starting_point(
-    config: C, data: TokenData, checkpoint: Checkpoint | None
+    config: C, data: TokenData, checkpoint: Checkpoint | None, trains: bool = True
 ) -> tuple[C, GPTConfig, Mapping[str, Tensor] | None]:
-    """Where a run begins.
+    """Return where a run begins.
+
+    Args:
+        config: as asked for.
+        data: what it reads.
+        checkpoint: what it resumes, if it does.
+        trains: the run goes on as the checkpoint's run; False: it only evaluates the weights.
 
     Returns:
         The configuration with the shape that the model really has, the model's own configuration, and its weights,
@@ -59,7 +65,8 @@ def starting_point(
     weights = None
     if checkpoint:
         check_training(checkpoint.path, checkpoint.manifest)
-        check_resumed(config, data, checkpoint)
+        if trains:
+            check_resumed(config, data, checkpoint)
         shape = GPTConfig.of(checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)

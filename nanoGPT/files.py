@@ -12,8 +12,9 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from nanoGPT.exits import ConfigError
 
@@ -54,7 +55,7 @@ def retry_reads(path: Path, read: Callable[[], T]) -> T:
     raise AssertionError("the last try either returns or raises")
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> FileIO:
     """Open a regular file for reading, unbuffered. A FIFO, a device or a directory is refused without blocking.
 
     Raises:
@@ -82,7 +83,7 @@ def read_document(path: Path) -> str:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > LARGEST_DOCUMENT:
                 raise NotAFile(f"{path.name} is larger than {LARGEST_DOCUMENT >> 20} MiB")
-            return file.readall()  # type: ignore[attr-defined]
+            return file.readall()
 
     return retry_reads(path, read).decode()
 
@@ -148,7 +149,7 @@ def sha256_of(path: Path) -> str:
 
     def read() -> str:
         with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     return retry_reads(path, read)
 

@@ -6,6 +6,8 @@ whole or not at all. Only tensors go in; the rest is in the manifest. Nothing in
 """
 
 import contextlib
+import io
+import math
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,9 +20,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from nanoGPT.exits import ConfigError, PeerFailed
+from nanoGPT.files import open_regular, size_of
 from nanoGPT.manifest import NewFiles
 
 
@@ -69,9 +73,17 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], alon
         source: the directory; or its reader, which reads the index once for many calls.
     """
     reader = source if isinstance(source, SafeReader) else SafeReader(source)
-    with warnings.catch_warnings(), own_failure(alone):
-        warnings.simplefilter("ignore")  # that a process alone has no ranks to talk to is what is wanted
-        dcp.load(dict(tensors), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
+    try:
+        with warnings.catch_warnings(), own_failure(alone):
+            warnings.simplefilter("ignore")  # that a process alone has no ranks to talk to is what is wanted
+            dcp.load(dict(tensors), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
+    except PeerFailed:
+        raise
+    except (RuntimeError, ValueError, KeyError, IndexError, EOFError, pickle.UnpicklingError) as error:
+        raise ConfigError(
+            f"the shards in {reader.path} do not fit their index or the model ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no reason'}): give another checkpoint"
+        ) from None
 
 
 def stored(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -104,13 +116,39 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         if self.index is not None:
             return self.index
+        path = Path(self.path) / ".metadata"
         try:
-            with open(Path(self.path) / ".metadata", "rb") as file:
-                OnlyRecords(file).load()
+            with open_regular(path) as file:
+                index = OnlyRecords(io.BufferedReader(file)).load()
+            check_index(Path(self.path), index)
         except pickle.UnpicklingError as error:
-            raise ConfigError(f"{self.path}/.metadata is not opened: {error}") from None
+            raise ConfigError(f"{path} is not opened: {error}") from None
+        except (AttributeError, TypeError, ValueError, KeyError, IndexError, EOFError, MemoryError) as error:
+            raise ConfigError(f"{path} is no index of shards ({error}): give another checkpoint") from None
         self.index = super().read_metadata(*args, **kwargs)
         return self.index
+
+
+def check_index(folder: Path, index: Metadata) -> None:
+    """Check that an index describes tensors of numbers that can lie in the files which it names, in its directory.
+
+    Raises:
+        AttributeError, TypeError, ValueError: it does not.
+    """
+    places = list((index.storage_data or {}).values())
+    names = {place.relative_path for place in places}
+    if any(Path(name).name != name for name in names):
+        raise ValueError("it names a file in another directory")
+    sizes = {name: size_of(folder / name) or 0 for name in names}
+    if any(place.offset < 0 or not 0 <= place.length <= sizes[place.relative_path] - place.offset for place in places):
+        raise ValueError("it names bytes beyond the end of a file")
+    needed = 0
+    for name, tensor in index.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata) or any(length < 0 for length in tensor.size):
+            raise ValueError(f"{name} is no tensor")
+        needed += math.prod(tensor.size) * tensor.properties.dtype.itemsize
+    if needed > sum(sizes.values()):
+        raise ValueError(f"its tensors have {needed:,} bytes, and the files {sum(sizes.values()):,}")
 
 
 class OnlyRecords(pickle.Unpickler):

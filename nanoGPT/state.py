@@ -86,7 +86,11 @@ def load_scaler(scaler: torch.amp.GradScaler, checkpoint: Checkpoint) -> None:
 
 
 def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -> None:
-    """Refuse to continue a checkpoint with another model or another tokenizer."""
+    """Refuse to continue a checkpoint with another model, another optimizer or other data.
+
+    Raises:
+        ConfigError: names what differs.
+    """
     saved, name = checkpoint.manifest["model_args"], checkpoint.path.name
     if checkpoint.step > config.max_iters:
         raise ConfigError(
@@ -108,6 +112,13 @@ def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) 
         raise ConfigError(
             f"--dataset={config.dataset} has another tokenizer than the one {name} was trained with: "
             f"use --dataset={checkpoint.manifest['config']['dataset']}"
+        )
+    before, now = checkpoint.manifest["data"]["files"], data.identity["files"]
+    if changed := sorted(file for file in {*before, *now} if before.get(file) != now.get(file)):
+        raise ConfigError(
+            f"--dataset={config.dataset} is not the data that {name} was trained on ({changed[0]} differs): prepare "
+            "that data again to resume, or start a new run from these weights with "
+            f"--init_from={config.out_dir} and another --out_dir"
         )
 
 
@@ -191,7 +202,9 @@ def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.opt
     materialise(optimizer)
     for name, param in model.named_parameters():
         for key, value in state.optimizer.get(name, {}).items():
-            optimizer.state[param][key].copy_(value)
+            if key not in optimizer.state[param]:
+                raise ConfigError(f"{path} has an optimizer state {key} of {name}, which this optimizer does not have")
+            copy_tensor(f"{key} of {name}", value, optimizer.state[param][key])
 
 
 def load_whole(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -202,7 +215,21 @@ def load_whole(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
         raise ConfigError(f"the weights and the model differ in {len(differ)} parameters, such as {differ[0]}")
     with torch.no_grad():
         for name, param in params.items():
-            param.copy_(weights[name])
+            copy_tensor(name, weights[name], param)
+
+
+def copy_tensor(name: str, value: Tensor, target: Tensor) -> None:
+    """Copy a tensor that was read from a file; never one of another shape, which `copy_` would broadcast.
+
+    Raises:
+        ConfigError: its shape or its kind of numbers is another.
+    """
+    if value.shape != target.shape or not value.dtype.is_floating_point:
+        raise ConfigError(
+            f"{name} is {value.dtype} of shape {tuple(value.shape)} in the file, where the model has shape "
+            f"{tuple(target.shape)}: give another file"
+        )
+    target.copy_(value)
 
 
 def materialise(optimizer: torch.optim.Optimizer) -> None:

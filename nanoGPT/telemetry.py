@@ -93,7 +93,7 @@ def drop_lines_from(path: Path, step: int) -> None:
     """Keep the lines before `step` of a metrics file; a torn last line goes too."""
     kept = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] < step:
                 kept.append(line + "\n")
     temporary = path.with_name(".tmp-metrics.jsonl")

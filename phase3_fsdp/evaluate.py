@@ -47,7 +47,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         if source == "resume":
             checkpoint = newest_on_all(Path(config.out_dir), run)
             source = str(checkpoint.path)
-        config, model_args, weights = starting_point(config, data, checkpoint)
+        config, model_args, weights = starting_point(config, data, checkpoint, trains=False)
         if checkpoint:
             weights = read_payload(checkpoint.path).model
         with fsdp.birthplace(config, run):
