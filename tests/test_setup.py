@@ -1,5 +1,6 @@
 """`make setup` recovers from every interruption: real environments and a real pip, with a tiny project and wheels."""
 
+import contextlib
 import os
 import resource
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -265,16 +267,40 @@ def processes_of(group: int) -> list[Path]:
     return found
 
 
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Let no process that starts here write a larger file. To a program that is like a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_an_unfinished_environment_that_fills_the_disk_is_deleted(finished):
+    """Its packages are deleted before anything is written, so that they cannot be what fills the disk for ever."""
+    (finished / ".venv/.unfinished").touch()
+    with file_size_limit(0):
+        assert_refused(make(finished, "setup"), ".venv cannot be set up", "free space")
+    assert os.listdir(finished / ".venv") == [".unfinished"]
+    assert_begins_again(finished, AGAIN)
+
+
+def test_a_disk_that_is_full_before_pip_arrives_is_one_sentence(project):
+    """What `venv` and `ensurepip` print is left out but for their reason."""
+    with file_size_limit(1 << 16):
+        ended = make(project, "setup")
+    assert_refused(ended, "installing pip into .venv failed (", "[Errno 27] File too large")
+    assert ended.output.splitlines()[0] == INSTALLING and ended.output.count("\n") == 3
+
+
 def test_a_full_disk_is_one_sentence_and_the_next_set_up_starts_again(finished):
     """Where a package cannot be written, pip's reason arrives in one sentence, and the next make starts again."""
     write_wheel(finished.parent, "gamma", size=3 << 20)
     change_needs(finished, "alpha", "beta", "gamma")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, limits[1]))  # a larger file cannot be written
-    try:
+    with file_size_limit(2 << 20):
         ended = make(finished, "setup")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert_refused(ended, "[Errno 27] File too large", "free disk space", "run the same command again")
     assert_begins_again(finished, AGAIN)
 
@@ -290,7 +316,9 @@ def test_a_failed_update_leaves_a_finished_environment(finished):
     """A new package that pip cannot find is one sentence, and nothing is deleted; later it is installed."""
     change_needs(finished, "alpha", "beta", "late")
     for _ in range(2):
-        assert_refused(make(finished, "setup"), "pip install failed (No matching distribution found for late)")
+        assert_refused(
+            make(finished, "setup"), "pip install failed (Could not find a version that satisfies the requirement late"
+        )
     assert packages(finished) == {"lesson-1", "alpha-1", "beta-1"} and not (finished / ".venv/.unfinished").exists()
     write_wheel(finished.parent, "late")
     ended = make(finished, "setup")

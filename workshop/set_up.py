@@ -33,7 +33,7 @@ GOALS = {
 }
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", "constraints.txt")
 AGAIN = "then run the same command again"
-RETRIES = "check the network and the free disk space, " + AGAIN
+CHECKS = "check the network and the free disk space, " + AGAIN
 WORKS = "import os, sys, pip; sys.exit(sys.version_info < (3, 11) or not os.path.samefile(sys.prefix, sys.argv[1]))"
 
 
@@ -139,8 +139,14 @@ def works() -> bool:
         return False
 
 
-def run_step(what: str, words: list[str | Path], lock: int) -> None:
-    """Run a program and show what it writes to standard error. It inherits the lock, in case it outlives this process.
+def run_step(what: str, words: list[str | Path], lock: int, show: bool = False) -> None:
+    """Run a program, which inherits the lock in case it outlives this process.
+
+    Args:
+        what: what it does, for the error message.
+        words: the program and its arguments.
+        lock: file descriptor of the lock.
+        show: whether to pass on what it writes to standard error.
 
     Raises:
         SetUpError: it failed.
@@ -152,13 +158,13 @@ def run_step(what: str, words: list[str | Path], lock: int) -> None:
         assert program.stderr
         try:
             for line in program.stderr:
-                sys.stderr.write(line)
+                sys.stderr.write(line if show else "")
                 lines.append(line.strip())
         except BaseException:
             program.kill()
             raise
     if program.returncode:
-        raise SetUpError(f"{what} failed ({find_reason(program.returncode, lines)}): {RETRIES}")
+        raise SetUpError(f"{what} failed ({find_reason(program.returncode, lines)}): {CHECKS}")
 
 
 def find_reason(code: int, lines: list[str]) -> str:
@@ -167,7 +173,7 @@ def find_reason(code: int, lines: list[str]) -> str:
         return f"it was ended by {signal.Signals(-code).name}"
     errors = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("error:")]
     errors = [error for error in errors if error != "subprocess-exited-with-error"]
-    reason = (errors or [line for line in lines if line] or [f"exit code {code}"])[-1]
+    reason = [*errors, *[line for line in reversed(lines) if line], f"exit code {code}"][0]
     offline = any("after connection broken by" in line for line in lines)
     return f"the package index cannot be reached; {reason}" if offline else reason
 
@@ -189,17 +195,23 @@ def check_ensurepip() -> None:
         ) from None
 
 
-def make_venv(lock: int) -> None:
-    """Delete everything in .venv but the marker, and make it again.
-
-    Raises:
-        SetUpError: it cannot be made, for example because the disk is full.
-    """
+def clear_venv() -> None:
+    """Delete everything in .venv but the marker. A marker that is there is not written again: the disk may be full."""
+    if not UNFINISHED.exists():
+        write_stamp(UNFINISHED, [ROOT])
     for path in VENV.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path != UNFINISHED:
             path.unlink()
+
+
+def make_venv(lock: int) -> None:
+    """Make an environment with pip in the empty .venv.
+
+    Raises:
+        SetUpError: it cannot be made, for example because the disk is full.
+    """
     # This process may be running in the .venv that was just deleted: the base Python still exists.
     base = getattr(sys, "_base_executable", sys.executable)
     run_step("making .venv", [base, "-m", "venv", "--without-pip", os.path.realpath(VENV)], lock)
@@ -220,7 +232,7 @@ def install(goal: str, lock: int) -> None:
     """
     before = package_times()
     try:
-        run_step("pip install", [PYTHON, *INSTALL, "--editable", GOALS[goal][0]], lock)
+        run_step("pip install", [PYTHON, *INSTALL, "--editable", GOALS[goal][0]], lock, show=True)
     except SetUpError:
         if CORE.exists() and package_times() == before:
             UNFINISHED.unlink()
@@ -241,12 +253,14 @@ def set_up(goal: str, lock: int) -> None:
         check_ensurepip()
     print(GOALS[goal][1], flush=True)
     VENV.mkdir(exist_ok=True)
+    if must_make:
+        clear_venv()
     write_stamp(UNFINISHED, [ROOT])
+    # The stamp gets the time of the start: a file that changes while pip is running is then newer than the stamp.
+    started = UNFINISHED.stat().st_mtime_ns
     if must_make:
         make_venv(lock)
     install(goal, lock)
-    # The time is that of the start: a file that changed while pip was reading it is newer than the stamp.
-    started = UNFINISHED.stat().st_mtime_ns
     write_stamp(VENV / f".{goal}", [ROOT, Path(os.path.realpath(PYTHON))], started)
     UNFINISHED.unlink()
 
@@ -260,7 +274,10 @@ def main(goal: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: the set-up of .venv failed ({error}): {RETRIES}", file=sys.stderr)
+        print(
+            f"error: .venv cannot be set up ({error}): check the disk's free space and permissions, {AGAIN}",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("\nstopped: the same command sets .venv up again", file=sys.stderr)
