@@ -239,6 +239,7 @@ def test_of_two_set_ups_one_waits(project, tmp_path):
     assert second.stdout.read() == ""
 
 
+@pytest.mark.skipif(not Path("/proc/self/cmdline").is_file(), reason="processes are looked up in /proc")
 def test_a_pip_that_outlives_its_make_keeps_the_lock(finished, tmp_path):
     """After a SIGKILL of make and the set-up alone, the next one waits for their pip, and then starts again."""
     go = tmp_path / "go"
