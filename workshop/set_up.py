@@ -34,7 +34,9 @@ GOALS = {
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", "constraints.txt")
 AGAIN = "then run the same command again"
 CHECKS = "check the network and the free disk space, " + AGAIN
-WORKS = "import os, sys, pip; sys.exit(sys.version_info < (3, 11) or not os.path.samefile(sys.prefix, sys.argv[1]))"
+CHECK_PYTHON = (
+    "import os, sys, pip; sys.exit(sys.version_info < (3, 11) or not os.path.samefile(sys.prefix, sys.argv[1]))"
+)
 
 
 class SetUpError(Exception):
@@ -121,7 +123,7 @@ def find_problem() -> str | None:
         return "was left unfinished"
     if made_for[1] and not made_here:
         return "was made for another directory"
-    if works():
+    if has_working_python():
         return None
     if not CORE.exists():
         raise SetUpError(
@@ -131,10 +133,10 @@ def find_problem() -> str | None:
     return "has lost its Python or its pip"
 
 
-def works() -> bool:
+def has_working_python() -> bool:
     """Return whether the Python of .venv starts, is new enough, has pip and installs into .venv."""
     try:
-        return subprocess.run([PYTHON, "-I", "-c", WORKS, VENV], capture_output=True).returncode == 0
+        return subprocess.run([PYTHON, "-I", "-c", CHECK_PYTHON, VENV], capture_output=True).returncode == 0
     except OSError:
         return False
 
