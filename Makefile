@@ -18,7 +18,6 @@ PHASE ?= phase3
 ARGS ?=
 
 PY := .venv/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR)
 FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
@@ -32,17 +31,21 @@ help:  ## list the commands
 	@echo
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
 
-.venv/.core: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "Installing into .venv, once: about two minutes."
-	@test -x $(PY) || $(PYTHON) -m venv .venv
-	@$(PIP) --editable .
-	@touch $@
+# A stamp names the directory and the Python that .venv was made for. If either has changed, or a set-up was
+# interrupted, the stamp depends on a target that does not exist.
+STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= read -r python; } <.venv/.core; } 2>/dev/null \
+	&& [ "$$root" -ef . ] && [ "$$python" -ef .venv/bin/python ] || echo stale-venv)
+.PHONY: $(STALE)
+
+# What these rules write is complete when it appears: an interrupt or a failure after that must not delete it.
+.PRECIOUS: .venv/.core .venv/.dev nanoGPT/data/%/meta.json
+
+.venv/.core: pyproject.toml constraints.txt $(STALE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) workshop/set_up.py core
 
 .venv/.dev: .venv/.core
-	@echo "Installing what the tests and notebooks need into .venv, once."
-	@$(PIP) --editable '.[dev]'
-	@touch $@
+	@$(PYTHON) workshop/set_up.py dev
 
 nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare.py | .venv/.core
 	@$(PY) $< && touch $@
@@ -101,4 +104,4 @@ tables: .venv/.dev  ## put the committed results into the documents' tables
 	@$(PY) -m bench.tables $(ARGS)
 clean:  ## delete caches; prepared data, .venv and out/ stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache *.egg-info
-	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find . \( -path ./.venv -o -path ./out \) -prune -o -name __pycache__ -prune -exec rm -rf {} +
