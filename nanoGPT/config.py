@@ -256,7 +256,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
     at_least |= {"seed": 0, "vocab_size": 1, "lr_decay_iters": 1}
     for name, least in at_least.items():
         value = getattr(config, name)
-        most = 2**63 - 1 if name == "seed" else 2**31 - 1
+        most = {"seed": 2**63 - 1, "n_layer": 10_000}.get(name, 2**31 - 1)
         if value is not None and not least <= value <= most:
             raise ConfigError(
                 f"--{name}={value} cannot be: give {least} or more" + (f", up to {most}" if value > 0 else "")
@@ -279,7 +279,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
     config.check(world_size)
     if config.gradient_accumulation_steps % world_size:
         steps = config.gradient_accumulation_steps
-        ranks = [n for n in range(1, steps + 1) if steps % n == 0]
+        ranks = [n for n in range(1, min(steps, 1024) + 1) if steps % n == 0]
         raise ConfigError(
             f"--gradient_accumulation_steps={steps} cannot be shared out among {world_size} ranks: use a multiple of "
             f"{world_size}, such as {-(-steps // world_size) * world_size}, or one of {ranks} ranks"
