@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from nanoGPT.ledger import Costs
+    from nanoGPT.memory_savings import Needs
     from nanoGPT.runtime import Runtime
 
 PACKAGE = Path(__file__).resolve().parent
@@ -114,6 +115,16 @@ class TrainConfig:
         from nanoGPT.ledger import ddp_costs
 
         return ddp_costs(model, optimizer, run)
+
+    def share_of_parameters(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
+        """Return which part of all parameters a rank keeps, in its GPU's memory or in the CPU's."""
+        return 1.0
+
+    def memory_savings(self, needs: "Needs", run: "Runtime") -> dict[str, float]:
+        """Return the bytes that each flag that is not set yet, or another `make` command, frees on this rank."""
+        from nanoGPT.memory_savings import baseline_savings
+
+        return baseline_savings(self, needs, run)
 
 
 GPU_DEFAULTS = {

@@ -24,6 +24,7 @@ from nanoGPT.config import TrainConfig, nearest, parse, validate
 from nanoGPT.data import TokenData
 from nanoGPT.exits import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, end_with_launcher, fail, listen_for_signals
 from nanoGPT.heartbeat import Progress
+from nanoGPT.out_of_memory import MemoryReport, check_weights_fit
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -196,7 +197,9 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> No
         raise ConfigError(
             f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory{close}"
         )
-    TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    if device.type == "cpu" and config.init_from in ("scratch", "resume"):
+        check_weights_fit(config, data.tokenizer["vocab_size"], world_size, local_world_size)
 
 
 @contextlib.contextmanager
@@ -253,6 +256,7 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
         config_class: what the command line is parsed into.
         trainer: its `__file__`; config files are looked up beside it.
     """
+    memory_report = MemoryReport()
     try:
         train(parse(config_class, sys.argv[1:], Path(trainer)))
         code = 0
@@ -266,12 +270,13 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
         code = fail(130, "interrupted before the step ended; the last checkpoint stands")
     except SystemExit:
         raise  # --help
-    except MemoryError as error:
-        code = fail(1, f"the memory does not suffice ({error}): lower --batch_size or --block_size")
     except BaseException as error:
-        if not any(words in str(error) for words in LOST_PEER):
-            traceback.print_exc()
-        code = fail(1, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        sentence = memory_report.explain(error)
+        if sentence is None:
+            if not any(words in str(error) for words in LOST_PEER):
+                traceback.print_exc()
+            sentence = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        code = fail(1, sentence)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # other threads, and the process group after a failure, have nothing more to do

@@ -16,10 +16,19 @@ from nanoGPT.checkpoint import CheckpointDirectory
 from nanoGPT.data import TokenData
 from nanoGPT.exits import ConfigError
 from nanoGPT.export import starting_point
+from nanoGPT.memory_savings import Needs
 from nanoGPT.model import GPT
+from nanoGPT.runtime import Runtime
 from nanoGPT.state import read_payload
 from phase3_fsdp import fsdp
 from phase3_fsdp.train import evaluate
+
+OF_TRAINING = (
+    "--fsdp_activation_checkpointing",
+    "--fsdp_sync_every_micro_batch",
+    "--async_save",
+    "`make",
+)  # free nothing
 
 
 @dataclass
@@ -33,6 +42,11 @@ class EvaluateConfig(fsdp.FsdpConfig):
         super().check(world_size)
         if self.init_from == "scratch":
             raise ConfigError("--init_from=scratch has learned nothing: evaluate resume, gpt2 or a directory")
+
+    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
+        weights = dataclasses.replace(needs, state={**needs.state, "gradients": 0, "optimizer_state": 0})
+        savings = super().memory_savings(weights, run)
+        return {words: size for words, size in savings.items() if not words.startswith(OF_TRAINING)}
 
 
 Config = EvaluateConfig
