@@ -24,6 +24,7 @@ from nanoGPT.config import TrainConfig, nearest, parse, validate
 from nanoGPT.data import TokenData
 from nanoGPT.exits import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, end_with_launcher, fail, listen_for_signals
 from nanoGPT.heartbeat import Progress
+from nanoGPT.known_errors import explain_known_error
 from nanoGPT.out_of_memory import MemoryReport, check_weights_fit
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -271,7 +272,7 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
     except SystemExit:
         raise  # --help
     except BaseException as error:
-        sentence = memory_report.explain(error)
+        sentence = explain_known_error(error) or memory_report.explain(error)
         if sentence is None:
             if not any(words in str(error) for words in LOST_PEER):
                 traceback.print_exc()
