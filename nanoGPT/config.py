@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from nanoGPT.ledger import Costs
+    from nanoGPT.memory_savings import Needs
     from nanoGPT.runtime import Runtime
 
 PACKAGE = Path(__file__).resolve().parent
@@ -120,6 +121,16 @@ class TrainConfig:
         from nanoGPT.ledger import ddp_costs
 
         return ddp_costs(model, optimizer, run)
+
+    def share_of_parameters(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
+        """Return which part of all parameters a rank keeps, in its GPU's memory or in the CPU's."""
+        return 1.0
+
+    def memory_savings(self, needs: "Needs", run: "Runtime") -> dict[str, float]:
+        """Return the bytes that each flag that is not set yet, or another `make` command, frees on this rank."""
+        from nanoGPT.memory_savings import baseline_savings
+
+        return baseline_savings(self, needs, run)
 
 
 GPU_DEFAULTS = {
@@ -296,7 +307,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
     at_least |= {"seed": 0, "vocab_size": 1, "lr_decay_iters": 1}
     for name, least in at_least.items():
         value = getattr(config, name)
-        most = 2**63 - 1 if name == "seed" else 2**31 - 1
+        most = {"seed": 2**63 - 1, "n_layer": 10_000}.get(name, 2**31 - 1)
         if value is not None and not least <= value <= most:
             raise ConfigError(
                 f"--{name}={value} cannot be: give {least} or more" + (f", up to {most}" if value > 0 else "")
@@ -329,7 +340,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
     config.check(world_size)
     if config.gradient_accumulation_steps % world_size:
         steps = config.gradient_accumulation_steps
-        ranks = [n for n in range(1, steps + 1) if steps % n == 0]
+        ranks = [n for n in range(1, min(steps, 1024) + 1) if steps % n == 0]
         raise ConfigError(
             f"--gradient_accumulation_steps={steps} cannot be shared out among {world_size} ranks: use a multiple of "
             f"{world_size}, such as {-(-steps // world_size) * world_size}, or one of {ranks} ranks"

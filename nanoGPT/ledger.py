@@ -71,18 +71,21 @@ class Costs:
         state: bytes of parameters, gradients and optimizer_state.
         traffic: bytes of the full tensors of its collectives, by kind and number of ranks.
         padding: elements among them that only make shapes divide.
+        has_gradient_buffers: whether all gradients have a place in buffers, also while there are none.
     """
 
     state: dict[str, int]
     traffic: "Counter[tuple[str, int]]" = field(default_factory=Counter)
     padding: int = 0
+    has_gradient_buffers: bool = False
 
 
 def ddp_costs(model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: "Runtime") -> Costs:
     """DDP: everything on every rank, 4 bytes an element in fp32, and one all-reduce of the gradient."""
     size = 4 * sum(p.numel() for p in model.parameters())
     state = {"parameters": size, "gradients": size, "optimizer_state": optimizer_bytes(optimizer)}
-    return Costs(state, Counter({("all-reduce", run.world_size): size} if run.world_size > 1 else {}))
+    traffic = Counter({("all-reduce", run.world_size): size} if run.world_size > 1 else {})
+    return Costs(state, traffic, has_gradient_buffers=run.world_size > 1)
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -33,6 +33,12 @@ class GPTConfig:
         """From any mapping that holds these fields among others."""
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
+    def count_params(self) -> int:
+        """Return the number of parameters of a model of this shape, by arithmetic; the tied head counts once."""
+        C = self.n_embd
+        block = 12 * C * C + 2 * C + (11 * C if self.bias else 0)  # matrices, two LayerNorms, biases of both
+        return self.n_layer * block + (self.vocab_size + self.block_size) * C + C + (C if self.bias else 0)
+
 
 class KVCache:
     """Keys and values of the tokens seen so far, for one layer: two (B, nh, block_size, hs) tensors."""

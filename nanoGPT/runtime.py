@@ -27,7 +27,9 @@ from nanoGPT.console import unbreakable_output
 from nanoGPT.data import TokenData
 from nanoGPT.exits import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, end_with_launcher, fail, listen_for_signals
 from nanoGPT.heartbeat import Progress
+from nanoGPT.known_errors import explain_known_error
 from nanoGPT.out_dir import DirectoryLock
+from nanoGPT.out_of_memory import MemoryReport, check_weights_fit
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -203,7 +205,10 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> To
         raise ConfigError(
             f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory{close}"
         )
-    return TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    if device.type == "cpu" and config.init_from in ("scratch", "resume"):
+        check_weights_fit(config, data.tokenizer["vocab_size"], world_size, local_world_size)
+    return data
 
 
 @contextlib.contextmanager
@@ -277,6 +282,7 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
 
 def exit_code_of(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> int:
     """Parse the command line and train; report an error in one sentence and return the exit code."""
+    memory_report = MemoryReport()
     try:
         train(handed_config(config_class) or parse(config_class, sys.argv[1:], Path(trainer)))
         code = 0
@@ -292,10 +298,11 @@ def exit_code_of(train: Callable[[Any], Any], config_class: type[TrainConfig], t
         code = fail(130, "interrupted before the step ended; the last checkpoint stands")
     except SystemExit:
         raise  # --help
-    except MemoryError as error:
-        code = fail(1, f"the memory does not suffice ({error}): lower --batch_size or --block_size")
     except BaseException as error:
-        if not any(words in str(error) for words in LOST_PEER):
-            traceback.print_exc()
-        code = fail(1, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        sentence = explain_known_error(error) or memory_report.explain(error)
+        if sentence is None:
+            if not any(words in str(error) for words in LOST_PEER):
+                traceback.print_exc()
+            sentence = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        code = fail(1, sentence)
     return code

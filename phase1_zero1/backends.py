@@ -16,10 +16,11 @@ from torch.optim import AdamW, Optimizer
 from nanoGPT.config import TrainConfig
 from nanoGPT.exits import ConfigError
 from nanoGPT.ledger import Costs
+from nanoGPT.memory_savings import Needs, activation_savings
 from nanoGPT.model import GPT
 from nanoGPT.optim import configure_optimizer, param_groups
 from nanoGPT.runtime import Runtime
-from phase1_zero1.costs import zero1_costs
+from phase1_zero1.costs import ddp_savings, zero1_costs, zero1_savings
 from phase1_zero1.muon import Zero1Muon
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -47,6 +48,10 @@ class Zero1Config(TrainConfig):
 
     def costs(self, model: GPT, optimizer: Optimizer, run: Runtime) -> Costs:  # type: ignore[override]
         return zero1_costs(model, optimizer, run)
+
+    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
+        shared = zero1_savings(needs, run) if self.use_zero1 else ddp_savings(needs, run)
+        return activation_savings(self, needs, run) | shared
 
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> Optimizer:

@@ -16,9 +16,11 @@ from collections import Counter
 from torch.optim import Optimizer
 
 from nanoGPT.ledger import Costs, ddp_costs, optimizer_bytes
+from nanoGPT.memory_savings import Needs, name_ranks
 from nanoGPT.model import GPT
 from nanoGPT.runtime import Runtime
 from phase1_zero1.muon import OwnedMatrix
+from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 
 
@@ -31,6 +33,7 @@ def zero1_costs(model: GPT, optimizer: Optimizer, run: Runtime) -> Costs:
     if hasattr(optimizer, "optim"):  # naive and torch: of the optimizer of this rank's parameters
         costs.state["optimizer_state"] = optimizer_bytes(optimizer.optim)
         costs.traffic["broadcast", N] = 4 * params
+        costs.has_gradient_buffers &= not isinstance(optimizer, NaiveZero1Optimizer)
     return costs
 
 
@@ -46,4 +49,22 @@ def flat_costs(optimizer: Zero1Optimizer, params: int, N: int) -> Costs:
         length, names = length + size, names + len(bucket.params)
     traffic["all-reduce", N] = names + 8
     state = {"parameters": 4 * length, "gradients": 4 * length, "optimizer_state": moments}
-    return Costs(state, traffic if N > 1 else Counter(), length - params)
+    return Costs(state, traffic if N > 1 else Counter(), length - params, has_gradient_buffers=True)
+
+
+def zero1_savings(needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return what sharding the optimizer state over more ranks frees on this one, and what FSDP would."""
+    N, ranks, optimizer_state = run.world_size, max(run.world_size, 2), needs.state["optimizer_state"]
+    whole = sum(needs.state.values()) - optimizer_state
+    return {
+        f"`make phase1` on {name_ranks(2 * N, needs, run)}": optimizer_state / 2,
+        f"`make phase3` on {name_ranks(ranks, needs, run)}": whole * (1 - 1 / ranks)
+        + optimizer_state * (1 - N / ranks),
+    }
+
+
+def ddp_savings(needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return what ZeRO-1 and FSDP would free on a rank that shards nothing."""
+    ranks, total = max(run.world_size, 2), sum(needs.state.values())
+    flag = {"--use_zero1=True": needs.state["optimizer_state"] * (1 - 1 / ranks)} if run.world_size > 1 else {}
+    return flag | {f"`make phase3` on {name_ranks(ranks, needs, run)}": total * (1 - 1 / ranks)}

@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 from nanoGPT.config import TrainConfig, nearest
 from nanoGPT.exits import ConfigError
+from nanoGPT.memory_savings import Needs, logits_bytes
 from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, KVCache
 from nanoGPT.optim import configure_optimizer, param_groups
+from nanoGPT.runtime import Runtime
 from phase2_triton.kernels.adamw import TritonAdamW
 from phase2_triton.kernels.attention import WIDEST, causal_attention
 from phase2_triton.kernels.core import KernelError, interpreting, why_not
@@ -63,6 +65,12 @@ class TritonConfig(TrainConfig):
                 f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {width} channels, and the attention "
                 f"kernel takes up to {WIDEST}: use more heads, or --kernels without attention"
             )
+
+    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
+        savings, names = super().memory_savings(needs, run), chosen(self.kernels)
+        if needs.is_gpu and "loss" not in names:
+            savings[f"--kernels={','.join(sorted({*names, 'loss'}))}"] = logits_bytes(self, needs, run)
+        return savings
 
 
 def chosen(kernels: str, known: str = f"all, none, or some of {','.join(KERNELS)}") -> frozenset[str]:

@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nanoGPT.ledger import Costs, ddp_costs, ring_bytes
+from nanoGPT.memory_savings import Needs, activation_savings, logits_bytes, name_ranks
 from nanoGPT.model import GPT
 from nanoGPT.runtime import Runtime
-from phase3_fsdp.fsdp import FsdpConfig
+from phase3_fsdp.activations import activation_bytes
+from phase3_fsdp.fsdp import FsdpConfig, kernels_of
 
 Traffic = Counter[tuple[str, int]]  # bytes of the full tensors, by kind of collective and number of ranks
 
@@ -102,3 +104,60 @@ def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
         f"sharded over {shards} of {run.world_size} rank(s): units of {said} parameters, the root's {root:,}; "
         f"rank 0 keeps {mine:,} of {params:,}, {16 * mine / 1e6:,.1f} MB of state\n{step}"
     )
+
+
+# ---- what the options free where memory is short
+
+
+def fsdp_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return the bytes that every flag that is not set yet frees, and that more ranks would free."""
+    savings = activation_savings(config, needs, run) | checkpointing_savings(config, needs, run)
+    kernels = kernels_of(config)
+    if needs.is_gpu and "loss" not in kernels:
+        savings[f"--kernels={'loss' if kernels == 'none' else kernels + ',loss'}"] = logits_bytes(config, needs, run)
+    return savings | (sharding_savings(config, needs, run) if config.use_fsdp else ddp_savings(needs, run))
+
+
+def checkpointing_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return what recomputing every block in the backward pass frees, beyond what is recomputed already."""
+    shape, mode = needs.shape, config.fsdp_activation_checkpointing
+    now, full = (activation_bytes(shape, config.batch_size, config.block_size, run.dtype, m) for m in (mode, "full"))
+    return {"--fsdp_activation_checkpointing=full": min(now - full, needs.activations)}
+
+
+def sharding_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return what sharding over more ranks, and keeping the state elsewhere, frees of the state."""
+    N, shards = run.world_size, config.shards(run.world_size, run.local_world_size)
+    is_on_gpu = run.device.type != "cpu" and not config.fsdp_cpu_offload
+    state = sum(needs.state.values()) if is_on_gpu == needs.is_gpu else 0  # else it is in the other memory
+    savings = {f"`make phase3` on {name_ranks(2 * N, needs, run)}": state / 2}
+    if shards < N:
+        savings["--fsdp_shard_size=all"] = state * (1 - shards / N)
+    if run.device.type != "cpu":
+        savings[f"--fsdp_cpu_offload={is_on_gpu}"] = state
+    if config.async_save and not needs.is_gpu:
+        savings["--async_save=False"] = needs.state["parameters"] + needs.state["optimizer_state"]
+    computes_here = needs.is_gpu or run.device.type == "cpu"
+    return savings | (gathering_savings(config, needs, run) if computes_here and shards > 1 else {})
+
+
+def gathering_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return what options free of the parameters and gradients that are whole for a while."""
+    shape, shards = needs.shape, config.shards(run.world_size, run.local_world_size)
+    block = 12 * shape.n_embd**2 * run.dtype.itemsize
+    savings = {}
+    if config.gradient_accumulation_steps > run.world_size and not config.fsdp_sync_every_micro_batch:
+        savings["--fsdp_sync_every_micro_batch=True"] = 4 * shape.count_params() * (1 - 1 / shards)
+    if not config.fsdp_reshard_after_forward:
+        savings["--fsdp_reshard_after_forward=True"] = block * (shape.n_layer - 1)
+    if config.fsdp_prefetch:
+        savings["--fsdp_prefetch=0"] = block * min(config.fsdp_prefetch, shape.n_layer - 1)
+    return savings
+
+
+def ddp_savings(needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return what FSDP would free on a rank that shards nothing."""
+    ranks, total = max(run.world_size, 2), sum(needs.state.values())
+    if run.world_size > 1:
+        return {"--use_fsdp=True": total * (1 - 1 / ranks)}
+    return {f"`make phase3` on {name_ranks(ranks, needs, run)} with --use_fsdp=True": total / 2}

@@ -15,10 +15,19 @@ from nanoGPT import runtime
 from nanoGPT.data import TokenData
 from nanoGPT.exits import ConfigError
 from nanoGPT.export import newest_on_all, starting_point
+from nanoGPT.memory_savings import Needs
 from nanoGPT.model import GPT
+from nanoGPT.runtime import Runtime
 from nanoGPT.state import read_payload
 from phase3_fsdp import fsdp
 from phase3_fsdp.train import evaluate
+
+OF_TRAINING = (
+    "--fsdp_activation_checkpointing",
+    "--fsdp_sync_every_micro_batch",
+    "--async_save",
+    "`make",
+)  # free nothing
 
 
 @dataclass
@@ -29,11 +38,15 @@ class EvaluateConfig(fsdp.FsdpConfig):
     """resume: the newest checkpoint of out_dir; or as for training"""
 
     def check(self, world_size: int) -> None:
-        fsdp.FsdpConfig.check(
-            replace(self, optimizer="adamw"), world_size
-        )  # whichever trained the checkpoint: none is made here
+        # Whichever optimizer trained the checkpoint, none is made here.
+        fsdp.FsdpConfig.check(replace(self, optimizer="adamw"), world_size)
         if self.init_from == "scratch":
             raise ConfigError("--init_from=scratch has learned nothing: evaluate resume, gpt2 or a directory")
+
+    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
+        weights = replace(needs, state={**needs.state, "gradients": 0, "optimizer_state": 0})
+        savings = super().memory_savings(weights, run)
+        return {words: size for words, size in savings.items() if not words.startswith(OF_TRAINING)}
 
 
 Config = EvaluateConfig

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from nanoGPT.config import TrainConfig
 from nanoGPT.exits import ConfigError
 from nanoGPT.ledger import Costs
+from nanoGPT.memory_savings import Needs
 from nanoGPT.model import GPT, initial_value
 from nanoGPT.runtime import Runtime
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, checkpointed
@@ -92,6 +93,20 @@ class FsdpConfig(TrainConfig):
         from phase3_fsdp.costs import fsdp_costs
 
         return fsdp_costs(model, optimizer, self, run)
+
+    def shards(self, world_size: int, local_world_size: int) -> int:
+        """Return how many ranks share one copy of the model."""
+        return {"all": world_size, "node": local_world_size}.get(self.fsdp_shard_size) or int(self.fsdp_shard_size)
+
+    def share_of_parameters(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
+        if not self.use_fsdp:
+            return 1.0
+        return 0.0 if on_gpu and self.fsdp_cpu_offload else 1 / self.shards(world_size, local_world_size)
+
+    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
+        from phase3_fsdp.costs import fsdp_savings
+
+        return fsdp_savings(self, needs, run)
 
     def _check_ddp(self) -> None:
         plain = FsdpConfig()
@@ -178,8 +193,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
 
 def rank_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
     """The ranks as a line that shares one model, or as rows that each do: (replicas, shards)."""
-    size = config.fsdp_shard_size
-    shards = {"all": run.world_size, "node": run.local_world_size}.get(size) or int(size)
+    shards = config.shards(run.world_size, run.local_world_size)
     if run.world_size % shards:
         raise ConfigError(f"--fsdp_shard_size=node: machines of {shards} ranks do not make {run.world_size}: use all")
     if shards == run.world_size:

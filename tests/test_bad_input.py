@@ -147,6 +147,12 @@ def test_accumulation_lists_what_works():
         validate(TrainConfig(gradient_accumulation_steps=8), world_size=3)
 
 
+def test_a_huge_accumulation_is_refused_at_once():
+    """Of two thousand million micro-batches the numbers of ranks that work are not looked for one by one."""
+    with pytest.raises(ConfigError, match=r"one of \[1\] ranks"):
+        validate(TrainConfig(gradient_accumulation_steps=2**31 - 1), world_size=2)
+
+
 def test_accumulation_is_checked_before_ranks_start():
     """`make baseline GPUS=3` with 8 micro-batches fails with the sentence and starts no rank."""
     ended = run_program("nanoGPT.launch", "--gpus=3", "nanoGPT/train.py", "--device=cpu", "--out_dir=/tmp/never-made")

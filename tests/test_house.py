@@ -110,14 +110,14 @@ def test_a_phase_shares_the_data(phase):
 
 
 def test_files_and_functions_stay_small():
-    """No file over 300 lines but model.py, tests and notebooks; no function over 60 but the training page."""
+    """No file over 400 lines but model.py, tests and notebooks; no function over 60 but the training page."""
     large = []
     for path in tracked("*.py"):
         home = path.relative_to(ROOT).parts[0]
         if home in ("tests", "notebooks"):
             continue
         lines = path.read_text().count("\n")
-        if lines > 300 and path.name != "model.py":
+        if lines > 400 and path.name != "model.py":
             large.append(f"{path.relative_to(ROOT)}: {lines} lines")
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and not (path.name == "train.py" and node.name == "train"):
