@@ -3,12 +3,16 @@
 In the ordinary suite each format gets some hundred random files, with `-m slow` more than 10,000.
 """
 
+import atexit
 import copy
 import dataclasses
+import functools
 import json
 import os
 import pickle
 import random
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,9 +56,18 @@ def write_dataset(folder: Path) -> Callable[[], object]:
     return lambda: TokenData(str(folder), 8, 2, 1).batch("train", TRAIN, 0, 0)
 
 
+@functools.cache
+def one_checkpoint() -> Path:
+    """Train once in this process for all tests; the run's directory."""
+    folder = Path(tempfile.mkdtemp(prefix="schemas-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train("nanoGPT", 1, tiny("nanoGPT", folder, max_iters=1, n_layer=1, n_embd=8, n_head=1, eval_interval=1))
+    return folder
+
+
 def write_checkpoint(folder: Path) -> Callable[[], object]:
     """Write a run with one checkpoint; return what resumes its configuration and opens its weights."""
-    train("nanoGPT", 1, tiny("nanoGPT", folder, max_iters=1, n_layer=1, n_embd=8, n_head=1, eval_interval=1))
+    shutil.copytree(one_checkpoint(), folder, dirs_exist_ok=True)
 
     def open_run() -> None:
         parse(TrainConfig, [f"--out_dir={folder}", "--init_from=resume", "--device=cpu"], ROOT / "nanoGPT/train.py")
@@ -260,7 +273,8 @@ HARMS = [break_as_fifo, break_as_directory, break_as_device, break_as_sparse, br
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("name", FORMATS)
 def test_something_else_in_the_place_of_a_file(name, harm, tmp_path):
-    """A FIFO, a directory, an endless device, a sparse file of a terabyte, JSON 100,000 levels deep: refused at once."""
+    """A FIFO, a directory, an endless device, a sparse file of a terabyte, JSON 100,000 levels deep: each is refused at
+    once."""
     write, place = FORMATS[name]
     read, file = write(tmp_path), tmp_path / place
     harm(file)
@@ -332,8 +346,8 @@ def test_an_optimizer_state_of_another_shape_is_refused(tmp_path):
 
 
 def test_an_index_of_shards_that_lies_is_refused(tmp_path):
-    """An index that names files elsewhere, bytes beyond a file's end, or tensors larger than all files is refused before
-    anything is allocated."""
+    """An index that names files elsewhere, bytes beyond a file's end, or tensors larger than all files is refused, and
+    nothing is allocated for it."""
     train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path, max_iters=1, n_layer=1, eval_interval=1))
     folder = tmp_path / "checkpoints" / "step-00000001"
     index = SafeReader(folder).read_metadata()
