@@ -18,7 +18,8 @@ import torch
 from nanoGPT.cli import command_line
 from nanoGPT.data import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 from nanoGPT.exits import ConfigError, one_sentence
-from nanoGPT.export import GPT2_VOCAB, newest_whole, read_weights
+from nanoGPT.export import newest_whole, read_weights
+from nanoGPT.hugging_face import GPT2_VOCAB
 from nanoGPT.manifest import step_directories
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.runtime import pick_device
