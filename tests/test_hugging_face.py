@@ -74,6 +74,16 @@ def test_activations_that_are_known(activation, tmp_path):
     torch.testing.assert_close(logits_here(tmp_path), theirs, atol=1e-4, rtol=1e-5)
 
 
+def test_names_and_masks_as_openai_published_them(tmp_path):
+    """Tensors without `transformer.` before their names, and the causal masks among them, are the same model."""
+    theirs = save_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    masks = {f"h.{i}.attn.bias": torch.ones(16, 16).tril().view(1, 1, 16, 16).byte() for i in range(2)}
+    save_file(tensors | masks, tmp_path / "model.safetensors")
+    torch.testing.assert_close(logits_here(tmp_path), theirs, atol=1e-4, rtol=1e-5)
+
+
 CHANGES = {
     "activation_function": "relu",
     "layer_norm_epsilon": 1e-2,
@@ -127,7 +137,7 @@ def test_a_head_of_its_own_is_refused(tmp_path):
 
 
 def test_a_nanogpt_head_of_its_own_is_refused(tmp_path):
-    """A ckpt.pt whose lm_head is not its embedding is refused, also where a run would resume from it."""
+    """A ckpt.pt whose lm_head equals its embedding is the tied one; one whose head differs is refused."""
     shape = GPTConfig(1, 2, 16, 16, False, 75)
     state = GPT(shape).state_dict()
     args = {name: value for name, value in vars(shape).items() if name != "gelu"}
