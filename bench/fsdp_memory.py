@@ -36,7 +36,8 @@ CASES: list[Case] = [
 
 def run_case(ranks: int, options: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     """Train a few steps with the defaults and these options: the ledger of rank 0, and the formula's numbers."""
-    config = config_of("phase3", folder, device="cpu", max_iters=steps, eval_iters=1, **options)
+    words = {"device": "cpu", "batch_size": 12, "gradient_accumulation_steps": 8, "max_iters": steps, "eval_iters": 1}
+    config = config_of("phase3", folder, **words, **options)
     assert isinstance(config, FsdpConfig)
     found = run_cell("phase3", ranks, config)
     shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, config.bias, 75, config.dropout)

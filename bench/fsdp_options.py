@@ -58,6 +58,7 @@ SMALL: dict[str, Any] = {
     "n_embd": 64,
     "block_size": 32,
     "batch_size": 8,
+    "gradient_accumulation_steps": 8,
     "warmup_iters": 20,
     "eval_interval": 20,
     "eval_iters": 3,

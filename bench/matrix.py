@@ -36,6 +36,7 @@ MODEL: dict[str, Any] = {
     "n_embd": 64,
     "block_size": 32,
     "batch_size": 2,
+    "gradient_accumulation_steps": 8,
     "learning_rate": 2e-3,
     "min_lr": 2e-4,
     "warmup_iters": 5,

@@ -5,8 +5,7 @@ step that the ledger watches.
     python -m bench.step_overhead --write    # and writes bench/results/step-overhead-<hardware>.json
 
 All run in one process, a step of each in turn, so that a machine whose speed drifts drifts for all. The configuration
-is nanoGPT's for a CPU: batch 12, 64 tokens, fp32, not compiled, no accumulation; but for the ledger, 8 micro-batches,
-as a run has by default.
+is nanoGPT's for a CPU: batch 12, 64 tokens, fp32, not compiled, no accumulation; but for the ledger, 8 micro-batches.
 """
 
 import contextlib
@@ -146,7 +145,9 @@ def main(write: bool = False) -> None:
         write: also write bench/results/step-overhead-<hardware>.json.
     """
     with tempfile.TemporaryDirectory() as out_dir:
-        config = TrainConfig(gradient_accumulation_steps=1, device="cpu", out_dir=out_dir, learning_rate=1e-4)
+        config = TrainConfig(
+            batch_size=12, gradient_accumulation_steps=1, device="cpu", out_dir=out_dir, learning_rate=1e-4
+        )
         samples = measure(config, STEPS)
         samples |= measure_ledger(dataclasses.replace(config, gradient_accumulation_steps=8), STEPS // 5)
     medians = {name: statistics.median(values) for name, values in samples.items()}

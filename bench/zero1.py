@@ -66,6 +66,7 @@ def model_on(device: torch.device, shape: GPTConfig) -> GPT:
 def one_backend(name: str, ranks: int, steps: int) -> dict[str, Any]:
     """Losses, bytes of state, ring bytes and median milliseconds of a run of `steps` steps."""
     words = {"device": kind(), "dtype": "float32", "max_iters": steps, "dropout": 0.2, "eval_iters": 1}
+    words |= {"batch_size": 12, "gradient_accumulation_steps": 8}
     with tempfile.TemporaryDirectory() as folder:
         found = run_cell("phase1", ranks, config_of("phase1", Path(folder) / "run", **words, **BACKENDS[name]))
     sent = found.rank_0["collectives"]

@@ -39,11 +39,11 @@ class TrainConfig:
     # data
     dataset: str = "shakespeare_char"
     """directory under nanoGPT/data that its prepare.py has filled"""
-    batch_size: int = 12
+    batch_size: int = 6
     """sequences per micro-batch"""
     block_size: int = 64
     """tokens per sequence"""
-    gradient_accumulation_steps: int = 8
+    gradient_accumulation_steps: int = 16
     """micro-batches per optimizer step, of all ranks together"""
     # model
     n_layer: int = 4
@@ -82,7 +82,7 @@ class TrainConfig:
     # evaluation and checkpoints
     eval_interval: int = 50
     """steps between evaluations"""
-    eval_iters: int = 16
+    eval_iters: int = 32
     """micro-batches per evaluation, of all ranks together"""
     log_interval: int = 10
     """steps between logged lines"""
@@ -135,7 +135,9 @@ class TrainConfig:
 
 GPU_DEFAULTS = {
     "dataset": "shakespeare",
+    "batch_size": 12,
     "block_size": 1024,
+    "gradient_accumulation_steps": 16,
     "n_layer": 12,
     "n_head": 12,
     "n_embd": 768,

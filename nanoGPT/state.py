@@ -183,7 +183,12 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         model = {k.removeprefix("_orig_mod."): v for k, v in content.pop("model").items()}
-        model = {k: v for k, v in model.items() if k != HEAD and not k.endswith(".attn.bias")}
+        model = {k: v for k, v in model.items() if not k.endswith(".attn.bias")}
+        if not are_tied(model.pop(HEAD, model[EMBEDDING]), model[EMBEDDING]):
+            raise ConfigError(
+                f"{path} has an {HEAD} that differs from {EMBEDDING}, and this model has one tensor for both: give a "
+                "checkpoint with a tied head"
+            )
         states = content.pop("optimizer", {"state": {}})["state"]
         order = optimizer_order(model)
         return FullState(model, {order[i]: state for i, state in states.items()}), content
@@ -193,6 +198,15 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
         ) from None
     except (RuntimeError, KeyError, ValueError, AttributeError, TypeError, EOFError, OSError, IndexError) as error:
         raise ConfigError(f"{path} is no checkpoint of nanoGPT ({type(error).__name__}): give another file") from None
+
+
+def are_tied(head: Tensor, embedding: Tensor) -> bool:
+    """Whether the two are one tensor, or hold the same values."""
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+        return False
+    if head.data_ptr() == embedding.data_ptr() and head.stride() == embedding.stride():
+        return True
+    return torch.equal(head.contiguous().view(torch.uint8), embedding.contiguous().view(torch.uint8))  # NaN too
 
 
 def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

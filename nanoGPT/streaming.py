@@ -6,15 +6,11 @@ twice while it is written, one batch of documents and the row group of the parqu
 that was killed goes on after its last whole shard, and ends with the files that it would have written at once.
 """
 
-import atexit
 import contextlib
 import dataclasses
-import functools
-import glob
 import json
 import os
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,105 +18,25 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from nanoGPT.corpus import Corpus, open_documents, read_batches
 from nanoGPT.data import Gpt2Tokenizer
-from nanoGPT.exits import ConfigError
-from nanoGPT.files import write_atomically
-from nanoGPT.prepare import (
-    gpt2_identity,
-    install_gpt2_vocabulary,
-    is_prepared,
+from nanoGPT.dataset_directory import (
+    META,
+    PROGRESS,
+    dataset_lock,
+    is_complete,
+    read_meta,
     write_meta,
     write_tokens,
 )
+from nanoGPT.exits import ConfigError
+from nanoGPT.files import ABSENT, size_of, write_atomically
+from nanoGPT.prepare import gpt2_identity, install_gpt2_vocabulary
+from nanoGPT.schemas import Malformed, StreamProgress, read_json
 
 SHARD_TOKENS = 100_000_000
 VAL_TOKENS = 4_000_000  # about as many as nanoGPT's own val split of OpenWebText has
-BATCH = 512  # documents that are encoded together
 THREADS = min(8, os.cpu_count() or 1)
-COLUMN = "text"
-PROGRESS = "progress.json"
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Where documents come from."""
-
-    label: str  # what error messages call it
-    advice: str  # what to try when it cannot be read
-    identity: dict[str, Any]  # what the sidecar says of it, in JSON's types
-    arguments: dict[str, Any]  # what `load_dataset` is called with, beside the split
-
-
-def hub_corpus(path: str, name: str | None = None) -> Corpus:
-    """The train split of a dataset on the Hugging Face hub; `name` is its subset."""
-    advice = "check the network, or give parquet files of your own with --input='folder/*.parquet'"
-    return Corpus(path, advice, {"hub": path, "name": name}, {"path": path, "name": name})
-
-
-def parquet_corpus(pattern: str) -> Corpus:
-    """Local parquet files, in alphabetical order. They are told from others by their names and sizes.
-
-    Raises:
-        ConfigError: no file matches.
-    """
-    paths = sorted(os.path.abspath(path) for path in glob.glob(pattern) if os.path.isfile(path))
-    if not paths:
-        raise ConfigError(f"--input={pattern} matches no file: give a pattern such as 'folder/*.parquet'")
-    identity = {"files": [{"name": os.path.basename(path), "bytes": os.path.getsize(path)} for path in paths]}
-    arguments = {"path": "parquet", "data_files": [glob.escape(path) for path in paths]}  # it takes them for patterns
-    return Corpus(f"--input={pattern}", "check that every file is whole and is parquet", identity, arguments)
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-@functools.cache
-def wait_at_exit() -> None:
-    """Give Arrow's threads a second to end, or they hang or abort the interpreter (apache/arrow issue 45214)."""
-    atexit.register(time.sleep, 1)
-
-
-def open_documents(corpus: Corpus) -> Any:
-    """The corpus as an IterableDataset of the one column `text`.
-
-    Raises:
-        ConfigError: `datasets` is not installed, the corpus cannot be reached or read, or it has no such column.
-    """
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ConfigError("streaming documents needs `.venv/bin/pip install -e '.[web]'`") from None
-    wait_at_exit()
-    try:
-        documents: Any = load_dataset(
-            **corpus.arguments, columns=[COLUMN], batch_size=BATCH, split="train", streaming=True
-        )
-        # Row group by row group, as Arrow reads ahead without regard for who waits: a file of 2 GB would be in memory.
-        documents = documents.reshard()
-    except Exception as error:  # whatever the network, the hub's client or a parquet reader raise
-        raise ConfigError(f"{corpus.label} cannot be opened ({first_line(error)}): {corpus.advice}") from None
-    if "string" not in str(getattr((documents.features or {}).get(COLUMN), "dtype", "")):
-        raise ConfigError(f"{corpus.label} has no column `{COLUMN}` of strings: give parquet files that have one")
-    return documents
-
-
-def read_batches(corpus: Corpus, documents: Any, first: int) -> Generator[list[str]]:
-    """Batches of texts, from document `first` on; a missing text counts as an empty document.
-
-    Raises:
-        ConfigError: the corpus stopped being readable.
-    """
-    read = first
-    try:
-        for batch in documents.skip(first).iter(BATCH):
-            yield [text or "" for text in batch[COLUMN]]
-            read += len(batch[COLUMN])
-    except Exception as error:
-        raise ConfigError(
-            f"{corpus.label} cannot be read beyond document {read:,} ({first_line(error)}): {corpus.advice}, "
-            "then run the same command again, which keeps the shards that are whole"
-        ) from None
 
 
 def encode(batches: Iterator[list[str]]) -> Iterator[np.ndarray]:
@@ -169,18 +85,18 @@ def load_progress(folder: Path, source: dict[str, Any]) -> Progress:
         ConfigError: it had another source or other flags, or its shards are not all there.
     """
     path = folder / PROGRESS
-    if not path.is_file():
-        return Progress(source)
     anew = f"`rm {path}` to begin anew"
     try:
-        progress = Progress(**json.loads(path.read_text()))
-        sizes = [(folder / file["name"], file["tokens"] * np.dtype(np.uint16).itemsize) for file in progress.files]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} cannot be read: {anew}") from None
+        progress = Progress(**read_json(path, StreamProgress))  # type: ignore[arg-type]
+    except ABSENT:
+        return Progress(source)
+    except Malformed as error:
+        raise ConfigError(f"{path} is damaged ({str(error)[:200]}): {anew}") from None
     if progress.source != source:
         raise ConfigError(f"{path} is of another source or of other flags: use those again to go on, or {anew}")
-    for shard, size in sizes:
-        if not shard.is_file() or shard.stat().st_size != size:
+    for file in progress.files:
+        shard, size = folder / file["name"], file["tokens"] * np.dtype(np.uint16).itemsize
+        if size_of(shard) != size:
             raise ConfigError(f"{shard} is not the {size:,} bytes that were written: {anew}")
     return progress
 
@@ -243,17 +159,17 @@ def is_there(folder: Path, source: dict[str, Any]) -> bool:
     """Whether the dataset is there. A command without flags, which is what `make` gives, takes it as it was made.
 
     Raises:
-        ConfigError: what is there is of another source, and may have taken hours.
+        ConfigError: what is there is of another source, or cannot be read, and may have taken hours.
     """
-    path = folder / "meta.json"
-    try:
-        found = json.loads(path.read_text())["source"]
-    except (OSError, ValueError, KeyError, TypeError):
+    meta = read_meta(folder)
+    if meta is None:
         return False
     no_flags = "hub" in source and (source["shard_tokens"], source["max_tokens"]) == (SHARD_TOKENS, None)
-    if found != source and not (no_flags and is_prepared(folder, found)):
+    complete = is_complete(folder, meta)
+    if meta["source"] != source and not (no_flags and complete):
+        path = folder / META
         raise ConfigError(f"{path} is of another source or of other flags: `rm {path}` to replace that dataset")
-    return is_prepared(folder, found)
+    return complete
 
 
 def write_shards(folder: Path, corpus: Corpus, progress: Progress, documents: Any) -> None:
@@ -284,16 +200,23 @@ def prepare_stream(folder: Path, corpus: Corpus, shard_tokens: int, max_tokens: 
     check_sizes(shard_tokens, max_tokens)
     install_gpt2_vocabulary()
     source = {**corpus.identity, "shard_tokens": shard_tokens, "max_tokens": max_tokens}
-    if is_there(folder, source):
-        (folder / PROGRESS).unlink(missing_ok=True)  # there if a run was killed after its last but one line
-        print(f"{folder.name}: already prepared")
-        return
+    if not is_there(folder, source):
+        with dataset_lock(folder):
+            if not is_there(folder, source):  # another process may have done it meanwhile
+                prepare_shards(folder, corpus, source)
+                return
+    (folder / PROGRESS).unlink(missing_ok=True)  # there if a run was killed after its last but one line
+    print(f"{folder.name}: already prepared")
+
+
+def prepare_shards(folder: Path, corpus: Corpus, source: dict[str, Any]) -> None:
+    """Write the shards that are not there yet, and then the sidecar."""
     progress = load_progress(folder, source)
     documents = open_documents(corpus)
     begin = f"going on in document {progress.document:,}" if progress.files else "streaming"
     print(f"{folder.name}: GPT-2's vocabulary is installed; {begin}")
     folder.mkdir(parents=True, exist_ok=True)
-    for left in (folder / "meta.json", *folder.glob(".tmp-*")):  # of a damaged dataset, and of a kill while writing
+    for left in (folder / META, *folder.glob(".tmp-*")):  # of a damaged dataset, and of a kill while writing
         left.unlink(missing_ok=True)
     write_shards(folder, corpus, progress, documents)
     write_meta(folder, source, gpt2_identity(), progress.splits)

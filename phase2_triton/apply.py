@@ -55,7 +55,7 @@ class TritonConfig(TrainConfig):
     """steps of linear warm-up"""
     eval_interval: int = 15
     """steps between evaluations"""
-    eval_iters: int = 8
+    eval_iters: int = 16
     """micro-batches per evaluation, of all ranks together"""
 
     def check(self, world_size: int) -> None:

@@ -1,9 +1,9 @@
 #!/bin/bash
 # Train phase 3, or TRAINER=phase1_zero1/train.py, on several nodes of a Slurm cluster; words after the script are its:
 #
-#   sbatch phase3_fsdp/slurm.sh config/train_gpt2_xl.py --batch_size=4      # from the repository, after `make setup`
-#   sbatch --nodes=4 --time=04:00:00 phase3_fsdp/slurm.sh                   # sbatch's own words win over those below
-#   scontrol requeue JOBID                                                  # one that its time limit stopped goes on
+#   sbatch phase3_fsdp/slurm.sh config/train_gpt2_xl.py --batch_size=4               # from the repository, after `make setup`
+#   sbatch --nodes=4 --time=04:00:00 phase3_fsdp/slurm.sh config/train_gpt2_xl.py    # sbatch's own words win over those below
+#   scontrol requeue JOBID                                                           # one that its time limit stopped goes on
 #
 # The repository, its data and the run's directory must be on a file system that all nodes see.
 

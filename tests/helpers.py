@@ -31,6 +31,7 @@ TINY: dict[str, Any] = {
     "n_embd": 32,
     "block_size": 16,
     "batch_size": 2,
+    "gradient_accumulation_steps": 8,
     "dropout": 0.2,
     "max_iters": 12,
     "warmup_iters": 2,

@@ -4,8 +4,11 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,8 @@ from nanoGPT import prepare
 from nanoGPT.data import DATA, EVALUATE, TRAIN, CharTokenizer, Gpt2Tokenizer, TokenData, load_tokenizer
 from nanoGPT.exits import ConfigError
 from tests.helpers import ROOT
+
+POEM = "the quick brown fox jumps over the lazy dog\n" * 50
 
 
 def test_shakespeare_is_the_pinned_text():
@@ -55,7 +60,7 @@ def test_nanogpt_decodes_with_meta_pkl():
 
 
 def test_own_text_becomes_a_dataset(tmp_path, monkeypatch):
-    """--input makes a dataset named after the file, which trains; a second call does nothing, a changed text does."""
+    """--input makes a dataset named after the file, which trains; a second call does nothing."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     source = tmp_path / "poem.txt"
     source.write_text("the quick brown fox jumps over the lazy dog\n" * 50, encoding="utf-8")
@@ -67,9 +72,155 @@ def test_own_text_becomes_a_dataset(tmp_path, monkeypatch):
     before = (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns
     prepare.prepare_text("shakespeare_char", str(source), "char")
     assert (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns == before
-    source.write_text("another text altogether, with other words\n" * 50)
-    prepare.prepare_text("shakespeare_char", str(source), "char")
-    assert (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns != before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
+@pytest.mark.parametrize("name", ["shakespeare", "openwebtext"])
+def test_own_text_never_overwrites_a_dataset_with_a_script(name, tokenizer, tmp_path, monkeypatch):
+    """A text whose dataset would have the name of one with a prepare.py is refused, and that one stays as it is."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    folder = tmp_path / (name + ("_char" if tokenizer == "char" else ""))
+    folder.mkdir()
+    for left in ("prepare.py", "meta.json", "train.bin", "progress.json"):
+        (folder / left).write_text("precious")
+    (tmp_path / f"{name}.txt").write_text(POEM)
+    with pytest.raises(
+        ConfigError, match=f"--input=.*{name}.txt would overwrite the dataset {folder.name}, .*: rename"
+    ):
+        prepare.prepare_text("shakespeare", str(tmp_path / f"{name}.txt"), tokenizer)
+    assert set(contents(folder).values()) == {b"precious"} and len(contents(folder)) == 4
+
+
+@pytest.mark.parametrize("change", ["text", "tokenizer", "built-in"])
+def test_a_dataset_of_another_source_is_never_overwritten(change, tmp_path, monkeypatch):
+    """A directory that holds another text, the same text as other tokens, or, under a name of ours, somebody's own text
+    is refused with the command that removes it, which works; until then it stays as it is."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "my poem_char.txt").write_text(POEM)
+    prepare.prepare_text("", str(tmp_path / "a" / "my poem_char.txt"), "gpt2")
+    (folder,) = (path for path in tmp_path.iterdir() if path.name == "my poem_char")
+    before = contents(folder)
+    other, tokenizer = str(tmp_path / "my poem.txt"), "char"
+    Path(other).write_text(POEM)
+    if change == "text":
+        other, tokenizer = str(tmp_path / "my poem_char.txt"), "gpt2"
+        Path(other).write_text("another text altogether, with other words\n" * 50)
+    arguments = ("my poem_char", None, "gpt2") if change == "built-in" else ("", other, tokenizer)
+    with pytest.raises(ConfigError, match="holds a dataset of another text or tokenizer: ") as refused:
+        prepare.prepare_text(*arguments)
+    assert contents(folder) == before
+    (command,) = re.findall("`(rm .*)`", str(refused.value))
+    assert change == "built-in" or f"rename {other}, or run `rm -r " in str(refused.value)
+    subprocess.run(command, shell=True, check=True)
+    prepare.prepare_text(*arguments)
+    assert json.loads((folder / "meta.json").read_text())["tokenizer"]["name"] == arguments[2]
+
+
+@pytest.mark.parametrize("name", [".downloads", ".hidden.txt"])
+def test_a_hidden_text_is_refused(name, tmp_path, monkeypatch):
+    """A file whose dataset would be hidden, such as the directory of downloads, is refused."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path / "data")
+    (tmp_path / "data" / ".downloads").mkdir(parents=True)
+    (tmp_path / name).write_text(POEM)
+    for tokenizer in ("gpt2", "char"):
+        with pytest.raises(ConfigError, match="would become the hidden dataset .*: rename the file"):
+            prepare.prepare_text("shakespeare", str(tmp_path / name), tokenizer)
+    assert [path.name for path in (tmp_path / "data").rglob("*")] == [".downloads"]
+
+
+def test_an_empty_input_is_not_shakespeare(tmp_path, monkeypatch):
+    """--input= with nothing behind it is refused; only without the flag is it the dataset's own text."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    with pytest.raises(ConfigError, match="--input= cannot be read"):
+        prepare.prepare_text("shakespeare_char", "", "char")
+    assert list(tmp_path.iterdir()) == []
+
+
+TOKENIZER = '"tokenizer": {"name": "char", "vocab_size": 1, "sha256": "", "characters": "a"}'
+UNREADABLE = {
+    "json": ("{", "line 1 column 2"),
+    "deep": ("[" * 200_000, "nested too deeply"),
+    "list": ("[]", "got `array`"),
+    "dtype": (f'{{"source": {{}}, {TOKENIZER}, "dtype": "O", "splits": {{}}}}', r"at `\$.dtype`"),
+    "tokens": (
+        f'{{"source": {{}}, {TOKENIZER}, "dtype": "uint16", "splits": {{"train": [{{"name": "a.bin", '
+        '"tokens": "1", "sha256": ""}], "val": []}}',
+        r"got `str` - at `\$.splits.train\[0\].tokens`",
+    ),
+    "fifo": (None, "not a regular file"),
+    "error": (None, "symbolic links"),
+}
+
+
+@pytest.mark.parametrize("harm", UNREADABLE)
+def test_a_meta_json_that_cannot_be_read_is_kept(harm, tmp_path, monkeypatch):
+    """A meta.json that is damaged, or that the file system gives an error for, is neither deleted nor replaced: nobody
+    knows what it stands for."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    (tmp_path / "poem.txt").write_text(POEM)
+    prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
+    meta, (text, said) = tmp_path / "poem_char" / "meta.json", UNREADABLE[harm]
+    meta.unlink()
+    if text:
+        meta.write_text(text)
+    elif harm == "fifo":
+        os.mkfifo(meta)
+    else:
+        meta.symlink_to("meta.json")  # ELOOP
+        monkeypatch.setattr("nanoGPT.files.WAITS", ())
+    with pytest.raises(ConfigError, match=rf"meta.json (is not that of a dataset|cannot be read) \(.*{said}"):
+        prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
+    assert os.path.lexists(meta) and (text is None or meta.read_text() == text)
+
+
+def test_a_file_that_gives_an_error_is_not_taken_for_missing(tmp_path, monkeypatch):
+    """Where the size of a .bin file cannot be read, the dataset is not prepared again."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    (tmp_path / "poem.txt").write_text(POEM)
+    prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
+    (tmp_path / "poem_char" / "val.bin").unlink()
+    (tmp_path / "poem_char" / "val.bin").symlink_to("val.bin")  # ELOOP
+    before = (tmp_path / "poem_char" / "train.bin").stat().st_ino
+    monkeypatch.setattr("nanoGPT.files.WAITS", ())
+    with pytest.raises(ConfigError, match="val.bin cannot be read"):
+        prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
+    assert (tmp_path / "poem_char" / "train.bin").stat().st_ino == before
+    assert (tmp_path / "poem_char" / "meta.json").exists()
+
+
+def test_two_at_once_prepare_a_text_once(tmp_path, monkeypatch, capsys):
+    """Of two that prepare the same text at once, the second waits for the first and finds it prepared."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    (tmp_path / "poem.txt").write_text(POEM)
+    arrived, go_on, real, written = threading.Event(), threading.Event(), prepare.write_tokens, []
+
+    def slow(folder, name, ids):
+        written.append(name)
+        arrived.set()
+        assert go_on.wait(60)
+        return real(folder, name, ids)
+
+    monkeypatch.setattr(prepare, "write_tokens", slow)
+    arguments = ("", str(tmp_path / "poem.txt"), "char")
+    both = [threading.Thread(target=prepare.prepare_text, args=arguments) for _ in range(2)]
+    both[0].start()
+    assert arrived.wait(60)
+    both[1].start()
+    said = ""
+    while "waiting" not in said and len(written) == 1 and both[1].is_alive():
+        said += capsys.readouterr().out
+    go_on.set()
+    for thread in both:
+        thread.join(60)
+    said += capsys.readouterr().out
+    assert written == ["train.bin", "val.bin"] and "poem_char: another process is preparing it; waiting" in said
+    assert said.endswith("poem_char: already prepared\n")
+    TokenData(str(tmp_path / "poem_char"), 8, 1, 1)
 
 
 def test_a_killed_prepare_leaves_nothing_prepared(tmp_path, monkeypatch):

@@ -4,13 +4,16 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from nanoGPT.data import load_tokenizer
+from nanoGPT.dataset_directory import write_meta, write_tokens
 from nanoGPT.exits import ConfigError
 from nanoGPT.export import newest_whole, read_hf, read_weights, write_hf
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.prepare import char_identity
 from nanoGPT.sample import newest_run
 from nanoGPT.state import read_ckpt, read_payload
 from tests.helpers import assert_refused, gap, run_program, tiny, train
@@ -221,6 +224,29 @@ def test_sampling_streams_text(phase, runs, tmp_path):
     assert first == again == from_file and first.startswith("ROMEO:") and first != other
     if phase == "nanoGPT":
         assert len(first.split("\n----")[0]) == len("ROMEO:") + 20
+
+
+def test_a_text_without_a_newline_is_trained_on_and_sampled_from(tmp_path):
+    """One's own text on a single line trains through the launcher, whose sample begins with the vocabulary's first
+    character; `--start` still refuses a newline."""
+    tokens = {split: np.arange(400, dtype=np.uint16) % 3 for split in ("train", "val")}
+    splits = {split: [write_tokens(tmp_path, f"{split}.bin", ids)] for split, ids in tokens.items()}
+    write_meta(tmp_path, {}, char_identity("xyz"), splits)
+    words = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=8", "--max_iters=1", "--eval_iters=1"]
+    out, device = f"--out_dir={tmp_path / 'run'}", "--device=cpu"
+    ended = run_program("nanoGPT.launch", "nanoGPT/train.py", out, device, f"--dataset={tmp_path}", *words)
+    assert ended.code == 0 and "\nx" in ended.output.partition("A sample from")[2], ended
+    sampled = run_program("nanoGPT.sample", out, device, "--max_new_tokens=9")
+    assert sampled.code == 0 and set(sampled.output.partition("\n")[0]) <= set("xyz"), sampled
+    assert_refused(run_program("nanoGPT.sample", out, device, "--start=\n"), "not in this model's vocabulary")
+
+
+def test_sampling_begins_with_a_newline_where_there_is_one(runs):
+    """Without --start a text begins as with `--start` of a newline, in a vocabulary of characters and in GPT-2's."""
+    for run in runs.values():
+        words = [f"--out_dir={run}", "--max_new_tokens=20", "--device=cpu"]
+        default, newline = (run_program("nanoGPT.sample", *words, *more) for more in ([], ["--start=\n"]))
+        assert default == newline and default.output.startswith("\n")
 
 
 def test_sampling_refuses_what_cannot_be(runs, tmp_path):

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import os
 import random
 import runpy
 import signal
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanoGPT import corpus as corpora
 from nanoGPT import streaming
 from nanoGPT.config import PACKAGE
+from nanoGPT.corpus import Corpus, hub_corpus, parquet_corpus
 from nanoGPT.data import TRAIN, Gpt2Tokenizer, TokenData
 from nanoGPT.exits import ConfigError
-from nanoGPT.streaming import Corpus, hub_corpus, parquet_corpus, prepare_stream
+from nanoGPT.streaming import prepare_stream
 
 DOCUMENTS = 300
 SHARD = 2000  # tokens: about ten shards, and documents that begin in one and end in the next
@@ -48,7 +52,7 @@ def write_parquet(path: Path, documents: list[Any], column: str = "text") -> Non
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "BATCH", 32)
+    monkeypatch.setattr(corpora, "BATCH", 32)
 
 
 @pytest.fixture
@@ -184,7 +188,8 @@ def test_a_repository_with_subsets(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from nanoGPT import streaming
+from nanoGPT import corpus as corpora
+from nanoGPT import corpus, streaming
 
 replace = os.replace
 def dying(source, target):
@@ -192,7 +197,7 @@ def dying(source, target):
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)
 os.replace = dying
-streaming.prepare_stream(Path(sys.argv[1]), streaming.parquet_corpus(sys.argv[2]), int(sys.argv[3]))
+streaming.prepare_stream(Path(sys.argv[1]), corpus.parquet_corpus(sys.argv[2]), int(sys.argv[3]))
 """
 
 
@@ -348,7 +353,99 @@ def test_refuses_damaged_progress(tmp_path: Path, corpus: Corpus) -> None:
     sentence = assert_refused(tmp_path / "web", corpus, SHARD)
     assert "train_000001.bin is not the 4,000 bytes" in sentence and f"`rm {tmp_path}/web/progress.json`" in sentence
     (tmp_path / "web" / "progress.json").write_text("{")
-    assert "progress.json cannot be read: `rm " in assert_refused(tmp_path / "web", corpus, SHARD)
+    assert "progress.json is damaged (" in assert_refused(tmp_path / "web", corpus, SHARD)
+
+
+def harms_of_progress(good: dict[str, Any]) -> Iterator[str]:
+    """Texts of a progress.json that nothing here has written."""
+    train, val = good["splits"]["train"], good["splits"]["val"]
+    yield from ("[]", "null", "{}", "[" * 200_000)
+    for splits in ([], None, {"train": train}, {"train": 3, "val": val}, {"train": train, "val": [None]}):
+        yield json.dumps({**good, "splits": splits})
+    for change in ({"tokens": "1"}, {"tokens": -1}, {"tokens": True}, {"name": "../val_000000.bin"}, {"name": 1}):
+        yield json.dumps({**good, "splits": {"train": train, "val": [{**val[0], **change}]}})
+    for name, value in (("document", -1), ("document", 1.5), ("offset", "0"), ("offset", None), ("offset", True)):
+        yield json.dumps({**good, name: value})
+
+
+def test_refuses_progress_that_cannot_be(tmp_path: Path, corpus: Corpus) -> None:
+    """A progress.json with other types, fields or numbers than are written is refused, and shards stay as they are."""
+    interrupt(tmp_path / "web", corpus, 200)
+    before = files_of(tmp_path / "web")
+    path = tmp_path / "web" / "progress.json"
+    for harm in harms_of_progress(json.loads(before["progress.json"])):
+        path.write_text(harm)
+        assert "progress.json is damaged (" in assert_refused(tmp_path / "web", corpus, SHARD), harm[:200]
+    path.write_bytes(before["progress.json"])
+    assert files_of(tmp_path / "web") == before
+
+
+@pytest.mark.parametrize("name", ["meta.json", "train_000002.bin", "progress.json", "train_000001.bin"])
+def test_an_error_is_not_taken_for_absence(
+    name: str, tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that the file system gives an error for is not taken for missing: nothing is deleted or made again."""
+    if name in ("meta.json", "train_000002.bin"):
+        prepare_stream(tmp_path / "web", corpus, SHARD)
+    else:
+        interrupt(tmp_path / "web", corpus, 200)
+    before = files_of(tmp_path / "web")
+    (tmp_path / "web" / name).unlink()
+    (tmp_path / "web" / name).symlink_to(name)  # ELOOP
+    monkeypatch.setattr("nanoGPT.files.WAITS", ())
+    assert f"{name} cannot be read (Too many levels of symbolic links)" in assert_refused(
+        tmp_path / "web", corpus, SHARD
+    )
+    (tmp_path / "web" / name).unlink()
+    assert files_of(tmp_path / "web") == {other: before[other] for other in before if other != name}
+
+
+def test_a_damaged_meta_json_is_kept(tmp_path: Path, corpus: Corpus) -> None:
+    """A meta.json that cannot be parsed stands for hours of work, and is neither deleted nor written again."""
+    before = uninterrupted(tmp_path, corpus) | {"meta.json": b"{"}
+    (tmp_path / "whole" / "meta.json").write_bytes(b"{")
+    assert "remove that file to prepare the dataset again" in assert_refused(tmp_path / "whole", corpus, SHARD)
+    assert files_of(tmp_path / "whole") == before
+
+
+def test_a_parquet_file_that_gives_an_error_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local file whose size cannot be read is named; without it the dataset would be another one."""
+    write_parquet(tmp_path / "in" / "0.parquet", list(texts(20)))
+    (tmp_path / "in" / "1.parquet").symlink_to("1.parquet")  # ELOOP
+    monkeypatch.setattr("nanoGPT.files.WAITS", ())
+    with pytest.raises(ConfigError, match="1.parquet cannot be read"):
+        parquet_corpus(f"{tmp_path}/in/*.parquet")
+
+
+def test_two_at_once(
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two that prepare the same dataset at once, the second waits, and takes no file from under the first."""
+    arrived, go_on, written, replace = threading.Event(), threading.Event(), [], os.replace
+
+    def slow(source: Any, target: Any) -> None:
+        written.append(Path(target).name)
+        if len(written) == 3:
+            arrived.set()
+            assert go_on.wait(60)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", slow)
+    both = [threading.Thread(target=prepare_stream, args=(tmp_path / "web", corpus, SHARD)) for _ in range(2)]
+    both[0].start()
+    assert arrived.wait(60)
+    both[1].start()
+    said = ""
+    while "waiting" not in said and len(written) == 3 and both[1].is_alive():
+        said += capsys.readouterr().out
+    go_on.set()
+    for thread in both:
+        thread.join(60)
+    said += capsys.readouterr().out
+    shards = [name for name in written if name.endswith(".bin")]
+    assert len(shards) == len(set(shards)) and said.endswith("web: already prepared\n")
+    monkeypatch.undo()
+    assert files_of(tmp_path / "web") == uninterrupted(tmp_path, corpus)
 
 
 def test_refuses_unreadable_sources(tmp_path: Path, corpus: Corpus) -> None:
@@ -413,8 +510,9 @@ def test_scripts(tmp_path: Path, pattern: str, name: str, monkeypatch: pytest.Mo
 STOPPED = """
 import sys
 from pathlib import Path
-from nanoGPT import streaming
-streaming.prepare_stream(Path(sys.argv[1]), streaming.parquet_corpus(sys.argv[2]), 1000, 5000)
+from nanoGPT import corpus as corpora
+from nanoGPT import corpus, streaming
+streaming.prepare_stream(Path(sys.argv[1]), corpus.parquet_corpus(sys.argv[2]), 1000, 5000)
 """
 
 

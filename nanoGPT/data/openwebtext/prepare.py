@@ -10,9 +10,10 @@ Run it again after an interruption: it goes on after the last whole shard. The f
 import sys
 
 from nanoGPT.cli import command_line
+from nanoGPT.corpus import hub_corpus, parquet_corpus
 from nanoGPT.data import DATA
 from nanoGPT.exits import one_sentence
-from nanoGPT.streaming import SHARD_TOKENS, hub_corpus, parquet_corpus, prepare_stream
+from nanoGPT.streaming import SHARD_TOKENS, prepare_stream
 
 
 def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:
@@ -23,7 +24,7 @@ def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens:
         shard_tokens: tokens of each shard file.
         max_tokens: stop after this many tokens.
     """
-    corpus = parquet_corpus(input) if input else hub_corpus("Skylion007/openwebtext")
+    corpus = parquet_corpus(input) if input is not None else hub_corpus("Skylion007/openwebtext")
     prepare_stream(DATA / "openwebtext", corpus, shard_tokens, max_tokens)
 
 

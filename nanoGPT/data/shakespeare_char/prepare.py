@@ -17,7 +17,7 @@ def main(input: str | None = None) -> None:
     """Prepare Shakespeare, or one's own text.
 
     Args:
-        input: path of a UTF-8 text file; its dataset is named after it.
+        input: path of a UTF-8 text file; its dataset is named after it, and never overwrites another one.
     """
     prepare_text("shakespeare_char", input, tokenizer="char")
 
