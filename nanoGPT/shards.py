@@ -27,6 +27,20 @@ from nanoGPT.exits import ConfigError, PeerFailed
 from nanoGPT.files import open_regular, size_of
 from nanoGPT.manifest import NewFiles
 
+# What torch raises where an index or a shard is not as it wrote it.
+UNREADABLE = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    KeyError,
+    IndexError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+
 
 def write_shards(to: NewFiles, tensors: Mapping[str, Tensor]) -> None:
     """Write this rank's tensors and shards into a new checkpoint; rank 0 also writes the index. Collective.
@@ -79,7 +93,7 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], alon
             dcp.load(dict(tensors), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
     except PeerFailed:
         raise
-    except (RuntimeError, ValueError, KeyError, IndexError, EOFError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         raise ConfigError(
             f"the shards in {reader.path} do not fit their index or the model ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else 'no reason'}): give another checkpoint"
@@ -123,7 +137,7 @@ class SafeReader(FileSystemReader):
             check_index(Path(self.path), index)
         except pickle.UnpicklingError as error:
             raise ConfigError(f"{path} is not opened: {error}") from None
-        except (AttributeError, TypeError, ValueError, KeyError, IndexError, EOFError, MemoryError) as error:
+        except UNREADABLE as error:
             raise ConfigError(f"{path} is no index of shards ({error}): give another checkpoint") from None
         self.index = super().read_metadata(*args, **kwargs)
         return self.index

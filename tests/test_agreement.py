@@ -1,6 +1,8 @@
 """Ranks and nodes that do not run the same, or that cannot start: named on all of them, before anything is trained."""
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,9 +13,10 @@ import pytest
 from nanoGPT import agreement
 from nanoGPT.agreement import describe_run, find_disagreement
 from nanoGPT.config import handed_config
-from nanoGPT.data import TokenData
+from nanoGPT.data import DATA, TokenData
+from nanoGPT.files import sha256_of
 from nanoGPT.launch import handed
-from tests.helpers import CONFIGS, ROOT, TINY, assert_refused, run_program, tiny
+from tests.helpers import CONFIGS, ROOT, TINY, assert_refused, run_program, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
 COUNTING = """
@@ -243,3 +246,21 @@ def test_ranks_that_do_not_come_are_one_sentence(tmp_path):
     rank = start_plain(0, free_port(), tmp_path, "--timeout_minutes=0.02", "--stall_seconds=1")
     ((code, errors),) = outcomes([rank])
     assert code == 2 and "not all of the 2 ranks have met" in errors[0], errors
+
+
+def test_a_resume_on_other_data_is_refused(tmp_path):
+    """A run whose dataset was prepared again from another text with the same characters is not continued on it, but its
+    weights may be evaluated there or be the start of a new run."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(DATA / "shakespeare_char", data)
+    train("nanoGPT", 1, tiny("nanoGPT", run, dataset=str(data), max_iters=5))
+    meta, val = json.loads((data / "meta.json").read_text()), (data / "val.bin").read_bytes()
+    (data / "val.bin").write_bytes(val[2:] + val[:2])
+    meta["splits"]["val"][0]["sha256"] = sha256_of(data / "val.bin")
+    (data / "meta.json").write_text(json.dumps(meta))
+    ended = run_program("nanoGPT/train.py", *flags(run, dataset=data, init_from="resume", max_iters=8))
+    assert_refused(ended, "is not the data that step-00000005 was trained on", "val.bin")
+    words = [f"--out_dir={run}", f"--dataset={data}", "--device=cpu", "--eval_iters=1"]
+    assert run_program("phase3_fsdp/evaluate.py", *words).code == 0
+    start = flags(tmp_path / "new", dataset=data, init_from=run, max_iters=1)
+    assert run_program("nanoGPT/train.py", *start).code == 0
