@@ -97,7 +97,7 @@ def read_hf_config(path: Path) -> GPTConfig:
     for name, values in {**allowed, "activation_function": tuple(GELUS)}.items():
         if hf[name] not in values:
             raise ConfigError(
-                f"{path} has {name}={hf[name]!r}, and this model can only be one with "
+                f"{path} has {name}={repr(hf[name])[:200]}, and this model can only be one with "
                 f"{' or '.join(map(repr, values))}: give another GPT-2"
             )
     gelu = GELUS[hf["activation_function"]]

@@ -49,12 +49,14 @@ class SampleConfig:
 
 
 def newest_run() -> str:
-    """The run under out/ whose checkpoint is the newest."""
-    runs = [path for path in Path("out").glob("*") if step_directories(path)]
-    runs += [Path("out")] if step_directories(Path("out")) else []
-    if not runs:
+    """Return the run under out/ whose checkpoint is the newest; runs that are training may delete theirs meanwhile."""
+    saved: dict[Path, float] = {}
+    for run in (Path("out"), *Path("out").glob("*")):
+        with contextlib.suppress(FileNotFoundError, IndexError):
+            saved[run] = step_directories(run)[0].stat().st_mtime
+    if not saved:
         raise ConfigError("there is no run with a checkpoint under out/: train one with `make baseline`")
-    return str(max(runs, key=lambda run: step_directories(run)[0].stat().st_mtime))
+    return str(max(saved, key=lambda run: saved[run]))
 
 
 def load(source: str) -> tuple[GPT, Tokenizer, int]:

@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from nanoGPT.exits import ConfigError, PeerFailed
+from nanoGPT.exits import LOST_PEER, ConfigError, PeerFailed
 from nanoGPT.files import open_regular, size_of
 from nanoGPT.manifest import NewFiles
+from nanoGPT.out_of_memory import is_out_of_memory
 
 # What torch raises where an index or a shard is not as it wrote it.
 UNREADABLE = (
@@ -35,6 +36,7 @@ UNREADABLE = (
     KeyError,
     IndexError,
     MemoryError,
+    OverflowError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -94,6 +96,8 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], alon
     except PeerFailed:
         raise
     except UNREADABLE as error:
+        if is_out_of_memory(error) or isinstance(error, dist.DistError) or any(w in str(error) for w in LOST_PEER):
+            raise  # which says nothing of the shards
         raise ConfigError(
             f"the shards in {reader.path} do not fit their index or the model ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else 'no reason'}): give another checkpoint"

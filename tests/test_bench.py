@@ -189,7 +189,9 @@ def test_a_resumed_run_has_the_configuration_that_it_was_saved_with(tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "step-00000004"
     folder.mkdir(parents=True)
     config = {**vars(TrainConfig()), "n_layer": 9, "batch_size": 5, "seed": 4, "out_dir": "moved since"}
-    (folder / "manifest.json").write_text(seal({"config": config, "step": 4, "files": [{"name": "ckpt.pt"}]}))
+    files = [{"name": "ckpt.pt", "size": 1, "sha256": ""}]
+    manifest = {"config": config, "step": 4, "world_size": 1, "versions": {}, "files": files}
+    (folder / "manifest.json").write_text(seal(manifest))
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "train_gpt2.py").write_text("batch_size = 6\nseed = 6\n")
     words = ["config/train_gpt2.py", "--seed=7", "--init_from=resume", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]

@@ -74,11 +74,14 @@ def test_any_tiles(block, step, together, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_large_scores(dtype):
-    """Scores of 1e4 and of -1e4 overflow nothing."""
+    """Scores of 1e4 and of -1e4 overflow nothing. A score that is rounded once in fp32 changes a result by as much as
+    the score is large, and how torch's own sums are rounded depends on the processor."""
     qkv = projection(1, 2, 65, 64, dtype).detach()
     qkv[:, :, :2] *= 60
-    assert qkv[:, :, 0].double().norm(dim=-1).max() * qkv[:, :, 1].double().norm(dim=-1).max() / 8 > 1e4
-    assert_as_exact_as_torch(ours, torchs, (qkv.requires_grad_(),), gradient_factor=3.0)
+    largest = float(qkv[:, :, 0].double().norm(dim=-1).max() * qkv[:, :, 1].double().norm(dim=-1).max() / 8)
+    assert largest > 1e4
+    rounding = torch.finfo(torch.float32).eps * largest
+    assert_as_exact_as_torch(ours, torchs, (qkv.requires_grad_(),), gradient_factor=3.0, allowed=rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

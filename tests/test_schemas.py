@@ -43,7 +43,7 @@ from nanoGPT.streaming import Progress, load_progress
 from tests.helpers import ROOT, assert_refused, run_program, tiny, train
 
 FEW, MANY = 150, 10_000
-SECONDS = 5.0  # for one file, on a machine that has other things to do
+SECONDS = 5.0  # for one file
 
 # ---- files of every format, whole
 
@@ -223,12 +223,12 @@ def broken(draw: st.DrawFn, name: str, whole: bytes) -> bytes:
 @contextmanager
 def within_seconds() -> Iterator[None]:
     """Assert that what is inside raises nothing but a ConfigError, and takes no longer than SECONDS."""
-    begin = time.perf_counter()
+    begin = time.process_time()  # another program may hold the processor for seconds
     try:
         yield
     except ConfigError as error:
         assert "\n" not in str(error) and len(str(error)) < 2000
-    took = time.perf_counter() - begin
+    took = time.process_time() - begin
     assert took < SECONDS, f"took {took:.1f} s"
 
 
