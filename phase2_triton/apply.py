@@ -49,7 +49,7 @@ class TritonConfig(TrainConfig):
     """peak learning rate"""
     min_lr: float = 5e-4
     """learning rate at the end of the cosine"""
-    max_iters: int = 30
+    max_iters: int = 20
     """optimizer steps of the whole run"""
     warmup_iters: int = 5
     """steps of linear warm-up"""
