@@ -53,7 +53,7 @@ class TritonConfig(TrainConfig):
     """optimizer steps of the whole run"""
     warmup_iters: int = 5
     """steps of linear warm-up"""
-    eval_interval: int = 15
+    eval_interval: int = 10
     """steps between evaluations"""
     eval_iters: int = 16
     """micro-batches per evaluation, of all ranks together"""
