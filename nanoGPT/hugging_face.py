@@ -19,6 +19,7 @@ from torch import Tensor
 from nanoGPT.exits import ConfigError
 from nanoGPT.files import ABSENT, list_directory, read_document, retry_reads, size_of
 from nanoGPT.model import GPTConfig
+from nanoGPT.out_of_memory import is_out_of_memory
 from nanoGPT.state import EMBEDDING, HEAD, Lazily, are_tied
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
@@ -75,6 +76,8 @@ def read_hf(folder: Path) -> tuple[GPTConfig, Mapping[str, Tensor]]:
             )
         return shape, weights
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"{folder} is no Hugging Face GPT-2 with safetensors ({type(error).__name__}: {str(error)[:200]}): give "
             "another directory"

@@ -163,7 +163,7 @@ def is_prepared(folder: Path, source: dict[str, Any], tokenizer: str, text_input
     meta = read_meta(folder)
     if meta is None:
         return False
-    if meta["source"] != source or meta["tokenizer"]["name"] != tokenizer:
+    if meta.get("source") != source or meta["tokenizer"]["name"] != tokenizer:
         rename = f"rename {text_input}, or " if text_input else ""
         remove = f"rm -r {quote(str(folder))}" if text_input else f"rm {quote(str(folder / META))}"
         raise ConfigError(

@@ -166,7 +166,7 @@ def is_there(folder: Path, source: dict[str, Any]) -> bool:
         return False
     no_flags = "hub" in source and (source["shard_tokens"], source["max_tokens"]) == (SHARD_TOKENS, None)
     complete = is_complete(folder, meta)
-    if meta["source"] != source and not (no_flags and complete):
+    if meta.get("source") != source and not (no_flags and complete):
         path = folder / META
         raise ConfigError(f"{path} is of another source or of other flags: `rm {path}` to replace that dataset")
     return complete
