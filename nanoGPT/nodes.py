@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,8 @@ class Meeting:
         """Serve the store on node 0; elsewhere wait for it until the deadline."""
         address, port, serves = self.place.master_addr, master_port(), self.place.node_rank == 0
         self._await(lambda: [] if serves or is_served(address, port) else [0])
-        self.store = connect(address, port, serves, datetime.timedelta(seconds=self.deadline - time.monotonic()))
+        seconds_left = max(self.deadline - time.monotonic(), 1.0)
+        self.store = connect(address, port, serves, datetime.timedelta(seconds=seconds_left))
 
     def tell(self, topic: str, value: Any) -> None:
         """Tell the other nodes a value of JSON's types."""
@@ -171,8 +172,8 @@ class Meeting:
                 self.tell("config files", None)
                 self.ask("acknowledgement", others)
 
-    def _await(self, missing: Any) -> None:
-        """Wait until no node is missing, and say now and then who is."""
+    def _await(self, missing: Callable[[], list[int]]) -> None:
+        """Wait until no node is missing, and print now and then which ones are."""
         remind_at = time.monotonic() + REMIND_AFTER
         with ended_by_signals():
             while nodes := missing():
