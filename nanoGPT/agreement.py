@@ -1,4 +1,4 @@
-"""What all ranks of a job must have alike, compared before they train.
+"""Compare, before training, what must be the same on all ranks.
 
 A node with another learning rate, another commit or another copy of the data would train without an error, and wrongly.
 So every rank describes what it is about to run, and rank 0 compares; whatever differs ends the job on all ranks.
@@ -46,7 +46,7 @@ def digest(content: bytes) -> str:
 def code_digest(config_class: type[TrainConfig]) -> str:
     """Return a digest of the source files of the baseline and of the phase that runs, committed or not."""
     folders = sorted({PACKAGE, PACKAGE.parent / config_class.__module__.split(".")[0]})
-    files = [path for folder in folders if folder.is_dir() for path in sorted(folder.rglob("*.py"))]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path.is_file()]
     code = [path for path in files if not {"data", "config"} & {*path.relative_to(PACKAGE.parent).parts}]
     return digest(b"".join(path.name.encode() + path.read_bytes() for path in code))
 

@@ -155,7 +155,7 @@ class CheckpointDirectory:
         if not is_present(final):
             return False
         try:
-            whose = read_manifest(final).get("run", "")
+            whose = read_manifest(final).get("run")
         except Damaged as reason:
             raise ConfigError(f"{final.name} is there already, and {reason}: move it away") from None
         if whose not in self.runs:
@@ -170,7 +170,7 @@ class CheckpointDirectory:
         """
         if self.run.lock and (warning := self.run.lock.keep()):
             self.run.say(warning)
-            self.root.mkdir(exist_ok=True)
+        self.root.mkdir(exist_ok=True)
 
     def drain(self) -> None:
         """Wait for a save in the background, and for what is too old to be deleted. Collective.
@@ -210,7 +210,8 @@ class CheckpointDirectory:
 
     def _begin(self, temporary: Path) -> None:
         for stale in self.root.glob(".tmp-*"):
-            remove(stale)
+            with contextlib.suppress(OSError):  # a reader may hold a file open on a network file system
+                remove(stale)
         temporary.mkdir()
 
     def _publish(self, temporary: Path, final: Path, manifest: Manifest) -> None:

@@ -34,11 +34,12 @@ class ConfigError(Exception):
     Args:
         message: the sentence.
         on_one_rank: other ranks may not have met it, so this one must speak.
+        is_shared: all ranks of all nodes have this sentence already.
     """
 
-    def __init__(self, message: str, on_one_rank: bool = False) -> None:
+    def __init__(self, message: str, on_one_rank: bool = False, is_shared: bool = False) -> None:
         super().__init__(message)
-        self.on_one_rank = on_one_rank
+        self.on_one_rank, self.is_shared = on_one_rank, is_shared
 
 
 class NonFiniteLoss(Exception):

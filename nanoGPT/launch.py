@@ -257,7 +257,10 @@ def read_config(trainer: Path, words: list[str], meeting: Meeting) -> TrainConfi
     config = parse(config_class, words, trainer, from_files={})  # a misspelt flag is reported before anybody waits
     meeting.open(config.timeout_minutes)
     (from_node_0,) = meeting.ask("config files", [0])
-    return config if from_node_0 is None else parse(config_class, words, trainer, from_node_0)
+    if from_node_0 is None:
+        (refusal,) = meeting.ask("refusal", [0])
+        raise ConfigError(f"node 0 cannot start: {refusal}")
+    return parse(config_class, words, trainer, from_node_0)
 
 
 def handed(config: TrainConfig) -> dict[str, str]:

@@ -105,11 +105,11 @@ def read_manifest(path: Path) -> Manifest:
         raise Damaged(f"its {error}") from None
     except (ValueError, RecursionError):
         raise Damaged("its manifest.json is not JSON") from None
-    if not isinstance(manifest, dict) or seal(manifest) != text:
-        raise Damaged("its manifest.json was changed after it was written")
     try:
+        if not isinstance(manifest, dict) or seal(manifest) != text:
+            raise Damaged("its manifest.json was changed after it was written")
         step = check(manifest, schemas.Manifest)["step"]
-    except Malformed as error:
+    except (Malformed, RecursionError) as error:
         raise Damaged(f"its manifest.json is not that of a checkpoint ({error})") from None
     if STEP.fullmatch(path.name) and int(path.name[5:]) != step:
         raise Damaged("its manifest.json is not that of a checkpoint of this step")

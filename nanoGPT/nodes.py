@@ -139,19 +139,20 @@ class Meeting:
 
     @contextlib.contextmanager
     def shared_refusal(self) -> Iterator[None]:
-        """Make a ConfigError of any node one of all nodes; the checks go inside, and after them the nodes have met.
+        """Run this node's checks, which go inside; a refusal of one node ends all nodes.
 
         Raises:
-            ConfigError: with one node its own, else that of another, with its number.
+            ConfigError: another node's, with its number; with one node, its own.
             SystemExit: this node's own, which it has printed.
         """
         try:
             yield
-        except ConfigError as error:
+        except (ConfigError, OSError, dist.DistError) as error:
             if self.place.nnodes == 1:
                 raise
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            self._tell_refusal(str(error))
+            refusal = str(error).splitlines()[0]
+            print(f"error: {refusal}", file=sys.stderr, flush=True)
+            self._tell_refusal(refusal)
             raise SystemExit(2) from None
         if self.place.nnodes > 1:
             self.tell("refusal", None)
@@ -168,6 +169,7 @@ class Meeting:
             if not self.store:
                 self._connect()
             self.tell("refusal", refusal)
+            self.tell("acknowledgement", None)
             if self.place.node_rank == 0:  # with which the store ends
                 self.tell("config files", None)
                 self.ask("acknowledgement", others)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from nanoGPT.exits import ConfigError
-from nanoGPT.files import ABSENT, unique_name
+from nanoGPT.files import ABSENT, is_present, retry_reads, unique_name
 from nanoGPT.manifest import step_directories
 
 
@@ -74,7 +74,8 @@ class DirectoryLock:
     def is_ours(self) -> bool:
         """Return whether the lock file in the directory is still the one that this process opened."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
+            found = retry_reads(self.path, lambda: os.stat(self.path))
+            return os.path.samestat(found, os.fstat(self.file.fileno()))
         except ABSENT:
             return False
 
@@ -89,13 +90,15 @@ class DirectoryLock:
         """
         if self.is_ours():
             return None
-        if self.path.exists():
+        if is_present(self.path):
             raise ConfigError(
                 f"{self.out_dir} was moved or deleted, and another run has started there: nothing was written into it; "
                 "give each run an --out_dir of its own"
             )
+        text = self.read()
         self.out_dir.mkdir(parents=True, exist_ok=True)
         self._acquire()
+        self.write(text)
         return f"{self.out_dir} was moved or deleted during the run: it was created again for the next checkpoints"
 
     def write(self, text: str) -> None:

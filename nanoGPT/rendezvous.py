@@ -172,7 +172,7 @@ def compare_ranks(store: dist.Store, run: "Runtime", described: dict[str, Any]) 
     store.set(f"read by {run.rank}", "")
     with contextlib.suppress(dist.DistError):
         store.wait(readers, LAST_WORDS)  # the store may end with rank 0
-    raise ConfigError(verdict)
+    raise ConfigError(verdict, is_shared=True)
 
 
 def tell_other_nodes(refusal: str) -> None:
@@ -312,7 +312,8 @@ def agree(run: "Runtime", config: TrainConfig) -> None:
         if refused := run.gather(refusal(run, config))[0]:
             raise ConfigError(refused)
     if run.lock:
-        run.lock.write("\n".join(agents))
+        with contextlib.nullcontext() if may_restart() else contextlib.suppress(OSError):  # on a full disk
+            run.lock.write("\n".join(agents))
 
 
 def saved_by(agents: tuple[str, ...], run: "Runtime", config: TrainConfig) -> dict[str, object] | None:

@@ -227,6 +227,7 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
     if not reads_only:
         rendezvous.enter_out_dir(run, config)
     described = describe_run(config, data, run)
+    del data  # it holds every file open, and the trainer opens its own
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:
@@ -288,7 +289,7 @@ def exit_code_of(train: Callable[[Any], Any], config_class: type[TrainConfig], t
         code = 0
     except ConfigError as error:
         code = fail(2, str(error), alike_on_all_ranks=not error.on_one_rank)
-        if not dist.is_initialized():
+        if not dist.is_initialized() and not error.is_shared:
             rendezvous.tell_other_nodes(str(error))
     except NonFiniteLoss as error:
         code = fail(3, str(error), alike_on_all_ranks=True)
@@ -305,4 +306,6 @@ def exit_code_of(train: Callable[[Any], Any], config_class: type[TrainConfig], t
                 traceback.print_exc()
             sentence = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         code = fail(1, sentence)
+        if not dist.is_initialized():
+            rendezvous.tell_other_nodes(sentence)
     return code

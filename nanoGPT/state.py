@@ -20,8 +20,10 @@ from torch import Tensor
 from nanoGPT.config import TrainConfig
 from nanoGPT.data import TokenData
 from nanoGPT.exits import ConfigError
+from nanoGPT.files import ABSENT, retry_reads
 from nanoGPT.manifest import Checkpoint, NewFiles, file_names
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.out_of_memory import is_out_of_memory
 from nanoGPT.shards import SafeReader, read_shards, stored
 
 if TYPE_CHECKING:
@@ -181,7 +183,7 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
         ConfigError: it is no such file, or holds anything but tensors and plain values.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = retry_reads(path, lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True))
         model = {k.removeprefix("_orig_mod."): v for k, v in content.pop("model").items()}
         model = {k: v for k, v in model.items() if not k.endswith(".attn.bias")}
         if not are_tied(model.pop(HEAD, model[EMBEDDING]), model[EMBEDDING]):
@@ -196,7 +198,9 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
         raise ConfigError(
             f"{path} holds more than tensors and plain values, so that opening it could run code: it is not opened"
         ) from None
-    except (RuntimeError, KeyError, ValueError, AttributeError, TypeError, EOFError, OSError, IndexError) as error:
+    except (*ABSENT, RuntimeError, KeyError, ValueError, AttributeError, TypeError, EOFError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(f"{path} is no checkpoint of nanoGPT ({type(error).__name__}): give another file") from None
 
 

@@ -141,11 +141,11 @@ class Watch:
     def _tell(self, sentence: str) -> None:
         """Write the sentence, unless another rank was first.
 
-        On a disk that is full, read-only or gone no heartbeat arrives either, and nobody can judge: all ranks then
-        have another `stall_seconds`.
+        If the sentence cannot be written, heartbeats cannot either. All ranks then get another `stall_seconds`.
         """
         path = self.out_dir / "stacks" / f"stalled-{self.token}.txt"
         try:
+            path.parent.mkdir(exist_ok=True)  # the run's directory may have been created again
             with open(path, "x") as file:
                 file.write(sentence + "\n")
         except FileExistsError:
