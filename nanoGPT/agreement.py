@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoGPT.config import PACKAGE, TrainConfig
 from nanoGPT.data import TokenData
+from nanoGPT.manifest import step_directories
 
 if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
@@ -31,7 +32,7 @@ def describe_run(config: TrainConfig, data: TokenData, run: "Runtime") -> dict[s
         "the device": run.device.type,
         "the dtype": str(run.dtype).removeprefix("torch."),
         "the prepared data": digest(json.dumps(data.identity, sort_keys=True).encode()),
-        "the code": code_digest(type(config)),
+        "the code": code_digest(),
         "the weights to start from": weights_digest(config.init_from),
         "the version of python": ".".join(platform.python_version_tuple()[:2]),
     }
@@ -43,18 +44,21 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def code_digest(config_class: type[TrainConfig]) -> str:
-    """Return a digest of the source files of the baseline and of the phase that runs, committed or not."""
-    folders = sorted({PACKAGE, PACKAGE.parent / config_class.__module__.split(".")[0]})
+def code_digest() -> str:
+    """Return a digest of the source files of the baseline and of all phases, committed or not."""
+    folders = [PACKAGE, *sorted(PACKAGE.parent.glob("phase*"))]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path.is_file()]
     code = [path for path in files if not {"data", "config"} & {*path.relative_to(PACKAGE.parent).parts}]
     return digest(b"".join(path.name.encode() + path.read_bytes() for path in code))
 
 
 def weights_digest(init_from: str) -> str:
-    """Return a digest of the names and sizes of the files in a directory of weights; the name of anything else."""
+    """Return a digest of the names and sizes of the files in a directory of weights, or the newest step of a run that
+    may be training; the name of anything else."""
     folder = Path(init_from)
-    if not folder.is_dir() or (folder / "checkpoints").is_dir():  # a run's directory is the same file system's
+    if steps := step_directories(folder):
+        return steps[0].name
+    if not folder.is_dir():
         return init_from
     files = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
     return digest(json.dumps(files).encode())
