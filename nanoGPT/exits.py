@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nanoGPT.runtime import Runtime
 
 STALLED = 4
+LONGEST_SENTENCE = 1500  # characters
 # What a rank says that has only followed another: gloo's words, and ours.
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "PeerFailed")
 
@@ -38,7 +39,8 @@ class ConfigError(Exception):
     """
 
     def __init__(self, message: str, on_one_rank: bool = False, is_shared: bool = False) -> None:
-        super().__init__(message)
+        line = " ".join(message.splitlines())  # what a file or a library says may have several, or be endless
+        super().__init__(line if len(line) <= LONGEST_SENTENCE else f"{line[:LONGEST_SENTENCE]}...")
         self.on_one_rank, self.is_shared = on_one_rank, is_shared
 
 
