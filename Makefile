@@ -47,7 +47,7 @@ STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= rea
 .venv/.dev: .venv/.core
 	@$(PYTHON) workshop/set_up.py dev
 
-nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare.py | .venv/.core
+nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .venv/.core
 	@$(PY) $< && touch $@
 
 setup: .venv/.core  ## make .venv and install the project into it
@@ -63,7 +63,7 @@ phase3: .venv/.core data  ## the same with FSDP: sharded parameters, gradients a
 sample: .venv/.core  ## text from the newest run under out/, or from ARGS=--out_dir=DIR
 	@$(PY) -m nanoGPT.sample $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 verify-checkpoint: .venv/.core  ## read every checkpoint of ARGS=--out_dir=DIR to the last byte
-	@$(PY) -m nanoGPT.manifest $(ARGS)
+	@$(PY) -m nanoGPT.checkpoint.manifest $(ARGS)
 test: .venv/.dev data  ## run the tests (DEVICE=cuda for those that need a GPU)
 	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 lint: .venv/.dev  ## ruff and mypy
@@ -79,27 +79,27 @@ diff3: .venv/.core  ## what phase 3 changes in the baseline's train.py, hunk by 
 plan: .venv/.core  ## will MODEL fit on GPUS of kind GPU, and how fast will it go? every phase, planned with no GPU
 	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
 profile: .venv/.core data  ## PHASE=phase3's timeline, overlap, memory and costliest operators on GPUS ranks
-	@OMP_NUM_THREADS=1 $(PY) -m bench.profile_step $(PHASE) $(GPUS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.trainer.profile_step $(PHASE) $(GPUS) $(ARGS)
 suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimizers, seeds or all; continues after a kill
 	@OMP_NUM_THREADS=1 $(PY) -m bench.suite --suite=$(SUITE) $(ARGS)
 matrix: .venv/.dev data  ## every phase on 1, 2, 4 and 8 ranks, and every option: losses, bytes, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 	@$(PY) -m bench.tables
 bench: .venv/.dev data  ## measure every phase end to end, a step against a bare loop, and ZeRO-1
-	@OMP_NUM_THREADS=1 $(PY) -m bench.throughput $(ARGS)
-	@$(PY) -m bench.step_overhead $(ARGS)
-	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1 $(ARGS)
-	@OMP_NUM_THREADS=1 $(PY) -m bench.zero1_step $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.trainer.throughput $(ARGS)
+	@$(PY) -m bench.trainer.step_overhead $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.zero1 $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.zero1_step $(ARGS)
 bench-kernels: .venv/.dev data  ## measure every kernel and the trainer with each; without a GPU reduced and interpreted
 	@OMP_NUM_THREADS=1 $(PY) -m bench.kernels $(ARGS)
-	@$(PY) -m bench.kernel_ablation $(ARGS)
-	@$(PY) -m bench.kernel_plots
+	@$(PY) -m bench.kernels.ablation $(ARGS)
+	@$(PY) -m bench.kernels.plots
 bench-fsdp: .venv/.dev data  ## every option of FSDP with every other: losses, traffic and state; 45 minutes
-	@OMP_NUM_THREADS=1 $(PY) -m bench.fsdp_options $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.fsdp_options $(ARGS)
 bench-save: .venv/.dev  ## a verified checkpoint beside a bare one, and in the background
-	@OMP_NUM_THREADS=1 $(PY) -m bench.save_speed $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.checkpoints.save_speed $(ARGS)
 torture: .venv/.dev  ## kill saves at every point and at 500 random moments, flip 200 bits, and open what is left
-	@OMP_NUM_THREADS=1 $(PY) -m bench.torture $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.checkpoints.torture $(ARGS)
 tables: .venv/.dev  ## put the committed results into the documents' tables
 	@$(PY) -m bench.tables $(ARGS)
 clean:  ## delete caches; prepared data, .venv and out/ stay

@@ -20,19 +20,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from nanoGPT.cli import command_line
-from nanoGPT.config import C
-from nanoGPT.data import TokenData, load_tokenizer
-from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB, download, read_hf, write_hf
+from nanoGPT.checkpoint.manifest import Checkpoint, Damaged, NewFiles, check_training, manifests, verify_files
+from nanoGPT.checkpoint.state import SHAPE, Lazily, check_resumed, read_ckpt, read_payload, save_ckpt
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.dataset import TokenData, load_tokenizer
+from nanoGPT.errors import ConfigError, one_sentence
 from nanoGPT.files import is_present, size_of
-from nanoGPT.hugging_face import GPT2_VOCAB, download, read_hf, write_hf
-from nanoGPT.manifest import Checkpoint, Damaged, NewFiles, check_training, manifests, verify_files
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.schemas import TokenizerIdentity
-from nanoGPT.state import SHAPE, Lazily, check_resumed, read_ckpt, read_payload, save_ckpt
+from nanoGPT.train_config import C
 
 if TYPE_CHECKING:
-    from nanoGPT.runtime import Runtime
+    from nanoGPT.distributed.runtime import Runtime
 
 PADDED_VOCAB = 50304
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from nanoGPT.exits import ConfigError
+from nanoGPT.errors import ConfigError
 
 ABSENT = (FileNotFoundError, NotADirectoryError)
 FINAL = (*ABSENT, PermissionError, IsADirectoryError)  # waiting does not help

@@ -30,14 +30,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.cli import command_line
-from nanoGPT.config import HANDED_CONFIG, TrainConfig, parse, read_config_files
-from nanoGPT.exits import LOST_PEER, STALLED, ConfigError, one_sentence
-from nanoGPT.manifest import step_directories
-from nanoGPT.nodes import Meeting, Place, check_place, master_port
-from nanoGPT.out_dir import check_out_dir
-from nanoGPT.runtime import preflight
-from nanoGPT.watch import Watch, children_of, guard
+from nanoGPT.checkpoint.manifest import step_directories
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.distributed.runtime import preflight
+from nanoGPT.errors import LOST_PEER, STALLED, ConfigError, one_sentence
+from nanoGPT.job.nodes import Meeting, Place, check_place, master_port
+from nanoGPT.job.out_dir import check_out_dir
+from nanoGPT.job.watchdog import Watch, children_of, guard
+from nanoGPT.train_config import HANDED_CONFIG, TrainConfig, parse, read_config_files
 
 
 def split_words(words: list[str]) -> tuple[list[str], Path, list[str]]:

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from nanoGPT.cli import command_line
-from nanoGPT.data import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
-from nanoGPT.exits import ConfigError, one_sentence
+from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
+from nanoGPT.checkpoint.manifest import step_directories
+from nanoGPT.checkpoint.state import load_whole, read_payload
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.dataset import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
+from nanoGPT.distributed.runtime import pick_device
+from nanoGPT.errors import ConfigError, one_sentence
 from nanoGPT.export import newest_whole, read_weights
-from nanoGPT.hugging_face import GPT2_VOCAB
-from nanoGPT.manifest import step_directories
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.runtime import pick_device
-from nanoGPT.state import load_whole, read_payload
 
 
 @dataclass

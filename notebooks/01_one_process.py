@@ -22,10 +22,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from nanoGPT import runtime
+from nanoGPT.distributed import runtime
 from nanoGPT.files import sha256_of
-from nanoGPT.config import PACKAGE, TrainConfig
-from nanoGPT.data import TRAIN, TokenData, load_tokenizer
+from nanoGPT.train_config import PACKAGE, TrainConfig
+from nanoGPT.dataset import TRAIN, TokenData, load_tokenizer
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw, grad_norm
 from nanoGPT.train import train
@@ -317,7 +317,8 @@ def train_naively(config: TrainConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from nanoGPT import runtime, train
+    from nanoGPT import train
+    from nanoGPT.distributed import runtime
 
     runtime.reseed = lambda *key: None
     torch.manual_seed(config.seed + dist.get_rank())
@@ -456,7 +457,7 @@ assert killed == whole
 # def averaged(shape, config):
 #     import torch
 #     import torch.distributed as dist
-#     from nanoGPT.data import TRAIN, TokenData
+#     from nanoGPT.dataset import TRAIN, TokenData
 #     from nanoGPT.model import GPT
 #
 #     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)

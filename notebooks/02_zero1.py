@@ -25,12 +25,12 @@ from matplotlib.patches import Rectangle
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
-from nanoGPT.data import TRAIN, TokenData
-from nanoGPT.ledger import Traffic, storage_bytes
+from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.metrics.ledger import Traffic, storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
-from nanoGPT.shards import SafeReader
-from phase1_zero1.backends import Zero1Config
+from nanoGPT.checkpoint.shards import SafeReader
+from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.train import train
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -300,7 +300,7 @@ assert apart(first_draft[0], reference[0]) == 0
 # as the baseline's DDP did in notebook 1, by rounding.
 #
 # Now what it sends. A ring sends 2n(N-1)/N bytes a rank for an all-reduce of n bytes, and n(N-1)/N for a broadcast.
-# `nanoGPT.ledger.Traffic`, which was on in every step above, sees each collective that is called, with its tensors,
+# `nanoGPT.metrics.ledger.Traffic`, which was on in every step above, sees each collective that is called, with its tensors,
 # and multiplies their sizes by these.
 #
 # **Predict first:** how many calls does a step make? How many elements does a rank send, in units of P(N-1)/N? And with

@@ -33,10 +33,10 @@ import triton.language as tl
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanoGPT.data import TRAIN, TokenData
+from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw
-from nanoGPT.telemetry import PEAK_FLOPS
+from nanoGPT.metrics.telemetry import PEAK_FLOPS
 from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer
 from phase2_triton.kernels import adamw, attention, cross_entropy, embedding, gelu, layernorm, linear_cross_entropy
 from phase2_triton.kernels.core import KernelError, recording, table
@@ -98,7 +98,7 @@ assert round(as_operations / x.nbytes) == 10 and round(as_kernel / x.nbytes) == 
 # backward, bytes and floating-point operations (FLOPs). Every kernel file has such a function.
 #
 # What does it cost? The chip of this page is NVIDIA's H100 SXM. All that is said about it is **published, not
-# measured**: `PEAK_FLOPS` of `nanoGPT/telemetry.py` for its matrix units, and from the same data sheet 3.35 TB/s of
+# measured**: `PEAK_FLOPS` of `nanoGPT/metrics/telemetry.py` for its matrix units, and from the same data sheet 3.35 TB/s of
 # memory and 67 TFLOP/s for what is no matrix product.
 #
 # **Predict first:** 16,384 tokens of 768 channels in bfloat16. How many microseconds does the H100 need for the bytes
@@ -173,7 +173,7 @@ assert "power of 2" in refusal
 # A tile is a power of two. So a row of 6 takes a tile of 8, and two lanes have no number of their own: they load
 # whatever lies there. Past the end of x that is anybody's memory, and a test that compares results may well pass. So
 # the tests put *guard bands* around tensors, NaN on both sides. What is read out of bounds then turns up in the
-# result; where NaN is gone from a band, something was written. (`tests/kernels.py` does it to every buffer.)
+# result; where NaN is gone from a band, something was written. (`tests/helpers/kernels.py` does it to every buffer.)
 #
 # The kernel below only centres, and can leave out either of its masks.
 #
@@ -748,7 +748,7 @@ assert all(as_exact(found, one_after_another(parts), exact) for found in (dw, dw
 #
 # Triton was told to interpret when this notebook imported it. A process of its own can compile, and it needs no GPU for
 # that: the target is an argument. `elsewhere` below writes functions and kernels of this page into a file and runs it
-# with `TRITON_INTERPRET=0`. What reads the machine code is `bench/kernel_resources.py`, which makes the table in
+# with `TRITON_INTERPRET=0`. What reads the machine code is `bench/kernels/resources.py`, which makes the table in
 # phase 2's notes: the arguments are *meta* tensors, which have a shape and no memory.
 
 # %%
@@ -768,7 +768,7 @@ def compiled(kernel, args: tuple, options: dict, architecture: str = "sm_90") ->
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from bench import kernel_resources
+    from bench.kernels import resources as kernel_resources
 
     facts = kernel_resources.compiled(kernel, args, options, architecture)
     source = ASTSource(kernel, *kernel_resources.signature(kernel, args, options))
@@ -863,7 +863,7 @@ def attentions() -> list:
     """Causal attention of GPT-2 124M: (what, architecture), and what it becomes."""
     import torch
 
-    from bench.kernel_resources import leaf, recorded, there_and_back
+    from bench.kernels.resources import leaf, recorded, there_and_back
     from phase2_triton.kernels.attention import causal_attention
 
     def launches(dtype: torch.dtype, architecture: str) -> list:
@@ -1056,7 +1056,7 @@ print(f"apart by at most {apart:.1e}; the same names: {their_names == names}")
 assert apart < 1e-4 and their_names == names and without[-1] < without[0] - 0.1
 
 # %% [markdown]
-# By rounding. `make phase2` does this with the whole trainer, and `tests/test_phase2.py` for 100 steps.
+# By rounding. `make phase2` does this with the whole trainer, and `tests/phase2/test_training.py` for 100 steps.
 #
 # ## Exercises
 #

@@ -28,15 +28,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
-from nanoGPT.data import TRAIN, TokenData
-from nanoGPT.ledger import Traffic, ring_bytes
-from nanoGPT.memory import CATEGORIES, STATE, Memory
+from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.metrics.ledger import Traffic, ring_bytes
+from nanoGPT.memory.tracker import CATEGORIES, STATE, Memory
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer, grad_norm
-from nanoGPT.runtime import Runtime, locate
+from nanoGPT.distributed.runtime import Runtime, locate
 from phase1_zero1.buckets import all_gather, reduce_scatter  # by the names that this torch has for them
 from phase3_fsdp.activation_checkpointing import checkpoint_activations
-from phase3_fsdp.activations import activation_bytes, kept_by_block
+from phase3_fsdp.activation_bytes import activation_bytes, kept_by_block
 from phase3_fsdp.costs import describe_sharding, expected_traffic, own_params, padded
 from phase3_fsdp.fsdp import (
     FsdpConfig, birthplace, data_parallel, init_shards, local_grads, set_gradient_sync, shard_group, shard_model,
@@ -363,7 +363,7 @@ plt.show()
 #
 # ## c. Gathered and freed
 #
-# `nanoGPT.memory.Memory` sees every tensor that is born, resized or freed, and files its bytes under a category. Here
+# `nanoGPT.memory.tracker.Memory` sees every tensor that is born, resized or freed, and files its bytes under a category. Here
 # are the *gathered* ones through one step of rank 0: whole parameters, and the flat buffers in which they come.
 #
 # A unit comes in two moves: the all-gather fills a flat buffer, then parameters are copied out of it, for the buffer

@@ -7,7 +7,7 @@
 #
 # First we take a sharded checkpoint apart. Then we break things on purpose, with torch's writer alone and with the
 # protocol of this repository around it: a flipped bit, ranks that die in the middle of a save, a save that races with
-# the training beside it, a rank that falls asleep. Have `nanoGPT/checkpoint.py`, `nanoGPT/manifest.py` and
+# the training beside it, a rank that falls asleep. Have `nanoGPT/checkpoint/directory.py`, `nanoGPT/checkpoint/manifest.py` and
 # `phase3_fsdp/sharded_checkpoint.py` open beside this page. No GPU is needed.
 
 # %%
@@ -33,15 +33,15 @@ import torch.distributed.checkpoint as dcp
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from bench.fault_points import Saver, before, end, open_and_save, save_and_die
-from nanoGPT.checkpoint import CheckpointDirectory
-from nanoGPT.data import EVALUATE, TokenData
+from bench.checkpoints.fault_points import Saver, before, end, open_and_save, save_and_die
+from nanoGPT.checkpoint.directory import CheckpointDirectory
+from nanoGPT.dataset import EVALUATE, TokenData
 from nanoGPT.files import sha256_of
-from nanoGPT.exits import STALLED
-from nanoGPT.ledger import Ledger
-from nanoGPT.manifest import Damaged, HashedFile, read_manifest, seal, verify_files
+from nanoGPT.errors import STALLED
+from nanoGPT.metrics.ledger import Ledger
+from nanoGPT.checkpoint.manifest import Damaged, HashedFile, read_manifest, seal, verify_files
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.shards import SafeReader, stored
+from nanoGPT.checkpoint.shards import SafeReader, stored
 from phase3_fsdp.fsdp import FsdpConfig
 from phase3_fsdp.sharded_checkpoint import ShardWriter, training_state
 from phase3_fsdp.train import train
@@ -424,7 +424,7 @@ assert not (place / "checkpoints" / "step-00000003").exists()
 #
 # ## d. Killed at every point
 #
-# Dying *before its file* is one moment of many. `bench/fault_points.py` has ten; at each a rank kills itself while it
+# Dying *before its file* is one moment of many. `bench/checkpoints/fault_points.py` has ten; at each a rank kills itself while it
 # saves step 3. Here are four. After each death two new ranks open the newest checkpoint that is whole, check that
 # every number in it is of its step, and save once more.
 #

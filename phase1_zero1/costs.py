@@ -15,10 +15,10 @@ from collections import Counter
 
 from torch.optim import Optimizer
 
-from nanoGPT.ledger import Costs, ddp_costs, optimizer_bytes
-from nanoGPT.memory_savings import Needs, name_ranks
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.memory.savings import Needs, name_ranks
+from nanoGPT.metrics.ledger import Costs, ddp_costs, optimizer_bytes
 from nanoGPT.model import GPT
-from nanoGPT.runtime import Runtime
 from phase1_zero1.muon import OwnedMatrix
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.zero1 import Zero1Optimizer

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from nanoGPT.config import TrainConfig
 from nanoGPT.optim import muon_groups
+from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import Bucket, Options, Shard, shared_out
 from phase1_zero1.zero1 import Zero1Optimizer
 

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
-from nanoGPT.exits import ConfigError
-from nanoGPT.manifest import NewFiles, file_names
-from nanoGPT.shards import read_shards, stored, write_shards
-from nanoGPT.state import FullState, load_whole, materialise, read_payload
+from nanoGPT.checkpoint.manifest import NewFiles, file_names
+from nanoGPT.checkpoint.shards import read_shards, stored, write_shards
+from nanoGPT.checkpoint.state import FullState, load_whole, materialise, read_payload
+from nanoGPT.errors import ConfigError
 from phase1_zero1.zero1 import Zero1Optimizer
 
 

@@ -10,20 +10,20 @@ A run has steps 0 to max_iters - 1; `step-N` is saved after N updates. `--help` 
 
 import torch  # [zero1:imports] DistributedDataParallel is in backends.py
 
-from nanoGPT import runtime
-from nanoGPT.checkpoint import CheckpointDirectory  # [zero1:imports] Zero1Config replaces TrainConfig
-from nanoGPT.data import EVALUATE, TRAIN, TokenData, to_device
-from nanoGPT.exits import check_finite
+from nanoGPT.checkpoint.directory import CheckpointDirectory  # [zero1:imports] Zero1Config replaces TrainConfig
+from nanoGPT.checkpoint.state import about, load_scaler, load_whole  # [zero1:imports] shards replace ckpt.pt
+from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
+from nanoGPT.distributed import runtime
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import check_finite
 from nanoGPT.export import starting_point
-from nanoGPT.ledger import Ledger
+from nanoGPT.metrics.ledger import Ledger
+from nanoGPT.metrics.telemetry import Telemetry
 from nanoGPT.model import GPT
 from nanoGPT.optim import clip_grads, grad_norm, learning_rate, set_learning_rate  # [zero1:imports] no optimizer
-from nanoGPT.runtime import Runtime
-from nanoGPT.state import about, load_scaler, load_whole  # [zero1:imports] shards replace ckpt.pt
-from nanoGPT.telemetry import Telemetry
 
 # [zero1:lesson] what this phase adds: zero1.py, which backends.py chooses and sharded_checkpoint.py saves
-from phase1_zero1.backends import (
+from phase1_zero1.parallelize import (
     Zero1Config,
     data_parallel,
     reduced_grads,

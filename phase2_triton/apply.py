@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoGPT.config import TrainConfig, nearest
-from nanoGPT.exits import ConfigError
-from nanoGPT.memory_savings import Needs, logits_bytes
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError
+from nanoGPT.memory.savings import Needs, logits_bytes
 from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, KVCache
 from nanoGPT.optim import configure_optimizer, param_groups
-from nanoGPT.runtime import Runtime
+from nanoGPT.train_config import TrainConfig, nearest
 from phase2_triton.kernels.adamw import TritonAdamW
 from phase2_triton.kernels.attention import WIDEST, causal_attention
 from phase2_triton.kernels.core import KernelError, interpreting, why_not

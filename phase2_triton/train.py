@@ -11,17 +11,17 @@ A run has steps 0 to max_iters - 1; `step-N` is saved after N updates. `--help` 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from nanoGPT import runtime
-from nanoGPT.checkpoint import CheckpointDirectory  # [triton:imports] TritonConfig replaces TrainConfig
-from nanoGPT.data import EVALUATE, TRAIN, TokenData, to_device
-from nanoGPT.exits import check_finite
+from nanoGPT.checkpoint.directory import CheckpointDirectory  # [triton:imports] TritonConfig replaces TrainConfig
+from nanoGPT.checkpoint.state import about, load_scaler, load_training_state, load_whole, write_ckpt
+from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
+from nanoGPT.distributed import runtime
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import check_finite
 from nanoGPT.export import starting_point
-from nanoGPT.ledger import Ledger
+from nanoGPT.metrics.ledger import Ledger
+from nanoGPT.metrics.telemetry import Telemetry
 from nanoGPT.model import GPT
 from nanoGPT.optim import clip_grads, grad_norm, learning_rate, set_learning_rate  # [triton:imports] no optimizer
-from nanoGPT.runtime import Runtime
-from nanoGPT.state import about, load_scaler, load_training_state, load_whole, write_ckpt
-from nanoGPT.telemetry import Telemetry
 
 # [triton:lesson] what this phase adds: kernels/, which apply.py puts into the model
 from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer

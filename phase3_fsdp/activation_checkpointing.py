@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nanoGPT.exits import ConfigError
+from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -44,7 +44,7 @@ def checkpoint_activations(model: GPT, mode: str) -> None:
 
     Dropout draws the same masks again: torch saves the generator's state with the input. The form is the non-reentrant
     one, which is built on the hooks of saved tensors; the older one runs a second backward inside the backward, and
-    DDP then sees a parameter twice (`tests/test_activation_checkpointing.py`).
+    DDP then sees a parameter twice (`tests/phase3/test_activation_checkpointing.py`).
 
     Args:
         model: before it is compiled or sharded.

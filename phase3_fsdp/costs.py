@@ -19,11 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nanoGPT.ledger import Costs, ddp_costs, ring_bytes
-from nanoGPT.memory_savings import Needs, activation_savings, logits_bytes, name_ranks
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.memory.savings import Needs, activation_savings, logits_bytes, name_ranks
+from nanoGPT.metrics.ledger import Costs, ddp_costs, ring_bytes
 from nanoGPT.model import GPT
-from nanoGPT.runtime import Runtime
-from phase3_fsdp.activations import activation_bytes
+from phase3_fsdp.activation_bytes import activation_bytes
 from phase3_fsdp.fsdp import FsdpConfig, kernels_of
 
 Traffic = Counter[tuple[str, int]]  # bytes of the full tensors, by kind of collective and number of ranks

@@ -11,14 +11,14 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanoGPT import runtime
-from nanoGPT.data import TokenData
-from nanoGPT.exits import ConfigError
+from nanoGPT.checkpoint.state import read_payload
+from nanoGPT.dataset import TokenData
+from nanoGPT.distributed import runtime
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError
 from nanoGPT.export import newest_on_all, starting_point
-from nanoGPT.memory_savings import Needs
+from nanoGPT.memory.savings import Needs
 from nanoGPT.model import GPT
-from nanoGPT.runtime import Runtime
-from nanoGPT.state import read_payload
 from phase3_fsdp import fsdp
 from phase3_fsdp.train import evaluate
 

@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from nanoGPT.config import TrainConfig
-from nanoGPT.exits import ConfigError
-from nanoGPT.ledger import Costs
-from nanoGPT.memory_savings import Needs
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError
+from nanoGPT.memory.savings import Needs
+from nanoGPT.metrics.ledger import Costs
 from nanoGPT.model import GPT, initial_value
-from nanoGPT.runtime import Runtime
+from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, checkpointed
 
 NO_FLOAT16 = "--dtype=float16 is not for FSDP, whose slices no loss scaler knows: use bfloat16 or float32"

@@ -1,4 +1,5 @@
-"""Sharded checkpoints: every rank writes its own shards, and any number of ranks reads them (`nanoGPT.shards`).
+"""Sharded checkpoints: every rank writes its own shards, and any number of ranks reads them
+(`nanoGPT.checkpoint.shards`).
 
 The keys are parameter names, and an entry is a DTensor: DCP asks it which slice of the whole this rank holds.
 """
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nanoGPT.manifest import NewFiles, file_names
-from nanoGPT.shards import read_shards, stored, write_shards
-from nanoGPT.state import FullState, materialise, optimizer_by_name, read_payload
+from nanoGPT.checkpoint.manifest import NewFiles, file_names
+from nanoGPT.checkpoint.shards import read_shards, stored, write_shards
+from nanoGPT.checkpoint.state import FullState, materialise, optimizer_by_name, read_payload
 from phase3_fsdp.fsdp import copy_slice
 
 

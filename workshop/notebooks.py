@@ -23,8 +23,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
-from nanoGPT.config import nearest
-from nanoGPT.exits import ConfigError
+from nanoGPT.errors import ConfigError
+from nanoGPT.train_config import nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SECONDS_A_CELL = 120

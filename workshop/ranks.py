@@ -28,7 +28,7 @@ from typing import Any
 import cloudpickle
 
 import phase2_triton  # noqa: F401  it decides whether kernels are interpreted, before anything imports Triton
-from nanoGPT.exits import LOST_PEER
+from nanoGPT.errors import LOST_PEER
 
 # Also what torch imports by itself at the first optimizer or the first random number on the meta device: 0.8 s a rank.
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "workshop.ranks"]

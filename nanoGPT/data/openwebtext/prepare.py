@@ -9,11 +9,11 @@ Run it again after an interruption: it goes on after the last whole shard. The f
 
 import sys
 
-from nanoGPT.cli import command_line
-from nanoGPT.corpus import hub_corpus, parquet_corpus
-from nanoGPT.data import DATA
-from nanoGPT.exits import one_sentence
-from nanoGPT.streaming import SHARD_TOKENS, prepare_stream
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.dataset import DATA
+from nanoGPT.errors import one_sentence
+from nanoGPT.prepare.corpus import hub_corpus, parquet_corpus
+from nanoGPT.prepare.streaming import SHARD_TOKENS, prepare_stream
 
 
 def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:

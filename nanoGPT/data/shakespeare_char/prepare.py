@@ -8,9 +8,9 @@ The first nine tenths are the train split, the rest is val.
 
 import sys
 
-from nanoGPT.cli import command_line
-from nanoGPT.exits import one_sentence
-from nanoGPT.prepare import prepare_text
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.errors import one_sentence
+from nanoGPT.prepare.text import prepare_text
 
 
 def main(input: str | None = None) -> None:

@@ -1,0 +1,11 @@
+"""The command `python -m bench.kernels`, which `make bench-kernels` runs."""
+
+import sys
+
+from bench.kernels.kernels import Options, main
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.errors import one_sentence
+
+if __name__ == "__main__":
+    with one_sentence():
+        main(command_line(Options, sys.argv[1:]))

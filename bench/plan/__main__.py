@@ -1,0 +1,17 @@
+"""The command `python -m bench.plan`, which `make plan` runs."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import sys
+
+if __name__ == "__main__":  # the process that the traces' are forked from loads torch while this one does
+    multiprocessing.set_forkserver_preload(["bench.plan.planner"])
+    multiprocessing.forkserver.ensure_running()
+
+from bench.plan.plan import PlanConfig, main
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.errors import one_sentence
+
+if __name__ == "__main__":
+    with one_sentence():
+        main(command_line(PlanConfig, sys.argv[1:]))

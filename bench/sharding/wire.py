@@ -1,0 +1,73 @@
+"""What gloo really sends: the loopback's counter around collectives, beside what a ring would send.
+
+    python -m bench.sharding.wire             # half a minute
+    python -m bench.sharding.wire --write     # and bench/results/wire-<hardware>.json
+
+All ranks are on this machine, so that what they send goes over its loopback interface, whose bytes Linux counts.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.tables.records import write_result
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.errors import one_sentence
+from nanoGPT.metrics.ledger import ring_bytes
+from phase1_zero1.buckets import all_gather, reduce_scatter
+from workshop.ranks import run_on_ranks
+
+ELEMENTS, TIMES = 1 << 20, 10  # of the full tensor, in fp32, and how often
+COUNTERS = Path("/proc/net/dev")
+
+
+def loopback_bytes() -> int:
+    """Bytes that the loopback interface has sent since the machine started."""
+    line = next(line for line in COUNTERS.read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def sent(kind: str) -> float:
+    """Bytes that a rank sends for one collective, by the counter; on every rank the same number."""
+    N = dist.get_world_size()
+    full, part = torch.ones(ELEMENTS), torch.ones(ELEMENTS // N)
+    calls = {
+        "all-reduce": lambda: dist.all_reduce(full),
+        "reduce-scatter": lambda: reduce_scatter(part, full),
+        "all-gather": lambda: all_gather(full, part),
+    }
+    calls[kind]()  # connects
+    dist.barrier()
+    before = loopback_bytes()
+    dist.barrier()
+    for _ in range(TIMES):
+        calls[kind]()
+    dist.barrier()
+    after = loopback_bytes()
+    dist.barrier()
+    return (after - before) / TIMES / N
+
+
+def main(write: bool = False) -> None:
+    """Measure each collective on 2, 4 and 8 ranks.
+
+    Args:
+        write: also write bench/results/wire-<hardware>.json.
+    """
+    rows = []
+    for ranks in (2, 4, 8):
+        for kind in ("all-reduce", "reduce-scatter", "all-gather"):
+            counted = run_on_ranks(sent, ranks, kind, timeout=120, show=False)[0] / (4 * ELEMENTS)
+            ring = ring_bytes(kind, 1.0, ranks)
+            rows.append({"ranks": ranks, "kind": kind, "sent_per_tensor_byte": counted, "ring": ring})
+            print(f"{ranks} ranks, {kind}: {counted:.3f} of the tensor, a ring {ring:.3f}")
+    if write:
+        settings = {"command": "python -m bench.sharding.wire", "tensor_bytes": 4 * ELEMENTS, "times": TIMES}
+        print(f"wrote {write_result('wire', torch.device('cpu'), settings, {'rows': rows})}")
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        command_line(main, sys.argv[1:])

@@ -1,0 +1,11 @@
+"""The command `python -m bench.tables`, which `make tables` runs."""
+
+import sys
+
+from bench.tables.tables import main
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.errors import one_sentence
+
+if __name__ == "__main__":
+    with one_sentence():
+        sys.exit(command_line(main, sys.argv[1:]))

@@ -1,0 +1,165 @@
+"""What the trainer costs beyond the mathematics: its step against a bare loop on the same model, data loading, and a
+step that the ledger watches.
+
+    python -m bench.trainer.step_overhead            # prints both and the ratio
+    python -m bench.trainer.step_overhead --write    # and writes bench/results/step-overhead-<hardware>.json
+
+All run in one process, a step of each in turn, so that a machine whose speed drifts drifts for all. The configuration
+is nanoGPT's for a CPU: batch 12, 64 tokens, fp32, not compiled, no accumulation; but for the ledger, 8 micro-batches.
+"""
+
+import contextlib
+import dataclasses
+import io
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+
+from bench.tables.records import write_result
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.distributed import runtime
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import check_finite, one_sentence
+from nanoGPT.metrics.ledger import Ledger
+from nanoGPT.metrics.telemetry import Telemetry
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.train_config import TrainConfig
+
+STEPS, WARMUP = 300, 30
+
+
+def build(config: TrainConfig) -> tuple[GPT, torch.optim.AdamW]:
+    shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, False, 75)
+    model = GPT(shape)
+    model.init_weights(config.seed)
+    return model, configure_adamw(model, config)
+
+
+def bare_steps(config: TrainConfig, data: TokenData) -> Generator[None]:
+    """Forward, backward, clip and AdamW on one batch that is in memory already."""
+    model, optimizer = build(config)
+    x, y = data.batch("train", TRAIN, 0, 0)
+    while True:
+        loss = model(x, y)[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield
+
+
+def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Generator[None]:
+    """The step of nanoGPT/train.py, line by line: data, reseeding, fp64 sums, telemetry, whether to stop.
+
+    With the ledger on, it watches every step, and not a single one.
+    """
+    model, optimizer = build(config)
+    scaler = torch.amp.GradScaler(run.device.type, enabled=False)
+    params, micro_batches = list(model.parameters()), config.gradient_accumulation_steps
+    ledger = Ledger(config, run, 1, model, optimizer)
+    with Telemetry(config, run, 0, model.flops_per_token()) as telemetry:
+        for step in range(10**9):
+            lr = learning_rate(step, config)
+            set_learning_rate(optimizer, lr)
+            loss_sum = run.zeros()
+            ledger.step = step
+            with ledger.watch(step):
+                for i in range(micro_batches):
+                    telemetry.at(step, f"micro-batch {i}")
+                    x, y = data.batch("train", TRAIN, step, i)
+                    runtime.reseed(run.device, config.seed, step, i)
+                    with run.autocast():
+                        loss = model(x, y)[1]
+                    loss_sum += loss.detach()
+                    scaler.scale(loss / micro_batches).backward()
+                telemetry.at(step, "update")
+                scaler.unscale_(optimizer)
+                grads = [p.grad for p in params if p.grad is not None]
+                norm = grad_norm(grads)
+                clip_grads(grads, norm, config.grad_clip)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+            run.should_stop()
+            if step % config.log_interval == 0:
+                mean_loss = run.sum(loss_sum).item()
+                check_finite(step, mean_loss, norm.item(), run)
+                telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item())
+            yield
+
+
+def milliseconds(steps: Generator[None]) -> float:
+    begin = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):  # the ledger's tables
+        next(steps)
+    return 1000 * (time.perf_counter() - begin)
+
+
+def measure(config: TrainConfig, count: int) -> dict[str, list[float]]:
+    """Raw milliseconds of alternating steps, and of reading a batch."""
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    run = runtime.locate(config)
+    loops = {"bare_ms": bare_steps(config, data), "trainer_ms": trainer_steps(config, data, run)}
+    samples: dict[str, list[float]] = {name: [] for name in (*loops, "data_ms")}
+    for step in range(WARMUP + count):
+        times = {name: milliseconds(loop) for name, loop in loops.items()}
+        begin = time.perf_counter()
+        data.batch("train", TRAIN, step, 1)
+        times["data_ms"] = 1000 * (time.perf_counter() - begin)
+        if step >= WARMUP:
+            for name, value in times.items():
+                samples[name].append(value)
+    for loop in loops.values():
+        loop.close()
+    return samples
+
+
+def measure_ledger(config: TrainConfig, count: int) -> dict[str, list[float]]:
+    """Raw milliseconds of alternating steps, watched by the ledger and not."""
+    data, run = TokenData(config.dataset, config.block_size, config.batch_size, config.seed), runtime.locate(config)
+    watched = dataclasses.replace(config, ledger=True, out_dir=f"{config.out_dir}/watched")
+    Path(watched.out_dir).mkdir(parents=True)
+    loops = {"unwatched_ms": trainer_steps(config, data, run), "watched_ms": trainer_steps(watched, data, run)}
+    samples: dict[str, list[float]] = {name: [] for name in loops}
+    for step in range(3 + count):
+        for name, loop in loops.items():
+            milliseconds_of_step = milliseconds(loop)
+            if step >= 3:
+                samples[name].append(milliseconds_of_step)
+    for loop in loops.values():
+        loop.close()
+    return samples
+
+
+def main(write: bool = False) -> None:
+    """Measure, and print.
+
+    Args:
+        write: also write bench/results/step-overhead-<hardware>.json.
+    """
+    with tempfile.TemporaryDirectory() as out_dir:
+        config = TrainConfig(
+            batch_size=12, gradient_accumulation_steps=1, device="cpu", out_dir=out_dir, learning_rate=1e-4
+        )
+        samples = measure(config, STEPS)
+        samples |= measure_ledger(dataclasses.replace(config, gradient_accumulation_steps=8), STEPS // 5)
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    bare, trainer, data = (medians[name] for name in ("bare_ms", "trainer_ms", "data_ms"))
+    print(f"medians of {STEPS} steps: bare loop {bare:.2f} ms, trainer {trainer:.2f} ms: ratio {trainer / bare:.3f}")
+    print(f"watched by the ledger: {medians['watched_ms'] / medians['unwatched_ms']:.3f} of a step without it")
+    print(f"data loading {data:.3f} ms: {data / trainer:.2%} of a step")
+    if write:
+        settings = {"steps": STEPS, "threads": torch.get_num_threads(), "batch_size": 12, "block_size": 64}
+        print(f"wrote {write_result('step-overhead', torch.device('cpu'), settings, samples)}")
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        command_line(main, sys.argv[1:])

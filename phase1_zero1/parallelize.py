@@ -1,0 +1,110 @@
+"""What train.py calls: the optimizer that the configuration asks for, and what differs between the four.
+
+`zero1_backend` is flat (`zero1.py`), naive (`naive.py`) or torch (its own ZeroRedundancyOptimizer, on DDP);
+`use_zero1=False` is the baseline's DDP with nothing sharded. All four print the same losses.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW, Optimizer
+
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError
+from nanoGPT.memory.savings import Needs, activation_savings
+from nanoGPT.metrics.ledger import Costs
+from nanoGPT.model import GPT
+from nanoGPT.optim import configure_optimizer, param_groups
+from nanoGPT.train_config import TrainConfig
+from phase1_zero1.costs import ddp_savings, zero1_costs, zero1_savings
+from phase1_zero1.muon import Zero1Muon
+from phase1_zero1.naive import NaiveZero1Optimizer
+from phase1_zero1.zero1 import Zero1Optimizer
+
+
+@dataclass
+class Zero1Config(TrainConfig):
+    """GPT-2 training with ZeRO-1. The defaults are the baseline's, so that their loss curves can be laid together."""
+
+    use_zero1: bool = True
+    """False: the baseline's DDP, nothing sharded"""
+    zero1_backend: Literal["flat", "naive", "torch"] = "flat"
+    """flat: zero1.py; naive: naive.py; torch: ZeroRedundancyOptimizer on DDP"""
+    zero1_bucket_mb: float = 25.0
+    """size of flat's buckets, in 2^20 bytes"""
+
+    def check(self, world_size: int) -> None:
+        if not self.zero1_bucket_mb > 0:
+            raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} cannot be: give a number above 0")
+        if self.use_zero1 and self.optimizer == "muon" and self.zero1_backend != "flat":
+            raise ConfigError(
+                f"--zero1_backend={self.zero1_backend} does not shard Muon: use --zero1_backend=flat, or "
+                "--use_zero1=False"
+            )
+
+    def costs(self, model: GPT, optimizer: Optimizer, run: Runtime) -> Costs:  # type: ignore[override]
+        return zero1_costs(model, optimizer, run)
+
+    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
+        shared = zero1_savings(needs, run) if self.use_zero1 else ddp_savings(needs, run)
+        return activation_savings(self, needs, run) | shared
+
+
+def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> Optimizer:
+    """The optimizer over a model that is on its device, with its weights. Collective.
+
+    Raises:
+        ConfigError: float16, whose loss scaling does not know shards.
+    """
+    if not config.use_zero1:
+        return configure_optimizer(model, config)
+    if run.dtype == torch.float16:
+        raise ConfigError("--dtype=float16 is not for ZeRO-1: use bfloat16 or float32, or --use_zero1=False")
+    groups = param_groups(model, config.weight_decay)
+    adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
+    if config.zero1_backend == "naive":
+        return NaiveZero1Optimizer(groups, AdamW, **adamw)
+    if config.zero1_backend == "torch":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # a quarter of a second
+
+        optimizer = ZeroRedundancyOptimizer(groups, AdamW, **adamw)
+        optimizer.state = optimizer.optim.state  # it leaves its own empty
+        return optimizer
+    if config.optimizer == "muon":
+        return Zero1Muon(model, config, bucket_mb=config.zero1_bucket_mb, fused=True)
+    return Zero1Optimizer(groups, AdamW, bucket_mb=config.zero1_bucket_mb, **adamw)
+
+
+def data_parallel(model: GPT, optimizer: Optimizer, config: Zero1Config, run: Runtime) -> nn.Module:
+    """The module to call. DDP averages gradients where the optimizer does not."""
+    averages = isinstance(optimizer, Zero1Optimizer | NaiveZero1Optimizer)
+    if isinstance(optimizer, Zero1Optimizer) and not config.compile:  # a compiled module cannot wait in its middle
+        optimizer.gather_during_forward(model)
+    if config.compile and isinstance(optimizer, Zero1Optimizer) and run.world_size > 1:
+        for block in model.blocks:  # one graph for the whole model would deliver all its gradients at its end
+            block.compile()
+        return model
+    replica: Any = torch.compile(model) if config.compile else model
+    return replica if averages or run.world_size == 1 else DDP(replica, gradient_as_bucket_view=True)
+
+
+def set_gradient_sync(replica: nn.Module, optimizer: Optimizer, last: bool) -> None:
+    """Average gradients in the last micro-batch of a step only; until then each rank adds up its own."""
+    averages: Any = replica if isinstance(replica, DDP) else optimizer
+    averages.require_backward_grad_sync = last
+
+
+def reduced_grads(optimizer: Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+    """The averaged gradients that this rank has: of its shards, or of all. Collective."""
+    if isinstance(optimizer, Zero1Optimizer | NaiveZero1Optimizer):
+        return optimizer.reduce_gradients()
+    return [p.grad for p in params if p.grad is not None]
+
+
+def shard_group(optimizer: Optimizer) -> dist.ProcessGroup | None:
+    """The ranks whose gradients together are the whole one; None where each has all of it."""
+    return optimizer.shard_group if isinstance(optimizer, Zero1Optimizer) else None
