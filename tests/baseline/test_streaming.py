@@ -21,10 +21,10 @@ import pytest
 
 from nanoGPT.dataset import TRAIN, Gpt2Tokenizer, TokenData
 from nanoGPT.errors import ConfigError
-from nanoGPT.prepare.corpus import Corpus, hub_corpus, parquet_corpus
-from nanoGPT.prepare.streaming import prepare_stream
 from nanoGPT.prepare import corpus as corpora
 from nanoGPT.prepare import streaming
+from nanoGPT.prepare.corpus import Corpus, hub_corpus, parquet_corpus
+from nanoGPT.prepare.streaming import prepare_stream
 from nanoGPT.train_config import PACKAGE
 
 DOCUMENTS = 300

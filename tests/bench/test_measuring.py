@@ -8,10 +8,10 @@ import statistics
 import pytest
 import torch
 
-from bench.kernels.cases import MAKERS, cases
-from bench.kernels.kernels import Stopwatch, measure
 from bench.kernels import plots as kernel_plots
 from bench.kernels import tune as tune_kernels
+from bench.kernels.cases import MAKERS, cases
+from bench.kernels.kernels import Stopwatch, measure
 from bench.sharding import zero1
 from bench.tables import records as results
 from bench.tables import tables

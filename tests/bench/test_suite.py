@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from bench.suite import execution as suite_run
 from bench.suite.execution import (
     SLURM,
     alone,
@@ -30,7 +31,6 @@ from bench.suite.report import draw_lines, grouped, report, value_of
 from bench.suite.schedule import describe_seconds, gpu_of, here, seconds_of
 from bench.suite.slurm import script_of
 from bench.suite.suite import SuiteConfig, introduce, main, runs_of
-from bench.suite import execution as suite_run
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.errors import ConfigError
 from tests.helpers.training import ROOT
