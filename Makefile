@@ -15,6 +15,7 @@ MODEL ?= gpt2
 GPU ?= h100
 SUITE ?= scaling
 PHASE ?= phase3
+TO ?=
 ARGS ?=
 
 PY := .venv/bin/python
@@ -23,7 +24,7 @@ FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test lint notebooks diff1 diff2 diff3
-.PHONY: plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean
+.PHONY: plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy
 
 help:  ## list the commands
 	@echo "make COMMAND [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -63,13 +64,15 @@ phase3: .venv/.core data  ## the same with FSDP: sharded parameters, gradients a
 sample: .venv/.core  ## text from the newest run under out/, or from ARGS=--out_dir=DIR
 	@$(PY) -m nanoGPT.sample $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 verify-checkpoint: .venv/.core  ## read every checkpoint of ARGS=--out_dir=DIR to the last byte
-	@$(PY) -m nanoGPT.checkpoint.manifest $(ARGS)
+	@$(PY) -m nanoGPT.checkpoint.verify $(ARGS)
 test: .venv/.dev data  ## run the tests (DEVICE=cuda for those that need a GPU)
 	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 lint: .venv/.dev  ## ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
 notebooks: .venv/.dev data  ## run every notebook script and write the .ipynb beside it
 	@$(PY) -m workshop.notebooks $(ARGS)
+copy: .venv/.core data  ## PHASE=phase3 and the modules that it imports, as a directory TO=DIR that runs alone
+	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to=$(TO)
 diff1: .venv/.core  ## what phase 1 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase1_zero1
 diff2: .venv/.core  ## what phase 2 changes in the baseline's train.py, hunk by hunk

@@ -6,96 +6,70 @@ no loader has a state, so there is none to save, and a resumed run reads what th
 """
 
 import difflib
-import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 import torch
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import is_present, open_regular, retry_reads, sha256_of, size_of
-from nanoGPT.schemas import Malformed, TokenFile, TokenizerIdentity, read_dataset_meta
-from nanoGPT.train_config import PACKAGE
+from nanoGPT.files import DATA, is_present, open_regular, read_json, retry_reads, sha256_of, size_of
+from nanoGPT.schema import Count, FileName, Malformed, Sha256, Within
+from nanoGPT.tokenizer import TokenizerIdentity, check_tokenizer
 
-DATA = PACKAGE / "data"
-DOWNLOADS = DATA / ".downloads"
 HASH_UP_TO = 64 << 20  # bytes: files up to this size are hashed whenever they are opened
 TRAIN, EVALUATE = 0, 1  # the first word of a batch's key
 
 
-class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
+class TokenFile(TypedDict):
+    """One file of token ids."""
 
-    def decode(self, ids: list[int]) -> str: ...
-
-    def write_hf(self, folder: Path) -> None:
-        """Write the files with which transformers makes the same tokenizer."""
-
-
-class CharTokenizer:
-    """One id a character. Encoding a character that the training text did not have is a ConfigError."""
-
-    def __init__(self, characters: str) -> None:
-        self.characters = characters
-        self.ids = {c: i for i, c in enumerate(characters)}
-
-    def encode(self, text: str) -> list[int]:
-        unknown = sorted(set(text) - set(self.ids))
-        if unknown:
-            raise ConfigError(f"the character {unknown[0]!r} is not in this model's vocabulary: {self.characters!r}")
-        return [self.ids[c] for c in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self.characters[i] for i in ids if i < len(self.characters))
-
-    def write_hf(self, folder: Path) -> None:
-        model = {"type": "BPE", "vocab": self.ids, "merges": []}  # of characters, none of which is merged
-        whole = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        (folder / "tokenizer.json").write_text(json.dumps(whole) + "\n")
-        (folder / "tokenizer_config.json").write_text(json.dumps(about) + "\n")
+    name: FileName
+    tokens: Count
+    sha256: Sha256
 
 
-class Gpt2Tokenizer:
-    """GPT-2's byte-pair encoding through tiktoken, from the vocabulary that `make data` fetched."""
+class Splits(TypedDict):
+    """The files of each split."""
 
-    def __init__(self) -> None:
-        import tiktoken
-
-        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(DOWNLOADS / "tiktoken"))
-        try:
-            self.bpe = tiktoken.get_encoding("gpt2")
-        except Exception as error:
-            raise ConfigError(f"GPT-2's vocabulary is not here ({type(error).__name__}): run `make data`") from None
-        self.end_of_text = self.bpe.eot_token
-
-    def encode(self, text: str) -> list[int]:
-        return self.bpe.encode(text, allowed_special={"<|endoftext|>"})
-
-    def decode(self, ids: list[int]) -> str:
-        return self.bpe.decode([i for i in ids if i < self.bpe.n_vocab])
-
-    def write_hf(self, folder: Path) -> None:
-        files = {"6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": "vocab.json"}  # as they are called in tiktoken's cache
-        files["6d1cbeee0f20b3d9449abfede4726ed8212e3aee"] = "merges.txt"
-        for name, target in files.items():
-            shutil.copyfile(Path(os.environ["TIKTOKEN_CACHE_DIR"]) / name, folder / target)
+    train: Annotated[list[TokenFile], Within(1, 10**6)]
+    val: Annotated[list[TokenFile], Within(1, 10**6)]
 
 
-def load_tokenizer(identity: TokenizerIdentity) -> Tokenizer:
-    """The tokenizer that a `meta.json` or a checkpoint's manifest names."""
-    if identity["name"] == "char":
-        return CharTokenizer(identity["characters"])
-    if identity["name"] == "gpt2":
-        return Gpt2Tokenizer()
-    raise ConfigError(f"the tokenizer {identity['name']!r} is not known here: char and gpt2 are")
+class DatasetMeta(TypedDict):
+    """A prepared dataset's sidecar; `source` says what it was made from."""
+
+    source: NotRequired[dict[str, Any]]
+    tokenizer: TokenizerIdentity
+    dtype: Literal["uint16", "uint32"]
+    splits: Splits
+
+
+class DataIdentity(TypedDict):
+    """What a run was trained on: its tokenizer, and the sha256 of each file by name."""
+
+    tokenizer: TokenizerIdentity
+    files: dict[str, Sha256]
+
+
+def read_dataset_meta(folder: Path) -> DatasetMeta:
+    """Read a dataset's meta.json.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is none.
+        Malformed: it is not that of a dataset.
+        ConfigError: it could not be read.
+    """
+    meta = read_json(folder / "meta.json", DatasetMeta)
+    check_tokenizer(meta["tokenizer"])
+    if meta["dtype"] == "uint16" and meta["tokenizer"]["vocab_size"] > 1 << 16:
+        raise Malformed("ids of this vocab_size do not fit into uint16")
+    return meta
 
 
 def find_dataset(name: str) -> Path:

@@ -1,5 +1,6 @@
-"""Read and write files on file systems that may fail: a read error is retried, and never taken for a missing file.
+"""Read, check and write files on file systems that may fail.
 
+A read error is retried, and never taken for a missing file.
 Only a path that leads nowhere means that a file is absent. Any other error, such as EIO or ESTALE
 from a network file system, is retried for a few seconds and then ends the program with one sentence. Files are opened
 without blocking, so that a FIFO in the place of a file cannot hang a run.
@@ -7,6 +8,7 @@ without blocking, so that a FIFO in the place of a file cannot hang a run.
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -17,7 +19,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanoGPT.errors import ConfigError
+from nanoGPT.schema import Malformed, check_schema
 
+PACKAGE = Path(__file__).resolve().parent
+DATA = PACKAGE / "data"
+DOWNLOADS = DATA / ".downloads"
 ABSENT = (FileNotFoundError, NotADirectoryError)
 FINAL = (*ABSENT, PermissionError, IsADirectoryError)  # waiting does not help
 WAITS = (0.1, 0.5, 2.0)  # seconds before the second, third and fourth try
@@ -86,6 +92,24 @@ def read_document(path: Path) -> str:
             return file.readall()
 
     return retry_reads(path, read).decode()
+
+
+def read_json(path: Path, schema: type[T]) -> T:
+    """Read a JSON file of a known form.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: the path is absent.
+        Malformed: it is no regular file, no JSON, or has another form.
+        ConfigError: it could not be read.
+    """
+    try:
+        return check_schema(json.loads(read_document(path)), schema)
+    except Malformed:
+        raise
+    except RecursionError:
+        raise Malformed("it is nested too deeply") from None
+    except ValueError as error:  # no file, no UTF-8 or no JSON
+        raise Malformed(str(error)) from None
 
 
 def size_of(path: Path) -> int | None:

@@ -32,12 +32,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.distributed.runtime import preflight
-from nanoGPT.errors import LOST_PEER, STALLED, ConfigError, one_sentence
+from nanoGPT.cli.program import report_errors
+from nanoGPT.errors import LOST_PEER, STALLED, ConfigError
 from nanoGPT.job.nodes import Meeting, Place, check_place, master_port
 from nanoGPT.job.out_dir import check_out_dir
+from nanoGPT.job.parse import CONFIG_VARIABLE, parse, read_config_files
+from nanoGPT.job.start import preflight
 from nanoGPT.job.watchdog import Watch, children_of, guard
-from nanoGPT.train_config import HANDED_CONFIG, TrainConfig, parse, read_config_files
+from nanoGPT.train_config import TrainConfig
 
 
 def split_words(words: list[str]) -> tuple[list[str], Path, list[str]]:
@@ -193,7 +195,7 @@ def run_ranks(place: Place, command: list[str], config: TrainConfig, watch: Watc
         elastic_launch(launch, sys.executable)(*command)
         return 0
     except ChildFailedError as error:
-        if sentence := watch.told():
+        if sentence := watch.verdict():
             print(f"error: {sentence}", file=sys.stderr)
             return STALLED
         rank, failure = root_cause(error.failures)
@@ -265,7 +267,7 @@ def read_config(trainer: Path, words: list[str], meeting: Meeting) -> TrainConfi
 
 def handed(config: TrainConfig) -> dict[str, str]:
     """Return the part of a rank's environment that holds its configuration."""
-    return {HANDED_CONFIG: json.dumps(dataclasses.asdict(config))}
+    return {CONFIG_VARIABLE: json.dumps(dataclasses.asdict(config))}
 
 
 def run_alone(command: list[str], config: TrainConfig, watch: Watch) -> int:
@@ -280,12 +282,12 @@ def run_alone(command: list[str], config: TrainConfig, watch: Watch) -> int:
     code = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True).wait()
     if code < 0:
         code, reason = explain(code, "", asked)
-        sentence = watch.told()
+        sentence = watch.verdict()
         print(f"error: {sentence or f'rank 0: {reason}'}", file=sys.stderr)
         code = STALLED if sentence else code
     return code
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         sys.exit(main(sys.argv[1:]))

@@ -17,13 +17,14 @@ import torch
 
 from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.checkpoint.state import load_whole, read_payload
+from nanoGPT.checkpoint.state import load_weights, read_full_state
+from nanoGPT.checkpoint.weights import find_newest, read_weights
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.dataset import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
+from nanoGPT.cli.program import report_errors
 from nanoGPT.distributed.runtime import pick_device
-from nanoGPT.errors import ConfigError, one_sentence
-from nanoGPT.export import newest_whole, read_weights
+from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 
 
 @dataclass
@@ -62,9 +63,9 @@ def newest_run() -> str:
 def load(source: str) -> tuple[GPT, Tokenizer, int]:
     """A model, its tokenizer, and how many ids the tokenizer has."""
     if (Path(source) / "checkpoints").is_dir():
-        checkpoint = newest_whole(Path(source))
+        checkpoint = find_newest(Path(source))
         shape = GPTConfig.of(checkpoint.manifest["model_args"])
-        weights = read_payload(checkpoint.path).model
+        weights = read_full_state(checkpoint.path).model
         identity = checkpoint.manifest["data"]["tokenizer"]
         tokenizer, ids = load_tokenizer(identity), identity["vocab_size"]
     else:
@@ -75,7 +76,7 @@ def load(source: str) -> tuple[GPT, Tokenizer, int]:
             )
         tokenizer, ids = Gpt2Tokenizer(), GPT2_VOCAB
     model = GPT(shape)
-    load_whole(model, weights)
+    load_weights(model, weights)
     return model.eval(), tokenizer, ids
 
 
@@ -138,5 +139,5 @@ def main(config: SampleConfig) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence(output_is_optional=False), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+    with report_errors(output_is_optional=False), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         main(command_line(SampleConfig, sys.argv[1:]))

@@ -12,79 +12,94 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.state import about, load_scaler, load_training_state, load_whole, write_ckpt
-from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
-from nanoGPT.distributed import runtime
-from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.checkpoint.state import load_training_state, load_weights, manifest_fields, write_ckpt
+from nanoGPT.checkpoint.weights import read_starting_point
+from nanoGPT.dataset import TRAIN, TokenData, to_device
+from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
-from nanoGPT.export import starting_point
+from nanoGPT.evaluate import evaluate
+from nanoGPT.job.start import main, start
+from nanoGPT.memory import costs
 from nanoGPT.metrics.ledger import Ledger
 from nanoGPT.metrics.telemetry import Telemetry
 from nanoGPT.model import GPT
-from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm, learning_rate, set_learning_rate
-from nanoGPT.train_config import TrainConfig
+from nanoGPT.optim import LossScaler, clip_grads, configure_optimizer, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.train_config import TrainConfig as Config
 
-Config = TrainConfig
 PHASE = "baseline"
 
 
-@torch.no_grad()
-def evaluate(model: torch.nn.Module, data: TokenData, config: Config, run: Runtime) -> float:
-    """Mean validation loss over the same `eval_iters` micro-batches each time, shared out among the ranks."""
-    model.eval()
-    total = run.zeros()
-    for first in range(0, config.eval_iters, run.world_size):
-        index = first + run.rank
-        run.at(f"evaluation, micro-batch {index}")
-        x, y = to_device(data.batch("val", EVALUATE, 0, index), run.device)
+def train_step(
+    replica: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    data: TokenData,
+    step: int,
+    config: Config,
+    run: Runtime,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Update the parameters once, and return the sum of this rank's losses and the global gradient norm."""
+    loss_sum = run.new_loss_sum()
+    micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # this rank's
+    for micro_batch in micro_batches:
+        run.enter_stage(f"micro-batch {micro_batch}", step)
+        if isinstance(replica, DDP):  # average gradients over the ranks in the last backward pass only
+            replica.require_backward_grad_sync = micro_batch == micro_batches[-1]
+        x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
+        reseed(run.device, config.seed, step, micro_batch)
         with run.autocast():
-            loss = model(x, y)[1]
-        if index < config.eval_iters:  # the last round may have batches for some ranks only; all run the model
-            total += loss
-    model.train()
-    return run.sum(total).item() / config.eval_iters
+            loss = replica(x, y)[1]  # the logits must not live through the next forward pass
+        loss_sum += loss.detach()
+        scaler.scale_loss(loss / len(micro_batches)).backward()
+    run.enter_stage("update", step)
+    grads = [p.grad for p in replica.parameters() if p.grad is not None]
+    norm = grad_norm(grads) / scaler.scale
+    scaler.unscale_grads(grads)
+    clip_grads(grads, norm, config.grad_clip)
+    scaler.step(optimizer, norm)
+    optimizer.zero_grad(set_to_none=True)
+    return loss_sum, norm
 
 
 def train(config: Config) -> None:
-    with runtime.start(config) as run:
+    """Train from `init_from` to `max_iters`, evaluate, log and save. Collective."""
+    with start(config) as (run, config):
         data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints)
         checkpoint = checkpoints.newest() if config.init_from == "resume" else None
-        config, model_args, weights = starting_point(config, data, checkpoint)
+        config, model_args, weights = read_starting_point(config, data, checkpoint)
 
         # The model, its optimizer, and what makes them parallel.
         model = GPT(model_args)
         model.init_weights(config.seed)
         if weights:
-            load_whole(model, weights)
+            load_weights(model, weights)
         model.to(run.device)
         optimizer = configure_optimizer(model, config)
-        scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
-        step, best_val_loss = 0, float("inf")
+        scaler = LossScaler(run.dtype == torch.float16)
+        first_step, best_val_loss = 0, float("inf")
         if checkpoint:
             load_training_state(checkpoint.path, model, optimizer)
-            load_scaler(scaler, checkpoint)
-            step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
-            run.say(f"resuming after {step} updates from {checkpoint.path}")
-        replica = torch.compile(model) if config.compile else model
+            scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
+            first_step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
+            run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
+        replica: torch.nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
         if run.world_size > 1:
             replica = DDP(replica, gradient_as_bucket_view=True)
-        params = [p for p in model.parameters() if p.requires_grad]
 
         def save(step: int) -> None:
-            facts = about(config, model_args, data, PHASE, best_val_loss, scaler)
-            with telemetry.aside(step, "save"):
+            facts = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
+            with telemetry.untimed("save", step):
                 checkpoints.save(step, lambda to: write_ckpt(to, run, model, optimizer, step, facts), facts)
 
-        micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # this rank's
-        ledger = Ledger(config, run, step + 2, model, optimizer)
-        with Telemetry(config, run, step, model.flops_per_token()) as telemetry:
-            while True:
+        ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)
+        with Telemetry(config, run, first_step, model.flops_per_token()) as telemetry:
+            for step in range(first_step, config.max_iters + 1):
                 val_loss = None
                 if step % config.eval_interval == 0 or step == config.max_iters:
-                    with telemetry.aside(step, "evaluate"):
+                    with telemetry.untimed("evaluate", step):
                         val_loss = evaluate(model, data, config, run)
-                    check_finite(step, val_loss, 0.0, run)
+                    check_finite(step, val_loss)
                     improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
                     if step > 0 and (improved or config.always_save_checkpoint or step == config.max_iters):
@@ -93,44 +108,23 @@ def train(config: Config) -> None:
                     telemetry.log(step, loss=None, lr=None, grad_norm=None, val_loss=val_loss)
                     break
 
-                # One optimizer step: every micro-batch adds its gradient, the last one averages over the ranks.
                 lr = learning_rate(step, config)
                 set_learning_rate(optimizer, lr)
-                loss_sum = run.zeros()
                 with ledger.watch(step):
-                    for micro_batch in micro_batches:
-                        telemetry.at(step, f"micro-batch {micro_batch}")
-                        if isinstance(replica, DDP):
-                            replica.require_backward_grad_sync = micro_batch == micro_batches[-1]
-                        x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
-                        runtime.reseed(run.device, config.seed, step, micro_batch)
-                        with run.autocast():
-                            loss = replica(x, y)[1]  # the logits must not live through the next forward
-                        loss_sum += loss.detach()
-                        scaler.scale(loss / len(micro_batches)).backward()
-                    telemetry.at(step, "update")
-                    scaler.unscale_(optimizer)
-                    grads = [p.grad for p in params if p.grad is not None]
-                    norm = grad_norm(grads)
-                    clip_grads(grads, norm, config.grad_clip)
-                    del grads  # nor these through the next step
-                    scaler.step(optimizer)
-                    scaler.update()
-                    optimizer.zero_grad(set_to_none=True)
+                    loss_sum, norm = train_step(replica, optimizer, scaler, data, step, config, run)
 
-                # Look at the numbers where they are needed: on a GPU, looking waits for it.
+                # Read the numbers only where they are needed: on a GPU, reading them waits for it.
                 stop = run.should_stop()
                 due = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or stop
                 if due or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
-                    check_finite(step, mean_loss, norm.item(), run)
+                    check_finite(step, mean_loss, 0.0 if scaler.is_enabled else norm.item())
                     telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
-                step += 1
                 if stop:
-                    save(step)
-                    run.say(f"stopped by a signal; resume with --init_from=resume --out_dir={config.out_dir}")
+                    save(step + 1)
+                    run.print0(f"stopped by a signal; resume with --init_from=resume --out_dir={config.out_dir}")
                     break
 
 
 if __name__ == "__main__":
-    runtime.main(train, Config, __file__)
+    main(train, Config, __file__, costs)

@@ -22,10 +22,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from nanoGPT.distributed import runtime
+from nanoGPT.distributed.runtime import reseed
 from nanoGPT.files import sha256_of
-from nanoGPT.train_config import PACKAGE, TrainConfig
-from nanoGPT.dataset import TRAIN, TokenData, load_tokenizer
+from nanoGPT.files import PACKAGE
+from nanoGPT.train_config import TrainConfig
+from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.tokenizer import load_tokenizer
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw, grad_norm
 from nanoGPT.train import train
@@ -281,7 +283,7 @@ plt.show()
 # The usual line is `torch.manual_seed(seed + rank)`, once, at the start. From then on each rank draws from its own
 # stream, one micro-batch after another. Below are the first twelve decisions of dropout (`#` kept, `.` thrown away) in
 # each micro-batch of a step, first with that line, then with the one that the trainer has in its loop:
-# `runtime.reseed(device, seed, step, micro_batch)`.
+# `reseed(device, seed, step, micro_batch)`.
 #
 # **Predict first:** with one seed a rank, which micro-batches keep their mask when 1 rank becomes 2? When 2 become 4?
 
@@ -293,7 +295,7 @@ def masks(ranks: int, keyed: bool) -> list[str]:
         torch.manual_seed(config.seed + rank)
         for micro_batch in range(rank, 4, ranks):
             if keyed:
-                runtime.reseed(torch.device("cpu"), config.seed, 0, micro_batch)
+                reseed(torch.device("cpu"), config.seed, 0, micro_batch)
             kept = torch.nn.functional.dropout(torch.ones(12), p=0.5)
             drawn[micro_batch] = "".join("#" if k else "." for k in kept)
     return drawn
@@ -318,9 +320,8 @@ def train_naively(config: TrainConfig) -> None:
     import torch.distributed as dist
 
     from nanoGPT import train
-    from nanoGPT.distributed import runtime
-
-    runtime.reseed = lambda *key: None
+    
+    train.reseed = lambda *key: None
     torch.manual_seed(config.seed + dist.get_rank())
     train.train(config)
 

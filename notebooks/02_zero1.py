@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.metrics.ledger import Traffic, storage_bytes
+from nanoGPT.metrics.ledger import Traffic
+from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
 from nanoGPT.checkpoint.shards import SafeReader

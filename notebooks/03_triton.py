@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw
-from nanoGPT.metrics.telemetry import PEAK_FLOPS
+from nanoGPT.metrics.hardware import PEAK_FLOPS
 from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer
 from phase2_triton.kernels import adamw, attention, cross_entropy, embedding, gelu, layernorm, linear_cross_entropy
 from phase2_triton.kernels.core import KernelError, recording, table

@@ -29,17 +29,18 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.metrics.ledger import Traffic, ring_bytes
+from nanoGPT.metrics.ledger import Traffic
+from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.memory.tracker import CATEGORIES, STATE, Memory
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer, grad_norm
-from nanoGPT.distributed.runtime import Runtime, locate
+from nanoGPT.distributed.runtime import Runtime, create_runtime
 from phase1_zero1.buckets import all_gather, reduce_scatter  # by the names that this torch has for them
 from phase3_fsdp.activation_checkpointing import checkpoint_activations
-from phase3_fsdp.activation_bytes import activation_bytes, kept_by_block
+from phase3_fsdp.activation_bytes import activation_bytes, saved_activations
 from phase3_fsdp.costs import describe_sharding, expected_traffic, own_params, padded
 from phase3_fsdp.fsdp import (
-    FsdpConfig, birthplace, data_parallel, init_shards, local_grads, set_gradient_sync, shard_group, shard_model,
+    FsdpConfig, init_device, data_parallel, init_shards, local_grads, set_gradient_sync, shard_group, shard_model,
 )
 from phase3_fsdp.train import train
 from workshop.ranks import losses, run_on_ranks
@@ -226,8 +227,8 @@ assert apart(torchs[2]["weights"], mine[2]["weights"]) < 1e-7
 # %%
 def sharded(config: FsdpConfig) -> tuple[GPT, Runtime]:
     """This rank's share of the model, with its first weights, made as the trainer makes it."""
-    run = locate(config)
-    with birthplace(config, run):
+    run = create_runtime(config.device, config.dtype)
+    with init_device(config, run):
         model = GPT(shape)
     model = shard_model(model, config, run)
     init_shards(model, config, run)
@@ -320,7 +321,7 @@ def tempting_way(config: FsdpConfig) -> tuple[Tensor, list[str]]:
     """`wte` of all ranks, and what torch says meanwhile."""
     with torch.device("meta"):
         model = GPT(shape)
-    model = shard_model(model, config, locate(config))
+    model = shard_model(model, config, create_runtime(config.device, config.dtype))
     model.to_empty(device="cpu")
     torch.manual_seed(config.seed)
     with warnings.catch_warnings(record=True) as said:
@@ -573,13 +574,13 @@ plt.show()
 #
 # ## e. Activations, computed again
 #
-# A backward needs what its forward computed. `activations.py` lists every tensor that a block keeps for it, and why:
+# A backward needs what its forward computed. `activation_bytes.py` lists every tensor that a block keeps for it, and why:
 
 # %%
 B, T, C = 8, 64, 128  # larger than above, so that what is timed is more than Python
 larger = GPTConfig(n_layer=4, n_head=2, n_embd=C, block_size=T, bias=False, vocab_size=shape.vocab_size)
 unit = 4 * B * T * C
-for row in kept_by_block(larger, B, T):
+for row in saved_activations(larger, B, T):
     modes = ", ".join(mode for mode in ("selective", "full") if mode in row.modes)
     print(f"{row.bytes / unit:5.2f} BTC  {row.name:28} {row.why:58} {modes}")
 
@@ -624,7 +625,7 @@ rounds = [{mode: seconds(model) for mode, model in models.items()} for _ in rang
 slower = {mode: min(each[mode] for each in rounds) / min(each["none"] for each in rounds) for mode in MODES}
 
 a_block = {
-    mode: sum(row.bytes for row in kept_by_block(larger, B, T, mode=mode)) / unit
+    mode: sum(row.bytes for row in saved_activations(larger, B, T, mode=mode)) / unit
     for mode in ("none", "selective", "full")
 }
 a_block["every_2"] = (a_block["none"] + a_block["full"]) / 2  # on average

@@ -39,9 +39,10 @@ from nanoGPT.dataset import EVALUATE, TokenData
 from nanoGPT.files import sha256_of
 from nanoGPT.errors import STALLED
 from nanoGPT.metrics.ledger import Ledger
-from nanoGPT.checkpoint.manifest import Damaged, HashedFile, read_manifest, seal, verify_files
+from nanoGPT.checkpoint.manifest import Damaged, read_manifest, seal, verify_files
+from nanoGPT.checkpoint.writer import HashedFile
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.checkpoint.shards import SafeReader, stored
+from nanoGPT.checkpoint.shards import SafeReader, read_index
 from phase3_fsdp.fsdp import FsdpConfig
 from phase3_fsdp.sharded_checkpoint import ShardWriter, training_state
 from phase3_fsdp.train import train
@@ -92,7 +93,7 @@ def train_on(ranks: int, **changes) -> Path:
 four = train_on(4)
 saved = four / "checkpoints" / "step-00000004"
 
-P = sum(shape.numel() for key, (shape, _) in stored(saved).items() if key.startswith("model."))
+P = sum(shape.numel() for key, (shape, _) in read_index(saved).items() if key.startswith("model."))
 for path in sorted(four.glob("checkpoints/*")):
     print(path.name)
 print(f"\n{saved.name}, of P = {P:,} parameters; 12 P / 4 = {3 * P:,} bytes")
@@ -138,14 +139,14 @@ def of(checkpoint: Path, key: str) -> list[dict]:
 
 WTE, C_FC = "model.transformer.wte.weight", "model.transformer.h.0.mlp.c_fc.weight"
 for key in (WTE, C_FC):
-    print(f"{key}, {tuple(stored(saved)[key][0])}")
+    print(f"{key}, {tuple(read_index(saved)[key][0])}")
     for piece in of(saved, key):
         first, last = piece["first"][0], piece["first"][0] + piece["size"][0] - 1
         print(f"    rows {first:3} to {last:3}: {piece['file']}, bytes {piece['begin']:,} to {piece['end']:,}")
-print("in all", len(pieces(saved)), "slices of", len(stored(saved)), "tensors")
+print("in all", len(pieces(saved)), "slices of", len(read_index(saved)), "tensors")
 
 assert [piece["size"][0] for piece in of(saved, WTE)] == [19, 19, 19, 18]
-for key, (shape, _) in stored(saved).items():  # each element lies in one place, and no two slices share a byte
+for key, (shape, _) in read_index(saved).items():  # each element lies in one place, and no two slices share a byte
     assert sum(torch.Size(piece["size"]).numel() for piece in of(saved, key)) == shape.numel()
 for file in {piece["file"] for piece in pieces(saved)}:
     spans = sorted((piece["begin"], piece["end"]) for piece in pieces(saved) if piece["file"] == file)
@@ -165,7 +166,7 @@ FILES = [f"__{rank}_0.distcp" for rank in range(4)]
 
 def draw_tensor(axes: plt.Axes, checkpoint: Path, key: str) -> None:
     """A tensor's rows from top to bottom, in the color of the rank that wrote them."""
-    (rows, columns), slices = stored(checkpoint)[key][0], of(checkpoint, key)
+    (rows, columns), slices = read_index(checkpoint)[key][0], of(checkpoint, key)
     for piece in slices:
         place = ((0, piece["first"][0]), columns, piece["size"][0])
         color, hatch = COLORS[FILES.index(piece["file"])], "////" if key == C_FC else ""
@@ -206,7 +207,7 @@ plt.show()
 # %%
 def open_by_torch(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor whole, read by one process with torch's own reader, which knows nothing of manifests."""
-    state = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in stored(checkpoint).items()}
+    state = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in read_index(checkpoint).items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
@@ -773,7 +774,7 @@ print(f"ended after {time.monotonic() - begin:.0f} s, with exit codes {codes}")
 print("error:", shortened(sentence).replace(hung.name + "/", "").strip())
 for rank in range(2):
     beat = json.loads((hung / "heartbeat" / f"rank{rank}.json").read_text())
-    print(f"rank {rank} last told:", {name: beat[name] for name in ("step", "phase", "places", "waits")})
+    print(f"rank {rank} last told:", {name: beat[name] for name in ("step", "stage", "places", "waits")})
 assert codes == [STALLED, STALLED]
 assert re.match(r"rank 1 has been silent for \d+ s in step 2, ", sentence) and "the others waited for it" in sentence
 

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from nanoGPT.optim import adamw_bytes
+
 # torch 2.13 renamed both, and warns on the old names; 2.11 has only those.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +38,7 @@ ELEMENTWISE = {
 }  # fmt: skip
 
 
-def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def rank_and_world_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank and the world size; (0, 1) where no process group was ever made.
 
     Raises:
@@ -49,7 +51,7 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def host_or(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+def control_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
     """The CPU, if the group can talk through it, so that reading an answer does not wait for the GPU's queue."""
     return torch.device("cpu") if "cpu" in str(dist.get_backend_config(group)) else device
 
@@ -75,6 +77,8 @@ class Bucket:
         group: the ranks that share the work.
     """
 
+    COLLECTIVES = ("reduce-scatter", "all-gather")  # of a step, as the ledger names them
+
     def __init__(
         self,
         params: list[nn.Parameter],
@@ -83,7 +87,7 @@ class Bucket:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.params, self.options, self.group = params, options, group
-        self.rank, self.world_size = place_in(group)
+        self.rank, self.world_size = rank_and_world_size(group)
         length, self.mine = self._cut(sum(p.numel() for p in params))
         self.flat_params = torch.zeros(length, dtype=params[0].dtype, device=params[0].device)
         self.flat_grads = torch.zeros_like(self.flat_params)
@@ -125,6 +129,10 @@ class Bucket:
                 shards.append(Shard(param, index, place.start - begin, place, tensor, grad))
             begin += param.numel()
         return shards
+
+    def expected_state_bytes(self) -> int:
+        """Return the bytes of optimizer state for this rank's shards, which are AdamW's."""
+        return adamw_bytes(shard.tensor for shard in self.shards)
 
     @property
     def is_full(self) -> bool:
@@ -195,7 +203,7 @@ class Bucket:
             tensor.grad = None
 
 
-def bucketed(params: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+def split_into_buckets(params: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
     """Share parameters out to buckets of at most `limit` bytes and one dtype; a larger parameter has its own.
 
     The last come first: it is their gradients that the backward pass finishes first.
@@ -212,7 +220,9 @@ def bucketed(params: Iterable[nn.Parameter], limit: float) -> list[list[nn.Param
     return buckets
 
 
-def shared_out(params: list[nn.Parameter], world_size: int, cost: Callable[[Tensor], int]) -> dict[nn.Parameter, int]:
+def assign_owners(
+    params: list[nn.Parameter], world_size: int, cost: Callable[[Tensor], int]
+) -> dict[nn.Parameter, int]:
     """Owners of whole parameters: the costliest first, each to the rank that has the least so far (Graham 1969)."""
     load = [0] * world_size
     owner = {}
@@ -254,9 +264,9 @@ def check_params(params: list[nn.Parameter], group: dist.ProcessGroup | None) ->
     )
     if any(end > begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)):
         raise ValueError("two parameters share memory, and would no longer: tie them by using one nn.Parameter")
-    if place_in(group)[1] > 1:
+    if rank_and_world_size(group)[1] > 1:
         ours = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params]
-        theirs: list[Any] = [None] * place_in(group)[1]
+        theirs: list[Any] = [None] * rank_and_world_size(group)[1]
         dist.all_gather_object(theirs, ours, group)
         if any(other != theirs[0] for other in theirs):
             counts = [len(other) for other in theirs]

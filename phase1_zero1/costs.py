@@ -13,20 +13,21 @@ there is a gradient, and sums the squared norm in one scalar of 8.
 
 from collections import Counter
 
+from torch import nn
 from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.memory.savings import Needs, name_ranks
-from nanoGPT.metrics.ledger import Costs, ddp_costs, optimizer_bytes
-from nanoGPT.model import GPT
-from phase1_zero1.muon import OwnedMatrix
+from nanoGPT.memory.costs import Costs, optimizer_bytes
+from nanoGPT.memory.costs import step_costs as ddp_costs
+from nanoGPT.memory.savings import Needs, activation_savings, name_ranks
 from phase1_zero1.naive import NaiveZero1Optimizer
+from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.zero1 import Zero1Optimizer
 
 
-def zero1_costs(model: GPT, optimizer: Optimizer, run: Runtime) -> Costs:
-    """What the ledger should find on this rank, with any of the backends."""
-    costs = ddp_costs(model, optimizer, run)
+def step_costs(model: nn.Module, optimizer: Optimizer, config: Zero1Config, run: Runtime) -> Costs:
+    """Return what the ledger should find on this rank, with any of the backends."""
+    costs = ddp_costs(model, optimizer, config, run)
     params, N = sum(p.numel() for p in model.parameters()), run.world_size
     if isinstance(optimizer, Zero1Optimizer):
         return flat_costs(optimizer, params, N)
@@ -42,14 +43,20 @@ def flat_costs(optimizer: Zero1Optimizer, params: int, N: int) -> Costs:
     traffic: Counter[tuple[str, int]] = Counter()
     length = moments = names = 0
     for bucket in optimizer.buckets:
-        owned, size = isinstance(bucket, OwnedMatrix), bucket.flat_params.numel()
-        traffic["reduce" if owned else "reduce-scatter", N] += 4 * size
-        traffic["broadcast" if owned else "all-gather", N] += 4 * size
-        moments += sum(4 * s.tensor.numel() if owned else 8 * s.tensor.numel() + 4 for s in bucket.shards)
+        size = bucket.flat_params.numel()
+        for kind in bucket.COLLECTIVES:
+            traffic[kind, N] += 4 * size
+        moments += bucket.expected_state_bytes()
         length, names = length + size, names + len(bucket.params)
     traffic["all-reduce", N] = names + 8
     state = {"parameters": 4 * length, "gradients": 4 * length, "optimizer_state": moments}
     return Costs(state, traffic if N > 1 else Counter(), length - params, has_gradient_buffers=True)
+
+
+def memory_savings(config: Zero1Config, needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return the bytes that flags, or another `make` command, free on this rank."""
+    shared = zero1_savings(needs, run) if config.use_zero1 else ddp_savings(needs, run)
+    return activation_savings(config, needs, run) | shared
 
 
 def zero1_savings(needs: Needs, run: Runtime) -> dict[str, float]:

@@ -13,18 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from nanoGPT.optim import muon_groups
+from nanoGPT.optim import muon_bytes, muon_groups
 from nanoGPT.train_config import TrainConfig
-from phase1_zero1.buckets import Bucket, Options, Shard, shared_out
+from phase1_zero1.buckets import Bucket, Options, Shard, assign_owners
 from phase1_zero1.zero1 import Zero1Optimizer
 
 
 class OwnedMatrix(Bucket):
     """A bucket of one matrix, which is not cut: its owner holds all of it, the other ranks nothing."""
 
+    COLLECTIVES = ("reduce", "broadcast")
+
     def __init__(self, param: nn.Parameter, owner: int, options: Options, group: dist.ProcessGroup | None) -> None:
         self.owner = owner
         super().__init__([param], options, make_muon, group)
+
+    def expected_state_bytes(self) -> int:
+        return muon_bytes(shard.tensor for shard in self.shards)
 
     def _cut(self, numel: int) -> tuple[int, slice]:
         return numel, slice(0, numel if self.rank == self.owner else 0)
@@ -66,7 +71,7 @@ class Zero1Muon(Zero1Optimizer):
         if not group.get("whole"):
             yield from super()._make_buckets(group)
             return
-        owner = shared_out(group["params"], self.world_size, cost)
+        owner = assign_owners(group["params"], self.world_size, cost)
         for param in reversed(group["params"]):
             yield OwnedMatrix(param, owner[param], group, self.process_group)
 

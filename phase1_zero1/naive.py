@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from phase1_zero1.buckets import shared_out
+from phase1_zero1.buckets import assign_owners
 
 
 class NaiveZero1Optimizer(Optimizer):
@@ -32,7 +32,7 @@ class NaiveZero1Optimizer(Optimizer):
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self.owner = shared_out(self.trained, self.world_size, Tensor.numel)
+        self.owner = assign_owners(self.trained, self.world_size, Tensor.numel)
         mine = [
             {**group, "params": [p for p in group["params"] if self.owner.get(p) == self.rank]}
             for group in self.param_groups

@@ -15,12 +15,9 @@ from torch.optim import AdamW, Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.memory.savings import Needs, activation_savings
-from nanoGPT.metrics.ledger import Costs
 from nanoGPT.model import GPT
 from nanoGPT.optim import configure_optimizer, param_groups
 from nanoGPT.train_config import TrainConfig
-from phase1_zero1.costs import ddp_savings, zero1_costs, zero1_savings
 from phase1_zero1.muon import Zero1Muon
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -46,24 +43,11 @@ class Zero1Config(TrainConfig):
                 "--use_zero1=False"
             )
 
-    def costs(self, model: GPT, optimizer: Optimizer, run: Runtime) -> Costs:  # type: ignore[override]
-        return zero1_costs(model, optimizer, run)
-
-    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
-        shared = zero1_savings(needs, run) if self.use_zero1 else ddp_savings(needs, run)
-        return activation_savings(self, needs, run) | shared
-
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> Optimizer:
-    """The optimizer over a model that is on its device, with its weights. Collective.
-
-    Raises:
-        ConfigError: float16, whose loss scaling does not know shards.
-    """
+    """The optimizer over a model that is on its device, with its weights. Collective."""
     if not config.use_zero1:
         return configure_optimizer(model, config)
-    if run.dtype == torch.float16:
-        raise ConfigError("--dtype=float16 is not for ZeRO-1: use bfloat16 or float32, or --use_zero1=False")
     groups = param_groups(model, config.weight_decay)
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
     if config.zero1_backend == "naive":
@@ -98,11 +82,11 @@ def set_gradient_sync(replica: nn.Module, optimizer: Optimizer, last: bool) -> N
     averages.require_backward_grad_sync = last
 
 
-def reduced_grads(optimizer: Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+def reduced_grads(optimizer: Optimizer) -> list[Tensor]:
     """The averaged gradients that this rank has: of its shards, or of all. Collective."""
     if isinstance(optimizer, Zero1Optimizer | NaiveZero1Optimizer):
         return optimizer.reduce_gradients()
-    return [p.grad for p in params if p.grad is not None]
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def shard_group(optimizer: Optimizer) -> dist.ProcessGroup | None:

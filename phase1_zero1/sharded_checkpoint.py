@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
-from nanoGPT.checkpoint.manifest import NewFiles, file_names
-from nanoGPT.checkpoint.shards import read_shards, stored, write_shards
-from nanoGPT.checkpoint.state import FullState, load_whole, materialise, read_payload
+from nanoGPT.checkpoint.manifest import file_names
+from nanoGPT.checkpoint.shards import read_index, read_shards, write_shards
+from nanoGPT.checkpoint.state import FullState, allocate_state, load_weights, read_full_state
+from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.errors import ConfigError
 from phase1_zero1.zero1 import Zero1Optimizer
 
@@ -51,7 +52,7 @@ class Slice(Tensor):
         return self.as_subclass(Tensor)
 
 
-def held(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int, dict[str, Any]]]:
+def local_state(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int, dict[str, Any]]]:
     """What this rank holds of an optimizer's state: the parameter, where in it the state begins, the state."""
     if isinstance(optimizer, Zero1Optimizer):
         for shard, items in optimizer.shards():
@@ -67,7 +68,7 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         optimizer.wait_for_params()  # the last step's may still be on their way
     names = {param: name for name, param in model.named_parameters()}
     state = {f"model.{name}": param.detach() for param, name in names.items()}
-    for param, offset, items in held(optimizer):
+    for param, offset, items in local_state(optimizer):
         for item, value in items.items():
             if isinstance(value, Tensor):
                 part = Slice.of(value, offset, param.numel()) if value.dim() else value
@@ -89,10 +90,10 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(optimizer, Zero1Optimizer):
         for bucket in optimizer.buckets:
             if bucket.inner:
-                materialise(bucket.inner)
+                allocate_state(bucket.inner)
     else:
-        materialise(getattr(optimizer, "optim", optimizer))
-    there = {} if "ckpt.pt" in file_names(path) else {key: size for key, (size, _) in stored(path).items()}
+        allocate_state(getattr(optimizer, "optim", optimizer))
+    there = {} if "ckpt.pt" in file_names(path) else {key: size for key, (size, _) in read_index(path).items()}
     # Whichever way, it must be the same on every rank, so the index alone decides; phase 3 stores matrices.
     if there and all(len(size) < 2 for key, size in there.items() if key.startswith("optimizer.")):
         state = training_state(model, optimizer)
@@ -100,16 +101,16 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
             raise ConfigError(f"{path} and the model differ in {len(differ)} parameters, such as {differ[0]}")
         read_shards(path, {key: value for key, value in state.items() if key in there})
     else:
-        full = read_payload(path)
-        load_whole(model, full.model)
+        full = read_full_state(path)
+        load_weights(model, full.model)
         there = copy_slices(full, model, optimizer)
-    forget_the_rest(there, model, optimizer)
+    clear_missing_state(there, model, optimizer)
 
 
 def copy_slices(full: FullState, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Copy this rank's slices out of whole tensors; the keys that there were."""
     names = {param: name for name, param in model.named_parameters()}
-    for param, offset, items in held(optimizer):
+    for param, offset, items in local_state(optimizer):
         for item, value in items.items():
             if (whole := full.optimizer.get(names[param], {}).get(item)) is not None:
                 part = whole.flatten()[offset : offset + value.numel()]
@@ -118,10 +119,10 @@ def copy_slices(full: FullState, model: nn.Module, optimizer: Optimizer) -> dict
 
 
 @torch.no_grad()
-def forget_the_rest(there: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+def clear_missing_state(there: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
     """A parameter that had no state when it was saved has none again; a master that was not, follows its parameter."""
     names = {param: name for name, param in model.named_parameters()}
-    for param, offset, items in list(held(optimizer)):
+    for param, offset, items in list(local_state(optimizer)):
         found = {item for item in items if f"optimizer.{names[param]}.{item}" in there}
         if "master" in items and "master" not in found:
             master = items["master"]

@@ -25,7 +25,16 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from nanoGPT.optim import clip_grads, grad_norm
-from phase1_zero1.buckets import Bucket, Options, Shard, bucketed, check_optimizer, check_params, host_or, place_in
+from phase1_zero1.buckets import (
+    Bucket,
+    Options,
+    Shard,
+    check_optimizer,
+    check_params,
+    control_device,
+    rank_and_world_size,
+    split_into_buckets,
+)
 
 
 class Zero1Optimizer(optim.Optimizer):
@@ -74,7 +83,7 @@ class Zero1Optimizer(optim.Optimizer):
     ) -> None:
         check_optimizer(optimizer_class, elementwise)
         self.optimizer_class, self.process_group, self.bucket_mb = optimizer_class, process_group, bucket_mb
-        self.rank, self.world_size = place_in(process_group)
+        self.rank, self.world_size = rank_and_world_size(process_group)
         self.require_backward_grad_sync = True
         self.buckets: list[Bucket] = []
         self._order: list[int] = []  # of sending buckets, the same on every rank
@@ -107,7 +116,7 @@ class Zero1Optimizer(optim.Optimizer):
             options = {name: group[name] for name in self.defaults}
             return self.optimizer_class([{"params": shards, **options}])  # type: ignore[call-arg]
 
-        for params in bucketed(group["params"], self.bucket_mb * 2**20 if self.world_size > 1 else math.inf):
+        for params in split_into_buckets(group["params"], self.bucket_mb * 2**20 if self.world_size > 1 else math.inf):
             yield Bucket(params, group, make_inner, self.process_group)
 
     def _watch(self, bucket: Bucket) -> None:
@@ -182,7 +191,7 @@ class Zero1Optimizer(optim.Optimizer):
         """Which parameters have a gradient on any rank; and, once, in which order buckets fill: one byte each."""
         flags = [has for bucket in self.buckets for has in bucket.has_grad]
         if self.world_size > 1:
-            device = host_or(self.buckets[0].flat_params.device, self.process_group)
+            device = control_device(self.buckets[0].flat_params.device, self.process_group)
             told = torch.tensor(flags, dtype=torch.uint8, device=device)
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.process_group)
             flags = told.bool().tolist()

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
-from nanoGPT.memory.savings import Needs, logits_bytes
+from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, KVCache
 from nanoGPT.optim import configure_optimizer, param_groups
-from nanoGPT.train_config import TrainConfig, nearest
+from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels.adamw import TritonAdamW
 from phase2_triton.kernels.attention import WIDEST, causal_attention
-from phase2_triton.kernels.core import KernelError, interpreting, why_not
+from phase2_triton.kernels.core import KernelError, interpreting, unavailable_reason
 from phase2_triton.kernels.embedding import embedding
 from phase2_triton.kernels.gelu import bias_gelu
 from phase2_triton.kernels.layernorm import add_layer_norm, layer_norm
@@ -60,20 +58,14 @@ class TritonConfig(TrainConfig):
 
     def check(self, world_size: int) -> None:
         width = self.n_embd // self.n_head
-        if "attention" in chosen(self.kernels) and width > WIDEST:
+        if "attention" in parse_kernels(self.kernels) and width > WIDEST:
             raise ConfigError(
                 f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {width} channels, and the attention "
                 f"kernel takes up to {WIDEST}: use more heads, or --kernels without attention"
             )
 
-    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
-        savings, names = super().memory_savings(needs, run), chosen(self.kernels)
-        if needs.is_gpu and "loss" not in names:
-            savings[f"--kernels={','.join(sorted({*names, 'loss'}))}"] = logits_bytes(self, needs, run)
-        return savings
 
-
-def chosen(kernels: str, known: str = f"all, none, or some of {','.join(KERNELS)}") -> frozenset[str]:
+def parse_kernels(kernels: str, known: str = f"all, none, or some of {','.join(KERNELS)}") -> frozenset[str]:
     """The kernels that `all`, `none` or a list such as `layernorm,loss` names.
 
     Args:
@@ -87,7 +79,7 @@ def chosen(kernels: str, known: str = f"all, none, or some of {','.join(KERNELS)
         return frozenset(KERNELS if names == ["all"] else ())
     for name in names:
         if name not in KERNELS:
-            close = nearest(name, list(KERNELS))
+            close = did_you_mean(name, list(KERNELS))
             raise ConfigError(f"--kernels={kernels}: there is no kernel {name!r}{close or ': give ' + known}")
     return frozenset(names)
 
@@ -188,11 +180,11 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None) -
         ConfigError: a name that is no kernel.
         KernelError: a model that is not the baseline's, or has kernels already.
     """
-    names = chosen(kernels)
+    names = parse_kernels(kernels)
     check_untouched(model)
     if not names:
         return ["kernels: none, everything is torch's own"]
-    if reason := why_not(device or next(model.parameters()).device.type):
+    if reason := unavailable_reason(device or next(model.parameters()).device.type):
         return [f"kernels: none, torch's own run instead: {reason}"]
     lines = []
     for name, plain, kernel, words in REPLACED:
@@ -215,7 +207,7 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None) -
 def kernel_optimizer(model: GPT, config: TritonConfig) -> torch.optim.Optimizer:
     """The optimizer that the configuration names; AdamW is the kernel's where that was chosen and can run."""
     device = next(model.parameters()).device
-    if config.optimizer != "adamw" or "adamw" not in chosen(config.kernels) or why_not(device.type):
+    if config.optimizer != "adamw" or "adamw" not in parse_kernels(config.kernels) or unavailable_reason(device.type):
         return configure_optimizer(model, config)
     groups = param_groups(model, config.weight_decay)
     return TritonAdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))

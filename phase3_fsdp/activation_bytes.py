@@ -40,7 +40,7 @@ class Kept:
     modes: tuple[str, ...] = ("none",)
 
 
-def kept_by_block(
+def saved_activations(
     shape: GPTConfig, batch_size: int, tokens: int, dtype: torch.dtype = torch.float32, mode: str = "none"
 ) -> list[Kept]:
     """The tensors that one block keeps, in the order in which its forward makes them.
@@ -129,5 +129,5 @@ def activation_bytes(
     modes = [again if i in blocks else "none" for i in range(shape.n_layer)]
     rows = kept_by_ends(shape, batch_size, tokens, dtype)
     for each in modes:
-        rows += kept_by_block(shape, batch_size, tokens, dtype, each)
+        rows += saved_activations(shape, batch_size, tokens, dtype, each)
     return sum(row.bytes for row in rows)

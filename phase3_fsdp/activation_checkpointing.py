@@ -1,8 +1,9 @@
 """Activation checkpointing: keep less of the forward, compute it again in the backward (Chen et al. 2016).
 
-A backward needs what its forward computed. A block keeps 16 tensors of (B, T, C) for it (`activations.py` lists them);
-when it is checkpointed, only its input, one. `selective` is between the two: the results of matrix products, which are
-dear to compute, are kept, and all else, which is cheap, is computed again (Korthikanti et al. 2022).
+A backward pass needs what its forward pass computed. A block keeps 16 tensors of (B, T, C) for it (they are listed in
+`activation_bytes.py`); when it is checkpointed, only its input, one. `selective` is between the two: the results of
+matrix products, which are expensive to compute, are kept, and all else, which is cheap, is recomputed (Korthikanti et
+al. 2022).
 """
 
 import re
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT
 
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 def checkpointed(mode: str, n_layer: int) -> list[int]:
@@ -52,10 +53,10 @@ def checkpoint_activations(model: GPT, mode: str) -> None:
     """
     for i in checkpointed(mode, len(model.blocks)):
         block = model.blocks[i]
-        block.forward = again_in_backward(block.forward, keep_products if mode == "selective" else None)
+        block.forward = recompute_in_backward(block.forward, keep_products if mode == "selective" else None)
 
 
-def again_in_backward(forward: Callable[..., Tensor], policy: Callable[..., Any] | None) -> Callable[..., Tensor]:
+def recompute_in_backward(forward: Callable[..., Tensor], policy: Callable[..., Any] | None) -> Callable[..., Tensor]:
     """A forward that keeps its inputs only, and what the policy tells it to."""
     context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if policy else {}
 
@@ -68,4 +69,4 @@ def again_in_backward(forward: Callable[..., Tensor], policy: Callable[..., Any]
 def keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Keep what a product computed. Attention is run again: it draws dropout, and whoever draws after a draw that was
     skipped gets other numbers."""
-    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.memory.costs import Costs, ring_bytes
+from nanoGPT.memory.costs import step_costs as ddp_costs
 from nanoGPT.memory.savings import Needs, activation_savings, logits_bytes, name_ranks
-from nanoGPT.metrics.ledger import Costs, ddp_costs, ring_bytes
 from nanoGPT.model import GPT
 from phase3_fsdp.activation_bytes import activation_bytes
 from phase3_fsdp.fsdp import FsdpConfig, kernels_of
@@ -29,13 +30,13 @@ from phase3_fsdp.fsdp import FsdpConfig, kernels_of
 Traffic = Counter[tuple[str, int]]  # bytes of the full tensors, by kind of collective and number of ranks
 
 
-def fsdp_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtime) -> Costs:
+def step_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtime) -> Costs:
     """What the ledger should find on this rank.
 
     Args:
         model: from `shard_model`.
     """
-    costs = ddp_costs(model, optimizer, run)
+    costs = ddp_costs(model, optimizer, config, run)
     if not config.use_fsdp:
         return costs
     params = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -109,7 +110,7 @@ def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
 # ---- what the options free where memory is short
 
 
-def fsdp_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
+def memory_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
     """Return the bytes that every flag that is not set yet frees, and that more ranks would free."""
     savings = activation_savings(config, needs, run) | checkpointing_savings(config, needs, run)
     kernels = kernels_of(config)

@@ -11,16 +11,16 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanoGPT.checkpoint.state import read_payload
+from nanoGPT.checkpoint.state import read_full_state
+from nanoGPT.checkpoint.weights import find_newest_on_all, read_starting_point
 from nanoGPT.dataset import TokenData
-from nanoGPT.distributed import runtime
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.export import newest_on_all, starting_point
+from nanoGPT.evaluate import evaluate
+from nanoGPT.job.start import main, start
 from nanoGPT.memory.savings import Needs
 from nanoGPT.model import GPT
-from phase3_fsdp import fsdp
-from phase3_fsdp.train import evaluate
+from phase3_fsdp import costs, fsdp
 
 OF_TRAINING = (
     "--fsdp_activation_checkpointing",
@@ -43,35 +43,42 @@ class EvaluateConfig(fsdp.FsdpConfig):
         if self.init_from == "scratch":
             raise ConfigError("--init_from=scratch has learned nothing: evaluate resume, gpt2 or a directory")
 
-    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
-        weights = replace(needs, state={**needs.state, "gradients": 0, "optimizer_state": 0})
-        savings = super().memory_savings(weights, run)
-        return {words: size for words, size in savings.items() if not words.startswith(OF_TRAINING)}
-
 
 Config = EvaluateConfig
 
 
+class EvaluationCosts:
+    """`phase3_fsdp.costs` for weights alone: no gradients, no optimizer state, and no options of training."""
+
+    step_costs = staticmethod(costs.step_costs)
+
+    def memory_savings(self, config: EvaluateConfig, needs: Needs, run: Runtime) -> dict[str, float]:
+        """Return the bytes that flags free on this rank."""
+        weights = replace(needs, state={**needs.state, "gradients": 0, "optimizer_state": 0})
+        savings = costs.memory_savings(config, weights, run)
+        return {words: size for words, size in savings.items() if not words.startswith(OF_TRAINING)}
+
+
 def evaluate_weights(config: EvaluateConfig) -> float:
     """The mean loss over `eval_iters` micro-batches of the validation tokens; printed too, with its perplexity."""
-    with runtime.start(config, reads_only=True) as run:
+    with start(config, reads_only=True) as (run, config):
         data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
         source, checkpoint = config.init_from, None
         if source == "resume":
-            checkpoint = newest_on_all(Path(config.out_dir), run)
+            checkpoint = find_newest_on_all(Path(config.out_dir), run)
             source = str(checkpoint.path)
-        config, model_args, weights = starting_point(config, data, checkpoint, trains=False)
+        config, model_args, weights = read_starting_point(config, data, checkpoint, trains=False)
         if checkpoint:
-            weights = read_payload(checkpoint.path).model
-        with fsdp.birthplace(config, run):
+            weights = read_full_state(checkpoint.path).model
+        with fsdp.init_device(config, run):
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)
         loss = evaluate(fsdp.data_parallel(model, config, run), data, config, run)
         tokens = config.eval_iters * config.batch_size * config.block_size
-        run.say(f"{source}: validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens")
+        run.print0(f"{source}: validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens")
         return loss
 
 
 if __name__ == "__main__":
-    runtime.main(evaluate_weights, Config, __file__)
+    main(evaluate_weights, Config, __file__, EvaluationCosts())

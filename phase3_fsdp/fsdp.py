@@ -22,17 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.memory.savings import Needs
-from nanoGPT.metrics.ledger import Costs
 from nanoGPT.model import GPT, initial_value
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, checkpointed
-
-NO_FLOAT16 = "--dtype=float16 is not for FSDP, whose slices no loss scaler knows: use bfloat16 or float32"
 
 
 @dataclass
@@ -75,8 +70,6 @@ class FsdpConfig(TrainConfig):
             raise ConfigError(
                 f"--optimizer={self.optimizer} needs whole matrices, which FSDP cuts: use phase 1, or --use_fsdp=False"
             )
-        if self.dtype == "float16":
-            raise ConfigError(NO_FLOAT16)
         size = self.fsdp_shard_size
         sizes = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         if size not in ("all", "node", *sizes):
@@ -89,11 +82,6 @@ class FsdpConfig(TrainConfig):
                 f"--fsdp_min_num_params={self.fsdp_min_num_params} says nothing of blocks: add --fsdp_wrap=size"
             )
 
-    def costs(self, model: GPT, optimizer: Optimizer, run: Runtime) -> Costs:  # type: ignore[override]
-        from phase3_fsdp.costs import fsdp_costs
-
-        return fsdp_costs(model, optimizer, self, run)
-
     def shards(self, world_size: int, local_world_size: int) -> int:
         """Return how many ranks share one copy of the model."""
         return {"all": world_size, "node": local_world_size}.get(self.fsdp_shard_size) or int(self.fsdp_shard_size)
@@ -102,11 +90,6 @@ class FsdpConfig(TrainConfig):
         if not self.use_fsdp:
             return 1.0
         return 0.0 if on_gpu and self.fsdp_cpu_offload else 1 / self.shards(world_size, local_world_size)
-
-    def memory_savings(self, needs: Needs, run: Runtime) -> dict[str, float]:
-        from phase3_fsdp.costs import fsdp_savings
-
-        return fsdp_savings(self, needs, run)
 
     def _check_ddp(self) -> None:
         plain = FsdpConfig()
@@ -127,11 +110,11 @@ def kernels_of(config: FsdpConfig) -> str:
     """
     if config.kernels.lower() == "none":
         return "none"
-    from phase2_triton.apply import KERNELS, TritonConfig, chosen
+    from phase2_triton.apply import KERNELS, TritonConfig, parse_kernels
 
     everything = ",".join(name for name in KERNELS if name != "adamw")
     names = everything if config.kernels.lower() == "triton" else config.kernels
-    if "adamw" in chosen(names, f"triton, none, or some of {everything}"):
+    if "adamw" in parse_kernels(names, f"triton, none, or some of {everything}"):
         raise ConfigError(
             f"--kernels={config.kernels}: AdamW's kernel does not update slices: use --kernels={everything}"
         )
@@ -139,7 +122,7 @@ def kernels_of(config: FsdpConfig) -> str:
     return names
 
 
-def birthplace(config: FsdpConfig, run: Runtime) -> torch.device:
+def init_device(config: FsdpConfig, run: Runtime) -> torch.device:
     """Where to build the model: on the meta device, which has shapes and no memory, where it will be sharded."""
     return torch.device("meta") if config.use_fsdp else run.device
 
@@ -154,7 +137,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     head, which is the token embedding under another name and must be in the same unit.
 
     Args:
-        model: as `birthplace` says; its parameters need no values yet.
+        model: as `init_device` says; its parameters need no values yet.
         config: every option of `FsdpConfig`.
         run: this rank's Runtime.
 
@@ -162,21 +145,19 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
         The same object. Its parameters are DTensors, cut in their first dimension; with `use_fsdp=False` plain tensors.
 
     Raises:
-        ConfigError: float16 was picked by itself, or shards of one machine where machines differ.
+        ConfigError: shards of one machine where machines differ.
     """
     if (kernels := kernels_of(config)) != "none":
         from phase2_triton.apply import apply_kernels
 
         for line in apply_kernels(model, kernels, run.device.type):
-            run.say(line)
+            run.print0(line)
     checkpoint_activations(model, config.fsdp_activation_checkpointing)
     if not config.use_fsdp:
         return model
     if config.compile:
         for block in model.blocks:
             block.compile()
-    if run.dtype == torch.float16:  # chosen by itself: this GPU has no bfloat16
-        raise ConfigError(NO_FLOAT16)
     run.autocasts = False  # parameters are cast when they are gathered: half the bytes on the wire
     how: dict[str, Any] = {
         "mesh": rank_mesh(config, run),
@@ -290,11 +271,14 @@ def set_gradient_sync(replica: nn.Module, config: FsdpConfig, last: bool) -> Non
         replica.require_backward_grad_sync = last
 
 
-def local_grads(params: list[nn.Parameter]) -> list[Tensor]:
+def local_grads(replica: nn.Module) -> list[Tensor]:
     """This rank's slices of the gradients. A rank may hold nothing of a small parameter: an empty slice."""
-    return [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params if p.grad is not None]
+    return [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in replica.parameters() if p.grad is not None
+    ]
 
 
-def shard_group(params: list[nn.Parameter]) -> dist.ProcessGroup | None:
+def shard_group(replica: nn.Module) -> dist.ProcessGroup | None:
     """The ranks whose slices together are the model; None where every rank has all of it."""
-    return params[0].device_mesh.get_group(-1) if isinstance(params[0], DTensor) else None
+    param = next(replica.parameters())
+    return param.device_mesh.get_group(-1) if isinstance(param, DTensor) else None

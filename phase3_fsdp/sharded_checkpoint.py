@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nanoGPT.checkpoint.manifest import NewFiles, file_names
-from nanoGPT.checkpoint.shards import read_shards, stored, write_shards
-from nanoGPT.checkpoint.state import FullState, materialise, optimizer_by_name, read_payload
+from nanoGPT.checkpoint.manifest import file_names
+from nanoGPT.checkpoint.shards import read_index, read_shards, write_shards
+from nanoGPT.checkpoint.state import FullState, allocate_state, optimizer_by_name, read_full_state
+from nanoGPT.checkpoint.writer import NewFiles
 from phase3_fsdp.fsdp import copy_slice
 
 
@@ -70,10 +71,10 @@ class ShardWriter:
 
 def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read a checkpoint into a sharded model, written by any number of ranks, or in any other phase. Collective."""
-    materialise(optimizer)
+    allocate_state(optimizer)
     state = training_state(model, optimizer)
-    if "ckpt.pt" in file_names(path) or {key: value[0] for key, value in stored(path).items()} != shapes(state):
-        copy_slices(read_payload(path), state)
+    if "ckpt.pt" in file_names(path) or {key: value[0] for key, value in read_index(path).items()} != shapes(state):
+        copy_slices(read_full_state(path), state)
     else:
         read_shards(path, state)
 

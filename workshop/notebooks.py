@@ -23,8 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
-from nanoGPT.errors import ConfigError
-from nanoGPT.train_config import nearest
+from nanoGPT.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SECONDS_A_CELL = 120
@@ -164,7 +163,7 @@ def chosen(names: list[str]) -> list[Path]:
     known = {script.stem: script for script in scripts()}
     for name in names:
         if Path(name).stem not in known:
-            close = nearest(name, list(known))
+            close = did_you_mean(name, list(known))
             raise ConfigError(f"there is no notebook {name}{close} (known: {', '.join(known)})")
     return [known[Path(name).stem] for name in names] or list(known.values())
 

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.checkpoint import directory as checkpoint
-from nanoGPT.checkpoint import manifest
+from nanoGPT.checkpoint import writer
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.state import materialise
+from nanoGPT.checkpoint.state import allocate_state
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
-from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, shard_model
+from phase3_fsdp.fsdp import FsdpConfig, init_device, init_shards, shard_model
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards, training_state
 from workshop.ranks import run_on_ranks, start_ranks
 
@@ -47,12 +47,12 @@ class Saver:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         run = Runtime(rank, rank, world_size, world_size, CPU, torch.float32)
         config = FsdpConfig(n_layer=2, n_embd=16, n_head=2, block_size=8, out_dir=out_dir, async_save=in_background)
-        with birthplace(config, run):
+        with init_device(config, run):
             self.model = GPT(GPTConfig(2, 2, 16, 8, False, 75))
         self.model = shard_model(self.model, config, run)
         init_shards(self.model, config, run)
         self.optimizer = configure_optimizer(self.model, config)
-        materialise(self.optimizer)
+        allocate_state(self.optimizer)
         self.box, self.shards = CheckpointDirectory(out_dir, run, keep), ShardWriter(self.model, self.optimizer)
         self.copy = self.shards.copy if in_background else None
 
@@ -116,7 +116,7 @@ def half_a_manifest(path: Path, text: str) -> None:
     if path.name == "manifest.json":
         path.write_text(text[: len(text) // 2])
         die()
-    manifest.write_and_sync(path, text)
+    writer.write_and_sync(path, text)
 
 
 def arm(point: str) -> None:
@@ -128,12 +128,12 @@ def arm(point: str) -> None:
     def is_manifest(path: Path, _: str) -> bool:
         return path.name == "manifest.json"
 
-    files, path = manifest.HashedFile, Path
+    files, path = writer.HashedFile, Path
     arms: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-        "before its files": (manifest.NewFiles, "open", before(manifest.NewFiles.open)),
+        "before its files": (writer.NewFiles, "open", before(writer.NewFiles.open)),
         "in a file": (files, "write", after(files.write, lambda file, _: file.tell() > 2000)),
         "after a file": (files, "close", after(files.close)),
-        "before the manifest": (checkpoint, "write_and_sync", before(manifest.write_and_sync, is_manifest)),
+        "before the manifest": (checkpoint, "write_and_sync", before(writer.write_and_sync, is_manifest)),
         "in the manifest": (checkpoint, "write_and_sync", half_a_manifest),
         "before the rename": (path, "rename", before(path.rename, publishes)),
         "after the rename": (path, "rename", after(path.rename, publishes)),

@@ -24,13 +24,13 @@ import torch.distributed.checkpoint as dcp
 
 from bench.tables.records import write_result
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.state import materialise
+from nanoGPT.checkpoint.state import allocate_state
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.metrics.ledger import storage_bytes
+from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
-from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, shard_model
+from phase3_fsdp.fsdp import FsdpConfig, init_device, init_shards, shard_model
 from phase3_fsdp.sharded_checkpoint import ShardWriter, training_state
 from workshop.ranks import run_on_ranks
 
@@ -43,12 +43,12 @@ def measure(folder: str, rounds: int, shape: GPTConfig) -> tuple[int, Samples]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     run = Runtime(rank, rank, ranks, ranks, torch.device("cpu"), torch.float32)
     config = FsdpConfig()
-    with birthplace(config, run):
+    with init_device(config, run):
         model = GPT(shape)
     model = shard_model(model, config, run)
     init_shards(model, config, run)
     optimizer = configure_optimizer(model, config)
-    materialise(optimizer)
+    allocate_state(optimizer)
     state = training_state(model, optimizer)
     box, shards = CheckpointDirectory(folder, run, keep=3), ShardWriter(model, optimizer)
     samples: Samples = {kind: [] for kind in ("bare_s", "ours_s", "deletion_s", "stop_s", "background_s")}

@@ -4,8 +4,8 @@ import sys
 
 from bench.kernels.kernels import Options, main
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         main(command_line(Options, sys.argv[1:]))

@@ -24,8 +24,8 @@ import torch
 from bench.kernels.kernels import names
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
-from nanoGPT.train_config import PACKAGE
+from nanoGPT.cli.program import report_errors
+from nanoGPT.files import PACKAGE
 from phase2_triton.apply import KERNELS
 
 SIZES = {  # n_layer, n_head, n_embd, sequences a micro-batch on a GPU with 80 GB
@@ -107,5 +107,5 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         main(command_line(Options, sys.argv[1:]))

@@ -31,7 +31,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.tables.records import RESULTS
-from nanoGPT.errors import ConfigError, one_sentence
+from nanoGPT.cli.program import report_errors
+from nanoGPT.errors import ConfigError
 from phase2_triton.kernels import (
     adamw,
     attention,
@@ -210,5 +211,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         main(sys.argv[1:])

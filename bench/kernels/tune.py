@@ -20,7 +20,7 @@ import torch
 from bench.kernels.cases import GPT2_WIDTHS, Case, cases
 from bench.kernels.kernels import Stopwatch, kernel_device, names, passes
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
 from phase2_triton.kernels.core import TABLE, architecture, table
 
 Row = dict[str, int]
@@ -180,5 +180,5 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         main(command_line(Options, sys.argv[1:]))

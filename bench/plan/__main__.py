@@ -10,8 +10,8 @@ if __name__ == "__main__":  # the process that the traces' are forked from loads
 
 from bench.plan.plan import PlanConfig, main
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         main(command_line(PlanConfig, sys.argv[1:]))

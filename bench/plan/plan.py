@@ -29,9 +29,8 @@ from tqdm import tqdm
 from bench.plan.planner import MOST, Planner, Row, capacity, end_with_parent
 from bench.plan.report import describe, name_of, plot
 from bench.plan.speed import GPUS, GPUS_PER_NODE
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
-from nanoGPT.train_config import nearest
 from workshop.ranks import PRELOADED
 
 # Blocks, heads, channels: GPT-2 (Radford et al. 2019), GPT-3's sizes (Brown et al. 2020, table 2.1), OPT's 30B and 66B
@@ -105,7 +104,7 @@ def shape_of(config: PlanConfig) -> GPTConfig:
     """
     for name, value, table in (("model", config.model, MODELS), ("gpu", config.gpu, GPUS)):
         if value not in table:
-            raise ConfigError(f"--{name}={value} is unknown{nearest(value, list(table)) or known(table)}")
+            raise ConfigError(f"--{name}={value} is unknown{did_you_mean(value, list(table)) or known(table)}")
     layers, heads, width = (
         given if given is not None else own
         for given, own in zip((config.n_layer, config.n_head, config.n_embd), MODELS[config.model], strict=True)

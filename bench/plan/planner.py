@@ -25,8 +25,8 @@ from bench.plan.speed import (
     waiting,
 )
 from bench.plan.trace import MOMENTS, trace
+from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.memory.tracker import CATEGORIES, STATE, Totals
-from nanoGPT.metrics.ledger import ring_bytes
 from nanoGPT.model import GPTConfig
 from phase2_triton.kernels import linear_cross_entropy
 from phase2_triton.kernels.core import KernelError

@@ -49,9 +49,9 @@ from bench.plan.speed import (
 )
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPT, GPTConfig
-from phase3_fsdp.activation_checkpointing import PRODUCTS
+from phase3_fsdp.activation_checkpointing import MATMULS
 
 LAYERS = (2, 3)  # are traced; the rest follows in equal steps
 H100_OF_500_W = replace(GPUS["h100"], bandwidth=2.4e12)
@@ -96,7 +96,7 @@ def keep_every_second_product() -> Callable[..., CheckpointPolicy]:
 
     def policy(context: SelectiveCheckpointContext, operator: object, *_: object, **__: object) -> CheckpointPolicy:
         keep = operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        if operator in PRODUCTS:
+        if operator in MATMULS:
             seen[context.is_recompute] += 1
             keep = bool(seen[context.is_recompute] % 2)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -251,5 +251,5 @@ def main(write: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         command_line(main, sys.argv[1:])

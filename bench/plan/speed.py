@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.memory.tracker import tensors_in
-from nanoGPT.metrics.ledger import ring_bytes
-from nanoGPT.metrics.telemetry import PEAK_FLOPS
+from nanoGPT.metrics.hardware import PEAK_FLOPS
 from phase2_triton.kernels import attention, linear_cross_entropy
 
 GIB = 2**30

@@ -30,11 +30,15 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+import nanoGPT.memory.costs
+import phase1_zero1.costs
+import phase3_fsdp.costs
 from bench.plan.speed import GPUS, Gpu, Roofline
-from nanoGPT.checkpoint.state import materialise
+from nanoGPT.checkpoint.state import allocate_state
 from nanoGPT.distributed.runtime import DTYPES, Runtime
+from nanoGPT.memory.costs import Costs
 from nanoGPT.memory.tracker import Memory
-from nanoGPT.metrics.ledger import Costs, Traffic
+from nanoGPT.metrics.ledger import StepCosts, Traffic
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm
 from nanoGPT.train_config import TrainConfig
@@ -98,7 +102,7 @@ def plain(config: TrainConfig, shape: GPTConfig, run: Runtime) -> Job:
     """The baseline and phase 2: DDP's buckets are one buffer, of which every gradient is a view."""
     model = GPT(shape)
     if isinstance(config, triton.TritonConfig):
-        kernels = triton.chosen(config.kernels) - {"adamw"}  # it reads tables, and its state is AdamW's
+        kernels = triton.parse_kernels(config.kernels) - {"adamw"}  # it reads tables, and its state is AdamW's
         triton.apply_kernels(model, ",".join(sorted(kernels)) or "none")
     optimizer = configure_optimizer(model, config)
     params = list(model.parameters())
@@ -129,31 +133,29 @@ def sharded_optimizer(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime)
     """Phase 1."""
     model = GPT(shape)
     optimizer = zero1.shard_optimizer(model, config, run)
-    params = list(model.parameters())
     replica = zero1.data_parallel(model, optimizer, config, run) if isinstance(optimizer, Zero1Optimizer) else model
     return Job(
         replica,
         optimizer,
         lambda last: zero1.set_gradient_sync(replica, optimizer, last),
-        lambda: zero1.reduced_grads(optimizer, params),
+        lambda: zero1.reduced_grads(optimizer),
         zero1.shard_group(optimizer),
     )
 
 
 def sharded_model(config: fsdp.FsdpConfig, shape: GPTConfig, run: Runtime) -> Job:
     """Phase 3."""
-    with fsdp.birthplace(config, run):
+    with fsdp.init_device(config, run):
         model = GPT(shape)
     model = fsdp.shard_model(model, config, run)
     model.to_empty(device="cpu")
     optimizer = configure_optimizer(model, config)
-    params = list(model.parameters())
     return Job(
         model,
         optimizer,
         lambda last: fsdp.set_gradient_sync(model, config, last),
-        lambda: fsdp.local_grads(params),
-        fsdp.shard_group(params),
+        lambda: fsdp.local_grads(model),
+        fsdp.shard_group(model),
     )
 
 
@@ -223,7 +225,7 @@ def make_state(optimizer: Optimizer) -> None:
     inner = [bucket.inner for bucket in optimizer.buckets] if isinstance(optimizer, Zero1Optimizer) else [optimizer]
     for each in inner:
         if each:
-            materialise(each)
+            allocate_state(each)
 
 
 @contextlib.contextmanager
@@ -232,6 +234,13 @@ def quietly() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
+
+
+def step_costs_of(config: TrainConfig) -> StepCosts:
+    """The formula of the trainer whose configuration this is."""
+    if isinstance(config, zero1.Zero1Config):
+        return phase1_zero1.costs.step_costs
+    return phase3_fsdp.costs.step_costs if isinstance(config, fsdp.FsdpConfig) else nanoGPT.memory.costs.step_costs
 
 
 @dataclass
@@ -269,4 +278,6 @@ def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h1
 
             step(job, config, run, micro_batches, name)
             job.optimizer.zero_grad()
-        return Traced(memory, traffic, config.costs(job.model, job.optimizer, run), roofline, micro_batches)
+        return Traced(
+            memory, traffic, step_costs_of(config)(job.model, job.optimizer, config, run), roofline, micro_batches
+        )

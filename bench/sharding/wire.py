@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
-from nanoGPT.metrics.ledger import ring_bytes
+from nanoGPT.cli.program import report_errors
+from nanoGPT.memory.costs import ring_bytes
 from phase1_zero1.buckets import all_gather, reduce_scatter
 from workshop.ranks import run_on_ranks
 
@@ -69,5 +69,5 @@ def main(write: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         command_line(main, sys.argv[1:])

@@ -25,9 +25,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bench.matrix.cells import config_of, run_cell
 from bench.tables.records import write_result
-from nanoGPT.checkpoint.state import materialise
-from nanoGPT.errors import ConfigError, one_sentence
-from nanoGPT.metrics.ledger import storage_bytes
+from nanoGPT.checkpoint.state import allocate_state
+from nanoGPT.cli.program import report_errors
+from nanoGPT.errors import ConfigError
+from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import param_groups
 from phase1_zero1.buckets import all_gather, reduce_scatter
@@ -224,7 +225,7 @@ def state_on_ranks() -> tuple[int, int]:
     optimizer = Zero1Optimizer(param_groups(model, 0.1), torch.optim.AdamW, **ADAMW)
     for bucket in optimizer.buckets:
         if bucket.inner:
-            materialise(bucket.inner)
+            allocate_state(bucket.inner)
     moments = storage_bytes(t for items in optimizer.state.values() for t in items.values() if t.dim())
     return moments, storage_bytes(bucket.flat_params for bucket in optimizer.buckets)
 
@@ -266,5 +267,5 @@ def main(names: list[str], write: bool) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         main([word for word in sys.argv[1:] if word != "--write"], "--write" in sys.argv)

@@ -17,7 +17,7 @@ import torch
 from bench.sharding.zero1 import ADAMW, TEN_MILLION, model_on
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPTConfig
 from nanoGPT.optim import param_groups
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -68,5 +68,5 @@ def main(write: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         command_line(main, sys.argv[1:])

@@ -4,11 +4,11 @@ import sys
 
 from bench.suite.suite import SuiteConfig, main
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
 
 if __name__ == "__main__":
     try:
-        with one_sentence():
+        with report_errors():
             sys.exit(main(command_line(SuiteConfig, sys.argv[1:])))
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on", file=sys.stderr)

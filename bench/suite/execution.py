@@ -6,6 +6,7 @@ python -m bench.suite.execution out/suites/scaling/phase1-4-plain-1337-3f2a9c   
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -18,13 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from msgspec import Meta
-
 from bench.matrix.cells import PHASES
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.errors import ConfigError, one_sentence
-from nanoGPT.files import ABSENT
-from nanoGPT.schemas import Malformed, read_json
+from nanoGPT.cli.program import report_errors
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import ABSENT, read_json
+from nanoGPT.schema import Malformed, Within
 from nanoGPT.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,12 +78,12 @@ class RunFile(TypedDict):
 
     directory: str
     phase: str
-    ranks: Annotated[int, Meta(ge=1, le=2**20)]
+    ranks: Annotated[int, Within(1, 2**20)]
     variant: str
     seed: int
     words: list[str]
-    minutes: Annotated[float, Meta(gt=0)]
-    steps: Annotated[int, Meta(ge=1)]
+    minutes: Annotated[float, Within(math.nextafter(0, 1))]
+    steps: Annotated[int, Within(1)]
 
 
 class StatusFile(TypedDict):
@@ -144,7 +144,7 @@ def last_step(run: Run) -> int:
 
 
 @contextmanager
-def alone(directory: Path) -> Iterator[int]:
+def directory_lock(directory: Path) -> Iterator[int]:
     """Hold a suite's or a run's directory; runs inherit the hold, so that one which outlives this program keeps it.
 
     Raises:
@@ -196,7 +196,7 @@ def ranks_a_node(run: Run) -> int:
 
 def forget(run: Run) -> None:
     """Remove what a run has left, so that it is done again from its start."""
-    with alone(run.directory):
+    with directory_lock(run.directory):
         shutil.rmtree(run.out_dir, ignore_errors=True)
         write_status(run.directory, "pending")
 
@@ -214,7 +214,7 @@ def execute(run: Run, lock: int | None = None, slurm: bool = False) -> dict[str,
     Raises:
         ConfigError: another program is at work on it.
     """
-    with alone(run.directory) as own:
+    with directory_lock(run.directory) as own:
         if (status := read_status(run.directory))["state"] == "done":
             return status
         run.save()
@@ -282,5 +282,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         sys.exit(main(sys.argv[1:]))

@@ -8,14 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from msgspec import Meta
-
 from bench.matrix.cells import PHASES
 from bench.suite.report import METRICS
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import is_present, read_document
-from nanoGPT.schemas import Malformed, check
-from nanoGPT.train_config import nearest
+from nanoGPT.schema import Malformed, Within, check_schema
 
 SUITES = Path(__file__).resolve().parent / "suites"
 RESERVED = {"seed", "out_dir", "init_from", "device"}
@@ -57,9 +54,9 @@ class SuiteFile(TypedDict):
 
     about: str
     phases: list[str]
-    ranks: list[Annotated[int, Meta(ge=1, lt=2**20)]]
+    ranks: list[Annotated[int, Within(1, 2**20 - 1)]]
     metric: str
-    seeds: NotRequired[list[Annotated[int, Meta(ge=0, lt=2**20)]]]
+    seeds: NotRequired[list[Annotated[int, Within(0, 2**20 - 1)]]]
     minutes: NotRequired[float]
     config: NotRequired[dict[str, str | int | float | bool]]
     variants: NotRequired[dict[str, dict[str, str | int | float | bool]]]
@@ -79,7 +76,9 @@ def load(name: str) -> Suite:
         raise ConfigError(f"{path} is a directory: give a suite's file")
     if not is_present(path):
         names = sorted(path.stem for path in SUITES.glob("*.toml"))
-        raise ConfigError(f"there is no suite {name}{nearest(name, names) or ': give ' + ', '.join([*names, 'all'])}")
+        raise ConfigError(
+            f"there is no suite {name}{did_you_mean(name, names) or ': give ' + ', '.join([*names, 'all'])}"
+        )
     if not re.fullmatch(r"\w[\w.+=-]*", path.stem):  # of its directory and of its jobs
         raise ConfigError(f"{path}: name it in letters, digits and .+=_-, a letter or a digit first")
     if path.resolve().parent != SUITES and (SUITES / path.name).exists():
@@ -91,12 +90,12 @@ def load(name: str) -> Suite:
     allowed = {each.name: each for each in fields(Suite) if each.name != "name"}
     for key in said:
         if key not in allowed:
-            raise ConfigError(f"{path}: {key} is no field of a suite{nearest(key, list(allowed))}")
+            raise ConfigError(f"{path}: {key} is no field of a suite{did_you_mean(key, list(allowed))}")
     missing = [key for key in ("about", "phases", "ranks", "metric") if key not in said]
     if missing:
         raise ConfigError(f"{path}: {missing[0]} is missing; bench/suite/suites/scaling.toml shows the form")
     try:
-        check(said, SuiteFile)
+        check_schema(said, SuiteFile)
     except Malformed as error:
         raise ConfigError(f"{path}: {error}; bench/suite/suites/scaling.toml shows the form") from None
     suite = Suite(path.stem, **said)

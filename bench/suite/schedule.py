@@ -11,11 +11,11 @@ import torch
 from bench.plan.planner import exchanges
 from bench.plan.speed import GPUS, PARTS, Gpu, step_seconds, waiting
 from bench.plan.trace import trace
+from nanoGPT.checkpoint.weights import tokenizer_rows
 from nanoGPT.dataset import TokenData
-from nanoGPT.errors import ConfigError
-from nanoGPT.export import tokenizer_rows
+from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
-from nanoGPT.train_config import TrainConfig, nearest
+from nanoGPT.train_config import TrainConfig
 
 START, START_A_RANK = 6.0, 1.5  # seconds until a run's first step, and of its end
 
@@ -34,7 +34,7 @@ def gpu_of(name: str | None, elsewhere: bool = False) -> Gpu:
     if name is None:
         return here()
     if name not in GPUS:
-        raise ConfigError(f"--gpu={name} is unknown{nearest(name, list(GPUS)) or ': give ' + ', '.join(GPUS)}")
+        raise ConfigError(f"--gpu={name} is unknown{did_you_mean(name, list(GPUS)) or ': give ' + ', '.join(GPUS)}")
     return GPUS[name]
 
 
@@ -49,14 +49,14 @@ def here() -> Gpu:
     torch.set_num_threads(1)  # as ranks have it
     try:
         a, b = torch.rand(768, 768), torch.rand(8_000_000)
-        flops = 2 * 768**3 / least(lambda: a @ a)
-        copied = 8 * b.numel() / least(lambda: b.clone())
+        flops = 2 * 768**3 / fastest_of(lambda: a @ a)
+        copied = 8 * b.numel() / fastest_of(lambda: b.clone())
     finally:
         torch.set_num_threads(threads)
     return Gpu(1.0, flops, copied, copied / 4, copied / 4)
 
 
-def least(work: Any, times: int = 5) -> float:
+def fastest_of(work: Any, times: int = 5) -> float:
     """Seconds of the fastest of several calls."""
     found = []
     for _ in range(times):

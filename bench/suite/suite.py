@@ -21,14 +21,15 @@ import torch
 
 from bench.matrix.cells import PHASES
 from bench.plan.plan import check_amount
-from bench.suite.execution import DONE, ROOT, Run, alone, execute, forget, read_status
+from bench.suite.execution import DONE, ROOT, Run, directory_lock, execute, forget, read_status
 from bench.suite.file import SCALINGS, SUITES, Suite, load
 from bench.suite.report import STEPS, fault_of, report, value_of
 from bench.suite.schedule import describe_seconds, gpu_of, seconds_of
 from bench.suite.slurm import check_nodes, create_scripts
 from nanoGPT.dataset import TokenData
-from nanoGPT.errors import ConfigError
-from nanoGPT.train_config import TrainConfig, nearest, parse, validate
+from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.job.parse import parse
+from nanoGPT.train_config import TrainConfig, validate
 
 
 @dataclass
@@ -68,7 +69,7 @@ def runs_of(suite: Suite, out_dir: Path, device: str) -> list[Run]:
     for name in {*suite.config, *itertools.chain(*suite.variants.values())}:
         if not any(name in names for names in known.values()):
             every = sorted(set().union(*known.values()))
-            raise ConfigError(f"suite {suite.name}: {name} is no field of a configuration{nearest(name, every)}")
+            raise ConfigError(f"suite {suite.name}: {name} is no field of a configuration{did_you_mean(name, every)}")
     without = left_out(suite)
     for variant, phases in without.items():
         if len(phases) == len(suite.phases):
@@ -143,7 +144,7 @@ def main(config: SuiteConfig) -> int:
     codes = []
     for suite, runs in planned:
         directory = config.out_dir / suite.name
-        with alone(directory) as lock:
+        with directory_lock(directory) as lock:
             introduce(suite)
             if config.create_slurm:
                 forget_lost(runs, suite.metric)

@@ -4,8 +4,8 @@ import sys
 
 from bench.tables.tables import main
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         sys.exit(command_line(main, sys.argv[1:]))

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from bench.tables.records import hardware_of, read_results, table
-from nanoGPT.metrics.ledger import ring_bytes
+from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.model import GPTConfig
-from phase3_fsdp.activation_bytes import kept_by_block
+from phase3_fsdp.activation_bytes import saved_activations
 
 
 def kinds_of(row: dict[str, Any]) -> str:
@@ -104,7 +104,7 @@ def activations_table() -> str:
     """What a block of GPT-2 124M keeps for its backward, B = 8, T = 1024, bf16, no dropout."""
     shape = GPTConfig(12, 12, 768, 1024, False, 50304)
     modes = ("none", "selective", "full")
-    kept = {mode: kept_by_block(shape, 8, 1024, torch.bfloat16, mode) for mode in modes}
+    kept = {mode: saved_activations(shape, 8, 1024, torch.bfloat16, mode) for mode in modes}
     named: dict[str, Any] = {row.name: row for mode in modes for row in kept[mode]}
     order = [row.name for row in kept["none"]] + [n for n in named if n not in {r.name for r in kept["none"]}]
     rows = []

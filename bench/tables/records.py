@@ -10,7 +10,7 @@ import torch
 
 from nanoGPT.checkpoint.manifest import versions
 from nanoGPT.errors import ConfigError
-from nanoGPT.metrics.telemetry import git_commit, hardware
+from nanoGPT.metrics.hardware import git_commit, hardware
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 FORMAT = 1  # of result files; those that say nothing are of the first

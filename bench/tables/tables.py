@@ -17,7 +17,7 @@ from bench.tables.records import RESULTS, hardware_of, read_results, table
 from bench.tables.zero1_tables import ZERO1_TABLES
 from bench.trainer.throughput import quartile_spread
 from nanoGPT.errors import ConfigError
-from nanoGPT.train_config import PACKAGE
+from nanoGPT.files import PACKAGE
 from phase2_triton.kernels import (
     adamw,
     attention,

@@ -27,10 +27,12 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 
 from bench.matrix.cells import PHASES
-from nanoGPT.errors import ConfigError, one_sentence
+from nanoGPT.cli.program import report_errors
+from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.job.parse import parse
 from nanoGPT.memory.tracker import CATEGORIES, Memory
 from nanoGPT.metrics.ledger import Ledger
-from nanoGPT.train_config import TrainConfig, nearest, parse, validate
+from nanoGPT.train_config import TrainConfig, validate
 from workshop.ranks import RankFailed, run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,7 +228,9 @@ def request(words: list[str]) -> tuple[str, int, TrainConfig]:
     """
     phase, ranks, *rest = [*words, *["phase3", "1"][len(words) :]]
     if phase not in PHASES:
-        raise ConfigError(f"PHASE={phase} is unknown{nearest(phase, list(PHASES)) or ': give ' + ', '.join(PHASES)}")
+        raise ConfigError(
+            f"PHASE={phase} is unknown{did_you_mean(phase, list(PHASES)) or ': give ' + ', '.join(PHASES)}"
+        )
     if not (ranks.isascii() and ranks.isdigit() and int(ranks)):
         raise ConfigError(f"GPUS={ranks} cannot be: give 1 or more")
     if taken := [word for word in rest if word.split("=")[0].lstrip("-") in FIXED]:
@@ -285,5 +289,5 @@ def profile_into(folder: Path, package: str, ranks: int, config: TrainConfig) ->
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         main(sys.argv[1:])

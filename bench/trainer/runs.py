@@ -22,8 +22,9 @@ import torch
 
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
-from nanoGPT.train_config import PACKAGE, TrainConfig
+from nanoGPT.cli.program import report_errors
+from nanoGPT.files import PACKAGE
+from nanoGPT.train_config import TrainConfig
 from phase2_triton.apply import TritonConfig
 
 Command = tuple[str, int, str]  # a target, ranks, flags
@@ -94,5 +95,5 @@ def main(phase2: bool = False, write: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         command_line(main, sys.argv[1:])

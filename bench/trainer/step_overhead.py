@@ -22,14 +22,16 @@ import torch
 
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.distributed import runtime
-from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import check_finite, one_sentence
+from nanoGPT.distributed.runtime import Runtime, create_runtime
+from nanoGPT.errors import check_finite
+from nanoGPT.memory import costs
 from nanoGPT.metrics.ledger import Ledger
 from nanoGPT.metrics.telemetry import Telemetry
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.optim import LossScaler, configure_adamw, learning_rate, set_learning_rate
+from nanoGPT.train import train_step
 from nanoGPT.train_config import TrainConfig
 
 STEPS, WARMUP = 300, 30
@@ -56,41 +58,24 @@ def bare_steps(config: TrainConfig, data: TokenData) -> Generator[None]:
 
 
 def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Generator[None]:
-    """The step of nanoGPT/train.py, line by line: data, reseeding, fp64 sums, telemetry, whether to stop.
+    """The step of nanoGPT/train.py with all that surrounds it: data, telemetry, whether to stop.
 
     With the ledger on, it watches every step, and not a single one.
     """
     model, optimizer = build(config)
-    scaler = torch.amp.GradScaler(run.device.type, enabled=False)
-    params, micro_batches = list(model.parameters()), config.gradient_accumulation_steps
-    ledger = Ledger(config, run, 1, model, optimizer)
+    scaler = LossScaler(is_enabled=False)
+    ledger = Ledger(config, run, 1, model, optimizer, costs.step_costs)
     with Telemetry(config, run, 0, model.flops_per_token()) as telemetry:
         for step in range(10**9):
             lr = learning_rate(step, config)
             set_learning_rate(optimizer, lr)
-            loss_sum = run.zeros()
             ledger.step = step
             with ledger.watch(step):
-                for i in range(micro_batches):
-                    telemetry.at(step, f"micro-batch {i}")
-                    x, y = data.batch("train", TRAIN, step, i)
-                    runtime.reseed(run.device, config.seed, step, i)
-                    with run.autocast():
-                        loss = model(x, y)[1]
-                    loss_sum += loss.detach()
-                    scaler.scale(loss / micro_batches).backward()
-                telemetry.at(step, "update")
-                scaler.unscale_(optimizer)
-                grads = [p.grad for p in params if p.grad is not None]
-                norm = grad_norm(grads)
-                clip_grads(grads, norm, config.grad_clip)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad(set_to_none=True)
+                loss_sum, norm = train_step(model, optimizer, scaler, data, step, config, run)
             run.should_stop()
             if step % config.log_interval == 0:
-                mean_loss = run.sum(loss_sum).item()
-                check_finite(step, mean_loss, norm.item(), run)
+                mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
+                check_finite(step, mean_loss, norm.item())
                 telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item())
             yield
 
@@ -105,7 +90,7 @@ def milliseconds(steps: Generator[None]) -> float:
 def measure(config: TrainConfig, count: int) -> dict[str, list[float]]:
     """Raw milliseconds of alternating steps, and of reading a batch."""
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-    run = runtime.locate(config)
+    run = create_runtime(config.device, config.dtype)
     loops = {"bare_ms": bare_steps(config, data), "trainer_ms": trainer_steps(config, data, run)}
     samples: dict[str, list[float]] = {name: [] for name in (*loops, "data_ms")}
     for step in range(WARMUP + count):
@@ -123,7 +108,8 @@ def measure(config: TrainConfig, count: int) -> dict[str, list[float]]:
 
 def measure_ledger(config: TrainConfig, count: int) -> dict[str, list[float]]:
     """Raw milliseconds of alternating steps, watched by the ledger and not."""
-    data, run = TokenData(config.dataset, config.block_size, config.batch_size, config.seed), runtime.locate(config)
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    run = create_runtime(config.device, config.dtype)
     watched = dataclasses.replace(config, ledger=True, out_dir=f"{config.out_dir}/watched")
     Path(watched.out_dir).mkdir(parents=True)
     loops = {"unwatched_ms": trainer_steps(config, data, run), "watched_ms": trainer_steps(watched, data, run)}
@@ -161,5 +147,5 @@ def main(write: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         command_line(main, sys.argv[1:])

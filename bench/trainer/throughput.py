@@ -22,7 +22,7 @@ from bench.matrix.cells import config_of, run_cell
 from bench.plan.plan import MODELS
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
 from workshop.ranks import RankFailed
 
 WARMUP = 5  # steps; the ledger's is among them
@@ -107,5 +107,5 @@ def main(write: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         command_line(main, sys.argv[1:])

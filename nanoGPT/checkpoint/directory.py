@@ -22,26 +22,22 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoGPT.checkpoint.manifest import (
     Checkpoint,
     Damaged,
     Manifest,
-    NewFiles,
     read_manifest,
     seal,
     step_directories,
-    sync,
     verify_files,
     versions,
-    write_and_sync,
 )
+from nanoGPT.checkpoint.writer import NewFiles, sync, write_and_sync
+from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, PeerFailed, SaveError
 from nanoGPT.files import is_present, remove, size_of, unique_name
-
-if TYPE_CHECKING:
-    from nanoGPT.distributed.runtime import Runtime
 
 
 class CheckpointDirectory:
@@ -56,9 +52,9 @@ class CheckpointDirectory:
         ConfigError: some rank does not see what rank 0 writes.
     """
 
-    def __init__(self, out_dir: str, run: "Runtime", keep: int) -> None:
+    def __init__(self, out_dir: str, run: Runtime, keep: int) -> None:
         self.root, self.keep = Path(out_dir) / "checkpoints", keep
-        self.run = run.apart()  # a save in the background must not meet the training's collectives
+        self.run = run.with_own_group()  # a save in the background must not meet the training's collectives
         self.saving: threading.Thread | None = None
         self.failure: BaseException | None = None
         self.runs: set[str | None] = {
@@ -93,7 +89,7 @@ class CheckpointDirectory:
                 self.runs.add(manifest.get("run"))
                 return Checkpoint(path, manifest)
             aside = self._free_name(f".bad-{name}")
-            self.run.say(f"skipping {name}: {damage[0]} (kept as {aside.name})")
+            self.run.print0(f"skipping {name}: {damage[0]} (kept as {aside.name})")
             self._on_main(partial(path.rename, aside))
         raise ConfigError(f"no checkpoint under {self.root} can be used: start again with another --out_dir")
 
@@ -169,7 +165,7 @@ class CheckpointDirectory:
             ConfigError: it is another run's.
         """
         if self.run.lock and (warning := self.run.lock.keep()):
-            self.run.say(warning)
+            self.run.print0(warning)
         self.root.mkdir(exist_ok=True)
 
     def drain(self) -> None:
@@ -200,13 +196,13 @@ class CheckpointDirectory:
     def _save(self, final: Path, step: int, write: Callable[[NewFiles], None], about: Manifest) -> None:
         temporary = self.root / f".tmp-{final.name}"
         self._on_main(lambda: self._begin(temporary), temporary)
-        mine = NewFiles(temporary, self.run.group, self.run.mark)
+        mine = NewFiles(temporary, self.run.group, self.run.report_progress)
         written = self._on_all(lambda: (write(mine), mine.records())[1], temporary)  # type: ignore[func-returns-value]
         files = sorted((file for each in written for file in each), key=lambda file: file["name"])
         whose = {"run": self.run.token, "world_size": self.run.world_size, "versions": versions()}
         manifest = {**about, **whose, "step": step, "files": files}
         self._on_main(lambda: self._publish(temporary, final, manifest), temporary)
-        self.run.say(f"saved {final}")
+        self.run.print0(f"saved {final}")
 
     def _begin(self, temporary: Path) -> None:
         for stale in self.root.glob(".tmp-*"):

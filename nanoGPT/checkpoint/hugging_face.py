@@ -16,10 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanoGPT.checkpoint.state import EMBEDDING, HEAD, Lazily, are_tied
-from nanoGPT.errors import ConfigError
+from nanoGPT.checkpoint.state import EMBEDDING, HEAD, LazyTensors, are_tied
+from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.files import ABSENT, list_directory, read_document, retry_reads, size_of
-from nanoGPT.memory.out_of_memory import is_out_of_memory
 from nanoGPT.model import GPTConfig
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
@@ -67,7 +66,7 @@ def read_hf(folder: Path) -> tuple[GPTConfig, Mapping[str, Tensor]]:
     """
     try:
         shape = read_hf_config(folder / "config.json")
-        weights = Lazily(hf_readers(folder))
+        weights = LazyTensors(hf_readers(folder))
         head = weights.readers.pop(HEAD, None)
         if head and not are_tied(head(), weights[EMBEDDING]):
             raise ConfigError(

@@ -12,22 +12,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.manifest import Checkpoint, NewFiles, file_names
-from nanoGPT.checkpoint.shards import SafeReader, read_shards, stored
+from nanoGPT.checkpoint.manifest import Checkpoint, file_names
+from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
+from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.dataset import TokenData
-from nanoGPT.errors import ConfigError
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.files import ABSENT, retry_reads
-from nanoGPT.memory.out_of_memory import is_out_of_memory
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import LossScaler
 from nanoGPT.train_config import TrainConfig
-
-if TYPE_CHECKING:
-    from nanoGPT.distributed.runtime import Runtime
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
@@ -46,7 +45,7 @@ class FullState:
     optimizer: Mapping[str, Mapping[str, Tensor]]
 
 
-class Lazily(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Tensors that are read when they are asked for, and not kept: of a whole state, one is in memory at a time."""
 
     def __init__(self, readers: dict[str, Callable[[], Tensor]]) -> None:
@@ -62,13 +61,13 @@ class Lazily(Mapping[str, Tensor]):
         return len(self.readers)
 
 
-def about(
+def manifest_fields(
     config: TrainConfig,
     model_args: GPTConfig,
     data: TokenData,
     phase: str,
     best_val_loss: float,
-    scaler: torch.amp.GradScaler,
+    scaler: LossScaler,
 ) -> dict[str, Any]:
     """What a checkpoint's manifest says of its run, beside what every checkpoint says."""
     return {
@@ -79,12 +78,6 @@ def about(
         "best_val_loss": best_val_loss,
         "grad_scaler": scaler.state_dict(),
     }
-
-
-def load_scaler(scaler: torch.amp.GradScaler, checkpoint: Checkpoint) -> None:
-    """Continue the loss scale of a float16 run; a run of another dtype has none."""
-    if scaler.is_enabled() and checkpoint.manifest["grad_scaler"]:
-        scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
 
 
 def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -> None:
@@ -128,7 +121,7 @@ def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) 
 
 
 def write_ckpt(
-    to: NewFiles, run: "Runtime", model: GPT, optimizer: torch.optim.Optimizer, step: int, facts: dict[str, Any]
+    to: NewFiles, run: Runtime, model: GPT, optimizer: torch.optim.Optimizer, step: int, facts: dict[str, Any]
 ) -> None:
     """Write `ckpt.pt` from a model and optimizer that every rank holds whole; rank 0 writes."""
     if run.is_main:
@@ -215,9 +208,9 @@ def are_tied(head: Tensor, embedding: Tensor) -> bool:
 
 def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put a checkpoint's weights and optimizer state, whatever its payload, into a model that is held whole."""
-    state = read_payload(path)
-    load_whole(model, state.model)
-    materialise(optimizer)
+    state = read_full_state(path)
+    load_weights(model, state.model)
+    allocate_state(optimizer)
     for name, param in model.named_parameters():
         for key, value in state.optimizer.get(name, {}).items():
             if key not in optimizer.state[param]:
@@ -225,7 +218,7 @@ def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.opt
             copy_tensor(f"{key} of {name}", value, optimizer.state[param][key])
 
 
-def load_whole(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy weights into a model; the tied head comes with the embedding."""
     params = dict(model.named_parameters())
     if params.keys() != weights.keys():
@@ -250,7 +243,7 @@ def copy_tensor(name: str, value: Tensor, target: Tensor) -> None:
     target.copy_(value)
 
 
-def materialise(optimizer: torch.optim.Optimizer) -> None:
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer allocate its state, by a step with zero gradients at learning rate zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -267,7 +260,7 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 # ---- any checkpoint, whole
 
 
-def read_payload(path: Path, scratch: Path | None = None) -> FullState:
+def read_full_state(path: Path, scratch: Path | None = None) -> FullState:
     """The whole state in a checkpoint directory: from `ckpt.pt`, or put together from shards, each when asked for.
 
     Args:
@@ -276,26 +269,29 @@ def read_payload(path: Path, scratch: Path | None = None) -> FullState:
     """
     if "ckpt.pt" in file_names(path):
         return read_ckpt(path / "ckpt.pt")[0]
-    described = stored(path)
+    described = read_index(path)
     if scratch:
-        tensors = {k: mapped(scratch / str(i), *about) for i, (k, about) in enumerate(described.items())}
+        tensors = {
+            k: file_backed(scratch / str(i), *shape_and_dtype)
+            for i, (k, shape_and_dtype) in enumerate(described.items())
+        }
         read_shards(path, tensors, alone=True)
         read: Callable[[str], Tensor] = tensors.__getitem__
     else:
-        read = partial(read_whole, SafeReader(path), described)
+        read = partial(read_tensor, SafeReader(path), described)
     readers: dict[str, dict[str, Callable[[], Tensor]]] = {}
     for key in described:
         if key.startswith("optimizer."):
             name, item = key.removeprefix("optimizer.").rsplit(".", 1)
-            readers.setdefault(name, {})[item] = partial(in_shape, read, key, described[f"model.{name}"][0])
+            readers.setdefault(name, {})[item] = partial(unflatten, read, key, described[f"model.{name}"][0])
     names = [key.removeprefix("model.") for key in described if key.startswith("model.")]
     return FullState(
-        Lazily({name: partial(read, f"model.{name}") for name in names}),
-        {name: Lazily(items) for name, items in readers.items()},
+        LazyTensors({name: partial(read, f"model.{name}") for name in names}),
+        {name: LazyTensors(items) for name, items in readers.items()},
     )
 
 
-def read_whole(reader: SafeReader, described: dict[str, tuple[torch.Size, torch.dtype]], key: str) -> Tensor:
+def read_tensor(reader: SafeReader, described: dict[str, tuple[torch.Size, torch.dtype]], key: str) -> Tensor:
     """One tensor out of shards, whole."""
     size, dtype = described[key]
     tensor = torch.empty(size, dtype=dtype)
@@ -303,13 +299,13 @@ def read_whole(reader: SafeReader, described: dict[str, tuple[torch.Size, torch.
     return tensor
 
 
-def in_shape(read: Callable[[str], Tensor], key: str, shape: torch.Size) -> Tensor:
+def unflatten(read: Callable[[str], Tensor], key: str, shape: torch.Size) -> Tensor:
     """A tensor as large as its parameter in that one's shape: phase 1's shards are those of a flattened one."""
     tensor = read(key)
     return tensor.view(shape) if tensor.dim() == 1 and tensor.numel() == shape.numel() else tensor
 
 
-def mapped(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
+def file_backed(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor whose memory is a new file's.
 
     Raises:

@@ -38,14 +38,16 @@ def command_line(target: Any, words: list[str], source: str = "", **options: Any
     said, flags = io.StringIO(), (tyro.conf.FlagConversionOff,)
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(target, args=switched(target, words), config=flags, use_underscores=True, **options)
+            return tyro.cli(
+                target, args=expand_bool_flags(target, words), config=flags, use_underscores=True, **options
+            )
     except SystemExit as stop:
         if stop.code == 0:
             raise
-        raise ConfigError(source + sentence(said.getvalue())) from None
+        raise ConfigError(source + describe_usage_error(said.getvalue())) from None
 
 
-def switched(target: Any, words: list[str]) -> list[str]:
+def expand_bool_flags(target: Any, words: list[str]) -> list[str]:
     """The words with `=True` after the flag of a bool that has no value."""
     taken = inspect.signature(target, eval_str=True).parameters.values()
     switches = {f"--{each.name}" for each in taken if each.annotation is bool}
@@ -55,9 +57,9 @@ def switched(target: Any, words: list[str]) -> list[str]:
     ]
 
 
-def sentence(text: str) -> str:
+def describe_usage_error(text: str) -> str:
     """What is wrong, from tyro's box: what SENTENCES make of all of it, else what stands first in it."""
-    parts = unboxed(text)
+    parts = strip_box(text)
     for pattern, told in SENTENCES.items():
         if found := re.fullmatch(pattern, " ".join(parts) + " "):
             said = found.expand(told)
@@ -67,7 +69,7 @@ def sentence(text: str) -> str:
     return parts[0].rstrip(". ")
 
 
-def unboxed(text: str) -> list[str]:
+def strip_box(text: str) -> list[str]:
     """The parts of tyro's box below its title; in a terminal without Unicode the box has no sides."""
     parts: list[list[str]] = [[]]
     for line in text.splitlines():
@@ -81,7 +83,7 @@ def unboxed(text: str) -> list[str]:
     return said[0 if titled_inside or len(said) == 1 else 1 :]
 
 
-def joined(argv: list[str]) -> list[str]:
+def join_flag_values(argv: list[str]) -> list[str]:
     """The command line with `--key value` written as `--key=value`."""
     words: list[str] = []
     for word in argv:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from typing import IO
 
+from nanoGPT.errors import ConfigError
+
 PATIENCE = 10.0  # seconds to wait for a reader that has stopped reading
 
 
@@ -86,3 +88,23 @@ def unbreakable_output() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         sys.stdout, sys.stderr = before
+
+
+@contextlib.contextmanager
+def report_errors(output_is_optional: bool = True) -> Iterator[None]:
+    """Wrap a program: a ConfigError, or a full or read-only disk, becomes one sentence and exit code 2.
+
+    KeyboardInterrupt is passed on; where nothing catches it, Python ends with its own exit code, 130, and one word.
+
+    Args:
+        output_is_optional: the program goes on when its output cannot be printed any more.
+    """
+    with unbreakable_output() if output_is_optional else contextlib.nullcontext():
+        try:
+            yield
+        except (ConfigError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            sys.excepthook = lambda *_: print("\nstopped", file=sys.stderr)
+            raise

@@ -1,9 +1,10 @@
 """What a rank tells of itself every second, and its end when the job hangs.
 
-    heartbeat/rank{r}.json      step, phase, counts of progress, where the main thread is, the process, the time
+    heartbeat/rank{r}.json      step, stage, counts of progress, where the main thread is, the process, the time
 
-The main thread notes its progress (`Runtime.at`, `Runtime.mark`); a thread of its own writes it down, looks at the
-other ranks' (`nanoGPT.job.watchdog`), and ends the process with its stacks in stacks/rank{r}.txt when nobody makes any.
+The main thread notes its progress (`Runtime.enter_stage`, `Runtime.report_progress`); a thread of its own writes it
+down, looks at the other ranks' (`nanoGPT.job.watchdog`), and ends the process with its stacks in stacks/rank{r}.txt
+when nobody makes any.
 """
 
 import contextlib
@@ -15,16 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from nanoGPT.errors import STALLED, tell_launcher
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import STALLED
+from nanoGPT.job.exits import tell_launcher
 from nanoGPT.job.watchdog import GRACE, Watch, end_mute, is_child
-
-if TYPE_CHECKING:
-    from nanoGPT.distributed.runtime import Runtime
 
 # A thread in one of these compiles, on a GPU also the one of the backward, or somebody debugs: no time is too long for
 # that. (Running what was compiled also has frames of torch._dynamo and torch._inductor, but not of these files.)
@@ -36,22 +35,6 @@ OWN_PACE = (
 )
 COLLECTIVE = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
-
-
-@dataclass
-class Progress:
-    """How far a rank has come.
-
-    Attributes:
-        step, phase: where it is, for people.
-        places: calls of `Runtime.at`, which all ranks make in the same order.
-        marks: signs of progress in between, each rank's own.
-    """
-
-    step: int = 0
-    phase: str = "start"
-    places: int = 0
-    marks: int = 0
 
 
 class Place(NamedTuple):
@@ -114,7 +97,7 @@ class Heart:
         stacks: this rank's file for stacks, open.
     """
 
-    def __init__(self, run: "Runtime", out_dir: Path, stall_seconds: float, stacks: IO[str]) -> None:
+    def __init__(self, run: Runtime, out_dir: Path, stall_seconds: float, stacks: IO[str]) -> None:
         self.run, self.stacks = run, stacks
         self.file = out_dir / "heartbeat" / f"rank{run.rank}.json"
         self.watch = Watch(out_dir, run.world_size, stall_seconds, run.rank, run.token)
@@ -136,7 +119,7 @@ class Heart:
         """Tell where this rank is; while it compiles, that is progress."""
         where = whereabouts()
         if where.pop("own_pace"):
-            self.run.mark()
+            self.run.report_progress()
         process = {"run": self.run.token, "host": socket.gethostname(), "pid": os.getpid(), "parent": os.getppid()}
         now = {"ended": self.closing.is_set(), "time": time.time()}
         beat = {**vars(self.run.progress), **where, **process, **now}
@@ -157,7 +140,7 @@ class Heart:
         """Write stacks, help those beside that cannot, and end this process, whatever its main thread does."""
         faulthandler.dump_traceback_later(5 * GRACE, exit=True, file=self.stacks)  # if a disk or a terminal hangs, too
         self.watch.read()
-        beside = self.watch.beside(self.run.rank)
+        beside = self.watch.same_launcher(self.run.rank)
         mute = {rank: self.watch.seen[rank].beat for rank in beside if not self.watch.answers(rank)}
         first = self.run.rank == min(set(beside) - set(mute), default=self.run.rank)
         with contextlib.suppress(OSError):

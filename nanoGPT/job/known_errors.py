@@ -5,7 +5,7 @@ Every other error is an error of the program, and keeps its traceback. Memory th
 
 import re
 
-from nanoGPT.memory.out_of_memory import messages
+from nanoGPT.errors import error_messages
 
 LONGEST = 300  # characters of an error's own words
 
@@ -92,7 +92,7 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
 
 def explain_known_error(error: BaseException) -> str | None:
     """Return a sentence that says what is wrong and what to do; None for an error that is not in the table."""
-    text = messages(error)
+    text = error_messages(error)
     for pattern, wrong, remedy in KNOWN_ERRORS:
         if found := re.search(pattern, text):
             begin, end = text.rfind("\n", 0, found.end()) + 1, text.find("\n", found.end())

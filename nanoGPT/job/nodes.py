@@ -19,7 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nanoGPT.distributed.process_group import connect, is_served, port_number
+from nanoGPT.distributed.environment import port_number
+from nanoGPT.distributed.process_group import connect, is_served
 from nanoGPT.errors import ConfigError
 
 LAST_WORDS = 20.0  # seconds for a node that cannot start to tell the others

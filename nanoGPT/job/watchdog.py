@@ -91,14 +91,14 @@ class Watch:
         if self.clock >= self.due:
             self.due = self.clock + self.period
             self.read()
-            if self.nobody_moves() and not self.told():
+            if self.nobody_moves() and not self.verdict():
                 self._tell(self.accuse())
-        return self.told()
+        return self.verdict()
 
     def nobody_moves(self) -> bool:
         """Whether all ranks are in training, and none has made progress for `stall_seconds`."""
         training = [rank for rank, seen in self.seen.items() if not seen.beat["ended"]]
-        return len(training) == self.world_size and min(map(self.silence, training)) > self.stall_seconds
+        return len(training) == self.world_size and min(map(self.seconds_stalled, training)) > self.stall_seconds
 
     def read(self) -> None:
         """Read the other ranks' heartbeats."""
@@ -123,7 +123,7 @@ class Watch:
             seen.answered = self.clock
         seen.beat = beat
 
-    def silence(self, rank: int) -> float:
+    def seconds_stalled(self, rank: int) -> float:
         """Seconds since a rank was last seen to make progress."""
         return self.clock - self.seen[rank].progressed
 
@@ -131,7 +131,7 @@ class Watch:
         """Whether a rank's own thread still runs."""
         return self.clock - self.seen[rank].answered < max(self.stall_seconds / 2, 3.0)
 
-    def told(self) -> str | None:
+    def verdict(self) -> str | None:
         """The sentence, if anybody has written it."""
         with contextlib.suppress(OSError):
             text = (self.out_dir / "stacks" / f"stalled-{self.token}.txt").read_text()
@@ -165,9 +165,10 @@ class Watch:
 
         least = min(map(come, self.seen))
         suspects = [rank for rank in self.seen if come(rank) == least]
-        rank = max(suspects, key=self.silence)
+        rank = max(suspects, key=self.seconds_stalled)
         beat = self.seen[rank].beat
-        words = f"rank {rank} has been silent for {self.silence(rank):.0f} s in step {beat['step']}, {beat['phase']}"
+        where = f"step {beat['step']}, {beat['stage']}"
+        words = f"rank {rank} has been silent for {self.seconds_stalled(rank):.0f} s in {where}"
         words += f" ({self._about(rank)})"
         if len(suspects) > 1:
             words += f", and ranks {suspects} stand alike"
@@ -184,7 +185,7 @@ class Watch:
             return "where it was last heard of: it is stopped"
         return "where it was last heard of: it does not answer, as in a C call that keeps Python's lock"
 
-    def beside(self, rank: int) -> list[int]:
+    def same_launcher(self, rank: int) -> list[int]:
         """The ranks of the same launcher on the same machine, itself included."""
         mine = self.seen[rank].beat
         return [r for r, s in self.seen.items() if all(s.beat[name] == mine[name] for name in ("host", "parent"))]

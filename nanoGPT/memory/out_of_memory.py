@@ -4,23 +4,25 @@
     5.9 GiB of gradients, 11.8 GiB of optimizer state and 53 GiB of activations and other tensors; free most with
     --batch_size=4 (about 26.5 GiB), --fsdp_cpu_offload=True (about 23.6 GiB) or ...
 
-Whether a model can fit at all is checked before a run starts (`check_weights_fit`). After an error the trainer's own
-variables, which the error's traceback still holds, tell the rest; a configuration knows what its flags free
-(`TrainConfig.memory_savings`).
+Whether a model can fit at all is checked before a run starts (`check_parameters_fit`). After an error the trainer's own
+variables, which the error's traceback still holds, tell the rest; the trainer's `costs` module knows what its flags
+free.
 """
 
 import contextlib
 import dataclasses
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from nanoGPT.errors import ConfigError
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ON_GPU, ConfigError, error_messages, is_out_of_memory
+from nanoGPT.memory.costs import Costs
 from nanoGPT.memory.device import (
     DeviceMemory,
     format_bytes,
@@ -32,33 +34,18 @@ from nanoGPT.memory.device import (
 )
 from nanoGPT.memory.savings import Needs
 from nanoGPT.memory.tracker import Memory
-from nanoGPT.metrics.ledger import Costs
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.train_config import TrainConfig
 
-if TYPE_CHECKING:
-    from nanoGPT.distributed.runtime import Runtime
-    from nanoGPT.train_config import TrainConfig
 
-# Texts of errors that mean that memory ran out, beside torch.OutOfMemoryError and MemoryError. When cuBLAS or cuDNN is
-# "not initialized", there is nearly always no memory left for its workspace.
-ON_GPU = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "Cuda failure 2 ",
-    "Cuda failure 'out of memory'",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_INITIALIZED",
-    "MPS backend out of memory",
-)
-ON_HOST = (
-    "can't allocate memory: you tried",
-    "not enough memory: you tried",
-    "unable to mmap memory: you tried",
-    "Cannot allocate memory",
-    "std::bad_alloc",
-)
+class CostsModule(Protocol):
+    """A trainer's `costs` module: what a step costs by its formula, and what flags free."""
+
+    def step_costs(self, model: Any, optimizer: Any, config: Any, run: Runtime) -> Costs: ...
+
+    def memory_savings(self, config: Any, needs: Needs, run: Runtime) -> dict[str, float]: ...
+
+
 NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -74,39 +61,25 @@ SMALLER_MODEL = "use a smaller --n_layer, --n_embd or --vocab_size, or `make pha
 class Job:
     """What is known of a run that failed; None where it did not come so far."""
 
-    config: "TrainConfig | None" = None
-    run: "Runtime | None" = None
+    config: TrainConfig | None = None
+    run: Runtime | None = None
     model: nn.Module | None = None
     optimizer: Optimizer | None = None
 
     @classmethod
     def from_traceback(cls, trace: TracebackType | None) -> "Job":
-        """Find the variables of the function that `runtime.main` called; every trainer gives them these names."""
+        """Find the variables of the function that `main` called; every trainer gives them these names."""
         trainer = trace.tb_next if trace else None
         variables = trainer.tb_frame.f_locals if trainer else {}
         return cls(*(variables.get(field.name) for field in dataclasses.fields(cls)))
-
-
-def messages(error: BaseException | None) -> str:
-    """Return what an error and those that caused it say."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__
-    return "\n".join(map(str, chain))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, of Python, numpy, torch or a CUDA library, means that memory ran out."""
-    text = messages(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in text for words in ON_GPU + ON_HOST)
 
 
 class MemoryReport:
     """Explains an error of memory. Make one before a trainer runs: it notes what the process uses then, and keeps some
     memory with which to write the sentence."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: CostsModule) -> None:
+        self.costs = costs
         self.in_use_at_start = process_bytes()
         self.reserve = bytearray(RESERVE)
 
@@ -116,23 +89,24 @@ class MemoryReport:
         try:
             if not is_out_of_memory(error):
                 return None
-            job, text = Job.from_traceback(error.__traceback__), messages(error)
+            job, text = Job.from_traceback(error.__traceback__), error_messages(error)
             if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in ON_GPU):
                 memory = gpu_memory(text, job.run.device if job.run else None)
             else:
                 memory = host_memory(self.in_use_at_start)
-            return describe(requested_bytes(text), memory, job)
+            return describe(requested_bytes(text), memory, job, self.costs)
         except Exception:  # such as MemoryError once more
             return "out of memory: use a smaller --batch_size, --block_size, --n_layer or --n_embd"
 
 
-def describe(requested: int | None, memory: DeviceMemory, job: Job) -> str:
+def describe(requested: int | None, memory: DeviceMemory, job: Job, costs_module: CostsModule) -> str:
     """Return the sentence.
 
     Args:
         requested: bytes of the allocation that failed, if they are known.
         memory: in which it failed.
         job: the run, as far as it had come.
+        costs_module: the trainer's.
     """
     if job.config is None or job.run is None:
         return f"out of memory: {total_of(memory)}: use a smaller --batch_size, --block_size, --n_layer or --n_embd"
@@ -144,7 +118,7 @@ def describe(requested: int | None, memory: DeviceMemory, job: Job) -> str:
         alone = f"the parameters alone take {format_bytes(weights)} in fp32"
         return f"out of memory: {alone}, and {total}: {SMALLER_MODEL}{where}"
     held = count_held(job, memory)
-    costs = costs_of(job, shape, share)
+    costs = costs_of(job, shape, share, costs_module)
     if costs.has_gradient_buffers and (memory.is_gpu or held["optimizer_state"]):  # a CPU's count once they are written
         free = (memory.in_use or 0) - held["parameters"] - held["optimizer_state"]
         held["gradients"] = max(held["gradients"], min(costs.state["gradients"], free))
@@ -153,7 +127,7 @@ def describe(requested: int | None, memory: DeviceMemory, job: Job) -> str:
     passing = rest + (requested or 0) if computes_here else 0
     wanted = f", and this rank tried to allocate {format_bytes(requested)}" if requested else ""
     holding = describe_held(held, rest, memory, " while it held " if wanted else ", and this rank held ")
-    advice = advise(job, Needs(shape, costs.state, passing, memory.is_gpu, memory.is_shared))
+    advice = advise(job, costs_module, Needs(shape, costs.state, passing, memory.is_gpu, memory.is_shared))
     return f"out of memory: {total}{wanted}{holding}{advice}{describe_fragments(memory, requested)}"
 
 
@@ -179,10 +153,14 @@ def describe_fragments(memory: DeviceMemory, requested: int | None) -> str:
     return f"; {lost}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-def advise(job: Job, needs: Needs) -> str:
+def advise(job: Job, costs_module: CostsModule, needs: Needs) -> str:
     """Return the half-sentence that names the three flags that free most; other commands where there are fewer."""
     assert job.config is not None and job.run is not None
-    savings = {words: size for words, size in job.config.memory_savings(needs, job.run).items() if size >= SMALLEST}
+    savings = {
+        words: size
+        for words, size in costs_module.memory_savings(job.config, needs, job.run).items()
+        if size >= SMALLEST
+    }
     flags = {words: size for words, size in savings.items() if words.startswith("--")}
     chosen = flags if len(flags) >= 3 else savings
     best = sorted(chosen, key=lambda words: -chosen[words])[:3]
@@ -196,7 +174,7 @@ def join_words(words: list[str], last: str) -> str:
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def shape_of(config: "TrainConfig", model: nn.Module | None) -> GPTConfig:
+def shape_of(config: TrainConfig, model: nn.Module | None) -> GPTConfig:
     """Return the shape of the model; before there is one, that of the configuration."""
     if isinstance(model, GPT):
         return model.config
@@ -211,7 +189,7 @@ def count_held(job: Job, memory: DeviceMemory) -> dict[str, int]:
     return {name: counted.snapshot()[name] for name in NAMES}
 
 
-def costs_of(job: Job, shape: GPTConfig, share: float) -> Costs:
+def costs_of(job: Job, shape: GPTConfig, share: float, costs_module: CostsModule) -> Costs:
     """Return what state a rank needs by the formula; before there is an optimizer, what AdamW needs unsharded.
 
     Args:
@@ -225,13 +203,13 @@ def costs_of(job: Job, shape: GPTConfig, share: float) -> Costs:
         if isinstance(module, FSDPModule):
             with contextlib.suppress(Exception):  # of a unit whose all-gather failed
                 module.reshard()  # the formula reads shards
-    return job.config.costs(job.model, job.optimizer, job.run)
+    return costs_module.step_costs(job.model, job.optimizer, job.config, job.run)
 
 
 # ---- before a run
 
 
-def check_weights_fit(config: "TrainConfig", vocab_size: int, world_size: int, local_world_size: int) -> None:
+def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, local_world_size: int) -> None:
     """Refuse a model whose parameters alone need more memory than the ranks of this machine, on its CPU, can ever have.
 
     Args:

@@ -5,15 +5,12 @@ shards more. An estimate is made of what the run really held, not of what such a
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPTConfig
-
-if TYPE_CHECKING:
-    from nanoGPT.distributed.runtime import Runtime
-    from nanoGPT.train_config import TrainConfig
+from nanoGPT.train_config import TrainConfig
 
 
 @dataclass
@@ -35,7 +32,7 @@ class Needs:
     is_shared: bool
 
 
-def activation_savings(config: "TrainConfig", needs: Needs, run: "Runtime") -> dict[str, float]:
+def activation_savings(config: TrainConfig, needs: Needs, run: Runtime) -> dict[str, float]:
     """Return what the flags of every phase free of the activations, in bytes."""
     halves = {
         f"--{name}={value // 2}": needs.activations * (value - value // 2) / value
@@ -46,22 +43,12 @@ def activation_savings(config: "TrainConfig", needs: Needs, run: "Runtime") -> d
     return halves | ({"--dtype=bfloat16": needs.activations / 2} if in_fp32 else {})
 
 
-def logits_bytes(config: "TrainConfig", needs: Needs, run: "Runtime") -> float:
+def logits_bytes(config: TrainConfig, needs: Needs, run: Runtime) -> float:
     """Return what the kernel of the loss frees: logits in the run's dtype, and log-probabilities in fp32."""
     logits = config.batch_size * config.block_size * needs.shape.vocab_size
     return min(logits * (run.dtype.itemsize + 4), needs.activations)
 
 
-def baseline_savings(config: "TrainConfig", needs: Needs, run: "Runtime") -> dict[str, float]:
-    """Return what flags free in a trainer in which every rank keeps everything, and what sharding would."""
-    ranks = max(run.world_size, 2)
-    where, optimizer_state = name_ranks(ranks, needs, run), needs.state["optimizer_state"]
-    return activation_savings(config, needs, run) | {
-        f"`make phase1` on {where}": optimizer_state * (1 - 1 / ranks),
-        f"`make phase3` on {where}": sum(needs.state.values()) * (1 - 1 / ranks),
-    }
-
-
-def name_ranks(ranks: int, needs: Needs, run: "Runtime") -> str:
+def name_ranks(ranks: int, needs: Needs, run: Runtime) -> str:
     """Return "4 ranks"; more than now free nothing on a machine whose ranks share its memory."""
     return f"{ranks} ranks" + (", on more machines" if needs.is_shared and ranks > run.world_size else "")

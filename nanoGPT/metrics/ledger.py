@@ -10,22 +10,21 @@ memory, by category.
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.memory.costs import Costs, ring_bytes, storage_bytes
 from nanoGPT.memory.tracker import Memory, tensors_in
+from nanoGPT.train_config import TrainConfig
 
-if TYPE_CHECKING:
-    from nanoGPT.distributed.runtime import Runtime
-    from nanoGPT.train_config import TrainConfig
+StepCosts = Callable[[Any, Any, Any, Runtime], Costs]  # of a model, its optimizer and a configuration
 
 # Operator, and the position of the argument that holds the full tensor.
 COLLECTIVES = {
@@ -40,62 +39,6 @@ COLLECTIVES = {
     "broadcast_": ("broadcast", 0),
     "reduce_": ("reduce", 0),
 }
-
-
-def ring_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
-    """Bytes that each rank sends in a ring for a collective whose full tensor has `tensor_bytes`.
-
-    Args:
-        kind: as in `COLLECTIVES`: all-reduce, all-gather, reduce-scatter, broadcast or reduce.
-        tensor_bytes: of the whole tensor: an all-gather's output, a reduce-scatter's input.
-        ranks: in the group.
-    """
-    return (2 if kind == "all-reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that tensors hold on this rank, each storage once; of a sharded tensor, this rank's shard."""
-    storages = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-@dataclass
-class Costs:
-    """What a step costs this rank by the formula; the ledger prints it beside what it counted.
-
-    Attributes:
-        state: bytes of parameters, gradients and optimizer_state.
-        traffic: bytes of the full tensors of its collectives, by kind and number of ranks.
-        padding: elements among them that only make shapes divide.
-        has_gradient_buffers: whether all gradients have a place in buffers, also while there are none.
-    """
-
-    state: dict[str, int]
-    traffic: "Counter[tuple[str, int]]" = field(default_factory=Counter)
-    padding: int = 0
-    has_gradient_buffers: bool = False
-
-
-def ddp_costs(model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: "Runtime") -> Costs:
-    """DDP: everything on every rank, 4 bytes an element in fp32, and one all-reduce of the gradient."""
-    size = 4 * sum(p.numel() for p in model.parameters())
-    state = {"parameters": size, "gradients": size, "optimizer_state": optimizer_bytes(optimizer)}
-    traffic = Counter({("all-reduce", run.world_size): size} if run.world_size > 1 else {})
-    return Costs(state, traffic, has_gradient_buffers=run.world_size > 1)
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state for what an optimizer updates: AdamW has two moments in fp32 and counts its steps for each tensor;
-    Muon has one momentum, and counts none."""
-    return sum(
-        4 * p.numel() if "ns_steps" in group else 8 * p.numel() + 4
-        for group in optimizer.param_groups
-        for p in group["params"]
-    )
 
 
 class Traffic(TorchDispatchMode):
@@ -135,17 +78,20 @@ class Ledger:
         run: this rank's Runtime; writing is collective.
         step: the step to watch; the third of a run: the first allocates, and DDP orders its buckets anew in the second.
         model, optimizer: whose bytes are counted, gradients just before the update.
+        step_costs: the trainer's formula, which is printed beside what was counted.
     """
 
     def __init__(
         self,
-        config: "TrainConfig",
-        run: "Runtime",
+        config: TrainConfig,
+        run: Runtime,
         step: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        step_costs: StepCosts,
     ) -> None:
         self.config, self.run, self.step, self.model, self.optimizer = config, run, step, model, optimizer
+        self.step_costs = step_costs
         self.gradient_bytes = 0
 
     @contextlib.contextmanager
@@ -189,24 +135,24 @@ class Ledger:
         }
 
     def _write(self, out_dir: Path, traffic: Traffic, memory: Memory) -> None:
-        formula = self.config.costs(self.model, self.optimizer, self.run)
+        formula = self.step_costs(self.model, self.optimizer, self.config, self.run)
         mine = {
             "state_bytes": self.state_bytes(),
             "expected_state_bytes": formula.state,
             "padding": formula.padding,
             "memory": self.memory_bytes(memory),
-            "collectives": beside_formula(traffic.rows, formula.traffic),
+            "collectives": add_expected_bytes(traffic.rows, formula.traffic),
         }
         ranks = self.run.gather(mine)
         params = sum(p.numel() for p in self.model.parameters())
         report = {"step": self.step, "world_size": self.run.world_size, "parameters": params, "ranks": ranks}
         if self.run.is_main:
             (out_dir / "ledger.json").write_text(json.dumps(report, indent=1) + "\n")
-        self.run.say(describe(report))
+        self.run.print0(describe(report))
 
 
-def beside_formula(
-    counted: dict[tuple[str, int], dict[str, Any]], formula: "Counter[tuple[str, int]]"
+def add_expected_bytes(
+    counted: dict[tuple[str, int], dict[str, Any]], formula: Counter[tuple[str, int]]
 ) -> list[dict[str, Any]]:
     """The collectives that were counted, with their `expected_bytes`; also those that the formula alone has."""
     missing = [key for key in formula if key not in counted and key[1] > 1]
@@ -218,20 +164,24 @@ def describe(report: dict[str, Any]) -> str:
     """The report as a table: rank 0's traffic, every rank's state and memory, beside the formula's."""
     lines = [f"ledger of step {report['step']}: {report['parameters']:,} parameters, {report['world_size']} rank(s)"]
     for row in report["ranks"][0]["collectives"]:
+        matches = compare_with_formula(row["tensor_bytes"], row["expected_bytes"])
         lines.append(
             f"  {row['kind']:<15} {row['calls']:>5} calls over {row['ranks']} ranks  {row['tensor_bytes']:>15,} B full"
-            f" {beside(row['tensor_bytes'], row['expected_bytes']):<12} {row['ring_bytes']:>15,.0f} B sent per rank"
+            f" {matches:<12} {row['ring_bytes']:>15,.0f} B sent per rank"
         )
     for rank, each in enumerate(report["ranks"]):
         expected = each["expected_state_bytes"]
-        state = "  ".join(f"{name} {n:,} B {beside(n, expected[name])}" for name, n in each["state_bytes"].items())
+        state = "  ".join(
+            f"{name} {size:,} B {compare_with_formula(size, expected[name])}"
+            for name, size in each["state_bytes"].items()
+        )
         padding = f"  padding {each['padding']:,} elements" if each["padding"] else ""
         lines.append(f"  rank {rank}: {state}{padding}")
         lines.append(f"  rank {rank}: memory {describe_memory(each['memory'])}")
     return "\n".join(lines)
 
 
-def beside(counted: int, expected: int) -> str:
+def compare_with_formula(counted: int, expected: int) -> str:
     return "= formula" if counted == expected else f"(formula {expected:,} B)"
 
 

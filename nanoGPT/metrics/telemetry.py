@@ -2,7 +2,7 @@
 
     metrics.jsonl            one object a logged step; a resumed run drops the lines that it will write again
     env.json                 versions, hardware, git commit, configuration, why each automatic choice was made
-    heartbeat/rank{r}.json   step, phase of the step and time, renewed every second
+    heartbeat/rank{r}.json   step, stage of the step and time, renewed every second
     stacks/rank{r}.txt       every thread's stack: on SIGUSR1, on a crash, and when the job hangs and is ended
 
 Rank 0 also prints each logged line, and below them a progress bar where standard error is a terminal.
@@ -14,75 +14,25 @@ import faulthandler
 import json
 import math
 import os
-import platform
-import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from nanoGPT.checkpoint.manifest import versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.heartbeat import Heart
-from nanoGPT.train_config import PACKAGE, TrainConfig
-
-# Dense bfloat16 (T4: float16) peaks in FLOP/s, from the makers' data sheets, without sparsity.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 6000 Ada": 364e12,
-    "RTX 4090": 165e12,
-    "T4": 65e12,
-}
-
-
-def peak_flops(run: Runtime) -> float | None:
-    """This rank's device peak for the run's dtype, or None where the table does not know it."""
-    if run.device.type != "cuda" or run.dtype == torch.float32:
-        return None
-    name = torch.cuda.get_device_name(run.device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The allocator's peak on a GPU; the process's largest resident set elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def hardware(device: torch.device) -> str:
-    """The processor or GPU by name, for people and file names."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def git_commit() -> str | None:
-    """Return the commit of this code; None without git, or outside of a repository."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(PACKAGE), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
-    return None
+from nanoGPT.metrics.hardware import git_commit, hardware, peak_flops, peak_memory_bytes
+from nanoGPT.metrics.trackers import Tracker
+from nanoGPT.train_config import TrainConfig
 
 
 def finite(value: float | None) -> float | None:
@@ -114,7 +64,7 @@ class Telemetry:
         self.config, self.run, self.out_dir = config, run, Path(config.out_dir)
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
         self.flops_per_token, self.peak = flops_per_token, peak_flops(run)
-        run.at("start", first_step)
+        run.enter_stage("start", first_step)
         self.logged_step, self.seconds = first_step, 0.0
         self.clock = time.perf_counter()
         try:
@@ -146,7 +96,7 @@ class Telemetry:
             "tokens_per_step": self.tokens_per_step,
         }
         (self.out_dir / "env.json").write_text(json.dumps(environment, indent=1) + "\n")
-        self.run.say(f"{self.tokens_per_step:,} tokens a step, on any number of ranks; writing to {self.out_dir}")
+        self.run.print0(f"{self.tokens_per_step:,} tokens a step, on any number of ranks; writing to {self.out_dir}")
 
     def __enter__(self) -> "Telemetry":
         faulthandler.enable(self.stacks)
@@ -173,14 +123,10 @@ class Telemetry:
         if self.tracker:
             self.tracker.close()
 
-    def at(self, step: int, phase: str) -> None:
-        """Note where this rank is; the heartbeat tells."""
-        self.run.at(phase, step)
-
     @contextlib.contextmanager
-    def aside(self, step: int, phase: str) -> Iterator[None]:
-        """An evaluation or a save: its time is not counted into the steps'."""
-        self.at(step, phase)
+    def untimed(self, stage: str, step: int) -> Iterator[None]:
+        """Enter a stage, such as an evaluation or a save, whose time does not count as that of training steps."""
+        self.run.enter_stage(stage, step)
         begin = time.perf_counter()
         yield
         self.clock += time.perf_counter() - begin
@@ -211,7 +157,7 @@ class Telemetry:
             self._reopen_metrics()
             self.metrics.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk: the run may yet end, or be able to save, when somebody frees some
-            self.run.say(f"metrics.jsonl misses step {step}: {error.strerror}; free some space")
+            self.run.print0(f"metrics.jsonl misses step {step}: {error.strerror}; free some space")
         if self.tracker:
             self.tracker.log(line)
         self.bar.update(min(step + 1, self.config.max_iters) - self.bar.n)
@@ -239,47 +185,3 @@ def describe(line: dict[str, Any]) -> str:
     if line["mfu"] is not None:
         words.append(f"MFU {line['mfu']:.1%}")
     return "  ".join(words)
-
-
-class Tracker:
-    """Sends metrics to TensorBoard or Weights & Biases as well; after its first failure the run goes on without it."""
-
-    def __init__(self, config: TrainConfig, run: Runtime) -> None:
-        self.kind, self.run = config.track, run
-        self.writer: Any = None
-        self._attempt(lambda: self._open(config))
-
-    def _open(self, config: TrainConfig) -> None:
-        if self.kind == "wandb":
-            import wandb
-
-            self.writer = wandb.init(project="sharded-nanogpt", dir=config.out_dir, config=dataclasses.asdict(config))
-        else:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(config.out_dir)
-
-    def _attempt(self, work: Callable[[], Any]) -> None:
-        try:
-            work()
-        except Exception as error:  # whatever a network, a disk or a service makes of it
-            self.writer = None
-            self.run.say(f"--track={self.kind} failed ({type(error).__name__}: {error}): metrics.jsonl has all metrics")
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Send one line of metrics."""
-        if self.writer:
-            self._attempt(lambda: self._send({k: v for k, v in line.items() if v is not None}))
-
-    def _send(self, numbers: dict[str, Any]) -> None:
-        step = numbers.pop("step")
-        if self.kind == "wandb":
-            self.writer.log(numbers, step=step)
-            return
-        for name, value in numbers.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Send what is left."""
-        if self.writer:
-            self._attempt(lambda: self.writer.finish() if self.kind == "wandb" else self.writer.close())

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from nanoGPT.dataset import DatasetMeta, read_dataset_meta
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
-from nanoGPT.schemas import DatasetMeta, Malformed, read_dataset_meta
+from nanoGPT.schema import Malformed
 
 META, PROGRESS = "meta.json", "progress.json"
 

@@ -13,14 +13,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from tqdm import tqdm
 
-from nanoGPT.dataset import Gpt2Tokenizer
+from nanoGPT.dataset import TokenFile
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import ABSENT, size_of, write_atomically
+from nanoGPT.files import ABSENT, read_json, size_of, write_atomically
 from nanoGPT.prepare.corpus import Corpus, open_documents, read_batches
 from nanoGPT.prepare.directory import (
     META,
@@ -31,8 +31,9 @@ from nanoGPT.prepare.directory import (
     write_meta,
     write_tokens,
 )
-from nanoGPT.prepare.text import gpt2_identity, install_gpt2_vocabulary
-from nanoGPT.schemas import Malformed, StreamProgress, read_json
+from nanoGPT.prepare.download import gpt2_identity, install_gpt2_vocabulary
+from nanoGPT.schema import Count, Malformed
+from nanoGPT.tokenizer import Gpt2Tokenizer
 
 SHARD_TOKENS = 100_000_000
 VAL_TOKENS = 4_000_000  # about as many as nanoGPT's own val split of OpenWebText has
@@ -221,3 +222,19 @@ def prepare_shards(folder: Path, corpus: Corpus, source: dict[str, Any]) -> None
     write_shards(folder, corpus, progress, documents)
     write_meta(folder, source, gpt2_identity(), progress.splits)
     (folder / PROGRESS).unlink(missing_ok=True)
+
+
+class PartialSplits(TypedDict):
+    """The files of each split so far."""
+
+    train: list[TokenFile]
+    val: list[TokenFile]
+
+
+class StreamProgress(TypedDict):
+    """How far a streamed dataset is prepared (progress.json): its complete files, and the place in the stream."""
+
+    source: dict[str, Any]
+    splits: PartialSplits
+    document: Count
+    offset: Count

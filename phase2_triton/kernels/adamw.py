@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phase2_triton.kernels.core import HALVES, Cost, KernelError, config, jit, launch, tl, why_not, wide
+from phase2_triton.kernels.core import HALVES, Cost, KernelError, config, jit, launch, tl, to_fp32, unavailable_reason
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 UNSUPPORTED = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
@@ -42,12 +42,12 @@ def factors_of(group: dict[str, Any], step: int) -> tuple[float, ...]:
 @jit
 def update(p, g, m, v, at, inside, decay, lerp, beta2, rest, root, eps, rate):
     """One chunk, rounded where torch's fused AdamW on a CPU rounds: fma, and divisions and roots that are exact."""
-    grad = wide(tl.load(g + at, mask=inside))
-    old = wide(tl.load(m + at, mask=inside))
+    grad = to_fp32(tl.load(g + at, mask=inside))
+    old = to_fp32(tl.load(m + at, mask=inside))
     mean = tl.fma(grad - old, lerp, old)
-    square = tl.fma(rest * grad, grad, wide(tl.load(v + at, mask=inside)) * beta2)
+    square = tl.fma(rest * grad, grad, to_fp32(tl.load(v + at, mask=inside)) * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(square), root) + eps
-    param = wide(tl.load(p + at, mask=inside)) * decay + tl.div_rn(rate * mean, denominator)
+    param = to_fp32(tl.load(p + at, mask=inside)) * decay + tl.div_rn(rate * mean, denominator)
     tl.store(p + at, param, mask=inside)
     tl.store(m + at, mean, mask=inside)
     tl.store(v + at, square, mask=inside)
@@ -234,7 +234,7 @@ def refuse_options(options: dict[str, Any], *names: str) -> None:
 
 def refuse(p: Tensor, grad: Tensor, moments: dict[str, Tensor]) -> None:
     """Refuse what the kernel, which gets addresses and one size, would read wrongly or beyond its end."""
-    if reason := why_not(p.device.type):
+    if reason := unavailable_reason(p.device.type):
         raise KernelError(f"TritonAdamW: a parameter is on {p.device}, where it cannot run: {reason}")
     if p.dtype not in (torch.float32, *HALVES):
         raise KernelError(f"TritonAdamW: a parameter is {p.dtype}: give float32, bfloat16 or float16")

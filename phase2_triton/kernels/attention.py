@@ -35,7 +35,7 @@ from phase2_triton.kernels.core import (
     result_dtype,
     tile,
     tl,
-    wide,
+    to_fp32,
 )
 
 LOG2E, WIDEST = constexpr(math.log2(math.e)), 128  # channels of a head, at most
@@ -160,7 +160,7 @@ def backward_kernel(
     acc = tl.full(a.shape, 0.0, lse.dtype.element_ty)
     if DQ:
         ys = load_rows(of_head(y, which, heads, batch, HS), first, row, T, HS, BLOCK_D, BLOCK, True)
-        slope = tl.sum(wide(da) * wide(ys), -1, keep_dims=True)
+        slope = tl.sum(to_fp32(da) * to_fp32(ys), -1, keep_dims=True)
         tl.store(delta + own, slope, mask=own < T)
         height = tl.load(lse + own, mask=own < T, other=0.0)
         low, middle, high = 0, first // STEP * STEP, tl.minimum(first + BLOCK, T)

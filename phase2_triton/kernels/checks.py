@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phase2_triton.kernels.core import HALVES, KernelError, interpreting, why_not
+from phase2_triton.kernels.core import HALVES, KernelError, interpreting, unavailable_reason
 
 OPTIONAL = ("branch", "bias")  # arguments that may be None
 
@@ -23,7 +23,7 @@ def check_tensors(kernel: str, **tensors: Any) -> None:
             what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
             raise KernelError(f"{kernel}: {name} is {what}: give a dense tensor")
     (first, leader), *_ = given.items()
-    if reason := why_not(leader.device.type):
+    if reason := unavailable_reason(leader.device.type):
         raise KernelError(f"{kernel}: {first} is on {leader.device}, where it cannot run: {reason}")
     for name, tensor in given.items():
         if tensor.device != leader.device:

@@ -2,7 +2,7 @@
 
 Triton compiles for a GPU. Where there is none, `TRITON_INTERPRET=1` runs the same kernels as numpy on CPU tensors, one
 program after another; importing `phase2_triton` sets it there. Without Triton, `jit` leaves the kernels uncompiled and
-`why_not` says so; the references in each file work anywhere.
+`unavailable_reason` says so; the references in each file work anywhere.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def constexpr(value: Any) -> Any:
 
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels of this process, on CPU tensors."""
-    return triton is not None and type(wide).__name__ == "InterpretedFunction"
+    return triton is not None and type(to_fp32).__name__ == "InterpretedFunction"
 
 
 def patch_once() -> None:
@@ -92,7 +92,7 @@ def recording(architecture: str) -> Iterator[Recorder]:
         RECORDERS.remove(recorder)
 
 
-def why_not(device_type: str) -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """Why kernels cannot run on tensors of this device, or None where they can."""
     if RECORDERS:
         return None
@@ -263,7 +263,7 @@ def tile(size: int, least: int = 1) -> int:
 
 
 @jit
-def wide(x):
+def to_fp32(x):
     """Compute in fp32 whatever was loaded, but fp64 in fp64."""
     return x if x.dtype == tl.float64 else x.to(tl.float32)
 

@@ -29,7 +29,7 @@ from phase2_triton.kernels.core import (
     rows_of,
     tile,
     tl,
-    wide,
+    to_fp32,
 )
 
 
@@ -65,18 +65,18 @@ def reduce(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
 def two_pass_kernel(logits, targets, losses, V, stride, ignore_index, BLOCK: tl.constexpr):
     """Step 1: a row a program; the row is read for its maximum, then again for its sum."""
     row = tl.program_id(0).to(tl.int64)
-    biggest = wide(tl.load(logits + row * stride))
+    biggest = to_fp32(tl.load(logits + row * stride))
     for first in range(0, V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        z = wide(tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf")))
+        z = to_fp32(tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf")))
         biggest = tl.maximum(biggest, tl.max(z, 0))
     total = tl.zeros_like(biggest)
     for first in range(0, V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        z = wide(tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf")))
+        z = to_fp32(tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf")))
         total += tl.sum(tl.exp(z - biggest), 0)
     target = tl.load(targets + row)
-    picked = wide(tl.load(logits + row * stride + target, mask=target != ignore_index, other=0.0))
+    picked = to_fp32(tl.load(logits + row * stride + target, mask=target != ignore_index, other=0.0))
     tl.store(losses + row, tl.where(target != ignore_index, tl.log(total) - (picked - biggest), 0.0))
 
 
@@ -91,13 +91,13 @@ def forward_kernel(
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     base = logits + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * stride  # past 2^31: 65,536 rows of 50,304
-    biggest = wide(tl.max(tl.load(base), 1))
+    biggest = to_fp32(tl.max(tl.load(base), 1))
     total = tl.zeros_like(biggest)
     distance = tl.zeros_like(biggest)
     origin = tl.where(biggest == float("-inf"), 0.0, biggest)
     for first in range(0, V, BLOCK):
         cols = first + tl.arange(0, BLOCK)[None, :]
-        z = wide(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_last"))
+        z = to_fp32(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_last"))
         new = tl.maximum(biggest, tl.max(z, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)  # nothing but -inf so far: -inf - -inf would be NaN
         total = total * tl.exp(biggest - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
@@ -108,7 +108,7 @@ def forward_kernel(
     target = tl.load(targets + rows, mask=rows < M, other=0)
     counted = target != ignore_index
     known = (target >= 0) & (target < V)
-    picked = wide(tl.load(base + tl.where(known, target, 0)[:, None]))
+    picked = to_fp32(tl.load(base + tl.where(known, target, 0)[:, None]))
     loss = tl.log(total) - (1 - smoothing) * (tl.max(picked, 1) - biggest) + z_loss * lse * lse
     if SMOOTH:
         loss -= smoothing * (distance / V + (origin - biggest))
@@ -120,7 +120,7 @@ def forward_kernel(
         tl.debug_barrier()  # no warp may write over the logits before all have loaded `picked`
         for first in range(0, padded_V, BLOCK):
             cols = first + tl.arange(0, BLOCK)[None, :]
-            z = wide(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first"))
+            z = to_fp32(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first"))
             d = gradient(z, cols, target[:, None], biggest[:, None], total[:, None], V, smoothing, z_loss, SMOOTH)
             d = tl.where(counted[:, None], d, 0.0)
             tl.store(base + cols, d, mask=(rows < M)[:, None] & (cols < padded_V))
@@ -145,7 +145,7 @@ def backward_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     at = rows.to(tl.int64)[:, None] * stride + cols
-    z = wide(tl.load(logits + at, mask=(rows < M)[:, None] & (cols < V), other=float("-inf")))
+    z = to_fp32(tl.load(logits + at, mask=(rows < M)[:, None] & (cols < V), other=float("-inf")))
     target = tl.load(targets + rows, mask=rows < M, other=ignore_index)[:, None]
     peak = tl.load(peaks + rows, mask=rows < M, other=0.0)[:, None]
     total = tl.load(totals + rows, mask=rows < M, other=1.0)[:, None]

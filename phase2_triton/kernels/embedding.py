@@ -29,7 +29,7 @@ from phase2_triton.kernels.core import (
     kernel_op,
     launch,
     tl,
-    wide,
+    to_fp32,
 )
 
 INTEGERS = (torch.int64, torch.int32)
@@ -50,8 +50,8 @@ def forward_kernel(
     inside = (rows[:, None] < tokens) & (cols[None, :] < C)
     token = tl.load(idx + rows, mask=rows < tokens, other=0)  # int64: V * C can pass 2^31
     known = ((token >= 0) & (token < V))[:, None]
-    v = wide(tl.load(wte + token[:, None] * C + cols[None, :], mask=inside & known, other=0.0))
-    v += wide(tl.load(wpe + (first + rows % T)[:, None] * C + cols[None, :], mask=inside, other=0.0))
+    v = to_fp32(tl.load(wte + token[:, None] * C + cols[None, :], mask=inside & known, other=0.0))
+    v += to_fp32(tl.load(wpe + (first + rows % T)[:, None] * C + cols[None, :], mask=inside, other=0.0))
     tl.store(out + rows[:, None] * C + cols[None, :], tl.where(known, v, float("nan")), mask=inside)
 
 
@@ -62,9 +62,9 @@ def positions_kernel(dout, dwpe, B, T, C, P, first, ROWS: tl.constexpr, BLOCK: t
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t = (rows - first).to(tl.int64)
     used = ((t >= 0) & (t < T))[:, None] & (cols[None, :] < C)
-    total = wide(tl.zeros((ROWS, BLOCK), dwpe.dtype.element_ty))
+    total = to_fp32(tl.zeros((ROWS, BLOCK), dwpe.dtype.element_ty))
     for b in range(B):
-        total += wide(tl.load(dout + (b * T + t)[:, None] * C + cols[None, :], mask=used, other=0.0))
+        total += to_fp32(tl.load(dout + (b * T + t)[:, None] * C + cols[None, :], mask=used, other=0.0))
     at = rows.to(tl.int64)[:, None] * C + cols[None, :]
     tl.store(dwpe + at, total, mask=(rows[:, None] < P) & (cols[None, :] < C))
 
@@ -76,7 +76,7 @@ def atomic_kernel(dout, idx, dwte, tokens, V, C, ROWS: tl.constexpr, BLOCK: tl.c
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(idx + rows, mask=rows < tokens, other=-1)
     inside = ((token >= 0) & (token < V))[:, None] & (cols[None, :] < C)
-    d = wide(tl.load(dout + rows[:, None] * C + cols[None, :], mask=inside, other=0.0))
+    d = to_fp32(tl.load(dout + rows[:, None] * C + cols[None, :], mask=inside, other=0.0))
     tl.atomic_add(dwte + token[:, None] * C + cols[None, :], d, mask=inside)
 
 
@@ -93,7 +93,7 @@ def windows_kernel(
     at = window[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]  # (WINDOWS, LENGTH)
     row = tl.load(order + at, mask=uniform, other=0)[:, :, None]
     inside = uniform[:, :, None] & (cols[None, None, :] < C)
-    total = tl.sum(wide(tl.load(dout + row * C + cols[None, None, :], mask=inside, other=0.0)), 1)
+    total = tl.sum(to_fp32(tl.load(dout + row * C + cols[None, None, :], mask=inside, other=0.0)), 1)
     tl.store(sums + window[:, None] * C + cols[None, :], total, mask=uniform & (cols[None, :] < C))
 
 
@@ -101,7 +101,9 @@ def windows_kernel(
 def gathered(dout, order, at, inside, cols, C):
     """The gradients that stand at one place of the sorted order for each row: (ROWS, BLOCK)."""
     row = tl.load(order + at, mask=inside, other=0)
-    return wide(tl.load(dout + row[:, None] * C + cols[None, :], mask=inside[:, None] & (cols[None, :] < C), other=0.0))
+    return to_fp32(
+        tl.load(dout + row[:, None] * C + cols[None, :], mask=inside[:, None] & (cols[None, :] < C), other=0.0)
+    )
 
 
 @jit
@@ -114,7 +116,7 @@ def tokens_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.load(bounds + rows, mask=rows < V, other=0)
     end = tl.load(bounds + rows + 1, mask=rows < V, other=0)
-    total = wide(tl.zeros((ROWS, BLOCK), dwte.dtype.element_ty))
+    total = to_fp32(tl.zeros((ROWS, BLOCK), dwte.dtype.element_ty))
     single = end  # up to here rows are added one by one
     if WINDOWED:
         low = (begin + LENGTH - 1) // LENGTH

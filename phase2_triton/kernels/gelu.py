@@ -18,7 +18,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phase2_triton.kernels.checks import check_tensors
-from phase2_triton.kernels.core import Cost, KernelError, config, flat, jit, kernel_op, launch, result_dtype, tl, wide
+from phase2_triton.kernels.core import (
+    Cost,
+    KernelError,
+    config,
+    flat,
+    jit,
+    kernel_op,
+    launch,
+    result_dtype,
+    tl,
+    to_fp32,
+)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
@@ -60,9 +71,9 @@ def forward_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     at = rows[:, None] * N + cols[None, :]  # (ROWS, BLOCK)
-    v = wide(tl.load(x + at, mask=inside, other=0.0))
+    v = to_fp32(tl.load(x + at, mask=inside, other=0.0))
     if HAS_BIAS:
-        v += wide(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
+        v += to_fp32(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
     share, _ = share_and_slope(v, TANH)
     tl.store(y + at, v * share, mask=inside)
 
@@ -80,11 +91,11 @@ def backward_kernel(
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (rows[:, None] < M) & (cols[None, :] < N)
         at = rows[:, None] * N + cols[None, :]
-        v = wide(tl.load(x + at, mask=inside, other=0.0))
+        v = to_fp32(tl.load(x + at, mask=inside, other=0.0))
         if HAS_BIAS:
-            v += wide(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
+            v += to_fp32(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
         _, slope = share_and_slope(v, TANH)
-        d = wide(tl.load(dy + at, mask=inside, other=0.0)) * slope
+        d = to_fp32(tl.load(dy + at, mask=inside, other=0.0)) * slope
         tl.store(dx + at, d, mask=inside)
         if SUM:
             db_sum += tl.sum(d, 0)
@@ -113,19 +124,19 @@ def linear_kernel(
     # rows and columns beyond the end repeat the last one: cheaper than a mask, and never stored
     x_at = x + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * K + depth[None, :]  # (ROWS, DEPTH)
     weight_at = weight + tl.minimum(cols, N - 1).to(tl.int64)[None, :] * K + depth[:, None]  # (DEPTH, COLS)
-    v = wide(tl.zeros((ROWS, COLS), pre.dtype.element_ty))
+    v = to_fp32(tl.zeros((ROWS, COLS), pre.dtype.element_ty))
     for k in range(0, K, DEPTH):
         a = tl.load(x_at + k, mask=depth[None, :] < K - k, other=0.0)
         b = tl.load(weight_at + k, mask=depth[:, None] < K - k, other=0.0)
         v = tl.dot(a, b, v, input_precision=PRECISION, out_dtype=v.dtype)
     if HAS_BIAS:
-        v += wide(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
+        v += to_fp32(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
     rounded = v.to(pre.dtype.element_ty)
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     at = rows.to(tl.int64)[:, None] * N + cols[None, :]
     if SAVE:
         tl.store(pre + at, rounded, mask=inside)
-    v = wide(rounded)  # the backward will read the rounded one
+    v = to_fp32(rounded)  # the backward will read the rounded one
     share, _ = share_and_slope(v, TANH)
     tl.store(y + at, v * share, mask=inside)
 

@@ -30,7 +30,7 @@ from phase2_triton.kernels.core import (
     rows_of,
     tile,
     tl,
-    wide,
+    to_fp32,
 )
 
 WIDEST = 16384  # what a program can hold of a row
@@ -50,13 +50,13 @@ def one_row_kernel(x, weight, bias, y, mean, rstd, N, eps, HAS_BIAS: tl.constexp
     row = tl.program_id(0).to(tl.int64)  # a row begins past 2^31 in a large tensor
     cols = tl.arange(0, BLOCK)
     inside = cols < N
-    v = wide(tl.load(x + row * N + cols, mask=inside, other=0.0))
+    v = to_fp32(tl.load(x + row * N + cols, mask=inside, other=0.0))
     m = tl.sum(v, 0) / N
     centred = tl.where(inside, v - m, 0.0)  # lanes beyond the row must not count in the variance
     r = 1 / tl.sqrt(tl.sum(centred * centred, 0) / N + eps)
-    out = centred * r * wide(tl.load(weight + cols, mask=inside, other=0.0))
+    out = centred * r * to_fp32(tl.load(weight + cols, mask=inside, other=0.0))
     if HAS_BIAS:
-        out += wide(tl.load(bias + cols, mask=inside, other=0.0))
+        out += to_fp32(tl.load(bias + cols, mask=inside, other=0.0))
     tl.store(y + row * N + cols, out, mask=inside)
     tl.store(mean + row, m)
     tl.store(rstd + row, r)
@@ -72,18 +72,18 @@ def forward_kernel(
     cols = tl.arange(0, BLOCK)
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     at = rows[:, None] * N + cols[None, :]  # (ROWS, BLOCK)
-    v = wide(tl.load(x + at, mask=inside, other=0.0))
+    v = to_fp32(tl.load(x + at, mask=inside, other=0.0))
     if HAS_BRANCH:
-        v += wide(tl.load(branch + at, mask=inside, other=0.0))
+        v += to_fp32(tl.load(branch + at, mask=inside, other=0.0))
         rounded = v.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
-        v = wide(rounded)  # the backward will read the rounded sum
+        v = to_fp32(rounded)  # the backward will read the rounded sum
     m = tl.sum(v, 1) / N
     centred = tl.where(inside, v - m[:, None], 0.0)
     r = 1 / tl.sqrt(tl.sum(centred * centred, 1) / N + eps)
-    out = centred * r[:, None] * wide(tl.load(weight + cols, mask=cols < N, other=0.0))[None, :]
+    out = centred * r[:, None] * to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))[None, :]
     if HAS_BIAS:
-        out += wide(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
+        out += to_fp32(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
     tl.store(y + at, out, mask=inside)
     tl.store(mean + rows, m, mask=rows < M)
     tl.store(rstd + rows, r, mask=rows < M)
@@ -97,21 +97,21 @@ def backward_kernel(
     """dx of a tile of rows at a time, and this program's share of dW and dB: its own row of them, or by atomics."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
-    w = wide(tl.load(weight + cols, mask=cols < N, other=0.0))
+    w = to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))
     dw_sum = tl.zeros_like(w)
     db_sum = tl.zeros_like(w)
     for first in range(program * ROWS, M, tl.num_programs(0) * ROWS):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (rows[:, None] < M) & (cols[None, :] < N)
         at = rows[:, None] * N + cols[None, :]
-        r = wide(tl.load(rstd + rows, mask=rows < M, other=0.0))[:, None]
-        v = wide(tl.load(x + at, mask=inside, other=0.0))
-        xhat = tl.where(inside, (v - wide(tl.load(mean + rows, mask=rows < M, other=0.0))[:, None]) * r, 0.0)
-        d = wide(tl.load(dy + at, mask=inside, other=0.0))
+        r = to_fp32(tl.load(rstd + rows, mask=rows < M, other=0.0))[:, None]
+        v = to_fp32(tl.load(x + at, mask=inside, other=0.0))
+        xhat = tl.where(inside, (v - to_fp32(tl.load(mean + rows, mask=rows < M, other=0.0))[:, None]) * r, 0.0)
+        d = to_fp32(tl.load(dy + at, mask=inside, other=0.0))
         g = d * w[None, :]
         out = r * (g - (tl.sum(g, 1) / N)[:, None] - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
         if HAS_DTOTAL:  # the residual stream goes on beside the norm: its gradient is added
-            out += wide(tl.load(dtotal + at, mask=inside, other=0.0))
+            out += to_fp32(tl.load(dtotal + at, mask=inside, other=0.0))
         tl.store(dx + at, out, mask=inside)
         dw_sum += tl.sum(d * xhat, 0)
         db_sum += tl.sum(d, 0)

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from nanoGPT.dataset import DATA, TokenData
-from nanoGPT.distributed import agreement
-from nanoGPT.distributed.agreement import describe_run, find_disagreement
-from nanoGPT.files import sha256_of
+from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.agreement import find_disagreement
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.files import DATA, sha256_of
+from nanoGPT.job import run_description
+from nanoGPT.job.parse import config_from_launcher
+from nanoGPT.job.run_description import describe_run
 from nanoGPT.launch import handed
-from nanoGPT.train_config import handed_config
-from tests.helpers.training import CONFIGS, ROOT, TINY, assert_refused, run_program, tiny, train
+from tests.helpers.programs import assert_refused, run_program
+from tests.helpers.training import CONFIGS, ROOT, TINY, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
 COUNTING = """
@@ -146,11 +149,9 @@ def test_ranks_of_a_notebook_are_compared(tmp_path):
 
 
 def describe(phase: str = "nanoGPT", **fields) -> dict[str, object]:
-    from nanoGPT.distributed import runtime
-
     config = tiny(phase, Path("out"), **fields)
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-    return describe_run(config, data, runtime.locate(config))
+    return describe_run(config, data, create_runtime(config.device, config.dtype))
 
 
 def test_what_ranks_must_have_alike(tmp_path, monkeypatch):
@@ -164,15 +165,15 @@ def test_what_ranks_must_have_alike(tmp_path, monkeypatch):
     assert "the trainer is " in difference(describe("phase1_zero1"))
     assert "the dtype is float32 on rank 0 and bfloat16 on rank 1" in difference(describe(dtype="bfloat16"))
     assert "the prepared data is" in difference({**describe(dataset="shakespeare"), "--dataset": plain["--dataset"]})
-    monkeypatch.setattr(agreement, "version_of", lambda name: "0.1")
+    monkeypatch.setattr(run_description, "version_of", lambda name: "0.1")
     assert "the version of torch is " in difference(describe())
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "ckpt.pt").write_text("x" * (1 + (name == "b")))
-    sizes = [agreement.weights_digest(str(tmp_path / name)) for name in ("a", "b")]
+    sizes = [run_description.weights_digest(str(tmp_path / name)) for name in ("a", "b")]
     assert sizes[0] != sizes[1]
     (tmp_path / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)
-    assert agreement.weights_digest(str(tmp_path / "run")) == "step-00000005"
+    assert run_description.weights_digest(str(tmp_path / "run")) == "step-00000005"
 
 
 def test_a_change_of_the_code_is_seen(tmp_path, monkeypatch):
@@ -181,11 +182,11 @@ def test_a_change_of_the_code_is_seen(tmp_path, monkeypatch):
         (tmp_path / name / "config").mkdir(parents=True)
         (tmp_path / name / "train.py").write_text("one\n")
         (tmp_path / name / "config" / "small.py").write_text("one\n")
-    monkeypatch.setattr(agreement, "PACKAGE", tmp_path / "nanoGPT")
-    seen = [agreement.code_digest()]
+    monkeypatch.setattr(run_description, "PACKAGE", tmp_path / "nanoGPT")
+    seen = [run_description.code_digest()]
     for change in ("nanoGPT/config/small.py", "nanoGPT/train.py", "phase1_zero1/train.py"):
         (tmp_path / change).write_text("two\n")
-        seen.append(agreement.code_digest())
+        seen.append(run_description.code_digest())
     assert seen[0] == seen[1] and len({*seen}) == 3
 
 
@@ -199,10 +200,10 @@ def test_a_long_list_of_ranks_is_shortened():
 def test_the_launcher_hands_over_the_configuration(phase, tmp_path, monkeypatch):
     """A rank finds in its environment exactly the configuration that the launcher has parsed; without it, nothing."""
     config = tiny(phase, tmp_path, learning_rate=1 / 3, vocab_size=None)
-    assert handed_config(type(config)) is None
+    assert config_from_launcher(type(config)) is None
     for name, value in handed(config).items():
         monkeypatch.setenv(name, value)
-    assert handed_config(type(config)) == config
+    assert config_from_launcher(type(config)) == config
 
 
 WRONG_ENVIRONMENTS = [

@@ -1,6 +1,5 @@
 """The checkpoint directory: whole or not at all, verified when read, and never the only copy lost."""
 
-import dataclasses
 import errno
 import json
 import os
@@ -14,53 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanoGPT import export, files
+from nanoGPT import files
 from nanoGPT.checkpoint import directory as checkpoint_module
-from nanoGPT.checkpoint import manifest as manifest_module
+from nanoGPT.checkpoint import verify as verify_module
+from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.manifest import Damaged, NewFiles, read_manifest, seal, verify_files
-from nanoGPT.checkpoint.state import read_payload
+from nanoGPT.checkpoint.manifest import Damaged, read_manifest, seal, verify_files
+from nanoGPT.checkpoint.state import read_full_state
+from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, SaveError
 from nanoGPT.job.out_dir import check_out_dir
-from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
-from tests.helpers.training import assert_refused, call_train, run_program, tiny, train
+from tests.helpers.checkpoints import CPU, FACTS, directory, names, write_bytes
+from tests.helpers.programs import assert_refused, run_program
+from tests.helpers.training import call_train, tiny, train
 from workshop.ranks import losses, run_on_ranks, start_ranks
-
-CPU = torch.device("cpu")
-FACTS = {  # what the manifest of a training run says
-    "phase": "test",
-    "config": {},
-    "model_args": {**dataclasses.asdict(GPTConfig(1, 1, 8, 8)), "vocab_size": 5},
-    "data": {"tokenizer": {"name": "char", "vocab_size": 5, "sha256": "", "characters": "abcde"}, "files": {}},
-    "best_val_loss": 1.0,
-    "grad_scaler": {},
-}
-
-
-class OneRank(Runtime):
-    """A Runtime of one rank without a process group."""
-
-    def gather(self, value):
-        return [value]
-
-
-def directory(out: Path, keep: int = 3) -> CheckpointDirectory:
-    out.mkdir(exist_ok=True)
-    return CheckpointDirectory(str(out), OneRank(0, 0, 1, 1, CPU, torch.float32), keep)
-
-
-def write_bytes(content: bytes):
-    def write(to: NewFiles) -> None:
-        with to.open("payload") as file:
-            file.write(content)
-
-    return write
-
-
-def names(out: Path) -> list[str]:
-    return sorted(p.name for p in (out / "checkpoints").iterdir())
 
 
 def test_a_saved_checkpoint_is_found_whole(tmp_path):
@@ -148,7 +116,7 @@ def test_a_stray_file_is_no_part_of_a_checkpoint(tmp_path):
     train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path, max_iters=2))
     path = directory(tmp_path).newest().path
     (path / "ckpt.pt").write_bytes(b"garbage")
-    assert read_payload(path).model["transformer.wpe.weight"].shape == (16, 32)
+    assert read_full_state(path).model["transformer.wpe.weight"].shape == (16, 32)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="which file is flushed is looked up in /proc")
@@ -185,7 +153,7 @@ def test_the_command_that_verifies_tells_whole_from_damaged(tmp_path):
     box = directory(tmp_path)
     first, _ = (box.save(step, write_bytes(b"one"), {"phase": "test"}) for step in (1, 2))
     box.drain()
-    words = ("nanoGPT.checkpoint.manifest", f"--out_dir={tmp_path}")
+    words = ("nanoGPT.checkpoint.verify", f"--out_dir={tmp_path}")
     ended = run_program(*words)
     assert ended.code == 0 and ended.output.count(": whole, 1 file(s), 3 bytes, test") == 2, ended
     (first / "payload").write_bytes(b"two")
@@ -524,7 +492,7 @@ def test_a_checkpoint_that_retention_deletes_is_not_called_damaged(tmp_path, mon
     box = directory(tmp_path)
     for step in (1, 2):
         box.save(step, write_bytes(b"x"), FACTS)
-    real = manifest_module.verify_files
+    real = verify_module.verify_files
 
     def verify(path, *args):
         if path.name == "step-00000001":  # what the running job does in the middle of this
@@ -532,14 +500,14 @@ def test_a_checkpoint_that_retention_deletes_is_not_called_damaged(tmp_path, mon
             box.save(3, write_bytes(b"x"), FACTS)
         real(path, *args)
 
-    monkeypatch.setattr(manifest_module, "verify_files", verify)
-    manifest_module.main(str(tmp_path))
+    monkeypatch.setattr(verify_module, "verify_files", verify)
+    verify_module.main(str(tmp_path))
     said = capsys.readouterr().out
     assert "step-00000002: whole" in said and "step-00000001: deleted while it was read" in said
     (only,) = (tmp_path / "checkpoints").glob("step-00000003")
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
-    monkeypatch.setattr(export, "verify_files", lambda path, *_: delete_and_replace(path, box))
-    assert export.newest_whole(tmp_path).step == 4 and not only.exists()
+    monkeypatch.setattr(weights_module, "verify_files", lambda path, *_: delete_and_replace(path, box))
+    assert weights_module.find_newest(tmp_path).step == 4 and not only.exists()
 
 
 def delete_and_replace(path: Path, box: CheckpointDirectory) -> None:

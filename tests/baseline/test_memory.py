@@ -15,9 +15,9 @@ from bench.plan.trace import fake_world, trace
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.memory.tracker import CATEGORIES, Memory
 from nanoGPT.model import GPT, GPTConfig
-from phase3_fsdp.activation_bytes import activation_bytes, kept_by_block, kept_by_ends
+from phase3_fsdp.activation_bytes import activation_bytes, kept_by_ends, saved_activations
 from phase3_fsdp.activation_checkpointing import checkpoint_activations
-from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, shard_model
+from phase3_fsdp.fsdp import FsdpConfig, init_device, init_shards, shard_model
 from workshop.ranks import run_on_ranks
 
 SMALL = GPTConfig(n_layer=4, n_head=2, n_embd=32, block_size=32, bias=False, vocab_size=80)  # all divide by 4 ranks
@@ -73,7 +73,7 @@ def totals_of_both(mode: str) -> tuple[int, int]:
     run = Runtime(0, 0, 2, 1, torch.device("cpu"), torch.float32)
     peaks = []
     for _ in range(2):
-        with birthplace(config, run):
+        with init_device(config, run):
             model = GPT(SMALL)
         model = shard_model(model, config, run)
         init_shards(model, config, run)
@@ -177,7 +177,7 @@ def test_what_checkpointing_saves(shape, batch_size, tokens, dropout, dtype):
 def test_the_list_of_what_is_kept():
     """Without dropout a block keeps 16 tensors of (B, T, C), its products are 10 with its input; every row says why."""
     x = 4 * 2 * 24 * 32
-    rows = {mode: kept_by_block(SMALL, 2, 24, mode=mode) for mode in ("none", "selective", "full")}
+    rows = {mode: saved_activations(SMALL, 2, 24, mode=mode) for mode in ("none", "selective", "full")}
     whole = {mode: sum(row.bytes for row in found if row.bytes >= x) for mode, found in rows.items()}
     assert whole == {"none": 16 * x, "selective": 10 * x, "full": x}
     assert all(row.why and row.shape for row in rows["none"] + kept_by_ends(SMALL, 2, 24))
@@ -188,7 +188,7 @@ def sharded(shape: GPTConfig, **options: Any) -> GPT:
     config = FsdpConfig(device="cpu", **options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     run = Runtime(rank, rank, ranks, ranks, torch.device("cpu"), torch.float32)
-    with birthplace(config, run):
+    with init_device(config, run):
         model = GPT(shape)
     shard_model(model, config, run)
     init_shards(model, config, run)

@@ -13,7 +13,7 @@ from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import read_manifest
 from nanoGPT.errors import ConfigError, SaveError
 from nanoGPT.job.out_dir import DirectoryLock, check_out_dir
-from tests.baseline.test_checkpoint import CPU, OneRank, names, write_bytes
+from tests.helpers.checkpoints import CPU, OneRank, names, write_bytes
 from tests.helpers.training import tiny
 from workshop.ranks import losses, run_on_ranks
 

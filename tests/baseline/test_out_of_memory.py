@@ -12,8 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import phase1_zero1.costs
+import phase2_triton.costs
+import phase3_fsdp.costs
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, is_out_of_memory
+from nanoGPT.memory import costs
 from nanoGPT.memory.device import (
     DeviceMemory,
     control_group_limits,
@@ -22,16 +26,18 @@ from nanoGPT.memory.device import (
     host_limits,
     requested_bytes,
 )
-from nanoGPT.memory.out_of_memory import Job, MemoryReport, advise, check_weights_fit, describe, is_out_of_memory
+from nanoGPT.memory.out_of_memory import CostsModule, Job, MemoryReport, advise, check_parameters_fit, describe
 from nanoGPT.memory.savings import Needs
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import LossScaler
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.parallelize import Zero1Config
 from phase2_triton.apply import TritonConfig
 from phase3_fsdp.activation_bytes import activation_bytes
-from phase3_fsdp.evaluate import EvaluateConfig
+from phase3_fsdp.evaluate import EvaluateConfig, EvaluationCosts
 from phase3_fsdp.fsdp import FsdpConfig
-from tests.helpers.training import CONFIGS, assert_refused, run_program, tiny
+from tests.helpers.programs import assert_refused, run_program
+from tests.helpers.training import CONFIGS, tiny
 from workshop.ranks import run_on_ranks
 
 GIB = 2**30
@@ -84,15 +90,15 @@ def of_machine(share: float, config: TrainConfig) -> TrainConfig:
 def test_what_ranks_keep_together_must_fit():
     """Two ranks that each keep the whole model need twice its memory; two ranks of FSDP, or of two machines, do not."""
     for config in (TrainConfig(), Zero1Config(), TritonConfig(), FsdpConfig(use_fsdp=False)):
-        check_weights_fit(of_machine(0.6, config), 75, 1, 1)
-        check_weights_fit(of_machine(0.6, config), 75, 2, 1)
+        check_parameters_fit(of_machine(0.6, config), 75, 1, 1)
+        check_parameters_fit(of_machine(0.6, config), 75, 2, 1)
         with pytest.raises(ConfigError, match="in fp32 on 2 ranks"):
-            check_weights_fit(of_machine(0.6, config), 75, 2, 2)
-    check_weights_fit(of_machine(0.6, FsdpConfig()), 75, 2, 2)
+            check_parameters_fit(of_machine(0.6, config), 75, 2, 2)
+    check_parameters_fit(of_machine(0.6, FsdpConfig()), 75, 2, 2)
     with pytest.raises(ConfigError, match="in fp32 on 2 ranks"):
-        check_weights_fit(of_machine(0.6, FsdpConfig(fsdp_shard_size="1")), 75, 2, 2)
+        check_parameters_fit(of_machine(0.6, FsdpConfig(fsdp_shard_size="1")), 75, 2, 2)
     with pytest.raises(ConfigError, match="in fp32, and this machine has"):
-        check_weights_fit(of_machine(1.2, TrainConfig()), 75, 1, 1)
+        check_parameters_fit(of_machine(1.2, TrainConfig()), 75, 1, 1)
 
 
 def test_the_limits_of_control_groups_count(tmp_path):
@@ -166,7 +172,7 @@ def test_errors_of_cuda_and_the_system_are_recognised(error):
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("memory")])
 def test_other_errors_are_not_taken_for_it(error):
     """An error of the program is none of memory."""
-    assert not is_out_of_memory(error) and MemoryReport().explain(error) is None
+    assert not is_out_of_memory(error) and MemoryReport(costs).explain(error) is None
 
 
 def test_what_torch_says_of_a_gpu():
@@ -188,12 +194,13 @@ PROGRAM = """
 import importlib, re, resource, sys
 from pathlib import Path
 import torch
-from nanoGPT.distributed import runtime
+from nanoGPT.job import start
+from nanoGPT.optim import LossScaler
 
 phase, owner, name, number = sys.argv[1:5]
 del sys.argv[1:5]
 trainer = importlib.import_module(f"{phase}.train")
-owner = {"trainer": trainer, "runtime": runtime, "scaler": torch.amp.GradScaler}[owner]
+owner = {"trainer": trainer, "scaler": LossScaler}[owner]
 call, calls = getattr(owner, name), []
 
 def limited(*args, **named):
@@ -204,17 +211,17 @@ def limited(*args, **named):
     return call(*args, **named)
 
 setattr(owner, name, limited)
-runtime.main(trainer.train, trainer.Config, trainer.__file__)
+start.main(trainer.train, trainer.Config, trainer.__file__, trainer.costs)
 """
 SHAPE = GPTConfig(1, 2, 192, 32, False, 50304)  # its largest tensors are never pieces that the allocator has kept
 PARAMETERS = f"{format_bytes(4 * SHAPE.count_params())} of parameters"
 GRADIENTS = f"{format_bytes(4 * SHAPE.count_params())} of gradients"
 STATE = f"{format_bytes(8 * SHAPE.count_params())} of optimizer state"
 TIMES = {  # in the second step's second micro-batch
-    "model": ("trainer", "starting_point", 1, []),
+    "model": ("trainer", "read_starting_point", 1, []),
     "evaluation": ("trainer", "evaluate", 1, [PARAMETERS]),
-    "forward": ("runtime", "reseed", 4, [PARAMETERS, GRADIENTS, STATE]),
-    "backward": ("scaler", "scale", 4, [PARAMETERS, GRADIENTS, STATE]),
+    "forward": ("trainer", "reseed", 4, [PARAMETERS, GRADIENTS, STATE]),
+    "backward": ("scaler", "scale_loss", 4, [PARAMETERS, GRADIENTS, STATE]),
     "update": ("scaler", "step", 1, [PARAMETERS, GRADIENTS]),
 }
 CASES = [(phase, when) for phase in CONFIGS for when in ("forward", "backward", "update")]
@@ -254,7 +261,8 @@ def test_memory_that_runs_out_in_training_is_one_sentence(phase, when, tmp_path)
 
 def explain_error_of_a_gpu(phase: str, config: TrainConfig) -> str | None:
     """Train until the update of the second step, which fails as on a GPU; the sentence of this rank."""
-    calls, step = [], torch.amp.GradScaler.step
+    calls, step = [], LossScaler.step
+    trainer = importlib.import_module(f"{phase}.train")
 
     def fail_later(*words: Any) -> None:
         calls.append(0)
@@ -262,10 +270,10 @@ def explain_error_of_a_gpu(phase: str, config: TrainConfig) -> str | None:
             raise torch.OutOfMemoryError(ON_GPU)
         step(*words)
 
-    torch.amp.GradScaler.step = fail_later  # type: ignore[method-assign]
-    report = MemoryReport()
+    LossScaler.step = fail_later  # type: ignore[method-assign]
+    report = MemoryReport(trainer.costs)
     try:
-        importlib.import_module(f"{phase}.train").train(config)
+        trainer.train(config)
     except torch.OutOfMemoryError as error:
         return report.explain(error)
     return None
@@ -302,9 +310,16 @@ def needs_of(config: TrainConfig, state_gib: tuple[float, float, float], activat
 
 def best(config: TrainConfig, run: Runtime, needs: Needs) -> list[str]:
     """What the sentence names, in its order, without the numbers."""
-    return re.findall(r"(?:with|,|or) ((?:--|`)[^(]+) \(about", advise(Job(config, run), needs))
+    return re.findall(r"(?:with|,|or) ((?:--|`)[^(]+) \(about", advise(Job(config, run), COSTS[type(config)], needs))
 
 
+COSTS: dict[type[TrainConfig], CostsModule] = {
+    TrainConfig: costs,
+    Zero1Config: phase1_zero1.costs,
+    TritonConfig: phase2_triton.costs,
+    FsdpConfig: phase3_fsdp.costs,
+    EvaluateConfig: EvaluationCosts(),
+}
 LARGE: dict[str, Any] = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 8}
 ONE: dict[str, Any] = {"batch_size": 1, "block_size": 1}
 BATCH, BLOCK, FP32 = "--batch_size=4", "--block_size=512", torch.float32
@@ -348,7 +363,7 @@ def test_flags_of_fsdp_that_are_set_are_not_named():
     """No flag is named that has its value already; each frees what the arithmetic says."""
     config, run = FsdpConfig(**LARGE), on_gpus(2)
     needs = needs_of(config, (1, 1, 2), 20)
-    savings = config.memory_savings(needs, run)
+    savings = COSTS[FsdpConfig].memory_savings(config, needs, run)
     shape, sizes = needs.shape, (8, 1024, torch.bfloat16)
     saved = activation_bytes(shape, *sizes) - activation_bytes(shape, *sizes, mode="full")
     assert savings["--fsdp_activation_checkpointing=full"] == saved
@@ -359,7 +374,7 @@ def test_flags_of_fsdp_that_are_set_are_not_named():
     changed = FsdpConfig(
         **LARGE, **everything, fsdp_cpu_offload=True, fsdp_reshard_after_forward=False, fsdp_prefetch=2
     )
-    freed = {words: size for words, size in changed.memory_savings(needs, run).items() if size >= 1}
+    freed = {words: size for words, size in COSTS[FsdpConfig].memory_savings(changed, needs, run).items() if size >= 1}
     assert freed.keys() == {
         "--batch_size=4",
         "--block_size=512",
@@ -374,7 +389,7 @@ def test_what_frees_memory_in_an_evaluation():
     config = EvaluateConfig(**LARGE)
     needs = needs_of(config, (4, 4, 8), 12)
     assert best(config, on_gpus(2), needs) == [BATCH, BLOCK, "--fsdp_cpu_offload=True"]
-    assert config.memory_savings(needs, on_gpus(2))["--fsdp_cpu_offload=True"] == 4 * GIB
+    assert COSTS[EvaluateConfig].memory_savings(config, needs, on_gpus(2))["--fsdp_cpu_offload=True"] == 4 * GIB
 
 
 def test_what_frees_the_cpus_memory_beside_gpus():
@@ -388,13 +403,13 @@ def test_parameters_that_alone_do_not_fit():
     """Where the parameters alone need more than there is, the sentence says that; of FSDP this rank's share counts."""
     memory = DeviceMemory("GPU 0 has", GIB, None, is_gpu=True)
     config = TrainConfig(n_layer=24, n_embd=1024, n_head=16, vocab_size=50304)
-    sentence = describe(None, memory, Job(config, on_gpus(2)))
+    sentence = describe(None, memory, Job(config, on_gpus(2)), COSTS[type(config)])
     assert sentence == (
         "out of memory: the parameters alone take 1.32 GiB in fp32, and GPU 0 has 1 GiB: use a smaller --n_layer, "
         "--n_embd or --vocab_size, or `make phase3` on more ranks"
     )
     sharded = FsdpConfig(n_layer=24, n_embd=1024, n_head=16, vocab_size=50304)
-    assert "alone" not in describe(None, memory, Job(sharded, on_gpus(2)))
+    assert "alone" not in describe(None, memory, Job(sharded, on_gpus(2)), COSTS[type(sharded)])
 
 
 def test_memory_in_pieces_is_named():
@@ -402,14 +417,16 @@ def test_memory_in_pieces_is_named():
     text = ON_GPU.replace("512.00 MiB is reserved", "9.35 GiB is reserved")
     for message, named in ((ON_GPU, False), (text, True)):
         config = TrainConfig()
-        sentence = describe(requested_bytes(message), gpu_memory(message, None), Job(config, on_gpus(1)))
+        sentence = describe(
+            requested_bytes(message), gpu_memory(message, None), Job(config, on_gpus(1)), COSTS[type(config)]
+        )
         assert ("9.35 GiB more is reserved by torch" in sentence) == named
         assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in sentence) == named
 
 
 def test_a_report_that_fails_is_still_a_sentence():
     """Where even the report fails, or no trainer was running, there is one sentence and no second error."""
-    report = MemoryReport()
+    report = MemoryReport(costs)
 
     def train() -> None:
         config = run = model = object()

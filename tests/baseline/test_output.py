@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nanoGPT.cli.program import DroppingFile, unbreakable_output
-from nanoGPT.metrics.telemetry import git_commit
-from tests.helpers.training import ROOT, TINY, run_program
-from tests.promises.test_launch import await_steps
+from nanoGPT.metrics.hardware import git_commit
+from tests.helpers.programs import await_steps, run_program
+from tests.helpers.training import ROOT, TINY
 from workshop.ranks import losses
 
 SHORT = {**TINY, "max_iters": 6, "eval_interval": 3}

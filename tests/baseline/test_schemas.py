@@ -11,13 +11,14 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 import pytest
@@ -30,18 +31,22 @@ from safetensors.torch import load_file, save_file
 from bench.suite import execution as suite_run
 from bench.suite import file as suite_file
 from nanoGPT.checkpoint.manifest import seal
-from nanoGPT.checkpoint.shards import SafeReader, read_shards, stored
+from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
 from nanoGPT.checkpoint.state import load_training_state
+from nanoGPT.checkpoint.weights import find_newest, read_weights
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
-from nanoGPT.export import newest_whole, read_weights, write_hf
+from nanoGPT.export import write_hf
 from nanoGPT.files import sha256_of
+from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
 from nanoGPT.prepare.directory import write_tokens
 from nanoGPT.prepare.streaming import Progress, load_progress
-from nanoGPT.train_config import TrainConfig, parse
-from tests.helpers.training import ROOT, assert_refused, run_program, tiny, train
+from nanoGPT.schema import Count, FileName, Malformed, Within, check_schema
+from nanoGPT.train_config import TrainConfig
+from tests.helpers.programs import assert_refused, run_program
+from tests.helpers.training import ROOT, tiny, train
 
 FEW, MANY = 150, 10_000
 SECONDS = 5.0  # for one file
@@ -76,7 +81,7 @@ def write_checkpoint(folder: Path) -> Callable[[], object]:
 
     def open_run() -> None:
         parse(TrainConfig, [f"--out_dir={folder}", "--init_from=resume", "--device=cpu"], ROOT / "nanoGPT/train.py")
-        checkpoint = newest_whole(folder)
+        checkpoint = find_newest(folder)
         shape, weights = read_weights(str(folder))
         assert checkpoint.step >= 0 and shape.n_layer > 0 and weights
 
@@ -85,7 +90,7 @@ def write_checkpoint(folder: Path) -> Callable[[], object]:
 
 def write_suite(folder: Path) -> Callable[[], object]:
     """Write a suite's file; return what loads it."""
-    text = (ROOT / "bench" / "suites" / "wrapping.toml").read_text()
+    text = (ROOT / "bench" / "suite" / "suites" / "wrapping.toml").read_text()
     (folder / "mine.toml").write_text(text)
     return lambda: suite_file.load(str(folder / "mine.toml"))
 
@@ -138,7 +143,7 @@ def write_shards(folder: Path) -> Callable[[], object]:
 
     def read() -> None:
         reader = SafeReader(folder)
-        for key, (size, dtype) in stored(folder).items():
+        for key, (size, dtype) in read_index(folder).items():
             read_shards(reader, {key: torch.empty(size, dtype=dtype)}, alone=True)
 
     return read
@@ -327,7 +332,7 @@ def test_token_ids_are_two_or_four_bytes(dtype, tmp_path):
     read = write_dataset(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "dtype": dtype}))
-    with pytest.raises(ConfigError, match="at `\\$.dtype`"):
+    with pytest.raises(ConfigError, match=r"\$\.dtype is "):
         read()
     fields = {**dataclasses.asdict(tiny("nanoGPT", tmp_path / "run")), "dataset": tmp_path}
     words = [f"--{name}={value}" for name, value in fields.items() if value is not None]
@@ -406,3 +411,47 @@ def test_weights_that_are_no_numbers_with_a_point_are_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError):
         read()
+
+
+class Named(TypedDict):
+    """A format with every kind of field."""
+
+    name: FileName
+    size: Annotated[int, Within(1, 8)]
+    rate: NotRequired[float]
+    kind: NotRequired[Literal["a", "b"]]
+    flags: NotRequired[dict[str, bool | str]]
+    more: NotRequired[Annotated[list[Count], Within(1, 2)]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"size": 9}, "$.size is 9: must be from 1 to 8"),
+        ({"size": True}, "$.size is true or false: must be an integer"),
+        ({"name": ".."}, "$.name is '..': must match"),
+        ({"name": "a\n"}, None),  # a file may be called so
+        ({"name": "a/b"}, "$.name is 'a/b': must match"),
+        ({"name": None}, "$.name is null: must be a string"),
+        ({"rate": 1}, None),
+        ({"rate": 10**400}, "$.rate is an integer: must be a number"),
+        ({"kind": "c"}, "$.kind is 'c': must be 'a' or 'b'"),
+        ({"flags": {"x": 1}}, "$.flags['x'] is 1: must be true or false or a string"),
+        ({"flags": []}, "$.flags is a list: must be an object"),
+        ({"more": [1, -1]}, "$.more[1] is -1: must be from 0 to"),
+        ({"more": []}, "$.more is []: must have from 1 to 2 items"),
+        ({"unknown": 1}, None),
+    ],
+)
+def test_a_schema_names_the_place_and_what_it_must_be(fields, words):
+    """What does not have the form of a format is named with its place, its value and what would be right; unknown keys
+    are ignored, and a missing one is named."""
+    value = {"name": "a", "size": 1, **fields}
+    if words is None:
+        assert check_schema(value, Named) is value
+    else:
+        with pytest.raises(Malformed, match=re.escape(words)):
+            check_schema(value, Named)
+    del value["size"]
+    with pytest.raises(Malformed, match=re.escape("is missing") if fields.keys() == {"unknown"} else ""):
+        check_schema(value, Named)

@@ -19,13 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanoGPT.dataset import TRAIN, Gpt2Tokenizer, TokenData
+from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
+from nanoGPT.files import PACKAGE
 from nanoGPT.prepare import corpus as corpora
 from nanoGPT.prepare import streaming
 from nanoGPT.prepare.corpus import Corpus, hub_corpus, parquet_corpus
 from nanoGPT.prepare.streaming import prepare_stream
-from nanoGPT.train_config import PACKAGE
+from nanoGPT.tokenizer import Gpt2Tokenizer
 
 DOCUMENTS = 300
 SHARD = 2000  # tokens: about ten shards, and documents that begin in one and end in the next
@@ -501,7 +502,7 @@ def test_refuses_too_few_tokens(tmp_path: Path, corpus: Corpus) -> None:
 @pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu"])
 def test_scripts(tmp_path: Path, pattern: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """prepare.py puts local files where its own dataset goes, by the flags that it documents."""
-    monkeypatch.setattr("nanoGPT.dataset.DATA", tmp_path)
+    monkeypatch.setattr("nanoGPT.files.DATA", tmp_path)
     flags = [f"--input={pattern}", f"--shard_tokens={SHARD}", "--max_tokens=5001"]
     monkeypatch.setattr(sys, "argv", ["prepare.py", *flags])
     runpy.run_path(str(PACKAGE / "data" / name / "prepare.py"), run_name="__main__")

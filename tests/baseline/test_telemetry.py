@@ -43,12 +43,12 @@ def test_env_says_what_ran(tmp_path):
     assert found["versions"]["torch"] == torch.__version__ and found["hardware"]
 
 
-def test_a_heartbeat_tells_step_and_phase(tmp_path):
+def test_a_heartbeat_has_step_and_stage(tmp_path):
     """Every rank's heartbeat file tells its step, its phase and when."""
     train("nanoGPT", 2, tiny("nanoGPT", tmp_path, max_iters=3))
     for rank in range(2):
         beat = json.loads((tmp_path / "heartbeat" / f"rank{rank}.json").read_text())
-        assert beat["step"] == 3 and beat["phase"] in ("evaluate", "save") and time.time() - beat["time"] < 60
+        assert beat["step"] == 3 and beat["stage"] in ("evaluate", "save") and time.time() - beat["time"] < 60
 
 
 def test_a_torn_line_and_later_lines_go(tmp_path):
@@ -67,7 +67,7 @@ def log_by_a_clock(out: str) -> None:
     telemetry.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
     with Telemetry(tiny("nanoGPT", out), Runtime(0, 0, 2, 2, *ONE[4:]), 0, 6) as told:
         told.peak = 512.0
-        with told.aside(0, "evaluate"):
+        with told.untimed("evaluate", 0):
             now[0] += 10
         now[0] += 6
         told.log(1, 3.0, 1e-3, float("inf"))

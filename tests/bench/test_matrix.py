@@ -14,7 +14,7 @@ from bench.matrix.matrix import LIMIT, MODEL, MODELS, OPTIONS, Cell, cells, faul
 from bench.matrix.plot import draw, draw_memory
 from bench.tables import records as results
 from nanoGPT.errors import ConfigError
-from nanoGPT.metrics.ledger import ring_bytes
+from nanoGPT.memory.costs import ring_bytes
 from workshop.ranks import RankFailed
 
 SMALL = {**MODEL, "n_layer": 2, "n_embd": 32, "block_size": 16, "device": "cpu", "max_iters": 4}

@@ -18,7 +18,7 @@ from bench.tables import tables
 from bench.trainer import step_overhead, throughput
 from nanoGPT.checkpoint.manifest import seal
 from nanoGPT.errors import ConfigError
-from nanoGPT.metrics.telemetry import PEAK_FLOPS, hardware, peak_flops
+from nanoGPT.metrics.hardware import PEAK_FLOPS, hardware, peak_flops
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels import core
@@ -168,7 +168,8 @@ def test_the_peaks_of_devices(monkeypatch):
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*/config/*.py")), ids=lambda path: path.name)
 def test_named_configurations_are_valid(path):
     """Every named configuration parses and passes validation on 8 ranks."""
-    from nanoGPT.train_config import parse, validate
+    from nanoGPT.job.parse import parse
+    from nanoGPT.train_config import validate
     from tests.helpers.training import CONFIGS
 
     config = parse(CONFIGS[path.parent.parent.name], [str(path), "--device=cpu"], path.parent.parent / "train.py")
@@ -178,7 +179,7 @@ def test_named_configurations_are_valid(path):
 
 def test_later_words_win(tmp_path):
     """Flags win over files, later files over earlier ones, and files over defaults."""
-    from nanoGPT.train_config import parse
+    from nanoGPT.job.parse import parse
 
     (tmp_path / "a.py").write_text("n_layer = 3\nbatch_size = 5\nseed = 9\n")
     (tmp_path / "b.py").write_text("batch_size = 6\nseed = 8\n")
@@ -189,7 +190,7 @@ def test_later_words_win(tmp_path):
 
 def test_a_resumed_run_has_the_configuration_that_it_was_saved_with(tmp_path):
     """Flags win over files, and files over what the checkpoint says; a file beside the trainer over nanoGPT's."""
-    from nanoGPT.train_config import parse
+    from nanoGPT.job.parse import parse
 
     folder = tmp_path / "run" / "checkpoints" / "step-00000004"
     folder.mkdir(parents=True)

@@ -56,7 +56,8 @@ from bench.plan.speed import (
 )
 from bench.plan.trace import MOMENTS, trace
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import ConfigError, one_sentence
+from nanoGPT.cli.program import report_errors
+from nanoGPT.errors import ConfigError
 from nanoGPT.memory.tracker import STATE
 from nanoGPT.model import GPT, GPTConfig
 from phase2_triton.kernels import attention
@@ -294,7 +295,7 @@ def test_the_time_of_a_trace_does_not_grow_with_the_tokens():
 def test_a_plan_that_is_stopped_waits_for_nobody(capsys, monkeypatch):
     """Ctrl-C ends the workers at once and is told in a word; a worker ends with its parent."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(KeyboardInterrupt), one_sentence(), processes() as pool:
+    with pytest.raises(KeyboardInterrupt), report_errors(), processes() as pool:
         pool.submit(os.getpid).result()
         for _ in range(9):
             pool.submit(time.sleep, 60)

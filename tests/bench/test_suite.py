@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from bench.suite import execution as suite_run
 from bench.suite.execution import (
     SLURM,
-    alone,
     command,
+    directory_lock,
     execute,
     last_step,
     outcome,
@@ -33,8 +33,8 @@ from bench.suite.slurm import script_of
 from bench.suite.suite import SuiteConfig, introduce, main, runs_of
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.errors import ConfigError
+from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT
-from tests.promises.test_nodes import SCONTROL, SRUN
 
 TINY = {"n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 8, "batch_size": 2, "max_iters": 4, "log_interval": 1}
 TINY |= {"eval_interval": 2, "eval_iters": 1, "gradient_accumulation_steps": 2, "always_save_checkpoint": True}
@@ -124,7 +124,7 @@ def states(directory: Path) -> dict[str, str]:
 
 def free(directory: Path) -> bool:
     try:
-        with alone(directory):
+        with directory_lock(directory):
             return True
     except ConfigError:
         return False
@@ -169,7 +169,7 @@ def test_a_run_is_done_once_by_one(tmp_path, monkeypatch):
     run = one_run(tmp_path)
     stub = "trap 'exit 0' TERM; sleep 0.5; kill -INT $PPID; while :; do sleep 0.1; done"
     monkeypatch.setattr("bench.suite.execution.command", lambda *_: ["bash", "-c", stub])
-    with alone(run.directory), pytest.raises(ConfigError, match="at work"):
+    with directory_lock(run.directory), pytest.raises(ConfigError, match="at work"):
         execute(run)
     assert not (run.directory / "status.json").exists()
     status = execute(run)
@@ -181,7 +181,7 @@ def test_a_run_is_done_once_by_one(tmp_path, monkeypatch):
 def test_a_run_is_judged_by_what_it_said_now(tmp_path, monkeypatch):
     """Not by an earlier start's words; it holds its suite's directory; a job whose run was stopped ends well."""
     run = one_run(tmp_path)
-    with alone(tmp_path / "suite") as lock:
+    with directory_lock(tmp_path / "suite") as lock:
         for line, ends in (
             ("echo error: CUDA out of memory; exit 1", ("oom", "error: CUDA out of memory")),
             ("echo error: no; exit 1", ("failed", "error: no")),
@@ -439,10 +439,10 @@ def test_scripts_for_slurm(tmp_path, capsys):
         (FORM.replace('metric = "val_loss"\n', ""), "metric is missing"),
         (FORM.replace("val_loss", "speed"), "metric = 'speed' cannot be: give tokens_per_second"),
         (FORM.replace("phase3", "phase9"), "phases = 'phase9' cannot be"),
-        (FORM.replace("[1]\nmetric", "[0]\nmetric"), r"Expected `int` >= 1 - at `$.ranks[0]`"),
+        (FORM.replace("[1]\nmetric", "[0]\nmetric"), "$.ranks[0] is 0: must be from 1 to "),
         (FORM.replace("minutes = 2", "minutes = 0"), "minutes must be more than 0"),
-        (FORM.replace("minutes = 2", 'minutes = "2"'), r"Expected `float`, got `str` - at `$.minutes`"),
-        (FORM.replace("minutes = 2", "minutes = true"), r"Expected `float`, got `bool` - at `$.minutes`"),
+        (FORM.replace("minutes = 2", 'minutes = "2"'), "$.minutes is a string: must be a number"),
+        (FORM.replace("minutes = 2", "minutes = true"), "$.minutes is true or false: must be a number"),
         (FORM.replace("minutes = 2", 'lr_scaling = "linear"'), "lr_scaling needs reference_batch"),
         (FORM.replace('"Tiny', "Tiny"), "is no TOML"),
         (FORM.replace("seeds = [1, 2]", "seeds = [1, 1]"), "seeds has 1 twice"),
@@ -450,7 +450,7 @@ def test_scripts_for_slurm(tmp_path, capsys):
         (FORM.replace("[config]", '[variants."a/b"]\n[config]'), "variants.a/b must be a table, named"),
         (
             FORM.replace("[config]", "[variants]\nx = 3\n[config]"),
-            r"Expected `object`, got `int` - at `$.variants[...]`",
+            "$.variants['x'] is an integer: must be an object",
         ),
         (FORM + "seed = 3\n", "seed is set by the suite"),
         (FORM + 'device = "cpu"\n', "device is set by the suite"),
@@ -495,7 +495,7 @@ def test_a_wrong_request_is_one_sentence(tmp_path):
     config = command_line(SuiteConfig, ["--suite=scaling", f"--out_dir={tmp_path}", "--device=cpu"])
     with pytest.raises(ConfigError, match="do not fill nodes of 3"):
         main(dataclasses.replace(config, create_slurm=True, gpus_per_node=3, gpu="h100"))
-    with alone(tmp_path / "scaling"), pytest.raises(ConfigError, match="at work"):
+    with directory_lock(tmp_path / "scaling"), pytest.raises(ConfigError, match="at work"):
         main(config)
     with pytest.raises(ConfigError, match="holds no run"):
         read_run(tmp_path)

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from bench.checkpoints.fault_points import EVERY_RANK, RANK_0, Saver, kill_at
 from bench.checkpoints.torture import flips, random_kills
-from nanoGPT.checkpoint.manifest import HashedFile, step_directories
+from nanoGPT.checkpoint.manifest import step_directories
+from nanoGPT.checkpoint.writer import HashedFile
 from nanoGPT.errors import SaveError
 from workshop.ranks import run_on_ranks
 

@@ -1,6 +1,9 @@
 """What the tests of kernels share: guard bands, the tolerance rule, and tensors that are awkward to take."""
 
+import ast
 import contextlib
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -148,3 +151,16 @@ def assert_registered(op: Any, args: tuple[Any, ...]) -> None:
     """Assert that torch's own checks of an operator pass: its schema, fake tensors, autograd and AOT tracing."""
     found = torch.library.opcheck(op, args)
     assert len(found) >= 4 and set(found.values()) == {"SUCCESS"}, found
+
+
+def numbers_converted(kernel, args):
+    """Names of arguments that are given as Python numbers and on which the kernel calls `.to`."""
+    numbers = {name for name, value in zip(kernel.arg_names, args, strict=False) if isinstance(value, int | float)}
+    source = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    converted = {
+        node.func.value.id
+        for node in ast.walk(source)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"
+        if isinstance(node.func.value, ast.Name)
+    }
+    return numbers & converted

@@ -4,17 +4,13 @@ A test first shows that the real kernel passes, then that the planted one, a few
 does not.
 """
 
-import ast
-import inspect
-import textwrap
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from phase2_triton.kernels import cross_entropy, layernorm, linear_cross_entropy
-from phase2_triton.kernels.core import jit, launch, recording, tile, tl, wide
-from tests.helpers.kernels import assert_near, fixed_normal, gap, guard_bands, guarded
+from phase2_triton.kernels.core import jit, launch, recording, tile, tl, to_fp32
+from tests.helpers.kernels import assert_near, fixed_normal, gap, guard_bands, guarded, numbers_converted
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -27,10 +23,10 @@ def logits_and_targets(M, V):
 def tail_kernel(logits, targets, losses, V, BLOCK: tl.constexpr, OTHER: tl.constexpr):
     """Cross-entropy of one row whose lanes beyond V hold OTHER: -inf is right."""
     row, cols = tl.program_id(0), tl.arange(0, BLOCK)
-    z = wide(tl.load(logits + row * V + cols, mask=cols < V, other=OTHER))
+    z = to_fp32(tl.load(logits + row * V + cols, mask=cols < V, other=OTHER))
     peak = tl.max(z, 0)
     lse = peak + tl.log(tl.sum(tl.exp(z - peak), 0))
-    tl.store(losses + row, lse - wide(tl.load(logits + row * V + tl.load(targets + row))))
+    tl.store(losses + row, lse - to_fp32(tl.load(logits + row * V + tl.load(targets + row))))
 
 
 @pytest.mark.parametrize(("other", "right"), [(float("-inf"), True), (0.0, False)])
@@ -57,11 +53,11 @@ def judged(mine, eager, exact):
 def target_kernel(logits, target, total, N: tl.constexpr, ROUNDED: tl.constexpr):
     """The gradient of cross-entropy over `logits`; ROUNDED: 1 is subtracted after p went through their narrow type."""
     cols = tl.arange(0, N)
-    z = wide(tl.load(logits + cols))
+    z = to_fp32(tl.load(logits + cols))
     p = tl.exp(z - tl.max(z, 0)) / tl.load(total)
     one = tl.where(cols == target, 1.0, 0.0)
     if ROUNDED:
-        p = wide(p.to(logits.dtype.element_ty))
+        p = to_fp32(p.to(logits.dtype.element_ty))
     tl.store(logits + cols, p - one)
 
 
@@ -198,19 +194,6 @@ def test_all_targets_ignored_is_not_0_over_0(reduce, monkeypatch):
     (gradient,) = torch.autograd.grad(loss, logits)
     sound = bool(loss == 0) and not gradient.any()
     assert sound is (reduce.__name__ == "reduce")
-
-
-def numbers_converted(kernel, args):
-    """Names of arguments that are given as Python numbers and on which the kernel calls `.to`."""
-    numbers = {name for name, value in zip(kernel.arg_names, args, strict=False) if isinstance(value, int | float)}
-    source = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
-    converted = {
-        node.func.value.id
-        for node in ast.walk(source)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"
-        if isinstance(node.func.value, ast.Name)
-    }
-    return numbers & converted
 
 
 @jit

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
-from phase2_triton.apply import KERNELS, TritonConfig, apply_kernels, chosen, kernel_optimizer
+from phase2_triton.apply import KERNELS, TritonConfig, apply_kernels, kernel_optimizer, parse_kernels
 from phase2_triton.kernels.core import KernelError, interpreting
 from tests.helpers.kernels import fixed_integers
-from tests.helpers.training import ROOT, assert_refused, gap, run_program, tiny, train
+from tests.helpers.programs import assert_refused, run_program
+from tests.helpers.training import ROOT, gap, tiny, train
 from workshop.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -74,7 +75,7 @@ def test_a_model_with_kernels_computes_the_same(kernels, bias):
     y[:, ::5] = -1
     ours = copy.deepcopy(plain)
     lines = apply_kernels(ours, kernels)
-    assert all(name in "\n".join(lines) for name in chosen(kernels) - {"adamw"})
+    assert all(name in "\n".join(lines) for name in parse_kernels(kernels) - {"adamw"})
     (loss, grads), (expected, expected_grads) = (step(net, x, y) for net in (ours, plain))
     assert abs(loss - expected) <= 2e-6
     assert largest_gap(grads, expected_grads) <= 2e-6
@@ -290,8 +291,12 @@ def test_an_unknown_kernel_is_refused(tmp_path):
     TritonConfig(n_embd=256, n_head=2).check(1)  # 128 channels, the widest
     for wrong, said in (("loss,", "'': give all, none, or some of"), ("all,loss", "'all'"), ("", "''")):
         with pytest.raises(ConfigError, match=said):
-            chosen(wrong)
-    assert chosen(" ALL ") == frozenset(KERNELS) and chosen("Loss , gelu") == {"loss", "gelu"} and not chosen("None")
+            parse_kernels(wrong)
+    assert (
+        parse_kernels(" ALL ") == frozenset(KERNELS)
+        and parse_kernels("Loss , gelu") == {"loss", "gelu"}
+        and not parse_kernels("None")
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from bench.sharding.fsdp_options import LIMIT, OPTIONS, TINY, all_rows, covering_array, pairs_in, possible, run_row
-from nanoGPT.checkpoint.manifest import NewFiles
-from nanoGPT.checkpoint.state import materialise
-from nanoGPT.distributed.runtime import locate
+from nanoGPT.checkpoint.state import allocate_state
+from nanoGPT.checkpoint.writer import NewFiles
+from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.out_dir import DirectoryLock
+from nanoGPT.job.parse import parse
 from nanoGPT.metrics.ledger import Traffic
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.train_config import parse
 from phase3_fsdp.costs import describe_sharding, own_params, padded
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
-from phase3_fsdp.fsdp import FsdpConfig, birthplace, init_shards, rank_mesh, shard_model, units
+from phase3_fsdp.fsdp import FsdpConfig, init_device, init_shards, rank_mesh, shard_model, units
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
 from tests.helpers.training import ROOT, gap, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
@@ -62,8 +62,8 @@ def sharded(shape: GPTConfig, seed: int = 1, **options) -> tuple[GPT, FsdpConfig
     """A sharded model with its initial weights, inside a rank."""
     fields = {name: value for name, value in dataclasses.asdict(shape).items() if name != "gelu"}
     config = FsdpConfig(seed=seed, **{"device": "cpu", **fields, **options})  # type: ignore[arg-type]
-    run = locate(config)
-    with birthplace(config, run):
+    run = create_runtime(config.device, config.dtype)
+    with init_device(config, run):
         model = GPT(shape)
     model = shard_model(model, config, run)
     init_shards(model, config, run)
@@ -72,8 +72,8 @@ def sharded(shape: GPTConfig, seed: int = 1, **options) -> tuple[GPT, FsdpConfig
 
 def rows_of_124m(vocab_size: int) -> tuple[list[int], int, int]:
     config = FsdpConfig(device="cpu", n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=vocab_size)
-    run = locate(config)
-    with birthplace(config, run):
+    run = create_runtime(config.device, config.dtype)
+    with init_device(config, run):
         model = GPT(GPTConfig(12, 12, 768, 1024, False, vocab_size))
     model = shard_model(model, config, run)
     held = [p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)]
@@ -118,7 +118,7 @@ def test_the_weights_do_not_depend_on_ranks(ranks, options):
 def drawn_by_each_rank() -> list[float]:
     """The tempting way: to_empty, one seed for all, and every rank draws its own slice."""
     config = FsdpConfig(device="cpu")
-    run = locate(config)
+    run = create_runtime(config.device, config.dtype)
     with torch.device("meta"):
         model = GPT(MEDIUM)
     model = shard_model(model, config, run)
@@ -139,7 +139,9 @@ def test_one_seed_for_all_ranks_is_a_trap():
 
 def rows_of_ranks(per_machine: int) -> list[list[int]]:
     config = FsdpConfig(device="cpu", fsdp_shard_size="node")
-    return rank_mesh(config, dataclasses.replace(locate(config), local_world_size=per_machine)).mesh.tolist()
+    return rank_mesh(
+        config, dataclasses.replace(create_runtime(config.device, config.dtype), local_world_size=per_machine)
+    ).mesh.tolist()
 
 
 def test_shards_of_one_machine():
@@ -179,8 +181,8 @@ def test_units_are_gathered_ahead(ahead):
 
 def inside_a_block() -> set[tuple[torch.dtype, bool]]:
     config = FsdpConfig(device="cpu", dtype="bfloat16", n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=80)
-    run = locate(config)
-    with birthplace(config, run):
+    run = create_runtime(config.device, config.dtype)
+    with init_device(config, run):
         model = GPT(MEDIUM)
     model = shard_model(model, config, run)
     init_shards(model, config, run)
@@ -205,7 +207,7 @@ def saved_after_a_copy(folder: str) -> list[float]:
     """A weight as it was copied, copied again, and saved; then as it is when it is saved without a copy."""
     model, _ = sharded(MEDIUM)
     optimizer = torch.optim.AdamW(model.parameters())
-    materialise(optimizer)
+    allocate_state(optimizer)
     weight, writer = model.transformer["ln_f"].weight, ShardWriter(model, optimizer)
     found = []
     for step, copies in enumerate((True, True, False)):
@@ -246,7 +248,9 @@ def test_units_by_size():
 def described(options: dict, shape: GPTConfig) -> tuple[str, list[int]]:
     model, config = sharded(shape, **options)
     parts = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return describe_sharding(model, config, locate(config)), [sum(p.numel() for p in own_params(m)) for m in parts]
+    return describe_sharding(model, config, create_runtime(config.device, config.dtype)), [
+        sum(p.numel() for p in own_params(m)) for m in parts
+    ]
 
 
 def test_it_says_what_it_does():
@@ -297,7 +301,6 @@ def test_kernels_are_in_the_sharded_model(device, need_ranks):
         ({"fsdp_min_num_params": 0}, "give 1 or more"),
         ({"kernels": "adamw"}, "does not update slices"),
         ({"kernels": "losss"}, "there is no kernel"),
-        ({"dtype": "float16"}, "use bfloat16 or float32"),
         ({"optimizer": "muon"}, "use phase 1, or --use_fsdp=False"),
         ({"use_fsdp": False, "fsdp_cpu_offload": True}, "needs FSDP: give --fsdp_cpu_offload=False, or drop"),
         ({"use_fsdp": False, "fsdp_shard_size": "2"}, "needs FSDP"),

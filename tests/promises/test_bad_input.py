@@ -17,12 +17,14 @@ import torch
 from bench.plan.plan import PlanConfig
 from nanoGPT import export
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.dataset import DATA
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError
+from nanoGPT.files import DATA
+from nanoGPT.job.parse import parse
 from nanoGPT.launch import master_port
-from nanoGPT.train_config import TrainConfig, parse, validate
-from tests.helpers.training import ROOT, assert_refused, run_program, tiny, train
+from nanoGPT.train_config import TrainConfig, validate
+from tests.helpers.programs import assert_refused, run_program
+from tests.helpers.training import ROOT, tiny, train
 
 SHAPE = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=8"]
 FLAGS = ["--device=cpu", "--max_iters=2", "--eval_iters=1", *SHAPE]
@@ -409,13 +411,6 @@ def test_a_node_that_cannot_be_found(address):
     assert_refused(run_program("nanoGPT.launch", "--gpus=0", "nanoGPT/train.py"), "at least 1")
     assert_refused(run_program("nanoGPT.launch", "--gpus=1"), "name the trainer")
     assert_refused(run_program("nanoGPT.launch", "--gpsu=1", "nanoGPT/train.py"))
-
-
-def test_fsdp_refuses_float16(tmp_path):
-    """float16 with FSDP is refused with what to use."""
-    assert_refused(
-        attempt(tmp_path / "run", "--dtype=float16", trainer="phase3_fsdp/train.py"), "use bfloat16 or float32"
-    )
 
 
 def test_prepare_refuses_what_is_no_text(tmp_path):

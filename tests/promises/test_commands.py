@@ -13,10 +13,11 @@ from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.parse import parse
 from nanoGPT.launch import Place, load_trainer, split_words
-from nanoGPT.train_config import TrainConfig, parse, validate
+from nanoGPT.train_config import TrainConfig, validate
+from tests.helpers.repository import tracked
 from tests.helpers.training import CONFIGS, ROOT
-from tests.promises.test_house import tracked
 
 PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
 RANKS = (1, 2, 4, 8, 16)  # that a default and a configuration file must work on

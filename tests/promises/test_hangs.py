@@ -19,13 +19,13 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
 from nanoGPT.job.heartbeat import Heart, whereabouts
 from nanoGPT.job.watchdog import Watch
+from tests.helpers.programs import launch
 from tests.helpers.training import call_train, tiny
-from tests.promises.test_launch import launch
 from workshop.ranks import start_ranks
 
 PATIENCE = 4.0  # seconds without progress, in these tests
 ENDED_WITHIN = 30.0  # seconds after the last logged step, on a machine that has other things to do: one alone takes 9
-BEAT = {"step": 4, "phase": "micro-batch 3", "places": 30, "marks": 0, "waits": False, "line": "data.py:1, batch"}
+BEAT = {"step": 4, "stage": "micro-batch 3", "places": 30, "marks": 0, "waits": False, "line": "data.py:1, batch"}
 BEAT |= {"run": "new", "host": "here", "pid": 1, "parent": 0, "ended": False, "time": 0.0}
 
 
@@ -245,7 +245,7 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path, monkeypatch):
     try:
         asleep = start_job("nanoGPT", 3, 2, "sleeps", tmp_path / "asleep")
         stopped = start_job("phase3_fsdp", 2, 0, "stops", tmp_path / "stopped")
-        assert "in step 4, micro-batch 2 (in tests/promises/test_hangs.py" in check_job(asleep, 2, tmp_path / "asleep")
+        assert "in step 4, micro-batch 2 (in promises/test_hangs.py" in check_job(asleep, 2, tmp_path / "asleep")
         assert "it is stopped" in check_job(stopped, 0, tmp_path / "stopped")
         check_launched(launched, 1, tmp_path / "locked")
     finally:

@@ -1,54 +1,19 @@
-"""The house's own rules: who imports whom, the diff contract, and that what is written down is true."""
+"""The house's own rules: the diff contract, the size of files, and that what is written down is true."""
 
 import ast
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
 
+from tests.helpers.repository import tracked
 from tests.helpers.training import ROOT
 from workshop import diff
-from workshop.diff import MAX_ADDED, Hunk, hunks, problems, rendered
+from workshop.diff import MAX_ADDED, MAX_HUNKS, Hunk, hunks, problems, rendered
 
 PHASES = [p.name for p in sorted(ROOT.glob("phase*")) if (p / "train.py").is_file()]
-OURS = ("nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp", "bench", "workshop", "tests")
-
-
-def tracked(pattern: str) -> list[Path]:
-    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", pattern], cwd=ROOT, capture_output=True)
-    files = [ROOT / name for name in names.stdout.decode().split()]
-    return [path for path in files if path.is_file() and not path.is_symlink()]
-
-
-def imports_of(path: Path) -> set[str]:
-    """Modules of this repository that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {name for name in found if name.split(".")[0] in OURS}
-
-
-@pytest.mark.parametrize("path", tracked("*.py"), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_follow_the_rules(path):
-    """nanoGPT imports no phase; a phase imports nanoGPT and itself; what measures and teaches is imported by none."""
-    home = path.relative_to(ROOT).parts[0]
-    allowed = {"nanoGPT": {"nanoGPT"}, "phase3_fsdp": {"nanoGPT", "phase3_fsdp", "phase2_triton"}}
-    may = allowed.get(home, {"nanoGPT", home} if home.startswith("phase") else set(OURS))
-    for name in imports_of(path):
-        assert name.split(".")[0] in may, f"{path} imports {name}"
-        if home == "phase3_fsdp" and name.startswith("phase2_triton"):
-            assert name == "phase2_triton.apply"
-
-
-def test_no_path_is_edited():
-    """No file changes sys.path: packages are installed."""
-    assert [p for p in tracked("*.py") if "sys.path." in p.read_text() and p.name != "test_house.py"] == []
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -64,7 +29,7 @@ def test_the_diff_contract_catches_a_breach():
     assert "no tag" in problems([Hunk(1, ["old"], ["new"])])[0]
     assert "no tag" in problems([Hunk(1, ["old"], [])])[0]
     assert "lines are added" in problems([Hunk(1, [], ["x  # [fsdp:x]"] * (MAX_ADDED + 1))])[0]
-    assert "hunks" in problems([tagged] * 13)[0]
+    assert "hunks" in problems([tagged] * (MAX_HUNKS + 1))[0]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -170,7 +135,7 @@ def test_verification_lists_name_tests_that_exist(phase, words):
         assert all((ROOT / name).is_file() for name in words.strip('"').split())
         return
     expression = Expression.compile(words.removeprefix("-k ").strip('"'))
-    names = {f"{path.name}::{name}" for path in tracked("tests/test_*.py") for name in names_of_tests(path)}
+    names = {f"{path.name}::{name}" for path in tracked("tests/*/test_*.py") for name in names_of_tests(path)}
     assert any(expression.evaluate(lambda word, name=name: word.lower() in name.lower()) for name in names), words
 
 

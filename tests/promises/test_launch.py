@@ -13,42 +13,17 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nanoGPT.checkpoint.manifest import seal
-from nanoGPT.distributed import process_group as rendezvous
-from nanoGPT.distributed import runtime
-from nanoGPT.errors import ConfigError, NonFiniteLoss, listen_for_signals
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.errors import ConfigError, NonFiniteLoss
+from nanoGPT.job.elastic import enter_out_dir, resume_after_restart
+from nanoGPT.job.signals import listen_for_signals
+from nanoGPT.job.start import start
 from nanoGPT.launch import explain, root_cause
-from tests.helpers.training import ROOT, TINY, gap, run_program, tiny, train
+from tests.helpers.programs import as_flags, await_steps, launch, run_program
+from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses, run_on_ranks
 
-LONG = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
 SAVED_WITHIN = 15.0  # seconds after SIGTERM, of steps of 0.1 s, on a machine that has other things to do
-
-
-def words(**fields) -> list[str]:
-    return [f"--{name}={value}" for name, value in fields.items()]
-
-
-def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", **fields) -> subprocess.Popen:
-    """`python -m nanoGPT.launch` in a process of its own."""
-    command = [sys.executable, "-m", "nanoGPT.launch", f"--gpus={ranks}", f"{phase}/train.py"]
-    return subprocess.Popen(
-        [*command, *words(**{**LONG, **fields, "out_dir": out, "device": "cpu"})],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        pipesize=2**20,  # nobody reads it while the job runs: 64 KiB are full after a thousand steps
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests run in the background ignore it
-    )
-
-
-def await_steps(out: Path, steps: int, process: subprocess.Popen) -> None:
-    for _ in range(600):
-        if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text().count("\n") >= steps:
-            return
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
-    raise AssertionError("no progress within 60 seconds")
 
 
 def rank_pids(out: Path) -> list[int]:
@@ -185,7 +160,7 @@ def torchrun(phase: str, out: Path, *options: str, **fields) -> subprocess.Popen
     """`cd phase && torchrun --standalone --nproc_per_node=2 train.py`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
     return subprocess.Popen(
-        [*command, "train.py", *words(**{**TINY, **fields, "out_dir": out, "device": "cpu"})],
+        [*command, "train.py", *as_flags(**{**TINY, **fields, "out_dir": out, "device": "cpu"})],
         cwd=ROOT / phase,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -212,11 +187,11 @@ def start_again(out: Path, counts: tuple[int, int], agent: str = "this job") -> 
     """What a rank makes of a start by torchrun with restarts allowed: init_from and n_layer, or the refusal."""
     os.environ |= {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": agent}
     config = tiny("nanoGPT", out)
-    run = runtime.locate(config)
+    run = create_runtime(config.device, config.dtype)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[run.rank])
     try:
-        rendezvous.enter_out_dir(run, config)
-        rendezvous.agree(run, config)
+        lock = enter_out_dir(run, config)
+        config = resume_after_restart(run, config, lock)
         return config.init_from, config.n_layer
     except ConfigError as error:
         return str(error)
@@ -315,7 +290,7 @@ def test_which_signals_end_a_run(monkeypatch):
     the run at once; what nohup ignores stays ignored."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before, now = [signal.getsignal(number) for number in numbers], time.monotonic()
-    run = runtime.locate(tiny("nanoGPT", Path("x")))
+    run = create_runtime("cpu", "auto")
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -323,7 +298,7 @@ def test_which_signals_end_a_run(monkeypatch):
         signal.raise_signal(signal.SIGHUP)
         assert run.stop_signal is None
         assert not ctrl_c_ends_at_once() and not ctrl_c_ends_at_once() and run.stop_signal == "SIGINT"
-        monkeypatch.setattr("nanoGPT.errors.time.monotonic", lambda: now + 60)
+        monkeypatch.setattr("nanoGPT.job.signals.time.monotonic", lambda: now + 60)
         signal.raise_signal(signal.SIGTERM)
         assert ctrl_c_ends_at_once()
     finally:
@@ -333,14 +308,15 @@ def test_which_signals_end_a_run(monkeypatch):
 
 ENDS = """
 import sys
-from nanoGPT.distributed import runtime
+from nanoGPT.job.start import main
+from nanoGPT.memory import costs
 from nanoGPT.train_config import TrainConfig
 from nanoGPT.errors import ConfigError, NonFiniteLoss, SaveError
 
 def train(config):
     raise {error}
 
-runtime.main(train, TrainConfig, {trainer!r})
+main(train, TrainConfig, {trainer!r}, costs)
 """
 
 
@@ -367,7 +343,7 @@ def test_how_a_trainer_ends(error, code, tmp_path):
 def end_at_a_loss(out: str) -> list[str]:
     done: list[str] = []
     try:
-        with runtime.start(tiny("nanoGPT", Path(out))) as run:
+        with start(tiny("nanoGPT", Path(out))) as (run, _):
             run.at_end.append(lambda: done.append("saved"))
             raise NonFiniteLoss("step 3")
     except NonFiniteLoss:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoGPT.distributed.process_group import address_of, interface_towards
+from nanoGPT.distributed.network import address_of, interface_towards
+from tests.helpers.programs import as_flags
+from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
-from tests.promises.test_launch import words
 from workshop.ranks import losses
 
 SHORT = {**TINY, "max_iters": 3, "gradient_accumulation_steps": 4}
@@ -71,7 +72,7 @@ def test_two_hosts_are_one_job(one_process, tmp_path):
     """Two hosts whose names are the loopback, two ranks on each, told only where the master is: the losses of one."""
     environment = {k: v for k, v in os.environ.items() if k not in ("GLOO_SOCKET_IFNAME", "MASTER_PORT")}
     launcher = [sys.executable, "-m", "nanoGPT.launch", "--gpus=2", "--nnodes=2"]
-    fields = words(**{**SHORT, "out_dir": tmp_path / "run", "device": "cpu"})
+    fields = as_flags(**{**SHORT, "out_dir": tmp_path / "run", "device": "cpu"})
     with two_hosts() as hosts:
         nodes = [
             subprocess.Popen(
@@ -102,15 +103,6 @@ def test_the_interface_towards_the_master():
 
 # What a Slurm job finds in its environment, and the two programs of Slurm that it calls, for two nodes on one machine.
 JOB = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
-SCONTROL = """#!/bin/bash
-[[ $* == "show hostnames node[1-2]" ]] && printf '127.0.0.1\\nnode2\\n'
-"""
-SRUN = """#!/bin/bash
-[[ $1 == --kill-on-bad-exit=1 ]] && shift || exit 64
-[[ -v ONLY_SAY ]] && exec echo $$ "$SRUN_CPUS_PER_TASK" "$@"
-SLURM_NODEID=1 "$@" & other=$!
-SLURM_NODEID=0 "$@" && wait $other
-"""
 
 
 def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
@@ -121,7 +113,7 @@ def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
         (tmp_path / name).chmod(0o755)
     job = {**JOB, "SLURM_JOB_ID": str(os.getpid()), "OUT_DIR": str(tmp_path / "run"), "PY": sys.executable}
     job |= {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = ["bash", SLURM, *words(**{**SHORT, "device": "cpu"})]
+    script = ["bash", SLURM, *as_flags(**{**SHORT, "device": "cpu"})]
     done = subprocess.run(script, cwd=ROOT, env=job, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("A sample from") == 1, "one node writes it"

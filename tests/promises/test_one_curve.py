@@ -2,17 +2,16 @@
 
 import json
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 import torch
 
 from nanoGPT import export
+from nanoGPT.checkpoint.hugging_face import read_hf
+from nanoGPT.checkpoint.weights import read_weights
 from nanoGPT.dataset import EVALUATE, TokenData
-from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import NonFiniteLoss, check_finite
 from nanoGPT.model import GPT, GPTConfig
-from tests.helpers.training import gap, tiny, train
+from tests.helpers.training import gap, logged, tiny, train
 from workshop.ranks import RankFailed, losses
 
 PHASES = ["nanoGPT", "phase1_zero1", "phase3_fsdp"]
@@ -32,12 +31,6 @@ def test_losses_do_not_depend_on_ranks_or_phase(phase, ranks, reference, tmp_pat
     need_ranks(ranks)
     config = tiny(phase, tmp_path, device=device, dtype="float32", compile=False)
     assert gap(reference, train(phase, ranks, config)) <= (1e-6 if phase == "nanoGPT" else 1e-5)
-
-
-def logged(out: Path, name: str) -> dict[int, float]:
-    """What metrics.jsonl has under a name, by step, where it has anything."""
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[name] for line in lines if line[name] is not None}
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -98,8 +91,8 @@ def test_saved_at_8_it_opens_on_every_mesh(reference, tmp_path, device, need_ran
         train(phase, ranks, config)
     assert gap(reference, losses(tmp_path)) <= 1e-5
     export.main(str(tmp_path), str(tmp_path / "hf"))
-    _, trained = export.read_weights(str(tmp_path))
-    _, exported = export.read_hf(tmp_path / "hf")
+    _, trained = read_weights(str(tmp_path))
+    _, exported = read_hf(tmp_path / "hf")
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     assert not any(exported[name].any() for name in exported.keys() - trained.keys())  # biases, which it always has
 
@@ -127,40 +120,6 @@ def test_bfloat16_follows_itself(phase, tmp_path, device, need_ranks):
         train(phase, n, tiny(phase, tmp_path / str(n), device=device, dtype="bfloat16", max_iters=6)) for n in (1, 2)
     )
     assert gap(one, two) <= 2e-3
-
-
-def test_float16_trains_with_a_loss_scaler(tmp_path, device):
-    """In float16 the baseline's losses stay within 2e-2 of fp32's, and so do the norms of its unscaled gradients."""
-    half, full = (
-        train("nanoGPT", 1, tiny("nanoGPT", tmp_path / dtype, device=device, dtype=dtype, max_iters=6))
-        for dtype in ("float16", "float32")
-    )
-    assert gap(half, full) <= 2e-2
-    norms = [logged(tmp_path / dtype, "grad_norm") for dtype in ("float16", "float32")]
-    assert norms[0] == pytest.approx(norms[1], rel=2e-2)
-
-
-def test_a_gradient_that_is_not_finite_is_the_scalers_in_float16_alone():
-    """A gradient norm that is not finite ends a run of fp32 or bfloat16; in float16 the scaler skips that step. A loss
-    that is not finite ends all of them."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        run = Runtime(0, 0, 1, 1, torch.device("cpu"), dtype)
-        check_finite(3, 2.0, 1.0, run)
-        for loss, norm in ((float("nan"), 1.0), *([] if dtype == torch.float16 else [(2.0, float("inf"))])):
-            with pytest.raises(NonFiniteLoss, match="step 3: "):
-                check_finite(3, loss, norm, run)
-    check_finite(3, 2.0, float("inf"), run)
-
-
-def test_float16_resumes_exactly(tmp_path, device):
-    """The loss scale is part of a checkpoint: a float16 run that is cut and resumed has the whole run's losses."""
-    half = {"device": device, "dtype": "float16", "max_iters": 6}
-    whole = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "whole", **half))
-    train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "cut", **{**half, "max_iters": 3, "lr_decay_iters": 6}))
-    manifest = json.loads((tmp_path / "cut/checkpoints/step-00000003/manifest.json").read_text())
-    assert manifest["grad_scaler"]["_growth_tracker"] == 3
-    resumed = tiny("nanoGPT", tmp_path / "cut", init_from="resume", lr_decay_iters=6, **half)
-    assert train("nanoGPT", 1, resumed) == whole
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.training import ROOT, Ended
+from tests.helpers.programs import Ended
+from tests.helpers.training import ROOT
 
 PROJECT = """
 [build-system]
@@ -438,6 +439,7 @@ def test_prepared_data_outlives_a_failure_after_it(finished):
     """When prepare.py fails or is interrupted after its last write, which is atomic, make keeps meta.json."""
     folder = finished / "nanoGPT/data/shakespeare"
     folder.mkdir(parents=True)
+    (finished / "nanoGPT/prepare").mkdir()
     (finished / "nanoGPT/prepare/text.py").touch()
     (folder / "prepare.py").write_text(f"open('{folder}/meta.json', 'w').close()\nraise SystemExit(1)\n")
     assert make(finished, "data").code == 2

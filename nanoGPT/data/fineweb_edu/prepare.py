@@ -10,8 +10,8 @@ Run it again after an interruption: it goes on after the last whole shard. The f
 import sys
 
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.dataset import DATA
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
+from nanoGPT.files import DATA
 from nanoGPT.prepare.corpus import hub_corpus, parquet_corpus
 from nanoGPT.prepare.streaming import SHARD_TOKENS, prepare_stream
 
@@ -29,5 +29,5 @@ def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         command_line(main, sys.argv[1:])

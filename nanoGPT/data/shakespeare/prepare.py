@@ -9,7 +9,7 @@ The first nine tenths are the train split, the rest is val.
 import sys
 
 from nanoGPT.cli.command_line import command_line
-from nanoGPT.errors import one_sentence
+from nanoGPT.cli.program import report_errors
 from nanoGPT.prepare.text import prepare_text
 
 
@@ -23,5 +23,5 @@ def main(input: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_errors():
         command_line(main, sys.argv[1:])

