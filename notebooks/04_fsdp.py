@@ -412,7 +412,7 @@ def watched(config: FsdpConfig, micro_batches: int = 1, steps: int = 2) -> dict:
     model, run = sharded(config)
     replica = data_parallel(model, config, run)
     optimizer, data = configure_optimizer(model, config), text(config)
-    params, seen = list(model.parameters()), []
+    seen = []
     for step in range(1 + steps):
         marks = []
         with Traffic() as traffic, Memory(model, optimizer) as memory:
@@ -423,7 +423,7 @@ def watched(config: FsdpConfig, micro_batches: int = 1, steps: int = 2) -> dict:
                 (loss / micro_batches).backward()
                 marks.append(("backward ends", None, memory.timeline[-1][0]))
                 del logits, loss
-            grad_norm(local_grads(params), shard_group(params))
+            grad_norm(local_grads(replica), shard_group(replica))
             before_update = memory.snapshot()
             optimizer.step()
             optimizer.zero_grad()

@@ -14,42 +14,38 @@ there is a gradient, and sums the squared norm in one scalar of 8.
 from collections import Counter
 
 from torch import nn
-from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.memory.costs import Costs, optimizer_bytes
-from nanoGPT.memory.costs import step_costs as ddp_costs
+from nanoGPT.memory.costs import Costs
 from nanoGPT.memory.savings import Needs, activation_savings, name_ranks
-from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.parallelize import Zero1Config
+from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 
 
-def step_costs(model: nn.Module, optimizer: Optimizer, config: Zero1Config, run: Runtime) -> Costs:
+def step_costs(model: nn.Module, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> Costs:
     """Return what the ledger should find on this rank, with any of the backends."""
-    costs = ddp_costs(model, optimizer, config, run)
     params, N = sum(p.numel() for p in model.parameters()), run.world_size
     if isinstance(optimizer, Zero1Optimizer):
         return flat_costs(optimizer, params, N)
-    if hasattr(optimizer, "optim"):  # naive and torch: of the optimizer of this rank's parameters
-        costs.state["optimizer_state"] = optimizer_bytes(optimizer.optim)
-        costs.traffic["broadcast", N] = 4 * params
-        costs.has_gradient_buffers &= not isinstance(optimizer, NaiveZero1Optimizer)
-    return costs
+    state = {"parameters": 4 * params, "gradients": 4 * params, "optimizer_state": optimizer.expected_state_bytes()}
+    traffic = Counter({(kind, N): 4 * params for kind in optimizer.collectives})
+    return Costs(
+        state, traffic if N > 1 else Counter(), has_gradient_buffers=N > 1 and not optimizer.averages_gradients
+    )
 
 
 def flat_costs(optimizer: Zero1Optimizer, params: int, N: int) -> Costs:
     """Flat: each bucket with its padding, and of the moments those of this rank's shards."""
     traffic: Counter[tuple[str, int]] = Counter()
-    length = moments = names = 0
+    length = names = 0
     for bucket in optimizer.buckets:
         size = bucket.flat_params.numel()
         for kind in bucket.COLLECTIVES:
             traffic[kind, N] += 4 * size
-        moments += bucket.expected_state_bytes()
         length, names = length + size, names + len(bucket.params)
     traffic["all-reduce", N] = names + 8
-    state = {"parameters": 4 * length, "gradients": 4 * length, "optimizer_state": moments}
+    state = {"parameters": 4 * length, "gradients": 4 * length, "optimizer_state": optimizer.expected_state_bytes()}
     return Costs(state, traffic if N > 1 else Counter(), length - params, has_gradient_buffers=True)
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from phase1_zero1.buckets import assign_owners
+from phase1_zero1.protocol import DataParallelOptimizer
 
 
-class NaiveZero1Optimizer(Optimizer):
+class NaiveZero1Optimizer(DataParallelOptimizer):
     """The lesson's first draft. All ranks must have gradients of the same parameters.
 
     Args:
@@ -27,6 +28,9 @@ class NaiveZero1Optimizer(Optimizer):
         optimizer_class: any optimizer that treats every parameter by itself.
         defaults: its arguments.
     """
+
+    averages_gradients = True
+    collectives = ("all-reduce", "broadcast")
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[Optimizer], **defaults: Any) -> None:
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
@@ -71,3 +75,7 @@ class NaiveZero1Optimizer(Optimizer):
         """Forget the gradients, also those of a step that was not taken."""
         super().zero_grad(set_to_none)
         self.reduced = False
+
+    def inner_optimizers(self) -> list[Optimizer]:
+        """Return the optimizer of the parameters that this rank owns."""
+        return [self.optim]

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
@@ -20,6 +19,7 @@ from nanoGPT.optim import configure_optimizer, param_groups
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.muon import Zero1Muon
 from phase1_zero1.naive import NaiveZero1Optimizer
+from phase1_zero1.protocol import DataParallelOptimizer, DdpOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 
 
@@ -44,10 +44,10 @@ class Zero1Config(TrainConfig):
             )
 
 
-def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> Optimizer:
-    """The optimizer over a model that is on its device, with its weights. Collective."""
+def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParallelOptimizer:
+    """Return the optimizer over a model that is on its device, with its weights. Collective."""
     if not config.use_zero1:
-        return configure_optimizer(model, config)
+        return DdpOptimizer(configure_optimizer(model, config))
     groups = param_groups(model, config.weight_decay)
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
     if config.zero1_backend == "naive":
@@ -55,40 +55,27 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> Optimizer:
     if config.zero1_backend == "torch":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # a quarter of a second
 
-        optimizer = ZeroRedundancyOptimizer(groups, AdamW, **adamw)
-        optimizer.state = optimizer.optim.state  # it leaves its own empty
-        return optimizer
+        return DdpOptimizer(ZeroRedundancyOptimizer(groups, AdamW, **adamw))
     if config.optimizer == "muon":
         return Zero1Muon(model, config, bucket_mb=config.zero1_bucket_mb, fused=True)
     return Zero1Optimizer(groups, AdamW, bucket_mb=config.zero1_bucket_mb, **adamw)
 
 
-def data_parallel(model: GPT, optimizer: Optimizer, config: Zero1Config, run: Runtime) -> nn.Module:
-    """The module to call. DDP averages gradients where the optimizer does not."""
-    averages = isinstance(optimizer, Zero1Optimizer | NaiveZero1Optimizer)
-    if isinstance(optimizer, Zero1Optimizer) and not config.compile:  # a compiled module cannot wait in its middle
-        optimizer.gather_during_forward(model)
-    if config.compile and isinstance(optimizer, Zero1Optimizer) and run.world_size > 1:
-        for block in model.blocks:  # one graph for the whole model would deliver all its gradients at its end
-            block.compile()
-        return model
+def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> nn.Module:
+    """Return the module to call. DDP averages gradients where the optimizer does not."""
+    if isinstance(optimizer, Zero1Optimizer):
+        if not config.compile:  # a compiled module cannot wait in its middle
+            optimizer.gather_during_forward(model)
+        elif run.world_size > 1:
+            for block in model.blocks:  # one graph for the whole model would deliver all its gradients at its end
+                block.compile()
+            return model
     replica: Any = torch.compile(model) if config.compile else model
-    return replica if averages or run.world_size == 1 else DDP(replica, gradient_as_bucket_view=True)
+    needs_ddp = run.world_size > 1 and not optimizer.averages_gradients
+    return DDP(replica, gradient_as_bucket_view=True) if needs_ddp else replica
 
 
-def set_gradient_sync(replica: nn.Module, optimizer: Optimizer, last: bool) -> None:
+def set_gradient_sync(replica: nn.Module, optimizer: DataParallelOptimizer, last: bool) -> None:
     """Average gradients in the last micro-batch of a step only; until then each rank adds up its own."""
-    averages: Any = replica if isinstance(replica, DDP) else optimizer
+    averages: Any = optimizer if optimizer.averages_gradients else replica
     averages.require_backward_grad_sync = last
-
-
-def reduced_grads(optimizer: Optimizer) -> list[Tensor]:
-    """The averaged gradients that this rank has: of its shards, or of all. Collective."""
-    if isinstance(optimizer, Zero1Optimizer | NaiveZero1Optimizer):
-        return optimizer.reduce_gradients()
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def shard_group(optimizer: Optimizer) -> dist.ProcessGroup | None:
-    """The ranks whose gradients together are the whole one; None where each has all of it."""
-    return optimizer.shard_group if isinstance(optimizer, Zero1Optimizer) else None

@@ -5,7 +5,7 @@ and each of its moments, a slice of the flattened whole and where that slice beg
 again, of whatever length the reader's are; no rank ever holds another's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.optim import Optimizer
 
 from nanoGPT.checkpoint.manifest import file_names
 from nanoGPT.checkpoint.shards import read_index, read_shards, write_shards
 from nanoGPT.checkpoint.state import FullState, allocate_state, load_weights, read_full_state
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.errors import ConfigError
-from phase1_zero1.zero1 import Zero1Optimizer
+from phase1_zero1.protocol import DataParallelOptimizer
 
 
 class Slice(Tensor):
@@ -52,23 +51,12 @@ class Slice(Tensor):
         return self.as_subclass(Tensor)
 
 
-def local_state(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int, dict[str, Any]]]:
-    """What this rank holds of an optimizer's state: the parameter, where in it the state begins, the state."""
-    if isinstance(optimizer, Zero1Optimizer):
-        for shard, items in optimizer.shards():
-            yield shard.param, shard.offset, items
-    else:  # whole parameters, of all or of some
-        for param, items in optimizer.state.items():
-            yield param, 0, items  # type: ignore[misc]
-
-
-def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def training_state(model: nn.Module, optimizer: DataParallelOptimizer) -> dict[str, Tensor]:
     """`model.<param>`, whole, and this rank's slices as `optimizer.<param>.<item>`; tied names once."""
-    if isinstance(optimizer, Zero1Optimizer):
-        optimizer.wait_for_params()  # the last step's may still be on their way
+    optimizer.wait_for_params()  # the last step's may still be on their way
     names = {param: name for name, param in model.named_parameters()}
     state = {f"model.{name}": param.detach() for param, name in names.items()}
-    for param, offset, items in local_state(optimizer):
+    for param, offset, items in optimizer.local_state():
         for item, value in items.items():
             if isinstance(value, Tensor):
                 part = Slice.of(value, offset, param.numel()) if value.dim() else value
@@ -76,23 +64,19 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return state
 
 
-def save_shards(to: NewFiles, model: nn.Module, optimizer: Optimizer) -> None:
+def save_shards(to: NewFiles, model: nn.Module, optimizer: DataParallelOptimizer) -> None:
     """Write this rank's shards, and its share of the parameters, into a new checkpoint; no buffers. Collective."""
     write_shards(to, training_state(model, optimizer))
 
 
-def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) -> None:
     """Read a checkpoint that any number of ranks wrote, of this phase or of another. Collective.
 
     Raises:
         ConfigError: it has other parameters than the model.
     """
-    if isinstance(optimizer, Zero1Optimizer):
-        for bucket in optimizer.buckets:
-            if bucket.inner:
-                allocate_state(bucket.inner)
-    else:
-        allocate_state(getattr(optimizer, "optim", optimizer))
+    for inner in optimizer.inner_optimizers():
+        allocate_state(inner)
     there = {} if "ckpt.pt" in file_names(path) else {key: size for key, (size, _) in read_index(path).items()}
     # Whichever way, it must be the same on every rank, so the index alone decides; phase 3 stores matrices.
     if there and all(len(size) < 2 for key, size in there.items() if key.startswith("optimizer.")):
@@ -107,10 +91,10 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     clear_missing_state(there, model, optimizer)
 
 
-def copy_slices(full: FullState, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def copy_slices(full: FullState, model: nn.Module, optimizer: DataParallelOptimizer) -> dict[str, Any]:
     """Copy this rank's slices out of whole tensors; the keys that there were."""
     names = {param: name for name, param in model.named_parameters()}
-    for param, offset, items in local_state(optimizer):
+    for param, offset, items in optimizer.local_state():
         for item, value in items.items():
             if (whole := full.optimizer.get(names[param], {}).get(item)) is not None:
                 part = whole.flatten()[offset : offset + value.numel()]
@@ -119,10 +103,10 @@ def copy_slices(full: FullState, model: nn.Module, optimizer: Optimizer) -> dict
 
 
 @torch.no_grad()
-def clear_missing_state(there: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+def clear_missing_state(there: Mapping[str, Any], model: nn.Module, optimizer: DataParallelOptimizer) -> None:
     """A parameter that had no state when it was saved has none again; a master that was not, follows its parameter."""
     names = {param: name for name, param in model.named_parameters()}
-    for param, offset, items in list(local_state(optimizer)):
+    for param, offset, items in list(optimizer.local_state()):
         found = {item for item in items if f"optimizer.{names[param]}.{item}" in there}
         if "master" in items and "master" not in found:
             master = items["master"]

@@ -24,7 +24,8 @@ from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm, learning_rate, set_learning_rate
 from phase1_zero1 import costs
 from phase1_zero1.parallelize import Zero1Config as Config
-from phase1_zero1.parallelize import data_parallel, reduced_grads, set_gradient_sync, shard_group, shard_optimizer
+from phase1_zero1.parallelize import data_parallel, set_gradient_sync, shard_optimizer
+from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.sharded_checkpoint import load_shards, save_shards
 
 PHASE = "zero1"  # [zero1:phase] recorded in every checkpoint
@@ -32,7 +33,7 @@ PHASE = "zero1"  # [zero1:phase] recorded in every checkpoint
 
 def train_step(
     replica: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: DataParallelOptimizer,  # [zero1:sync]
     scaler: LossScaler,
     data: TokenData,
     step: int,
@@ -52,8 +53,8 @@ def train_step(
         loss_sum += loss.detach()
         scaler.scale_loss(loss / len(micro_batches)).backward()
     run.enter_stage("update", step)
-    grads = reduced_grads(optimizer)  # [zero1:clip] of this rank's shards
-    norm = grad_norm(grads, shard_group(optimizer)) / scaler.scale  # [zero1:clip] of all shards together
+    grads = optimizer.reduce_gradients()  # [zero1:clip] of this rank's shards
+    norm = grad_norm(grads, optimizer.shard_group) / scaler.scale  # [zero1:clip] of all shards together
     scaler.unscale_grads(grads)
     clip_grads(grads, norm, config.grad_clip)
     scaler.step(optimizer, norm)

@@ -35,9 +35,10 @@ from phase1_zero1.buckets import (
     rank_and_world_size,
     split_into_buckets,
 )
+from phase1_zero1.protocol import DataParallelOptimizer
 
 
-class Zero1Optimizer(optim.Optimizer):
+class Zero1Optimizer(DataParallelOptimizer):
     """An optimizer whose state is sharded over ranks, called as torch's ZeroRedundancyOptimizer is.
 
     It averages the gradients too, so the model goes without DDP. What is sent, and when:
@@ -71,6 +72,8 @@ class Zero1Optimizer(optim.Optimizer):
     Raises:
         ValueError: the class is not known to be elementwise, or the parameters cannot be laid in buckets.
     """
+
+    averages_gradients = True
 
     def __init__(
         self,
@@ -271,6 +274,19 @@ class Zero1Optimizer(optim.Optimizer):
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks whose shards make up the whole; None where this rank has all of it."""
         return None if self.world_size == 1 else self.process_group or dist.group.WORLD
+
+    def local_state(self) -> Iterator[tuple[nn.Parameter, int, dict[str, Any]]]:
+        """Yield this rank's optimizer state: a parameter, the element at which the state begins, and the state."""
+        for shard, items in self.shards():
+            yield shard.param, shard.offset, items
+
+    def inner_optimizers(self) -> list[optim.Optimizer]:
+        """Return the optimizers that hold this rank's state, at most one for each bucket."""
+        return [bucket.inner for bucket in self.buckets if bucket.inner]
+
+    def expected_state_bytes(self) -> int:
+        """Return the bytes of state on this rank after a step."""
+        return sum(bucket.expected_state_bytes() for bucket in self.buckets)
 
     def shards(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         """This rank's shard of each parameter, with its optimizer state, and its master where it has one."""

@@ -133,13 +133,13 @@ def sharded_optimizer(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime)
     """Phase 1."""
     model = GPT(shape)
     optimizer = zero1.shard_optimizer(model, config, run)
-    replica = zero1.data_parallel(model, optimizer, config, run) if isinstance(optimizer, Zero1Optimizer) else model
+    replica = zero1.data_parallel(model, optimizer, config, run) if optimizer.averages_gradients else model
     return Job(
         replica,
         optimizer,
         lambda last: zero1.set_gradient_sync(replica, optimizer, last),
-        lambda: zero1.reduced_grads(optimizer),
-        zero1.shard_group(optimizer),
+        optimizer.reduce_gradients,
+        optimizer.shard_group,
     )
 
 
@@ -222,10 +222,8 @@ MOMENTS = ("last forward", "head", "last backward", "middle", "first backward", 
 
 def make_state(optimizer: Optimizer) -> None:
     """Let an optimizer make its state, as its first step does."""
-    inner = [bucket.inner for bucket in optimizer.buckets] if isinstance(optimizer, Zero1Optimizer) else [optimizer]
-    for each in inner:
-        if each:
-            allocate_state(each)
+    for inner in optimizer.inner_optimizers() if hasattr(optimizer, "inner_optimizers") else [optimizer]:
+        allocate_state(inner)
 
 
 @contextlib.contextmanager
