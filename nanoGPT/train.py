@@ -67,7 +67,7 @@ def train(config: Config) -> None:
         data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints)
         checkpoint = checkpoints.newest() if config.init_from == "resume" else None
-        config, model_args, weights = read_starting_point(config, data, checkpoint)
+        config, model_args, weights = read_starting_point(config, data, checkpoint, run)
 
         # The model, its optimizer, and what makes them parallel.
         model = GPT(model_args)

@@ -67,7 +67,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         if source == "resume":
             checkpoint = find_newest_on_all(Path(config.out_dir), run)
             source = str(checkpoint.path)
-        config, model_args, weights = read_starting_point(config, data, checkpoint, trains=False)
+        config, model_args, weights = read_starting_point(config, data, checkpoint, run, trains=False)
         if checkpoint:
             weights = read_full_state(checkpoint.path).model
         with fsdp.init_device(config, run):

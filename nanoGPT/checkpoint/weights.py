@@ -37,14 +37,15 @@ def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
 
 
 def read_starting_point(
-    config: C, data: TokenData, checkpoint: Checkpoint | None, trains: bool = True
+    config: C, data: TokenData, checkpoint: Checkpoint | None, run: Runtime, trains: bool = True
 ) -> tuple[C, GPTConfig, Mapping[str, Tensor] | None]:
-    """Return where a run begins.
+    """Return where a run begins. Collective.
 
     Args:
         config: as asked for.
         data: what it reads.
         checkpoint: what it resumes, if it does.
+        run: this rank's Runtime.
         trains: the run goes on as the checkpoint's run; False: it only evaluates the weights.
 
     Returns:
@@ -64,7 +65,7 @@ def read_starting_point(
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
         shape = GPTConfig.of({**dataclasses.asdict(config), "vocab_size": rows})
     else:
-        shape, weights = read_weights(config.init_from)
+        shape, weights = read_weights(config.init_from, run)
         if config.block_size > shape.block_size:
             raise ConfigError(
                 f"--block_size={config.block_size} is longer than the {shape.block_size} positions that "
@@ -121,8 +122,12 @@ def find_newest_on_all(out_dir: Path, run: Runtime) -> Checkpoint:
     return checkpoint
 
 
-def read_weights(source: str) -> tuple[GPTConfig, Mapping[str, Tensor]]:
-    """Weights by parameter name, from a run's directory, a nanoGPT directory, a Hugging Face one, or a GPT-2 by name.
+def read_weights(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapping[str, Tensor]]:
+    """Read weights by parameter name, from a run's directory, a nanoGPT directory, a Hugging Face one, or a GPT-2 by name.
+
+    Args:
+        source: the directory or the name.
+        run: on several ranks, rank 0 chooses the newest checkpoint of a run, which may be training; None: one process.
 
     Raises:
         ConfigError: none of these is there.
@@ -131,7 +136,7 @@ def read_weights(source: str) -> tuple[GPTConfig, Mapping[str, Tensor]]:
     if source.startswith("gpt2") and not folder.is_dir():
         folder = download(source)
     if is_present(folder / "checkpoints"):
-        checkpoint = find_newest(folder)
+        checkpoint = find_newest_on_all(folder, run) if run else find_newest(folder)
         return check_weights_fit(source, checkpoint.manifest["model_args"], read_full_state(checkpoint.path).model)
     if size_of(folder / "ckpt.pt") is not None:
         state, rest = read_ckpt(folder / "ckpt.pt")

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.hugging_face import read_hf, write_hf
 from nanoGPT.checkpoint.state import read_ckpt, read_full_state
 from nanoGPT.checkpoint.weights import find_newest, read_weights
+from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
@@ -20,7 +22,7 @@ from nanoGPT.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import FACTS, directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train
-from workshop.ranks import losses
+from workshop.ranks import losses, run_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -307,3 +309,19 @@ try:
 except (RuntimeError, MemoryError):
     print("in memory it does not fit")
 """
+
+
+def choose_on_two_ranks(out_dir: str) -> list[float]:
+    """Read a run's weights as --init_from does, where rank 1 must not look for the newest checkpoint itself."""
+    run = create_runtime("cpu", "auto")
+    if run.rank == 1:
+        weights_module.find_newest = None  # type: ignore[assignment]
+    _, weights = read_weights(out_dir, run)
+    return weights["transformer.ln_f.weight"].tolist()
+
+
+def test_rank_0_chooses_the_weights_to_start_from(runs):
+    """On several ranks rank 0 alone looks for the newest checkpoint of --init_from, so that a run which saves meanwhile
+    cannot give the ranks different weights."""
+    first, second = run_on_ranks(choose_on_two_ranks, 2, str(runs["nanoGPT"]), show=False)
+    assert first == second and len(first) > 1
