@@ -123,7 +123,7 @@ def find_newest_on_all(out_dir: Path, run: Runtime) -> Checkpoint:
 
 
 def read_weights(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapping[str, Tensor]]:
-    """Read weights by parameter name, from a run's directory, a nanoGPT directory, a Hugging Face one, or a GPT-2 by name.
+    """Read weights by parameter name: from a run, a nanoGPT directory, a Hugging Face directory, or a GPT-2 by name.
 
     Args:
         source: the directory or the name.

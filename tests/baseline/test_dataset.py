@@ -148,12 +148,12 @@ TOKENIZER = '"tokenizer": {"name": "char", "vocab_size": 1, "sha256": "", "chara
 UNREADABLE = {
     "json": ("{", "line 1 column 2"),
     "deep": ("[" * 200_000, "nested too deeply"),
-    "list": ("[]", "got `array`"),
-    "dtype": (f'{{"source": {{}}, {TOKENIZER}, "dtype": "O", "splits": {{}}}}', r"at `\$.dtype`"),
+    "list": ("[]", r"\$ is a list: must be an object"),
+    "dtype": (f'{{"source": {{}}, {TOKENIZER}, "dtype": "O", "splits": {{}}}}', r"\$\.dtype is 'O'"),
     "tokens": (
         f'{{"source": {{}}, {TOKENIZER}, "dtype": "uint16", "splits": {{"train": [{{"name": "a.bin", '
         '"tokens": "1", "sha256": ""}], "val": []}}',
-        r"got `str` - at `\$.splits.train\[0\].tokens`",
+        r"\$\.splits\.train\[0\]\.tokens is a string",
     ),
     "fifo": (None, "not a regular file"),
     "error": (None, "symbolic links"),
