@@ -1,11 +1,8 @@
 """Ranks and nodes that do not run the same, or that cannot start: named on all of them, before anything is trained."""
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +15,8 @@ from nanoGPT.job import run_description
 from nanoGPT.job.parse import config_from_launcher
 from nanoGPT.job.run_description import describe_run
 from nanoGPT.launch import handed
-from tests.helpers.programs import assert_refused, run_program
-from tests.helpers.training import CONFIGS, ROOT, TINY, tiny, train
+from tests.helpers.programs import Program, assert_refused, run_program
+from tests.helpers.training import CONFIGS, TINY, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
 COUNTING = """
@@ -36,27 +33,20 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def start_nodes(trainer: str, words: list[list[str]]) -> list[subprocess.Popen]:
+def start_nodes(trainer: str, words: list[list[str]]) -> list[Program]:
     """Start one launcher for each node on this machine; `words` are each node's own."""
-    environment = {**os.environ, "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    place = {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
     base = [f"--nnodes={len(words)}", "--gpus=1", "--master_addr=127.0.0.1"]
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", "nanoGPT.launch", *base, f"--node_rank={node}", trainer, *own],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Program("nanoGPT.launch", *base, f"--node_rank={node}", trainer, *own, **place)
         for node, own in enumerate(words)
     ]
 
 
-def outcomes(nodes: list[subprocess.Popen]) -> list[tuple[int, list[str]]]:
+def outcomes(nodes: list[Program]) -> list[tuple[int, list[str]]]:
     """Return each node's exit code and its lines that begin with "error"."""
     try:
-        outputs = [node.communicate(timeout=60)[0] for node in nodes]
+        outputs = [node.communicate()[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()
@@ -100,30 +90,24 @@ def test_a_config_file_is_executed_once(tmp_path):
     words = [[str(file), *flags(tmp_path / "run", max_iters=1)] for _ in range(2)]
     assert [code for code, _ in outcomes(start_nodes("nanoGPT/train.py", words))] == [0, 0]
     assert count.read_text() == "executed\n"
-    command = [sys.executable, "-m", "nanoGPT.launch", "--gpus=2", "nanoGPT/train.py", str(file)]
-    done = subprocess.run([*command, *flags(tmp_path / "two", max_iters=1)], cwd=ROOT, capture_output=True, timeout=100)
-    assert done.returncode == 0 and count.read_text() == "executed\n" * 2
+    ranks = ["--gpus=2", "nanoGPT/train.py", str(file), *flags(tmp_path / "two", max_iters=1)]
+    assert run_program("nanoGPT.launch", *ranks).code == 0 and count.read_text() == "executed\n" * 2
 
 
 def test_torchrun_compares_ranks_too(tmp_path):
     """Under plain torchrun every rank executes the config file: ranks that get other values from it are refused."""
     file = tmp_path / "clock.py"
     file.write_text(COUNTING.format(count=str(tmp_path / "count")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "nanoGPT/train.py"]
-    done = subprocess.run(
-        [*command, str(file), *flags(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode != 0 and "the ranks do not agree: --seed is " in done.stderr
+    words = ["--standalone", "--nproc_per_node=2", "nanoGPT/train.py", str(file), *flags(tmp_path)]
+    ended = run_program("torch.distributed.run", *words)
+    assert ended.code != 0 and "the ranks do not agree: --seed is " in ended.output
 
 
-def start_plain(node: int, port: str, out: Path, *wrong: str) -> subprocess.Popen:
+def start_plain(node: int, port: str, out: Path, *wrong: str, trainer: str = "nanoGPT/train.py") -> Program:
     """Start one rank of two, each on a machine of its own, as another program than the launcher may do."""
-    environment = {**os.environ, "RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environment = {"RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "nanoGPT/train.py", *flags(out), *wrong]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return Program(trainer, *flags(out), *wrong, **environment)
 
 
 def test_a_rank_that_cannot_start_tells_other_nodes_without_a_launcher(tmp_path):
@@ -244,9 +228,21 @@ def test_a_node_that_does_not_come_is_named(tmp_path):
     assert code == 2 and "node 1 did not come" in errors[0]
 
 
+# A rank that cannot start gives the others, here nobody, time to hear of it.
+IMPATIENT = """
+import datetime, runpy
+from nanoGPT.distributed import process_group
+process_group.LAST_WORDS = datetime.timedelta(seconds=0.5)
+runpy.run_path("nanoGPT/train.py", run_name="__main__")
+"""
+
+
 def test_ranks_that_do_not_come_are_one_sentence(tmp_path):
     """Without a launcher, too, ranks that have not all met within --timeout_minutes are one sentence."""
-    rank = start_plain(0, free_port(), tmp_path, "--timeout_minutes=0.02", "--stall_seconds=1")
+    program = tmp_path / "impatient.py"
+    program.write_text(IMPATIENT)
+    words = ["--timeout_minutes=0.02", "--stall_seconds=1"]
+    rank = start_plain(0, free_port(), tmp_path, *words, trainer=str(program))
     ((code, errors),) = outcomes([rank])
     assert code == 2 and "not all of the 2 ranks have met" in errors[0], errors
 

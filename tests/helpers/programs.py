@@ -1,4 +1,7 @@
-"""Programs of the repository, run as a user runs them: from a process that has imported torch, or by the launcher."""
+"""Programs of the repository, run as a user runs them, but from a process that has imported torch already.
+
+A fresh interpreter takes more than two seconds to import what a program needs, and most claims are not about that.
+"""
 
 import multiprocessing
 import os
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,36 +29,87 @@ class Ended:
     output: str
 
 
+class Program:
+    """A running program, with what tests use of subprocess.Popen; it writes its output into a file."""
+
+    def __init__(
+        self, *words: str, cwd: Path = ROOT, into: Callable[[], int] | None = None, **environment: str
+    ) -> None:
+        """Start `python words...`, or `python -m words...` where the first word is no script.
+
+        Args:
+            into: called in the program's process; the descriptor that takes its output in place of the file.
+        """
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.words = words
+        self.file = tempfile.NamedTemporaryFile("r", errors="replace")
+        output = self.file.name if into is None else into
+        with without_main_module():
+            environ = {**os.environ, **environment}
+            self.process = context.Process(target=be_program, args=(words, output, cwd, environ))
+            self.process.start()
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
+
+    def output(self) -> str:
+        """What it has written so far."""
+        self.file.seek(0)
+        return self.file.read()
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    @property
+    def returncode(self) -> int:
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+    def wait(self, timeout: float = 100) -> int:
+        self.process.join(timeout)
+        alive = self.process.is_alive()
+        if alive:
+            self.kill()
+        assert not alive, f"{self.words} had not ended after {timeout} s:\n{self.output()}"
+        return self.returncode
+
+    def communicate(self, timeout: float = 100) -> tuple[str, None]:
+        """Wait for its end; what it has written, and None for what Popen has as standard error."""
+        self.wait(timeout)
+        return self.output(), None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
 def run_program(*words: str, timeout: float = 100, **environment: str) -> Ended:
-    """Run a script of the repository as `python script words...` does, from a process that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with tempfile.NamedTemporaryFile("r", errors="replace") as file, without_main_module():
-        process = context.Process(target=be_program, args=(words, file.name, {**os.environ, **environment}))
-        process.start()
-        process.join(timeout)
-        alive = process.is_alive()
-        process.kill()
-        process.join()
-        output = file.read()
-    assert not alive, f"{words} had not ended after {timeout} s:\n{output}"
-    assert process.exitcode is not None
-    return Ended(process.exitcode, output)
+    """Run a program of the repository to its end, as `python words...` does."""
+    program = Program(*words, **environment)
+    output, _ = program.communicate(timeout)
+    return Ended(program.returncode, output)
 
 
-def be_program(words: tuple[str, ...], output: str, environment: dict[str, str]) -> None:
+def be_program(words: tuple[str, ...], output: str | Callable[[], int], cwd: Path, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(ROOT)
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.chdir(cwd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND) if isinstance(output, str) else output()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.close(descriptor)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     sys.argv = list(words)
     code = 0
     try:
         if words[0].endswith(".py"):
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")
         else:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
@@ -80,24 +135,25 @@ def as_flags(**fields) -> list[str]:
     return [f"--{name}={value}" for name, value in fields.items()]
 
 
-def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", **fields) -> subprocess.Popen:
-    """`python -m nanoGPT.launch` in a process of its own."""
-    command = [sys.executable, "-m", "nanoGPT.launch", f"--gpus={ranks}", f"{phase}/train.py"]
-    return subprocess.Popen(
-        [*command, *as_flags(**{**LONG, **fields, "out_dir": out, "device": "cpu"})],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        pipesize=2**20,  # nobody reads it while the job runs: 64 KiB are full after a thousand steps
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests run in the background ignore it
-    )
+def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", **fields) -> Program:
+    """`python -m nanoGPT.launch` with ranks that train until somebody ends them."""
+    words = as_flags(**{**LONG, **fields, "out_dir": out, "device": "cpu"})
+    return Program("nanoGPT.launch", f"--gpus={ranks}", f"{phase}/train.py", *words)
 
 
-def await_steps(out: Path, steps: int, process: subprocess.Popen) -> None:
-    for _ in range(600):
-        if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text().count("\n") >= steps:
-            return
+def wait_until(is_true: Callable[[], object], seconds: float = 120) -> None:
+    """Wait for a condition; the deadline is for a test that fails, on a machine that has other things to do."""
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+def await_steps(out: Path, steps: int, process: "Program | subprocess.Popen") -> None:
+    """Wait until a run has logged so many steps."""
+
+    def logged() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
-    raise AssertionError("no progress within 60 seconds")
+        return (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text().count("\n") >= steps
+
+    wait_until(logged)

@@ -2,8 +2,6 @@
 
 import copy
 import re
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from phase1_zero1.buckets import ELEMENTWISE
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.sharded_checkpoint import training_state
 from phase1_zero1.zero1 import Zero1Optimizer
+from tests.helpers.programs import Program
 from tests.helpers.training import ROOT
 from workshop.ranks import RankFailed, run_on_ranks
 
@@ -497,11 +496,10 @@ def test_the_script_ends_well(tmp_path):
     """As a program, right after whose last step Python ends: nothing of gloo's threads may want Python any more."""
     text = (ROOT / "phase1_zero1/IMPLEMENTATION.md").read_text()
     (tmp_path / "mine.py").write_text(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0])
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mine.py"]
-    started = [subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in "123"]
-    for process in started:
-        output, _ = process.communicate(timeout=100)
-        assert process.returncode == 0 and b"loss 0." in output, output.decode()
+    words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "mine.py"]
+    for program in [Program(*words, cwd=tmp_path, PYTHONPATH=str(ROOT)) for _ in "123"]:
+        output, _ = program.communicate()
+        assert program.returncode == 0 and "loss 0." in output, output
 
 
 def without_a_group() -> float:
