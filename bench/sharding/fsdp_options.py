@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.matrix.cells import Found, config_of, run_cell
+from bench.matrix.cells import config_of, run_cell
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.train_config import TrainConfig
@@ -121,28 +121,31 @@ def words_of(row: Row, steps: int, model: dict[str, Any]) -> dict[str, Any]:
     return {**model, "dropout": 0.0 if own_masks else 0.2, "max_iters": steps, **DEFAULTS, **options}
 
 
-def reference_of(words: dict[str, Any], out_dir: Path) -> Found:
-    """The baseline on one rank, with the same model, data, dropout and precision; trained once."""
+def cells_of(row: Row, folder: Path, steps: int, model: dict[str, Any] = SMALL) -> list[tuple[str, int, TrainConfig]]:
+    """What a row trains, each with its phase and its number of ranks.
+
+    The first is the baseline on one rank, with the same model, data, dropout and precision, which rows share; the
+    second has the row's options.
+    """
+    words = words_of(row, steps, model)
     known = {field.name for field in dataclasses.fields(TrainConfig)} - {"compile"}
-    config = config_of("baseline", out_dir, **{name: value for name, value in words.items() if name in known})
-    return run_cell("baseline", 1, config)
+    reference = folder.parent / f"reference-{words['vocab_size']}-{words['dropout']}-{words['dtype']}"
+    plain = config_of("baseline", reference, **{name: value for name, value in words.items() if name in known})
+    return [("baseline", 1, plain), ("phase3", row["ranks"], config_of("phase3", folder / "run", **words))]
 
 
 def run_row(row: Row, folder: Path, steps: int, model: dict[str, Any] = SMALL) -> Row:
-    """Train with a row's options.
+    """Train with a row's options, as far as that has not been done in this folder.
 
     Returns:
         The row with `gap`, the largest difference from the baseline's losses; `traffic`, bytes that the ledger counted
         and `expected`, those of the formula, by kind and ranks; `state` and `expected_state`, the bytes of rank 0.
     """
-    words = words_of(row, steps, model)
-    key = f"{words['vocab_size']}-{words['dropout']}-{words['dtype']}"
-    reference = reference_of(words, folder.parent / f"reference-{key}")
-    found = run_cell("phase3", row["ranks"], config_of("phase3", folder / "run", **words))
+    reference, found = (run_cell(*cell) for cell in cells_of(row, folder, steps, model))
     sent = {f"{each['kind']} over {each['ranks']}": each for each in found.rank_0["collectives"]}
     return {
         **row,
-        "dropout": words["dropout"],
+        "dropout": words_of(row, steps, model)["dropout"],
         "gap": found.gap(reference),
         "traffic": {name: each["tensor_bytes"] for name, each in sent.items()},
         "expected": {name: each["expected_bytes"] for name, each in sent.items()},

@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from phase2_triton.kernels.core import interpreting
+
 BAND = 64  # elements on each side of a buffer
 BESIDE_RESULTS = -7777  # a number: NaN that was made from NaN would not be seen in a band of NaN
 
@@ -70,6 +72,15 @@ def guard_bands() -> Iterator[Bands]:
     ):
         yield bands
     assert bands.intact(), "a kernel wrote outside a buffer"
+
+
+def compile_whole(function: Callable[..., Any]) -> Any:
+    """torch.compile of a function as one graph.
+
+    Where kernels are interpreted, Inductor would only compile what is around them, with a C++ compiler that takes half
+    a minute; a whole run that it compiles is in tests/promises and in tests/phase2/test_training.py.
+    """
+    return torch.compile(function, fullgraph=True, backend="aot_eager" if interpreting() else "inductor")
 
 
 def gap(a: Tensor, b: Tensor) -> float:

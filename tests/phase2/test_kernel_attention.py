@@ -11,7 +11,15 @@ from torch.nn import functional as F
 from phase2_triton.kernels import attention
 from phase2_triton.kernels.attention import causal_attention, reference, store_rows
 from phase2_triton.kernels.core import KernelError, jit, launch, tile, tl
-from tests.helpers.kernels import assert_as_exact_as_torch, assert_registered, fixed_normal, gap, guard_bands, guarded
+from tests.helpers.kernels import (
+    assert_as_exact_as_torch,
+    assert_registered,
+    compile_whole,
+    fixed_normal,
+    gap,
+    guard_bands,
+    guarded,
+)
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -249,7 +257,7 @@ def test_compiled_whole():
     def f(qkv):
         return ours(qkv * 2).transpose(1, 2).reshape(2, -1, 32) + 1
 
-    compiled = torch.compile(f, fullgraph=True)
+    compiled = compile_whole(f)
     for T in (5, 8, 9):
         qkv = projection(2, 2, T, 16)
         mine, plain = compiled(qkv), f(qkv)
@@ -260,7 +268,7 @@ def test_compiled_whole():
 
 def test_compiled_dropout():
     """Compiled, torch's seed decides the mask too, and the backward uses the forward's."""
-    compiled = torch.compile(lambda q, k, v: causal_attention(q, k, v, 0.3) * 1, fullgraph=True)
+    compiled = compile_whole(lambda q, k, v: causal_attention(q, k, v, 0.3) * 1)
     q, k, v = (x.detach().requires_grad_() for x in heads(projection(2, 2, 9, 16)))
 
     def seeded(seed):

@@ -10,6 +10,7 @@ from tests.helpers.kernels import (
     assert_as_exact_as_torch,
     assert_near,
     assert_registered,
+    compile_whole,
     fixed_normal,
     gap,
     guard_bands,
@@ -124,7 +125,7 @@ def test_compiled_whole():
     def f(idx, first):
         return embedding(idx, wte * 2, wpe, first)
 
-    compiled = torch.compile(f, fullgraph=True)
+    compiled = compile_whole(f)
     for T, first in ((4, 0), (7, 3), (9, 5)):
         idx = tokens(2, T, 75)
         ours, theirs = compiled(idx, first), f(idx, first)

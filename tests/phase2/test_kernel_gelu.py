@@ -8,7 +8,14 @@ from torch.nn import functional as F
 
 from phase2_triton.kernels import gelu
 from phase2_triton.kernels.core import KernelError, launch
-from tests.helpers.kernels import assert_as_exact_as_torch, assert_near, assert_registered, fixed_normal, gap
+from tests.helpers.kernels import (
+    assert_as_exact_as_torch,
+    assert_near,
+    assert_registered,
+    compile_whole,
+    fixed_normal,
+    gap,
+)
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -133,7 +140,7 @@ def test_compiled_whole():
     def f(x):
         return gelu.bias_gelu(gelu.linear_gelu(x * 2, w, b, "tanh"), b)
 
-    compiled = torch.compile(f, fullgraph=True)
+    compiled = compile_whole(f)
     for M in (4, 7, 9):
         (x,) = leaves((M, 20))
         y, expected = compiled(x), f(x)

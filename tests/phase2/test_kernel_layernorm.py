@@ -5,7 +5,15 @@ import torch
 
 from phase2_triton.kernels import layernorm
 from phase2_triton.kernels.core import KernelError
-from tests.helpers.kernels import assert_as_exact_as_torch, assert_registered, fixed_normal, gap, guard_bands, guarded
+from tests.helpers.kernels import (
+    assert_as_exact_as_torch,
+    assert_registered,
+    compile_whole,
+    fixed_normal,
+    gap,
+    guard_bands,
+    guarded,
+)
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -122,7 +130,7 @@ def test_compiled_whole():
         total, y = layernorm.add_layer_norm(x * 2, branch, weight, bias, eps=0.5)
         return layernorm.layer_norm(y, weight) + total
 
-    compiled = torch.compile(f, fullgraph=True)
+    compiled = compile_whole(f)
     for M in (4, 7, 9):
         x, branch, _, _ = inputs(M, 100)
         ours, theirs = compiled(x, branch), f(x, branch)

@@ -12,6 +12,7 @@ from phase2_triton.kernels.core import KernelError, interpreting, launch, tile
 from tests.helpers.kernels import (
     assert_as_exact_as_torch,
     assert_registered,
+    compile_whole,
     fixed_integers,
     fixed_normal,
     gap,
@@ -282,7 +283,7 @@ def test_compiled_whole():
         return head + given.cross_entropy(h @ w.t(), labels, label_smoothing=0.25, in_place=True)
 
     for a, b in zip(
-        torch.autograd.grad(torch.compile(loss, fullgraph=True)(x, w), (x, w)),
+        torch.autograd.grad(compile_whole(loss)(x, w), (x, w)),
         torch.autograd.grad(loss(x, w), (x, w)),
         strict=True,
     ):

@@ -16,7 +16,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from phase2_triton.apply import KERNELS, TritonConfig, apply_kernels, kernel_optimizer, parse_kernels
 from phase2_triton.kernels.core import KernelError, interpreting
-from tests.helpers.kernels import fixed_integers
+from tests.helpers.kernels import compile_whole, fixed_integers
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import ROOT, gap, tiny, train
 from workshop.ranks import run_on_ranks
@@ -184,9 +184,9 @@ def test_compiled_equals_eager(tmp_path, device):
 
 def test_the_whole_model_is_one_graph():
     """torch.compile(fullgraph=True) takes the model with all kernels, under autocast too: eager's gradients."""
-    net = model()
+    net = model(n_layer=1)
     apply_kernels(net)
-    compiled = torch.compile(net, fullgraph=True)
+    compiled = compile_whole(net)
     for narrow, limit in ((False, 2e-6), (True, 2e-3)):
         with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=narrow):
             (loss, grads), (expected, expected_grads) = (step(n, *batch()) for n in (compiled, net))

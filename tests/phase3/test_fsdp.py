@@ -12,7 +12,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from bench.sharding.fsdp_options import LIMIT, OPTIONS, TINY, all_rows, covering_array, pairs_in, possible, run_row
+from bench.matrix.cells import PHASES
+from bench.sharding.fsdp_options import (
+    LIMIT,
+    OPTIONS,
+    TINY,
+    all_rows,
+    cells_of,
+    covering_array,
+    pairs_in,
+    possible,
+    run_row,
+)
 from nanoGPT.checkpoint.state import allocate_state
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.distributed.runtime import create_runtime
@@ -21,29 +32,39 @@ from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.parse import parse
 from nanoGPT.metrics.ledger import Traffic
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.costs import describe_sharding, own_params, padded
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import FsdpConfig, init_device, init_shards, rank_mesh, shard_model, units
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
-from tests.helpers.training import ROOT, gap, tiny, train
+from tests.helpers.training import ROOT, call_train, gap, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    return tmp_path_factory.mktemp("options")
+def run_all(cells: list[tuple[str, TrainConfig]]) -> None:
+    """One run after another on the ranks that are there."""
+    for phase, config in cells:
+        call_train(phase, config)
 
 
-@pytest.mark.parametrize("row", all_rows(quick=True), ids=lambda row: "-".join(map(str, row.values())))
-def test_every_option_with_every_other(row, references, request):
+@pytest.mark.parametrize("ranks", OPTIONS["ranks"])
+def test_every_option_with_every_other(ranks, tmp_path):
     """In each row of a covering array of all options (`make bench-fsdp` also compiles) the losses are the
     baseline's, the traffic is the formula's to the byte, and the state is 16 bytes for each element a rank keeps."""
-    found = run_row(row, references / request.node.name, steps=3, model=TINY)
-    assert found["gap"] <= LIMIT[found.get("dtype", "float32")], found
-    assert found["traffic"] == found["expected"], found
-    assert found["state"] == found["expected_state"], found
+    rows = {tmp_path / str(i): row for i, row in enumerate(all_rows(quick=True)) if row["ranks"] == ranks}
+    starts: dict[int, dict[str, tuple[str, TrainConfig]]] = {}  # one for all rows, and one for the baseline's runs
+    for folder, row in rows.items():
+        for phase, size, config in cells_of(row, folder, steps=3, model=TINY):
+            starts.setdefault(size, {})[config.out_dir] = (PHASES[phase], config)
+    for size, cells in starts.items():
+        run_on_ranks(run_all, size, list(cells.values()), timeout=220, show=False)
+    for folder, row in rows.items():
+        found = run_row(row, folder, steps=3, model=TINY)  # which reads what is there
+        assert found["gap"] <= LIMIT[found.get("dtype", "float32")], found
+        assert found["traffic"] == found["expected"], found
+        assert found["state"] == found["expected_state"], found
 
 
 def test_the_covering_array_covers():
