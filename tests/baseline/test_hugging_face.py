@@ -57,10 +57,10 @@ def change_weights(folder: Path, **changes: torch.Tensor) -> None:
 
 def assert_sentence(folder: Path, *words: str) -> None:
     """Assert that the directory is refused in one sentence that holds words, and soon."""
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ConfigError) as refused:
         logits_here(folder)
-    assert time.monotonic() - begin < 5  # a model of 10**8 layers takes hours
+    assert time.process_time() - begin < 5  # a model of 10**8 layers takes hours
     sentence = str(refused.value)
     assert "\n" not in sentence and len(sentence) < 600
     for word in (str(folder), *words):

@@ -317,13 +317,13 @@ def test_something_else_in_the_place_of_a_file(name, harm, tmp_path):
     write, place = FORMATS[name]
     read, file = write(tmp_path), tmp_path / place
     harm(file)
-    begin = time.perf_counter()
+    begin = time.process_time()
     if name == "status.json" or (name, harm) == (".metadata", break_as_sparse):
         read()  # such a status counts as pending; an index ends before the hole
     else:
         with pytest.raises(ConfigError):
             read()
-    assert time.perf_counter() - begin < SECONDS
+    assert time.process_time() - begin < SECONDS
 
 
 @pytest.mark.parametrize("dtype", ["O", "float64", "<u2", "uint64", "U10"])
@@ -361,10 +361,10 @@ def test_a_hostile_manifest_is_one_sentence(change, words, tmp_path):
     for key, value in change.items():
         manifest[key] = {**manifest[key], **value} if key == "model_args" else value
     path.write_text(seal(manifest))
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ConfigError, match=words):
         read()
-    assert time.perf_counter() - begin < SECONDS
+    assert time.process_time() - begin < SECONDS
 
 
 def test_an_optimizer_state_of_another_shape_is_refused(tmp_path):

@@ -61,6 +61,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.memory.tracker import STATE
 from nanoGPT.model import GPT, GPTConfig
 from phase2_triton.kernels import attention
+from tests.helpers.programs import wait_until
 
 SMALL = GPTConfig(2, 2, 32, 16, False, 80)
 CHOICES: dict[str, dict[str, list[Any]]] = {
@@ -285,11 +286,11 @@ def test_the_fastest_is_named_where_it_clearly_is():
 
 def test_the_time_of_a_trace_does_not_grow_with_the_tokens():
     """The fused loss of 8 million tokens is traced as one chunk, not as 1,500."""
-    started = time.monotonic()
+    started = time.process_time()
     traced(("phase3", {"kernels": "loss"}), replace(SMALL, block_size=2**16, vocab_size=50304), 1, 2, 1)
-    few, started = time.monotonic() - started, time.monotonic()
+    few, started = time.process_time() - started, time.process_time()
     traced(("phase3", {"kernels": "loss"}), replace(SMALL, block_size=2**16, vocab_size=50304), 1, MOST, 1)
-    assert time.monotonic() - started < 2 * few + 0.5
+    assert time.process_time() - started < 2 * few + 0.5
 
 
 def test_a_plan_that_is_stopped_waits_for_nobody(capsys, monkeypatch):
@@ -298,14 +299,14 @@ def test_a_plan_that_is_stopped_waits_for_nobody(capsys, monkeypatch):
     with pytest.raises(KeyboardInterrupt), report_errors(), processes() as pool:
         pool.submit(os.getpid).result()
         for _ in range(9):
-            pool.submit(time.sleep, 60)
-        workers, started = list(pool._processes.values()), time.monotonic()
+            pool.submit(time.sleep, 1000)
+        workers = list(pool._processes.values())
         raise KeyboardInterrupt
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capsys.readouterr().err == "\nstopped\n"
     for worker in workers:
-        worker.join(5)
-    assert time.monotonic() - started < 10 and not any(worker.is_alive() for worker in workers)
+        worker.join(100)
+    assert not any(worker.is_alive() for worker in workers)
 
     class Killed:
         def join(self) -> None:
@@ -316,8 +317,7 @@ def test_a_plan_that_is_stopped_waits_for_nobody(capsys, monkeypatch):
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     end_with_parent()
-    for _ in range(100):
-        time.sleep(0.01 * (not ended))
+    wait_until(lambda: ended)
     assert ended == [1]
 
 

@@ -5,6 +5,7 @@ A fresh interpreter takes more than two seconds to import what a program needs, 
 
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -33,7 +34,12 @@ class Program:
     """A running program, with what tests use of subprocess.Popen; it writes its output into a file."""
 
     def __init__(
-        self, *words: str, cwd: Path = ROOT, into: Callable[[], int] | None = None, **environment: str
+        self,
+        *words: str,
+        cwd: Path = ROOT,
+        into: Callable[[], int] | None = None,
+        processor_seconds: int | None = None,
+        **environment: str,
     ) -> None:
         """Start `python words...`, or `python -m words...` where the first word is no script.
 
@@ -47,7 +53,7 @@ class Program:
         output = self.file.name if into is None else into
         with without_main_module():
             environ = {**os.environ, **environment}
-            self.process = context.Process(target=be_program, args=(words, output, cwd, environ))
+            self.process = context.Process(target=be_program, args=(words, output, cwd, processor_seconds, environ))
             self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
@@ -87,14 +93,26 @@ class Program:
         self.process.join()
 
 
-def run_program(*words: str, timeout: float = 100, **environment: str) -> Ended:
-    """Run a program of the repository to its end, as `python words...` does."""
-    program = Program(*words, **environment)
+def run_program(*words: str, timeout: float = 100, processor_seconds: int | None = None, **environment: str) -> Ended:
+    """Run a program of the repository to its end, as `python words...` does.
+
+    Args:
+        processor_seconds: the program is killed when it has used so many, whatever else the machine does.
+    """
+    program = Program(*words, processor_seconds=processor_seconds, **environment)
     output, _ = program.communicate(timeout)
     return Ended(program.returncode, output)
 
 
-def be_program(words: tuple[str, ...], output: str | Callable[[], int], cwd: Path, environment: dict[str, str]) -> None:
+def be_program(
+    words: tuple[str, ...],
+    output: str | Callable[[], int],
+    cwd: Path,
+    processor_seconds: int | None,
+    environment: dict[str, str],
+) -> None:
+    if processor_seconds is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (processor_seconds, processor_seconds))
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
