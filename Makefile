@@ -23,7 +23,7 @@ LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$
 FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
-.PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test lint notebooks diff1 diff2 diff3
+.PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test test-fast lint notebooks diff1 diff2 diff3
 .PHONY: plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy
 
 help:  ## list the commands
@@ -67,6 +67,8 @@ verify-checkpoint: .venv/.core  ## read every checkpoint of ARGS=--out_dir=DIR t
 	@$(PY) -m nanoGPT.checkpoint.verify $(ARGS)
 test: .venv/.dev data  ## run the tests (DEVICE=cuda for those that need a GPU)
 	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
+test-fast: .venv/.dev data  ## run the tests that start no processes and take no seconds; under a minute
+	@$(PY) -m pytest -m "not slow and not ranks and not heavy" $(ARGS)
 lint: .venv/.dev  ## ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
 notebooks: .venv/.dev data  ## run every notebook script and write the .ipynb beside it

@@ -24,6 +24,15 @@ def pytest_configure(config: pytest.Config) -> None:
     PRELOADED.append("pytest")  # which a rank imports with the test file that its function is in
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes, so that nobody has to remember it: `make test-fast` leaves it out."""
+    from tests.helpers.marks import functions_of, starts_processes
+
+    for item in items:
+        if isinstance(item, pytest.Function) and any(starts_processes(each, set()) for each in functions_of(item)):
+            item.add_marker("ranks")
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
     name = request.config.getoption("--device")

@@ -69,6 +69,7 @@ def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", time.process_time)
 
 
+@pytest.mark.heavy
 def test_the_trainer_adds_little_to_a_step(tmp_path, processor_time):
     """In a short run the trainer's step costs less than 10% over the bare loop's, and data less than 3% of it; the
     committed long one says how much exactly."""
@@ -78,6 +79,7 @@ def test_the_trainer_adds_little_to_a_step(tmp_path, processor_time):
     assert trainer < 1.10 * bare and data < 0.03 * trainer, (bare, trainer, data)
 
 
+@pytest.mark.heavy
 def test_the_ledger_slows_a_step_by_little(tmp_path, processor_time):
     """By less than half in a few steps, whatever else the machine does; the committed measurement has at most 20%."""
     config = TrainConfig(device="cpu", out_dir=str(tmp_path), gradient_accumulation_steps=8)
@@ -245,6 +247,7 @@ def test_zero1_is_measured_by_what_runs():
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.heavy
 def test_every_kernel_is_measured(name, device):
     """On this machine, too, each case runs for every contender, forward and backward, with times above 0."""
     device = torch.device(device)
@@ -271,6 +274,7 @@ def test_the_kernels_plots_are_drawn(tmp_path):
         assert path.with_suffix(".png").stat().st_size > 5000
 
 
+@pytest.mark.heavy
 def test_tuning_finds_a_row_that_is_no_slower(tmp_path, monkeypatch, processor_time):
     """The tuner walks from the table's row to a faster one and writes a whole table."""
     if not core.interpreting():
@@ -285,6 +289,7 @@ def test_tuning_finds_a_row_that_is_no_slower(tmp_path, monkeypatch, processor_t
     assert written["layernorm_forward"]["cuda"] == core.table()["layernorm_forward"]["cuda"]
 
 
+@pytest.mark.heavy
 def test_a_candidate_that_is_wrong_is_out(device):
     """Every kernel's own rows give what torch gives, a loss and the gradients too; another gradient is seen."""
     for kernel in {kernel for kernel, _ in tune_kernels.TIMED.values()} - {"adamw"}:

@@ -104,6 +104,7 @@ def test_a_trace_holds_what_a_run_holds(seed, tmp_path):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.heavy
 def test_what_is_extended_is_what_would_be_traced(row):
     """From 3 and 4 blocks to 7: the peak of the whole trace to two thousandths (phase 1 pads its buckets), its traffic,
     and its time."""
@@ -118,6 +119,7 @@ def test_what_is_extended_is_what_would_be_traced(row):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("phase", ["phase1", "phase3"])
+@pytest.mark.heavy
 def test_gpt2_124m_keeps_and_sends_what_the_formula_says(phase, ranks, tmp_path):
     """What a traced step of GPT-2 124M keeps, and its reduce-scatters and gatherings, to the byte."""
     words = {"batch_size": 1, "block_size": 64, "dtype": "float32", "device": "cpu"}
@@ -141,6 +143,7 @@ class Here(Executor):
         return future
 
 
+@pytest.mark.heavy
 def test_the_largest_micro_batch_is_the_largest(monkeypatch):
     """One sequence more is traced not to fit; with more space than any needs, the plan's limit is told."""
     planner = Planner(SMALL, "t4", 4, 1, Here())
@@ -156,6 +159,7 @@ def test_the_largest_micro_batch_is_the_largest(monkeypatch):
     assert planner.largest(ROWS[1]) == MOST
 
 
+@pytest.mark.heavy
 def test_state_is_that_of_the_formula_for_gpt2():
     """16P for DDP, 16P/N for FSDP, 8P + 8P/N for ZeRO-1 with what its buckets are filled up with, at N = 8."""
     shape = shape_of(PlanConfig("gpt2"))
@@ -213,6 +217,7 @@ def test_the_units_of_the_tables():
     assert "needs 14 GPUs" in nothing_fits({"rows": [large], "gpus": 4, "usable_bytes": 30})
 
 
+@pytest.mark.heavy
 def test_a_plan(capsys, tmp_path):
     """A model fits, the table says so, JSON is the same plan, and a token count takes time and costs."""
     config = PlanConfig("gpt2", 16, "t4", block_size=64, n_layer=3, n_embd=96, n_head=3, tokens=1e9, price=2.0)
@@ -345,6 +350,7 @@ def test_what_a_roofline_counts():
     assert backward > 2 * forward
 
 
+@pytest.mark.heavy
 def test_speed_near_published_runs(capsys):
     """Every published run is met within 25 percent."""
     published.main(write=False)

@@ -68,6 +68,7 @@ def one_run(tmp_path: Path, phase: str = "baseline", ranks: int = 1, **words: ob
     return run
 
 
+@pytest.mark.heavy
 def test_every_suite_can_be_planned(tmp_path, capsys):
     """Each of this repository's suites has runs that their phases accept, and an estimate of their time."""
     names = sorted(path.stem for path in SUITES.glob("*.toml"))

@@ -18,6 +18,7 @@ CASES = [(point, rank) for rank in (0, 1) for point in EVERY_RANK] + [(point, 0)
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(("point", "rank"), CASES)
+@pytest.mark.heavy
 def test_a_kill_at_every_point_of_a_save(point, rank, mode):
     """Killed before the directory has its name, the step before opens; after that, this one; and saving goes on."""
     published = ("after the rename", "before LATEST", "after LATEST", "in the retention")

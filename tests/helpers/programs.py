@@ -127,7 +127,6 @@ def be_program(
     code = 0
     try:
         if words[0].endswith(".py"):
-            sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")
         else:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)

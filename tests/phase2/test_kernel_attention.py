@@ -175,6 +175,7 @@ def test_any_layout_and_expanded_gradients():
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.heavy
 def test_gradcheck(p):
     """In fp64, finite differences agree with the backward, with dropout too."""
     q, k, v = (fixed_normal((1, 2, 4, 2), seed).requires_grad_() for seed in (1, 2, 3))
@@ -241,6 +242,7 @@ def test_fp32_products_are_as_exact_as_torch_allows(monkeypatch):
     assert seen == ["ieee"] * 3 + ["tf32"] * 3
 
 
+@pytest.mark.heavy
 def test_the_ops_are_registered_well():
     """opcheck: schemas, fake tensors, autograd and AOT tracing hold, with dropout and without."""
     q, k, v = heads(projection(2, 2, 5, 4))
@@ -251,6 +253,7 @@ def test_the_ops_are_registered_well():
         assert_registered(attention.backward_op, (torch.ones_like(y), *plain, y, lse, seed, p, 0.5))
 
 
+@pytest.mark.heavy
 def test_compiled_whole():
     """torch.compile(fullgraph=True) gives eager's results and gradients, also for other lengths."""
 
@@ -266,6 +269,7 @@ def test_compiled_whole():
         assert gap(*gradients) <= 1e-4
 
 
+@pytest.mark.heavy
 def test_compiled_dropout():
     """Compiled, torch's seed decides the mask too, and the backward uses the forward's."""
     compiled = compile_whole(lambda q, k, v: causal_attention(q, k, v, 0.3) * 1)

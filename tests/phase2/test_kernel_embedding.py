@@ -104,12 +104,14 @@ def test_any_layout():
         assert gap(a, b) <= 1e-5
 
 
+@pytest.mark.heavy
 def test_gradcheck():
     """In fp64, finite differences agree with the backward, for tokens that repeat."""
     idx = torch.tensor([[1, 3, 1], [1, 0, 3]])
     assert torch.autograd.gradcheck(bound(idx, 1), weights(5, 4, 3, torch.float64))
 
 
+@pytest.mark.heavy
 def test_the_ops_are_registered_well():
     """opcheck: schemas, fake tensors, autograd and AOT tracing hold."""
     idx, (wte, wpe) = tokens(2, 3, 5), weights(5, 4, 8)
@@ -118,6 +120,7 @@ def test_the_ops_are_registered_well():
     assert_registered(module.positions_op, (torch.randn(2, 3, 8), 1, 4))
 
 
+@pytest.mark.heavy
 def test_compiled_whole():
     """torch.compile(fullgraph=True) gives eager's results and gradients, also for other lengths and positions."""
     wte, wpe = weights(75, 16, 24)

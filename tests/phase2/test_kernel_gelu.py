@@ -115,6 +115,7 @@ def test_any_layout_and_shape():
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.heavy
 def test_gradcheck(approximate, monkeypatch):
     """In fp64, finite differences agree with the backwards."""
     monkeypatch.setattr(gelu, "config", lambda name, _: dict(TILES[name]))
@@ -123,6 +124,7 @@ def test_gradcheck(approximate, monkeypatch):
     assert torch.autograd.gradcheck(ours(gelu.bias_gelu, approximate), leaves((3, 5), (5,), dtype=torch.float64))
 
 
+@pytest.mark.heavy
 def test_the_ops_are_registered_well():
     """opcheck: schemas, fake tensors, autograd and AOT tracing hold."""
     x, w, b = leaves((3, 5), (4, 5), (4,))
@@ -133,6 +135,7 @@ def test_the_ops_are_registered_well():
     assert_registered(gelu.backward_op, (pre.detach(), pre.detach(), None, False, True))
 
 
+@pytest.mark.heavy
 def test_compiled_whole():
     """torch.compile(fullgraph=True) gives eager's results and gradients, also with another number of rows."""
     _, w, b = leaves((1, 20), (30, 20), (30,))

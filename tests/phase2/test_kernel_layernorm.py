@@ -107,11 +107,13 @@ def test_any_layout_and_shape():
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.heavy
 def test_gradcheck(bias):
     """In fp64, finite differences agree with the backward, through both results."""
     assert torch.autograd.gradcheck(layernorm.add_layer_norm, inputs(3, 5, torch.float64, bias))
 
 
+@pytest.mark.heavy
 def test_the_ops_are_registered_well():
     """opcheck: schemas, fake tensors, autograd and AOT tracing hold."""
     x, branch, weight, bias = inputs(4, 10)
@@ -122,6 +124,7 @@ def test_the_ops_are_registered_well():
     assert_registered(layernorm.backward_op, plain)
 
 
+@pytest.mark.heavy
 def test_compiled_whole():
     """torch.compile(fullgraph=True) gives eager's results and gradients, also with another number of rows."""
     _, _, weight, bias = inputs(1, 100)

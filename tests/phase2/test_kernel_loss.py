@@ -250,6 +250,7 @@ def test_the_fused_head_computes_only_what_is_asked_for():
 
 
 @pytest.mark.parametrize("loss_of", ["given", "fused"])
+@pytest.mark.heavy
 def test_gradcheck(loss_of):
     """In fp64, finite differences agree with the backward, with every option on."""
     labels, options = torch.tensor([1, -1, 8]), {"label_smoothing": 0.1, "z_loss": 0.1}
@@ -261,6 +262,7 @@ def test_gradcheck(loss_of):
         assert torch.autograd.gradcheck(lambda x, w: fused.linear_cross_entropy(x, w, labels, **options), (x, w))
 
 
+@pytest.mark.heavy
 def test_the_ops_are_registered_well():
     """opcheck: schemas, fake tensors, autograd and AOT tracing hold for every op of both files."""
     z, labels, x, w = torch.randn(6, 70, requires_grad=True), targets(6, 70), torch.randn(6, 8), torch.randn(70, 8)
@@ -272,6 +274,7 @@ def test_the_ops_are_registered_well():
     assert_registered(fused.forward_op, (*leaves, labels, torch.float32, -1, 0.1, 0.1, True, True, 1000))
 
 
+@pytest.mark.heavy
 def test_compiled_whole():
     """torch.compile(fullgraph=True) gives eager's loss and gradients; the numbers given as options arrive."""
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(70, 8, requires_grad=True)

@@ -182,6 +182,7 @@ def test_compiled_equals_eager(tmp_path, device):
     assert gap(eager, compiled) <= 1e-5
 
 
+@pytest.mark.heavy
 def test_the_whole_model_is_one_graph():
     """torch.compile(fullgraph=True) takes the model with all kernels, under autocast too: eager's gradients."""
     net = model(n_layer=1)

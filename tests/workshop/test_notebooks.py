@@ -47,6 +47,7 @@ def test_the_committed_outputs_are_of_a_whole_run(script: Path) -> None:
 
 @each_notebook
 @pytest.mark.timeout(180)
+@pytest.mark.heavy
 def test_the_notebook_runs(script: Path) -> None:
     """Every notebook runs in a fresh kernel, and prints nothing to standard error."""
     ran = execute(notebook_of(script))
@@ -67,6 +68,7 @@ def test_an_edited_script_is_told_from_its_notebook(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.heavy
 def test_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs of cells that print the same, two of them alike, write the same bytes; a figure too."""
     monkeypatch.setenv("MPLBACKEND", "agg")
