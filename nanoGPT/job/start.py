@@ -14,45 +14,19 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.cli.program import unbreakable_output
-from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.agreement import find_disagreement
 from nanoGPT.distributed.process_group import join_process_group, tell_other_nodes
-from nanoGPT.distributed.runtime import Runtime, create_runtime, pick_device, pick_dtype
-from nanoGPT.errors import LOST_PEER, ConfigError, NonFiniteLoss, SaveError, did_you_mean
+from nanoGPT.distributed.runtime import Runtime, create_runtime
+from nanoGPT.errors import LOST_PEER, ConfigError, NonFiniteLoss, SaveError
 from nanoGPT.job.elastic import enter_out_dir, resume_after_restart
 from nanoGPT.job.exits import report_failure
 from nanoGPT.job.known_errors import explain_known_error
 from nanoGPT.job.parse import config_from_launcher, parse
+from nanoGPT.job.preflight import preflight
 from nanoGPT.job.run_description import describe_run
 from nanoGPT.job.signals import end_with_launcher, listen_for_signals
-from nanoGPT.memory.out_of_memory import CostsModule, MemoryReport, check_parameters_fit
-from nanoGPT.train_config import C, TrainConfig, validate
-
-PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-
-
-def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:
-    """Refuse, before any process group starts and anything is written, whatever can be known not to work.
-
-    Returns:
-        The run's data.
-
-    Raises:
-        ConfigError: one sentence that says what to do.
-    """
-    validate(config, world_size)
-    device, _ = pick_device(config.device, 0, local_world_size, world_size)
-    pick_dtype(config.dtype, device)
-    known = config.init_from in ("scratch", "resume", *PRETRAINED)
-    if not known and not (config.init_from and Path(config.init_from).is_dir()):
-        close = did_you_mean(config.init_from, ["scratch", "resume", *PRETRAINED])
-        raise ConfigError(
-            f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory{close}"
-        )
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-    if device.type == "cpu" and config.init_from in ("scratch", "resume"):
-        check_parameters_fit(config, data.tokenizer["vocab_size"], world_size, local_world_size)
-    return data
+from nanoGPT.memory.out_of_memory import CostsModule, MemoryReport
+from nanoGPT.train_config import C, TrainConfig
 
 
 @contextlib.contextmanager

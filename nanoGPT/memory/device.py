@@ -5,6 +5,7 @@ has, what `ulimit` allows this process, and what a container or a batch system a
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import resource
@@ -14,6 +15,11 @@ from pathlib import Path
 
 import torch
 
+from nanoGPT.errors import ConfigError
+from nanoGPT.model import GPTConfig
+from nanoGPT.train_config import TrainConfig
+
+SMALLER_MODEL = "use a smaller --n_layer, --n_embd or --vocab_size, or `make phase3` on more "
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -136,3 +142,25 @@ def process_bytes() -> int | None:
         found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
         return int(found[1]) * 1024 if found else None
     return None
+
+
+def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, local_world_size: int) -> None:
+    """Refuse a model whose parameters alone need more memory than the ranks of this machine, on its CPU, can ever have.
+
+    Args:
+        vocab_size: at least so many rows does the embedding have.
+
+    Raises:
+        ConfigError: says what they take, and what there is.
+    """
+    shape = GPTConfig.of({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
+    weights = 4 * shape.count_params() * config.share_of_parameters(world_size, local_world_size, on_gpu=False)
+    for owner, total, is_shared in host_limits():
+        needed = weights * (local_world_size if is_shared else 1)
+        if needed > total:
+            on = f" on {local_world_size} ranks" if is_shared and local_world_size > 1 else ""
+            raise ConfigError(
+                f"--n_layer={shape.n_layer} --n_embd={shape.n_embd} and a vocabulary of {shape.vocab_size:,} make "
+                f"{shape.count_params():,} parameters, which alone take {format_bytes(needed)} in fp32{on}, and "
+                f"{owner} {format_bytes(total)}: {SMALLER_MODEL}{'machines' if is_shared else 'ranks'}"
+            )

@@ -4,9 +4,9 @@
     5.9 GiB of gradients, 11.8 GiB of optimizer state and 53 GiB of activations and other tensors; free most with
     --batch_size=4 (about 26.5 GiB), --fsdp_cpu_offload=True (about 23.6 GiB) or ...
 
-Whether a model can fit at all is checked before a run starts (`check_parameters_fit`). After an error the trainer's own
-variables, which the error's traceback still holds, tell the rest; the trainer's `costs` module knows what its flags
-free.
+Whether a model can fit at all is checked before a run starts (`check_parameters_fit` in `device.py`). After an error
+the trainer's own variables, which the error's traceback still holds, tell the rest; the trainer's `costs` module knows
+what its flags free.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ON_GPU, ConfigError, error_messages, is_out_of_memory
+from nanoGPT.errors import ON_GPU, error_messages, is_out_of_memory
 from nanoGPT.memory.costs import Costs
 from nanoGPT.memory.device import (
+    SMALLER_MODEL,
     DeviceMemory,
     format_bytes,
     gpu_memory,
-    host_limits,
     host_memory,
     process_bytes,
     requested_bytes,
@@ -54,7 +54,6 @@ NAMES = {
 }
 RESERVE = 8 * 2**20  # bytes
 SMALLEST = 2**20  # bytes that are worth a word
-SMALLER_MODEL = "use a smaller --n_layer, --n_embd or --vocab_size, or `make phase3` on more "
 
 
 @dataclass
@@ -204,28 +203,3 @@ def costs_of(job: Job, shape: GPTConfig, share: float, costs_module: CostsModule
             with contextlib.suppress(Exception):  # of a unit whose all-gather failed
                 module.reshard()  # the formula reads shards
     return costs_module.step_costs(job.model, job.optimizer, job.config, job.run)
-
-
-# ---- before a run
-
-
-def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, local_world_size: int) -> None:
-    """Refuse a model whose parameters alone need more memory than the ranks of this machine, on its CPU, can ever have.
-
-    Args:
-        vocab_size: at least so many rows does the embedding have.
-
-    Raises:
-        ConfigError: says what they take, and what there is.
-    """
-    shape = GPTConfig.of({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
-    weights = 4 * shape.count_params() * config.share_of_parameters(world_size, local_world_size, on_gpu=False)
-    for owner, total, is_shared in host_limits():
-        needed = weights * (local_world_size if is_shared else 1)
-        if needed > total:
-            on = f" on {local_world_size} ranks" if is_shared and local_world_size > 1 else ""
-            raise ConfigError(
-                f"--n_layer={shape.n_layer} --n_embd={shape.n_embd} and a vocabulary of {shape.vocab_size:,} make "
-                f"{shape.count_params():,} parameters, which alone take {format_bytes(needed)} in fp32{on}, and "
-                f"{owner} {format_bytes(total)}: {SMALLER_MODEL}{'machines' if is_shared else 'ranks'}"
-            )

@@ -19,13 +19,14 @@ from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.memory import costs
 from nanoGPT.memory.device import (
     DeviceMemory,
+    check_parameters_fit,
     control_group_limits,
     format_bytes,
     gpu_memory,
     host_limits,
     requested_bytes,
 )
-from nanoGPT.memory.out_of_memory import CostsModule, Job, MemoryReport, advise, check_parameters_fit, describe
+from nanoGPT.memory.out_of_memory import CostsModule, Job, MemoryReport, advise, describe
 from nanoGPT.memory.savings import Needs
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import LossScaler
