@@ -262,6 +262,7 @@ def fuzz(name: str, folder: Path, cases: int) -> None:
     attempt()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_broken_file_is_one_sentence(name, tmp_path):
     """Whatever is wrong with a file, it either opens or is refused in one sentence within seconds."""

@@ -109,6 +109,7 @@ def test_cells_for_a_machine():
         main(steps=3)
 
 
+@pytest.mark.heavy
 def test_what_a_machine_cannot_hold_is_left_out(monkeypatch):
     """GPT-2 124M in DDP needs 16 bytes a parameter on each rank, and more; FSDP shares them."""
     words = {**MODELS["gpt2"], "device": "cpu", "max_iters": 4}

@@ -298,6 +298,7 @@ def test_the_time_of_a_trace_does_not_grow_with_the_tokens():
     assert time.process_time() - started < 2 * few + 0.5
 
 
+@pytest.mark.heavy
 def test_a_plan_that_is_stopped_waits_for_nobody(capsys, monkeypatch):
     """Ctrl-C ends the workers at once and is told in a word; a worker ends with its parent."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
