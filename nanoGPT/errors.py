@@ -1,7 +1,11 @@
-"""The project's exceptions, and the exit code that each one ends a program with.
+"""The exceptions of this project, and the exit codes of its programs.
 
-Exit codes: 0 done, or saved after SIGTERM or SIGINT; 2 a request that cannot be carried out; 3 a loss that is not
-finite; 4 a job that hung; 130 stopped by Ctrl-C with nothing saved; 1 anything else.
+0      the run is complete, or a checkpoint was saved after SIGTERM or SIGINT
+1      any other failure
+2      an invalid request (ConfigError)
+3      a loss or a gradient norm that is not finite (NonFiniteLoss)
+4      a job that hung
+130    stopped by Ctrl-C, and nothing was saved
 """
 
 import difflib
@@ -9,13 +13,13 @@ import math
 
 import torch
 
-STALLED = 4
-LONGEST_SENTENCE = 1500  # characters
-# What a rank says that has only followed another: gloo's words, and ours.
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "PeerFailed")
-# Texts of errors that mean that memory ran out, beside torch.OutOfMemoryError and MemoryError. When cuBLAS or cuDNN is
-# "not initialized", there is nearly always no memory left for its workspace.
-ON_GPU = (
+STALLED = 4  # exit code
+MAX_MESSAGE_LENGTH = 1500  # characters
+# Messages of gloo and of this project from a rank that fails only because another rank has failed.
+LOST_PEER_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "PeerFailed")
+# Out-of-memory messages of errors that are neither torch.OutOfMemoryError nor MemoryError. "Not initialized" is one of
+# them: it nearly always means that cuBLAS or cuDNN found no memory for its workspace.
+GPU_OUT_OF_MEMORY_MESSAGES = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "Cuda failure 2 ",
@@ -26,7 +30,7 @@ ON_GPU = (
     "CUDNN_STATUS_NOT_INITIALIZED",
     "MPS backend out of memory",
 )
-ON_HOST = (
+CPU_OUT_OF_MEMORY_MESSAGES = (
     "can't allocate memory: you tried",
     "not enough memory: you tried",
     "unable to mmap memory: you tried",
@@ -36,54 +40,57 @@ ON_HOST = (
 
 
 class ConfigError(Exception):
-    """A request that cannot be carried out. Its message is one sentence that says what to do; exit code 2.
+    """A request that cannot be carried out. The message is one sentence that tells the user what to do. Exit code 2.
 
     Args:
-        message: the sentence.
-        on_one_rank: other ranks may not have met it, so this one must speak.
-        is_shared: all ranks of all nodes have this sentence already.
+        message: the sentence. Line breaks are replaced by spaces, and a very long message is shortened.
+        on_one_rank: whether other ranks may not have this error, so that this rank must print it.
+        is_shared: whether all ranks of all nodes have received this message already.
     """
 
     def __init__(self, message: str, on_one_rank: bool = False, is_shared: bool = False) -> None:
-        line = " ".join(message.splitlines())  # what a file or a library says may have several, or be endless
-        super().__init__(line if len(line) <= LONGEST_SENTENCE else f"{line[:LONGEST_SENTENCE]}...")
+        line = " ".join(message.splitlines())
+        super().__init__(line if len(line) <= MAX_MESSAGE_LENGTH else f"{line[:MAX_MESSAGE_LENGTH]}...")
         self.on_one_rank, self.is_shared = on_one_rank, is_shared
 
 
 class NonFiniteLoss(Exception):
-    """The loss or the gradient norm is not finite; every rank sees the same value at the same step. Exit code 3."""
+    """The loss or the gradient norm is not finite. Every rank raises it at the same step. Exit code 3."""
 
 
 class PeerFailed(Exception):
-    """Another rank could not do its part of a save or a load; that one says why."""
+    """Another rank failed in a collective save or load. That rank reports the reason."""
 
 
 class SaveError(Exception):
-    """A checkpoint could not be saved; those before it stand. Every rank raises it. Exit code 1."""
+    """A checkpoint could not be saved. Earlier checkpoints remain valid. Every rank raises it. Exit code 1."""
 
 
 def check_finite(step: int, loss: float, grad_norm: float = 0.0) -> None:
-    """Stop before a loss or a gradient that is not finite reaches a checkpoint.
+    """Check that the loss and the gradient norm are finite, before the step can be saved in a checkpoint.
 
     Raises:
-        NonFiniteLoss: on every rank at the same step, because all ranks see the same numbers.
+        NonFiniteLoss: one of them is not. Every rank raises it at the same step, because the values are the same.
     """
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise NonFiniteLoss(
-            f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stopped before a save; "
-            "resume from the last checkpoint with a lower --learning_rate or --grad_clip"
+            f"step {step}: the loss ({loss}) or the gradient norm ({grad_norm}) is not finite, and training stopped "
+            "without saving: resume from the last checkpoint with a lower --learning_rate or --grad_clip"
         )
 
 
 def did_you_mean(name: str, names: list[str]) -> str:
-    """A half-sentence that names the closest known name, or nothing; one that begins so, in any case, is closer."""
-    begin = [known for known in names if known.lower().startswith(name.lower())]
-    close = difflib.get_close_matches(name.lower(), begin, n=1) or difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Return "; did you mean ...?" with the closest known name, or "" if no name is close.
+
+    Names that begin with `name`, in upper or lower case, are preferred.
+    """
+    longer_names = [known for known in names if known.lower().startswith(name.lower())]
+    closest = difflib.get_close_matches(name.lower(), longer_names, n=1) or difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {closest[0]}?" if closest else ""
 
 
 def error_messages(error: BaseException | None) -> str:
-    """Return what an error and those that caused it say."""
+    """Return the messages of an error and of its causes, one per line."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -92,6 +99,6 @@ def error_messages(error: BaseException | None) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, of Python, numpy, torch or a CUDA library, means that memory ran out."""
-    text = error_messages(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in text for words in ON_GPU + ON_HOST)
+    """Return whether an error of Python, numpy, torch or a CUDA library means that memory ran out."""
+    text, messages = error_messages(error), GPU_OUT_OF_MEMORY_MESSAGES + CPU_OUT_OF_MEMORY_MESSAGES
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(message in text for message in messages)

@@ -1,4 +1,4 @@
-"""The validation loss of a model, on all ranks together."""
+"""The validation loss of a model, computed by all ranks together."""
 
 import torch
 
@@ -9,15 +9,15 @@ from nanoGPT.train_config import TrainConfig
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, data: TokenData, config: TrainConfig, run: Runtime) -> float:
-    """Return the mean validation loss over the same `eval_iters` micro-batches each time. Collective.
+    """Return the mean validation loss over `eval_iters` micro-batches, the same ones each time. Collective.
 
-    The ranks divide the micro-batches among themselves. In the last round some ranks may have none left: they run the
-    model too, because a sharded model needs all ranks, and do not count the result.
+    The micro-batches are divided among the ranks. In the last round some ranks may have none left. They still run the
+    model, because a sharded model needs all ranks, but they do not count the loss.
 
     Args:
-        model: takes (x, y) and returns (logits, loss); left in training mode.
-        data: whose validation split is read.
-        config: `eval_iters` is used.
+        model: takes (x, y) and returns (logits, loss). It is in training mode again on return.
+        data: the data; the validation split is used.
+        config: only `eval_iters` is used.
         run: this rank's Runtime.
     """
     model.eval()

@@ -1,15 +1,15 @@
-"""Export a run's weights, as a Hugging Face directory or as nanoGPT's ckpt.pt.
+"""Export the weights of a run as a Hugging Face directory or as nanoGPT's ckpt.pt.
 
-    python -m nanoGPT.export --out_dir=out/my-run --to=exported                  # Hugging Face: AutoModel opens it
-    python -m nanoGPT.export --out_dir=out/my-run --to=exported --format=ckpt    # nanoGPT's sample.py opens it
+    python -m nanoGPT.export --out_dir=out/my-run --to=exported                  # Hugging Face: for AutoModel
+    python -m nanoGPT.export --out_dir=out/my-run --to=exported --format=ckpt    # nanoGPT: for its sample.py
 
-The newest whole checkpoint of the run is taken, whatever phase and number of ranks wrote it.
+The newest complete checkpoint of the run is exported. It may come from any phase and any number of ranks.
 """
 
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from safetensors import SafetensorError
 
@@ -23,32 +23,39 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
 from nanoGPT.tokenizer import load_tokenizer
 
-if TYPE_CHECKING:
-    pass
 
+def check_no_overwrite(folder: Path, format: str) -> None:
+    """Check that an export into `folder` overwrites no file.
 
-def check_free(folder: Path, format: str) -> None:
-    """Refuse to write over what is there."""
-    own = {"hf": ("config.json", "model*.safetensors*", "tokenizer*", "vocab.json", "merges.txt"), "ckpt": ("ckpt.pt",)}
-    there = [folder] if folder.is_file() else [path for name in own[format] for path in folder.glob(name)]
-    if there:
-        raise ConfigError(f"{there[0]} is there already: remove it, or give another directory as --to")
+    Raises:
+        ConfigError: a file of this format exists already.
+    """
+    patterns = {
+        "hf": ("config.json", "model*.safetensors*", "tokenizer*", "vocab.json", "merges.txt"),
+        "ckpt": ("ckpt.pt",),
+    }
+    existing = [folder] if folder.is_file() else [path for name in patterns[format] for path in folder.glob(name)]
+    if existing:
+        raise ConfigError(f"{existing[0]} exists already: remove it, or give another directory as --to")
 
 
 def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
-    """Export a run's newest checkpoint, whatever phase and number of ranks wrote it.
+    """Export the newest checkpoint of a run, from any phase and any number of ranks.
 
     Args:
-        out_dir: the run.
+        out_dir: directory of the run.
         to: directory to write.
-        format: hf, for transformers; ckpt, for nanoGPT, with the optimizer.
+        format: hf for the transformers library; ckpt for nanoGPT, with the optimizer state.
+
+    Raises:
+        ConfigError: there is no complete checkpoint, or the files exist already or could not be written.
     """
     checkpoint, folder = find_newest(Path(out_dir)), Path(to)
-    check_free(folder, format)
+    check_no_overwrite(folder, format)
     manifest = checkpoint.manifest
-    shape = GPTConfig.of(manifest["model_args"])
+    shape = GPTConfig.from_dict(manifest["model_args"])
     folder.mkdir(parents=True, exist_ok=True)
-    # Nothing is there before all is; a state larger than the memory goes through files.
+    # Files are moved into place only when all are written. `scratch` is for a state that is larger than the memory.
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as temporary,
         tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch,
@@ -62,11 +69,11 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
             else:
                 state = read_full_state(checkpoint.path, Path(scratch))
                 save_ckpt(NewFiles(Path(temporary)), state, checkpoint.step, manifest)
-        except (RuntimeError, OSError, SafetensorError) as error:  # what torch and safetensors make of a full disk
-            raise ConfigError(f"--to={to} could not be written ({error}): free some space") from None
+        except (RuntimeError, OSError, SafetensorError) as error:  # all can mean a full disk
+            raise ConfigError(f"--to={to} could not be written ({error}): free some disk space") from None
         for file in sorted(Path(temporary).iterdir()):
             file.replace(folder / file.name)
-    print(f"{checkpoint.path.name} of {out_dir} is in {folder} as {format}")
+    print(f"exported {checkpoint.path.name} of {out_dir} to {folder} ({format})")
 
 
 if __name__ == "__main__":

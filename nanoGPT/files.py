@@ -1,9 +1,8 @@
 """Read, check and write files on file systems that may fail.
 
-A read error is retried, and never taken for a missing file.
-Only a path that leads nowhere means that a file is absent. Any other error, such as EIO or ESTALE
-from a network file system, is retried for a few seconds and then ends the program with one sentence. Files are opened
-without blocking, so that a FIFO in the place of a file cannot hang a run.
+A file counts as absent only if its path does not exist. Any other read error, such as EIO or ESTALE from a network
+file system, is retried for a few seconds. If it persists, the program stops with one sentence. Files are opened in
+non-blocking mode, so that a FIFO with the name of a file cannot hang a run.
 """
 
 import errno
@@ -19,54 +18,54 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.schema import Malformed, check_schema
+from nanoGPT.schema import SchemaError, check_schema
 
 PACKAGE = Path(__file__).resolve().parent
 DATA = PACKAGE / "data"
 DOWNLOADS = DATA / ".downloads"
 ABSENT = (FileNotFoundError, NotADirectoryError)
-FINAL = (*ABSENT, PermissionError, IsADirectoryError)  # waiting does not help
-WAITS = (0.1, 0.5, 2.0)  # seconds before the second, third and fourth try
-LARGEST_DOCUMENT = 256 << 20  # bytes of a JSON or TOML document
+PERMANENT_ERRORS = (*ABSENT, PermissionError, IsADirectoryError)  # a retry does not help
+RETRY_DELAYS = (0.1, 0.5, 2.0)  # seconds before the second, third and fourth attempt
+MAX_DOCUMENT_BYTES = 256 << 20  # of a JSON or TOML document
 
 T = TypeVar("T")
 
 
 class NotAFile(ValueError):
-    """There is something at the path, but it is no regular file, or it is too large to be a document."""
+    """The path exists, but it is not a regular file, or the file is too large."""
 
 
 def retry_reads(path: Path, read: Callable[[], T]) -> T:
-    """Call `read`, and call it again after a transient error.
+    """Call `read` and return its result; retry after a transient error.
 
     Raises:
         FileNotFoundError, NotADirectoryError: the path is absent.
-        ConfigError: the path could not be read; nothing was changed.
+        ConfigError: the path could not be read. Nothing was changed.
     """
-    for wait in (*WAITS, None):
+    for delay in (*RETRY_DELAYS, None):
         try:
             return read()
         except ABSENT:
             raise
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # there cannot be such a file
+            if error.errno == errno.ENAMETOOLONG:  # a file with this name cannot exist
                 raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
-            if wait is None or isinstance(error, FINAL) or error.errno == errno.ELOOP:
+            if delay is None or isinstance(error, PERMANENT_ERRORS) or error.errno == errno.ELOOP:
                 raise ConfigError(
                     f"{path} cannot be read ({error.strerror}): nothing was changed; check the file system and its "
                     "permissions, then run the same command again",
                     on_one_rank=True,
                 ) from None
-            time.sleep(wait)
-    raise AssertionError("the last try either returns or raises")
+            time.sleep(delay)
+    raise AssertionError("the last attempt either returns or raises")
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading, unbuffered. A FIFO, a device or a directory is refused without blocking.
+    """Open a regular file for reading, unbuffered. The call never blocks, not even on a FIFO or a device.
 
     Raises:
-        NotAFile: the path is something else.
-        OSError: it cannot be opened.
+        NotAFile: the path is a FIFO, a device or a directory.
+        OSError: the file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -80,56 +79,56 @@ def read_document(path: Path) -> str:
 
     Raises:
         FileNotFoundError, NotADirectoryError: the path is absent.
-        NotAFile: it is not a regular file, or larger than any document of this project.
-        UnicodeDecodeError: it is not UTF-8.
-        ConfigError: it could not be read.
+        NotAFile: the path is not a regular file, or the file is larger than `MAX_DOCUMENT_BYTES`.
+        UnicodeDecodeError: the file is not UTF-8.
+        ConfigError: the file could not be read.
     """
 
     def read() -> bytes:
         with open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size > LARGEST_DOCUMENT:
-                raise NotAFile(f"{path.name} is larger than {LARGEST_DOCUMENT >> 20} MiB")
+            if os.fstat(file.fileno()).st_size > MAX_DOCUMENT_BYTES:
+                raise NotAFile(f"{path.name} is larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
             return file.readall()
 
     return retry_reads(path, read).decode()
 
 
 def read_json(path: Path, schema: type[T]) -> T:
-    """Read a JSON file of a known form.
+    """Read a JSON file and check it against a schema.
 
     Raises:
         FileNotFoundError, NotADirectoryError: the path is absent.
-        Malformed: it is no regular file, no JSON, or has another form.
-        ConfigError: it could not be read.
+        SchemaError: the path is not a regular file, or the file is not JSON or does not match the schema.
+        ConfigError: the file could not be read.
     """
     try:
         return check_schema(json.loads(read_document(path)), schema)
-    except Malformed:
+    except SchemaError:
         raise
     except RecursionError:
-        raise Malformed("it is nested too deeply") from None
-    except ValueError as error:  # no file, no UTF-8 or no JSON
-        raise Malformed(str(error)) from None
+        raise SchemaError("it is nested too deeply") from None
+    except ValueError as error:  # NotAFile, not UTF-8 or not JSON
+        raise SchemaError(str(error)) from None
 
 
 def size_of(path: Path) -> int | None:
-    """Return a regular file's size in bytes; None if it is absent or not a regular file.
+    """Return the size of a regular file in bytes; None if the path is absent or not a regular file.
 
     Raises:
-        ConfigError: the file system gave another error.
+        ConfigError: the file system returned another error.
     """
     try:
-        found = retry_reads(path, lambda: os.stat(path))
+        status = retry_reads(path, lambda: os.stat(path))
     except ABSENT:
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def is_present(path: Path) -> bool:
-    """Return whether the path exists, as a file of any kind.
+    """Return whether the path exists. It may be a file of any type, or a directory.
 
     Raises:
-        ConfigError: the file system gave an error other than absence.
+        ConfigError: the file system returned an error other than absence.
     """
     try:
         retry_reads(path, lambda: os.stat(path))
@@ -142,7 +141,7 @@ def is_directory(path: Path) -> bool:
     """Return whether the path is a directory, or a symbolic link to one.
 
     Raises:
-        ConfigError: the file system gave an error other than absence.
+        ConfigError: the file system returned an error other than absence.
     """
     try:
         return stat.S_ISDIR(retry_reads(path, lambda: os.stat(path)).st_mode)
@@ -151,10 +150,10 @@ def is_directory(path: Path) -> bool:
 
 
 def list_directory(path: Path) -> list[str]:
-    """Return the names in a directory, unsorted; none if it is absent.
+    """Return the names in a directory, unsorted; an empty list if the directory is absent.
 
     Raises:
-        ConfigError: the file system gave another error.
+        ConfigError: the file system returned another error.
     """
     try:
         return retry_reads(path, lambda: os.listdir(path))
@@ -163,12 +162,12 @@ def list_directory(path: Path) -> list[str]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return a file's sha256 in hexadecimal.
+    """Return the sha256 of a file in hexadecimal.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: it is absent.
-        NotAFile: it is not a regular file.
-        ConfigError: it could not be read.
+        FileNotFoundError, NotADirectoryError: the path is absent.
+        NotAFile: the path is not a regular file.
+        ConfigError: the file could not be read.
     """
 
     def read() -> str:
@@ -179,12 +178,16 @@ def sha256_of(path: Path) -> str:
 
 
 def unique_name(name: str) -> str:
-    """Return a hidden temporary name that no other process uses. Process ids repeat across containers and machines."""
+    """Return a hidden temporary name that no other process uses."""
+    # Random bytes and not the process id: two containers or nodes can have processes with the same id.
     return f".tmp-{os.urandom(8).hex()}-{name}"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside `path`, flush it to the disk and rename it: a reader sees the old file or the new one."""
+    """Write a file atomically: a reader sees either the old file or the complete new one.
+
+    The content goes into a temporary file in the same directory, is flushed to the disk, and is then renamed.
+    """
     temporary = path.with_name(unique_name(path.name))
     try:
         with open(temporary, "wb") as file:
@@ -197,10 +200,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a directory tree. Of a symbolic link only the link is deleted.
+    """Delete a file, a symbolic link (not its target) or a directory tree.
 
     Raises:
-        OSError: it could not be deleted.
+        OSError: the path could not be deleted.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

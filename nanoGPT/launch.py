@@ -1,11 +1,12 @@
-"""Start a trainer on one or several ranks, and end with one sentence and its exit code.
+"""Start a trainer on one or more ranks. If a rank fails, print one sentence and return the exit code of that rank.
 
     python -m nanoGPT.launch --gpus=4 nanoGPT/train.py --dropout=0.2
-    python -m nanoGPT.launch --gpus=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 phase3_fsdp/train.py    # and 1
+    python -m nanoGPT.launch --gpus=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 phase3_fsdp/train.py    # node 0
 
-`make baseline` and its like call this. The configuration is checked before any rank starts; ranks are started and
-watched by torch's elastic agent, as torchrun does; SIGTERM, SIGINT and SIGHUP are passed on to them; at the end the
-newest checkpoint writes a few lines of text. `torchrun` on the same train.py works too, without these services.
+`make baseline`, `make phase1`, `make phase2` and `make phase3` call this program. It checks the configuration before
+any rank starts. It starts and monitors the ranks with torch's elastic agent, as torchrun does. It forwards SIGTERM,
+SIGINT and SIGHUP to the ranks. After training it prints a sample of text from the newest checkpoint. Plain `torchrun`
+with the same train.py works too, but without these services.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's import takes seconds: Ctrl-C ends it without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # let Ctrl-C stop the slow import of torch without a traceback
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -33,40 +34,50 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
-from nanoGPT.errors import LOST_PEER, STALLED, ConfigError
-from nanoGPT.job.nodes import Meeting, Place, check_place, master_port
+from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
+from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, parse, read_config_files
 from nanoGPT.job.preflight import preflight
-from nanoGPT.job.watchdog import Watch, children_of, guard
+from nanoGPT.job.watchdog import StallDetector, list_children, watch_children
 from nanoGPT.train_config import TrainConfig
 
 
-def split_words(words: list[str]) -> tuple[list[str], Path, list[str]]:
-    """The launcher's words, the trainer, and the trainer's words."""
-    for i, word in enumerate(words):
-        if not word.startswith("-"):
-            return words[:i], Path(word), words[i + 1 :]
-    raise ConfigError("name the trainer to start, such as nanoGPT/train.py")
+def split_arguments(arguments: list[str]) -> tuple[list[str], Path, list[str]]:
+    """Split a command line into the launcher's arguments, the trainer, and the trainer's arguments.
+
+    Raises:
+        ConfigError: there is no trainer.
+    """
+    for i, argument in enumerate(arguments):
+        if not argument.startswith("-"):
+            return arguments[:i], Path(argument), arguments[i + 1 :]
+    raise ConfigError("no trainer is given: name the trainer to start, such as nanoGPT/train.py")
 
 
 def load_trainer(path: Path) -> ModuleType:
-    """Import a train.py by its package name, for its `Config`."""
+    """Import a train.py by its package name, and return the module.
+
+    Raises:
+        ConfigError: it is not a trainer of this repository.
+    """
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: give nanoGPT/train.py or a phase's")
+        raise ConfigError(f"{path} does not exist: give nanoGPT/train.py or the train.py of a phase")
     spec = importlib.util.find_spec(f"{path.resolve().parent.name}.train")
     if spec is None or spec.origin is None or not os.path.samefile(spec.origin, path):
-        raise ConfigError(f"{path} is no trainer of this repository: give nanoGPT/train.py or a phase's")
+        raise ConfigError(
+            f"{path} is not a trainer of this repository: give nanoGPT/train.py or the train.py of a phase"
+        )
     return importlib.import_module(spec.name)
 
 
-def choose_out_dir(config: TrainConfig, trainer: Path, place: Place) -> str:
-    """Return the run's directory: a new one under out/ for a run that names none.
+def choose_out_dir(config: TrainConfig, trainer: Path, place: NodeConfig) -> str:
+    """Return the output directory of the run. If the configuration names none, create a new one under out/.
 
-    Several nodes agree on a name without talking; it has no time in it.
+    With multiple nodes the name does not contain the time, so that every node computes the same name.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the directory cannot be created.
     """
     if config.out_dir != "out" or config.init_from == "resume":
         return config.out_dir
@@ -81,116 +92,139 @@ def choose_out_dir(config: TrainConfig, trainer: Path, place: Place) -> str:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(f"{out_dir} cannot be made ({error.strerror}): give an --out_dir of yours") from None
-    raise ConfigError("no free name under out/: give an --out_dir")
+            raise ConfigError(
+                f"{out_dir} cannot be created ({error.strerror}): use --out_dir with a directory that you can write"
+            ) from None
+    raise ConfigError("no free name under out/: choose a directory with --out_dir")
 
 
-def children() -> list[int]:
-    """Return the ids of this machine's ranks."""
-    return children_of(os.getpid())
+def list_rank_processes() -> list[int]:
+    """Return the process ids of the ranks on this node."""
+    return list_children(os.getpid())
 
 
-def pass_on_signals(asked: list[int]) -> None:
-    """Hand signals to the ranks, which save and end by themselves; before there are any, end at once.
+def forward_signals(received_signals: list[int]) -> None:
+    """Forward signals to the ranks, which save and exit. If there are no ranks yet, exit at once.
 
-    A first SIGINT is handed on as SIGTERM: a rank that is still importing torch ends without a traceback.
+    The first SIGINT is forwarded as SIGTERM, so that a rank that is still importing torch exits without a traceback.
 
     Args:
-        asked: takes the number of every signal that comes.
+        received_signals: the number of every signal that arrives is appended to this list.
     """
 
-    def pass_on(number: int, _frame: object) -> None:
-        asked.append(number)
-        pids = children()
+    def forward(number: int, _frame: object) -> None:
+        received_signals.append(number)
+        pids = list_rank_processes()
         if not pids:
             raise SystemExit(128 + number)
-        passed = signal.SIGTERM if asked == [signal.SIGINT] else number
+        forwarded_number = signal.SIGTERM if received_signals == [signal.SIGINT] else number
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, passed)
+                os.kill(pid, forwarded_number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, pass_on)
+            signal.signal(number, forward)
 
 
-def wakeups() -> int:
-    """A pipe into which every signal writes its number, also while the main thread waits where no handler can run."""
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    signal.set_wakeup_fd(theirs)
-    return ours
+def open_signal_pipe() -> int:
+    """Open a pipe into which Python writes the number of every signal, and return the end to read from.
+
+    The pipe works even while the main thread is in C++ code, where Python cannot run signal handlers.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)
+    return read_end
 
 
-def end_while_waiting(asked: list[int], numbers: int) -> None:
-    """End at a signal that finds the main thread in torch's C++, where it waits for the other nodes.
+def exit_on_signal(received_signals: list[int], signal_pipe: int) -> None:
+    """Exit when a signal arrives while the main thread waits for the other nodes in torch's C++ code.
 
     Args:
-        asked: the signals that Python's handler has had; one that comes here alone has found no way to it.
+        received_signals: the signals that Python's handler has received; empty while the main thread is in C++.
+        signal_pipe: the pipe of `open_signal_pipe`.
     """
-    while number := os.read(numbers, 1)[0]:
+    while number := os.read(signal_pipe, 1)[0]:
         time.sleep(1)
-        if not asked and not children():
-            print("error: stopped by a signal before all nodes had met", file=sys.stderr, flush=True)
+        if not received_signals and not list_rank_processes():
+            print("error: stopped by a signal before all nodes had connected", file=sys.stderr, flush=True)
             os._exit(128 + number)
 
 
-def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank whose failure the others only followed: one that was killed, else the first with a reason of its own."""
+def find_root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed first, and its failure. The other ranks failed because they lost this rank.
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
+    It is a rank that was killed; if there is none, the earliest rank whose message is not that of a lost connection.
+    """
+
+    def sort_key(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
-        if failure.exitcode == -signal.SIGABRT:  # as NCCL's watchdog ends a rank that waits in vain for another
+        if failure.exitcode == -signal.SIGABRT:  # NCCL's watchdog aborts a rank whose peer does not answer
             return 2, failure.timestamp
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return 0, failure.timestamp
-        follower = any(words in failure.message for words in (*LOST_PEER, "Signal 15"))
-        return (3 if follower else 1), failure.timestamp
+        is_consequence = any(words in failure.message for words in (*LOST_PEER_MESSAGES, "Signal 15"))
+        return (3 if is_consequence else 1), failure.timestamp
 
-    return min(failures.items(), key=order)
+    return min(failures.items(), key=sort_key)
 
 
-def explain(exit_code: int, message: str, asked: list[int]) -> tuple[int, str]:
-    """A failure's exit code, as a shell would give it, and its reason."""
+def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> tuple[int, str]:
+    """Return the exit code of a failed rank as a shell would report it, and the reason.
+
+    Args:
+        exit_code: of the process; minus the signal's number if a signal killed it.
+        message: the reason that the rank reported.
+        received_signals: the signals that the launcher has received.
+    """
     if exit_code >= 0:
         return exit_code, message
-    if asked and -exit_code in (asked[0], signal.SIGTERM):
-        name = signal.Signals(asked[0]).name
-        return 128 + asked[0], f"{name} came before training had begun, so there was nothing to save"
+    if received_signals and -exit_code in (received_signals[0], signal.SIGTERM):
+        name = signal.Signals(received_signals[0]).name
+        return 128 + received_signals[0], f"{name} arrived before training had begun, so there was nothing to save"
     name = signal.Signals(-exit_code).name
-    return 128 - exit_code, f"it was killed by {name}; --init_from=resume goes on from a checkpoint, if there is one"
+    return 128 - exit_code, f"it was killed by {name}: resume with --init_from=resume if there is a checkpoint"
 
 
-def watch_over(config: TrainConfig, world_size: int) -> Watch:
-    """Look after ranks that hang, beside what this process does; they have some seconds to end by themselves."""
-    watch = Watch(Path(config.out_dir), world_size, config.stall_seconds + 10)
-    threading.Thread(target=guard, args=(watch, children), daemon=True).start()
+def start_watchdog(config: TrainConfig, world_size: int) -> StallDetector:
+    """Start a thread that stops ranks that hang. It waits 10 seconds longer than the watchdogs of the ranks."""
+    watch = StallDetector(Path(config.out_dir), world_size, config.stall_seconds + 10)
+    threading.Thread(target=watch_children, args=(watch, list_rank_processes), daemon=True).start()
     return watch
 
 
-def run_ranks(place: Place, command: list[str], config: TrainConfig, watch: Watch, logs: str) -> int:
-    """Start this machine's ranks, wait for them, and return the job's exit code; `logs` is the agent's directory."""
+def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch: StallDetector, logs: str) -> int:
+    """Start the ranks of this node, wait for them, and return the exit code of the job.
+
+    Args:
+        place: the ranks of this node.
+        command: the trainer and its arguments.
+        config: the configuration, which the ranks get through their environment.
+        watch: the watchdog.
+        logs: a temporary directory for the logs of the elastic agent.
+    """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid()), **handed(config)}
-    alone = place.nnodes == 1
+    os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid()), **config_to_env(config)}
+    is_single_node = place.nnodes == 1
     launch = LaunchConfig(
         min_nodes=place.nnodes,
         max_nodes=place.nnodes,
         nproc_per_node=place.gpus,
         logs_specs=DefaultLogsSpecs(logs),
-        run_id=f"nanogpt-{os.getpid()}" if alone else "nanogpt",
-        rdzv_backend="c10d" if alone else "static",
-        rdzv_endpoint="127.0.0.1:0" if alone else f"{place.master_addr}:{master_port()}",
-        rdzv_configs={} if alone else {"rank": place.node_rank},
+        run_id=f"nanogpt-{os.getpid()}" if is_single_node else "nanogpt",
+        rdzv_backend="c10d" if is_single_node else "static",
+        rdzv_endpoint="127.0.0.1:0" if is_single_node else f"{place.master_addr}:{master_port()}",
+        rdzv_configs={} if is_single_node else {"rank": place.node_rank},
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGQUIT",
-        local_addr="127.0.0.1" if alone else None,
+        local_addr="127.0.0.1" if is_single_node else None,
     )
-    asked: list[int] = []
-    pass_on_signals(asked)
-    if not alone:
-        threading.Thread(target=end_while_waiting, args=(asked, wakeups()), daemon=True).start()
+    received_signals: list[int] = []
+    forward_signals(received_signals)
+    if not is_single_node:
+        threading.Thread(target=exit_on_signal, args=(received_signals, open_signal_pipe()), daemon=True).start()
     try:
         elastic_launch(launch, sys.executable)(*command)
         return 0
@@ -198,19 +232,19 @@ def run_ranks(place: Place, command: list[str], config: TrainConfig, watch: Watc
         if sentence := watch.verdict():
             print(f"error: {sentence}", file=sys.stderr)
             return STALLED
-        rank, failure = root_cause(error.failures)
-        code, reason = explain(failure.exitcode, failure.message, asked)
+        rank, failure = find_root_cause(error.failures)
+        code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
         print(f"error: rank {rank}: {reason}", file=sys.stderr)
         return code
 
 
-def has_ended(config: TrainConfig) -> bool:
-    """Whether the run did all its steps, and was not stopped before."""
+def has_finished(config: TrainConfig) -> bool:
+    """Return whether the run has completed all its steps."""
     return any(path.name == f"step-{config.max_iters:08d}" for path in step_directories(Path(config.out_dir)))
 
 
 def show_sample(config: TrainConfig) -> None:
-    """Print a few lines of text from the model that was just trained. A failure does not make the run one."""
+    """Print a sample of text from the trained model. A failure here does not change the exit code of the run."""
     from nanoGPT import sample
 
     print(f"\nA sample from {config.out_dir} (more: make sample ARGS=--out_dir={config.out_dir}):\n", flush=True)
@@ -220,68 +254,68 @@ def show_sample(config: TrainConfig) -> None:
         print(f"no sample: {error}", flush=True)
 
 
-def main(words: list[str]) -> int:
-    """Check, start, wait, and show what came of it; returns the exit code."""
-    words, trainer, trainer_words = split_words(words)
-    place = command_line(Place, words)
-    check_place(place)
-    meeting = Meeting(place)
-    with meeting.shared_refusal():
-        config = read_config(trainer, trainer_words, meeting)
+def main(arguments: list[str]) -> int:
+    """Check the configuration, run the trainer, print a sample, and return the exit code."""
+    arguments, trainer, trainer_arguments = split_arguments(arguments)
+    place = command_line(NodeConfig, arguments)
+    check_node_config(place)
+    meeting = Rendezvous(place)
+    with meeting.share_errors():
+        config = read_config(trainer, trainer_arguments, meeting)
         preflight(config, place.world_size, place.gpus)
         config = dataclasses.replace(config, out_dir=choose_out_dir(config, trainer, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
-    command = [str(trainer), *trainer_words]
-    watch = watch_over(config, place.world_size)
+    command = [str(trainer), *trainer_arguments]
+    watch = start_watchdog(config, place.world_size)
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         if place.world_size == 1:
-            code = run_alone(command, config, watch)
+            code = run_one_rank(command, config, watch)
         else:
             code = run_ranks(place, command, config, watch, logs)
-    if code == 0 and place.node_rank == 0 and has_ended(config):
+    if code == 0 and place.node_rank == 0 and has_finished(config):
         show_sample(config)
     return code
 
 
-def read_config(trainer: Path, words: list[str], meeting: Meeting) -> TrainConfig:
-    """Parse the trainer's words. A config file is executed on node 0 only, and the other nodes take what it set.
+def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> TrainConfig:
+    """Parse the trainer's arguments. Config files are executed on node 0 only; the other nodes receive their values.
 
     Raises:
-        ConfigError: a word that cannot be, on this node or, where a config file is concerned, on node 0.
+        ConfigError: an argument is invalid on this node, or a config file is invalid on node 0.
     """
     config_class: type[TrainConfig] = load_trainer(trainer).Config
-    if meeting.place.node_rank == 0:
-        from_files = read_config_files(config_class, words, trainer)
-        config = parse(config_class, words, trainer, from_files)
+    if meeting.node.node_rank == 0:
+        from_files = read_config_files(config_class, arguments, trainer)
+        config = parse(config_class, arguments, trainer, from_files)
         meeting.open(config.timeout_minutes)
-        meeting.tell("config files", from_files)
+        meeting.publish("config files", from_files)
         return config
-    config = parse(config_class, words, trainer, from_files={})  # a misspelt flag is reported before anybody waits
+    config = parse(config_class, arguments, trainer, file_values={})  # reports a misspelt flag before the nodes meet
     meeting.open(config.timeout_minutes)
-    (from_node_0,) = meeting.ask("config files", [0])
+    (from_node_0,) = meeting.fetch("config files", [0])
     if from_node_0 is None:
-        (refusal,) = meeting.ask("refusal", [0])
+        (refusal,) = meeting.fetch("error", [0])
         raise ConfigError(f"node 0 cannot start: {refusal}")
-    return parse(config_class, words, trainer, from_node_0)
+    return parse(config_class, arguments, trainer, from_node_0)
 
 
-def handed(config: TrainConfig) -> dict[str, str]:
-    """Return the part of a rank's environment that holds its configuration."""
+def config_to_env(config: TrainConfig) -> dict[str, str]:
+    """Return the environment variable that passes a configuration to the ranks."""
     return {CONFIG_VARIABLE: json.dumps(dataclasses.asdict(config))}
 
 
-def run_alone(command: list[str], config: TrainConfig, watch: Watch) -> int:
-    """Run the trainer as one process, which needs no elastic agent, and pass signals on to it.
+def run_one_rank(command: list[str], config: TrainConfig, watch: StallDetector) -> int:
+    """Run the trainer as one process without the elastic agent, forward signals to it, and return the exit code.
 
-    Its threads, one a core, spin for a moment only when they wait for each other. By default libgomp's spin on, and
-    beside two other busy processes a forward and backward took twice as long.
+    The process has one thread per core. GOMP_SPINCOUNT limits how long a thread spins while it waits for the others.
+    With libgomp's default, a forward and backward pass took twice as long next to two other busy processes.
     """
-    environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "NANOGPT_PARENT": str(os.getpid()), **handed(config)}
-    asked: list[int] = []
-    pass_on_signals(asked)
+    environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "NANOGPT_PARENT": str(os.getpid()), **config_to_env(config)}
+    received_signals: list[int] = []
+    forward_signals(received_signals)
     code = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True).wait()
     if code < 0:
-        code, reason = explain(code, "", asked)
+        code, reason = explain_exit(code, "", received_signals)
         sentence = watch.verdict()
         print(f"error: {sentence or f'rank 0: {reason}'}", file=sys.stderr)
         code = STALLED if sentence else code
@@ -291,4 +325,4 @@ def run_alone(command: list[str], config: TrainConfig, watch: Watch) -> int:
 if __name__ == "__main__":
     with report_errors():
         code = main(sys.argv[1:])
-    os._exit(code)  # Python would take 0.6 s to take torch's modules apart
+    os._exit(code)  # a normal exit would spend 0.6 s on the cleanup of torch's modules

@@ -1,7 +1,7 @@
 """GPT-2, with the parameter names of nanoGPT and of Hugging Face's GPT-2.
 
-Attention Is All You Need with the norm first (Radford et al. 2019). `B` sequences of `T` tokens, `C` channels in `nh`
-heads of `hs` = C / nh channels, `V` rows of vocabulary.
+The architecture is a Transformer decoder with LayerNorm before each sublayer (Radford et al. 2019). Shape comments use
+`B` sequences, `T` tokens per sequence, `C` channels, `nh` heads of `hs` = C / nh channels, and `V` vocabulary entries.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 @dataclass
 class GPTConfig:
-    """The shape of a model; the first seven are nanoGPT's `model_args`."""
+    """The shape of a model. The first seven fields are nanoGPT's `model_args`."""
 
     n_layer: int = 12
     n_head: int = 12
@@ -26,22 +26,22 @@ class GPTConfig:
     bias: bool = True
     vocab_size: int = 50304
     dropout: float = 0.0
-    gelu: str = "none"  # "none": exact, as nanoGPT; "tanh": the approximation that OpenAI's weights were trained with
+    gelu: str = "none"  # "none": exact, as in nanoGPT; "tanh": the approximation that OpenAI used in training
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> "GPTConfig":
-        """From any mapping that holds these fields among others."""
+    def from_dict(cls, values: dict[str, Any]) -> "GPTConfig":
+        """Create a GPTConfig from a mapping; ignore keys that are not fields."""
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def count_params(self) -> int:
-        """Return the number of parameters of a model of this shape, by arithmetic; the tied head counts once."""
+        """Return the number of parameters of a model of this shape. The tied embedding and head count once."""
         C = self.n_embd
-        block = 12 * C * C + 2 * C + (11 * C if self.bias else 0)  # matrices, two LayerNorms, biases of both
+        block = 12 * C * C + 2 * C + (11 * C if self.bias else 0)  # matrices, two LayerNorm gains, all biases
         return self.n_layer * block + (self.vocab_size + self.block_size) * C + C + (C if self.bias else 0)
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, for one layer: two (B, nh, block_size, hs) tensors."""
+    """Keys and values of all tokens so far, for one layer: two (B, nh, block_size, hs) tensors."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -49,7 +49,7 @@ class KVCache:
         self.length = 0
 
     def extend(self, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-        """Append (B, nh, T, hs) keys and values; return all of them so far."""
+        """Append (B, nh, T, hs) keys and values, and return those of all tokens so far."""
         if self.keys is None or self.values is None:
             shape = (k.size(0), k.size(1), block_size, k.size(3))
             self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
@@ -80,9 +80,9 @@ class CausalSelfAttention(nn.Module):
             k,
             v,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=T > 1,  # a cached step has one query, which sees every key
+            is_causal=T > 1,  # with a cache there is one query, which attends to every key
         )
-        y = y.transpose(1, 2).contiguous().view(B, T, C)  # heads side by side again
+        y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -112,7 +112,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2. `lm_head.weight` is `transformer.wte.weight`: one parameter under two names."""
+    """GPT-2. `lm_head.weight` and `transformer.wte.weight` are tied: one parameter with two names."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -133,22 +133,22 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits and loss.
+        """Compute the logits and the loss.
 
         Args:
             idx: int64 token ids, (B, T), T at most block_size.
-            targets: the token that follows each, (B, T); -1 where it does not count.
-            caches: one a layer while generating: idx then holds only the tokens that they have not seen.
+            targets: the next token for each position, (B, T); the loss ignores positions with -1.
+            caches: one per layer when generating; idx then contains only the tokens that are not cached yet.
 
         Returns:
-            logits (B, T, V) with targets, else (B, 1, V) for the last token alone; and the mean cross-entropy in
-            nats, computed in fp32, or None.
+            The logits: (B, T, V) with targets, else (B, 1, V) for the last token only. The loss: the mean
+            cross-entropy in nats, computed in fp32; None without targets.
         """
         T = idx.size(1)
-        seen = caches[0].length if caches else 0
-        if seen + T > self.config.block_size:
-            raise ValueError(f"{seen + T} tokens do not fit into block_size {self.config.block_size}")
-        x = self.transformer["drop"](self.embed(idx, seen))  # (B, T, C)
+        first_position = caches[0].length if caches else 0
+        if first_position + T > self.config.block_size:
+            raise ValueError(f"{first_position + T} tokens do not fit into block_size {self.config.block_size}")
+        x = self.transformer["drop"](self.embed(idx, first_position))  # (B, T, C)
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
         x = self.transformer["ln_f"](x)
@@ -156,13 +156,13 @@ class GPT(nn.Module):
             return self.lm_head(x[:, [-1]]), None  # (B, 1, V)
         return self.head(x, targets)
 
-    def embed(self, idx: Tensor, seen: int) -> Tensor:
-        """(B, T) token ids, the first at position `seen`, to (B, T, C)."""
-        positions = torch.arange(seen, seen + idx.size(1), device=idx.device)  # (T,)
+    def embed(self, idx: Tensor, first_position: int) -> Tensor:
+        """Embed (B, T) token ids and their positions, which begin at `first_position`: (B, T, C)."""
+        positions = torch.arange(first_position, first_position + idx.size(1), device=idx.device)  # (T,)
         return self.transformer["wte"](idx) + self.transformer["wpe"](positions)
 
     def head(self, x: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(B, T, C) to logits (B, T, V) and their mean cross-entropy with (B, T) targets."""
+        """Return the logits (B, T, V) of (B, T, C) activations, and their mean cross-entropy with (B, T) targets."""
         logits = self.lm_head(x)
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
         return logits, loss
@@ -175,16 +175,17 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Initialise as GPT-2: normal with std 0.02, and 0.02 / sqrt(2 n_layer) where a block writes into the residual.
+        """Initialise the parameters as in GPT-2.
 
-        Each parameter is drawn from a CPU generator keyed by (seed, its name), so that its values depend neither on
-        the order of the parameters nor on the device nor on how many ranks there are.
+        Weights are normal with std 0.02, or 0.02 / sqrt(2 n_layer) for projections into the residual stream. Each
+        parameter has its own CPU generator, keyed by (seed, parameter name). Its values therefore do not depend on the
+        order of the parameters, the device or the number of ranks.
         """
         for name, param in self.named_parameters():
             param.copy_(initial_value(name, param.shape, self.config.n_layer, seed))
 
     def crop_block_size(self, block_size: int) -> None:
-        """Shorten the context by dropping the last rows of the position embedding."""
+        """Shorten the context: drop the last rows of the position embedding."""
         wpe = self.transformer["wpe"]
         assert isinstance(wpe, nn.Embedding) and block_size <= self.config.block_size
         wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
@@ -193,7 +194,10 @@ class GPT(nn.Module):
             block.attn.block_size = block_size  # type: ignore[union-attr]
 
     def flops_per_token(self) -> int:
-        """FLOPs of forward and backward per token: 6N + 12 L C T (PaLM, appendix B), N without the positions."""
+        """Return the FLOPs of forward and backward per token: 6N + 12 L C T (PaLM, appendix B).
+
+        N is the number of parameters without the position embedding, L is n_layer, and T is block_size.
+        """
         params = sum(p.numel() for p in self.parameters()) - self.config.block_size * self.config.n_embd
         return 6 * params + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
 
@@ -207,18 +211,18 @@ class GPT(nn.Module):
         vocab_size: int | None = None,
         use_cache: bool = True,
     ) -> Iterator[Tensor]:
-        """Continue each sequence, yielding one (B, 1) column of token ids at a time.
+        """Continue each sequence: yield one (B, 1) column of token ids at a time.
 
-        While the text fits into block_size, keys and values are cached and each step runs one token; beyond it every
-        step runs the last block_size tokens, since their learned positions all change.
+        While the text fits into block_size, keys and values are cached, and each step runs only the new token. When
+        the text is longer, the positions of all tokens shift, so each step runs the last block_size tokens.
 
         Args:
             idx: the text so far, (B, T), T at least 1.
-            max_new_tokens: how many columns to yield.
-            temperature: divides the logits; 0 takes the likeliest token.
-            top_k: keep only the k likeliest tokens.
-            vocab_size: ids from here on are padding and never drawn; default: none is.
-            use_cache: False runs the whole context each step; the text is the same.
+            max_new_tokens: number of columns to yield.
+            temperature: divides the logits; 0 always takes the most likely token.
+            top_k: sample only from the k most likely tokens; None: from all.
+            vocab_size: ids from this number on are padding and are never sampled; None: there is no padding.
+            use_cache: False runs the full context in each step; the text is the same.
         """
         caches = [KVCache() for _ in self.blocks] if use_cache else None
         for _ in range(max_new_tokens):
@@ -226,24 +230,24 @@ class GPT(nn.Module):
                 caches = None
             context = idx[:, caches[0].length :] if caches else idx[:, -self.config.block_size :]
             logits = self(context, caches=caches)[0][:, -1, :vocab_size].float()  # (B, V)
-            column = draw(logits, temperature, top_k)
+            column = sample_tokens(logits, temperature, top_k)
             idx = torch.cat((idx, column), dim=1)
             yield column
 
 
-def draw(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
-    """Draw one token a row from (B, V) logits: (B, 1)."""
-    if temperature < 1e-5:  # nothing but the likeliest is left, and dividing would overflow
+def sample_tokens(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Sample one token per row of (B, V) logits; return their ids, (B, 1)."""
+    if temperature < 1e-5:  # dividing by it could overflow, and only the most likely token is left
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k is not None:
-        least = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
-        logits = logits.masked_fill(logits < least, -math.inf)
+        threshold = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
+        logits = logits.masked_fill(logits < threshold, -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
 
 
 def initial_value(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tensor:
-    """The whole fp32 value with which a parameter starts, on the CPU."""
+    """Return the full initial value of a parameter, in fp32 on the CPU."""
     if name.endswith(".bias"):
         return torch.zeros(shape, device="cpu")
     if len(shape) == 1:  # LayerNorm

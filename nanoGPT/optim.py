@@ -1,4 +1,4 @@
-"""The optimizer, its parameter groups, the learning rate, the global gradient norm, and loss scaling."""
+"""The optimizers, their parameter groups, the learning rate schedule, the global gradient norm, and loss scaling."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from nanoGPT.train_config import TrainConfig
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices and embeddings decay; biases and LayerNorm gains do not. The order is nanoGPT's."""
+    """Return nanoGPT's two parameter groups: matrices and embeddings with weight decay, the others without."""
     params = [p for _, p in model.named_parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -22,13 +22,16 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def configure_adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) over `param_groups`, in its fused form."""
+    """Return torch's fused AdamW (Loshchilov & Hutter 2019) over `param_groups`."""
     groups = param_groups(model, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
 
 
 def configure_muon(model: nn.Module, config: TrainConfig) -> "MuonWithAdamW":
-    """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for all else, at one learning rate."""
+    """Return Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
+
+    Both use the same learning rate.
+    """
     matrices, others = muon_groups(model, config)
     return MuonWithAdamW(
         torch.optim.Muon([matrices]),
@@ -37,10 +40,11 @@ def configure_muon(model: nn.Module, config: TrainConfig) -> "MuonWithAdamW":
 
 
 def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Muon's parameter group, and AdamW's.
+    """Return the parameter group of Muon, and the parameter groups of AdamW.
 
-    Muon orthogonalises a matrix's update as a whole, so embeddings, which are looked up row by row, are not for it.
-    Its update is scaled to the size of AdamW's (Liu et al. 2025), so that learning rate and weight decay are the same.
+    Muon orthogonalises the update of a full matrix. It is not used for embeddings, whose rows are looked up one by one.
+    Its update is scaled to the size of AdamW's update (Liu et al. 2025), so both use the same learning rate and weight
+    decay.
     """
     hidden = {id(p) for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
     matrices = {
@@ -58,62 +62,64 @@ def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], 
 
 @runtime_checkable
 class HasStateBytes(Protocol):
-    """An optimizer that can say how large its state on this rank becomes."""
+    """An optimizer that can compute the size of its state on this rank."""
 
     def expected_state_bytes(self) -> int:
-        """Return the bytes of state after a step."""
+        """Return the bytes of optimizer state on this rank after the first step."""
         ...
 
 
 def adamw_bytes(params: Iterable[Tensor]) -> int:
-    """Return the bytes of AdamW's state: two moments in fp32, and one count of steps for each tensor."""
+    """Return the bytes of AdamW's state: two moments in fp32 per parameter, and one step count per tensor."""
     return sum(8 * p.numel() + 4 for p in params)
 
 
 def muon_bytes(params: Iterable[Tensor]) -> int:
-    """Return the bytes of Muon's state: one momentum in fp32."""
+    """Return the bytes of Muon's state: one momentum in fp32 per parameter."""
     return sum(4 * p.numel() for p in params)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two optimizers behind the face of one: their groups in a row, their state in one mapping."""
+    """Muon and AdamW as one optimizer, with the parameter groups and the state of both."""
 
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
 
     def expected_state_bytes(self) -> int:
-        """Return the bytes of state after a step: one momentum for each matrix, AdamW's state for the rest."""
-        muon, adamw = self.parts
+        """Return the bytes of state after a step: Muon's for the matrices, AdamW's for all other parameters."""
+        muon, adamw = self.optimizers
         matrices = [p for group in muon.param_groups for p in group["params"]]
         return muon_bytes(matrices) + adamw_bytes(p for group in adamw.param_groups for p in group["params"])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step both; `closure` computes the loss first."""
+        """Step both optimizers. `closure`, if given, computes the loss first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self.parts:
-            part.step()
-            self.state.update(part.state)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            self.state.update(optimizer.state)
         return loss
 
 
 def configure_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that the configuration names."""
+    """Return the optimizer that `config.optimizer` names."""
     return configure_muon(model, config) if config.optimizer == "muon" else configure_adamw(model, config)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, then half a cosine down to min_lr, which stays."""
+    """Return the learning rate of a step: linear warm-up, then cosine decay to min_lr; constant without decay_lr."""
+    if not config.decay_lr:
+        return config.learning_rate
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
     decay_steps = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
     if step >= decay_steps:
         return config.min_lr
-    done = (step - config.warmup_iters) / (decay_steps - config.warmup_iters)
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
+    progress = (step - config.warmup_iters) / (decay_steps - config.warmup_iters)  # of the decay, from 0 to 1
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.learning_rate - config.min_lr)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -122,18 +128,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def grad_norm(grads: Sequence[Tensor], sharded_over: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients together, summed in fp64: in fp32 it would depend on how they are cut.
+    """Return the global 2-norm of the gradients, accumulated in fp64.
+
+    In fp32 the result would depend on how the gradients are sharded.
 
     Args:
-        grads: this rank's gradients, or its shards of them.
-        sharded_over: the ranks whose shards make up the whole; None where every rank holds all of it. Collective
-            over these ranks when given.
+        grads: the gradients of this rank, full or sharded.
+        sharded_over: the process group over which the gradients are sharded; the call is then collective over this
+            group. None if every rank has the full gradients.
 
     Returns:
-        A scalar on the gradients' device, the same on every rank.
+        A scalar on the device of the gradients, the same on every rank.
     """
-    exact = torch.float32 if grads and grads[0].device.type == "mps" else torch.float64
-    norms = torch._foreach_norm(list(grads), 2, exact) if grads else [torch.zeros((), dtype=exact)]
+    dtype = torch.float32 if grads and grads[0].device.type == "mps" else torch.float64  # MPS has no fp64
+    norms = torch._foreach_norm(list(grads), 2, dtype) if grads else [torch.zeros((), dtype=dtype)]
     squares = torch.stack(norms).square().sum()
     if sharded_over is not None:
         dist.all_reduce(squares, group=sharded_over)
@@ -141,25 +149,25 @@ def grad_norm(grads: Sequence[Tensor], sharded_over: dist.ProcessGroup | None = 
 
 
 def clip_grads(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that a global norm above `max_norm` becomes it; 0 clips nothing."""
+    """Scale the gradients in place so that their global norm is at most `max_norm`. 0 disables clipping."""
     if max_norm > 0 and grads:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(list(grads), scale.to(grads[0].dtype))
 
 
 class LossScaler:
-    """Loss scaling for float16 (Micikevicius et al. 2018): a scaled loss keeps small gradients above zero.
+    """Loss scaling for float16 (Micikevicius et al. 2018). It prevents small gradients from rounding to zero.
 
-    The global gradient norm decides whether a step is taken, as in Megatron-LM: every rank has the same norm, also
-    where gradients are sharded, so all ranks skip the same steps. The scale is a power of two, so that scaling rounds
-    nothing. It is halved when a gradient overflows, and doubled after 2,000 steps without an overflow.
+    If the global gradient norm is not finite, the step is skipped, as in Megatron-LM. Every rank has the same norm,
+    even if gradients are sharded, so all ranks skip the same steps. The scale is a power of two, so scaling adds no
+    rounding error. It is halved when a gradient overflows, and doubled after 2,000 steps without an overflow.
 
     Args:
-        is_enabled: False for every other dtype: losses and gradients stay as they are, and every step is taken.
+        is_enabled: True for float16. For other dtypes nothing is scaled and no step is skipped.
     """
 
     GROWTH_INTERVAL = 2_000  # steps
-    SMALLEST = 2.0**-14
+    MIN_SCALE = 2.0**-14
 
     def __init__(self, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
@@ -167,23 +175,25 @@ class LossScaler:
         self.steps_since_change = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss whose backward pass computes scaled gradients."""
+        """Return the scaled loss, whose backward pass computes scaled gradients."""
         return loss * self.scale if self.is_enabled else loss
 
     def unscale_grads(self, grads: Sequence[Tensor]) -> None:
-        """Divide gradients by the scale, in place. One that has overflowed stays infinite or NaN."""
+        """Divide the gradients by the scale, in place. A gradient that has overflowed stays infinite or NaN."""
         if self.is_enabled and grads:
             torch._foreach_mul_(list(grads), 1 / self.scale)
 
     def step(self, optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-        """Step the optimizer, unless a gradient has overflowed, and adapt the scale. Waits for the GPU in float16 only.
+        """Step the optimizer, unless a gradient has overflowed, and adapt the scale.
+
+        This waits for the GPU only in float16.
 
         Args:
-            optimizer: with unscaled gradients.
-            norm: their global norm, the same on every rank.
+            optimizer: the optimizer; its gradients are already unscaled.
+            norm: the global gradient norm, the same on every rank.
 
         Raises:
-            NonFiniteLoss: gradients overflow at any scale, so that no step would ever be taken again.
+            NonFiniteLoss: the gradients overflow even at the smallest scale.
         """
         if not self.is_enabled:
             optimizer.step()
@@ -195,19 +205,19 @@ class LossScaler:
                 self.scale, self.steps_since_change = 2 * self.scale, 0
             return
         self.scale, self.steps_since_change = self.scale / 2, 0
-        if self.scale < self.SMALLEST:
+        if self.scale < self.MIN_SCALE:
             raise NonFiniteLoss(
-                f"float16 gradients overflow even when the loss is scaled by {self.scale:g}: use --dtype=bfloat16 or "
+                f"float16 gradients overflow even with a loss scale of {self.scale:g}: use --dtype=bfloat16 or "
                 "float32, or resume from the last checkpoint with a lower --learning_rate"
             )
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs; nothing where scaling is off."""
+        """Return the state that a resumed run needs; an empty dict if scaling is off."""
         if not self.is_enabled:
             return {}
         return {"scale": self.scale, "_growth_tracker": self.steps_since_change}  # torch.amp.GradScaler's names
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue with the scale of a float16 run, which torch.amp.GradScaler may have saved; other runs have none."""
+        """Load the scale of a float16 run, also one that torch.amp.GradScaler saved. Other runs have no state."""
         if self.is_enabled and state:
             self.scale, self.steps_since_change = float(state["scale"]), int(state["_growth_tracker"])

@@ -1,10 +1,10 @@
-"""Write text with a trained model, as it is drawn.
+"""Generate text with a trained model, and print each token at once.
 
     python -m nanoGPT.sample                                        # the newest run under out/
     python -m nanoGPT.sample --out_dir=out/my-run --start="ROMEO:" --temperature=0.8 --top_k=50
     python -m nanoGPT.sample --out_dir=gpt2 --start=FILE:prompt.txt  # OpenAI's weights; a prompt from a file
 
-The text that fits into the model's context is drawn with a cache of keys and values.
+While the text fits into the model's context, the keys and values of earlier tokens are cached.
 """
 
 import codecs
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
-from nanoGPT.checkpoint.manifest import step_directories
+from nanoGPT.checkpoint.manifest import find_newest_run
 from nanoGPT.checkpoint.state import load_weights, read_full_state
 from nanoGPT.checkpoint.weights import find_newest, read_weights
 from nanoGPT.cli.command_line import command_line
@@ -29,42 +29,50 @@ from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_toke
 
 @dataclass
 class SampleConfig:
-    """What to write with."""
+    """Generate text with a trained model."""
 
     out_dir: str | None = None
-    """a run, a Hugging Face or nanoGPT directory, or gpt2 by name; None: the newest run under out/"""
+    """directory of a run, a Hugging Face model or a nanoGPT checkpoint, or gpt2; None: the newest run under out/"""
     start: str | None = None
-    """the text to continue; FILE:name reads it from a file; None: a newline, or the first character if there is none"""
+    """prompt; FILE:name reads it from a file; None: a newline, or the vocabulary's first character if it has none"""
     num_samples: int = 1
-    """texts to write"""
+    """number of texts to generate"""
     max_new_tokens: int = 500
-    """tokens per text"""
+    """number of tokens per text"""
     temperature: float = 0.8
-    """0 always takes the likeliest token; higher is wilder"""
+    """sampling temperature; 0 always takes the most likely token, higher values give more varied text"""
     top_k: int = 200
-    """draw among the k likeliest tokens"""
+    """sample only from the k most likely tokens"""
     seed: int = 1337
-    """decides what is drawn"""
+    """random seed of the sampling"""
     device: str = "auto"
     """auto | cpu | cuda | mps"""
 
 
-def newest_run() -> str:
-    """Return the run under out/ whose checkpoint is the newest; runs that are training may delete theirs meanwhile."""
-    saved: dict[Path, float] = {}
-    for run in (Path("out"), *Path("out").glob("*")):
-        with contextlib.suppress(FileNotFoundError, IndexError):
-            saved[run] = step_directories(run)[0].stat().st_mtime
-    if not saved:
+def choose_run() -> str:
+    """Return out/ or the directory under out/ that has the newest checkpoint.
+
+    Raises:
+        ConfigError: there is no checkpoint under out/.
+    """
+    newest = find_newest_run((Path("out"), *Path("out").glob("*")))
+    if newest is None:
         raise ConfigError("there is no run with a checkpoint under out/: train one with `make baseline`")
-    return str(max(saved, key=lambda run: saved[run]))
+    return str(newest)
 
 
-def load(source: str) -> tuple[GPT, Tokenizer, int]:
-    """A model, its tokenizer, and how many ids the tokenizer has."""
+def load_model(source: str) -> tuple[GPT, Tokenizer, int]:
+    """Return a model, its tokenizer, and the number of ids that the tokenizer has.
+
+    Args:
+        source: as `SampleConfig.out_dir`.
+
+    Raises:
+        ConfigError: there is no model, or its characters are unknown.
+    """
     if (Path(source) / "checkpoints").is_dir():
         checkpoint = find_newest(Path(source))
-        shape = GPTConfig.of(checkpoint.manifest["model_args"])
+        shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
         weights = read_full_state(checkpoint.path).model
         identity = checkpoint.manifest["data"]["tokenizer"]
         tokenizer, ids = load_tokenizer(identity), identity["vocab_size"]
@@ -72,7 +80,8 @@ def load(source: str) -> tuple[GPT, Tokenizer, int]:
         shape, weights = read_weights(source)
         if shape.vocab_size < GPT2_VOCAB:
             raise ConfigError(
-                f"{source} does not say which characters its {shape.vocab_size} ids are: sample from a run"
+                f"{source} has {shape.vocab_size} token ids but does not contain their characters: give the directory "
+                "of a run as --out_dir"
             )
         tokenizer, ids = Gpt2Tokenizer(), GPT2_VOCAB
     model = GPT(shape)
@@ -84,7 +93,7 @@ def read_start(start: str | None, tokenizer: Tokenizer) -> str:
     """Return the text to continue.
 
     Raises:
-        ConfigError: its file cannot be read.
+        ConfigError: the file cannot be read.
     """
     if start is None:
         if isinstance(tokenizer, CharTokenizer) and "\n" not in tokenizer.ids:
@@ -95,11 +104,11 @@ def read_start(start: str | None, tokenizer: Tokenizer) -> str:
     try:
         return Path(start[5:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--start={start} cannot be read ({error}): name a UTF-8 text file") from None
+        raise ConfigError(f"--start={start} cannot be read ({error}): give a UTF-8 text file") from None
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], decoder: codecs.IncrementalDecoder) -> str:
-    """Text of the next ids; a character whose bytes are spread over tokens waits for its last one."""
+def decode_next(tokenizer: Tokenizer, ids: list[int], decoder: codecs.IncrementalDecoder) -> str:
+    """Return the text of the next ids. A character whose bytes span multiple tokens is returned with its last token."""
     if isinstance(tokenizer, CharTokenizer):
         return tokenizer.decode(ids)
     assert isinstance(tokenizer, Gpt2Tokenizer)
@@ -107,21 +116,29 @@ def stream(tokenizer: Tokenizer, ids: list[int], decoder: codecs.IncrementalDeco
 
 
 def validate(config: SampleConfig) -> None:
-    if not 0 <= config.temperature < 1e9 or not 0 <= config.seed < 2**63:
-        raise ConfigError("--temperature and --seed are at least 0, and finite")
-    if config.top_k < 1 or config.max_new_tokens < 1 or config.num_samples < 1:
-        raise ConfigError("--top_k, --max_new_tokens and --num_samples are at least 1")
+    """Check the values of a configuration.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    if not 0 <= config.temperature < 1e9:
+        raise ConfigError(f"--temperature={config.temperature} is out of range: use a value in [0, 1e9)")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"--seed={config.seed} is out of range: use a value in [0, 2**63)")
+    for name in ("top_k", "max_new_tokens", "num_samples"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use 1 or more")
 
 
 def main(config: SampleConfig) -> None:
-    """Print samples as they are drawn.
+    """Print samples, token by token.
 
     Raises:
-        ConfigError: nothing to sample from, or a prompt that the tokenizer cannot encode.
+        ConfigError: there is no model, or the tokenizer cannot encode the prompt.
     """
     validate(config)
     device, _ = pick_device(config.device, 0, 1, 1)
-    model, tokenizer, ids = load(config.out_dir or newest_run())
+    model, tokenizer, vocab_size = load_model(config.out_dir or choose_run())
     model.to(device)
     prompt = tokenizer.encode(read_start(config.start, tokenizer))
     if not prompt:
@@ -129,12 +146,12 @@ def main(config: SampleConfig) -> None:
     torch.manual_seed(config.seed)
     for _ in range(config.num_samples):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        print(stream(tokenizer, prompt, decoder), end="", flush=True)
+        print(decode_next(tokenizer, prompt, decoder), end="", flush=True)
         tokens = model.generate(
-            torch.tensor([prompt], device=device), config.max_new_tokens, config.temperature, config.top_k, ids
+            torch.tensor([prompt], device=device), config.max_new_tokens, config.temperature, config.top_k, vocab_size
         )
         for token in tokens:
-            print(stream(tokenizer, [int(token)], decoder), end="", flush=True)
+            print(decode_next(tokenizer, [int(token)], decoder), end="", flush=True)
         print("\n" + "-" * 20, flush=True)
 
 

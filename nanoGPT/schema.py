@@ -1,15 +1,15 @@
-"""Check the form of a JSON or TOML document before anything relies on it.
+"""Check a JSON or TOML document against a schema before the program uses it.
 
-Each format is a `TypedDict`, whose fields may carry limits:
+A schema is a `TypedDict`. Its fields may have limits:
 
     class TokenFile(TypedDict):
-        name: Annotated[str, Matches(r"[a-z]+")]
-        tokens: Annotated[int, Within(0, 2**62)]
+        name: Annotated[str, Pattern(r"[a-z]+")]
+        tokens: Annotated[int, Range(0, 2**62)]
 
-    check_schema({"name": "train", "tokens": -1}, TokenFile)    # Malformed: $.tokens is -1: must be from 0 to ...
+    check_schema({"name": "train", "tokens": -1}, TokenFile)    # SchemaError: $.tokens is -1: must be from 0 to ...
 
-A file of another form, from a broken disk, another program or somebody hostile, is refused in one phrase that names the
-place. Keys that the format does not have are ignored.
+A document that does not match, for example because the disk is damaged or the file is malicious, raises an error with
+the place of the problem. Keys that are not in the schema are ignored.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from typing import (
 
 T = TypeVar("T")
 
-NAMES = {
+TYPE_NAMES = {
     dict: "an object",
     list: "a list",
     str: "a string",
@@ -42,75 +42,82 @@ NAMES = {
     int: "an integer",
     float: "a number",
 }
-NAMES |= {types.NoneType: "null"}
-LONGEST_VALUE = 60  # characters of a value in a message
+TYPE_NAMES |= {types.NoneType: "null"}
+MAX_VALUE_LENGTH = 60  # characters of a value in a message
 
 
-class Malformed(ValueError):
-    """A file does not have the form of its format; the message is a phrase that says where."""
+class SchemaError(ValueError):
+    """A document does not match its schema. The message names the place, the value and the requirement."""
 
 
 @dataclass(frozen=True)
-class Within:
-    """The smallest and the largest number; of a string or a list, the smallest and the largest length."""
+class Range:
+    """A limit: the minimum and maximum of a number, or of the length of a string or a list."""
 
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
 
-    def problem(self, value: Any) -> str | None:
-        """Return what is wrong with a value, or None."""
+    def find_problem(self, value: Any) -> str | None:
+        """Return the requirement that a value does not meet, or None."""
         size = len(value) if isinstance(value, str | list) else value
-        what = " items" if isinstance(value, list) else " characters" if isinstance(value, str) else ""
-        return None if self.least <= size <= self.most else f"must have {self}{what}" if what else f"must be {self}"
+        if self.minimum <= size <= self.maximum:
+            return None
+        unit = " items" if isinstance(value, list) else " characters" if isinstance(value, str) else ""
+        return f"must have {self}{unit}" if unit else f"must be {self}"
 
     def __str__(self) -> str:
-        if self.most == math.inf:
-            return f"at least {self.least:g}"
-        return f"from {self.least:g} to {self.most:g}"
+        if self.maximum == math.inf:
+            return f"at least {self.minimum:g}"
+        return f"from {self.minimum:g} to {self.maximum:g}"
 
 
 @dataclass(frozen=True)
-class Matches:
-    """A regular expression that a whole string must match."""
+class Pattern:
+    """A limit: a regular expression that the full string must match."""
 
     pattern: str
 
-    def problem(self, value: str) -> str | None:
-        """Return what is wrong with a value, or None."""
+    def find_problem(self, value: str) -> str | None:
+        """Return the requirement that a value does not meet, or None."""
         return None if re.fullmatch(self.pattern, value) else f"must match {self.pattern}"
 
 
-Count = Annotated[int, Within(0, 2**62)]
-Size = Annotated[int, Within(1, 2**31 - 1)]
-FileName = Annotated[str, Matches(r"(?!\.{1,2}\Z)[^/\0]{1,255}")]  # in the same directory
-Sha256 = Annotated[str, Within(0, 64)]  # hexadecimal; another text is no file's
+Count = Annotated[int, Range(0, 2**62)]
+Size = Annotated[int, Range(1, 2**31 - 1)]
+FileName = Annotated[str, Pattern(r"(?!\.{1,2}\Z)[^/\0]{1,255}")]  # without a directory
+Sha256 = Annotated[str, Range(0, 64)]  # hexadecimal; any other text equals no hash
 
 
 def check_schema(value: Any, schema: type[T]) -> T:
-    """Return a value, as JSON or TOML give it, if it has the form of a schema.
+    """Return a value that was read from JSON or TOML, after checking it against a schema.
 
     Args:
         value: objects, lists, strings, numbers, booleans and null.
-        schema: a TypedDict; a dataclass, of whose fields some may be missing; or any type of their fields.
+        schema: a TypedDict, a dataclass (any of whose fields may be missing), or any type that their fields can have.
 
     Raises:
-        Malformed: it has not.
+        SchemaError: the value does not match the schema.
     """
     check_value(value, schema, "$")
     return value
 
 
 @functools.cache
-def fields_of(schema: type) -> dict[str, Any]:
-    """Return the type of each field of a TypedDict or a dataclass, with its limits."""
+def field_types(schema: type) -> dict[str, Any]:
+    """Return the type of each field of a TypedDict or a dataclass, including its limits."""
     return get_type_hints(schema, include_extras=True)
 
 
 def check_value(value: Any, schema: Any, place: str) -> None:
-    """Check a value at a place such as `$.splits.train[0]`.
+    """Check a value against a schema.
+
+    Args:
+        value: the value.
+        schema: as in `check_schema`.
+        place: where the value is in the document, such as `$.splits.train[0]`.
 
     Raises:
-        Malformed: it does not have the form of the schema.
+        SchemaError: the value does not match the schema.
     """
     origin, arguments = get_origin(schema), get_args(schema)
     if schema is Any:
@@ -120,44 +127,45 @@ def check_value(value: Any, schema: Any, place: str) -> None:
     elif origin is Annotated:
         check_value(value, arguments[0], place)
         for limit in arguments[1:]:
-            if problem := limit.problem(value):
-                raise Malformed(f"{place} is {shorten(value)}: {problem}")
+            if problem := limit.find_problem(value):
+                raise SchemaError(f"{place} is {shorten(value)}: {problem}")
     elif origin is Literal:
         if not any(type(value) is type(known) and value == known for known in arguments):
-            raise Malformed(f"{place} is {shorten(value)}: must be {' or '.join(map(repr, arguments))}")
+            raise SchemaError(f"{place} is {shorten(value)}: must be {' or '.join(map(repr, arguments))}")
     elif origin in (Union, types.UnionType):
-        if not any(fits(value, each) for each in arguments):
-            raise Malformed(f"{place} is {shorten(value)}: must be {' or '.join(NAMES[each] for each in arguments)}")
+        if not any(matches_schema(value, each) for each in arguments):
+            names = " or ".join(TYPE_NAMES[each] for each in arguments)
+            raise SchemaError(f"{place} is {shorten(value)}: must be {names}")
     elif is_typeddict(schema) or dataclasses.is_dataclass(schema):
         check_fields(value, schema, place)
     else:
         check_plain(value, origin or schema, arguments, place)
 
 
-def fits(value: Any, schema: Any) -> bool:
-    """Return whether a value has the form of a schema."""
+def matches_schema(value: Any, schema: Any) -> bool:
+    """Return whether a value matches a schema."""
     try:
         check_value(value, schema, "$")
         return True
-    except Malformed:
+    except SchemaError:
         return False
 
 
 def check_fields(value: Any, schema: Any, place: str) -> None:
-    """Check an object whose keys are known."""
+    """Check an object and its fields against a TypedDict or a dataclass."""
     check_plain(value, dict, (), place)
-    for name, each in fields_of(schema).items():
+    for name, each in field_types(schema).items():
         if name in value:
             check_value(value[name], each, f"{place}.{name}")
         elif name in getattr(schema, "__required_keys__", ()):
-            raise Malformed(f"{place}.{name} is missing")
+            raise SchemaError(f"{place}.{name} is missing")
 
 
 def check_plain(value: Any, kind: type, arguments: tuple[Any, ...], place: str) -> None:
     """Check a string, a number, a boolean, null, a list of one type, or an object whose values have one type."""
-    found = types.NoneType if value is None else type(value)
-    if found is not kind and not (kind is float and found is int and abs(value) < 2**1023):
-        raise Malformed(f"{place} is {NAMES.get(found, found.__name__)}: must be {NAMES[kind]}")
+    actual = types.NoneType if value is None else type(value)
+    if actual is not kind and not (kind is float and actual is int and abs(value) < 2**1023):
+        raise SchemaError(f"{place} is {TYPE_NAMES.get(actual, actual.__name__)}: must be {TYPE_NAMES[kind]}")
     if kind is list and arguments:
         for i, item in enumerate(value):
             check_value(item, arguments[0], f"{place}[{i}]")
@@ -167,9 +175,9 @@ def check_plain(value: Any, kind: type, arguments: tuple[Any, ...], place: str) 
 
 
 def shorten(value: Any) -> str:
-    """Return a value as text for a message."""
+    """Return the text of a value for a message, at most `MAX_VALUE_LENGTH` characters long."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, or lists in lists
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, or deeply nested lists
         text = "too large to be shown"
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."

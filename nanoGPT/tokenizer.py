@@ -1,4 +1,7 @@
-"""Tokenizers: characters, and GPT-2's byte-pair encoding. A dataset and a checkpoint name theirs by its identity."""
+"""Tokenizers: single characters, and GPT-2's byte-pair encoding.
+
+A dataset and a checkpoint record the identity of their tokenizer, from which `load_tokenizer` creates it.
+"""
 
 import json
 import os
@@ -8,11 +11,11 @@ from typing import Literal, NotRequired, Protocol, TypedDict
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
-from nanoGPT.schema import Malformed, Sha256, Size
+from nanoGPT.schema import SchemaError, Sha256, Size
 
 
 class TokenizerIdentity(TypedDict):
-    """Which tokenizer made the ids; `characters` are those of a character tokenizer."""
+    """The tokenizer that created the token ids. Only a character tokenizer has `characters`."""
 
     name: Literal["char", "gpt2"]
     vocab_size: Size
@@ -21,26 +24,28 @@ class TokenizerIdentity(TypedDict):
 
 
 def check_tokenizer(identity: TokenizerIdentity) -> None:
-    """Check what the types cannot say of a tokenizer.
+    """Check the condition that `TokenizerIdentity` cannot express: a character tokenizer has characters.
 
     Raises:
-        Malformed: it is a character tokenizer without its characters.
+        SchemaError: the characters are missing.
     """
     if identity["name"] == "char" and "characters" not in identity:
-        raise Malformed("the tokenizer's characters are missing")
+        raise SchemaError("the tokenizer's characters are missing")
 
 
 class Tokenizer(Protocol):
+    """The interface of a tokenizer."""
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
     def write_hf(self, folder: Path) -> None:
-        """Write the files with which transformers makes the same tokenizer."""
+        """Write the files from which the transformers library loads the same tokenizer."""
 
 
 class CharTokenizer:
-    """One id a character. Encoding a character that the training text did not have is a ConfigError."""
+    """A tokenizer with one id per character. `encode` raises a ConfigError for an unknown character."""
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
@@ -56,15 +61,15 @@ class CharTokenizer:
         return "".join(self.characters[i] for i in ids if i < len(self.characters))
 
     def write_hf(self, folder: Path) -> None:
-        model = {"type": "BPE", "vocab": self.ids, "merges": []}  # of characters, none of which is merged
-        whole = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        (folder / "tokenizer.json").write_text(json.dumps(whole) + "\n")
-        (folder / "tokenizer_config.json").write_text(json.dumps(about) + "\n")
+        model = {"type": "BPE", "vocab": self.ids, "merges": []}  # without merges, each token is one character
+        tokenizer = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer) + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
 
 
 class Gpt2Tokenizer:
-    """GPT-2's byte-pair encoding through tiktoken, from the vocabulary that `make data` fetched."""
+    """GPT-2's byte-pair encoding from tiktoken, with the vocabulary that `make data` downloads."""
 
     def __init__(self) -> None:
         import tiktoken
@@ -73,7 +78,7 @@ class Gpt2Tokenizer:
         try:
             self.bpe = tiktoken.get_encoding("gpt2")
         except Exception as error:
-            raise ConfigError(f"GPT-2's vocabulary is not here ({type(error).__name__}): run `make data`") from None
+            raise ConfigError(f"GPT-2's vocabulary is missing ({type(error).__name__}): run `make data`") from None
         self.end_of_text = self.bpe.eot_token
 
     def encode(self, text: str) -> list[int]:
@@ -83,16 +88,20 @@ class Gpt2Tokenizer:
         return self.bpe.decode([i for i in ids if i < self.bpe.n_vocab])
 
     def write_hf(self, folder: Path) -> None:
-        files = {"6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": "vocab.json"}  # as they are called in tiktoken's cache
+        files = {"6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": "vocab.json"}  # the names in tiktoken's cache
         files["6d1cbeee0f20b3d9449abfede4726ed8212e3aee"] = "merges.txt"
         for name, target in files.items():
             shutil.copyfile(Path(os.environ["TIKTOKEN_CACHE_DIR"]) / name, folder / target)
 
 
 def load_tokenizer(identity: TokenizerIdentity) -> Tokenizer:
-    """The tokenizer that a `meta.json` or a checkpoint's manifest names."""
+    """Return the tokenizer that a `meta.json` or a checkpoint's manifest names.
+
+    Raises:
+        ConfigError: the name is unknown, or GPT-2's vocabulary is missing.
+    """
     if identity["name"] == "char":
         return CharTokenizer(identity["characters"])
     if identity["name"] == "gpt2":
         return Gpt2Tokenizer()
-    raise ConfigError(f"the tokenizer {identity['name']!r} is not known here: char and gpt2 are")
+    raise ConfigError(f"the tokenizer {identity['name']!r} is unknown: use char or gpt2")

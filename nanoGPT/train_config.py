@@ -1,6 +1,6 @@
-"""The configuration of a run: one dataclass, the defaults of a GPU, and the checks of its values.
+"""The configuration of a run: the dataclass `TrainConfig`, its defaults on a GPU, and the checks of its values.
 
-A phase adds fields by extending `TrainConfig`. `nanoGPT/job/parse.py` builds one from config files and flags.
+Each phase extends `TrainConfig` with its own fields. `nanoGPT/job/parse.py` creates it from config files and flags.
 """
 
 import dataclasses
@@ -13,90 +13,100 @@ from nanoGPT.errors import ConfigError
 
 @dataclass
 class TrainConfig:
-    """GPT-2 training. Defaults are those of this machine: a small character model on a CPU, 124M on a GPU."""
+    """GPT-2 training. The defaults depend on the device: a small character model on a CPU, GPT-2 124M on a GPU."""
 
     # data
     dataset: str = "shakespeare_char"
-    """directory under nanoGPT/data that its prepare.py has filled"""
+    """name of a dataset under nanoGPT/data, or path of a prepared dataset"""
     batch_size: int = 6
     """sequences per micro-batch"""
     block_size: int = 64
     """tokens per sequence"""
     gradient_accumulation_steps: int = 16
-    """micro-batches per optimizer step, of all ranks together"""
+    """micro-batches per optimizer step, in total over all ranks"""
     # model
     n_layer: int = 4
-    """transformer blocks"""
+    """number of transformer blocks"""
     n_head: int = 4
     """attention heads per block"""
     n_embd: int = 128
-    """channels; a multiple of n_head"""
+    """embedding dimension (channels); a multiple of n_head"""
     dropout: float = 0.0
-    """probability in [0, 1)"""
+    """dropout probability, in [0, 1)"""
     bias: bool = False
-    """biases in Linear and LayerNorm, as GPT-2 has them"""
+    """use biases in Linear and LayerNorm, as in GPT-2"""
     vocab_size: int | None = None
-    """rows of the embedding; None: the tokenizer's, with GPT-2's 50257 padded to 50304"""
+    """rows of the token embedding; None: the vocabulary size of the tokenizer, with GPT-2's 50257 padded to 50304"""
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: the blocks' matrices by Muon, the rest by AdamW"""
+    """muon: Muon for the matrices of the blocks, AdamW for all other parameters"""
     learning_rate: float = 2e-3
     """peak learning rate"""
     max_iters: int = 200
-    """optimizer steps of the whole run"""
+    """total number of optimizer steps"""
     warmup_iters: int = 20
-    """steps of linear warm-up"""
+    """steps of linear learning rate warm-up"""
     lr_decay_iters: int | None = None
-    """step at which the cosine reaches min_lr; None: max_iters"""
+    """step at which the cosine decay reaches min_lr; None: max_iters"""
+    decay_lr: bool = True
+    """False: a constant learning rate, without warm-up"""
     min_lr: float = 2e-4
-    """learning rate at the end of the cosine"""
+    """learning rate after the cosine decay"""
     weight_decay: float = 0.1
-    """AdamW's, on matrices only"""
+    """weight decay; applied to matrices and embeddings only"""
     beta1: float = 0.9
-    """AdamW's first-moment decay"""
+    """decay rate of AdamW's first moment, in [0, 1)"""
     beta2: float = 0.99
-    """AdamW's second-moment decay"""
+    """decay rate of AdamW's second moment, in [0, 1)"""
     grad_clip: float = 1.0
-    """largest global gradient norm; 0: no clipping"""
+    """maximum global gradient norm; 0: no clipping"""
     # evaluation and checkpoints
     eval_interval: int = 50
     """steps between evaluations"""
     eval_iters: int = 32
-    """micro-batches per evaluation, of all ranks together"""
+    """micro-batches per evaluation, in total over all ranks"""
     log_interval: int = 10
     """steps between logged lines"""
     always_save_checkpoint: bool = False
-    """save at every evaluation, not only when the validation loss improved"""
+    """save at every evaluation, not only when the validation loss has improved"""
     keep_checkpoints: int = 3
-    """newest checkpoints that are kept"""
+    """number of checkpoints to keep, at least 3; older ones are deleted"""
+    resume_step: int | None = None
+    """with init_from=resume: number of updates of the checkpoint to resume from; None: the newest checkpoint"""
+    eval_only: bool = False
+    """evaluate the model once and stop, without training or saving"""
     init_from: str = "scratch"
-    """scratch | resume | gpt2 | gpt2-medium | gpt2-large | gpt2-xl | a directory of a run or a Hugging Face model"""
+    """scratch | resume | gpt2 | gpt2-medium | gpt2-large | gpt2-xl | directory of a run or of a Hugging Face model"""
     out_dir: str = "out"
-    """where checkpoints and metrics go"""
+    """output directory for checkpoints and metrics"""
     # system
     device: str = "auto"
     """auto | cpu | cuda | mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """of the matrix products; auto: bfloat16 on a GPU that has it, else float16; float32 on a CPU"""
+    """dtype of matrix products; auto: bfloat16 on a GPU that supports it, float16 on other GPUs, float32 elsewhere"""
     compile: bool = False
-    """torch.compile the model"""
+    """compile the model with torch.compile"""
     seed: int = 1337
-    """keys initialisation, batches and dropout"""
-    # watching
+    """random seed of initialisation, batches and dropout"""
+    # monitoring
     track: Literal["none", "tensorboard", "wandb"] = "none"
-    """also send the metrics there (extra `track`)"""
+    """log the metrics to this tool too; needs `pip install -e '.[track]'`"""
     stall_seconds: float = 300.0
-    """end the job, with the stacks of all ranks, when none of them makes progress for this long, in seconds"""
+    """stop the job and write the stacks of all ranks if no rank makes progress for this many seconds"""
     timeout_minutes: float = 30.0
     """how long ranks wait for each other, at the start and in every collective, in minutes"""
     ledger: bool = False
-    """count one step's collectives and the bytes of state per rank, print them and write ledger.json"""
+    """measure the collectives and the memory of one step, print them and write ledger.json"""
 
     def check(self, world_size: int) -> None:
-        """Refuse, by a ConfigError, what a phase cannot combine; called before any rank starts."""
+        """Check combinations of values that only one phase has. Called before any rank starts.
 
-    def share_of_parameters(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
-        """Return which part of all parameters a rank keeps, in its GPU's memory or in the CPU's."""
+        Raises:
+            ConfigError: a combination is not supported.
+        """
+
+    def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
+        """Return the fraction of all parameters that a rank stores in GPU memory, or in CPU memory."""
         return 1.0
 
 
@@ -118,71 +128,77 @@ GPU_DEFAULTS = {
     "compile": True,
 }
 
-MOST_MINUTES = 60 * 24 * 30  # a month
+MAX_TIMEOUT_MINUTES = 60 * 24 * 30  # 30 days
 
 C = TypeVar("C", bound=TrainConfig)
 
 
 def field_names(config_class: type) -> list[str]:
+    """Return the names of the fields of a dataclass."""
     return [field.name for field in dataclasses.fields(config_class)]
 
 
 def is_text(value: str) -> bool:
-    """Return whether a string can be written as UTF-8 and passed to the operating system."""
+    """Return whether a string can be encoded as UTF-8 and passed to the operating system."""
     return "\0" not in value and value == value.encode("utf-8", "ignore").decode()
 
 
 def validate(config: TrainConfig, world_size: int) -> None:
-    """Refuse values that no run can have.
+    """Check the values of a configuration.
 
     Args:
-        config: the configuration as parsed.
+        config: the parsed configuration.
         world_size: number of ranks.
 
     Raises:
-        ConfigError: names the field, its value and what would work.
+        ConfigError: a value cannot be used. The message has the field, its value and what to use instead.
     """
-    at_least = {"batch_size": 1, "block_size": 1, "gradient_accumulation_steps": 1, "n_layer": 1, "n_head": 1}
-    at_least |= {"n_embd": 1, "max_iters": 1, "warmup_iters": 0, "eval_interval": 1, "eval_iters": 1}
-    at_least |= {"log_interval": 1, "keep_checkpoints": 3, "min_lr": 0, "weight_decay": 0, "grad_clip": 0}
-    at_least |= {"seed": 0, "vocab_size": 1, "lr_decay_iters": 1}
-    for name, least in at_least.items():
+    minimums = {"batch_size": 1, "block_size": 1, "gradient_accumulation_steps": 1, "n_layer": 1, "n_head": 1}
+    minimums |= {"n_embd": 1, "max_iters": 1, "warmup_iters": 0, "eval_interval": 1, "eval_iters": 1}
+    minimums |= {"log_interval": 1, "keep_checkpoints": 3, "min_lr": 0, "weight_decay": 0, "grad_clip": 0}
+    minimums |= {"seed": 0, "vocab_size": 1, "lr_decay_iters": 1, "resume_step": 1}
+    for name, minimum in minimums.items():
         value = getattr(config, name)
-        most = {"seed": 2**63 - 1, "n_layer": 10_000}.get(name, 2**31 - 1)
-        if value is not None and not least <= value <= most:
-            raise ConfigError(
-                f"--{name}={value} cannot be: give {least} or more" + (f", up to {most}" if value > 0 else "")
-            )
+        maximum = {"seed": 2**63 - 1, "n_layer": 10_000}.get(name, 2**31 - 1)
+        if value is not None and not minimum <= value <= maximum:
+            valid_values = f"a value from {minimum} to {maximum}" if value > maximum else f"{minimum} or more"
+            raise ConfigError(f"--{name}={value} is out of range: use {valid_values}")
     for name in ("dropout", "beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
-            raise ConfigError(f"--{name}={getattr(config, name)} cannot be: give a number from 0 up to, not with, 1")
+            raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use a value in [0, 1)")
     if not config.out_dir:
-        raise ConfigError("--out_dir= names no directory: give one, or leave it out")
+        raise ConfigError("--out_dir= is empty: give a directory, or leave out the flag")
     if not config.stall_seconds >= 1:
-        raise ConfigError(f"--stall_seconds={config.stall_seconds} cannot be: give 1 or more")
+        raise ConfigError(f"--stall_seconds={config.stall_seconds} is out of range: use 1 or more")
     for name in ("learning_rate", "stall_seconds", "timeout_minutes"):
         if not 0 < getattr(config, name) < float("inf"):
-            raise ConfigError(f"--{name}={getattr(config, name)} cannot be: give a number above 0")
+            raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use a finite value above 0")
     if config.stall_seconds > 60 * config.timeout_minutes:
         raise ConfigError(
             f"--stall_seconds={config.stall_seconds:g} is longer than --timeout_minutes={config.timeout_minutes:g}, "
-            "after which collectives fail: lower the first or raise the second"
+            "after which collectives fail: use a smaller --stall_seconds or a larger --timeout_minutes"
         )
-    if config.timeout_minutes > MOST_MINUTES:
-        raise ConfigError(f"--timeout_minutes={config.timeout_minutes:g} is out of range: use {MOST_MINUTES} or less")
+    if config.timeout_minutes > MAX_TIMEOUT_MINUTES:
+        raise ConfigError(
+            f"--timeout_minutes={config.timeout_minutes:g} is out of range: use {MAX_TIMEOUT_MINUTES} or less"
+        )
     for name, value in vars(config).items():
         if isinstance(value, str) and not is_text(value):
-            raise ConfigError(f"--{name}={value!r} is not valid UTF-8 text: use another name")
+            raise ConfigError(f"--{name}={value!r} is not valid UTF-8 text: use another value")
     package = {"none": "json", "tensorboard": "tensorboard", "wandb": "wandb"}[config.track]
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"--track={config.track} needs `.venv/bin/pip install -e '.[track]'`")
+        raise ConfigError(
+            f"--track={config.track} needs a package that is not installed: run `.venv/bin/pip install -e '.[track]'`"
+        )
     if config.n_embd % config.n_head:
         raise ConfigError(f"--n_embd={config.n_embd} is not divisible by --n_head={config.n_head}: change one of them")
+    if config.resume_step is not None and config.init_from != "resume":
+        raise ConfigError(f"--resume_step={config.resume_step} needs --init_from=resume: add it")
     config.check(world_size)
     if config.gradient_accumulation_steps % world_size:
         steps = config.gradient_accumulation_steps
         ranks = [n for n in range(1, min(steps, 1024) + 1) if steps % n == 0]
         raise ConfigError(
-            f"--gradient_accumulation_steps={steps} cannot be shared out among {world_size} ranks: use a multiple of "
+            f"--gradient_accumulation_steps={steps} is not divisible by the {world_size} ranks: use a multiple of "
             f"{world_size}, such as {-(-steps // world_size) * world_size}, or one of {ranks} ranks"
         )

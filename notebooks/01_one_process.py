@@ -1,13 +1,13 @@
 # %% [markdown]
-# # 1. One process, then several
+# # 1. One process, then multiple ranks
 #
-# A GPT is trained here first by hand, then by `nanoGPT/train.py` in one process, then on two and four, and at last it
-# is killed in the middle and resumed. The claim to test: **the loss curve depends neither on how many processes
-# there are nor on whether one of them died.** Everything that the later notebooks shard rests on it, for only then
-# does a curve that differs mean that something is wrong.
+# In this notebook you train a small GPT, first by hand and then with `nanoGPT/train.py`: in one process, on two and
+# four ranks, and once with a kill in the middle. We test one claim: **the loss curve depends neither on the number of
+# processes nor on whether the run was killed and resumed.** The later notebooks build on it. They shard the training
+# state, and they can only detect an error if a correct run always produces the same curve.
 #
-# Before each result stands *Predict first*. Say a number, or draw the table, before you look at the output below it:
-# what you remember is where you were wrong. No GPU is needed.
+# Most results are preceded by a question, marked *Predict first*. Write down a number, or sketch the table, before you
+# look at the output below. You learn most from the predictions that turn out wrong. No GPU is needed.
 
 # %%
 import dataclasses
@@ -23,8 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from nanoGPT.distributed.runtime import reseed
-from nanoGPT.files import sha256_of
-from nanoGPT.files import PACKAGE
+from nanoGPT.files import PACKAGE, sha256_of
 from nanoGPT.train_config import TrainConfig
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.tokenizer import load_tokenizer
@@ -33,13 +32,13 @@ from nanoGPT.optim import configure_adamw, grad_norm
 from nanoGPT.train import train
 from workshop.ranks import losses, run_on_ranks
 
-folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; it goes when the kernel ends
+folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; removed when the kernel exits
 
 config = TrainConfig(
     device="cpu",
     block_size=32,  # T, tokens per sequence
     batch_size=4,  # B, sequences per micro-batch
-    gradient_accumulation_steps=4,  # micro-batches per step, of all processes together
+    gradient_accumulation_steps=4,  # micro-batches per step, summed over all ranks
     n_layer=2,
     n_head=2,
     n_embd=64,
@@ -53,19 +52,22 @@ config = TrainConfig(
 # %% [markdown]
 # ## a. A batch
 #
-# The data is the text of Shakespeare's plays as one long row of token ids, here one id a character. A training example
-# is a window of it: `x` holds T tokens, `y` the same window one token later. So each position of `x` has its answer
-# in `y`, and one window of T tokens gives T predictions to learn from.
+# You will see what the model trains on, and why every process can compute any batch without a data loader.
 #
-# **Predict first:** what shapes do `x` and `y` have? Cover the second line below: given the first, which of its
-# characters can you not know?
+# The data set is the text of Shakespeare's plays as one long sequence of token ids, here one id per character. A
+# training example is a window of this sequence. `x` contains T tokens, and `y` contains the same window shifted by one
+# token. Position i of `y` is therefore the target for position i of `x`, and one window gives T predictions to learn
+# from.
+#
+# **Predict first:** what are the shapes of `x` and `y`? Cover the line `y:` in the output: which of its characters can
+# you not read from the line `x:`?
 
 # %%
 data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
 tokenizer = load_tokenizer(data.tokenizer)
 
 
-def visible(ids: torch.Tensor) -> str:
+def to_text(ids: torch.Tensor) -> str:
     return tokenizer.decode(ids.tolist()).replace("\n", "⏎")
 
 
@@ -73,185 +75,194 @@ x, y = data.batch("train", TRAIN, step=0, micro_batch=0)
 print("x", tuple(x.shape), "y", tuple(y.shape), x.dtype)
 for row in range(2):
     print()
-    print("x:", visible(x[row]))
-    print("y:", visible(y[row]))
+    print("x:", to_text(x[row]))
+    print("y:", to_text(y[row]))
 
 # %%
 for position in range(5):
-    seen, next_one = x[0, : position + 1], y[0, position : position + 1]
-    print(f"from {visible(seen)!r:8} the model shall predict {visible(next_one)!r}")
+    context, target = x[0, : position + 1], y[0, position : position + 1]
+    print(f"given {to_text(context)!r:8} the model should predict {to_text(target)!r}")
 
 # %% [markdown]
-# Most trainers draw batches from a loader that is somewhere in its file and has a random generator in some state. Such
-# a loader has to be saved with each checkpoint, and on several processes each needs one of its own.
+# Most trainers read batches from a data loader that has a position in a file and a random generator with a state. Such
+# a state must be saved with each checkpoint, and on multiple ranks every rank has a different one.
 #
-# Here a batch is a **pure function of (seed, step, micro-batch)**: these numbers key a counter-based generator, and
-# it says where the windows start. Nothing is remembered between two calls.
+# Here a batch is a **pure function of (seed, step, micro-batch)**. These numbers are the key of a counter-based random
+# generator, and the generator returns the first position of each window. No state is kept between two calls.
 #
 # **Predict first:** which of these four lines print `True`?
 
 # %%
-def same(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
+def batches_are_equal(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
     return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
 for step in range(100):
-    data.batch("train", TRAIN, step, 3)  # a loader with a state would be elsewhere now
-another = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data.batch("train", TRAIN, step, 3)  # these calls would move the position of a data loader with a state
+new_data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
 
-print("the same key, read again:      ", same((x, y), data.batch("train", TRAIN, 0, 0)))
-print("the same key, another object:  ", same((x, y), another.batch("train", TRAIN, 0, 0)))
-print("another micro-batch:           ", same((x, y), data.batch("train", TRAIN, 0, 1)))
-print("another step:                  ", same((x, y), data.batch("train", TRAIN, 1, 0)))
+print("same key, read again:          ", batches_are_equal((x, y), data.batch("train", TRAIN, 0, 0)))
+print("same key, new TokenData object:", batches_are_equal((x, y), new_data.batch("train", TRAIN, 0, 0)))
+print("other micro-batch:             ", batches_are_equal((x, y), data.batch("train", TRAIN, 0, 1)))
+print("other step:                    ", batches_are_equal((x, y), data.batch("train", TRAIN, 1, 0)))
 
 # %% [markdown]
-# So whichever process asks for micro-batch 3 of step 7, today or after a crash, gets the same tokens.
+# Every process that requests micro-batch 3 of step 7 gets the same tokens, now or after a crash.
 #
-# ## b. The model before it has learned anything
+# ## b. The model before training
 #
-# A block has four matrices. With C channels they hold 3C² (queries, keys, values), C² (their way out), 4C² and 4C²
-# (the MLP): 12C² together.
+# You will count the parameters of a GPT, and predict its loss before the first training step.
 #
-# **Predict first:** how many parameters has a model of 2 blocks with C = 64, V = 75 characters and T = 32 positions?
-# The output layer shares its matrix with the embedding, so count that one once.
+# A block has four weight matrices. With C channels they have 3C² elements (queries, keys and values), C² (the output
+# projection of attention), 4C² and 4C² (the two layers of the MLP). That is 12C² in total.
+#
+# **Predict first:** how many parameters does a model have with 2 blocks, C = 64, V = 75 characters and T = 32
+# positions? The output layer shares its matrix with the token embedding (weight tying), so count this matrix once.
 
 # %%
-rows = data.tokenizer["vocab_size"]
-shape = GPTConfig.of({**dataclasses.asdict(config), "vocab_size": rows})
-model = GPT(shape)
+vocab_size = data.tokenizer["vocab_size"]
+model_config = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": vocab_size})
+model = GPT(model_config)
 model.init_weights(config.seed)
 
 for name, parameter in model.named_parameters():
-    if "h.1." not in name:  # the second block is like the first
+    if "h.1." not in name:  # the second block has the same shapes as the first
         print(f"{name:36} {str(tuple(parameter.shape)):10} {parameter.numel():7,}")
-C, V, T = config.n_embd, rows, config.block_size
-print(f"{'in all':47} {sum(p.numel() for p in model.parameters()):7,}")
-print(f"2 blocks of 12C², VC characters, TC positions:  {2 * 12 * C * C + V * C + T * C:7,}")
+C, V, T = config.n_embd, vocab_size, config.block_size
+print(f"{'total, with the second block':47} {sum(p.numel() for p in model.parameters()):7,}")
+print(f"{'2 blocks x 12C² + VC + TC':47} {2 * 12 * C * C + V * C + T * C:7,}")
 
 # %% [markdown]
-# What is missing in the last line are the gains of the five LayerNorms, 64 numbers each.
+# The last line does not count the weights of the five LayerNorms, 64 elements each.
 #
-# The weights start small, so the logits are near zero and the model gives each of the 75 characters about the same
-# probability.
+# The initial weights are small, so all logits are close to zero. The model therefore assigns about the same probability
+# to each of the 75 characters.
 #
-# **Predict first:** the loss is the mean of -ln(probability of the right character). What is it now?
+# **Predict first:** the loss is the mean of -ln(probability of the target). What is its value before training?
 
 # %%
 with torch.no_grad():
     logits, loss = model(x, y)
-print(f"logits {tuple(logits.shape)}, loss {loss.item():.3f}, ln({rows}) = {math.log(rows):.3f}")
+print(f"logits {tuple(logits.shape)}, loss {loss.item():.3f}, ln({vocab_size}) = {math.log(vocab_size):.3f}")
 
 # %% [markdown]
-# A run from scratch whose first loss is well above ln(V) has a bug, often in the initialisation. No test of a trainer
-# is cheaper: look at the first line of every run.
+# If the first loss of a run from scratch is well above ln(V), the trainer has a bug, often in the initialization. This
+# is the cheapest test of a trainer: check the first logged loss of every run.
 #
-# The weights, too, are keyed: each parameter is drawn from a generator that belongs to (seed, its name). A process
-# that holds only some of the parameters can draw those, and they are the same.
+# The initial weights have a key, too. Each parameter is drawn from its own generator, whose key is (seed, name of the
+# parameter). A rank that stores only some of the parameters can draw just these, and it gets the same values.
 #
 # ## c. A training step by hand
 #
-# A step shall learn from 4 micro-batches of 4 sequences. All 16 at once may not fit into the memory of a GPU, so the
-# trainer runs them one after another; each `backward()` *adds* its gradient to what is in `.grad`. The loss of a batch
-# is a mean, hence each loss is divided by the number of micro-batches.
+# You will accumulate a gradient over micro-batches, and check that it equals the gradient of one large batch.
 #
-# **Predict first:** how far is the accumulated gradient from that of the 16 sequences in one batch? And what is its
-# norm if somebody forgets to divide?
+# One step should learn from 4 micro-batches of 4 sequences. All 16 sequences at once may not fit into the memory of a
+# GPU. The trainer therefore runs the micro-batches one after another, and each `backward()` *adds* its gradient to
+# `.grad`. The loss of a batch is a mean, so each loss is divided by the number of micro-batches.
+#
+# **Predict first:** how large is the difference between the accumulated gradient and the gradient of all 16 sequences
+# in one batch? What is the norm of the gradient if you forget to divide?
 
 # %%
 micro_batches = [data.batch("train", TRAIN, 0, i) for i in range(4)]
 
 
-def gradient() -> torch.Tensor:
-    """Every parameter's gradient, in one row; and a clean slate for the next."""
-    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+def pop_gradient() -> torch.Tensor:
+    """Return the gradients of all parameters as one 1-D tensor, and reset them."""
+    flat_gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
-    return flat
+    return flat_gradient
 
 
 for xs, ys in micro_batches:
     _, loss = model(xs, ys)
     (loss / 4).backward()
-accumulated = gradient()
+accumulated_gradient = pop_gradient()
 
 for xs, ys in micro_batches:
     _, loss = model(xs, ys)
     loss.backward()
-not_divided = gradient()
+undivided_gradient = pop_gradient()
 
 _, loss = model(torch.cat([xs for xs, _ in micro_batches]), torch.cat([ys for _, ys in micro_batches]))
 loss.backward()
-large = gradient()
+large_batch_gradient = pop_gradient()
 
-print(f"norm of the gradient of 16 sequences    {large.norm():.6f}")
-print(f"norm of 4 accumulated, each over 4      {accumulated.norm():.6f}")
-print(f"norm of 4 accumulated, not divided      {not_divided.norm():.6f}")
-print(f"largest difference of the first two     {(large - accumulated).abs().max():.1e}")
+print(f"gradient norm, one batch of 16 sequences              {large_batch_gradient.norm():.6f}")
+print(f"gradient norm, 4 micro-batches, each loss divided     {accumulated_gradient.norm():.6f}")
+print(f"gradient norm, 4 micro-batches, not divided           {undivided_gradient.norm():.6f}")
+max_difference = (large_batch_gradient - accumulated_gradient).abs().max()
+print(f"max difference of the first two gradients             {max_difference:.1e}")
 
 # %% [markdown]
-# The difference is that of rounding: a float32 keeps about 7 digits, and the sums were made in another order.
+# The difference is rounding. A float32 number has about 7 decimal digits, and the two gradients were summed in a
+# different order.
 #
-# Where the gradient is, an optimizer's step is one call. **Predict first:** does the loss on these 16 sequences fall
-# with each step? And is that what training should be judged by?
+# With the gradient in `.grad`, the optimizer step is one call. **Predict first:** does the loss on these 16 sequences
+# fall with each step? Is this loss a good measure of training?
 
 # %%
 optimizer = configure_adamw(model, config)
 for step in range(5):
-    total = 0.0
+    mean_loss = 0.0
     for xs, ys in micro_batches:
         _, loss = model(xs, ys)
         (loss / 4).backward()
-        total += loss.item() / 4
+        mean_loss += loss.item() / 4
     norm = grad_norm([p.grad for p in model.parameters()])
     optimizer.step()
     optimizer.zero_grad()
-    print(f"step {step}  loss {total:.3f}  gradient norm {norm:.3f}")
+    print(f"step {step}  loss {mean_loss:.3f}  gradient norm {norm:.3f}")
 
 # %% [markdown]
-# It falls, but on the same 16 sequences again and again, which is only learning them by heart. The trainer takes new
-# micro-batches in each step, and every `eval_interval` steps it measures the loss on text that it never trains on.
+# The loss falls, but each step uses the same 16 sequences, so the model only memorizes them. The trainer reads new
+# micro-batches in each step. Every `eval_interval` steps it also measures the loss on text that it never trains on.
 #
-# Now open `nanoGPT/train.py` and find the lines of this section in its loop. What stands there besides is the learning
-# rate's schedule, clipping, mixed precision, the watching, and the few lines for several processes.
+# Now open `nanoGPT/train.py` and find the lines of this section in its training loop. The other lines are the learning
+# rate schedule, gradient clipping, mixed precision, monitoring, and a few lines for multiple processes.
 #
-# ## d. The same on several ranks
+# ## d. The same training on multiple ranks
 #
-# A **rank** is one process of several that train one model. Each has the whole model; each step's micro-batches are
-# shared out; the gradients are averaged over the ranks before the optimizer's step. That is *data parallelism*, and
-# PyTorch's `DistributedDataParallel` (DDP) does the averaging.
+# You will train on 1, 2 and 4 ranks, and compare the loss curves.
 #
-# `run_on_ranks(f, n, ...)` starts n real processes, calls `f(...)` on each and returns what each returned.
+# A **rank** is one of the processes that train a model together. With *data parallelism* every rank has the full model,
+# and the micro-batches of each step are distributed over the ranks. Before the optimizer step, the gradients are
+# averaged over the ranks. PyTorch's `DistributedDataParallel` (DDP) does the averaging.
 #
-# **Predict first:** rank r of N takes micro-batches r, r + N, r + 2N, ... Which does rank 1 of 2 take?
+# `run_on_ranks(f, n, ...)` starts n real processes, calls `f(...)` in each, and returns the list of their results.
+#
+# **Predict first:** rank r of N runs the micro-batches r, r + N, r + 2N, ... Which ones does rank 1 of 2 run?
 
 # %%
-def mine(micro_batches: int) -> list[int]:
-    """The micro-batches of the rank that calls this."""
-    import torch.distributed as dist  # a function travels to the ranks alone: it imports what it uses
+def local_micro_batches(micro_batches: int) -> list[int]:
+    """Return the numbers of the micro-batches that the calling rank runs."""
+    import torch.distributed as dist  # runs in other processes, so the function imports what it needs
 
     return list(range(dist.get_rank(), micro_batches, dist.get_world_size()))
 
 
 for ranks in (1, 2, 4):
-    print(f"{ranks} rank(s):", run_on_ranks(mine, ranks, config.gradient_accumulation_steps))
+    print(f"{ranks} rank(s):", run_on_ranks(local_micro_batches, ranks, config.gradient_accumulation_steps))
 
 # %% [markdown]
-# So `gradient_accumulation_steps` counts the micro-batches of all ranks together. With more ranks each does less, and
-# the step stays the same step.
+# `gradient_accumulation_steps` is the total number of micro-batches on all ranks. With more ranks, each rank runs fewer
+# micro-batches, and the step as a whole stays the same.
 #
-# Now the real trainer: `nanoGPT.train.train(config)`, on 1, 2 and 4 ranks, with dropout.
+# Next we run the real trainer, `nanoGPT.train.train(config)`, on 1, 2 and 4 ranks, with dropout.
 #
-# **Predict first:** how far are the three loss curves from each other after 12 steps: 0, 1e-7, 1e-3 or 0.1?
+# **Predict first:** what is the largest difference between the three loss curves over 12 steps: 0, 1e-7, 1e-3 or 0.1?
 
 # %%
 def train_on(ranks: int, function=train, name: str = "keyed", **changes) -> dict[int, float]:
-    """Train on so many ranks; the loss of each step."""
+    """Train on this number of ranks, and return the loss of each step."""
     out_dir = Path(folder.name) / f"{name}-{ranks}"
-    mine = dataclasses.replace(config, dropout=0.2, out_dir=str(out_dir), **changes)
-    run_on_ranks(function, ranks, mine, show=False)
+    changed_config = dataclasses.replace(config, dropout=0.2, out_dir=str(out_dir), **changes)
+    run_on_ranks(function, ranks, changed_config, show=False)
     return losses(out_dir)
 
 
-def largest_difference(curves: dict[int, dict[int, float]]) -> float:
+def max_loss_difference(curves: dict[int, dict[int, float]]) -> float:
+    """Return the largest difference of any curve from the curve of 1 rank."""
     return max(abs(curve[step] - curves[1][step]) for curve in curves.values() for step in curves[1])
 
 
@@ -260,126 +271,134 @@ curves = {ranks: train_on(ranks) for ranks in (1, 2, 4)}
 print("step      1 rank     2 ranks     4 ranks")
 for step in curves[1]:
     print(f"{step:4}" + "".join(f"{curves[ranks][step]:12.8f}" for ranks in curves))
-print(f"largest difference: {largest_difference(curves):.1e}")
-assert largest_difference(curves) < 1e-5
+print(f"max loss difference: {max_loss_difference(curves):.1e}")
+assert max_loss_difference(curves) < 1e-5
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.5))
 for (ranks, curve), width, color in zip(curves.items(), (9, 5, 1.5), ("#c6dbef", "#6baed6", "#08306b")):
     axes.plot(list(curve), list(curve.values()), linewidth=width, color=color, label=f"{ranks} rank(s)")
-axes.set(xlabel="step", ylabel="training loss", title="One curve, on any number of ranks")
+axes.set(xlabel="step", ylabel="training loss (nats per token)", title="The same loss curve on 1, 2 and 4 ranks")
 axes.legend()
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The three lines are drawn with three widths, or only one could be seen.
+# The lines have three different widths, because otherwise you would see only one of them.
 #
-# What is left is rounding again: the sum of four gradients in another order. That the batches agree we saw in (a).
-# But dropout throws a part of the activations away *at random*. How can four processes throw the same ones?
+# The remaining difference is rounding again: the four gradients are summed in a different order. Section (a) showed why
+# the batches agree. But dropout sets some activations to zero *at random*. How can four processes drop the same ones?
 #
-# ## e. What naive randomness does
+# ## e. Dropout with naive seeding
 #
-# The usual line is `torch.manual_seed(seed + rank)`, once, at the start. From then on each rank draws from its own
-# stream, one micro-batch after another. Below are the first twelve decisions of dropout (`#` kept, `.` thrown away) in
-# each micro-batch of a step, first with that line, then with the one that the trainer has in its loop:
-# `reseed(device, seed, step, micro_batch)`.
+# You will see why the usual way to seed ranks changes the loss curve, and how much.
 #
-# **Predict first:** with one seed a rank, which micro-batches keep their mask when 1 rank becomes 2? When 2 become 4?
+# Most trainers call `torch.manual_seed(seed + rank)` once, at the start. From then on, each rank draws from one random
+# stream, one micro-batch after another. Below are the first twelve elements of a dropout mask for each micro-batch of a
+# step (`#` is kept, `.` is dropped). The first table uses naive seeding. The second table uses the call in the
+# trainer's loop: `reseed(device, seed, step, micro_batch)`.
+#
+# **Predict first:** with one seed per rank, which micro-batches keep their mask when you go from 1 rank to 2? And from
+# 2 ranks to 4?
 
 # %%
-def masks(ranks: int, keyed: bool) -> list[str]:
-    """The masks of micro-batches 0 to 3, when so many ranks share them out."""
-    drawn = [""] * 4
+def draw_masks(ranks: int, reseeds: bool) -> list[str]:
+    """Return the dropout masks of micro-batches 0 to 3 when this number of ranks runs them."""
+    masks = [""] * 4
     for rank in range(ranks):
         torch.manual_seed(config.seed + rank)
         for micro_batch in range(rank, 4, ranks):
-            if keyed:
+            if reseeds:
                 reseed(torch.device("cpu"), config.seed, 0, micro_batch)
-            kept = torch.nn.functional.dropout(torch.ones(12), p=0.5)
-            drawn[micro_batch] = "".join("#" if k else "." for k in kept)
-    return drawn
+            mask = torch.nn.functional.dropout(torch.ones(12), p=0.5)
+            masks[micro_batch] = "".join("#" if element else "." for element in mask)
+    return masks
 
 
-for title, keyed in (("one seed a rank", False), ("one key a micro-batch", True)):
+for title, reseeds in (("one seed per rank", False), ("one key per micro-batch", True)):
     print(f"{title}\n    micro-batch    1 rank         2 ranks        4 ranks")
-    for micro_batch, row in enumerate(zip(*(masks(ranks, keyed) for ranks in (1, 2, 4)))):
+    for micro_batch, row in enumerate(zip(*(draw_masks(ranks, reseeds) for ranks in (1, 2, 4)))):
         print(f"    {micro_batch:^11}    " + "   ".join(row))
 
 # %% [markdown]
-# With one seed a rank a mask belongs to a rank and to how much that rank has drawn before. With one key a micro-batch
-# it belongs to the micro-batch, and goes with it to whichever rank runs it.
+# With one seed per rank, a mask depends on the rank and on how many numbers this rank has drawn before. With one key
+# per micro-batch, a mask depends only on the micro-batch, so every rank that runs this micro-batch draws the same mask.
 #
-# Does it matter? Below is the trainer with the naive line in place of its own.
+# Does this matter? Next we replace the trainer's `reseed` with naive seeding.
 #
-# **Predict first:** the largest difference of the curves is now about ...?
+# **Predict first:** what is the max loss difference now?
 
 # %%
-def train_naively(config: TrainConfig) -> None:
+def train_with_naive_seeding(config: TrainConfig) -> None:
     import torch
     import torch.distributed as dist
 
     from nanoGPT import train
-    
+
     train.reseed = lambda *key: None
     torch.manual_seed(config.seed + dist.get_rank())
     train.train(config)
 
 
-naive = {ranks: train_on(ranks, train_naively, "naive") for ranks in (1, 2, 4)}
-print(f"largest difference, one seed a rank:        {largest_difference(naive):.1e}")
-print(f"largest difference, one key a micro-batch:  {largest_difference(curves):.1e}")
+naive_curves = {ranks: train_on(ranks, train_with_naive_seeding, "naive") for ranks in (1, 2, 4)}
+print(f"max loss difference, one seed per rank:        {max_loss_difference(naive_curves):.1e}")
+print(f"max loss difference, one key per micro-batch:  {max_loss_difference(curves):.1e}")
 
 # %% [markdown]
-# Neither curve is *wrong*: the naive ones train a model that is just as good. But a difference of this size hides
-# others. A gradient that was averaged twice in one layer, a shard that was loaded in the wrong place: with 1e-7 they
-# are seen at once, and without they look like noise.
+# The naive curves are not *wrong*: these runs train models that are just as good. But a difference of this size hides
+# real bugs, such as a gradient that is averaged twice in one layer, or a shard that is loaded into the wrong place. If
+# correct curves agree to 1e-7, you notice such a bug immediately. With naive seeding it looks like noise.
 #
-# ## f. Kill it, and resume
+# ## f. Kill the run and resume it
 #
-# Long runs die: a machine fails, or a queue's time is over. Below the trainer runs as a program of its own, the way
-# you would start it, and saves a checkpoint every 4 steps. Once it has logged step 9 it gets SIGKILL, which no
-# process can catch or delay.
+# You will kill a training run, see what its checkpoint contains, and resume it without a change in the losses.
+#
+# Long runs are interrupted: a node fails, or the time limit of a queue is reached. Below, the trainer runs as a
+# separate program, as you would start it from a shell, and saves a checkpoint every 4 steps. After it has logged step
+# 9, we send SIGKILL, which no process can catch or delay.
 
 # %%
-def command(out_dir: str, *flags: str) -> list[str]:
-    """The words of `python nanoGPT/train.py --out_dir=...`."""
+def train_command(out_dir: str, *flags: str) -> list[str]:
+    """Return the command `python nanoGPT/train.py --out_dir=...` as a list of arguments."""
     return [sys.executable, str(PACKAGE / "train.py"), f"--out_dir={out_dir}", *flags]
 
 
-RECIPE = """--device=cpu --block_size=32 --n_layer=2 --n_head=2 --n_embd=64 --dropout=0.2 --max_iters=20
+FLAGS = """--device=cpu --block_size=32 --n_layer=2 --n_head=2 --n_embd=64 --dropout=0.2 --max_iters=16
     --warmup_iters=2 --gradient_accumulation_steps=16 --log_interval=1 --eval_interval=4 --eval_iters=4
     --always_save_checkpoint=True""".split()
 
 
-def logged(out_dir: str) -> int:
-    """How many lines of metrics a run has written."""
+def count_logged_lines(out_dir: str) -> int:
+    """Return the number of lines that a run has written to its metrics.jsonl."""
     metrics = Path(folder.name) / out_dir / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-process = subprocess.Popen(command("killed", *RECIPE), cwd=folder.name, stdout=subprocess.DEVNULL)
-while logged("killed") < 10 and process.poll() is None:
+process = subprocess.Popen(train_command("killed", *FLAGS), cwd=folder.name, stdout=subprocess.DEVNULL)
+while count_logged_lines("killed") < 10 and process.poll() is None:
     time.sleep(0.005)
 process.kill()  # SIGKILL
-print("the process ended with", process.wait())
+print("exit code of the process:", process.wait())
 
 # %% [markdown]
-# **Predict first:** which checkpoints are there? `step-N` is saved after N updates; step 9 is the tenth.
+# **Predict first:** which checkpoints exist? The name `step-N` means that the checkpoint was saved after N updates.
+# Step 9 is the tenth update.
 
 # %%
 checkpoints = Path(folder.name) / "killed" / "checkpoints"
 for path in sorted(checkpoints.rglob("*")):
     print(path.relative_to(checkpoints.parent))
-print("LATEST says", (checkpoints / "LATEST").read_text().strip())
+print("LATEST contains", (checkpoints / "LATEST").read_text().strip())
 
 # %% [markdown]
-# Had the kill come during a save, there would also be a directory `.tmp-step-...`, and no harm done: a save writes
-# there, forces the files to the disk, writes `manifest.json` last and only then renames the directory. A checkpoint
-# is there whole, or not at all.
+# If the kill had come during a save, there would also be a directory `.tmp-step-...`. It would do no harm. A save
+# writes into this directory, flushes the files to the disk, writes `manifest.json` last, and only then renames the
+# directory. A checkpoint is therefore written atomically: it is either complete or absent.
 #
-# The manifest says what was written, to the byte. **Predict first:** what has to be in a checkpoint, so that the losses
-# go on as if nothing had happened? And what can be left out, because in (a) and (e) it became a pure function?
+# The manifest records the size and the SHA-256 of every file.
+#
+# **Predict first:** what must a checkpoint contain so that the losses continue as if there had been no kill? What can
+# it leave out, because (a) and (e) made it a pure function of a key?
 
 # %%
 newest = checkpoints / (checkpoints / "LATEST").read_text().strip()
@@ -387,113 +406,122 @@ manifest = json.loads((newest / "manifest.json").read_text())
 for name in ("phase", "step", "world_size", "model_args"):
     print(f"{name}: {manifest[name]}")
 for file in manifest["files"]:
-    print(f"file {file['name']}, {file['size']:,} bytes, sha256 {file['sha256'][:16]}...")
-print("its sha256 now is", sha256_of(newest / "ckpt.pt")[:16] + "...")
+    print(f"file {file['name']}, {file['size']:,} bytes, SHA-256 {file['sha256'][:16]}...")
+print("SHA-256 of the file on the disk:  ", sha256_of(newest / "ckpt.pt")[:16] + "...")
 
 ckpt = torch.load(newest / "ckpt.pt", weights_only=True)
-print("ckpt.pt holds", ", ".join(ckpt))
-print("AdamW's state of the first parameter:", ", ".join(ckpt["optimizer"]["state"][0]))
+print("ckpt.pt contains", ", ".join(ckpt))
+print("AdamW state of the first parameter:", ", ".join(ckpt["optimizer"]["state"][0]))
 
 # %% [markdown]
-# Weights, AdamW's two moments and its count of steps, the number of updates. There is no state of a loader and none of
-# a random generator: batches and masks follow from (seed, step, micro-batch).
+# The checkpoint contains the weights, AdamW's two moments and its step count, and the number of updates. It contains no
+# state of a data loader or of a random generator, because batches and masks follow from (seed, step, micro-batch).
 #
-# Resuming takes no flags but the directory; the rest stands in the manifest.
+# To resume, you only pass the directory. The manifest contains all other settings.
 #
-# **Predict first:** step 8 and step 9 had been trained and logged before the kill. What becomes of them?
+# **Predict first:** steps 8 and 9 had been trained and logged before the kill. What happens to their lines in
+# `metrics.jsonl`?
 
 # %%
-done = subprocess.run(
-    command("killed", "--init_from=resume"), cwd=folder.name, stdout=subprocess.PIPE, text=True, check=True
+completed = subprocess.run(
+    train_command("killed", "--init_from=resume"), cwd=folder.name, stdout=subprocess.PIPE, text=True, check=True
 )
-print(next(line for line in done.stdout.splitlines() if line.startswith("resuming")))
+print(next(line for line in completed.stdout.splitlines() if line.startswith("resuming")))
 steps = [json.loads(line)["step"] for line in (checkpoints.parent / "metrics.jsonl").read_text().splitlines()]
 print("steps in metrics.jsonl:", steps)
 
 # %% [markdown]
-# They were trained once more, from the checkpoint, and their lines were replaced. (Line 20 has no training loss: it is
-# the last evaluation.)
+# The resumed run trained both steps again from the checkpoint, and replaced their lines. (The line of step 16 has no
+# training loss: it is the last evaluation.)
 #
-# Now the same run without the kill. **Predict first:** from which digit on do the losses differ?
+# Finally, we run the same training without a kill.
+#
+# **Predict first:** in how many decimal digits do the losses of the two runs agree?
 
 # %%
-subprocess.run(command("whole", *RECIPE), cwd=folder.name, stdout=subprocess.DEVNULL, check=True)
-killed, whole = losses(Path(folder.name) / "killed"), losses(Path(folder.name) / "whole")
+subprocess.run(train_command("uninterrupted", *FLAGS), cwd=folder.name, stdout=subprocess.DEVNULL, check=True)
+resumed_curve, uninterrupted_curve = losses(Path(folder.name) / "killed"), losses(Path(folder.name) / "uninterrupted")
 
 print("step  killed and resumed   uninterrupted")
-for step in whole:
+for step in uninterrupted_curve:
     note = "  <- resumed here" if step == manifest["step"] else ""
-    print(f"{step:4}  {killed[step]!r:<20} {whole[step]!r:<18}{note}".rstrip())
-print("identical to the last digit:", killed == whole)
-assert killed == whole
+    print(f"{step:4}  {resumed_curve[step]!r:<20} {uninterrupted_curve[step]!r:<18}{note}".rstrip())
+print("identical in every digit:", resumed_curve == uninterrupted_curve)
+assert resumed_curve == uninterrupted_curve
 
 # %% [markdown]
-# From none. With another number of ranks the order of the sums changed, and so did the last digit; here each sum is
-# made in the same order again.
+# Every digit agrees. A different number of ranks changes the order of the sums, and with it the last digit. Here
+# every sum is computed in the same order as before.
 #
-# You have seen the two tests that every phase of this workshop has to pass: *one curve on any number of ranks*, and
-# *a kill that leaves no trace*. What comes next shards what each rank here still holds whole.
+# You have now seen the two tests that every phase of this workshop must pass: *the same loss curve on any number of
+# ranks*, and *the same loss curve after a kill and a resume*. In this notebook every rank stores the full training
+# state. The next notebooks shard it.
 #
 # ## Exercises
 #
-# **1. Three ranks.** Call `train_on(3)`. Predict first: what happens, and when? How would you change the
-# configuration so that three ranks can train, and is the curve then still that of (d)?
+# **1. Three ranks.** Call `train_on(3)`. Predict first: what happens, and when? How would you change the configuration
+# so that three ranks can train? Is the curve then still the curve of (d)?
 #
 # <details><summary>Hint</summary>
 #
-# Four micro-batches cannot be shared out evenly among three ranks. The trainer refuses before it has formed any model,
-# and says what would do. Try `train_on(3, name="six", gradient_accumulation_steps=6)` and the same with 1 rank: these
-# two agree with each other, but not with (d), since a step now learns from six micro-batches.
+# Four micro-batches cannot be distributed evenly over three ranks. The trainer stops with an error before it creates
+# the model, and the message suggests values that work. Try `train_on(3, name="six", gradient_accumulation_steps=6)`,
+# and the same call with 1 rank. These two curves agree with each other, but not with (d), because each step now learns
+# from six micro-batches.
 #
 # </details>
 #
-# **2. DDP by hand.** On two ranks, let each compute the gradient of its two micro-batches of (c), and average the
-# gradients yourself with `dist.all_reduce`. Predict first: by what must you divide? Compare with `large` of (c).
+# **2. DDP by hand.** On two ranks, let each rank compute the gradient of its two micro-batches of (c). Average the
+# gradients yourself with `dist.all_reduce`. Predict first: by which number must you divide? Compare the result with
+# `large_batch_gradient` of (c).
 #
 # <details><summary>Hint</summary>
 #
-# Each rank takes the mean over its own two, so the sum over the ranks is divided by the number of ranks:
+# Each rank computes the mean over its two micro-batches, so divide the sum over the ranks by the number of ranks:
 #
 # ```python
-# def averaged(shape, config):
+# def average_gradient(model_config, config):
 #     import torch
 #     import torch.distributed as dist
 #     from nanoGPT.dataset import TRAIN, TokenData
 #     from nanoGPT.model import GPT
 #
 #     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-#     model = GPT(shape)
+#     model = GPT(model_config)
 #     model.init_weights(config.seed)
 #     for i in range(dist.get_rank(), 4, dist.get_world_size()):
 #         _, loss = model(*data.batch("train", TRAIN, 0, i))
 #         (loss / 2).backward()
-#     flat = torch.cat([p.grad.flatten() for p in model.parameters()])
-#     dist.all_reduce(flat)
-#     return flat / dist.get_world_size()
+#     flat_gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+#     dist.all_reduce(flat_gradient)
+#     return flat_gradient / dist.get_world_size()
 #
-# print([(g - large).abs().max().item() for g in run_on_ranks(averaged, 2, shape, config)])
+# gradients = run_on_ranks(average_gradient, 2, model_config, config)
+# print([(gradient - large_batch_gradient).abs().max().item() for gradient in gradients])
 # ```
 #
-# Both ranks return the same, about 1e-8 from `large`. DDP does this during the backward pass, a bucket of parameters
-# at a time, so that the network works while the gradients of earlier layers are still being computed.
+# Both ranks return the same gradient, and its max difference from `large_batch_gradient` is about 3e-8. DDP does this
+# during the backward pass, one bucket of parameters at a time. The network then transfers the gradients of the last
+# layers while the gradients of the first layers are still being computed.
 #
 # </details>
 #
-# **3. One wrong byte.** Change one byte in the middle of the newest `ckpt.pt` of the run `killed`, and resume it once
-# more. Predict first: does it fail, does it train on from broken weights, or something else?
+# **3. One wrong byte.** Change one byte in the middle of the newest `ckpt.pt` of the run `killed`, and resume the run
+# once more. Predict first: does the trainer fail, does it continue with damaged weights, or does it do something else?
 #
 # <details><summary>Hint</summary>
 #
 # ```python
-# broken = checkpoints / (checkpoints / "LATEST").read_text().strip() / "ckpt.pt"
-# content = bytearray(broken.read_bytes())
+# damaged_file = checkpoints / (checkpoints / "LATEST").read_text().strip() / "ckpt.pt"
+# content = bytearray(damaged_file.read_bytes())
 # content[len(content) // 2] ^= 1
-# broken.write_bytes(content)
-# done = subprocess.run(command("killed", "--init_from=resume"), cwd=folder.name, capture_output=True, text=True)
-# print(done.stdout)
+# damaged_file.write_bytes(content)
+# flags = ["--init_from=resume"]
+# completed = subprocess.run(train_command("killed", *flags), cwd=folder.name, capture_output=True, text=True)
+# print(completed.stdout)
 # ```
 #
-# The sha256 no longer fits the manifest, so the checkpoint is set aside with the reason, and the run resumes from the
-# one before it. `losses(...)` still equals `whole`.
+# The SHA-256 no longer matches the manifest. The trainer therefore renames the damaged checkpoint, prints the reason,
+# and resumes from the checkpoint before it. `losses(...)` still equals `uninterrupted_curve`.
 #
 # </details>

@@ -1,14 +1,15 @@
 # %% [markdown]
-# # 2. ZeRO-1: shard the optimizer's state
+# # 2. ZeRO-1: shard the optimizer state
 #
-# With data parallelism every rank keeps the same moments to compute the same update. ZeRO-1 lets each rank update one
-# slice of the parameters, so that it needs the moments of that slice only. The claims to test: **a rank holds
-# 8P + 8P/N bytes instead of 16P, no more is sent than before, and the losses stay what they were.** P is the number of
-# parameters, N that of ranks.
+# With data parallelism, every rank stores the same optimizer state and computes the same update. With ZeRO-1, each rank
+# updates only one slice of the parameters, so it needs the optimizer state of this slice only. We test three claims:
+# **the model state per rank is 8P + 8P/N bytes instead of 16P, the communication volume stays the same, and so do the
+# losses.** P is the number of parameters, and N is the number of ranks.
 #
-# First come bytes, then a picture of who holds what, then the optimizer twice: as one would write it first
-# (`phase1_zero1/naive.py`), and as the trainer has it (`phase1_zero1/zero1.py`, `phase1_zero1/buckets.py`). At last it
-# is broken on purpose, and saved. Have the three files open beside this page. No GPU is needed.
+# We first measure bytes, and then draw which rank stores what. After that comes the optimizer, twice: in the simplest
+# form (`phase1_zero1/naive.py`), and in the form that the trainer uses (`phase1_zero1/zero1.py` and
+# `phase1_zero1/buckets.py`). At the end we clip gradients by a wrong norm on purpose, and save a checkpoint. Keep the
+# three files open next to this notebook. No GPU is needed.
 
 # %%
 import dataclasses
@@ -37,13 +38,13 @@ from phase1_zero1.train import train
 from phase1_zero1.zero1 import Zero1Optimizer
 from workshop.ranks import losses, run_on_ranks
 
-folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; it goes when the kernel ends
+folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; removed when the kernel exits
 
 config = Zero1Config(
     device="cpu",
     block_size=32,  # T, tokens per sequence
     batch_size=4,  # B, sequences per micro-batch
-    gradient_accumulation_steps=4,  # micro-batches per step, of all ranks together
+    gradient_accumulation_steps=4,  # micro-batches per step, summed over all ranks
     n_layer=2,
     n_head=2,
     n_embd=64,
@@ -55,48 +56,50 @@ config = Zero1Config(
 )
 
 
-def start(config: Zero1Config) -> tuple[GPT, TokenData]:
-    """The model with its first weights, which are keyed and so the same on every rank; and the data."""
+def create_model_and_data(config: Zero1Config) -> tuple[GPT, TokenData]:
+    """Return the data, and a model with its initial weights, which are the same on every rank."""
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-    model = GPT(GPTConfig.of({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]}))
+    model = GPT(GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]}))
     model.init_weights(config.seed)
     return model, data
 
 
-# Three ways to make the optimizer of a model.
+# Three ways to create an optimizer for a model: no sharding, ZeRO-1 in its simplest form, ZeRO-1 with flat buckets.
 
 
-def whole(model: GPT) -> torch.optim.Optimizer:
+def make_adamw(model: GPT) -> torch.optim.Optimizer:
     return AdamW(param_groups(model, weight_decay=0.1), lr=2e-3)
 
 
-def naive(model: GPT) -> torch.optim.Optimizer:
+def make_naive_zero1(model: GPT) -> torch.optim.Optimizer:
     return NaiveZero1Optimizer(param_groups(model, weight_decay=0.1), AdamW, lr=2e-3)
 
 
-def flat(model: GPT, bucket_mb: float = 25.0) -> torch.optim.Optimizer:
+def make_flat_zero1(model: GPT, bucket_mb: float = 25.0) -> torch.optim.Optimizer:
     return Zero1Optimizer(param_groups(model, weight_decay=0.1), AdamW, lr=2e-3, bucket_mb=bucket_mb)
 
 
-model, _ = start(config)
+model, _ = create_model_and_data(config)
 P = sum(p.numel() for p in model.parameters())
 print(f"P = {P:,} parameters in {len(list(model.parameters()))} tensors")
 
 # %% [markdown]
-# ## a. What a rank holds
+# ## a. Model state per rank
 #
-# Everything is in float32 here, 4 bytes a number, and the optimizer is AdamW, which keeps two moments of each
+# You will measure how many bytes each rank stores with DDP and with ZeRO-1, and compare them with the formula.
+#
+# All numbers are float32 here, 4 bytes per element. The optimizer is AdamW, which stores two moments for each
 # parameter.
 #
-# **Predict first:** how many bytes does each of 4 ranks hold with DDP, in units of P: parameters, gradients, moments?
-# Activations do not count.
+# **Predict first:** with DDP on 4 ranks, how many bytes does each rank store for parameters, gradients and moments, in
+# units of P? Do not count activations.
 
 # %%
-def held(config: Zero1Config, sharded: bool) -> dict[str, int]:
-    """The bytes that this rank holds after one step."""
-    model, data = start(config)
-    optimizer = flat(model) if sharded else whole(model)
-    replica = model if sharded else DDP(model, gradient_as_bucket_view=True)
+def measure_state_bytes(config: Zero1Config, is_sharded: bool) -> dict[str, int]:
+    """Run one training step, and return the bytes of model state on the calling rank."""
+    model, data = create_model_and_data(config)
+    optimizer = make_flat_zero1(model) if is_sharded else make_adamw(model)
+    replica = model if is_sharded else DDP(model, gradient_as_bucket_view=True)
     _, loss = replica(*data.batch("train", TRAIN, 0, dist.get_rank()))
     loss.backward()
     gradients = storage_bytes(p.grad for p in model.parameters())
@@ -105,95 +108,102 @@ def held(config: Zero1Config, sharded: bool) -> dict[str, int]:
     return {"parameters": storage_bytes(model.parameters()), "gradients": gradients, "optimizer": storage_bytes(state)}
 
 
-for rank, each in enumerate(run_on_ranks(held, 4, config, False)):
-    said = "  ".join(f"{name} {count:,} ({count / P:.4f} P)" for name, count in each.items())
-    print(f"rank {rank}: {said}  in all {sum(each.values()) / P:.4f} P")
+for rank, state_bytes in enumerate(run_on_ranks(measure_state_bytes, 4, config, False)):
+    columns = "  ".join(f"{name} {count:,} ({count / P:.4f} P)" for name, count in state_bytes.items())
+    print(f"rank {rank} (bytes): {columns}  total {sum(state_bytes.values()) / P:.4f} P")
 
 # %% [markdown]
-# 4P, 4P and 8P: 16P on every rank. What the optimizer has beyond 8P is its count of steps, 4 bytes for each of the 15
-# tensors. `gradient_as_bucket_view=True` lets `.grad` lie in the buckets that DDP sends; without it the gradients are
-# held twice.
+# Every rank stores 4P + 4P + 8P = 16P bytes. The optimizer state is slightly larger than 8P because AdamW also stores a
+# step count of 4 bytes for each of the 15 tensors. With `gradient_as_bucket_view=True`, each `.grad` is a view into the
+# buckets that DDP all-reduces. Without it, every gradient is stored twice.
 #
-# Half of the 16P are moments, and all ranks keep the same ones. If each of N ranks keeps one N-th of them, a rank holds
-# 4P + 4P + 8P/N.
+# Half of the 16P bytes are moments, and they are the same on all ranks. If each of N ranks stores only 1/N of them, the
+# model state per rank is 4P + 4P + 8P/N.
 #
-# **Predict first:** what is that for N = 4? And what does it tend to when there are very many ranks?
+# **Predict first:** what is the value for N = 4? Which value does it approach for a large number of ranks?
 
 # %%
-print("  N   8P + 8P/N   held, largest rank")
+print("  N   8P + 8P/N (bytes)   measured, max over ranks (bytes)")
 for ranks in (1, 2, 4):
-    most = max(sum(each.values()) for each in run_on_ranks(held, ranks, config, True))
-    print(f"{ranks:3}  {8 + 8 / ranks:8.4f} P  {most / P:18.4f} P")
+    largest = max(sum(state_bytes.values()) for state_bytes in run_on_ranks(measure_state_bytes, ranks, config, True))
+    print(f"{ranks:4}  {8 + 8 / ranks:14.4f} P  {largest / P:31.4f} P")
 for ranks in (8, 64, 1024):
-    print(f"{ranks:3}  {8 + 8 / ranks:8.4f} P")
+    print(f"{ranks:4}  {8 + 8 / ranks:14.4f} P")
 
 # %% [markdown]
-# At most half of the bytes can be saved, for parameters and gradients stay whole on every rank. What is measured above
-# the formula are again counts of steps, and padding, which we come to.
+# ZeRO-1 can save at most half of the model state, because every rank still stores all parameters and gradients. The
+# measured values are slightly larger than the formula because of the step counts, and because of padding, which (b)
+# explains.
 #
-# In a large model the same share is worth more. GPT-2's second largest has 36 blocks of 1,280 channels.
+# In a large model the same fraction is many gigabytes. The second largest GPT-2 has 36 blocks and 1,280 channels.
 
 # %%
 with torch.device("meta"):  # shapes without memory
-    large = GPT(GPTConfig(n_layer=36, n_head=20, n_embd=1280, bias=False))
-L = sum(p.numel() for p in large.parameters())
-print(f"{L / 1e6:.0f} million parameters; GB per rank:  DDP {16 * L / 1e9:.1f}", end="")
-print("".join(f",  ZeRO-1 on {ranks} ranks {(8 + 8 / ranks) * L / 1e9:.1f}" for ranks in (2, 4, 8)))
+    large_model = GPT(GPTConfig(n_layer=36, n_head=20, n_embd=1280, bias=False))
+large_P = sum(p.numel() for p in large_model.parameters())
+print(f"{large_P / 1e6:.0f} million parameters; model state per rank (GB):  DDP {16 * large_P / 1e9:.1f}", end="")
+print("".join(f",  ZeRO-1 on {ranks} ranks {(8 + 8 / ranks) * large_P / 1e9:.1f}" for ranks in (2, 4, 8)))
 
 # %% [markdown]
-# ## b. Who holds what
+# ## b. Which rank stores what
 #
-# Which N-th does a rank get? One could share out whole parameters, and the naive version does. But a reduce-scatter
-# wants N equal slices, and parameters come in all sizes. So the parameters lie end to end in flat *buckets*, and each
-# bucket is cut into N equal slices, wherever the cuts fall. What a rank has of one parameter is a *shard*.
+# You will see how parameters are partitioned into buckets, slices and shards.
 #
-# With `bucket_mb=0.2` each block of our model fills a bucket. The first one holds the last block, whose gradients
-# are ready first: `mlp.c_proj` with 16,384 elements, `mlp.c_fc` with 16,384, `attn.c_proj` with 4,096 and
-# `attn.c_attn` with 12,288.
+# Which 1/N of the optimizer state does a rank store? One way is to assign full parameters to ranks, and the naive
+# version in (c) does this. But a reduce-scatter needs N slices of equal size, and parameters have different sizes.
+# `Zero1Optimizer` therefore stores the parameters one after another in flat *buckets*, and partitions each bucket into
+# N equal *slices*, one per rank. A slice may begin or end inside a parameter. The part of a parameter that lies in the
+# slice of a rank is a *shard*.
 #
-# **Predict first:** where do 4 ranks cut this bucket? Which ranks have a shard of `mlp.c_fc`? Which parameter is whole
-# on one rank?
+# With `bucket_mb=0.2`, each block of our model fills one bucket. Bucket 0 contains the last block, because the backward
+# pass computes its gradients first: `mlp.c_proj` with 16,384 elements, `mlp.c_fc` with 16,384, `attn.c_proj` with 4,096
+# and `attn.c_attn` with 12,288.
+#
+# **Predict first:** where are the slice boundaries of this bucket on 4 ranks? Which ranks have a shard of `mlp.c_fc`?
+# Which matrices lie completely in the slice of one rank?
 
 # %%
-def layout(config: Zero1Config, bucket_mb: float) -> list[dict]:
-    """Where things lie on the rank that calls this: of each bucket its parameters, its slice, its shards."""
-    model, _ = start(config)
+def describe_buckets(config: Zero1Config, bucket_mb: float) -> list[dict]:
+    """Return the parameters of each bucket, and the slice and the shards of the calling rank."""
+    model, _ = create_model_and_data(config)
     names = {p: name.removeprefix("transformer.").removesuffix(".weight") for name, p in model.named_parameters()}
     return [
         {
             "length": bucket.flat_params.numel(),
             "params": [(names[p], p.numel()) for p in bucket.params],
-            "mine": (bucket.mine.start, bucket.mine.stop),
-            "shards": [(names[s.param], s.offset, s.place.start, s.place.stop) for s in bucket.shards],
+            "slice": (bucket.local_slice.start, bucket.local_slice.stop),
+            "shards": [(names[s.param], s.offset, s.bucket_slice.start, s.bucket_slice.stop) for s in bucket.shards],
         }
-        for bucket in flat(model, bucket_mb).buckets
+        for bucket in make_flat_zero1(model, bucket_mb).buckets
     ]
 
 
-layouts = run_on_ranks(layout, 4, config, 0.2)  # layouts[rank][bucket]
+layouts = run_on_ranks(describe_buckets, 4, config, 0.2)  # layouts[rank][bucket]
 
 for rank, buckets in enumerate(layouts):
-    begin, end = buckets[0]["mine"]
-    print(f"rank {rank} has elements {begin:,} to {end:,} of bucket 0:")
+    begin, end = buckets[0]["slice"]
+    print(f"rank {rank}: elements {begin:,} to {end:,} of bucket 0")
     for name, offset, left, right in buckets[0]["shards"]:
-        print(f"    {name:16} {right - left:6,} elements, from element {offset:,} of it on")
+        numel = right - left
+        print(f"    {name:16} {numel:6,} elements: {offset:,} to {offset + numel:,} of the flattened parameter")
 
 # %% [markdown]
-# Now all four buckets, each on its own scale. The upper strip shows the parameters end to end, the lower one the
-# slices: the color is the rank, a box is a shard, hatched is padding. Dotted lines are the cuts.
+# The next figure shows all four buckets, each on its own scale. The upper strip of a bucket shows its parameters. The
+# lower strip shows its slices: the color is the rank, each box is a shard, and the hatched part is padding. The dotted
+# lines are the slice boundaries.
 #
 # **Predict first:** `wte` has 4,800 elements, and slices begin at multiples of 32. How long is a slice of its bucket,
-# and how much padding is there? Which rank holds less than the others?
+# and how much padding does the bucket have? Which rank stores fewer elements than the others?
 
 # %%
 COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")
 
 
-def strip(axes: plt.Axes, y: float, begin: float, end: float, color: str, text: str = "", hatch: str = "") -> None:
-    """One box of a strip, and its text above the lines that cross it."""
+def draw_box(axes: plt.Axes, y: float, begin: float, end: float, color: str, text: str = "", hatch: str = "") -> None:
+    """Draw one box of a strip, with its text in front of the lines that cross it."""
     axes.add_patch(Rectangle((begin, y), end - begin, 0.8, facecolor=color, edgecolor="black", hatch=hatch, lw=0.8))
-    where, behind = ((begin + end) / 2, y + 0.38), {"facecolor": color, "edgecolor": "none", "pad": 0.8}
-    axes.text(*where, text, ha="center", va="center", fontsize=7.5, bbox=behind if text else None)
+    center, background = ((begin + end) / 2, y + 0.38), {"facecolor": color, "edgecolor": "none", "pad": 0.8}
+    axes.text(*center, text, ha="center", va="center", fontsize=7.5, bbox=background if text else None)
 
 
 figure, grid = plt.subplots(4, 1, figsize=(11, 6))
@@ -201,154 +211,172 @@ for number, axes in enumerate(grid):
     bucket = layouts[0][number]
     length, begin = bucket["length"], 0
     for name, numel in bucket["params"]:
-        strip(axes, 1, begin, begin + numel, "#eeeeee", name)
+        draw_box(axes, 1, begin, begin + numel, "#eeeeee", name)
         begin += numel
     for y in (0, 1):
         if begin < length:
-            strip(axes, y, begin, length, "white", hatch="//////")
+            draw_box(axes, y, begin, length, "white", hatch="//////")
     for rank in range(4):
         for name, offset, left, right in layouts[rank][number]["shards"]:
-            strip(axes, 0, left, right, COLORS[rank], f"rank {rank}" if right - left > 0.03 * length else "")
-        axes.axvline(layouts[rank][number]["mine"][1], color="black", linestyle=":", linewidth=1.2)
+            draw_box(axes, 0, left, right, COLORS[rank], f"rank {rank}" if right - left > 0.03 * length else "")
+        axes.axvline(layouts[rank][number]["slice"][1], color="black", linestyle=":", linewidth=1.2)
     axes.set(xlim=(0, length), ylim=(-0.1, 1.9), yticks=[])
     axes.set_ylabel(f"bucket {number}", rotation=0, ha="right", va="center")
-    axes.set_xticks([layouts[rank][number]["mine"][0] for rank in range(4)] + [length])
+    axes.set_xticks([layouts[rank][number]["slice"][0] for rank in range(4)] + [length])
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.tick_params(labelsize=8, length=2)
     axes.spines[["top", "right", "left"]].set_visible(False)
-figure.suptitle("Parameters in buckets, buckets in slices, slices in shards (4 ranks)")
+grid[-1].set_xlabel("element of the bucket")
+figure.suptitle("Parameters (upper strips) and shards of 4 ranks (lower strips) in each bucket")
 figure.tight_layout()
 plt.show()
 
 for rank, buckets in enumerate(layouts):
     shards = [shard for bucket in buckets for shard in bucket["shards"]]
-    elements = sum(right - left for _, _, left, right in shards)
-    slices = sum(bucket["mine"][1] - bucket["mine"][0] for bucket in buckets)
-    print(f"rank {rank}: {len(shards):2} shards, {elements:6,} elements, {slices - elements:3} of padding")
+    shard_elements = sum(right - left for _, _, left, right in shards)
+    slice_elements = sum(bucket["slice"][1] - bucket["slice"][0] for bucket in buckets)
+    padding = slice_elements - shard_elements
+    print(f"rank {rank}: {len(shards):2} shards, {shard_elements:6,} elements, {padding:3} elements of padding")
 
 # %% [markdown]
-# A slice of `wte`'s bucket is 1,216 long, the next multiple of 32 above 1,200. Padding lies at the end, so the last
-# rank has it, and it is in no shard: neither AdamW nor the gradient's norm ever sees it.
+# A slice of the bucket of `wte` has 1,216 elements, the next multiple of 32 above 1,200. The padding lies at the end of
+# the bucket, in the slice of the last rank. It is in no shard, so neither AdamW nor the gradient norm reads it.
 #
-# Bucket 3 holds what has no weight decay, the gains of the LayerNorms: a bucket belongs to one parameter group. And
-# AdamW sees the shards, never the bucket: were the bucket its parameter, one without a gradient would be moved all the
-# same, by weight decay and by old moments.
+# Bucket 3 contains the parameters without weight decay, which are the LayerNorm weights. All parameters of a bucket
+# belong to one parameter group.
 #
-# ## c. As one would write it first
+# AdamW receives the shards as its parameters, and not the bucket. With the full bucket as one parameter, AdamW would
+# also change parameters that have no gradient in this step, by weight decay and by their old moments.
 #
-# Read `phase1_zero1/naive.py`, a page. Each parameter has an *owner*. A step all-reduces every gradient, lets AdamW
-# update the parameters that this rank owns, and broadcasts each from its owner to the others.
+# ## c. The naive version
 #
-# Is it still AdamW? Here both train on the same 4 ranks: `NaiveZero1Optimizer`, and a plain AdamW over all parameters
-# whose gradients were all-reduced before.
+# You will check that ZeRO-1 computes exactly the same update as AdamW, and measure how much the simplest implementation
+# communicates.
 #
-# **Predict first:** how far are their parameters from each other after 8 steps? How far is either from one process
-# that runs all four micro-batches itself?
+# Read `phase1_zero1/naive.py`, which is one page. Each parameter has an *owner*. A step all-reduces every gradient,
+# lets AdamW update the parameters that this rank owns, and broadcasts each parameter from its owner to the other ranks.
+#
+# Is this still AdamW? We train on the same 4 ranks with `NaiveZero1Optimizer`, and with plain AdamW over all parameters
+# after an all-reduce of the gradients.
+#
+# **Predict first:** what is the max difference between the parameters of the two runs after 8 steps? And what is the
+# max difference from one process that runs all four micro-batches?
 
 # %%
-def by_hand(config: Zero1Config, make, before_step=None, steps: int = 8) -> dict:
-    """Train on the ranks that call this; what it gave, and what the last step sent.
+def train_by_hand(config: Zero1Config, make_optimizer, before_step=None, steps: int = 8) -> dict:
+    """Train on the calling ranks, and return losses, final parameters, norms and the traffic of the last step.
 
     Args:
-        make: makes the optimizer of a model.
-        before_step: called with model and optimizer when the gradients are there; what it returns is kept.
+        make_optimizer: creates the optimizer of a model.
+        before_step: called with model and optimizer before each optimizer step; its return values are the norms.
     """
-    model, data = start(config)
-    optimizer = make(model)
+    model, data = create_model_and_data(config)
+    optimizer = make_optimizer(model)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    mine = range(rank, config.gradient_accumulation_steps, world_size)
-    curve, kept = [], []
+    micro_batches = range(rank, config.gradient_accumulation_steps, world_size)  # of this rank
+    curve, norms = [], []
     for step in range(steps):
         loss_sum = torch.zeros((), dtype=torch.float64)
         with Traffic() as traffic:
-            for micro_batch in mine:
-                optimizer.require_backward_grad_sync = micro_batch == mine[-1]  # for `flat`: now it may send
+            for micro_batch in micro_batches:
+                # Zero1Optimizer reduces gradients in the backward pass of the last micro-batch only, as DDP does.
+                optimizer.require_backward_grad_sync = micro_batch == micro_batches[-1]
                 _, loss = model(*data.batch("train", TRAIN, step, micro_batch))
-                (loss / len(mine)).backward()
+                (loss / len(micro_batches)).backward()
                 loss_sum += loss.detach()
             if before_step:
-                kept.append(before_step(model, optimizer))
+                norms.append(before_step(model, optimizer))
             optimizer.step()
             optimizer.zero_grad()
         dist.all_reduce(loss_sum)
         curve.append(loss_sum.item() / config.gradient_accumulation_steps)
     params = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {"curve": curve, "params": params, "kept": kept, "traffic": list(traffic.rows.values())}
+    return {"curve": curve, "params": params, "norms": norms, "traffic": list(traffic.rows.values())}
 
 
-def average(model: GPT, optimizer: torch.optim.Optimizer) -> None:
-    """The mean gradient, on every rank."""
+def average_gradients(model: GPT, optimizer: torch.optim.Optimizer) -> None:
+    """Replace every gradient by its mean over all ranks."""
     for p in model.parameters():
         dist.all_reduce(p.grad, dist.ReduceOp.AVG)
 
 
-def apart(a: dict, b: dict) -> float:
-    return (a["params"] - b["params"]).abs().max().item()
+def max_param_difference(result: dict, other: dict) -> float:
+    return (result["params"] - other["params"]).abs().max().item()
 
 
-[alone] = run_on_ranks(by_hand, 1, config, whole)
-reference = run_on_ranks(by_hand, 4, config, whole, average)
-first_draft = run_on_ranks(by_hand, 4, config, naive)
+[one_process] = run_on_ranks(train_by_hand, 1, config, make_adamw)
+adamw_results = run_on_ranks(train_by_hand, 4, config, make_adamw, average_gradients)
+naive_results = run_on_ranks(train_by_hand, 4, config, make_naive_zero1)
 
-gaps = [abs(a - b) for a, b in zip(first_draft[0]["curve"], alone["curve"])]
-print("parameters, naive against AdamW on the same 4 ranks:", max(apart(a, b) for a, b in zip(first_draft, reference)))
-print(f"parameters, naive against one process:               {apart(first_draft[0], alone):.1e}")
-print(f"losses, naive against one process:                   {max(gaps):.1e}")
-assert apart(first_draft[0], reference[0]) == 0
+differences = [max_param_difference(a, b) for a, b in zip(naive_results, adamw_results)]
+print("max parameter difference, naive and AdamW on the same 4 ranks:", max(differences))
+difference = max_param_difference(naive_results[0], one_process)
+print(f"max parameter difference, naive and one process:               {difference:.1e}")
+differences = [abs(a - b) for a, b in zip(naive_results[0]["curve"], one_process["curve"])]
+print(f"max loss difference, naive and one process:                    {max(differences):.1e}")
+assert max_param_difference(naive_results[0], adamw_results[0]) == 0
 
 # %% [markdown]
-# Not at all: AdamW treats every element by itself, so it does not matter who computes it. From one process both differ
-# as the baseline's DDP did in notebook 1, by rounding.
+# The difference is zero. AdamW updates each element independently of all others, so it does not matter which rank
+# computes the update. Both runs on 4 ranks differ from one process by rounding, like the baseline in notebook 1. The
+# parameters can differ more than the losses, because AdamW amplifies rounding where a gradient is close to zero.
 #
-# Now what it sends. A ring sends 2n(N-1)/N bytes a rank for an all-reduce of n bytes, and n(N-1)/N for a broadcast.
-# `nanoGPT.metrics.ledger.Traffic`, which was on in every step above, sees each collective that is called, with its tensors,
-# and multiplies their sizes by these.
+# Now we measure the communication. In the ring algorithm, a rank sends 2n(N-1)/N bytes for an all-reduce of n bytes,
+# and n(N-1)/N bytes for a broadcast. The runs above used `nanoGPT.metrics.ledger.Traffic` in every step. It records
+# each collective call with its tensor size, and computes the communication volume with these formulas.
 #
-# **Predict first:** how many calls does a step make? How many elements does a rank send, in units of P(N-1)/N? And with
-# 4 owners of whole parameters, how even are the shares?
+# **Predict first:** how many calls does one step make? How many elements does a rank send, in units of P(N-1)/N? Each
+# of the 4 ranks owns full parameters: how evenly are the elements distributed?
 
 # %%
 def show_traffic(rows: list[dict]) -> None:
     for row in rows:
-        print(f"{row['kind']:15} {row['calls']:3} calls  {row['ring_bytes'] / 4:9,.0f} elements sent per rank")
+        print(f"{row['kind']:15} {row['calls']:3} calls  {row['ring_bytes'] / 4:9,.0f} elements communicated per rank")
 
 
-def shares(config: Zero1Config) -> int:
-    """The elements that this rank owns."""
-    optimizer, rank = naive(start(config)[0]), dist.get_rank()
+def count_owned_elements(config: Zero1Config) -> int:
+    """Return the number of elements that the calling rank owns."""
+    optimizer, rank = make_naive_zero1(create_model_and_data(config)[0]), dist.get_rank()
     return sum(p.numel() for p, owner in optimizer.owner.items() if owner == rank)
 
 
-unit = P * 3 / 4
-show_traffic(first_draft[0]["traffic"])
-sent = sum(row["ring_bytes"] / 4 for row in first_draft[0]["traffic"])
-print(f"in all {sent:,.0f} elements = {sent / unit:.4f} times P(N-1)/N; the formula: 3")
-print("elements owned, by rank:", run_on_ranks(shares, 4, config), f"of {P / 4:,.0f} if even")
+unit = P * 3 / 4  # P(N-1)/N
+show_traffic(naive_results[0]["traffic"])
+volume = sum(row["ring_bytes"] / 4 for row in naive_results[0]["traffic"])
+print(f"total {volume:,.0f} elements = {volume / unit:.4f} P(N-1)/N; formula: 3 P(N-1)/N")
+print("elements owned by each rank:", run_on_ranks(count_owned_elements, 4, config), f"(P/N = {P / 4:,.0f})")
 
 # %% [markdown]
-# The memory is sharded. But there are 30 calls, each waited for; half as much again is sent as DDP's 2; and the largest
-# parameters decide who holds how much.
+# The optimizer state is sharded. But the naive version has three problems:
+#
+# - it makes 30 calls per step, and waits for each of them;
+# - it sends 3 P(N-1)/N elements, and DDP sends only 2 P(N-1)/N;
+# - the elements are not distributed evenly, because full parameters cannot be split.
 #
 # ## d. Flat buckets
 #
-# An all-reduce *is* two things: a reduce-scatter, after which each rank has one slice of the sum, and an all-gather,
-# which brings the slices to everybody. ZeRO-1 needs the first for gradients and the second for parameters. The update
-# goes in between:
+# You will see why ZeRO-1 needs no more communication than DDP, and compare four implementations in the real trainer.
+#
+# An all-reduce *consists of* two collectives. A reduce-scatter leaves one slice of the sum on each rank, and an
+# all-gather then copies all slices to every rank. ZeRO-1 uses the reduce-scatter for gradients and the all-gather for
+# parameters. The update runs between the two:
 #
 # ```
 #                   rank 0       rank 1       rank 2       rank 3
-# backward          [g g g g]    [g g g g]    [g g g g]    [g g g g]     each of its own micro-batches
-# reduce-scatter    [G . . .]    [. G . .]    [. . G .]    [. . . G]     the mean over the ranks, one slice each
-# update            [p . . .]    [. p . .]    [. . p .]    [. . . p]     AdamW, with moments of this slice
-# all-gather        [p p p p]    [p p p p]    [p p p p]    [p p p p]     the whole model again
+# backward          [g g g g]    [g g g g]    [g g g g]    [g g g g]     gradients of the rank's own micro-batches
+# reduce-scatter    [G . . .]    [. G . .]    [. . G .]    [. . . G]     mean over the ranks, one slice per rank
+# update            [p . . .]    [. p . .]    [. . p .]    [. . . p]     AdamW, with the moments of this slice
+# all-gather        [p p p p]    [p p p p]    [p p p p]    [p p p p]     the full model on every rank
 # ```
 #
-# Each of the two costs n(N-1)/N. That is what `Zero1Optimizer` does.
+# For n elements, each of the two collectives sends n(N-1)/N elements per rank. `Zero1Optimizer` implements this scheme.
 #
-# **Predict first:** fill in this table for N = 4 before you run the trainer with each of its four backends (dropout and
-# clipping on, as in notebook 1). `torch` is PyTorch's own `ZeroRedundancyOptimizer` on DDP.
+# Next we run the trainer with each of its four implementations, with dropout and gradient clipping. `torch` is
+# PyTorch's `ZeroRedundancyOptimizer` on top of DDP.
 #
-# | | bytes per rank, in P | elements sent, in P(N-1)/N | calls per step |
+# **Predict first:** complete this table for N = 4.
+#
+# | | model state per rank (bytes, in P) | communication per rank (elements, in P(N-1)/N) | calls per step |
 # |---|---|---|---|
 # | DDP | ? | ? | ? |
 # | torch | ? | ? | ? |
@@ -365,13 +393,13 @@ BACKENDS = {
 
 
 def train_on(ranks: int, **changes) -> Path:
-    """Train on so many ranks, in a new directory unless one is given; where the run wrote."""
+    """Train on this number of ranks in `out_dir` (default: a new directory), and return the directory of the run."""
     out_dir = changes.pop("out_dir", None) or tempfile.mkdtemp(dir=folder.name)
     run_on_ranks(train, ranks, dataclasses.replace(config, dropout=0.2, out_dir=str(out_dir), **changes), show=False)
     return Path(out_dir)
 
 
-def off(curve: dict[int, float], other: dict[int, float]) -> float:
+def max_loss_difference(curve: dict[int, float], other: dict[int, float]) -> float:
     return max(abs(curve[step] - other[step]) for step in other)
 
 
@@ -379,143 +407,157 @@ baseline = losses(train_on(1, use_zero1=False))
 runs = {name: train_on(4, ledger=True, **changes) for name, changes in BACKENDS.items()}
 ledgers = {name: json.loads((run / "ledger.json").read_text()) for name, run in runs.items()}
 
-FORMULA = {"DDP": (16, 2), "torch": (8 + 8 / 4, 3), "naive": (8 + 8 / 4, 3), "flat": (8 + 8 / 4, 2)}
-print("        bytes per rank, in P             elements sent, in P(N-1)/N            losses off")
-print("        least    most     formula        measured   formula   calls    one process by")
+FORMULAS = {"DDP": (16, 2), "torch": (8 + 8 / 4, 3), "naive": (8 + 8 / 4, 3), "flat": (8 + 8 / 4, 2)}
+print("        model state per rank          communication per rank      calls     max loss difference")
+print("        (bytes, in units of P)        (elements, in P(N-1)/N)     per step  from one process")
+print("            min     max  formula          measured  formula")
 for name, ledger in ledgers.items():
     rows = ledger["ranks"][0]["collectives"]
     state = [sum(rank["state_bytes"].values()) / P for rank in ledger["ranks"]]
-    sent, calls = sum(row["ring_bytes"] / 4 for row in rows) / unit, sum(row["calls"] for row in rows)
+    volume, calls = sum(row["ring_bytes"] / 4 for row in rows) / unit, sum(row["calls"] for row in rows)
+    loss_difference = max_loss_difference(losses(runs[name]), baseline)
     print(
-        f"{name:6} {min(state):7.3f} {max(state):7.3f} {FORMULA[name][0]:9.3f}     "
-        f"{sent:11.4f} {FORMULA[name][1]:9} {calls:7} {off(losses(runs[name]), baseline):17.1e}"
+        f"{name:6} {min(state):8.3f} {max(state):7.3f} {FORMULAS[name][0]:8.3f}     "
+        f"{volume:13.4f} {FORMULAS[name][1]:8} {calls:14} {loss_difference:20.1e}"
     )
-    assert off(losses(runs[name]), baseline) < 1e-5
+    assert loss_difference < 1e-5
 
 # %% [markdown]
-# One curve, four ways to it. `flat` sends what DDP sends and holds what ZeRO-1 promises, evenly. Its calls, one by one:
+# All four implementations produce the same loss curve. Except for the padding, `flat` communicates as much as DDP, and
+# its model state matches the formula on every rank. These are its collective calls:
 
 # %%
 rows = ledgers["flat"]["ranks"][0]["collectives"]
 show_traffic(rows)
-padded = max(row["tensor_bytes"] for row in rows) // 4
-print(f"{padded:,} elements in the buckets, {padded - P} of them padding")
+padded_elements = max(row["tensor_bytes"] for row in rows) // 4
+print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of them padding")
 
 # %% [markdown]
-# There are two buckets now, since one of 25 MB (the default) takes all matrices. The two small all-reduces are one
-# byte a tensor, "does any rank have a gradient of it", and the gradient's norm, 8 bytes.
+# There are only two buckets now, because all matrices fit into one bucket of the default size, 25 MB. The two small
+# all-reduces have other purposes. One has one byte per tensor and finds out which tensors have a gradient on at least
+# one rank. The other sums the gradient norm, 8 bytes.
 #
-# What is counted here, to be plain, are calls and tensor sizes, times the cost of a ring. NCCL's rings send that. gloo,
-# on which these ranks run, does not: it carries out a reduce-scatter as a whole all-reduce, so here `flat` puts more on
-# the wire than DDP. On CPUs you learn the algorithm; its traffic you get on GPUs.
+# Note that `Traffic` counts calls and tensor sizes, and multiplies them by the cost of the ring algorithm. NCCL's rings
+# really send this volume. gloo, which these ranks use, does not: it implements a reduce-scatter as a full all-reduce.
+# On CPUs `flat` therefore sends more bytes than DDP. Use CPUs to study the algorithm, and GPUs to measure its traffic.
 #
-# ## e. When things are sent
+# ## e. Overlap communication with the backward pass
 #
-# A reduce-scatter need not wait for the end of the backward pass: the last block's gradients are there while the first
-# block's are still to be computed. So buckets are filled from the last parameter to the first, a hook on each
-# parameter tells its bucket that the gradient has come, and a full bucket is sent at once, without waiting for the
-# answer.
+# You will record when each bucket is reduced and gathered in a real step.
 #
-# All ranks must send in the same order, or bucket 1 of one would be added to bucket 2 of another. In the first step
-# that order is the buckets' own; then rank 0 tells all ranks in which order its buckets filled.
+# A reduce-scatter does not have to wait for the end of the backward pass. The gradients of the last block are ready
+# while the gradients of the first block are still to be computed. `Zero1Optimizer` uses this in three ways:
 #
-# Below, smaller buckets, each method of each bucket wrapped so that it notes the time, and how many of the 15
-# gradients had come by then.
+# - it fills the buckets from the last parameter to the first;
+# - a hook on each parameter marks the gradient as ready in its bucket;
+# - a full bucket starts its reduce-scatter asynchronously.
 #
-# **Predict first:** the LayerNorms are in the last bucket. After which gradient is it sent in step 0, and after which
-# in step 1? How many of the 8 buckets are sent before `backward()` returns?
+# All ranks must start their buckets in the same order. Otherwise bucket 1 of one rank would be added to bucket 2 of
+# another rank. In the first step this order is the order of the bucket numbers. Rank 0 then broadcasts the order in
+# which its buckets became full, and all ranks use this order from the second step on.
+#
+# Below we use smaller buckets. We wrap the methods of each bucket, so that we record the time of each call and how many
+# of the 15 gradients were ready.
+#
+# **Predict first:** the LayerNorm weights are in the last bucket. After which gradient does its reduce-scatter start in
+# step 0, and after which in step 1? How many of the 8 buckets start before `backward()` returns?
 
 # %%
-def timeline(config: Zero1Config, bucket_mb: float, steps: int) -> dict:
-    """Steps of this rank; of each what happened when: (what, bucket or None, begin, end, gradients by then)."""
-    model, data = start(config)
-    names = {p: name.removeprefix("transformer.").removesuffix(".weight") for name, p in model.named_parameters()}
-    events, arrived = [], []
-    for p in model.parameters():  # before the optimizer's own hooks, so that these are told first
-        p.register_post_accumulate_grad_hook(lambda p: arrived.append(time.perf_counter()))
-    optimizer = flat(model, bucket_mb)
+def record_timeline(config: Zero1Config, bucket_mb: float, steps: int) -> dict:
+    """Run steps, and return the parameter names of each bucket and the timeline of each step on this rank.
 
-    def noted(what, number, method):
-        def wrapped(*args):
+    An event is (name, bucket or None, begin, end, gradients ready at the end), with times in seconds.
+    """
+    model, data = create_model_and_data(config)
+    names = {p: name.removeprefix("transformer.").removesuffix(".weight") for name, p in model.named_parameters()}
+    events, ready_times = [], []
+    for p in model.parameters():  # registered before the optimizer's hooks, so that these hooks run first
+        p.register_post_accumulate_grad_hook(lambda p: ready_times.append(time.perf_counter()))
+    optimizer = make_flat_zero1(model, bucket_mb)
+
+    def record(event_name, number, method):
+        def recorded_method(*args):
             begin, result = time.perf_counter(), method(*args)
-            events.append((what, number, begin, time.perf_counter(), len(arrived)))
+            events.append((event_name, number, begin, time.perf_counter(), len(ready_times)))
             return result
 
-        return wrapped
+        return recorded_method
 
     for number, bucket in enumerate(optimizer.buckets):
-        for what in ("start_reduce", "finish_reduce", "update_shards", "start_gather"):
-            setattr(bucket, what, noted(what, number, getattr(bucket, what)))
-    seen = []
+        for method_name in ("start_reduce", "finish_reduce", "update_shards", "start_gather"):
+            setattr(bucket, method_name, record(method_name, number, getattr(bucket, method_name)))
+    recorded_steps = []
     for step in range(steps):
         x, y = data.batch("train", TRAIN, step, dist.get_rank())
-        events.clear(), arrived.clear()
+        events.clear(), ready_times.clear()
         dist.barrier()
-        _, loss = noted("forward", None, model)(x, y)
-        noted("backward", None, loss.backward)()
-        noted("step", None, optimizer.step)()
-        seen.append({"events": list(events), "arrived": list(arrived)})
-    return {"buckets": [[names[p] for p in bucket.params] for bucket in optimizer.buckets], "steps": seen}
+        _, loss = record("forward", None, model)(x, y)
+        record("backward", None, loss.backward)()
+        record("step", None, optimizer.step)()
+        recorded_steps.append({"events": list(events), "ready_times": list(ready_times)})
+    return {"buckets": [[names[p] for p in bucket.params] for bucket in optimizer.buckets], "steps": recorded_steps}
 
 
-def sent_after(step: dict) -> dict[int, int]:
-    """For each bucket the number of gradients that had come when it was sent; in the order of sending."""
-    return {number: count for what, number, _, _, count in step["events"] if what == "start_reduce"}
+def gradients_ready_at_reduce(step: dict) -> dict[int, int]:
+    """Return how many gradients were ready when each bucket started its reduce-scatter, in the order of the starts."""
+    return {number: count for name, number, _, _, count in step["events"] if name == "start_reduce"}
 
 
-watched = run_on_ranks(timeline, 2, dataclasses.replace(config, batch_size=32), 0.07, 6)[0]
-first, second = sent_after(watched["steps"][0]), sent_after(watched["steps"][1])
-print("bucket                             sent after gradient   in step 0   in step 1")
-for number, names in enumerate(watched["buckets"]):
-    several = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
-    print(f"{number}  {several:53} {first[number]:8} {second[number]:11}")
-print("order in step 0:", list(first), " in step 1:", list(second))
-for step in watched["steps"]:
-    done = next(end for what, _, _, end, _ in step["events"] if what == "backward")
-    assert all(begin < done for what, _, begin, _, _ in step["events"] if what == "start_reduce")
+timeline = run_on_ranks(record_timeline, 2, dataclasses.replace(config, batch_size=32), 0.07, 6)[0]
+ready_in_step_0, ready_in_step_1 = (gradients_ready_at_reduce(step) for step in timeline["steps"][:2])
+print("                                           gradients ready when the reduce-scatter starts")
+print("bucket                                                           in step 0   in step 1")
+for number, names in enumerate(timeline["buckets"]):
+    bucket_names = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+    print(f"{number}  {bucket_names:61} {ready_in_step_0[number]:9} {ready_in_step_1[number]:11}")
+print("order in step 0:", list(ready_in_step_0), " order in step 1:", list(ready_in_step_1))
+for step in timeline["steps"]:
+    backward_end = next(end for name, _, _, end, _ in step["events"] if name == "backward")
+    assert all(begin < backward_end for name, _, begin, _, _ in step["events"] if name == "start_reduce")
 
 # %% [markdown]
-# All eight are sent from within the backward pass, and from step 1 on all but one before the last gradient is there.
-# Bucket 6 has to be the last, for the token embedding is also the output layer, and its gradient is whole only when the
-# backward pass has come to the very first layer. In step 0 the LayerNorms wait behind it, in step 1 they do not.
+# All eight buckets start before `backward()` returns. From step 1 on, seven of them start before the last gradient is
+# ready. Bucket 6 must be the last. The token embedding is also the output layer, so its gradient is complete only when
+# the backward pass reaches the embedding at the start of the model. In step 0 the LayerNorm bucket waits for bucket 6,
+# and in step 1 it does not.
 #
-# Below is the quickest of the later steps as rank 0 saw it, in real times of this run. Micro-batches are larger here
-# than before, so that there is something to see.
+# The next figure shows the fastest of the later steps on rank 0, with the real times of this run. The micro-batches are
+# larger here than before, so that the passes take long enough to be visible.
 #
-# **Predict first:** in which order are parameters updated and gathered, and why in that one?
+# **Predict first:** in which order are the buckets updated and all-gathered, and why in this order?
 
 # %%
 def draw_timeline(buckets: list[list[str]], step: dict) -> None:
-    """One lane a bucket, one for the passes; times in milliseconds from the beginning of the forward pass."""
-    spans = {(what, number): (begin, end) for what, number, begin, end, _ in step["events"]}
+    """Draw one lane for the passes and one per bucket; times in milliseconds since the start of the forward pass."""
+    spans = {(name, number): (begin, end) for name, number, begin, end, _ in step["events"]}
     zero = spans["forward", None][0]
     figure, axes = plt.subplots(figsize=(9, 4))
 
-    def bar(lane: int, begin: float, end: float, color: str, height: float = 0.6, **look) -> None:
-        width = 1e3 * (end - begin)
-        axes.barh(lane, width, left=1e3 * (begin - zero), height=height, color=color, **look)
+    def draw_bar(lane: int, begin: float, end: float, color: str) -> None:
+        axes.barh(lane, 1e3 * (end - begin), left=1e3 * (begin - zero), height=0.6, color=color)
 
-    for what, color in (("forward", "#cccccc"), ("backward", "#888888"), ("step", "#cccccc")):
-        begin, end = spans[what, None]
-        bar(-1, begin, end, color)
-        axes.text(500 * (begin + end) - 1e3 * zero, -1, what, ha="center", va="center", fontsize=8)
+    for name, color in (("forward", "#cccccc"), ("backward", "#888888"), ("step", "#cccccc")):
+        begin, end = spans[name, None]
+        draw_bar(-1, begin, end, color)
+        axes.text(500 * (begin + end) - 1e3 * zero, -1, name, ha="center", va="center", fontsize=8)
     for number in range(len(buckets)):
-        bar(number, spans["start_reduce", number][0], spans["finish_reduce", number][1], "#00798c")
-        bar(number, *spans["update_shards", number], "#d1495b")
-        bar(number, spans["start_gather", number][0], spans["step", None][1], "#edae49")
-    axes.plot([1e3 * (t - zero) for t in step["arrived"]], [-1.45] * len(step["arrived"]), "kv", markersize=4)
+        draw_bar(number, spans["start_reduce", number][0], spans["finish_reduce", number][1], "#00798c")
+        draw_bar(number, *spans["update_shards", number], "#d1495b")
+        draw_bar(number, spans["start_gather", number][0], spans["step", None][1], "#edae49")
+    ready_times = [1e3 * (t - zero) for t in step["ready_times"]]
+    axes.plot(ready_times, [-1.45] * len(ready_times), "kv", markersize=4)
     axes.axvline(1e3 * (spans["backward", None][1] - zero), color="black", linestyle=":", linewidth=1)
     axes.set_yticks(range(-1, len(buckets)), ["rank 0", *(f"bucket {n}: {p[0]}" for n, p in enumerate(buckets))])
-    axes.set(xlabel="milliseconds", ylim=(len(buckets) - 0.5, -1.8))
+    axes.set(xlabel="time since the start of the forward pass (ms)", ylim=(len(buckets) - 0.5, -1.8))
     kinds = [
-        ("#00798c", "reduce-scatter, until it was waited for"),
+        ("#00798c", "reduce-scatter, until wait() returns"),
         ("#d1495b", "update"),
-        ("#edae49", "all-gather, until it was waited for"),
+        ("#edae49", "all-gather, until wait() returns"),
     ]
     handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color, _ in kinds]
-    arrivals = axes.plot([], [], "kv", markersize=4)
+    markers = axes.plot([], [], "kv", markersize=4)
     figure.legend(
-        [*arrivals, *handles], ["a gradient is there", *(label for _, label in kinds)],
+        [*markers, *handles], ["a gradient is ready", *(label for _, label in kinds)],
         loc="upper center", ncols=4, frameon=False, fontsize=8,
     )
     axes.spines[["top", "right"]].set_visible(False)
@@ -527,217 +569,237 @@ def duration(step: dict) -> float:
     return step["events"][-1][3] - step["events"][0][2]
 
 
-draw_timeline(watched["buckets"], min(watched["steps"][1:], key=duration))
+draw_timeline(timeline["buckets"], min(timeline["steps"][1:], key=duration))
 
 # %% [markdown]
-# Updates go through the buckets in the reverse of the order in which they were sent, and each bucket's all-gather runs
-# while the next bucket is updated. The forward pass needs first what the backward pass had last.
+# The optimizer updates the buckets in the reverse order of their reduce-scatters. The all-gather of one bucket runs
+# while the next bucket is updated. The reverse order is useful because the forward pass first needs the parameters
+# whose gradients came last.
 #
-# Two cautions. A reduce-scatter's bar ends where the optimizer has waited for it, not where the transfer ended: gloo
-# does not tell when that was. And the ranks here share the cores of one machine with gloo's own threads, so that
-# sending early gains little; with GPUs and a network, both work at once.
+# Read this figure with two cautions:
 #
-# ## f. The norm, done wrong
+# - The bar of a reduce-scatter ends where the optimizer finished waiting for it. The transfer itself may have ended
+#   earlier, but gloo does not report this time.
+# - The ranks share the CPU cores with gloo's threads, so an early start saves little time here. With GPUs and a
+#   network, computation and communication run at the same time.
 #
-# Clipping scales the gradient down when its norm is above a limit. The norm is that of the *whole* gradient, and now no
-# rank has it. Two ways to get it wrong:
+# ## f. Gradient clipping by a wrong norm
 #
-# - *local*: each rank takes the norm of its own shards, and scales them by it;
-# - *torch*: `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, as in any other trainer, after the reduction.
+# You will make two common mistakes, and see why they are hard to notice.
 #
-# **Predict first:** is a local norm above or below the right one? What do the other slices of `.grad` hold after a
-# reduce-scatter, and does `torch` give the same number on all ranks?
+# Clipping scales the gradient down when its norm is above a limit. The norm is the norm of the *full* gradient, but
+# after the reduce-scatter no rank has the full gradient. We try two wrong versions:
+#
+# - *local*: each rank computes the norm of its own shards, and scales them by this norm;
+# - *torch*: each rank calls `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` after the reduce-scatter, as most
+#   other trainers do.
+#
+# **Predict first:** is a local norm smaller or larger than the right norm? What do the other slices of `.grad` contain
+# after a reduce-scatter? Does `torch` return the same number on all ranks?
 
 # %%
-LIMIT = 1.0
+MAX_NORM = 1.0
 
 
-def one_process(model: GPT, optimizer: torch.optim.Optimizer) -> float:
+def clip_in_one_process(model: GPT, optimizer: torch.optim.Optimizer) -> float:
     grads = [p.grad for p in model.parameters()]
     norm = grad_norm(grads)
-    clip_grads(grads, norm, LIMIT)
+    clip_grads(grads, norm, MAX_NORM)
     return norm.item()
 
 
-def local(model: GPT, optimizer: Zero1Optimizer) -> float:
-    grads = optimizer.reduce_gradients()  # of this rank's shards
-    norm = grad_norm(grads)  # and nobody else is asked
-    clip_grads(grads, norm, LIMIT)
+def clip_by_local_norm(model: GPT, optimizer: Zero1Optimizer) -> float:
+    grads = optimizer.reduce_gradients()  # the gradients of this rank's shards
+    norm = grad_norm(grads)  # the bug: there is no sum over the ranks
+    clip_grads(grads, norm, MAX_NORM)
     return norm.item()
 
 
-def torchs(model: GPT, optimizer: Zero1Optimizer) -> float:
+def clip_with_torch(model: GPT, optimizer: Zero1Optimizer) -> float:
     optimizer.reduce_gradients()
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT).item()
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
 
 
-def right(model: GPT, optimizer: Zero1Optimizer) -> float:
-    return optimizer.clip_grad_norm_(LIMIT).item()
+def clip_by_global_norm(model: GPT, optimizer: Zero1Optimizer) -> float:
+    return optimizer.clip_grad_norm_(MAX_NORM).item()
 
 
-[exact] = run_on_ranks(by_hand, 1, config, whole, one_process, 12)
-clipped = {
-    name: run_on_ranks(by_hand, 4, config, flat, clip, 12)
-    for name, clip in (("local", local), ("torch", torchs), ("right", right))
-}
-print(f"the norm in step 0, by one process: {exact['kept'][0]:.6f}; by rank:")
-for name, ranks in clipped.items():
-    print(f"    {name:6} " + "  ".join(f"{rank['kept'][0]:.6f}" for rank in ranks))
-squares = sum(rank["kept"][0] ** 2 for rank in clipped["local"])
-print(f"root of the sum of the local norms' squares: {squares**0.5:.6f}")
+CLIPPING = {"local": clip_by_local_norm, "torch": clip_with_torch, "right": clip_by_global_norm}
+[reference] = run_on_ranks(train_by_hand, 1, config, make_adamw, clip_in_one_process, 12)
+results = {name: run_on_ranks(train_by_hand, 4, config, make_flat_zero1, clip, 12) for name, clip in CLIPPING.items()}
+print(f"gradient norm in step 0, in one process: {reference['norms'][0]:.6f}")
+print("gradient norm in step 0, on ranks 0 to 3:")
+for name, ranks in results.items():
+    print(f"    {name:6} " + "  ".join(f"{rank['norms'][0]:.6f}" for rank in ranks))
+sum_of_squares = sum(rank["norms"][0] ** 2 for rank in results["local"])
+print(f"square root of the sum of the squared local norms: {sum_of_squares**0.5:.6f}")
 
 # %% [markdown]
-# Four ranks, four norms, either way. A local norm is too small, so less is clipped than should be, and not the same on
-# all slices: the gradient changes its direction. After the reduction a rank's `.grad` is the mean in its own slice
-# only; elsewhere lies what this rank sent, or whatever the backend has left there. `torch` adds that up.
+# Both mistakes produce four different norms on the four ranks. A local norm is too small, so *local* clips too little,
+# and it scales each slice by a different factor. This changes the direction of the gradient. After the reduce-scatter,
+# the `.grad` of a rank contains the mean in its own slice only. The other slices contain the rank's own gradient, or
+# whatever the backend left there. *torch* adds these values to the norm.
 #
-# The last line says what to do. Squares add up over shards, so it takes one number a rank:
-# `optimizer.clip_grad_norm_(max_norm)` sums the squares of its shards in fp64, all-reduces that scalar, and all
-# ranks scale by the same factor. (Summed in fp32, the norm would depend on where the cuts are, and so on N.)
+# The last line shows the solution. The squares of the shards add up, so each rank only has to communicate one number.
+# `optimizer.clip_grad_norm_(max_norm)` sums the squares of its shards in fp64 and all-reduces this scalar. All ranks
+# then scale by the same factor. (In fp32 the norm would depend on the slice boundaries, and therefore on N.)
 #
-# What does the mistake do to training? **Predict first:** the ranks train with four factors. Do their models drift
-# apart? How far is each loss curve from that of one process, and from which step on?
+# What effect do these mistakes have on training?
+#
+# **Predict first:** the ranks scale by four different factors. Do the models on the four ranks become different? What
+# is the max loss difference from one process, and in which step do the curves separate?
 
 # %%
-for name, ranks in clipped.items():
-    alike = all(torch.equal(rank["params"], ranks[0]["params"]) for rank in ranks)
-    gaps = [abs(a - b) for a, b in zip(ranks[0]["curve"], exact["curve"])]
-    print(f"{name:6} all ranks hold the same model: {alike}; losses off by at most {max(gaps):.1e}")
+for name, ranks in results.items():
+    is_equal = all(torch.equal(rank["params"], ranks[0]["params"]) for rank in ranks)
+    differences = [abs(a - b) for a, b in zip(ranks[0]["curve"], reference["curve"])]
+    print(f"{name:6} same model on all ranks: {is_equal}   max loss difference: {max(differences):.1e}")
 
 figure, axes = plt.subplots(figsize=(6, 3.5))
-for (name, ranks), color in zip(clipped.items(), ("#d1495b", "#edae49", "#00798c")):
-    gaps = [max(abs(a - b), 1e-8) for a, b in zip(ranks[0]["curve"], exact["curve"])]
-    axes.semilogy(gaps, marker="o", color=color, label=name)
-axes.set(xlabel="step", ylabel="loss, off one process by", title="Clipping by three norms (0 is drawn as 1e-8)")
+for (name, ranks), color in zip(results.items(), ("#d1495b", "#edae49", "#00798c")):
+    differences = [max(abs(a - b), 1e-8) for a, b in zip(ranks[0]["curve"], reference["curve"])]
+    axes.semilogy(differences, marker="o", color=color, label=name)
+axes.set(xlabel="step", ylabel="loss difference from one process (nats)")
+axes.set_title("Gradient clipping by three norms (0 is drawn as 1e-8)")
 axes.legend(loc="center right")
 figure.tight_layout()
 plt.show()
-assert max(abs(a - b) for a, b in zip(clipped["right"][0]["curve"], exact["curve"])) < 1e-5
+assert max(abs(a - b) for a, b in zip(results["right"][0]["curve"], reference["curve"])) < 1e-5
 
 # %% [markdown]
-# The models do not drift apart: each slice is updated once, by its owner, and gathered by all. So a check that compares
-# ranks with each other finds nothing. The curves look like training, too. In steps 0 and 1 the losses are as good as
-# right, for AdamW's first update hardly depends on the gradient's scale. The comparison with one process shows it, and
-# it can because the right way agrees to about 1e-7.
+# The models on the four ranks stay equal. Each slice is updated once, by its owner, and then all-gathered by all ranks.
+# A check that compares the ranks with each other therefore finds no error. The loss curves look normal, too. In steps 0
+# and 1 even the losses are almost right, because AdamW's first update hardly depends on the scale of the gradient.
 #
-# ## g. A checkpoint of slices
+# Only the comparison with one process shows the mistake. It can, because the right version agrees to about 1e-7.
 #
-# Each rank holds other moments, so each has to save its own. **Predict first:** why is it a bad idea to save the
-# buckets' slices as they are, one file a rank?
+# ## g. A sharded checkpoint
+#
+# You will save a checkpoint on 4 ranks, and resume from it on 2 ranks.
+#
+# Each rank stores different moments, so each rank must save its own. The simplest way would be one file per rank with
+# the slices of its buckets.
+#
+# **Predict first:** why is this a bad idea?
 
 # %%
 for ranks in (4, 2):
-    bucket = run_on_ranks(layout, ranks, config, 25.0)[1][0]
-    begin, end = bucket["mine"]
-    print(f"rank 1 of {ranks} has elements {begin:,} to {end:,} of {bucket['length']:,} (with padding) in bucket 0")
+    bucket = run_on_ranks(describe_buckets, ranks, config, 25.0)[1][0]
+    begin, end = bucket["slice"]
+    print(f"rank 1 of {ranks}: elements {begin:,} to {end:,} of {bucket['length']:,} (with padding) in bucket 0")
 
 # %% [markdown]
-# The slices, the padding, and with another `bucket_mb` the buckets themselves depend on how the run was started. With
-# other ranks nobody could open them. So `sharded_checkpoint.py` saves by parameter: *elements a to b of the flattened
-# moment of this parameter*. torch's distributed checkpoint (DCP) writes a file a rank, and an index of which elements
-# lie where.
+# The slices and the padding depend on the number of ranks, and the buckets depend on `bucket_mb`. A run with another
+# number of ranks could not read such files. `sharded_checkpoint.py` therefore saves by parameter: *elements a to b of
+# the flattened moment of this parameter*. It uses PyTorch's distributed checkpoint (DCP), which writes one file per
+# rank and an index. The index records which file contains which elements. DCP calls such a saved part a *chunk*.
 #
-# Below, 7 steps of the run of (d) on 4 ranks, saved at their end, then resumed on 2 ranks until step 12, and saved
-# again.
+# Below, 4 ranks run 7 steps of the run of (d) and save. Then 2 ranks resume, train until step 12, and save again.
 #
 # **Predict first:** bucket 0 begins with `h.1.mlp.c_proj` and `h.1.mlp.c_fc`, 16,384 elements each. In how many chunks
-# is the first moment of `h.1.mlp.c_fc` saved by 4 ranks, and in how many by 2? Cover the last lines: how far are the
-# losses after the change from those of (d)?
+# do 4 ranks save the first moment of `h.1.mlp.c_fc`, and in how many do 2 ranks? After the change to 2 ranks, what is
+# the max loss difference from the run of (d)?
 
 # %%
-def chunks(checkpoint: Path, name: str) -> list[tuple[int, int]]:
-    """(first element, elements) of each saved piece of a parameter's first moment."""
+def list_chunks(checkpoint: Path, name: str) -> list[tuple[int, int]]:
+    """Return (first element, number of elements) of each saved chunk of a parameter's first moment."""
     key = f"optimizer.transformer.{name}.weight.exp_avg"
-    pieces = SafeReader(checkpoint).read_metadata().state_dict_metadata[key].chunks
-    return sorted((piece.offsets[0], piece.sizes[0]) for piece in pieces)
+    chunks = SafeReader(checkpoint).read_metadata().state_dict_metadata[key].chunks
+    return sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in chunks)
 
 
-four = train_on(4, max_iters=7, lr_decay_iters=12)
-two = Path(tempfile.mkdtemp(dir=folder.name)) / "resumed"
-shutil.copytree(four, two)  # so that this cell can run twice
-train_on(2, out_dir=two, init_from="resume", lr_decay_iters=12)
+four_ranks = train_on(4, max_iters=7, lr_decay_iters=12)
+two_ranks = Path(tempfile.mkdtemp(dir=folder.name)) / "resumed"
+shutil.copytree(four_ranks, two_ranks)  # a copy, so that you can run this cell twice
+train_on(2, out_dir=two_ranks, init_from="resume", lr_decay_iters=12)
 
 for name in ("step-00000007", "step-00000012"):
-    checkpoint = two / "checkpoints" / name
+    checkpoint = two_ranks / "checkpoints" / name
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     print(f"{name}, saved by {manifest['world_size']} ranks:", ", ".join(f["name"] for f in manifest["files"]))
     for parameter in ("h.1.mlp.c_proj", "h.1.mlp.c_fc", "h.0.mlp.c_proj"):
-        said = ", ".join(f"{begin:,} to {begin + numel:,}" for begin, numel in chunks(checkpoint, parameter))
-        print(f"    {parameter:15} first moment in chunks {said}")
+        ranges = ", ".join(f"{begin:,} to {begin + numel:,}" for begin, numel in list_chunks(checkpoint, parameter))
+        print(f"    {parameter:15} chunks of the first moment: {ranges}")
 
 # %%
-resumed, whole_run = losses(two), losses(runs["flat"])
+resumed_curve, uninterrupted_curve = losses(two_ranks), losses(runs["flat"])
 print("step   4 ranks, then 2     4 ranks")
-for step in whole_run:
-    note = "  <- 2 ranks from here on" if step == 7 else ""
-    print(f"{step:4} {resumed[step]:16.8f} {whole_run[step]:12.8f}{note}")
-print("steps 0 to 6 identical to the last digit:", all(resumed[step] == whole_run[step] for step in range(7)))
-print(f"largest difference: {off(resumed, whole_run):.1e}")
-assert off(resumed, whole_run) < 1e-5
+for step in uninterrupted_curve:
+    note = "  <- resumed on 2 ranks here" if step == 7 else ""
+    print(f"{step:4} {resumed_curve[step]:16.8f} {uninterrupted_curve[step]:12.8f}{note}")
+is_identical = all(resumed_curve[step] == uninterrupted_curve[step] for step in range(7))
+print("steps 0 to 6 identical in every digit:", is_identical)
+print(f"max loss difference: {max_loss_difference(resumed_curve, uninterrupted_curve):.1e}")
+assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 
 # %% [markdown]
-# Up to step 6 both are the same run; after it, 2 ranks add up in another order than 4. No rank ever
-# held another's moments: the reader asks the index for the elements that lie in its own shards.
+# The two runs are identical up to step 6. After that, 2 ranks compute sums in a different order than 4 ranks. During
+# the load, no rank read the moments of another rank: the reader uses the index to find the elements of its own shards.
 #
-# The crash-safe protocol of notebook 1, manifest last and then renamed, is the same. Only what lies in the directory
-# has changed.
+# The crash-safe protocol is the one of notebook 1: the manifest is written last, and then the directory is renamed.
+# Only the files in the directory are different.
 #
 # ## Exercises
 #
-# **1. ZeRO-2.** After the reduce-scatter a rank needs its own slice of the gradient only. Suppose the rest is freed.
-# Predict first: how many bytes does a rank hold at N = 4, and what does it tend to with very many ranks? What is sent
-# in a step of M micro-batches a rank, if the whole gradient shall never be held between them?
+# **1. ZeRO-2.** After the reduce-scatter, a rank needs only its own slice of the gradient. Suppose that it frees the
+# rest. Predict first: how many bytes of model state does a rank store for N = 4? Which value does it approach for a
+# large number of ranks? Now suppose that a rank runs M micro-batches per step and must never store the full gradient
+# between them. How much does it send per step?
 #
 # <details><summary>Hint</summary>
 #
-# Parameters 4P, gradients 4P/N, moments 8P/N: 4P + 12P/N, which is 7P at N = 4 instead of 10P, and tends to 4P instead
-# of 8P. (A bucket that is just being filled or sent is whole, so it comes on top.)
+# Parameters 4P, gradients 4P/N and moments 8P/N are 4P + 12P/N in total. For N = 4 this is 7P instead of 10P, and for
+# many ranks it approaches 4P instead of 8P. (A bucket needs its full size while it is being filled or reduced. This
+# memory comes on top.)
 #
-# What `Zero1Optimizer` keeps whole is `flat_grads`, and it does so for accumulation: a micro-batch adds to every
-# element, and only the last one sends. If no whole gradient is kept, each micro-batch has to be reduce-scattered, and
-# each rank adds up its slice: M + 1 times P(N-1)/N elements instead of 2. With M = 1 ZeRO-2 costs nothing more. In
-# `buckets.py` it is `flat_grads` that would have to be made when the first gradient of a bucket comes, and freed in
-# `finish_reduce` once the slice is copied.
+# `Zero1Optimizer` keeps the full gradient in `flat_grads` for gradient accumulation: each micro-batch adds to every
+# element, and only the last one starts the reduce-scatter. Without the full gradient, each micro-batch needs a
+# reduce-scatter, and each rank accumulates its own slice. This sends (M + 1) P(N-1)/N elements instead of 2 P(N-1)/N,
+# so with M = 1 ZeRO-2 has no extra communication. To implement it in `buckets.py`, allocate `flat_grads` when the first
+# gradient of a bucket is ready, and free it in `finish_reduce` after its slice is copied.
 #
 # </details>
 #
-# **2. Who has wte?** Predict first: at N = 4 and with the default `bucket_mb=25`, which ranks' optimizers hold moments
-# of the token embedding? And with `bucket_mb=0.2`, as drawn in (b)?
+# **2. Where is wte?** Predict first: for N = 4 and the default `bucket_mb=25`, which ranks store moments of the token
+# embedding? And with `bucket_mb=0.2`, as in the figure of (b)?
 #
 # <details><summary>Hint</summary>
 #
-# The last parameters come first, so `wte`, the model's first, lies at the end of the matrices' bucket:
+# The buckets contain the last parameters first. `wte` is the first parameter of the model, so it lies at the end of the
+# bucket of the matrices:
 #
 # ```python
 # for bucket_mb in (25.0, 0.2):
-#     for rank, buckets in enumerate(run_on_ranks(layout, 4, config, bucket_mb)):
+#     for rank, buckets in enumerate(run_on_ranks(describe_buckets, 4, config, bucket_mb)):
 #         for number, bucket in enumerate(buckets):
 #             for name, offset, begin, end in bucket["shards"]:
 #                 if name == "wte":
 #                     print(f"{bucket_mb} MB, bucket {number}, rank {rank}: {offset} to {offset + end - begin}")
 # ```
 #
-# With 25 MB it is rank 3 alone, with 0.2 MB all four. Either way they are the output layer's moments as well: it is the
-# same parameter, and lies in a bucket once.
+# With 25 MB only rank 3 stores them. With 0.2 MB all four ranks store a part. In both cases these are also the moments
+# of the output layer, because it is the same parameter and lies in a bucket only once.
 #
 # </details>
 #
-# **3. Tiny buckets, huge buckets.** Predict first: how many reduce-scatters does a step make with
-# `bucket_mb=0.0001`, and how many with `bucket_mb=1000`? Which sends more elements, and why? What is lost with either?
+# **3. Tiny buckets, huge buckets.** Predict first: how many reduce-scatters does a step make with `bucket_mb=0.0001`,
+# and how many with `bucket_mb=1000`? Which setting sends more elements, and why? What is the disadvantage of each?
 #
 # <details><summary>Hint</summary>
 #
 # ```python
 # for bucket_mb in (0.0001, 0.2, 1000.0):
-#     ran = run_on_ranks(by_hand, 4, config, lambda model: flat(model, bucket_mb), None, 2)
+#     result = run_on_ranks(train_by_hand, 4, config, lambda model: make_flat_zero1(model, bucket_mb), None, 2)[0]
 #     print(f"{bucket_mb} MB")
-#     show_traffic(ran[0]["traffic"])
+#     show_traffic(result["traffic"])
 # ```
 #
-# A parameter that is larger than `bucket_mb` has a bucket of its own, so tiny buckets make 15, one a tensor. Each is
-# padded to slices of a multiple of 32, so they send a little more; above all each call has a cost of its own, which
-# adds up. Huge ones make 2, one for each parameter group. Then the matrices can be sent only when the last gradient,
-# that of `wte`, is there, and nothing of theirs overlaps with the backward pass. To see it, run `timeline` of (e) with
-# `bucket_mb=1000`.
+# A parameter that is larger than `bucket_mb` gets its own bucket, so tiny buckets make 15 reduce-scatters, one per
+# tensor. Each bucket is padded to slices of a multiple of 32 elements, so tiny buckets send slightly more elements.
+# More important, each call has a fixed cost, and 15 calls pay it 15 times.
+#
+# Huge buckets make 2 reduce-scatters, one per parameter group. The bucket of the matrices can start only when the last
+# gradient, the one of `wte`, is ready. Its communication then does not overlap with the backward pass. To see this,
+# call `record_timeline` of (e) with `bucket_mb=1000`.
 #
 # </details>

@@ -1,15 +1,22 @@
 # %% [markdown]
-# # 3. Triton: kernels of one's own
+# # 3. Custom kernels in Triton
 #
-# A kernel is a function that runs on a GPU. Triton is Python for writing one. Here a kernel is written, broken in seven
-# ways, mended, differentiated and compiled. The claims to test: **it moves every number once, it is as exact as torch,
-# its sums are the same in every bit however the GPU schedules it, and all of that can be checked on a laptop.** What
-# cannot is speed. For speed there is a limit that one can compute, which comes first and last here, and
-# `make bench-kernels` where there is a GPU.
+# A kernel is a function that runs on a GPU. Triton lets you write kernels in Python. In this notebook you write a
+# kernel, break it in seven ways, fix it, derive its backward pass and read the code that it compiles to.
 #
-# Triton compiles for a GPU. With `TRITON_INTERPRET=1` it does not: it runs a kernel as numpy, and one can put `print`
-# into it. Have `phase2_triton/kernels/layernorm.py` and `cross_entropy.py` open beside this page. No GPU is needed, but
-# Linux is, for Triton's packages are for Linux only.
+# The notebook tests four claims about the kernels of phase 2:
+#
+# - **They read each input once and write each output once.**
+# - **They are as accurate as torch.**
+# - **Their sums are bitwise reproducible, in whatever order the GPU runs the programs.**
+# - **All of this can be checked on a laptop.**
+#
+# Speed cannot be checked on a laptop. Sections (a) and (i) therefore compute an upper limit for the speed. On a machine
+# with a GPU, `make bench-kernels` measures the speed itself.
+#
+# Normally Triton compiles kernels for a GPU. With `TRITON_INTERPRET=1` it runs them on the CPU with NumPy instead, and
+# you can put `print` into a kernel. Open `phase2_triton/kernels/layernorm.py` and `cross_entropy.py` next to this page.
+# You need no GPU, but you need Linux, because Triton is packaged for Linux only.
 
 # %%
 import dataclasses
@@ -24,7 +31,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported; set here, a machine with a GPU interprets too
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when it is imported, so set it first, also on a GPU machine
 
 import matplotlib.pyplot as plt
 import torch
@@ -39,19 +46,22 @@ from nanoGPT.optim import configure_adamw
 from nanoGPT.metrics.hardware import PEAK_FLOPS
 from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer
 from phase2_triton.kernels import adamw, attention, cross_entropy, embedding, gelu, layernorm, linear_cross_entropy
-from phase2_triton.kernels.core import KernelError, recording, table
+from phase2_triton.kernels.core import KernelError, load_config_table, record_launches
 
-folder = tempfile.TemporaryDirectory()  # what is compiled here lies in it; it goes when the kernel ends
-torch.manual_seed(1337)
+folder = tempfile.TemporaryDirectory()  # for compiled kernels; it is deleted when the Jupyter kernel stops
+torch.manual_seed(1337);
 
 # %% [markdown]
-# ## a. The specification, and what it must move
+# ## a. Start from a reference, and count the bytes
 #
-# A kernel begins as a few lines of plain torch that nobody doubts. LayerNorm takes each row of x (M, N), subtracts its
-# mean, divides by its spread and multiplies by a gain, `weight`:
+# In this section you learn how many bytes LayerNorm has to move, and why that number limits its speed.
+#
+# Before you write a kernel, write the same computation in a few lines of plain torch. This *reference* is easy to
+# trust, and every kernel is compared with it. LayerNorm takes each row of x (M, N), subtracts its mean, divides by its
+# standard deviation and multiplies by a learned gain, `weight`:
 
 # %%
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+def reference_layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
     mean = x.mean(-1, keepdim=True)
     centred = x - mean
     var = centred.square().mean(-1, keepdim=True)
@@ -59,18 +69,20 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tens
 
 
 x, weight = torch.randn(256, 768), torch.rand(768) + 0.5
-print("off torch's own by", (norm(x, weight) - F.layer_norm(x, (768,), weight)).abs().max().item())
-assert torch.allclose(norm(x, weight), F.layer_norm(x, (768,), weight), atol=1e-5)
+difference = (reference_layer_norm(x, weight) - F.layer_norm(x, (768,), weight)).abs().max().item()
+print(f"max difference from F.layer_norm: {difference:.1e}")
+assert torch.allclose(reference_layer_norm(x, weight), F.layer_norm(x, (768,), weight), atol=1e-5)
 
 # %% [markdown]
-# On a GPU each of these operations is a kernel, and between two kernels there is only memory: the first writes what the
-# second reads. `Traffic` below sees every operation and adds up the sizes of its tensors.
+# On a GPU, eager torch runs each of these operations as a separate kernel. Kernels pass tensors to each other through
+# device memory: one kernel writes its result, and the next kernel reads it. `MemoryTraffic` below records the size of
+# every tensor that an operation reads or writes.
 #
-# **Predict first:** how often is a tensor of the size of x read or written in `norm`? How often would it have to be?
+# **Predict first:** how often does `reference_layer_norm` read or write a tensor of the size of x? What is the minimum?
 
 # %%
-class Traffic(TorchDispatchMode):
-    """The bytes that each operation reads and writes."""
+class MemoryTraffic(TorchDispatchMode):
+    """The bytes that each torch operation reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,184 +90,200 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
-        read = sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
-        self.rows.append((str(operation), read, result.nbytes))
+        bytes_read = sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+        self.rows.append((str(operation), bytes_read, result.nbytes))
         return result
 
 
-with Traffic() as traffic:
-    norm(x, weight)
-for operation, read, written in traffic.rows:
-    print(f"{operation:24} reads {read / x.nbytes:5.3f} x   writes {written / x.nbytes:5.3f} x")
-as_operations = sum(read + written for _, read, written in traffic.rows)
-there, back = layernorm.cost(256, 768, itemsize=4, bias=False)
-as_kernel = there.read + there.written
-print(f"in all {as_operations / x.nbytes:.3f} x; one kernel: {as_kernel / x.nbytes:.3f} x")
-assert round(as_operations / x.nbytes) == 10 and round(as_kernel / x.nbytes) == 2
+with MemoryTraffic() as traffic:
+    reference_layer_norm(x, weight)
+print("operation                reads (sizes of x)  writes (sizes of x)")
+for operation, bytes_read, bytes_written in traffic.rows:
+    print(f"{operation:24} {bytes_read / x.nbytes:18.3f} {bytes_written / x.nbytes:20.3f}")
+operations_bytes = sum(bytes_read + bytes_written for _, bytes_read, bytes_written in traffic.rows)
+forward_cost, backward_cost = layernorm.cost(256, 768, itemsize=4, bias=False)
+kernel_bytes = forward_cost.read + forward_cost.written
+print(f"total for separate operations: {operations_bytes / x.nbytes:.3f} sizes of x")
+print(f"total for one kernel:          {kernel_bytes / x.nbytes:.3f} sizes of x")
+assert round(operations_bytes / x.nbytes) == 10 and round(kernel_bytes / x.nbytes) == 2
 
 # %% [markdown]
-# Ten times, where two would do: read x, write y. `layernorm.cost(...)` counts that for the shipped kernel: forward and
-# backward, bytes and floating-point operations (FLOPs). Every kernel file has such a function.
+# Separate operations move the size of x ten times. One kernel can do it in two: it reads x and writes y.
+# `layernorm.cost(...)` returns this count for the LayerNorm kernel of phase 2: bytes and floating-point operations
+# (FLOPs) of its forward and backward pass. Every kernel file has such a function.
 #
-# What does it cost? The chip of this page is NVIDIA's H100 SXM. All that is said about it is **published, not
-# measured**: `PEAK_FLOPS` of `nanoGPT/metrics/telemetry.py` for its matrix units, and from the same data sheet 3.35 TB/s of
-# memory and 67 TFLOP/s for what is no matrix product.
+# How much time do these bytes take? This notebook uses NVIDIA's H100 SXM as its example GPU. Its numbers are
+# **published, not measured**. The rate for matrix products comes from `PEAK_FLOPS` in `nanoGPT/metrics/hardware.py`.
+# The same data sheet lists a memory bandwidth of 3.35 TB/s, and 67 TFLOP/s for all other arithmetic in fp32.
 #
-# **Predict first:** 16,384 tokens of 768 channels in bfloat16. How many microseconds does the H100 need for the bytes
-# of one LayerNorm, and how many for its FLOPs?
+# **Predict first:** take 16,384 tokens with 768 channels in bfloat16. How many microseconds does an H100 need to move
+# the bytes of one LayerNorm? How many does it need for the FLOPs?
 
 # %%
-BANDWIDTH = 3.35e12  # bytes a second
-SCALAR_FLOPS = 67e12  # fp32, outside the matrix units
-MATRIX_FLOPS = PEAK_FLOPS["H100"]  # bfloat16, dense
+BANDWIDTH = 3.35e12  # bytes per second
+SCALAR_FLOPS = 67e12  # FLOPs per second in fp32, outside the tensor cores
+MATRIX_FLOPS = PEAK_FLOPS["H100"]  # FLOPs per second of the tensor cores, bfloat16, dense
 
-there, _ = layernorm.cost(16384, 768, itemsize=2, bias=False)
-moved = there.read + there.written
-print(f"{moved / 1e6:.1f} MB, {moved / BANDWIDTH * 1e6:.1f} microseconds")
-print(f"{there.flops / 1e6:.1f} MFLOPs, {there.flops / SCALAR_FLOPS * 1e6:.1f} microseconds")
-assert moved / BANDWIDTH > 5 * there.flops / SCALAR_FLOPS
+forward_cost, _ = layernorm.cost(16384, 768, itemsize=2, bias=False)
+bytes_moved = forward_cost.read + forward_cost.written
+print(f"memory:     {bytes_moved / 1e6:6.1f} MB      {bytes_moved / BANDWIDTH * 1e6:5.1f} microseconds")
+flops = forward_cost.flops
+print(f"arithmetic: {flops / 1e6:6.1f} MFLOPs  {flops / SCALAR_FLOPS * 1e6:5.1f} microseconds")
+assert bytes_moved / BANDWIDTH > 5 * flops / SCALAR_FLOPS
 
 # %% [markdown]
-# The FLOPs could be many times as many before anybody noticed. LayerNorm is *bound by memory*, and so is most of what
-# a GPT does besides matrix products: the only way to make it faster is to move less.
+# The memory takes ten times as long as the arithmetic. LayerNorm is *memory-bound*, and so are most operations of a GPT
+# that are not matrix products. You can make a memory-bound kernel faster only if it moves fewer bytes.
 #
-# ## b. What a program is
+# ## b. A kernel runs as many programs
 #
-# A kernel is launched as so many *programs*: all run the same function, and each asks for its number. A program works
-# on a *tile*, here a row, as if it were one value; how the tile is spread over the threads of a GPU is the compiler's
-# business. A tensor comes in as a pointer, the address of its first element. Adding numbers to it gives addresses.
+# In this section you write a first kernel and see which part of the data each of its programs loads.
 #
-# `@triton.jit` makes a function a kernel, `kernel[(3,)](...)` launches 3 programs, and a `tl.constexpr` is known when
-# the kernel is compiled.
+# You launch a kernel as a grid of *programs*. All programs run the same function, and each one asks for its number,
+# the program id. A program computes with a *tile*, for example one row, as if it were a single value. The compiler
+# spreads the elements of the tile over the threads of the GPU. A tensor arrives as a pointer to its first element.
+# Adding offsets to the pointer gives the addresses of other elements.
 #
-# **Predict first:** x is (3, 4). Which elements, counted from the start of x, does each program load? Which are the
-# three means?
+# The syntax is short: `@triton.jit` turns a function into a kernel, and `kernel[(3,)](...)` launches 3 programs. An
+# argument marked `tl.constexpr` is a constant at compile time. A *lane* is one position in a tile.
+#
+# **Predict first:** x has the shape (3, 4). Count its elements from 0. Which elements does each program load, and what
+# are the three means?
 
 # %%
 @triton.jit
-def look(x, y, N, BLOCK: tl.constexpr):
+def centre_row_kernel(x, y, N, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    at = row * N + lanes
-    v = tl.load(x + at)
+    offsets = row * N + lanes
+    v = tl.load(x + offsets)
     mean = tl.sum(v, 0) / N
-    print(f"program {row}: lanes {lanes} load elements {at}, which are {v}; their mean is {mean}")
-    tl.store(y + at, v - mean)
+    print(f"program {row}: lanes {lanes} load elements {offsets} with values {v}; the mean is {mean}")
+    tl.store(y + offsets, v - mean)
 
 
 x = torch.arange(12.0).view(3, 4) ** 2
 y = torch.full_like(x, math.nan)
-look[(3,)](x, y, 4, BLOCK=4)
+centre_row_kernel[(3,)](x, y, 4, BLOCK=4)
 print(y)
 assert torch.equal(y, x - x.mean(1, keepdim=True))
 
 # %% [markdown]
-# (A single number is printed as an array of one: numpy does the computing.) y began as NaN, so that an element which no
-# program has written would be seen.
+# The interpreter prints a single number as an array with one element, because it computes with NumPy. The cell fills y
+# with NaN before the launch, so that an element that no program writes stays visible.
 #
-# The interpreter runs program 0, then 1, then 2. A GPU runs hundreds at once, in no order that one may count on. That
-# is the one great difference, and it comes back twice below.
+# The interpreter runs program 0, then 1, then 2. A GPU runs hundreds of programs at the same time, in no guaranteed
+# order. This is the most important difference between the two, and it matters in sections (c) and (g).
 #
-# ## c. Rows that do not fit
+# ## c. Rows that do not fill a tile need masks
 #
-# **Predict first:** what does Triton say to a row of 6?
+# In this section you learn three mask errors, and how *guard bands* and a fair accuracy test find them.
+#
+# **Predict first:** what does Triton report for a row of 6 elements?
 
 # %%
 x = torch.arange(1.0, 19.0).view(3, 6)
 try:
-    look[(3,)](x, torch.empty_like(x), 6, BLOCK=6)
+    centre_row_kernel[(3,)](x, torch.empty_like(x), 6, BLOCK=6)
 except Exception as error:
-    refusal = str(error)
-print(refusal)
-assert "power of 2" in refusal
+    message = str(error)
+print(message)
+assert "power of 2" in message
 
 # %% [markdown]
-# A tile is a power of two. So a row of 6 takes a tile of 8, and two lanes have no number of their own: they load
-# whatever lies there. Past the end of x that is anybody's memory, and a test that compares results may well pass. So
-# the tests put *guard bands* around tensors, NaN on both sides. What is read out of bounds then turns up in the
-# result; where NaN is gone from a band, something was written. (`tests/helpers/kernels.py` does it to every buffer.)
+# The size of a tile must be a power of two. A row of 6 elements therefore needs a tile of 8, and two of its lanes lie
+# beyond the row. Without a mask these two lanes load whatever comes next in memory. Beyond the end of x that can be any
+# other data, and a test that only compares results may still pass.
 #
-# The kernel below only centres, and can leave out either of its masks.
+# The tests of this project therefore place every tensor between two *guard bands*, which are filled with NaN. If a
+# kernel reads out of bounds, NaN appears in its result. If it writes out of bounds, NaN disappears from a band.
+# `tests/helpers/kernels.py` adds guard bands to every buffer.
 #
-# **Predict first:** without masks, which of the three rows are wrong, and what do they become?
+# The next kernel subtracts the mean of each row. Two switches turn off its masks.
+#
+# **Predict first:** without any mask, which of the three rows are wrong, and what values do they get?
 
 # %%
-BAND = 16
+BAND = 16  # elements in a guard band
 
 
-def guarded(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy between two bands of NaN, and the whole buffer."""
+def add_guard_bands(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy values between two bands of NaN; return the copy and the full buffer."""
     buffer = torch.full((values.numel() + 2 * BAND,), math.nan, dtype=values.dtype)
     return buffer[BAND:-BAND].view(values.shape).copy_(values), buffer
 
 
-def intact(buffer: torch.Tensor) -> bool:
+def bands_are_intact(buffer: torch.Tensor) -> bool:
     return bool(buffer[:BAND].isnan().all() and buffer[-BAND:].isnan().all())
 
 
 @triton.jit
-def centre(x, y, N, LOAD: tl.constexpr, STORE: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr):
-    """LOAD, STORE: with a mask. REVERSED: the last program takes the first row."""
+def centre_kernel(
+    x, y, N, MASK_LOAD: tl.constexpr, MASK_STORE: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Subtract the mean of each row. With REVERSE, the last program computes the first row."""
     row = tl.program_id(0)
-    if REVERSED:
+    if REVERSE:
         row = tl.num_programs(0) - 1 - row
     lanes = tl.arange(0, BLOCK)
     inside = lanes < N
-    at = row * N + lanes
-    if LOAD:
-        v = tl.load(x + at, mask=inside, other=0.0)  # where the mask is false: no load, and 0
+    offsets = row * N + lanes
+    if MASK_LOAD:
+        v = tl.load(x + offsets, mask=inside, other=0.0)  # a lane whose mask is False loads nothing and gets 0
     else:
-        v = tl.load(x + at)
+        v = tl.load(x + offsets)
     centred = v - tl.sum(v, 0) / N
-    if STORE:
-        tl.store(y + at, centred, mask=inside)
+    if MASK_STORE:
+        tl.store(y + offsets, centred, mask=inside)
     else:
-        tl.store(y + at, centred)
+        tl.store(y + offsets, centred)
 
 
-def centred(load: bool, store: bool, reverse: bool = False) -> tuple[torch.Tensor, bool]:
-    """What it makes of x, and whether the bands around y are intact."""
-    (inside, _), (y, buffer) = guarded(x), guarded(torch.full_like(x, math.nan))
-    centre[(3,)](inside, y, 6, LOAD=load, STORE=store, REVERSED=reverse, BLOCK=8)
-    return y, intact(buffer)
+def run_centre_kernel(mask_load: bool, mask_store: bool, reverse: bool = False) -> tuple[torch.Tensor, bool]:
+    """Return the kernel's result for x, and whether the guard bands around the result are intact."""
+    (guarded_x, _), (y, buffer) = add_guard_bands(x), add_guard_bands(torch.full_like(x, math.nan))
+    centre_kernel[(3,)](guarded_x, y, 6, MASK_LOAD=mask_load, MASK_STORE=mask_store, REVERSE=reverse, BLOCK=8)
+    return y, bands_are_intact(buffer)
 
 
-right = x - x.mean(1, keepdim=True)
-y, _ = centred(load=False, store=False)
-print("right:\n", right, "\nwithout masks:\n", y)
-assert not torch.isclose(y, right).any() and y[2].isnan().all()
+correct = x - x.mean(1, keepdim=True)
+y, _ = run_centre_kernel(mask_load=False, mask_store=False)
+print("correct:\n", correct, "\nwithout masks:\n", y)
+assert not torch.isclose(y, correct).any() and y[2].isnan().all()
 
 # %% [markdown]
-# All are wrong: two rows add their neighbour's numbers, the last one the band's. Without the band it would have been a
-# number, any number.
+# All three rows are wrong. The first two rows add two elements of the next row to their sum. The last row adds NaN from
+# the guard band. Without the band it would add two arbitrary numbers, and nothing would show it.
 #
-# **Predict first:** now the loads have their mask, and the stores have none. Which rows are wrong now?
+# **Predict first:** now the loads have their mask, and the stores have none. Which rows are wrong?
 
 # %%
-y, clean = centred(load=True, store=False)
-print("no mask on the stores: right:", torch.equal(y, right), " bands intact:", clean)
-other_way, _ = centred(load=True, store=False, reverse=True)
-print("the same, the last row first:\n", other_way)
-masked, masked_clean = centred(load=True, store=True)
-masked_reversed, _ = centred(load=True, store=True, reverse=True)
-print("both masks: right:", torch.equal(masked, right), " bands intact:", masked_clean)
-assert torch.equal(y, right) and not clean
-assert not torch.equal(other_way, right)
-assert torch.equal(masked, right) and torch.equal(masked_reversed, right) and masked_clean
+y, is_intact = run_centre_kernel(mask_load=True, mask_store=False)
+print("no mask on the stores: correct:", torch.equal(y, correct), " bands intact:", is_intact)
+y_reversed, _ = run_centre_kernel(mask_load=True, mask_store=False, reverse=True)
+print("no mask on the stores, last row first:\n", y_reversed)
+y_masked, masked_is_intact = run_centre_kernel(mask_load=True, mask_store=True)
+y_masked_reversed, _ = run_centre_kernel(mask_load=True, mask_store=True, reverse=True)
+print("both masks: correct:", torch.equal(y_masked, correct), " bands intact:", masked_is_intact)
+assert torch.equal(y, correct) and not is_intact
+assert not torch.equal(y_reversed, correct)
+assert torch.equal(y_masked, correct) and torch.equal(y_masked_reversed, correct) and masked_is_intact
 
 # %% [markdown]
-# None, and that is the trap: each program spoils the first two numbers of the next row, and the next program, which
-# runs later, puts them right. In another order they stay spoiled. The interpreter has one order, so it does not see
-# *races*; the guard band does see this one, since the last program spoils it.
+# No row is wrong, and that makes this bug hard to find. Each program overwrites the first two elements of the next row.
+# The next program runs later and writes the correct values again. In another order the wrong values stay.
 #
-# Now the whole LayerNorm, with all its masks.
+# The interpreter always uses the same order, so it cannot show such *data races*. The guard band does reveal this one,
+# because the last program writes into the band.
+#
+# Next comes the full LayerNorm. All its loads and stores have masks.
 #
 # **Predict first:** the kernel below is still wrong. The lanes beyond the row hold 0. What do they add to the sum of
 # squares? For N = 769 and a mean near 1, is y too large or too small, and by which factor?
 
 # %%
 @triton.jit
-def padded_norm(x, weight, y, N, eps, BLOCK: tl.constexpr):
+def wrong_variance_kernel(x, weight, y, N, eps, BLOCK: tl.constexpr):
     row, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     inside = lanes < N
     v = tl.load(x + row * N + lanes, mask=inside, other=0.0)
@@ -267,22 +295,24 @@ def padded_norm(x, weight, y, N, eps, BLOCK: tl.constexpr):
 
 x, weight = torch.randn(4, 769) + 1, torch.rand(769) + 0.5
 y = torch.empty_like(x)
-padded_norm[(4,)](x, weight, y, 769, 1e-5, BLOCK=1024)
-measured = (y / norm(x, weight)).median(1).values
-variance, lost = x.var(1, correction=0), (1024 - 769) / 769 * x.mean(1).square()
-predicted = (variance / (variance + lost)).sqrt()
-print("y against the right one:", measured, "\npredicted:              ", predicted)
-assert torch.allclose(measured, predicted, atol=1e-4) and (predicted < 0.95).all()
+wrong_variance_kernel[(4,)](x, weight, y, 769, 1e-5, BLOCK=1024)
+measured_ratio = (y / reference_layer_norm(x, weight)).median(1).values
+variance, extra_variance = x.var(1, correction=0), (1024 - 769) / 769 * x.mean(1).square()
+predicted_ratio = (variance / (variance + extra_variance)).sqrt()
+print("y / correct y, measured: ", measured_ratio, "\ny / correct y, predicted:", predicted_ratio)
+assert torch.allclose(measured_ratio, predicted_ratio, atol=1e-4) and (predicted_ratio < 0.95).all()
 
 # %% [markdown]
-# 0 minus the mean is not 0: each of 255 lanes adds the mean's square. The model would train all the same, a little
-# worse, and nobody would know why. It takes a second mask.
+# The kernel subtracts the mean from all lanes, so the lanes beyond the row hold minus the mean and no longer 0. Each of
+# the 255 extra lanes adds the square of the mean to the sum. The variance gets too large, and y too small. A model with
+# this bug would still train, only a little worse, and the cause would be hard to find. The fix is a second mask.
 #
-# Mended, and with two more lines that matter below: the row's offset is made in 64 bits, and whatever is loaded is
-# computed with in fp32.
+# The kernel below is correct. Two more details matter in section (d) and for half precision: the kernel computes row
+# offsets with 64 bits, and it converts each loaded value to fp32.
 #
-# When is a kernel right? It cannot agree with torch in every bit, for it adds in another order. The rule of the tests:
-# both are compared with fp64, and **ours may be off by twice as much as torch in the same type**, plus one rounding.
+# When is a kernel accurate enough? It cannot be bitwise identical to torch, because it adds numbers in another order.
+# The tests use this rule: compute an exact result in fp64, and **allow the kernel at most twice torch's error in the
+# same type**, plus one rounding error.
 
 # %%
 @triton.jit
@@ -297,46 +327,51 @@ def norm_kernel(x, weight, y, N, eps, BLOCK: tl.constexpr):
     tl.store(y + row * N + lanes, centred * rstd * w, mask=inside)
 
 
-def tile(N: int) -> int:
-    """The power of two from N upwards."""
+def tile_size(N: int) -> int:
+    """Return the smallest power of two that is at least N."""
     return triton.next_power_of_2(N)
 
 
-def off(mine: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest error; NaN is as far off as can be."""
-    return (mine.double() - exact).abs().nan_to_num(nan=math.inf).max().item()
+def max_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest absolute error; NaN counts as infinity."""
+    return (result.double() - exact).abs().nan_to_num(nan=math.inf).max().item()
 
 
-def as_exact(mine: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, factor: float = 2.0) -> bool:
-    """The rule."""
-    rounding = exact.abs().max().item() * torch.finfo(mine.dtype).eps
-    return off(mine, exact) <= factor * off(eager, exact) + rounding
+def is_accurate(result: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, factor: float = 2.0) -> bool:
+    """Return whether the error is at most `factor` times the error of eager torch, plus one rounding error."""
+    rounding = exact.abs().max().item() * torch.finfo(result.dtype).eps
+    return max_error(result, exact) <= factor * max_error(eager, exact) + rounding
 
 
-print("   N  type              ours off by   torch off by")
+print("   N  type           max error of the kernel   max error of torch")
 for dtype in (torch.float32, torch.float16):
     for N in (1, 6, 769, 1023, 1600):
         x, weight = (torch.randn(3, N) + 1).to(dtype), torch.rand(N) + 0.5
-        (inside, _), (gain, _), (y, buffer) = guarded(x), guarded(weight), guarded(torch.full_like(x, math.nan))
-        norm_kernel[(3,)](inside, gain, y, N, 1e-5, BLOCK=tile(N))
-        exact = norm(x.double(), weight.double())
+        (guarded_x, _), (gain, _) = add_guard_bands(x), add_guard_bands(weight)
+        y, buffer = add_guard_bands(torch.full_like(x, math.nan))
+        norm_kernel[(3,)](guarded_x, gain, y, N, 1e-5, BLOCK=tile_size(N))
+        exact = reference_layer_norm(x.double(), weight.double())
         eager = F.layer_norm(x.float(), (N,), weight).to(dtype)
-        print(f"{N:4}  {str(dtype):14} {off(y, exact):14.1e} {off(eager, exact):14.1e}")
-        assert as_exact(y, eager, exact) and intact(buffer)
+        print(f"{N:4}  {str(dtype):14} {max_error(y, exact):23.1e} {max_error(eager, exact):20.1e}")
+        assert is_accurate(y, eager, exact) and bands_are_intact(buffer)
 
 # %% [markdown]
-# In fp16 both are off by one rounding of the result. Why fp16, and not the bfloat16 that one trains with? Because the
-# interpreter's bfloat16 is wrong, and says nothing (Triton 3.9). Interpreted, the shipped operators give their kernels
-# fp32 in place of bfloat16; what halves do is tested in fp16.
+# In fp16 both errors equal one rounding of the result.
+#
+# Why fp16, and not bfloat16, which you would use for training? The interpreter of Triton 3.9 computes wrong bfloat16
+# results without an error. The operators of phase 2 therefore convert bfloat16 to fp32 when they are interpreted, and
+# the tests check half precision with fp16.
 #
 # ## d. Three bugs of real loss kernels
 #
-# The loss of one token is `log(sum(exp(z))) - z[target]` over its V logits z. Here is a kernel for it, a row a program.
-# To keep `exp` from overflowing, the largest logit is subtracted first.
+# In this section you learn which value a padded lane needs, when to subtract in fp32, and when offsets overflow.
 #
-# **Predict first:** GPT-2 has 50,257 tokens, and the tile is 65,536 wide. What should `other` be for the lanes beyond?
-# If it is 0, as it was above, and the model is new, so that all its logits are near 0: what is the loss, and what
-# should it be?
+# The loss of one token is `log(sum(exp(z))) - z[target]` over its V logits z. The kernel below computes one row per
+# program. It subtracts the largest logit first, so that `exp` does not overflow.
+#
+# **The first bug.** **Predict first:** GPT-2 has 50,257 tokens, so the tile has 65,536 lanes. Which value of `other`
+# do the lanes beyond the row need? A new model has logits near 0. What should its loss be, and what is it if `other` is
+# 0, as above?
 
 # %%
 @triton.jit
@@ -353,81 +388,83 @@ V = 50257
 logits, targets = 0.02 * torch.randn(4, V), torch.tensor([0, 7, 4000, V - 1])
 exact = F.cross_entropy(logits.double(), targets, reduction="none")
 eager = F.cross_entropy(logits, targets, reduction="none")
-found = {}
+kernel_losses = {}
 for other in (0.0, -math.inf):
-    found[other] = torch.empty(4)
-    loss_kernel[(4,)](logits, targets, found[other], V, OTHER=other, BLOCK=tile(V))
-    print(f"other = {other:4}: mean loss {found[other].mean():.4f}")
-print(f"right {exact.mean():.4f}, ln 50257 = {math.log(V):.4f}, ln 65536 = {math.log(65536):.4f}")
-assert as_exact(found[-math.inf], eager, exact) and not as_exact(found[0.0], eager, exact)
-assert abs(found[0.0].mean() - math.log(65536)) < 0.02 and abs(exact.mean() - math.log(V)) < 0.02
+    kernel_losses[other] = torch.empty(4)
+    loss_kernel[(4,)](logits, targets, kernel_losses[other], V, OTHER=other, BLOCK=tile_size(V))
+    print(f"other = {other:4}: mean loss {kernel_losses[other].mean():.4f}")
+print(f"correct mean loss: {exact.mean():.4f}; ln 50257 = {math.log(V):.4f}, ln 65536 = {math.log(65536):.4f}")
+assert is_accurate(kernel_losses[-math.inf], eager, exact) and not is_accurate(kernel_losses[0.0], eager, exact)
+assert abs(kernel_losses[0.0].mean() - math.log(65536)) < 0.02 and abs(exact.mean() - math.log(V)) < 0.02
 
 # %% [markdown]
-# With 0 each of 15,279 lanes adds exp(0 - peak), and the loss is that of a model with 65,536 tokens. What fills a lane
-# must do nothing to what comes next: 0 for a sum, minus infinity for a maximum and for `exp`. It would also have been
-# caught by notebook 1's cheapest test: look at the first loss.
+# With `other=0` each of the 15,279 extra lanes adds exp(0 - peak). The loss is then the loss of a model with 65,536
+# tokens. Choose a fill value that does not change the next operation: 0 for a sum, minus infinity for a maximum and for
+# `exp`. The cheapest test of notebook 1 finds this bug too: check the loss of the first step.
 #
-# The second bug. The loss's gradient by the logits is `p - [target]`: the probabilities, with 1 taken from the right
-# one. To save memory it is written over the logits. In half precision it matters where the 1 is taken away: from p in
-# fp32, or from p after it has been rounded to the type of the buffer.
+# **The second bug.** The gradient of the loss with respect to the logits is the vector of probabilities p, minus 1 at
+# the target. To save memory, kernels write it over the logits. In half precision the order of operations matters. You
+# can subtract 1 from p in fp32, or from p after it has been rounded to the type of the logits.
 #
-# **Predict first:** bfloat16 keeps 8 binary digits, fp16 keeps 11. What is 0.999 in each? So what is the gradient of
-# the right token, which should be -0.001?
+# **Predict first:** bfloat16 has 8 significant binary digits, fp16 has 11. What is 0.999 in each of them? The gradient
+# at the target should be -0.001. What does it become?
 
 # %%
 @triton.jit
-def gradient_kernel(logits, target, V, ROUNDED: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient over the logits; ROUNDED: p goes through their type before 1 is taken away."""
+def gradient_kernel(logits, target, V, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the gradient over the logits; with ROUND_FIRST, round p to their type before subtracting 1."""
     lanes = tl.arange(0, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * V + lanes
-    z = tl.load(logits + at, mask=lanes < V, other=-float("inf")).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * V + lanes
+    z = tl.load(logits + offsets, mask=lanes < V, other=-float("inf")).to(tl.float32)
     e = tl.exp(z - tl.max(z, 0))
     p = e / tl.sum(e, 0)
-    if ROUNDED:
+    if ROUND_FIRST:
         p = p.to(logits.dtype.element_ty).to(tl.float32)
-    tl.store(logits + at, p - tl.where(lanes == target, 1.0, 0.0), mask=lanes < V)
+    tl.store(logits + offsets, p - tl.where(lanes == target, 1.0, 0.0), mask=lanes < V)
 
 
-wanted = torch.tensor([0.9, 0.99, 0.999, 0.9998], dtype=torch.float64)
+target_p = torch.tensor([0.9, 0.99, 0.999, 0.9998], dtype=torch.float64)
 z = torch.zeros(4, 16)
-z[:, 3] = (wanted / ((1 - wanted) / 15)).log()  # one logit above 15 zeros: its p is what is wanted
+z[:, 3] = (target_p / ((1 - target_p) / 15)).log()  # one logit above 15 zeros, such that softmax gives target_p
 logits = z.half()
 exact = logits.double().softmax(1)[:, 3] - 1
 gradients = {}
-for rounded in (True, False):
-    gradients[rounded] = logits.clone()
-    gradient_kernel[(4,)](gradients[rounded], 3, 16, ROUNDED=rounded, BLOCK=16)
-    gradients[rounded] = gradients[rounded][:, 3].double()
-in_bfloat16 = (exact + 1).bfloat16().double() - 1
-print("     p    right gradient   p rounded to bfloat16   p rounded to fp16   fp16, 1 taken away first")
+for round_first in (True, False):
+    gradients[round_first] = logits.clone()
+    gradient_kernel[(4,)](gradients[round_first], 3, 16, ROUND_FIRST=round_first, BLOCK=16)
+    gradients[round_first] = gradients[round_first][:, 3].double()
+gradient_in_bfloat16 = (exact + 1).bfloat16().double() - 1
+print("gradient at the target:")
+print("     p             exact   p rounded to bfloat16   p rounded to fp16   fp16, 1 subtracted in fp32")
 for row in range(4):
-    numbers = (exact[row], in_bfloat16[row], gradients[True][row], gradients[False][row])
-    print(f"{wanted[row]:.4f}  " + "".join(f"{number:19.6f}" for number in numbers))
-assert in_bfloat16[2] == 0 and gradients[True][3] == 0
-assert 0.16 < in_bfloat16[1] / exact[1] - 1 < 0.18
+    numbers = (exact[row], gradient_in_bfloat16[row], gradients[True][row], gradients[False][row])
+    print(f"{target_p[row]:.4f}" + "".join(f"{n:{width}.6f}" for n, width in zip(numbers, (18, 24, 20, 29))))
+assert gradient_in_bfloat16[2] == 0 and gradients[True][3] == 0
+assert 0.16 < gradient_in_bfloat16[1] / exact[1] - 1 < 0.18
 assert ((gradients[False] / exact - 1).abs() < 2**-10).all()
 
 # %% [markdown]
-# In bfloat16 the token that the model knows with 99.9 percent gets no gradient at all, so nothing holds it there. At
-# 0.99 it is off by a sixth already. Taken away in fp32 it is right to the last digit of fp16, since small numbers
-# have as many digits as large ones: -0.001 is easy to write down, and only 0.999 is not.
+# With p rounded to bfloat16, a token with p = 0.999 gets no gradient at all, so training no longer corrects its
+# probability. At p = 0.99 the gradient is already wrong by one sixth.
 #
-# (The column of bfloat16 was rounded by torch; that of fp16 went through the interpreter.)
+# If you subtract in fp32, the result is accurate to the last digit of fp16. A floating-point type has the same relative
+# precision for small and for large numbers: it can represent -0.001 well, but it cannot represent 0.999 well enough.
+# (Torch rounded the bfloat16 column. The fp16 columns come from the interpreted kernel.)
 #
-# The third bug needs a large batch. A program's number is an int32, and so is its product with the width of a row.
+# **The third bug** needs a large batch. A program id is an int32, and so is its product with the length of a row.
 #
-# **Predict first:** 65,536 rows of 50,304 bfloat16 logits. From which row on does the offset not fit? Which address
-# does the kernel use then?
+# **Predict first:** take 65,536 rows of 50,304 bfloat16 logits. From which row on does the offset overflow? Which
+# address does the kernel use then?
 
 # %%
-print("the first row that begins at or past 2^31:", -(-(2**31) // 50304), "of 65,536")
+print("first row that begins at or beyond element 2^31:", -(-(2**31) // 50304), "of 65,536")
 
 
 @triton.jit
-def read_rows(x, out, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy rows 0, 4, 8, ... of x; WIDE: offsets in 64 bits."""
+def read_rows_kernel(x, out, stride, USE_INT64: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy rows 0, 4, 8, ... of x."""
     row = tl.program_id(0) * 4
-    if WIDE:
+    if USE_INT64:
         row = row.to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     offset = row * stride
@@ -437,37 +474,41 @@ def read_rows(x, out, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 rows = torch.empty(4 * 2**30 + 8, dtype=torch.float16).as_strided((5, 8), (2**30, 1))
 rows.copy_(torch.arange(40).view(5, 8))
-for is_wide in (False, True):
+for use_int64 in (False, True):
     out = torch.zeros(2, 8, dtype=torch.float16)
-    read_rows[(2,)](rows, out, rows.stride(0), WIDE=is_wide, BLOCK=8)
-    print(f"in {64 if is_wide else 32} bits row 4 holds {out[1].tolist()}")
-    assert torch.equal(out[1], rows[4 if is_wide else 0])
+    read_rows_kernel[(2,)](rows, out, rows.stride(0), USE_INT64=use_int64, BLOCK=8)
+    print(f"with {64 if use_int64 else 32}-bit offsets, row 4 is read as {out[1].tolist()}")
+    assert torch.equal(out[1], rows[4 if use_int64 else 0])
 del rows
 
 # %% [markdown]
-# 2^32 comes round to 0, and row 4 is row 0: a wrong number without any error. (Had row 2 been asked for, 2^31 would
-# have come round to -2^31, which is nobody's memory.) The tensor here has 8.6 GB of addresses, but memory is given out
-# page by page when it is first written, and only the pages of five short rows were. So a bug of large batches is found
-# on a laptop.
+# With 32 bits, 2^32 wraps around to 0. The kernel reads row 0 instead of row 4, and there is no error. (For row 2 the
+# offset 2^31 would wrap around to -2^31, an address outside the tensor.)
 #
-# ## e. The shipped kernels
+# The tensor spans 8.6 GB of addresses, but the operating system reserves memory only for pages that are written. This
+# cell writes five short rows. So you can find a bug of large batches on a laptop.
 #
-# `phase2_triton.kernels` has these and more, with backward passes. They are operators of torch: autograd,
-# `torch.compile`, autocast and meta tensors know them. Below they take awkward shapes, between guard bands, under the
-# same rule, results and gradients (attention's gradients are given three times torch's error).
+# ## e. The kernels of phase 2
 #
-# **Predict first:** for which is ours further off than torch? It need not be for all, or for none.
+# In this section you apply the accuracy rule to the kernels that phase 2 trains with.
+#
+# `phase2_triton.kernels` contains the kernels above in their final form and several others, all with backward passes.
+# They are registered as torch operators, so autograd, `torch.compile`, autocast and meta tensors support them. The cell
+# below runs three of them on awkward shapes, between guard bands, under the same rule. It checks results and
+# gradients. (The gradients of attention may have three times torch's error.)
+#
+# **Predict first:** for which cases is the kernel's error larger than torch's? The answer need not be all or none.
 
 # %%
-def there_and_back(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result, and the gradients of its sum with fixed random weights."""
-    inputs = [leaf.detach().requires_grad_() for leaf in inputs]
+def run_forward_backward(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the result, and the gradients of its sum with fixed random weights."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     result = function(*inputs)
     weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     return [result.detach(), *torch.autograd.grad(result, inputs, weights.to(result.dtype))]
 
 
-def torch_norm(x, weight):
+def torch_layer_norm(x, weight):
     return F.layer_norm(x, (x.size(-1),), weight)
 
 
@@ -475,74 +516,81 @@ def torch_attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def losses_of(function, V: int):
+def with_targets(function, V: int):
+    """Return the loss function with four fixed targets below V."""
     targets = torch.arange(4) * (V - 1) // 3
     return lambda z: function(z, targets)
 
 
 CASES = [
-    ("layer_norm", layernorm.layer_norm, torch_norm, [(3, 1), (1,)], 2),
-    ("layer_norm", layernorm.layer_norm, torch_norm, [(5, 769), (769,)], 2),
-    ("cross_entropy", losses_of(cross_entropy.cross_entropy, 75), losses_of(F.cross_entropy, 75), [(4, 75)], 2),
-    ("cross_entropy", losses_of(cross_entropy.cross_entropy, V), losses_of(F.cross_entropy, V), [(4, V)], 2),
+    ("layer_norm", layernorm.layer_norm, torch_layer_norm, [(3, 1), (1,)], 2),
+    ("layer_norm", layernorm.layer_norm, torch_layer_norm, [(5, 769), (769,)], 2),
+    ("cross_entropy", with_targets(cross_entropy.cross_entropy, 75), with_targets(F.cross_entropy, 75), [(4, 75)], 2),
+    ("cross_entropy", with_targets(cross_entropy.cross_entropy, V), with_targets(F.cross_entropy, V), [(4, V)], 2),
     ("causal_attention", attention.causal_attention, torch_attention, [(1, 2, 1, 20)] * 3, 3),
     ("causal_attention", attention.causal_attention, torch_attention, [(1, 2, 97, 20)] * 3, 3),
 ]
-print("                                       result off by        gradients off by at most")
-print("kernel            shape                ours     torch       ours     torch")
-for name, ours, torchs, shapes, factor in CASES:
+print("                                    max error of result  max error of gradients")
+print("operator          shape                kernel     torch       kernel     torch")
+for name, kernel_function, torch_function, shapes, factor in CASES:
     inputs = [torch.randn(shape) for shape in shapes]
-    mine = there_and_back(ours, [guarded(values)[0] for values in inputs])
-    eager = there_and_back(torchs, inputs)
-    exact = there_and_back(torchs, [values.double() for values in inputs])
-    errors = [(off(m, x), off(e, x)) for m, e, x in zip(mine, eager, exact)]
-    gradients = [max(pair) for pair in zip(*errors[1:])]
-    said = "".join(f"{error:10.1e}" for error in (*errors[0], *gradients))
-    print(f"{name:17} {str(shapes[0]):17}{said}")
-    assert as_exact(mine[0], eager[0], exact[0])
-    assert all(as_exact(m, e, x, factor) for m, e, x in zip(mine[1:], eager[1:], exact[1:]))
+    results = run_forward_backward(kernel_function, [add_guard_bands(values)[0] for values in inputs])
+    eager = run_forward_backward(torch_function, inputs)
+    exact = run_forward_backward(torch_function, [values.double() for values in inputs])
+    errors = [(max_error(r, x), max_error(e, x)) for r, e, x in zip(results, eager, exact)]
+    (kernel_error, torch_error), gradient_errors = errors[0], [max(pair) for pair in zip(*errors[1:])]
+    print(f"{name:17} {str(shapes[0]):17}{kernel_error:10.1e}{torch_error:10.1e}", end="")
+    print("{:13.1e}{:10.1e}".format(*gradient_errors))
+    assert is_accurate(results[0], eager[0], exact[0])
+    assert all(is_accurate(r, e, x, factor) for r, e, x in zip(results[1:], eager[1:], exact[1:]))
 
-ignored = cross_entropy.cross_entropy(torch.randn(3, 9), torch.full((3,), -1))
-print("a batch in which no target counts: loss", ignored.item(), "and not 0/0")
+loss_without_targets = cross_entropy.cross_entropy(torch.randn(3, 9), torch.full((3,), -1))
+print("loss of a batch in which every target is ignored:", loss_without_targets.item())
 try:
     cross_entropy.cross_entropy(torch.randn(3, 9), torch.tensor([0, 9, 1]))
 except KernelError as error:
-    refusal = str(error)
-print("a target that is no class:", refusal)
-assert ignored == 0 and "9 classes" in refusal
+    message = str(error)
+print("error for a target out of range:", message)
+assert loss_without_targets == 0 and "9 classes" in message
 
 # %% [markdown]
-# Now ours, now torch's: errors as small as these are chance, and the rule asks only for their size.
+# In some cases the kernel has the larger error, in other cases torch. Differences this small depend on chance, so the
+# rule limits only their size. A batch without any target has loss 0, and not 0/0.
 #
-# A kernel of one row a program, as ours is, gives a GPU little to do where rows are short. The shipped LayerNorm takes
-# a tile of several rows, `rows[:, None]` by `lanes[None, :]`, with one mask for both edges: step 2 in its file. The
-# shipped cross-entropy goes over a row of 50,257 in pieces, with a running maximum; so does attention, over the keys.
+# A kernel with one row per program gives a GPU little work where rows are short. The LayerNorm of phase 2 therefore
+# loads a tile of several rows, `rows[:, None]` by `lanes[None, :]`, with one mask for both edges. This is step 2 in
+# `layernorm.py`. The cross-entropy of phase 2 reads a row of 50,257 logits in pieces and keeps a running maximum. So
+# does attention, over the keys.
 #
-# ## f. A backward, derived
+# ## f. Derive a backward pass
 #
-# Autograd cannot look into a kernel: one has to give it the backward. For one row let m be the mean, v the variance,
-# r = 1 / sqrt(v + eps) and xhat = (x - m) r, so that y = xhat w. Given dy, the gradient by y, we want that by x.
+# In this section you derive the backward pass of LayerNorm, check each line of the derivation, and turn it into a
+# kernel. You also see why a falling loss does not prove that a gradient is correct.
 #
-# First what one x_j does to m, v and r. A sum of (x_i - m) is 0, which makes the second one short:
+# Autograd cannot differentiate a kernel, so a custom kernel needs a custom backward pass. For one row, let m be the
+# mean, v the variance, r = 1 / sqrt(v + eps), and xhat = (x - m) r. Then y = xhat w. Autograd provides dy, the gradient
+# with respect to y. We want dx, the gradient with respect to x.
+#
+# First, how do m, v and r change with one element x_j? Since the sum of (x_i - m) is 0, the second line gets short:
 #
 #     dm/dx_j = 1/N
 #     dv/dx_j = 2/N sum_i (x_i - m) ([i = j] - 1/N) = 2 (x_j - m) / N
 #     dr/dx_j = -1/2 (v + eps)^(-3/2) dv/dx_j = -r^3 (x_j - m) / N = -r^2 xhat_j / N
 #
-# Then, by the product rule on xhat_i = (x_i - m) r:
+# Next, apply the product rule to xhat_i = (x_i - m) r:
 #
 #     dxhat_i/dx_j = r ([i = j] - 1/N) - (x_i - m) r^2 xhat_j / N
 #                  = r ([i = j] - 1/N - xhat_i xhat_j / N)
 #
-# Now sum over i, with g_i = dy_i w_i, the gradient by xhat_i:
+# Finally, let g_i = dy_i w_i be the gradient with respect to xhat_i, and sum over i:
 #
 #     dx_j = sum_i g_i dxhat_i/dx_j = r (g_j - mean(g) - xhat_j mean(g xhat))
 #
-# Two sums along the row, and no N x N matrix. Each line can be checked by itself before any kernel is written; autograd
-# in fp64 is the judge.
+# The result needs two sums along the row, and no N x N matrix. Before you write a kernel, you can compare each line
+# with autograd in fp64.
 #
-# **Predict first:** add a constant to all of x. What happens to y? So what is the sum of dx along a row? And what does
-# multiplying x by 1.01 do to y, nearly; so what is the sum of dx (x - m)?
+# **Predict first:** add a constant to all elements of x. How does y change? What follows for the sum of dx along a row?
+# Then multiply x by 1.01. How does y change, approximately? What follows for the sum of dx (x - m)?
 
 # %%
 N, eps = 12, 1e-5
@@ -561,38 +609,41 @@ def rstd(x):
     return torch.rsqrt(var(x) + eps)
 
 
-def normalised(x):
+def normalise(x):
     return (x - mean(x)) * rstd(x)
 
 
-r, xhat, identity = rstd(x), normalised(x), torch.eye(N, dtype=torch.float64)
+r, xhat, identity = rstd(x), normalise(x), torch.eye(N, dtype=torch.float64)
 g = dy * w
 dx = r * (g - g.mean() - xhat * (g * xhat).mean())
-CLAIMS = {
+DERIVATIVES = {
     "dm/dx": (mean, torch.full((N,), 1 / N, dtype=torch.float64)),
     "dv/dx": (var, 2 * (x - x.mean()) / N),
     "dr/dx": (rstd, -r.square() * xhat / N),
-    "dxhat/dx": (normalised, r * (identity - 1 / N - torch.outer(xhat, xhat) / N)),
-    "dx": (lambda x: (dy * w * normalised(x)).sum(), dx),
+    "dxhat/dx": (normalise, r * (identity - 1 / N - torch.outer(xhat, xhat) / N)),
+    "dx": (lambda x: (dy * w * normalise(x)).sum(), dx),
 }
-for name, (function, claimed) in CLAIMS.items():
-    gap = (torch.autograd.functional.jacobian(function, x) - claimed).abs().max().item()
-    print(f"{name:9} off by {gap:.1e}")
-    assert gap < 1e-12
-along, across = dx.sum().item(), (dx * (x - x.mean())).sum().item()
-print(f"sum of dx: {along:.1e}   sum of dx (x - m): {across:.1e}")
-assert abs(along) < 1e-12 and abs(across) < 1e-3
+for name, (function, derivative) in DERIVATIVES.items():
+    error = (torch.autograd.functional.jacobian(function, x) - derivative).abs().max().item()
+    print(f"{name:9} max error {error:.1e}")
+    assert error < 1e-12
+shift_sum, scale_sum = dx.sum().item(), (dx * (x - x.mean())).sum().item()
+print(f"sum of dx: {shift_sum:.1e}   sum of dx (x - m): {scale_sum:.1e}")
+assert abs(shift_sum) < 1e-12 and abs(scale_sum) < 1e-3
 
 # %% [markdown]
-# Both are 0, for y does not change: a shift of x is taken away with the mean, a scale with the spread. (The second is
-# so but for eps, which is in r and is not scaled.) The two mean terms of dx are what makes it so.
+# Both sums are 0, because y does not change. Subtracting the mean removes a shift of x, and dividing by the standard
+# deviation removes a scale. (The second sum is not exactly 0, because eps does not scale with x.) The two mean terms of
+# dx make these sums 0.
 #
-# Now as a kernel. **Predict first:** which of its loads need an `other`, and is any lane of padding in a sum?
+# Now write the formula as a kernel.
+#
+# **Predict first:** which of its loads need an `other`? Do padded lanes add anything to a sum?
 
 # %%
 @triton.jit
-def norm_backward_kernel(dy, x, weight, dx, N, eps, MEANS: tl.constexpr, BLOCK: tl.constexpr):
-    """dx, a row a program; without MEANS the two mean terms are forgotten."""
+def norm_backward_kernel(dy, x, weight, dx, N, eps, WITH_MEANS: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute dx, one row per program; without WITH_MEANS, omit the two mean terms."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < N
@@ -602,159 +653,177 @@ def norm_backward_kernel(dy, x, weight, dx, N, eps, MEANS: tl.constexpr, BLOCK: 
     xhat = centred * r
     g = tl.load(dy + row * N + lanes, mask=inside, other=0.0) * tl.load(weight + lanes, mask=inside, other=0.0)
     out = g
-    if MEANS:
+    if WITH_MEANS:
         out = g - tl.sum(g, 0) / N - xhat * (tl.sum(g * xhat, 0) / N)
     tl.store(dx + row * N + lanes, r * out, mask=inside)
 
 
-x, weight, random = torch.randn(3, 769), torch.rand(769) + 0.5, torch.randn(3, 769)
-leaning = random + 30 * F.normalize(x, dim=1)  # as the gradient of something that would like x to be smaller
+x, weight, random_dy = torch.randn(3, 769), torch.rand(769) + 0.5, torch.randn(3, 769)
+parallel_dy = random_dy + 30 * F.normalize(x, dim=1)  # as from a loss that penalises large x
 
 
-def torch_dx(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def compute_torch_dx(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     leaf = x.to(dtype).requires_grad_()
-    return torch.autograd.grad(torch_norm(leaf, weight.to(dtype)), leaf, dy.to(dtype))[0]
+    return torch.autograd.grad(torch_layer_norm(leaf, weight.to(dtype)), leaf, dy.to(dtype))[0]
 
 
-print("dy        mean terms   off by      torch   cosine of the angle to the right dx")
+print("dy              mean terms  max error  max error of torch  cosine similarity with the correct dx")
 cosines = {}
-for name, dy in (("random", random), ("leaning", leaning)):
-    exact, eager = torch_dx(dy, torch.float64), torch_dx(dy, torch.float32)
-    for means in (True, False):
+for name, dy in (("random", random_dy), ("parallel to x", parallel_dy)):
+    exact, eager = compute_torch_dx(dy, torch.float64), compute_torch_dx(dy, torch.float32)
+    for with_means in (True, False):
         dx = torch.empty_like(x)
-        norm_backward_kernel[(3,)](dy, x, weight, dx, 769, 1e-5, MEANS=means, BLOCK=1024)
-        cosines[name, means] = F.cosine_similarity(dx.double().flatten(), exact.flatten(), 0).item()
-        print(f"{name:9} {'there' if means else 'forgotten':10} {off(dx, exact):8.1e} ", end="")
-        print(f"{off(eager, exact):10.1e} {cosines[name, means]:10.6f}")
-        assert as_exact(dx, eager, exact) is means
-assert cosines["random", False] > 0.99 and 0.5 < cosines["leaning", False] < 0.8
+        norm_backward_kernel[(3,)](dy, x, weight, dx, 769, 1e-5, WITH_MEANS=with_means, BLOCK=1024)
+        cosines[name, with_means] = F.cosine_similarity(dx.double().flatten(), exact.flatten(), 0).item()
+        print(f"{name:15} {'included' if with_means else 'omitted':10} {max_error(dx, exact):10.1e} ", end="")
+        print(f"{max_error(eager, exact):19.1e} {cosines[name, with_means]:22.6f}")
+        assert is_accurate(dx, eager, exact) is with_means
+assert cosines["random", False] > 0.99 and 0.5 < cosines["parallel to x", False] < 0.8
 
 # %% [markdown]
-# All three loads need it: without `other` a masked lane may hold anything, and 0 times NaN is NaN. With it xhat and g
-# are 0 beyond the row, and padding adds nothing to any sum.
+# All three loads need an `other`. Without it a masked lane may hold any value, and 0 times NaN is NaN. With it, xhat
+# and g are 0 beyond the row, so padded lanes add nothing to any sum.
 #
-# The two terms take away two directions of 769. A random dy hardly has any of them, so a test that is content with
-# "nearly" passes, and a model may well learn by such a gradient. A loss that falls proves nothing about a backward.
+# The two mean terms remove 2 directions out of 769. A random dy has almost no component in these directions, so a test
+# with a loose tolerance passes without them. A model may even learn with this wrong gradient. A falling loss does not
+# prove that a backward pass is correct.
 #
-# `torch.autograd.gradcheck` proves more: in fp64 it moves each input a little to both sides, and compares differences
-# of results with the gradients that are claimed. It needs few elements, and no second derivation. The shipped
-# operators:
+# `torch.autograd.gradcheck` is a much stronger test. In fp64 it changes each input slightly up and down, and it
+# compares the change of the result with the gradient that the operator returns. It needs only a few elements and no
+# second derivation. The next cell applies it to the operators of phase 2:
 
 # %%
-def leaf(*shape: int) -> torch.Tensor:
+def random_leaf(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-assert torch.autograd.gradcheck(layernorm.layer_norm, (leaf(3, 5), leaf(5), leaf(5)))
-assert torch.autograd.gradcheck(lambda z: cross_entropy.cross_entropy(z, torch.tensor([4, 0, 2])), (leaf(3, 5),))
-assert torch.autograd.gradcheck(attention.causal_attention, tuple(leaf(1, 1, 3, 2) for _ in range(3)))
-print("layer_norm, cross_entropy and causal_attention: the claimed gradients are those of the results")
+assert torch.autograd.gradcheck(layernorm.layer_norm, (random_leaf(3, 5), random_leaf(5), random_leaf(5)))
+assert torch.autograd.gradcheck(lambda z: cross_entropy.cross_entropy(z, torch.tensor([4, 0, 2])), (random_leaf(3, 5),))
+assert torch.autograd.gradcheck(attention.causal_attention, tuple(random_leaf(1, 1, 3, 2) for _ in range(3)))
+print("layer_norm, cross_entropy and causal_attention pass gradcheck")
 
 # %% [markdown]
 # ## g. Sums in a fixed order
 #
-# dW, the gain's gradient, is a sum over all *rows*: `dW_j = sum over rows of dy_j xhat_j`. Every program has a part of
-# it. In exact arithmetic it would not matter in which order the parts are added.
+# In this section you learn why atomic additions make a training run irreproducible, and how to sum without them.
 #
-# **Predict first:** 128 rows of 64 columns in fp32, added up in 20 different orders. How many different results are
-# there? And is the one in the rows' own order nearer to the truth than the others?
+# dW, the gradient of the gain, is a sum over all *rows*: `dW_j = sum over rows of dy_j xhat_j`. Every program
+# contributes a part of it. In exact arithmetic the order of the additions would not matter.
+#
+# **Predict first:** add up 128 rows of 64 columns in fp32, in 20 different orders. How many different results do you
+# get? Is the result for the original order of the rows more accurate than the others?
 
 # %%
 x, dy = torch.randn(128, 64), torch.randn(128, 64)
-parts = dy * torch_norm(x, torch.ones(64))  # (rows, columns): what is to be added up
-exact = parts.double().sum(0)
+terms = dy * torch_layer_norm(x, torch.ones(64))  # (rows, columns)
+exact = terms.double().sum(0)
 
 
-def one_after_another(rows: torch.Tensor) -> torch.Tensor:
+def sum_in_order(rows: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(64)
     for row in rows:
         total = total + row
     return total
 
 
-def bits(values: torch.Tensor) -> bytes:
+def to_bits(values: torch.Tensor) -> bytes:
     return values.numpy().tobytes()
 
 
 orders = [torch.arange(128), *(torch.randperm(128) for _ in range(19))]
-sums = [one_after_another(parts[order]) for order in orders]
-print(f"{len(set(map(bits, sums)))} results from 20 orders")
-print(f"off by {off(sums[0], exact):.1e} in the rows' own order, in others by", end=" ")
-print(f"{min(off(s, exact) for s in sums[1:]):.1e} to {max(off(s, exact) for s in sums[1:]):.1e}")
-assert len(set(map(bits, sums))) == 20
+sums = [sum_in_order(terms[order]) for order in orders]
+print(f"{len(set(map(to_bits, sums)))} different results from 20 orders")
+print(f"max error in the original order: {max_error(sums[0], exact):.1e}; in the other orders:", end=" ")
+print(f"{min(max_error(s, exact) for s in sums[1:]):.1e} to {max(max_error(s, exact) for s in sums[1:]):.1e}")
+assert len(set(map(to_bits, sums))) == 20
 
 # %% [markdown]
-# Twenty, and none is *the* right one. `(a + b) + c` and `a + (b + c)` are rounded at different places.
+# Each order has its own result, and no order is special. `(a + b) + c` and `a + (b + c)` round at different places.
 #
-# Now programs. The plain way is an *atomic* addition: each program adds its part to dW in memory, and the hardware sees
-# to it that none is lost, in whatever order they come. The other way is what `layernorm.py` does: a few programs, each
-# of which goes over a fixed share of the rows and writes its sum into a row *of its own*; then these rows are added up.
+# Now let programs compute this sum. The simple way is an *atomic* addition: each program adds its part to dW in memory.
+# The hardware makes sure that no addition is lost, but it does not fix their order.
 #
-# A GPU may finish programs in another order each time. The interpreter does not, so here the launch gets a random
-# `order`: which of the 8 programs comes now.
+# `layernorm.py` uses another way. It launches a fixed number of programs. Each program sums a fixed subset of the rows
+# and writes the sum into its own row of a small matrix. Then the rows of this matrix are summed in a fixed order.
 #
-# **Predict first:** how many different dW come out of 20 launches, by atomics, and by rows of one's own?
+# A GPU may finish programs in a different order each time. The interpreter does not, so the cell below simulates it:
+# each launch gets a random permutation, `order`, of its 8 programs.
+#
+# **Predict first:** launch each version 10 times. How many different dW do you get with atomics, and how many with
+# separate rows?
 
 # %%
 @triton.jit
-def column_sums(parts, out, order, M, N, ATOMIC: tl.constexpr, BLOCK: tl.constexpr):
+def column_sums_kernel(terms, out, order, M, N, ATOMIC: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.load(order + tl.program_id(0))
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for row in range(program, M, tl.num_programs(0)):  # always the same rows, always in the same order
-        total += tl.load(parts + row * N + lanes, mask=lanes < N, other=0.0)
+        total += tl.load(terms + row * N + lanes, mask=lanes < N, other=0.0)
     if ATOMIC:
         tl.atomic_add(out + lanes, total, mask=lanes < N)
     else:
         tl.store(out + program * N + lanes, total, mask=lanes < N)
 
 
-def launched(atomic: bool, programs: int = 8) -> torch.Tensor:
-    """dW by one launch, whose programs come in a random order."""
+def sum_columns(atomic: bool, programs: int = 8) -> torch.Tensor:
+    """Return dW from one launch, whose programs run in a random order."""
     out = torch.zeros(64) if atomic else torch.empty(programs, 64)
-    column_sums[(programs,)](parts, out, torch.randperm(programs), 128, 64, ATOMIC=atomic, BLOCK=64)
+    column_sums_kernel[(programs,)](terms, out, torch.randperm(programs), 128, 64, ATOMIC=atomic, BLOCK=64)
     return out if atomic else out.sum(0)
 
 
-by_atomics, by_rows = ([launched(atomic) for _ in range(20)] for atomic in (True, False))
-print("atomics:           ", len(set(map(bits, by_atomics))), "results from 20 launches")
-print("rows of one's own: ", len(set(map(bits, by_rows))), "result from 20 launches")
-print("with 16 programs the same bits as with 8:", bits(launched(False, 16)) == bits(by_rows[0]))
-assert len(set(map(bits, by_atomics))) > 10 and len(set(map(bits, by_rows))) == 1
-assert bits(launched(False, 16)) != bits(by_rows[0])
-assert all(as_exact(dw, one_after_another(parts), exact) for dw in (*by_atomics, *by_rows))
+atomic_sums, row_sums = ([sum_columns(atomic) for _ in range(10)] for atomic in (True, False))
+print("atomics:       different results from 10 launches:", len(set(map(to_bits, atomic_sums))))
+print("separate rows: different results from 10 launches:", len(set(map(to_bits, row_sums))))
+print("separate rows: 16 programs and 8 programs are bitwise identical:", end=" ")
+print(to_bits(sum_columns(False, 16)) == to_bits(row_sums[0]))
+assert len(set(map(to_bits, atomic_sums))) > 5 and len(set(map(to_bits, row_sums))) == 1
+assert to_bits(sum_columns(False, 16)) != to_bits(row_sums[0])
+assert all(is_accurate(dw, sum_in_order(terms), exact) for dw in (*atomic_sums, *row_sums))
 
 # %% [markdown]
-# By atomics a training run could not be repeated: the first step that differs in a last bit makes all later ones
-# differ, and *one curve on any number of ranks* could not be tested to the last digit. Rows of one's own cost a small
-# matrix, and give one result.
+# With atomics you cannot repeat a training run exactly. If one step differs in its last bit, all later steps differ
+# too. It would then be impossible to test that a resumed run is bitwise identical to an uninterrupted one. Separate
+# rows cost one small matrix, and their result is always the same.
 #
-# It is one result for one number of programs. So that number is not asked of the chip at hand; it stands in
-# `kernels/configs.json` by architecture, where one that was not tuned takes the lines of `cuda`:
+# The result is the same only for a fixed number of programs. Phase 2 therefore does not derive this number from the GPU
+# at hand. The number is a constant in `kernels/configs.json`, one per architecture. An architecture without its own
+# entry uses the entry `cuda`. Its 264 programs are the programs resident per SM (streaming multiprocessor) times the
+# number of SMs: 2 times 132 on an H100.
 
 # %%
-for name, rows in table()["layernorm_backward"].items():
+for name, rows in load_config_table()["layernorm_backward"].items():
     print(f"{name:11}", rows[0])
 gain = torch.ones(64, requires_grad=True)
 (dw,) = torch.autograd.grad(layernorm.layer_norm(x, gain), gain, dy)
-_, dw_by_atomics, _ = layernorm.atomic_step(dy, x, gain.detach())
-print(f"the shipped dW is off by {off(dw, exact):.1e}, that of its atomic step by {off(dw_by_atomics, exact):.1e}")
-assert all(as_exact(found, one_after_another(parts), exact) for found in (dw, dw_by_atomics))
+_, atomic_dw, _ = layernorm.run_atomic_step(dy, x, gain.detach())
+print(f"max error of dW: {max_error(dw, exact):.1e} in phase 2, {max_error(atomic_dw, exact):.1e} with atomics")
+assert all(is_accurate(result, sum_in_order(terms), exact) for result in (dw, atomic_dw))
 
 # %% [markdown]
-# The file keeps the atomic version as its step 1, to be compared with.
+# `layernorm.py` keeps the atomic version as step 1, for comparison.
 #
-# ## h. Reading the compiled code
+# ## h. Read the compiled code
 #
-# Triton was told to interpret when this notebook imported it. A process of its own can compile, and it needs no GPU for
-# that: the target is an argument. `elsewhere` below writes functions and kernels of this page into a file and runs it
-# with `TRITON_INTERPRET=0`. What reads the machine code is `bench/kernels/resources.py`, which makes the table in
-# phase 2's notes: the arguments are *meta* tensors, which have a shape and no memory.
+# In this section you compile kernels for an H100 without owning one. You learn to count load instructions, to recognise
+# register spills, and to check that a kernel uses tensor cores.
+#
+# This notebook imported Triton with the interpreter switched on, so this process cannot compile. Another process can,
+# and it needs no GPU either, because the target architecture is an argument of the compiler.
+#
+# `call_in_compiling_process` below writes functions and kernels of this page into a file and runs it with
+# `TRITON_INTERPRET=0`. `bench/kernels/resources.py` then reads the machine code; it also writes the table in phase 2's
+# notes. The kernel arguments are *meta* tensors, which have a shape but no memory.
 
 # %%
-def elsewhere(function, *others) -> list:
-    """What function() returns, in a process whose Triton compiles; `others` are what it uses from this page."""
-    sources = [inspect.getsource(getattr(each, "fn", each)) for each in (*others, function)]
+def call_in_compiling_process(function, *dependencies) -> list:
+    """Return function(), called in a process in which Triton compiles.
+
+    Args:
+        dependencies: the functions and kernels of this page that `function` uses.
+    """
+    sources = [inspect.getsource(getattr(each, "fn", each)) for each in (*dependencies, function)]
     head = "import json\nimport triton\nimport triton.language as tl"
     script = Path(folder.name) / f"{function.__name__}.py"
     script.write_text("\n\n\n".join([head, *sources, f"print(json.dumps({function.__name__}()))"]))
@@ -763,282 +832,313 @@ def elsewhere(function, *others) -> list:
     return json.loads(done.stdout)
 
 
-def compiled(kernel, args: tuple, options: dict, architecture: str = "sm_90") -> dict:
-    """What kernel_resources finds in the machine code of one launch, and its text in each language on the way."""
+def inspect_launch(kernel, args: tuple, options: dict, architecture: str = "sm_90") -> dict:
+    """Return what `kernel_resources` reads from the machine code of a launch, and the text of each compiler stage."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from bench.kernels import resources as kernel_resources
 
-    facts = kernel_resources.compiled(kernel, args, options, architecture)
-    source = ASTSource(kernel, *kernel_resources.signature(kernel, args, options))
+    facts = kernel_resources.compile_launch(kernel, args, options, architecture)
+    source = ASTSource(kernel, *kernel_resources.build_signature(kernel, args, options))
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    chosen = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
-    texts = triton.compile(source, target=target, options=chosen).asm
+    compile_options = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
+    texts = triton.compile(source, target=target, options=compile_options).asm
     return facts | {"texts": {name: text for name, text in texts.items() if isinstance(text, str)}}
 
 
-def norms() -> list:
-    """`norm_kernel` for an H100 (sm_90): (N, tile, warps), and what it becomes."""
+def compile_norm_kernels() -> list:
+    """Compile `norm_kernel` for an H100 (sm_90); return (N, BLOCK, warps, facts) for each variant."""
     import torch
 
-    done = []
+    variants = []
     for N, BLOCK, warps in (
-        (768, 1024, 4), (769, 1024, 4), (16384, 16384, 4), (32768, 32768, 4), (32768, 32768, 8), (32768, 32768, 16),
+        (768, 1024, 4), (769, 1024, 4), (16384, 16384, 4), (32768, 32768, 4), (32768, 32768, 8),
     ):
         x, weight = torch.empty(64, N, device="meta"), torch.empty(N, device="meta")
         options = {"BLOCK": BLOCK, "num_warps": warps}
-        done.append((N, BLOCK, warps, compiled(norm_kernel, (x, weight, x, N, 1e-5), options)))
-    return done
+        variants.append((N, BLOCK, warps, inspect_launch(norm_kernel, (x, weight, x, N, 1e-5), options)))
+    return variants
 
 
-by_width = {(N, warps): (BLOCK, facts) for N, BLOCK, warps, facts in elsewhere(norms, compiled, norm_kernel)}
-_, ours = by_width[768, 4]
-for name, text in ours["texts"].items():
-    print(f"{name:7} {len(text.partition('.section')[0].splitlines()):4} lines")  # without what is for debuggers
-print({name: ours[name] for name in ("registers", "shared_bytes", "spill_instructions", "instructions")})
+norm_variants = call_in_compiling_process(compile_norm_kernels, inspect_launch, norm_kernel)
+norm_facts = {(N, warps): (BLOCK, facts) for N, BLOCK, warps, facts in norm_variants}
+_, facts_768 = norm_facts[768, 4]
+print("compiler stages of norm_kernel, N = 768:")
+for name, text in facts_768["texts"].items():
+    print(f"{name:7} {len(text.partition('.section')[0].splitlines()):4} lines")  # without the debug sections
+print({name: facts_768[name] for name in ("registers", "shared_bytes", "spill_instructions", "instructions")})
 
 # %% [markdown]
-# From Python (`source`, as Triton first reads it) it goes through Triton's own language without and with a layout of
-# threads (`ttir`, `ttgir`), LLVM's (`llir`) and NVIDIA's (`ptx`), to machine code. A program became 4 *warps* of 32
-# threads. Below is what the PTX has of instructions that move numbers: from and to memory (`ld.global`, `st.global`),
-# between the threads of a warp (`shfl`), between warps (`shared`, and `bar.sync` to wait for all).
+# Triton lowers the Python function in stages:
 #
-# **Predict first:** a tile of 1,024 in 128 threads makes 8 numbers a thread. How many load instructions does a thread
-# need for x and weight? How many if a row has 769 numbers instead of 768?
+# - `source`: the kernel as Triton first reads it;
+# - `ttir`: Triton's intermediate representation;
+# - `ttgir`: the same, with a layout that assigns the elements of each tile to threads;
+# - `llir`: LLVM's intermediate representation;
+# - `ptx`: NVIDIA's virtual assembly. The last stage, not printed here, is machine code.
+#
+# Each program runs on 4 *warps* of 32 threads. The next cell counts the PTX instructions that move data: loads and
+# stores in device memory (`ld.global`, `st.global`), exchanges between the threads of a warp (`shfl`) and between warps
+# (`ld.shared`, `st.shared`), and barriers that wait for all warps (`bar.sync`).
+#
+# **Predict first:** a tile of 1,024 elements over 128 threads gives 8 elements per thread. How many load instructions
+# does a thread need for x and weight? How many does it need if a row has 769 elements instead of 768?
 
 # %%
-def accesses(facts: dict) -> Counter:
+def count_data_movements(facts: dict) -> Counter:
     return Counter(re.findall(r"\b(?:ld|st)\.(?:global|shared)\S*|\bshfl\.\S+|\bbar\.sync", facts["texts"]["ptx"]))
 
 
-even, odd = (accesses(by_width[N, 4][1]) for N in (768, 769))
-print("N = 768:", ", ".join(f"{count} x {name}" for name, count in sorted(even.items())))
-print("N = 769:", ", ".join(f"{count} x {name}" for name, count in sorted(odd.items())))
-print("one of them:", next(line.strip() for line in ours["texts"]["ptx"].splitlines() if "ld.global.v4" in line))
-loaded, stored = (128 * 16 * even[f"{what}.global.v4.b32"] // 4 for what in ("ld", "st"))
-print(f"N = 768: the 128 threads load {loaded:,} numbers and store {stored:,}")
-assert (even["ld.global.v4.b32"], even["ld.global.b32"]) == (4, 0) and loaded == 2 * 1024 and stored == 1024
-assert (odd["ld.global.v4.b32"], odd["ld.global.b32"]) == (0, 16)
-assert even["shfl.sync.bfly.b32"] == 2 * (math.log2(32) + math.log2(4))
+counts_768, counts_769 = (count_data_movements(norm_facts[N, 4][1]) for N in (768, 769))
+print("N = 768:", ", ".join(f"{count} x {name}" for name, count in sorted(counts_768.items())))
+print("N = 769:", ", ".join(f"{count} x {name}" for name, count in sorted(counts_769.items())))
+ptx_lines = facts_768["texts"]["ptx"].splitlines()
+print("one vector load:", next(line.strip() for line in ptx_lines if "ld.global.v4" in line))
+loads, stores = (128 * 16 * counts_768[f"{instruction}.global.v4.b32"] // 4 for instruction in ("ld", "st"))
+print(f"N = 768: the 128 threads load {loads:,} elements and store {stores:,}")
+assert (counts_768["ld.global.v4.b32"], counts_768["ld.global.b32"]) == (4, 0) and loads == 2 * 1024 and stores == 1024
+assert (counts_769["ld.global.v4.b32"], counts_769["ld.global.b32"]) == (0, 16)
+assert counts_768["shfl.sync.bfly.b32"] == 2 * (math.log2(32) + math.log2(4))
 
 # %% [markdown]
-# Four loads of 16 bytes, or sixteen of 4. When N is a multiple of 16, Triton compiles with that knowledge: rows begin
-# at multiples of 16 bytes, and no group of four numbers has the edge in its middle. One number more, and all of it is
-# gone. For reasons of this kind GPT-2's 50,257 tokens are padded to 50,304.
+# For N = 768 a thread needs four loads of 16 bytes, for N = 769 sixteen loads of 4 bytes.
 #
-# And the claim of (a) stands in the code: 2,048 numbers are loaded, a tile of x and one of weight, and a tile of y is
-# stored. (All programs load the same weight, so mostly it comes from a cache.) Each of the two sums takes 7
-# exchanges: 5 halvings of 32 threads, and 2 of 4 warps.
+# Triton compiles a special version for integer arguments that are multiples of 16. It then knows that each row starts
+# at a multiple of 16 bytes, and that the edge of the row never splits a group of four elements. With one more element
+# both guarantees are lost. This is one reason to pad GPT-2's vocabulary from 50,257 to 50,304.
 #
-# **Predict first:** a thread has at most 255 registers. A row stays in registers here, so how wide may it be with 4
-# warps? What happens to one that is twice as wide?
+# The code also confirms the claim of section (a). The threads load 2,048 elements, one tile of x and one tile of
+# weight, and they store one tile of y. (All programs load the same weight, so most of these loads hit the cache.) The
+# kernel computes two sums. Each sum needs 7 exchanges: 5 halvings over 32 threads and 2 over 4 warps.
+#
+# **Predict first:** a thread has at most 255 registers. This kernel keeps a row in registers. How wide can the row be
+# with 4 warps? What happens to a row that is twice as wide?
 
 # %%
-print("    N  warps  numbers a thread   registers   spill instructions   stack, bytes a thread")
-for (N, warps), (BLOCK, facts) in by_width.items():
-    numbers = BLOCK // (32 * warps)
-    print(f"{N:5} {warps:6} {numbers:17} {facts['registers']:11} {facts['spill_instructions']:20}", end="")
-    print(f" {facts['stack_bytes']:23}")
-    assert (facts["spill_instructions"] > 0) == (facts["stack_bytes"] > 0) == (numbers > 128)
+print("    N  warps  elements per thread  registers per thread  spill instructions  stack per thread (bytes)")
+for (N, warps), (BLOCK, facts) in norm_facts.items():
+    elements = BLOCK // (32 * warps)
+    print(f"{N:5} {warps:6} {elements:20} {facts['registers']:21} {facts['spill_instructions']:19}", end="")
+    print(f" {facts['stack_bytes']:25}")
+    assert (facts["spill_instructions"] > 0) == (facts["stack_bytes"] > 0) == (elements > 128)
     assert facts["registers"] <= 255
 
 # %% [markdown]
-# 256 numbers do not fit into 255 registers. They *spill*: the compiler puts them on a stack, which is memory, and gets
-# them back, by thousands of instructions. Nothing is wrong but the time. With more warps the same row is spread over
-# more threads, and fits. (Where so much is on the stack, few registers are in use. So look at spills, not at
-# registers.)
+# 256 elements do not fit into 255 registers, so they *spill*: the compiler stores them on a stack in memory and reloads
+# them with thousands of instructions. The result stays correct, but the kernel gets slow. With twice as many warps the
+# same row is spread over twice as many threads, and it fits.
 #
-# Tests compile every shipped kernel for three architectures and let none spill. Tile sizes and warps in `configs.json`
-# were chosen under that condition.
+# Check the spill instructions and not the registers. A kernel that keeps most values on the stack may use few
+# registers.
 #
-# Last, matrix products. `tl.dot` is meant for the *tensor cores*, which have instructions of their own in each
-# generation: `mma.sync` in an A100 (sm_80), `wgmma` in an H100 (sm_90), `tcgen05` in a B200 (sm_100).
+# The tests compile every kernel of phase 2 for three architectures and fail if one of them spills. The tile sizes and
+# warps in `configs.json` were chosen under this condition.
 #
-# **Predict first:** attention, in bfloat16 and in fp32: which uses them? And what becomes of its backward for keys and
-# values, if somebody gives it tiles of 128 keys by 128 queries and only 4 warps?
+# The last topic of this section is matrix products. `tl.dot` should run on the *tensor cores*. Each GPU generation has
+# its own instructions for them: `mma.sync` on an A100 (sm_80), `wgmma` on an H100 (sm_90), and `tcgen05` on a B200
+# (sm_100).
+#
+# **Predict first:** compile attention in bfloat16 and in fp32. Which of them uses tensor cores? Phase 2 computes the
+# gradients of keys and values, dk and dv, in tiles of 128 keys by 64 queries with 8 warps. What happens with 4 warps?
 
 # %%
-def attentions() -> list:
-    """Causal attention of GPT-2 124M: (what, architecture), and what it becomes."""
+def compile_attention_kernels() -> list:
+    """Compile causal attention of GPT-2 124M; return (name, architecture, facts) for each variant."""
     import torch
 
-    from bench.kernels.resources import leaf, recorded, there_and_back
+    from bench.kernels.resources import meta_leaf, record_call, run_backward
     from phase2_triton.kernels.attention import causal_attention
 
-    def launches(dtype: torch.dtype, architecture: str) -> list:
-        qkv = leaf(8, 1024, 3, 12, 64, dtype=dtype).permute(2, 0, 3, 1, 4)
-        return recorded(architecture, lambda: there_and_back(causal_attention(*qkv.unbind())))
+    def list_launches(dtype: torch.dtype, architecture: str) -> list:
+        qkv = meta_leaf(8, 1024, 3, 12, 64, dtype=dtype).permute(2, 0, 3, 1, 4)
+        return record_call(architecture, lambda: run_backward(causal_attention(*qkv.unbind())))
 
-    jobs = [("bfloat16", where, launches(torch.bfloat16, where)[0]) for where in ("sm_80", "sm_90", "sm_100")]
-    jobs.append(("fp32", "sm_90", launches(torch.float32, "sm_90")[0]))
-    kernel, args, options = launches(torch.bfloat16, "sm_90")[2]
+    jobs = [("forward, bfloat16", arch, list_launches(torch.bfloat16, arch)[0]) for arch in ("sm_80", "sm_90")]
+    jobs.append(("forward, fp32", "sm_90", list_launches(torch.float32, "sm_90")[0]))
+    kernel, args, options = list_launches(torch.bfloat16, "sm_90")[2]
     jobs.append(("dk and dv", "sm_90", (kernel, args, options)))
-    jobs.append(("too large", "sm_90", (kernel, args, options | {"BLOCK": 128, "STEP": 128, "num_warps": 4})))
-    return [(what, where, compiled(*launch, where)) for what, where, launch in jobs]
+    jobs.append(("dk and dv, half the warps", "sm_90", (kernel, args, options | {"num_warps": 4})))
+    return [(name, architecture, inspect_launch(*launch, architecture)) for name, architecture, launch in jobs]
 
 
-MATRIX = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\S*")
-by_name = {(what, where): facts for what, where, facts in elsewhere(attentions, compiled)}
-for (what, where), facts in by_name.items():
-    tiles = f"{facts['tiles']['BLOCK']} x {facts['tiles']['STEP']}, {facts['num_warps']} warps"
-    found = MATRIX.findall(facts["texts"]["ptx"])
-    said = f"{len(found)} x {found[0].rpartition(',')[0] or found[0]}" if found else "none"
-    print(f"{what:9} {where:6} {tiles:18} {facts['registers']:3} registers, ", end="")
-    print(f"{facts['shared_bytes'] // 1024:3} KiB shared, {facts['spill_instructions']:4} spill instructions")
-    print(f"{'':17}tensor cores: {said}")
-UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
-for where, unit in UNITS.items():
-    assert MATRIX.search(by_name["bfloat16", where]["texts"]["ptx"])[0].startswith(unit)
-assert not MATRIX.search(by_name["fp32", "sm_90"]["texts"]["ptx"])
-assert all((facts["spill_instructions"] > 0) == (what == "too large") for (what, _), facts in by_name.items())
+TENSOR_CORE = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\S*")
+attention_variants = call_in_compiling_process(compile_attention_kernels, inspect_launch)
+attention_facts = {(name, architecture): facts for name, architecture, facts in attention_variants}
+print("kernel                    target  tile      warps  registers  shared (KiB)  spill instructions")
+for (name, architecture), facts in attention_facts.items():
+    tile = f"{facts['tiles']['BLOCK']} x {facts['tiles']['STEP']}"
+    print(f"{name:25} {architecture:7} {tile:10}{facts['num_warps']:5}{facts['registers']:11}", end="")
+    print(f"{facts['shared_bytes'] // 1024:14}{facts['spill_instructions']:20}")
+    instructions = TENSOR_CORE.findall(facts["texts"]["ptx"])
+    shortened = instructions[0].rpartition(",")[0] or instructions[0] if instructions else ""
+    print("    tensor cores:", f"{len(instructions)} x {shortened}" if instructions else "none")
+for architecture, instruction in {"sm_80": "mma.sync", "sm_90": "wgmma"}.items():
+    ptx = attention_facts["forward, bfloat16", architecture]["texts"]["ptx"]
+    assert TENSOR_CORE.search(ptx)[0].startswith(instruction)
+assert not TENSOR_CORE.search(attention_facts["forward, fp32", "sm_90"]["texts"]["ptx"])
+assert all((facts["spill_instructions"] > 0) == ("half" in name) for (name, _), facts in attention_facts.items())
 
 print()
-for what in ("dk and dv", "too large"):  # sums of (BLOCK, 64) for dk and dv, products of (BLOCK, STEP) for p and dp
-    facts = by_name[what, "sm_90"]
+for name in ("dk and dv", "dk and dv, half the warps"):  # sums (BLOCK, 64) for dk and dv; products (BLOCK, STEP)
+    facts = attention_facts[name, "sm_90"]
     BLOCK, STEP = facts["tiles"]["BLOCK"], facts["tiles"]["STEP"]
-    numbers = 2 * BLOCK * (64 + STEP) // (32 * facts["num_warps"])
-    print(f"{what}: two sums and two products are {numbers} numbers a thread")
-    assert (numbers > 255) == (what == "too large")
+    elements = 2 * BLOCK * (64 + STEP) // (32 * facts["num_warps"])
+    print(f"{name}: two sums and two products have {elements} elements per thread")
+    assert (elements > 255) == ("half" in name)
 
 # %% [markdown]
-# In fp32 there are none: the kernel asks for `ieee` products, and tensor cores would round its factors to TF32. They
-# are allowed by `torch.set_float32_matmul_precision("high")`, as for torch's own.
+# In bfloat16 attention uses tensor cores, in fp32 it does not. For fp32 the kernel requests `ieee` precision, because
+# tensor cores would round the factors to TF32. You can allow TF32 with
+# `torch.set_float32_matmul_precision("high")`, as for torch's own matrix products.
 #
-# The backward for dk and dv holds both sums and, at a time, two products of queries and keys. In the tile that is too
-# large they alone are more than a thread has registers. On a GPU one would only see that it is slow. Here one sees why.
+# The backward kernel for dk and dv keeps two sums, and at any time two products of queries and keys. With half the
+# warps these values alone exceed the 255 registers of a thread, so the kernel spills. On a GPU you would only notice
+# that it is slow. Here you see the reason.
 #
-# ## i. The roofline
+# ## i. The roofline model
 #
-# How fast can a kernel be at best? It has to move its bytes and to do its FLOPs, and a chip does both at once, so the
-# limit is the slower of the two. Which one that is depends on FLOPs *per byte*. The chip's own number is its matrix
-# rate over its bandwidth.
+# In this section you compute the highest speed that each kernel can reach on an H100, and you learn which kernels are
+# worth writing.
 #
-# **Predict first:** what is that number for the H100? On which side of it is LayerNorm, AdamW, attention (1,024 tokens,
-# heads of 64 channels), the loss head?
+# A kernel has to move its bytes and to compute its FLOPs. A GPU does both at the same time, so the slower of the two
+# sets the limit. Which one it is depends on the *arithmetic intensity*, the FLOPs per byte. A GPU has a matching
+# number, its peak FLOPs per second divided by its bandwidth. In a roofline plot this is the *ridge point*. Below the
+# ridge point a kernel is memory-bound, above it the kernel is compute-bound.
+#
+# **Predict first:** what is the ridge point of an H100 for matrix products? On which side are LayerNorm, AdamW,
+# attention (1,024 tokens, heads of 64 channels), and the loss head?
 
 # %%
-M, C, T, half = 16384, 768, 1024, 2  # tokens, channels, tokens a sequence, bytes
-with recording("sm_90"):  # tiles, and so workspaces, as on an H100
+M, C, T, bfloat16_bytes = 16384, 768, 1024, 2  # tokens, channels, tokens per sequence, bytes per element
+with record_launches("sm_90"):  # use the tile sizes, and therefore the workspaces, of an H100
     COSTS = {
-        "LayerNorm": layernorm.cost(M, C, half, bias=False),
-        "residual add + LayerNorm": layernorm.cost(M, C, half, branch=True, bias=False),
-        "cross-entropy": cross_entropy.cost(M, 50304, half),
-        "bias + GELU": gelu.cost(M, 4 * C, half),
+        "LayerNorm": layernorm.cost(M, C, bfloat16_bytes, bias=False),
+        "residual add + LayerNorm": layernorm.cost(M, C, bfloat16_bytes, branch=True, bias=False),
+        "cross-entropy": cross_entropy.cost(M, 50304, bfloat16_bytes),
+        "bias + GELU": gelu.cost(M, 4 * C, bfloat16_bytes),
         "embedding": embedding.cost(M // T, T, 50304, C, 4),
         "AdamW": (adamw.cost(124_337_664, 4, 148),),
-        "linear + GELU": gelu.linear_cost(M, 4 * C, C, half),
-        "attention": attention.cost(M // T, 12, T, 64, half),
-        "linear + cross-entropy": (linear_cross_entropy.cost(M, C, 50304, half),),
+        "linear + GELU": gelu.linear_cost(M, 4 * C, C, bfloat16_bytes),
+        "attention": attention.cost(M // T, 12, T, 64, bfloat16_bytes),
+        "linear + cross-entropy": (linear_cross_entropy.cost(M, C, 50304, bfloat16_bytes),),
     }
-PRODUCTS = ("linear + GELU", "attention", "linear + cross-entropy")  # the tensor cores do nearly all of their FLOPs
+MATMULS = ("linear + GELU", "attention", "linear + cross-entropy")  # the tensor cores do nearly all of their FLOPs
 
 points = []
 for name, passes in COSTS.items():
-    for which, cost in zip(("forward", "backward") if len(passes) == 2 else ("all",), passes):
-        peak = MATRIX_FLOPS if name in PRODUCTS else SCALAR_FLOPS
-        points.append((name, which, cost, cost.flops / (cost.read + cost.written), cost.seconds(BANDWIDTH, peak)))
+    for pass_name, cost in zip(("forward", "backward") if len(passes) == 2 else ("all",), passes):
+        peak = MATRIX_FLOPS if name in MATMULS else SCALAR_FLOPS
+        points.append((name, pass_name, cost, cost.flops / (cost.read + cost.written), cost.seconds(BANDWIDTH, peak)))
 ridge = MATRIX_FLOPS / BANDWIDTH
-print(f"H100, published: {ridge:.0f} FLOPs a byte for matrix products, {SCALAR_FLOPS / BANDWIDTH:.0f} for the rest\n")
-print("                                       MB    GFLOPs   FLOPs a byte   at best, microseconds   bound by")
-for name, which, cost, intensity, seconds in points:
-    moved = cost.read + cost.written
-    bound = "memory" if seconds == moved / BANDWIDTH else "arithmetic"
-    print(f"{name:25} {which:8} {moved / 1e6:8,.0f} {cost.flops / 1e9:9,.1f} {intensity:14.1f}", end="")
-    print(f" {seconds * 1e6:23,.0f}   {bound}")
-    assert (bound == "arithmetic") == (name in PRODUCTS and intensity > ridge)
-    assert name in PRODUCTS or intensity < SCALAR_FLOPS / BANDWIDTH
-for name, worst in (("attention", "backward"), ("linear + cross-entropy", "all")):
-    assert next(i for n, which, _, i, _ in points if (n, which) == (name, worst)) > ridge
+print("ridge points of an H100, from published numbers:")
+print(f"{ridge:.0f} FLOPs per byte for matrix products, {SCALAR_FLOPS / BANDWIDTH:.0f} for other arithmetic\n")
+print("kernel                    pass       memory   compute     intensity       minimum time   bound by")
+print("                                       (MB)  (GFLOPs)  (FLOPs/byte)     (microseconds)")
+for name, pass_name, cost, intensity, seconds in points:
+    bytes_moved = cost.read + cost.written
+    bound = "memory" if seconds == bytes_moved / BANDWIDTH else "compute"
+    print(f"{name:25} {pass_name:8} {bytes_moved / 1e6:8,.0f} {cost.flops / 1e9:9,.1f} {intensity:13.1f}", end="")
+    print(f" {seconds * 1e6:18,.0f}   {bound}")
+    assert (bound == "compute") == (name in MATMULS and intensity > ridge)
+    assert name in MATMULS or intensity < SCALAR_FLOPS / BANDWIDTH
+for name, pass_name in (("attention", "backward"), ("linear + cross-entropy", "all")):
+    assert next(point[3] for point in points if point[:2] == (name, pass_name)) > ridge
 
 # %%
-def roof(intensity: torch.Tensor, peak: float) -> torch.Tensor:
-    """FLOPs a second, at most."""
+def compute_roof(intensity: torch.Tensor, peak: float) -> torch.Tensor:
+    """Return the highest possible FLOPs per second at this arithmetic intensity."""
     return torch.minimum(intensity * BANDWIDTH, torch.tensor(peak))
 
 
-scores = M // T * 12 * T * T * half  # bytes, of all heads of one block
+scores_bytes = M // T * 12 * T * T * bfloat16_bytes  # of all heads in one block
 norm_cost, attention_cost = COSTS["LayerNorm"][0], COSTS["attention"][0]
-DETOURS = {  # the same FLOPs by other ways, and their bytes
-    "LayerNorm": (norm_cost, (norm_cost.read + norm_cost.written) * as_operations / as_kernel),
-    "attention": (attention_cost, attention_cost.read + attention_cost.written + 2 * scores),
+ALTERNATIVES = {  # the same FLOPs with more bytes
+    "LayerNorm": (norm_cost, (norm_cost.read + norm_cost.written) * operations_bytes / kernel_bytes),
+    "attention": (attention_cost, attention_cost.read + attention_cost.written + 2 * scores_bytes),
 }
-figure, (whole, near) = plt.subplots(1, 2, figsize=(11, 5), width_ratios=(5, 3))
+figure, (full_axes, zoom_axes) = plt.subplots(1, 2, figsize=(11, 5), width_ratios=(5, 3))
 intensities = torch.logspace(-1.5, 3, 400)
 colors = dict(zip(COSTS, plt.get_cmap("tab10").colors))
-for axes in (whole, near):
-    for peak, words, style in ((MATRIX_FLOPS, "matrix units", "-"), (SCALAR_FLOPS, "everything else", "--")):
-        label = f"{words}: {peak / 1e12:.0f} TFLOP/s"
-        axes.plot(intensities, roof(intensities, peak) / 1e12, style, color="#555555", label=label)
+for axes in (full_axes, zoom_axes):
+    for peak, unit, style in ((MATRIX_FLOPS, "tensor cores", "-"), (SCALAR_FLOPS, "other arithmetic", "--")):
+        label = f"{unit}: {peak / 1e12:.0f} TFLOP/s"
+        axes.plot(intensities, compute_roof(intensities, peak) / 1e12, style, color="#555555", label=label)
     for name in COSTS:
         axes.plot([], [], "o", color=colors[name], label=name)
-    for name, which, cost, intensity, seconds in points:
-        marker = {"forward": "^", "backward": "v", "all": "o"}[which]
+    for name, pass_name, cost, intensity, seconds in points:
+        marker = {"forward": "^", "backward": "v", "all": "o"}[pass_name]
         axes.plot(intensity, cost.flops / seconds / 1e12, marker, color=colors[name], markersize=9, alpha=0.8)
     axes.axvline(ridge, color="#999999", linestyle=":", linewidth=1)
-    axes.set(xlabel="FLOPs a byte", ylabel="TFLOP/s, at most")
+    axes.set(xlabel="arithmetic intensity (FLOPs per byte)", ylabel="highest possible speed (TFLOP/s)")
     axes.spines[["top", "right"]].set_visible(False)
-for name, (cost, moved) in DETOURS.items():
-    at, peak = cost.flops / moved, MATRIX_FLOPS if name in PRODUCTS else SCALAR_FLOPS
-    rate = roof(torch.tensor(at), peak).item() / 1e12
-    whole.plot(at, rate, "^", color=colors[name], markerfacecolor="white", markersize=9)
-    words = {"LayerNorm": "LayerNorm,\nas torch operations", "attention": "attention, its scores\nthrough memory"}[name]
-    whole.text(at / 1.4, rate * 1.1, words, ha="right", fontsize=9)
-whole.set(xscale="log", yscale="log", title="GPT-2 124M, 16,384 tokens, under an H100's roof")
-near.set(xlim=(230, 400), ylim=(780, 1010), title="the corner")
-figure.legend(*near.get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False)
+for name, (cost, bytes_moved) in ALTERNATIVES.items():
+    intensity, peak = cost.flops / bytes_moved, MATRIX_FLOPS if name in MATMULS else SCALAR_FLOPS
+    rate = compute_roof(torch.tensor(intensity), peak).item() / 1e12
+    full_axes.plot(intensity, rate, "^", color=colors[name], markerfacecolor="white", markersize=9)
+    labels = {"LayerNorm": "LayerNorm as\nseparate operations", "attention": "attention with scores\nin memory"}
+    full_axes.text(intensity / 1.4, rate * 1.1, labels[name], ha="right", fontsize=9)
+full_axes.set(xscale="log", yscale="log", title="Roofline of an H100: GPT-2 124M, 16,384 tokens")
+zoom_axes.set(xlim=(230, 400), ylim=(780, 1010), title="Zoom on the ridge point")
+figure.legend(*zoom_axes.get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False)
 figure.tight_layout(rect=(0, 0.16, 1, 1))
 plt.show()
 
 # %% [markdown]
-# **These are limits, computed from a data sheet.** No kernel was run on an H100 here, and none reaches a data sheet's
-# peak. `make bench-kernels` on a GPU measures first what that GPU's memory and matrix units really give, then each
-# kernel beside torch's, and draws the same picture with what was measured.
+# **These limits are computed from a data sheet.** No kernel ran on an H100 for this figure, and no real kernel reaches
+# the peak of a data sheet. On a GPU, `make bench-kernels` first measures the memory bandwidth and the matrix rate of
+# that GPU. Then it measures each kernel and torch's version of it, and draws the same plot from the measurements.
 #
-# Triangles point up for a forward and down for a backward. The white ones are the same FLOPs with more bytes: LayerNorm
-# as the operations of (a), and attention if its T x T scores were written and read once.
+# Upward triangles are forward passes, and downward triangles are backward passes. Circles are both passes together, or
+# one optimizer step. White triangles are the same FLOPs with more bytes: LayerNorm as the separate operations of
+# section (a), and attention if it wrote its T x T scores to memory and read them back once.
 #
-# What the picture is good for is deciding what to write. On the slope only bytes count: join operations, keep things in
-# registers, as (a) did. But joining neighbours is what `torch.compile` does by itself, so against a compiled model
-# little is to be won there. On the flat part only the tensor cores count. The large gains are *other algorithms*:
-# attention that never holds its scores, the loss head that never holds all its logits.
+# The plot helps you to decide which kernels to write. On the slope only bytes matter, so fuse operations and keep
+# intermediate values in registers, as in section (a). But `torch.compile` already fuses neighbouring operations, so a
+# custom kernel gains little over a compiled model there. On the flat part only the tensor cores matter. The large gains
+# come from *other algorithms*: attention that never stores its scores, and a loss head that never stores all its
+# logits.
 #
-# **Predict first:** in bfloat16, how many bytes are all the scores of one block, and all the logits?
+# **Predict first:** in bfloat16, how many bytes do all scores of one block need? How many do all logits need?
 
 # %%
-logits_bytes = M * 50304 * half
-chunked = next(cost for name, _, cost, _, _ in points if name == "linear + cross-entropy").workspace
-delta = COSTS["attention"][1].workspace
-print(f"scores of one block {scores / 1e6:,.0f} MB; attention's workspace {delta / 1e6:.1f} MB")
-print(f"logits {logits_bytes / 1e6:,.0f} MB, and as much for their gradient;", end=" ")
-print(f"the loss head's workspace {chunked / 1e6:,.0f} MB")
-moved = COSTS["attention"][0].read + COSTS["attention"][0].written
-print(f"writing and reading the scores once would move {2 * scores / moved:.0f} times attention's bytes")
-assert round(2 * scores / moved) == 8 and 2 * logits_bytes > 6 * chunked
+logits_bytes = M * 50304 * bfloat16_bytes
+head_workspace = next(cost for name, _, cost, _, _ in points if name == "linear + cross-entropy").workspace
+attention_workspace = COSTS["attention"][1].workspace
+print(f"scores of one block:              {scores_bytes / 1e6:7,.1f} MB")
+print(f"workspace of attention:           {attention_workspace / 1e6:7,.1f} MB")
+print(f"logits, and again their gradient: {logits_bytes / 1e6:7,.1f} MB each")
+print(f"workspace of the loss head:       {head_workspace / 1e6:7,.1f} MB")
+bytes_moved = COSTS["attention"][0].read + COSTS["attention"][0].written
+print(f"writing and reading the scores once would move {2 * scores_bytes / bytes_moved:.0f} times attention's bytes")
+assert round(2 * scores_bytes / bytes_moved) == 8 and 2 * logits_bytes > 6 * head_workspace
 
 # %% [markdown]
-# ## j. In the model
+# ## j. Train a model with the kernels
 #
-# `apply_kernels(model)` changes an untouched GPT from outside. The names of its parameters stay, so any checkpoint
-# opens with and without.
+# In this section you check the kernels where it matters: in training.
 #
-# **Predict first:** how far are the losses of the two models from each other over 8 steps, in fp32?
+# `apply_kernels(model)` replaces operations of an unmodified GPT from outside. Parameter names stay the same, so a
+# checkpoint works with and without kernels.
+#
+# **Predict first:** train one model with kernels and one without, in fp32. How large is the loss difference over 6
+# steps?
 
 # %%
 config = TritonConfig(device="cpu", batch_size=4, n_embd=32)
 data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-shape = GPTConfig.of({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]})
+shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]})
 
 
-def curve(kernels: bool) -> tuple[list[float], list[str]]:
-    """The losses of 8 steps, and the names of the parameters."""
+def train_6_steps(use_kernels: bool) -> tuple[list[float], list[str]]:
+    """Return the losses of 6 steps, and the names of the parameters."""
     model = GPT(shape)
     model.init_weights(config.seed)
-    if kernels:
+    if use_kernels:
         print(*apply_kernels(model, config.kernels), sep="\n")
-    optimizer = kernel_optimizer(model, config) if kernels else configure_adamw(model, config)
+    optimizer = kernel_optimizer(model, config) if use_kernels else configure_adamw(model, config)
     losses = []
-    for step in range(8):
+    for step in range(6):
         _, loss = model(*data.batch("train", TRAIN, step, 0))
         loss.backward()
         optimizer.step()
@@ -1047,35 +1147,37 @@ def curve(kernels: bool) -> tuple[list[float], list[str]]:
     return losses, list(model.state_dict())
 
 
-(with_kernels, their_names), (without, names) = curve(True), curve(False)
-print("step      torch    kernels")
-for step, (ours, torchs) in enumerate(zip(with_kernels, without)):
-    print(f"{step:4} {torchs:10.6f} {ours:10.6f}")
-apart = max(abs(a - b) for a, b in zip(with_kernels, without))
-print(f"apart by at most {apart:.1e}; the same names: {their_names == names}")
-assert apart < 1e-4 and their_names == names and without[-1] < without[0] - 0.1
+(kernel_losses, kernel_names), (torch_losses, torch_names) = train_6_steps(True), train_6_steps(False)
+print("step  loss (torch)  loss (kernels)")
+for step, (torch_loss, kernel_loss) in enumerate(zip(torch_losses, kernel_losses)):
+    print(f"{step:4} {torch_loss:13.6f} {kernel_loss:15.6f}")
+max_difference = max(abs(a - b) for a, b in zip(kernel_losses, torch_losses))
+print(f"max loss difference: {max_difference:.1e}; same parameter names: {kernel_names == torch_names}")
+assert max_difference < 1e-4 and kernel_names == torch_names and torch_losses[-1] < torch_losses[0] - 0.1
 
 # %% [markdown]
-# By rounding. `make phase2` does this with the whole trainer, and `tests/phase2/test_training.py` for 100 steps.
+# The losses differ only by rounding. `make phase2` trains the same way with the full trainer, and
+# `tests/phase2/test_training.py` compares 100 steps.
 #
 # ## Exercises
 #
-# Two of them come with a judge, which says what is wrong with a solution, or nothing. Here it is tried on torch's own
-# ways and on wrong ones.
+# Exercises 1 and 2 have a checker. It prints what is wrong with a solution, or nothing if the solution is correct. The
+# next cell defines the checkers and tries them on torch's own solutions and on two wrong ones.
 
 # %%
-def wrong_with_softmax(softmax) -> list[str]:
-    """Complaints about softmax(z), the softmax of each row of (M, N) logits in their type."""
-    said, random = [], torch.Generator().manual_seed(7)
+def check_softmax(softmax) -> list[str]:
+    """Return the problems of softmax(z), which should return the softmax of each row of (M, N) logits in their type."""
+    problems, generator = [], torch.Generator().manual_seed(7)
     for dtype in (torch.float32, torch.float16):
         for M, N, scale in ((1, 1, 1), (3, 6, 1), (2, 1000, 3), (2, 33, 100)):
-            z = (scale * torch.randn(M, N, generator=random)).to(dtype)
-            mine, exact = softmax(guarded(z)[0]), z.double().softmax(1)
-            if mine.dtype != dtype or mine.shape != z.shape:
-                said.append(f"{dtype} {(M, N)}: the result is {mine.dtype} {tuple(mine.shape)}")
-            elif not as_exact(mine, z.softmax(1), exact, factor=4):
-                said.append(f"{dtype} {(M, N)}, logits up to {z.max():.0f}: off by {off(mine, exact):.1e}")
-    return said
+            z = (scale * torch.randn(M, N, generator=generator)).to(dtype)
+            y, exact = softmax(add_guard_bands(z)[0]), z.double().softmax(1)
+            if y.dtype != dtype or y.shape != z.shape:
+                problems.append(f"{dtype} {(M, N)}: the result is {y.dtype} {tuple(y.shape)}")
+            elif not is_accurate(y, z.softmax(1), exact, factor=4):
+                error = max_error(y, exact)
+                problems.append(f"{dtype} {(M, N)}, logits up to {z.max():.0f}: the max error is {error:.1e}")
+    return problems
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
@@ -1083,41 +1185,41 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def wrong_with_rms_backward(backward) -> list[str]:
-    """Complaints about backward(dy, x, weight), which returns the gradients of rms_norm: (dx, dW)."""
-    x, weight, dy = leaf(3, 7), leaf(7), torch.randn(3, 7, dtype=torch.float64)
+def check_rms_backward(backward) -> list[str]:
+    """Return the problems of backward(dy, x, weight), which should return the gradients of rms_norm: (dx, dW)."""
+    x, weight, dy = random_leaf(3, 7), random_leaf(7), torch.randn(3, 7, dtype=torch.float64)
     exact = torch.autograd.grad(rms_norm(x, weight), (x, weight), dy)
-    mine = backward(dy, x.detach(), weight.detach())
-    return [f"{n} is off by {off(m, e):.1e}" for n, m, e in zip(("dx", "dW"), mine, exact) if off(m, e) > 1e-10]
+    errors = [max_error(g, e) for g, e in zip(backward(dy, x.detach(), weight.detach()), exact)]
+    return [f"the max error of {name} is {error:.1e}" for name, error in zip(("dx", "dW"), errors) if error > 1e-10]
 
 
-def by_autograd(dy, x, weight):
+def rms_backward_by_autograd(dy, x, weight):
     x, weight = x.requires_grad_(), weight.requires_grad_()
     return torch.autograd.grad(rms_norm(x, weight), (x, weight), dy)
 
 
-def as_if_r_were_constant(dy, x, weight):
+def rms_backward_with_constant_r(dy, x, weight):
     r = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
     return dy * weight * r, (dy * x * r).sum(0)
 
 
-for name, said in {
-    "softmax without a maximum": wrong_with_softmax(lambda z: z.exp() / z.exp().sum(1, keepdim=True)),
-    "RMSNorm as if r did not depend on x": wrong_with_rms_backward(as_if_r_were_constant),
+for name, problems in {
+    "softmax without subtracting the maximum": check_softmax(lambda z: z.exp() / z.exp().sum(1, keepdim=True)),
+    "RMSNorm backward that treats r as a constant": check_rms_backward(rms_backward_with_constant_r),
 }.items():
-    print(f"{name}:", *said, sep="\n    ")
-    assert said
-assert wrong_with_softmax(lambda z: z.softmax(1)) == [] and wrong_with_rms_backward(by_autograd) == []
+    print(f"{name}:", *problems, sep="\n    ")
+    assert problems
+assert check_softmax(lambda z: z.softmax(1)) == [] and check_rms_backward(rms_backward_by_autograd) == []
 
 # %% [markdown]
 # **1. Softmax.** Write a kernel for the softmax of each row, and a function that launches it, for any N. Predict first:
-# what must the lanes beyond the row hold, and does the maximum matter for logits up to 100? Let `wrong_with_softmax`
-# judge.
+# which value do the lanes beyond the row need? Does the maximum matter for logits up to 100? Check your solution with
+# `check_softmax`.
 #
 # <details><summary>Hint</summary>
 #
-# Minus infinity, which the maximum passes over and `exp` makes 0. Without the maximum `exp(100)` is infinity in fp32,
-# and infinity over infinity is NaN.
+# The lanes need minus infinity: it does not change the maximum, and `exp` turns it into 0. The maximum matters: in fp32
+# `exp(100)` is infinity, and infinity divided by infinity is NaN.
 #
 # ```python
 # @triton.jit
@@ -1129,22 +1231,23 @@ assert wrong_with_softmax(lambda z: z.softmax(1)) == [] and wrong_with_rms_backw
 #
 # def softmax(z):
 #     y = torch.empty_like(z)
-#     softmax_kernel[(z.size(0),)](z, y, z.size(1), BLOCK=tile(z.size(1)))
+#     softmax_kernel[(z.size(0),)](z, y, z.size(1), BLOCK=tile_size(z.size(1)))
 #     return y
 #
-# print(wrong_with_softmax(softmax))
+# print(check_softmax(softmax))
 # ```
 #
 # </details>
 #
-# **2. RMSNorm.** Derive the backward of `rms_norm` as in (f), in torch first. Predict first: which of the two mean
-# terms of LayerNorm's dx goes, and why? Is the sum of dx still 0? Let `wrong_with_rms_backward` judge; then make it a
-# kernel.
+# **2. RMSNorm.** Derive the backward pass of `rms_norm` as in section (f), first in torch. Predict first: LayerNorm's
+# dx has two mean terms. Which one disappears, and why? Is the sum of dx still 0? Check your solution with
+# `check_rms_backward`, then write it as a kernel.
 #
 # <details><summary>Hint</summary>
 #
-# There is no mean to move along with x_j, so `mean(g)` goes, and a shift of x changes y: the sum of dx is not 0. A
-# scale still does not, so the other term stays, with xhat = x r: dr/dx_j = -r^3 x_j / N = -r^2 xhat_j / N.
+# RMSNorm does not subtract a mean, so the term `mean(g)` disappears. A shift of x now changes y, so the sum of dx is
+# not 0. A scale of x still does not change y, so the other term stays. With xhat = x r its derivation starts with
+# dr/dx_j = -r^3 x_j / N = -r^2 xhat_j / N.
 #
 # ```python
 # def rms_backward(dy, x, weight, eps=1e-5):
@@ -1152,34 +1255,38 @@ assert wrong_with_softmax(lambda z: z.softmax(1)) == [] and wrong_with_rms_backw
 #     xhat, g = x * r, dy * weight
 #     return r * (g - xhat * (g * xhat).mean(-1, keepdim=True)), (dy * xhat).sum(0)
 #
-# print(wrong_with_rms_backward(rms_backward))
+# print(check_rms_backward(rms_backward))
 # ```
 #
 # </details>
 #
-# **3. Twice as wide again.** Predict first: in the table of (h) 128 numbers a thread fitted. How many warps does that
-# take for a row of 65,536? Write a function like `norms` that compiles `norm_kernel` for it, with 16 and with 32 warps
-# (the most that a program may have). What do you find, and why?
+# **3. Even wider rows.** In the table of section (h), 128 elements per thread fit into the registers. Predict first:
+# how many warps does a row of 65,536 elements need for that? Write a function like `compile_norm_kernels` that compiles
+# `norm_kernel` for this row, with 16 and with 32 warps. (32 warps is the maximum for one program.) What do you find,
+# and why?
 #
 # <details><summary>Hint</summary>
 #
 # ```python
-# def wider() -> list:
+# def compile_wider_rows() -> list:
 #     import torch
 #
-#     done = []
+#     variants = []
 #     for N, warps in ((32768, 16), (65536, 16), (65536, 32)):
 #         x, weight = torch.empty(64, N, device="meta"), torch.empty(N, device="meta")
-#         facts = compiled(norm_kernel, (x, weight, x, N, 1e-5), {"BLOCK": N, "num_warps": warps})
-#         done.append((N, warps, facts["registers"], facts["spill_instructions"]))
-#     return done
+#         facts = inspect_launch(norm_kernel, (x, weight, x, N, 1e-5), {"BLOCK": N, "num_warps": warps})
+#         variants.append((N, warps, facts["registers"], facts["spill_instructions"]))
+#     return variants
 #
-# print(elsewhere(wider, compiled, norm_kernel))
+# print(call_in_compiling_process(compile_wider_rows, inspect_launch, norm_kernel))
 # ```
 #
-# Both spill. 255 registers are what one thread may have; all threads of a program share the registers of one
-# multiprocessor, and an H100's has 65,536. So 512 threads have 128 each at most, and 1,024 have 64: a row of 65,536
-# fills them all and leaves none to compute with. A LayerNorm for any width would go over the row in pieces, as the
-# shipped cross-entropy does; it would read x twice and need few registers. (The shipped one stops at 16,384.)
+# By that count 16 warps should suffice, but the row of 65,536 spills with 16 and with 32 warps. A thread can have at
+# most 255 registers, and all threads of a program share the 65,536 registers of one SM of an H100. So 512 threads have
+# at most 128 registers each, and 1,024 threads have 64. A row of 65,536 elements fills all of them and leaves none for
+# the computation.
+#
+# A LayerNorm for any width would read the row in pieces, as the cross-entropy of phase 2 does. It would read x twice
+# and need few registers. (The LayerNorm of phase 2 accepts rows up to 16,384.)
 #
 # </details>

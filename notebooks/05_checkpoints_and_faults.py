@@ -1,14 +1,15 @@
 # %% [markdown]
 # # 5. Checkpoints and faults
 #
-# A run that takes weeks is killed many times before it ends. Disks fill up, memory loses a bit, a rank hangs and all
-# others wait for it. The claims to test: **a checkpoint is there whole or not at all, one that was damaged is refused,
-# any number of ranks opens it, and a job that hangs ends and says who is at fault.**
+# A training run that takes weeks is interrupted many times before it finishes. Disks fill up, memory loses a bit, or a
+# rank hangs and all other ranks wait for it. We test four claims: **a checkpoint is written atomically; a checkpoint
+# that was damaged on the disk is detected and not loaded; any number of ranks can load a checkpoint; a job that hangs
+# exits and reports the rank at fault.**
 #
-# First we take a sharded checkpoint apart. Then we break things on purpose, with torch's writer alone and with the
-# protocol of this repository around it: a flipped bit, ranks that die in the middle of a save, a save that races with
-# the training beside it, a rank that falls asleep. Have `nanoGPT/checkpoint/directory.py`, `nanoGPT/checkpoint/manifest.py` and
-# `phase3_fsdp/sharded_checkpoint.py` open beside this page. No GPU is needed.
+# First you read the contents of a sharded checkpoint. Then you break things on purpose, with PyTorch's checkpoint
+# writer alone and with the protocol of this repository: a flipped bit, a rank that is killed during a save, a copy that
+# is taken too early, and a rank that hangs. Keep `nanoGPT/checkpoint/directory.py`, `nanoGPT/checkpoint/manifest.py`
+# and `phase3_fsdp/sharded_checkpoint.py` open next to this notebook. No GPU is needed.
 
 # %%
 import contextlib
@@ -33,13 +34,13 @@ import torch.distributed.checkpoint as dcp
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from bench.checkpoints.fault_points import Saver, before, end, open_and_save, save_and_die
+from bench.checkpoints.fault_points import Saver, kill_before, kill_ranks, load_and_save, save_and_die
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.dataset import EVALUATE, TokenData
 from nanoGPT.files import sha256_of
 from nanoGPT.errors import STALLED
 from nanoGPT.metrics.ledger import Ledger
-from nanoGPT.checkpoint.manifest import Damaged, read_manifest, seal, verify_files
+from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, serialize_manifest, verify_files
 from nanoGPT.checkpoint.writer import HashedFile
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.checkpoint.shards import SafeReader, read_index
@@ -48,13 +49,13 @@ from phase3_fsdp.sharded_checkpoint import ShardWriter, training_state
 from phase3_fsdp.train import train
 from workshop.ranks import losses, run_on_ranks, start_ranks
 
-folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; it goes when the kernel ends
+folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; removed when the kernel exits
 
 config = FsdpConfig(
     device="cpu",
     block_size=32,  # T, tokens per sequence
     batch_size=2,  # B, sequences per micro-batch
-    gradient_accumulation_steps=8,  # micro-batches per step, of all ranks together
+    gradient_accumulation_steps=8,  # micro-batches per step, summed over all ranks
     n_layer=2,
     n_head=2,
     n_embd=64,
@@ -74,29 +75,31 @@ def new_directory() -> Path:
 
 
 def train_on(ranks: int, **changes) -> Path:
-    """Train on so many ranks, in a new directory unless one is given; where the run wrote."""
+    """Train on this number of ranks in `out_dir` (default: a new directory), and return the directory of the run."""
     out_dir = changes.pop("out_dir", None) or new_directory()
     run_on_ranks(train, ranks, dataclasses.replace(config, out_dir=str(out_dir), **changes), show=False)
     return Path(out_dir)
 
 
 # %% [markdown]
-# ## a. What is in a sharded checkpoint
+# ## a. The contents of a sharded checkpoint
 #
-# Four ranks train four steps with FSDP and save after the second and the fourth. Each rank holds a quarter of every
-# parameter and of AdamW's two moments, and nobody ever holds the whole.
+# You will find the bytes of a weight in the files of a checkpoint, without PyTorch's reader.
 #
-# **Predict first:** how many files are there, and who writes which? The model has P parameters; about how many bytes
-# does each rank write?
+# Four ranks train four steps with FSDP and save after the second and the fourth step. Each rank stores a quarter of
+# every parameter and of AdamW's two moments. No rank stores a full parameter.
+#
+# **Predict first:** how many files does a checkpoint contain, and which rank writes which file? The model has P
+# parameters: about how many bytes does each rank write?
 
 # %%
-four = train_on(4)
-saved = four / "checkpoints" / "step-00000004"
+run = train_on(4)
+saved = run / "checkpoints" / "step-00000004"
 
 P = sum(shape.numel() for key, (shape, _) in read_index(saved).items() if key.startswith("model."))
-for path in sorted(four.glob("checkpoints/*")):
+for path in sorted(run.glob("checkpoints/*")):
     print(path.name)
-print(f"\n{saved.name}, of P = {P:,} parameters; 12 P / 4 = {3 * P:,} bytes")
+print(f"\n{saved.name}, with P = {P:,} parameters; 12 P / 4 = {3 * P:,} bytes")
 for path in sorted(saved.iterdir()):
     print(f"    {path.name:14} {path.stat().st_size:9,} bytes")
 
@@ -105,85 +108,92 @@ assert set(sizes) == {f"__{rank}_0.distcp" for rank in range(4)}
 assert all(1.2 < size / (3 * P) < 1.26 for size in sizes.values())
 
 # %% [markdown]
-# One `.distcp` a rank, which holds its quarter of 12 bytes a parameter: 4 of the weight, 8 of the moments. (The rest is
-# what torch writes around each tensor, and in a model of this size that is much.) `.metadata` is the *index*: for every
-# tensor its shape, and for every slice of it the file and the bytes where it lies.
+# Each rank writes one `.distcp` file with its quarter of 12 bytes per parameter: 4 bytes for the weight, and 8 bytes
+# for the two moments. The files are about 24% larger than that, because `torch.save` adds a header to each tensor. In a
+# large model this overhead is negligible.
 #
-# The index can be read by hand. **Predict first:** `wte`, the token embedding, has 75 rows. How are they cut among 4
-# ranks?
+# `.metadata` is the *index*. It contains the shape of every tensor. For each saved part of a tensor, it also contains
+# the file name and the byte range. PyTorch's distributed checkpoint (DCP) calls such a part a *chunk*.
+#
+# You can read the index yourself. **Predict first:** the token embedding `wte` has 75 rows. How are they partitioned
+# over 4 ranks?
 
 # %%
-def pieces(checkpoint: Path) -> list[dict]:
-    """Every slice of every tensor: its place in the tensor, and its place on the disk."""
+def list_chunks(checkpoint: Path) -> list[dict]:
+    """Return every chunk of every tensor: its position in the tensor, and its file and byte range."""
     index = SafeReader(checkpoint).read_metadata()
     sizes = {(key, c.offsets): c.sizes for key, t in index.state_dict_metadata.items() for c in t.chunks}
     return [
         {
             "key": entry.fqn, "first": tuple(entry.offset), "size": tuple(sizes[entry.fqn, entry.offset]),
-            "file": place.relative_path, "begin": place.offset, "end": place.offset + place.length,
+            "file": info.relative_path, "begin": info.offset, "end": info.offset + info.length,
         }
-        for entry, place in index.storage_data.items()
+        for entry, info in index.storage_data.items()
     ]  # fmt: skip
 
 
-def read_piece(checkpoint: Path, piece: dict) -> torch.Tensor:
-    """One slice, without DCP: the bytes that the index names are what torch.save wrote."""
-    with open(checkpoint / piece["file"], "rb") as file:
-        file.seek(piece["begin"])
-        return torch.load(io.BytesIO(file.read(piece["end"] - piece["begin"])), weights_only=True)
+def select_chunks(chunks: list[dict], key: str) -> list[dict]:
+    """Return the chunks of one tensor, sorted by their first element."""
+    return sorted((chunk for chunk in chunks if chunk["key"] == key), key=lambda chunk: chunk["first"])
 
 
-def of(checkpoint: Path, key: str) -> list[dict]:
-    return sorted((p for p in pieces(checkpoint) if p["key"] == key), key=lambda p: p["first"])
+def read_chunk(checkpoint: Path, chunk: dict) -> torch.Tensor:
+    """Read one chunk without DCP: its byte range contains a tensor that was written by torch.save."""
+    with open(checkpoint / chunk["file"], "rb") as file:
+        file.seek(chunk["begin"])
+        return torch.load(io.BytesIO(file.read(chunk["end"] - chunk["begin"])), weights_only=True)
 
 
 WTE, C_FC = "model.transformer.wte.weight", "model.transformer.h.0.mlp.c_fc.weight"
+chunks, index = list_chunks(saved), read_index(saved)
 for key in (WTE, C_FC):
-    print(f"{key}, {tuple(read_index(saved)[key][0])}")
-    for piece in of(saved, key):
-        first, last = piece["first"][0], piece["first"][0] + piece["size"][0] - 1
-        print(f"    rows {first:3} to {last:3}: {piece['file']}, bytes {piece['begin']:,} to {piece['end']:,}")
-print("in all", len(pieces(saved)), "slices of", len(read_index(saved)), "tensors")
+    print(f"{key}, {tuple(index[key][0])}")
+    for chunk in select_chunks(chunks, key):
+        first, last = chunk["first"][0], chunk["first"][0] + chunk["size"][0] - 1
+        print(f"    rows {first:3} to {last:3}: {chunk['file']}, bytes {chunk['begin']:,} to {chunk['end']:,}")
+print("total:", len(chunks), "chunks of", len(index), "tensors")
 
-assert [piece["size"][0] for piece in of(saved, WTE)] == [19, 19, 19, 18]
-for key, (shape, _) in read_index(saved).items():  # each element lies in one place, and no two slices share a byte
-    assert sum(torch.Size(piece["size"]).numel() for piece in of(saved, key)) == shape.numel()
-for file in {piece["file"] for piece in pieces(saved)}:
-    spans = sorted((piece["begin"], piece["end"]) for piece in pieces(saved) if piece["file"] == file)
+assert [chunk["size"][0] for chunk in select_chunks(chunks, WTE)] == [19, 19, 19, 18]
+for key, (shape, _) in index.items():  # the chunks of a tensor contain each element once
+    assert sum(torch.Size(chunk["size"]).numel() for chunk in select_chunks(chunks, key)) == shape.numel()
+for file in {chunk["file"] for chunk in chunks}:  # the byte ranges in a file do not overlap
+    spans = sorted((chunk["begin"], chunk["end"]) for chunk in chunks if chunk["file"] == file)
     assert all(left[1] <= right[0] for left, right in zip(spans, spans[1:]))
 
 # %% [markdown]
-# Rows 0 to 18, 19 to 37, 38 to 56 and 57 to 74: the last rank has 18. AdamW's counts of steps are single numbers, which
-# all ranks hold; each is written once.
+# The ranks store rows 0 to 18, 19 to 37, 38 to 56 and 57 to 74, so the last rank has only 18 rows. AdamW's step counts
+# are scalars that every rank stores. Each of them is written only once.
 #
-# The picture shows the index: on the left four tensors, cut into the slices of the ranks; on the right the four files
-# from their first byte to their last. The slices of `c_fc` are hatched in both.
+# The next figure shows the index. On the left are four tensors, partitioned into the chunks of the ranks. On the right
+# are the four files, from the first byte to the last. The chunks of `c_fc` are hatched in both parts.
 
 # %%
 COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")
 FILES = [f"__{rank}_0.distcp" for rank in range(4)]
 
 
-def draw_tensor(axes: plt.Axes, checkpoint: Path, key: str) -> None:
-    """A tensor's rows from top to bottom, in the color of the rank that wrote them."""
-    (rows, columns), slices = read_index(checkpoint)[key][0], of(checkpoint, key)
-    for piece in slices:
-        place = ((0, piece["first"][0]), columns, piece["size"][0])
-        color, hatch = COLORS[FILES.index(piece["file"])], "////" if key == C_FC else ""
-        axes.add_patch(Rectangle(*place, facecolor=color, edgecolor="black", linewidth=0.8, hatch=hatch))
-    axes.set(xlim=(0, columns), ylim=(rows, 0), xticks=[0, columns], yticks=[p["first"][0] for p in slices])
+def draw_tensor(axes: plt.Axes, key: str) -> None:
+    """Draw the rows of a tensor from top to bottom, in the color of the rank that wrote them."""
+    (rows, columns), tensor_chunks = index[key][0], select_chunks(chunks, key)
+    for chunk in tensor_chunks:
+        box = ((0, chunk["first"][0]), columns, chunk["size"][0])
+        color, hatch = COLORS[FILES.index(chunk["file"])], "////" if key == C_FC else ""
+        axes.add_patch(Rectangle(*box, facecolor=color, edgecolor="black", linewidth=0.8, hatch=hatch))
+    axes.set(xlim=(0, columns), ylim=(rows, 0), xticks=[0, columns], yticks=[c["first"][0] for c in tensor_chunks])
     axes.set_title(key.removeprefix("model.transformer.").removesuffix(".weight"), fontsize=8)
+    axes.set_xlabel("column", fontsize=7)
     axes.tick_params(labelsize=7, length=2)
 
 
-def draw_files(axes: plt.Axes, checkpoint: Path, color) -> None:
-    """The files of all ranks, every slice where it lies, in the color that `color(piece)` gives."""
-    names = sorted({piece["file"] for piece in pieces(checkpoint)})
-    for piece in pieces(checkpoint):
-        place = ((piece["begin"], names.index(piece["file"])), piece["end"] - piece["begin"], 0.8)
-        hatch = "////" if piece["key"] == C_FC else ""
-        axes.add_patch(Rectangle(*place, facecolor=color(piece), edgecolor="black", linewidth=0.3, hatch=hatch))
-    axes.set(xlim=(0, max(p["end"] for p in pieces(checkpoint))), ylim=(len(names), -0.2), xlabel="byte")
+def draw_files(axes: plt.Axes, chunks: list[dict], color_of) -> None:
+    """Draw the files of all ranks, with every chunk at its byte range, in the color that `color_of(chunk)` returns."""
+    names = sorted({chunk["file"] for chunk in chunks})
+    for chunk in chunks:
+        box = ((chunk["begin"], names.index(chunk["file"])), chunk["end"] - chunk["begin"], 0.8)
+        hatch = "////" if chunk["key"] == C_FC else ""
+        axes.add_patch(Rectangle(*box, facecolor=color_of(chunk), edgecolor="black", linewidth=0.3, hatch=hatch))
+    axes.set(xlim=(0, max(chunk["end"] for chunk in chunks)), ylim=(len(names), -0.2))
+    axes.set_xlabel("position in the file (bytes)")
     axes.set_yticks([row + 0.4 for row in range(len(names))], names)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
@@ -194,106 +204,115 @@ def draw_files(axes: plt.Axes, checkpoint: Path, color) -> None:
 figure, grid = plt.subplots(1, 5, figsize=(11, 3.4), width_ratios=(1, 1, 1, 1, 6))
 names = ("wte", "h.0.attn.c_attn", "h.0.mlp.c_fc", "h.0.mlp.c_proj")
 for axes, name in zip(grid, names):
-    draw_tensor(axes, saved, f"model.transformer.{name}.weight")
-draw_files(grid[4], saved, lambda piece: COLORS[FILES.index(piece["file"])])
-grid[4].set_title("weights first, then moments, then counts of steps", fontsize=8)
+    draw_tensor(axes, f"model.transformer.{name}.weight")
+grid[0].set_ylabel("row", fontsize=7)
+draw_files(grid[4], chunks, lambda chunk: COLORS[FILES.index(chunk["file"])])
+grid[4].set_title("files of the 4 ranks: weights, then moments, then step counts", fontsize=8)
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# So nobody needs torch's reader to find a tensor. Here `c_fc` is put together from four files by hand, and compared
-# with what `dcp.load` gives.
+# With the index you can read any tensor without PyTorch's reader. Below we assemble `c_fc` from the four files, and
+# compare it with the result of `dcp.load`.
 
 # %%
-def open_by_torch(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor whole, read by one process with torch's own reader, which knows nothing of manifests."""
+def load_with_dcp(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Load all full tensors in one process with PyTorch's reader, which does not check the manifest."""
     state = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in read_index(checkpoint).items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
+        warnings.simplefilter("ignore")  # DCP warns that there is no process group
         dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return state
 
 
-opened = open_by_torch(saved)
-by_hand = torch.cat([read_piece(saved, piece) for piece in of(saved, C_FC)])
-print("by hand:", tuple(by_hand.shape), " the same as by torch:", torch.equal(by_hand, opened[C_FC]))
-assert torch.equal(by_hand, opened[C_FC])
+state = load_with_dcp(saved)
+assembled = torch.cat([read_chunk(saved, chunk) for chunk in select_chunks(chunks, C_FC)])
+print("assembled from the chunks:", tuple(assembled.shape), " equal to dcp.load:", torch.equal(assembled, state[C_FC]))
+assert torch.equal(assembled, state[C_FC])
 
 # %% [markdown]
-# The last file, `manifest.json`, is ours. It says what the checkpoint is of, and proves that it holds: the size and
-# sha256 of every file, and at last its own sha256.
+# The last file, `manifest.json`, is not part of DCP: this repository adds it. It describes the checkpoint, and contains
+# the size and the SHA-256 of every file. Its last entry is its own SHA-256.
 #
-# **Predict first:** can you change the step in the manifest from 4 to 5, and nobody notices?
+# **Predict first:** if you change the step in the manifest from 4 to 5, is the change detected?
 
 # %%
 manifest = read_manifest(saved)
 for name in ("phase", "step", "world_size", "versions", "model_args"):
     print(f"{name}: {manifest[name]}")
 for file in manifest["files"]:
-    print(f"file {file['name']:14} {file['size']:9,} bytes  sha256 {file['sha256'][:16]}...")
+    print(f"file {file['name']:14} {file['size']:9,} bytes  SHA-256 {file['sha256'][:16]}...")
     assert sha256_of(saved / file["name"]) == file["sha256"]
-print(f"its own sha256 {manifest['sha256'][:16]}...")
+print(f"SHA-256 of the manifest: {manifest['sha256'][:16]}...")
 
 damaged = new_directory() / "checkpoint"
 shutil.copytree(saved, damaged)
-(damaged / "manifest.json").write_text(seal(manifest).replace('"step": 4', '"step": 5'))
+(damaged / "manifest.json").write_text(serialize_manifest(manifest).replace('"step": 4', '"step": 5'))
 try:
-    refused = None
+    reason = None
     read_manifest(damaged)
-except Damaged as reason:
-    refused = str(reason)
-print("with another step:", refused)
-assert refused == "its manifest.json was changed after it was written"
+except DamagedCheckpoint as error:
+    reason = str(error)
+print("with another step:", reason)
+assert reason == "its manifest.json was changed after it was written"
 
 # %% [markdown]
-# No: what is hashed is all of the manifest but the hash. This guards against accidents, not against somebody who wants
-# to deceive you, and who would seal it anew.
+# Yes, it is detected: the SHA-256 covers every other entry of the manifest. This protects against accidents. It does
+# not protect against an attacker, who can compute a new SHA-256.
 #
 # ## b. A flipped bit
 #
-# Memory loses bits now and then, and so do disks and cables. We flip one bit in the file of rank 1: the highest of the
+# You will see what one wrong bit does to a model, and how a resume handles a damaged checkpoint.
+#
+# Memory, disks and cables lose a bit now and then. We flip one bit in the file of rank 1: the highest bit of the
 # exponent of one number of `c_fc`.
 #
-# **Predict first:** what does `dcp.load` say? And what becomes of a number near 0.01?
+# **Predict first:** does `dcp.load` report an error? And what is the new value of a number near 0.01?
 
 # %%
-def flip_a_bit(checkpoint: Path, key: str) -> int:
-    """Flip the highest exponent bit of the first number of rank 1's slice; where in the file that is."""
-    piece = of(checkpoint, key)[1]
-    path, numbers = checkpoint / piece["file"], read_piece(checkpoint, piece).numpy().tobytes()
+def flip_bit(checkpoint: Path, key: str) -> int:
+    """Flip the highest exponent bit of the first number of rank 1's chunk, and return the position of its byte."""
+    chunk = select_chunks(list_chunks(checkpoint), key)[1]
+    path, numbers = checkpoint / chunk["file"], read_chunk(checkpoint, chunk).numpy().tobytes()
     content = bytearray(path.read_bytes())
-    position = content.find(numbers, piece["begin"]) + 3  # little endian: sign and exponent are in the fourth byte
+    position = content.find(numbers, chunk["begin"]) + 3  # little endian: the fourth byte has sign and exponent
     content[position] ^= 0b0100_0000
     path.write_bytes(content)
     return position
 
 
-shutil.copyfile(saved / "manifest.json", damaged / "manifest.json")  # the right one again
-position = flip_a_bit(damaged, C_FC)
-wrong = open_by_torch(damaged)
-differ = {key: (wrong[key] != opened[key]).nonzero() for key in opened if not torch.equal(wrong[key], opened[key])}
-[(key, [place])] = differ.items()  # one number of one tensor
-row, column = place.tolist()
-print(f"byte {position:,} of __1_0.distcp was changed, and torch loads it without a word:")
-print(f"{key}[{row}, {column}] was {opened[key][row, column]:.6f} and is {wrong[key][row, column]:.3e}")
-assert (row, column) == (64, 0) and wrong[key][row, column].abs() > 1e30
+shutil.copyfile(saved / "manifest.json", damaged / "manifest.json")  # restore the right manifest
+position = flip_bit(damaged, C_FC)
+damaged_state = load_with_dcp(damaged)
+differences = {
+    key: (damaged_state[key] != state[key]).nonzero()
+    for key in state
+    if not torch.equal(damaged_state[key], state[key])
+}
+[(key, [element])] = differences.items()  # one element of one tensor
+row, column = element.tolist()
+print(f"byte {position:,} of __1_0.distcp is changed, and dcp.load reports no error")
+print(f"{key}[{row}, {column}] was {state[key][row, column]:.6f} and is now {damaged_state[key][row, column]:.3e}")
+assert (row, column) == (64, 0) and damaged_state[key][row, column].abs() > 1e30
 
 try:
-    refused = None
+    reason = None
     verify_files(damaged, read_manifest(damaged))
-except Damaged as reason:
-    refused = str(reason)
-print("verify_files:", refused)
-assert refused == "the sha256 of __1_0.distcp differs from the manifest's"
+except DamagedCheckpoint as error:
+    reason = str(error)
+print("verify_files:", reason)
+assert reason == "the sha256 of __1_0.distcp differs from the manifest's"
 
 # %% [markdown]
-# Nothing is said: torch opens its sharded files without a checksum. **Predict first:** what is the loss of the model
-# that was loaded? And what would it be had one of the 23 bits of the number's fraction flipped?
+# PyTorch loads its sharded files without a checksum, so it reports no error.
+#
+# **Predict first:** what is the loss of the model that was loaded? And what is the loss if we flip one of the 23 bits
+# of the number's fraction instead?
 
 # %%
-def loss_of(state: dict[str, torch.Tensor]) -> float:
-    """The loss of these weights on one micro-batch of the validation data."""
-    model = GPT(GPTConfig.of(manifest["model_args"])).eval()
+def evaluate_loss(state: dict[str, torch.Tensor]) -> float:
+    """Return the loss of these weights on one micro-batch of the validation data."""
+    model = GPT(GPTConfig.from_dict(manifest["model_args"])).eval()
     weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
     model.load_state_dict({**weights, "lm_head.weight": weights["transformer.wte.weight"]})
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
@@ -301,362 +320,381 @@ def loss_of(state: dict[str, torch.Tensor]) -> float:
         return model(*data.batch("val", EVALUATE, 0, 0))[1].item()
 
 
-slightly = {key: value.clone() for key, value in opened.items()}
-slightly[C_FC].view(torch.int32)[row, column] ^= 1 << 22  # the highest bit of the fraction
-print(f"the loss was {loss_of(opened):.6f}; with the bit of the exponent it is {loss_of(wrong)}")
-print(f"with the bit of the fraction (now {slightly[C_FC][row, column]:.6f}) it is {loss_of(slightly):.6f}")
-assert not math.isfinite(loss_of(wrong))
-assert 0 < abs(loss_of(slightly) - loss_of(opened)) < 1e-3
+fraction_state = {key: value.clone() for key, value in state.items()}
+fraction_state[C_FC].view(torch.int32)[row, column] ^= 1 << 22  # the highest bit of the fraction
+number = fraction_state[C_FC][row, column]
+print(f"loss of the saved weights:                 {evaluate_loss(state):.6f}")
+print(f"loss with the flipped bit of the exponent: {evaluate_loss(damaged_state)}")
+print(f"loss with the flipped bit of the fraction: {evaluate_loss(fraction_state):.6f} (the number is {number:.6f})")
+assert not math.isfinite(evaluate_loss(damaged_state))
+assert 0 < abs(evaluate_loss(fraction_state) - evaluate_loss(state)) < 1e-3
 
 # %% [markdown]
-# The first bit is found out at once, since the trainer stops at a loss that is not finite (exit code 3). Of the second
-# nobody ever hears.
+# The exponent bit is detected as soon as training continues, because the trainer stops when the loss is not finite
+# (exit code 3). Without a checksum, the fraction bit is never detected.
 #
-# A resume must not stop at a damaged checkpoint, either. Below, the bit of the newest checkpoint of the run is flipped,
-# and the run is resumed.
+# A resume should also not fail because the newest checkpoint is damaged. Below we flip the exponent bit in the newest
+# checkpoint of the run, and resume the run.
 #
-# **Predict first:** at which step does it go on? What becomes of the damaged directory?
+# **Predict first:** from which step does the run continue? What happens to the damaged directory?
 
 # %%
-def said_by(function, *args, **kwargs) -> list[str]:
-    """The lines that ranks print, without their absolute paths."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+def capture_output(function, *args, **kwargs) -> list[str]:
+    """Call `run_on_ranks`, and return the lines that the ranks print, without absolute paths."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         run_on_ranks(function, *args, **kwargs)
-    return said.getvalue().replace(folder.name + "/", "").splitlines()
+    return output.getvalue().replace(folder.name + "/", "").splitlines()
 
 
-hurt = new_directory() / "hurt"
-shutil.copytree(four, hurt)
-flip_a_bit(hurt / "checkpoints" / saved.name, C_FC)
-resume = dataclasses.replace(config, out_dir=str(hurt), init_from="resume")
-said = said_by(train, 4, resume)
-for line in said:
+damaged_run = new_directory() / "damaged"
+shutil.copytree(run, damaged_run)
+flip_bit(damaged_run / "checkpoints" / saved.name, C_FC)
+resume_config = dataclasses.replace(config, out_dir=str(damaged_run), init_from="resume")
+lines = capture_output(train, 4, resume_config)
+for line in lines:
     if "skipping" in line or "resuming" in line:
-        print(line.replace(hurt.parent.name + "/", ""))
-print(*sorted(path.name for path in hurt.glob("checkpoints/*")))
-print("losses the same as before, to the last digit:", losses(hurt) == losses(four))
-assert any("resuming after 2 updates" in line for line in said) and losses(hurt) == losses(four)
+        print(line.replace(damaged_run.parent.name + "/", ""))
+print(*sorted(path.name for path in damaged_run.glob("checkpoints/*")))
+print("losses identical to those of the first run, in every digit:", losses(damaged_run) == losses(run))
+assert any("resuming after 2 updates" in line for line in lines) and losses(damaged_run) == losses(run)
 
 # %% [markdown]
-# It is named, with the reason, and set aside, so that step 4 can be saved again. Two steps were lost and trained once
-# more, with the same losses.
+# The trainer prints the name of the damaged checkpoint and the reason, and renames it, so that step 4 can be saved
+# again. The resumed run trained two steps again, with the same losses.
 #
 # ## c. Overwriting in place
 #
-# A script often saves into one directory, again and again; `dcp.save` allows it and overwrites by default. Two ranks do
-# so here. Every number of their model is 1 when they save for the first time, and 2 when they save for the second: a
-# number tells of which save it is. In the second save rank 1 dies (SIGKILL) just before it opens its file.
+# You will see why a script must not save into the same directory again and again.
 #
-# **Predict first:** does the directory still open? What is in it?
+# `dcp.save` allows this, and overwrites existing files by default. Here two ranks do it. When they save for the first
+# time, every number of their model is 1. When they save for the second time, every number is 2, so the value of a
+# number shows from which save it comes. During the second save rank 1 is killed (SIGKILL) just before it opens its
+# file.
+#
+# **Predict first:** can the checkpoint still be loaded? Which numbers does it contain?
 
 # %%
 def overwrite_and_die(out_dir: str) -> None:
-    """Save twice into one directory with torch's writer alone; rank 1 dies in the second save."""
+    """Save twice into one directory with PyTorch's writer alone; rank 1 is killed in the second save."""
     warnings.simplefilter("ignore")
-    saver = Saver(out_dir, in_background=False)  # a small model, sharded on two ranks
+    saver = Saver(out_dir, is_async=False)  # a small model, sharded on two ranks
     state = training_state(saver.model, saver.optimizer)
     for number in (1, 2):
         for tensor in state.values():
             tensor.fill_(number)
         if number == 2 and dist.get_rank() == 1:
-            dcp.FileSystemWriter.write_data = before(dcp.FileSystemWriter.write_data)  # dies at the call
+            dcp.FileSystemWriter.write_data = kill_before(dcp.FileSystemWriter.write_data)  # SIGKILL at this call
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(f"{out_dir}/torch"))
 
 
-def run_to_death(victim: int, function, *args) -> None:
-    """Start two ranks and wait until the victim has killed itself; the other then ends, or is ended."""
-    with tempfile.TemporaryDirectory() as meeting:
-        started = start_ranks(function, 2, *args, folder=meeting)
+def run_until_killed(victim: int, function, *args) -> None:
+    """Start two ranks, wait until rank `victim` is killed, and stop the other rank if it does not exit."""
+    with tempfile.TemporaryDirectory() as rendezvous:
+        started = start_ranks(function, 2, *args, folder=rendezvous)
         for process, _ in started:
             process.join(20)
-        code = started[victim][0].exitcode
-        end(started)
-    assert code == -signal.SIGKILL, code
+        exit_code = started[victim][0].exitcode
+        kill_ranks(started)
+    assert exit_code == -signal.SIGKILL, exit_code
 
 
-def numbers_in(tensors: dict[str, torch.Tensor]) -> list[int]:
+def distinct_numbers(tensors: dict[str, torch.Tensor]) -> list[int]:
     return sorted({int(number) for tensor in tensors.values() for number in tensor.unique()})
 
 
-place = new_directory()
-run_to_death(1, overwrite_and_die, str(place))
-mixed = open_by_torch(place / "torch")
-print("it opens, and holds the numbers", numbers_in(mixed))
-print("the rows of h.0.mlp.c_fc:", *[f"{int(row.unique())}" for row in mixed[C_FC]])
-assert numbers_in(mixed) == [1, 2]
+overwritten = new_directory() / "torch"
+run_until_killed(1, overwrite_and_die, str(overwritten.parent))
+mixed_state = load_with_dcp(overwritten)
+print("dcp.load succeeds, and the checkpoint contains the numbers", distinct_numbers(mixed_state))
+print("rows of h.0.mlp.c_fc:", *[f"{int(row.unique())}" for row in mixed_state[C_FC]])
+assert distinct_numbers(mixed_state) == [1, 2]
 
-figure, axes = plt.subplots(figsize=(9, 1.7))
-draw_files(axes, place / "torch", lambda p: {1: "#eeeeee", 2: "#d1495b"}[int(read_piece(place / "torch", p).max())])
-axes.set_title("Overwritten in place: of which save the slices are (gray: the first, red: the second)", fontsize=9)
+SAVE_COLORS = {1: "#eeeeee", 2: "#d1495b"}
+figure, axes = plt.subplots(figsize=(9, 1.8))
+draw_files(axes, list_chunks(overwritten), lambda chunk: SAVE_COLORS[int(read_chunk(overwritten, chunk).max())])
+axes.set_title("Overwritten in place: chunks of the first save (gray) and of the second save (red)", fontsize=9)
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Half of the weights are of one step and half of the other, and nothing says so: the new file of rank 0 has just the
-# size and layout of the old one, so the old index fits it. With real weights you would get a model that is a little
-# worse than it was, from a run that "resumed without problems".
+# Half of the weights are from one step and half from another, and no error is reported. The new file of rank 0 has the
+# same size and layout as the old file, so the old index still matches it. With real weights you would get a model that
+# is slightly worse than before, from a run that seemed to resume without a problem.
 #
-# Now the same death at the same moment, under the protocol: save into a new directory `.tmp-...`, hash, flush,
-# manifest last, rename. `save_and_die` saves steps 1 and 2, and dies in step 3; every number is that of its step.
+# Now we kill rank 1 at the same moment, but with the protocol of this repository. A save writes into a new directory
+# `.tmp-...`, hashes and flushes the files, writes the manifest last, and then renames the directory. `save_and_die`
+# saves steps 1 and 2, and the kill comes in step 3. Every number equals its step.
 
 # %%
-def show(root: Path) -> None:
-    """What is in a checkpoint directory."""
+def show_directory(root: Path) -> None:
+    """Print the files of a checkpoint directory with their sizes in bytes."""
     for path in sorted(root.iterdir()):
         if path.is_dir():
             files = ", ".join(f"{file.name} {file.stat().st_size:,}" for file in sorted(path.iterdir()))
             print(f"    {path.name + '/':20} {files or '(empty)'}")
         else:
-            print(f"    {path.name:20} says {path.read_text().strip()}")
+            print(f"    {path.name:20} contains {path.read_text().strip()}")
 
 
-place = new_directory()
-run_to_death(1, save_and_die, str(place), "before its files", 1, False)
-show(place / "checkpoints")
-old = place / "checkpoints" / "step-00000002"
-verify_files(old, read_manifest(old))
-print("step 2 is whole, and holds the numbers", numbers_in(open_by_torch(old)))
-assert numbers_in(open_by_torch(old)) == [2]
-assert not (place / "checkpoints" / "step-00000003").exists()
+out_dir = new_directory()
+run_until_killed(1, save_and_die, str(out_dir), "before its files", 1, False)
+show_directory(out_dir / "checkpoints")
+step_2 = out_dir / "checkpoints" / "step-00000002"
+verify_files(step_2, read_manifest(step_2))
+print("step 2 is complete, and contains the numbers", distinct_numbers(load_with_dcp(step_2)))
+assert distinct_numbers(load_with_dcp(step_2)) == [2]
+assert not (out_dir / "checkpoints" / "step-00000003").exists()
 
 # %% [markdown]
-# What is half-written has another name, and no resume looks at it. The old checkpoints were never touched.
+# The incomplete checkpoint has another name, and a resume ignores it. The save did not change the old checkpoints.
 #
-# ## d. Killed at every point
+# ## d. A kill at every point of a save
 #
-# Dying *before its file* is one moment of many. `bench/checkpoints/fault_points.py` has ten; at each a rank kills itself while it
-# saves step 3. Here are four. After each death two new ranks open the newest checkpoint that is whole, check that
-# every number in it is of its step, and save once more.
+# You will kill a save at four different points, and check which step can be loaded afterwards.
 #
-# **Predict first:** for each of the four, what is in the directory, and which step opens?
+# The kill *before the file is opened* is only one of many possible moments. `bench/checkpoints/fault_points.py` defines
+# ten, and at each of them a rank kills itself while it saves step 3. Here we use four of them. After each kill, two new
+# ranks load the newest complete checkpoint. They check that every number in it equals its step, and save once more.
+#
+# **Predict first:** for each of the four kills, what is in the directory afterwards, and which step is loaded?
 #
 # 1. rank 1, in the middle of its file;
-# 2. rank 0, all files written, before the manifest;
-# 3. rank 0, manifest written, before the rename;
-# 4. rank 0, after the rename, before `LATEST` is replaced.
+# 2. rank 0, when all files are written, before it writes the manifest;
+# 3. rank 0, when the manifest is written, before the rename;
+# 4. rank 0, after the rename, before it replaces `LATEST`.
 
 # %%
 POINTS = [("in a file", 1), ("before the manifest", 0), ("before the rename", 0), ("before LATEST", 0)]
-outcome = {}
+loaded_steps = {}
 for point, victim in POINTS:
-    place = new_directory()
-    run_to_death(victim, save_and_die, str(place), point, victim, False)
+    out_dir = new_directory()
+    run_until_killed(victim, save_and_die, str(out_dir), point, victim, False)
     print(f"rank {victim} killed {point}:")
-    show(place / "checkpoints")
-    outcome[point] = max(run_on_ranks(open_and_save, 2, str(place), show=False))
-    print(f"    -> step {outcome[point]} opens")
-    assert not list((place / "checkpoints").glob(".tmp-*")), "the next save has cleaned up"
+    show_directory(out_dir / "checkpoints")
+    loaded_steps[point] = max(run_on_ranks(load_and_save, 2, str(out_dir), show=False))
+    print(f"    -> step {loaded_steps[point]} is loaded")
+    assert not list((out_dir / "checkpoints").glob(".tmp-*")), "the next save should remove temporary directories"
 
-assert outcome == {"in a file": 2, "before the manifest": 2, "before the rename": 2, "before LATEST": 3}
+assert loaded_steps == {"in a file": 2, "before the manifest": 2, "before the rename": 2, "before LATEST": 3}
 
 # %% [markdown]
-# (What is in a file depends on what Python and the system had passed on when the process died.)
+# (The size of a file that was being written depends on how much Python and the operating system had written before the
+# kill.)
 #
-# In the third case all of step 3 is there, to the last byte, and it does not count: a name is what it lacks. In the
-# fourth it has one and counts, although `LATEST` still names step 2. `LATEST` is for people; a resume looks at the
-# directories and at their manifests.
+# In the third case step 3 is complete, to the last byte. Only the final rename is missing, so the checkpoint does not
+# count. In the fourth case the directory is renamed and the checkpoint counts, although `LATEST` still contains the
+# name of step 2. `LATEST` is only for people and scripts. A resume reads the directories and their manifests.
 #
-# So there is one instant that decides, the rename, which a file system carries out whole or not at all. All that can be
-# lost is what was trained since the last save.
+# So one operation decides whether a checkpoint counts: the rename, which the file system performs atomically. A killed
+# run loses only the steps since its last checkpoint.
 
 # %%
-ACTS = ["make .tmp-", "files, hashed", "flush", "manifest", "flush", "rename", "LATEST", "delete old ones"]
-KILLS = {"in a file": 1.5, "before the manifest": 3.0, "before the rename": 5.0, "before LATEST": 6.0}
+STAGES = ["create .tmp-", "files, hashes", "flush", "manifest", "flush", "rename", "LATEST", "delete old ones"]
+KILL_POSITIONS = {"in a file": 1.5, "before the manifest": 3.0, "before the rename": 5.0, "before LATEST": 6.0}
 
-figure, axes = plt.subplots(figsize=(10, 2.1))
-for number, act in enumerate(ACTS):
+figure, axes = plt.subplots(figsize=(10, 2.3))
+for number, stage in enumerate(STAGES):
     axes.add_patch(Rectangle((number, 0), 1, 1, facecolor="#eeeeee" if number < 5 else "#a7c957", edgecolor="black"))
-    axes.text(number + 0.5, 0.5, act, ha="center", va="center", fontsize=9)
-for point, x in KILLS.items():
-    axes.annotate(f"killed\n{point}:\nstep {outcome[point]} opens", (x, 1), (x, 1.6), ha="center", fontsize=8,
+    axes.text(number + 0.5, 0.5, stage, ha="center", va="center", fontsize=9)
+for point, x in KILL_POSITIONS.items():
+    axes.annotate(f"killed\n{point}:\nstep {loaded_steps[point]} is loaded", (x, 1), (x, 1.6), ha="center", fontsize=8,
                   arrowprops={"arrowstyle": "->", "color": "#d1495b"})  # fmt: skip
-axes.set(xlim=(-0.1, len(ACTS) + 0.1), ylim=(-0.1, 2.7))
+axes.set(xlim=(-0.1, len(STAGES) + 0.1), ylim=(-0.1, 2.7))
+axes.set_title("The stages of saving step 3: it can be loaded as soon as the directory is renamed", fontsize=9)
 axes.axis("off")
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# `make torture` does this at all ten points, in the foreground and in the background, then kills at 500 random moments
-# and flips 200 bits.
+# `make torture` kills a rank at all ten points, in synchronous and in asynchronous saves. It then kills at 500 random
+# moments and flips 200 bits.
 #
-# ## e. Eight ranks save, two ranks open
+# ## e. Save on eight ranks, load on two
 #
-# The machine that comes back is not always the one that failed. Since the index speaks of tensors and rows, and not of
-# ranks, any number of them can read it.
+# You will resume a run on a different number of ranks, and see which files each rank reads.
 #
-# **Predict first:** of `wte`'s 75 rows each of 8 ranks has 10, but the last. Which rows has rank 0 of 2? Out of how
-# many files must it read?
+# After a failure you may get a different number of GPUs. The index describes tensors and rows, and not ranks, so any
+# number of ranks can read a checkpoint.
 #
-# Below, 8 ranks train 8 steps and save after 4 and 8. Of the copy the newest checkpoint is removed, as if they had been
-# killed before it; there 2 ranks go on.
+# **Predict first:** with 8 ranks, each rank has 10 of the 75 rows of `wte`, except the last. Which rows does rank 0 of
+# 2 need? From how many files must it read them?
+#
+# Below, 8 ranks train 8 steps and save after steps 4 and 8. We copy the run and remove the newest checkpoint from the
+# copy, as if the run had been killed before step 8 was saved. In this copy, 2 ranks resume.
 
 # %%
-def train_and_note(config: FsdpConfig) -> dict[str, list[str]]:
-    """Train; the files out of which this rank read slices of each tensor."""
-    read, data = {}, dcp.FileSystemReader.read_data
+def train_and_list_reads(config: FsdpConfig) -> dict[str, list[str]]:
+    """Train, and return for each tensor the files from which the calling rank read chunks."""
+    files, read_data = {}, dcp.FileSystemReader.read_data
 
-    def noted(self, plan, planner):
+    def recorded_read_data(self, plan, planner):
         for item in plan.items:
-            read.setdefault(item.dest_index.fqn, []).append(self.storage_data[item.storage_index].relative_path)
-        return data(self, plan, planner)
+            files.setdefault(item.dest_index.fqn, []).append(self.storage_data[item.storage_index].relative_path)
+        return read_data(self, plan, planner)
 
-    dcp.FileSystemReader.read_data = noted
+    dcp.FileSystemReader.read_data = recorded_read_data
     train(config)
-    return read
+    return files
 
 
-eight = train_on(8, max_iters=8, eval_interval=4)
-two = new_directory() / "two"
-shutil.copytree(eight, two)
-shutil.rmtree(two / "checkpoints" / "step-00000008")
-resumed = dataclasses.replace(config, out_dir=str(two), init_from="resume", max_iters=8, eval_interval=4)
-read = run_on_ranks(train_and_note, 2, resumed, show=False)
+eight_ranks = train_on(8, max_iters=8, eval_interval=4)
+two_ranks = new_directory() / "two"
+shutil.copytree(eight_ranks, two_ranks)
+shutil.rmtree(two_ranks / "checkpoints" / "step-00000008")
+resume_config = dataclasses.replace(config, out_dir=str(two_ranks), init_from="resume", max_iters=8, eval_interval=4)
+files_read = run_on_ranks(train_and_list_reads, 2, resume_config, show=False)
 
-by_eight, by_two = (of(run / "checkpoints" / f"step-0000000{step}", WTE) for run, step in ((eight, 4), (two, 8)))
-for name, cut in (("8 ranks", by_eight), ("2 ranks", by_two)):
-    print(f"{name}: rows from", [piece["first"][0] for piece in cut], "so many:", [piece["size"][0] for piece in cut])
+by_eight = select_chunks(list_chunks(eight_ranks / "checkpoints" / "step-00000004"), WTE)
+by_two = select_chunks(list_chunks(two_ranks / "checkpoints" / "step-00000008"), WTE)
+for name, wte_chunks in (("8 ranks", by_eight), ("2 ranks", by_two)):
+    print(f"{name}: first rows", [c["first"][0] for c in wte_chunks], "row counts", [c["size"][0] for c in wte_chunks])
 for rank in range(2):
-    print(f"rank {rank} of 2 read wte out of", ", ".join(sorted(read[rank][WTE])))
-assert sorted(read[0][WTE]) == FILES and len(read[1][WTE]) == 5
+    print(f"rank {rank} of 2 read wte from", ", ".join(sorted(files_read[rank][WTE])))
+assert sorted(files_read[0][WTE]) == FILES and len(files_read[1][WTE]) == 5
 
 figure, axes = plt.subplots(figsize=(9, 1.6))
-for y, cut, colors in ((0, by_eight, ["#eeeeee"] * 8), (1, by_two, COLORS)):
-    for rank, piece in enumerate(cut):
-        place = (piece["first"][0], y), piece["size"][0], 0.8
-        axes.add_patch(Rectangle(*place, facecolor=colors[rank], edgecolor="black"))
-        axes.text(place[0][0] + place[1] / 2, y + 0.4, f"rank {rank}", ha="center", va="center", fontsize=8)
+for y, wte_chunks, colors in ((0, by_eight, ["#eeeeee"] * 8), (1, by_two, COLORS)):
+    for rank, chunk in enumerate(wte_chunks):
+        first, size = chunk["first"][0], chunk["size"][0]
+        axes.add_patch(Rectangle((first, y), size, 0.8, facecolor=colors[rank], edgecolor="black"))
+        axes.text(first + size / 2, y + 0.4, f"rank {rank}", ha="center", va="center", fontsize=8)
 axes.axvline(by_two[1]["first"][0], color="black", linestyle=":")
 axes.set(xlim=(0, 75), ylim=(1.9, -0.1), xlabel="row of wte")
-axes.set_yticks([0.4, 1.4], ["saved by 8", "opened by 2"])
+axes.set_yticks([0.4, 1.4], ["saved by 8 ranks", "loaded by 2 ranks"])
 axes.spines[["top", "right", "left"]].set_visible(False)
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Out of four files, and of the fourth a part: rows 30 to 37 are rank 0's, rows 38 and 39 are rank 1's. Nobody holds the
-# whole tensor in between.
+# Rank 0 reads from four files, and from the fourth file only a part: it needs rows 30 to 37, and rank 1 needs rows 38
+# and 39. No rank stores the full tensor at any time.
 #
-# **Predict first:** how far apart are the losses from step 4 on?
+# **Predict first:** what is the max loss difference of the two runs from step 4 on?
 
 # %%
-on_two, on_eight = losses(two), losses(eight)
+resumed_curve, uninterrupted_curve = losses(two_ranks), losses(eight_ranks)
 print("step   8 ranks, then 2   8 ranks")
-for step in on_eight:
-    note = "  <- 2 ranks from here on" if step == 4 else ""
-    print(f"{step:4} {on_two[step]:17.8f} {on_eight[step]:11.8f}{note}")
-gap = max(abs(on_two[step] - on_eight[step]) for step in on_eight)
-print(f"largest difference: {gap:.1e}")
-assert all(on_two[step] == on_eight[step] for step in range(4)) and gap < 1e-5 and len(on_eight) == 8
+for step in uninterrupted_curve:
+    note = "  <- resumed on 2 ranks here" if step == 4 else ""
+    print(f"{step:4} {resumed_curve[step]:17.8f} {uninterrupted_curve[step]:11.8f}{note}")
+max_difference = max(abs(resumed_curve[step] - uninterrupted_curve[step]) for step in uninterrupted_curve)
+print(f"max loss difference: {max_difference:.1e}")
+assert all(resumed_curve[step] == uninterrupted_curve[step] for step in range(4))
+assert max_difference < 1e-5 and len(uninterrupted_curve) == 8
 
 # %% [markdown]
-# As always between two and eight ranks: sums are made in another order, and no more.
+# The difference is rounding: 2 ranks compute sums in a different order than 8 ranks.
 #
-# ## f. Saving in the background
+# ## f. Asynchronous saves
 #
-# In the foreground training stands still until the last byte is on the disk. With `--async_save=True` a rank copies its
-# shards into other memory, goes on training, and a thread writes the copy. The protocol is the same: the rename comes
-# when all ranks have written.
+# You will measure for how long a save stops the training, and see why an asynchronous save must sometimes wait.
 #
-# This machine's disk has such a small model written at once, so here **the disk is slowed down on purpose**, by a pause
-# of 0.06 seconds at the end of each file. Rank 0, which we look at, writes two files, its shards and the index.
-# Otherwise times are real.
+# During a synchronous save, training stops until the last byte is on the disk. With `--async_save=True`, a rank copies
+# its shards to a separate buffer and continues training. A background thread writes the copy. The protocol is the same:
+# the directory is renamed when all ranks have written their files.
 #
-# **Predict first:** in the foreground training is stopped three times, for 0.12 seconds and a little. For how long in
-# the background? And what if the disk is so slow that a save has not ended when the next one begins?
+# A real disk writes our small model almost instantly. Here **the disk is slowed down on purpose**, by a pause of 0.06
+# seconds at the end of each file. All other times are real. We show rank 0, which writes two files: its shards and the
+# index.
+#
+# **Predict first:** the synchronous save stops the training three times, for at least 0.12 seconds each. For how long
+# does the asynchronous save stop it? And what happens if the disk is so slow that a save is still running when the next
+# one begins?
 
 # %%
-def slow_disk(seconds: float) -> None:
-    """Let the flush of each file take so long."""
+def slow_down_disk(seconds: float) -> None:
+    """Add a pause to the flush of each file."""
     close = HashedFile.close
 
-    def slow(file: HashedFile) -> None:
-        time.sleep(0 if file.file.closed else seconds)  # torch's writer closes twice
+    def slow_close(file: HashedFile) -> None:
+        time.sleep(0 if file.file.closed else seconds)  # PyTorch's writer closes each file twice
         close(file)
 
-    HashedFile.close = slow
+    HashedFile.close = slow_close
 
 
-def watched(config: FsdpConfig, seconds: float) -> list[tuple[str, float, float]]:
-    """Train with a slow disk; what happened from when to when: steps, stops for a save, copies, writing."""
+def train_and_record(config: FsdpConfig, seconds: float) -> list[tuple[str, float, float]]:
+    """Train with a slow disk, and return (kind, begin, end) of each step, stop for a save, copy and write."""
     events = []
 
     @contextlib.contextmanager
-    def noted(what):
+    def record(kind):
         begin = time.perf_counter()
         yield
-        events.append((what, begin, time.perf_counter()))
+        events.append((kind, begin, time.perf_counter()))
 
-    def wrap(owner, name: str, what: str) -> None:
+    def wrap_method(owner, name: str, kind: str) -> None:
         method = getattr(owner, name)
 
-        def wrapped(*args, **kwargs):
-            with noted(what):
+        def recorded_method(*args, **kwargs):
+            with record(kind):
                 return method(*args, **kwargs)
 
-        setattr(owner, name, wrapped)
+        setattr(owner, name, recorded_method)
 
-    wrap(CheckpointDirectory, "save", "stop")
-    wrap(ShardWriter, "copy", "copy")
-    wrap(ShardWriter, "write", "write")
-    Ledger.watch = lambda self, step: noted("step")  # it is around each step; nothing else is to be counted here
-    slow_disk(seconds)
+    wrap_method(CheckpointDirectory, "save", "stop")
+    wrap_method(ShardWriter, "copy", "copy")
+    wrap_method(ShardWriter, "write", "write")
+    Ledger.watch = lambda self, step: record("step")  # the trainer runs each step inside Ledger.watch
+    slow_down_disk(seconds)
     train(config)
     return events
 
 
-SLOW = {"foreground": (False, 0.06), "background": (True, 0.06), "background, a slower disk": (True, 0.5)}
-long = {"max_iters": 30, "eval_interval": 10, "gradient_accumulation_steps": 2, "warmup_iters": 2}
+SAVE_MODES = {"synchronous": (False, 0.06), "asynchronous": (True, 0.06), "asynchronous, slower disk": (True, 0.3)}
+long_run = {"max_iters": 18, "eval_interval": 6, "gradient_accumulation_steps": 2, "warmup_iters": 2}
 timelines = {}
-for name, (in_background, seconds) in SLOW.items():
-    changed = dataclasses.replace(config, out_dir=str(new_directory()), async_save=in_background, **long)
-    timelines[name] = run_on_ranks(watched, 2, changed, seconds, show=False)[0]
+for name, (async_save, seconds) in SAVE_MODES.items():
+    save_config = dataclasses.replace(config, out_dir=str(new_directory()), async_save=async_save, **long_run)
+    timelines[name] = run_on_ranks(train_and_record, 2, save_config, seconds, show=False)[0]
 
 
-def spans(name: str, what: str) -> list[tuple[float, float]]:
-    return [(begin, end) for kind, begin, end in timelines[name] if kind == what]
+def spans_of(name: str, kind: str) -> list[tuple[float, float]]:
+    return [(begin, end) for event_kind, begin, end in timelines[name] if event_kind == kind]
 
 
-def overlap(name: str) -> int:
-    """The steps during which a file was written."""
-    written = spans(name, "write")
-    return sum(any(begin < w_end and w_begin < end for w_begin, w_end in written) for begin, end in spans(name, "step"))
+def count_overlapped_steps(name: str) -> int:
+    """Return the number of steps during which a file was written."""
+    steps, writes = spans_of(name, "step"), spans_of(name, "write")
+    return sum(any(begin < w_end and w_begin < end for w_begin, w_end in writes) for begin, end in steps)
 
 
-for name in SLOW:
-    stops = ", ".join(f"{1e3 * (end - begin):.0f}" for begin, end in spans(name, "stop"))
-    print(f"{name:26} stopped for {stops} ms; {overlap(name)} steps beside the writing")
+for name in SAVE_MODES:
+    stops = ", ".join(f"{1e3 * (end - begin):.0f}" for begin, end in spans_of(name, "stop"))
+    print(f"{name:26} stopped for {stops} ms; {count_overlapped_steps(name)} steps overlapped with writes")
 
-assert overlap("foreground") == 0 and all(end - begin >= 0.12 for begin, end in spans("foreground", "stop"))
-assert overlap("background") > 0
-shortest = {name: min(end - begin for begin, end in spans(name, "stop")) for name in SLOW}
-assert shortest["background"] < shortest["foreground"]
-for name in ("background", "background, a slower disk"):
-    for (_, written), (copied, _) in zip(spans(name, "write"), spans(name, "copy")[1:]):
-        assert copied > written  # a copy has waited for the writing of the one before
+assert count_overlapped_steps("synchronous") == 0
+assert all(end - begin >= 0.12 for begin, end in spans_of("synchronous", "stop"))
+assert count_overlapped_steps("asynchronous") > 0
+shortest = {name: min(end - begin for begin, end in spans_of(name, "stop")) for name in SAVE_MODES}
+assert shortest["asynchronous"] < shortest["synchronous"]
+for name in ("asynchronous", "asynchronous, slower disk"):
+    for (_, write_end), (copy_begin, _) in zip(spans_of(name, "write"), spans_of(name, "copy")[1:]):
+        assert copy_begin > write_end  # a copy waits until the save before it is written
 
 # %%
 def draw_training(axes: plt.Axes, name: str) -> None:
-    """Two lanes: what the training does, and what the disk does."""
-    zero = spans(name, "step")[0][0]
+    """Draw two lanes: the training, and the writes to the disk."""
+    zero = spans_of(name, "step")[0][0]
 
-    def bars(what: str, lane: int, color: str, **look) -> None:
-        boxes = [(begin - zero, end - begin) for begin, end in spans(name, what)]
-        axes.broken_barh(boxes, (lane, 0.8), facecolor=color, **look)
+    def draw_bars(kind: str, lane: int, color: str, **style) -> None:
+        boxes = [(begin - zero, end - begin) for begin, end in spans_of(name, kind)]
+        axes.broken_barh(boxes, (lane, 0.8), facecolor=color, **style)
 
-    bars("step", 0, "#9ad1d4", edgecolor="white", linewidth=0.5)
-    bars("stop", 0, "#d1495b")
-    bars("copy", 0, "#edae49", edgecolor="#edae49", linewidth=1.5)
-    bars("write", 1, "#5b3758")
+    draw_bars("step", 0, "#9ad1d4", edgecolor="white", linewidth=0.5)
+    draw_bars("stop", 0, "#d1495b")
+    draw_bars("copy", 0, "#edae49", edgecolor="#edae49", linewidth=1.5)
+    draw_bars("write", 1, "#5b3758")
     axes.set(ylim=(1.9, -0.1), yticks=[0.4, 1.4], yticklabels=["training", "disk"])
     axes.set_title(name, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
 
 
 figure, grid = plt.subplots(3, 1, figsize=(10, 4.6), sharex=True)
-for axes, name in zip(grid, SLOW):
+for axes, name in zip(grid, SAVE_MODES):
     draw_training(axes, name)
-grid[2].set_xlabel("seconds since the first step, rank 0 of 2 (disk slowed down on purpose)")
+grid[2].set_xlabel("time since the first step (s), rank 0 of 2; the disk is slowed down on purpose")
 kinds = {"#9ad1d4": "a step", "#d1495b": "stopped for a save", "#edae49": "copying", "#5b3758": "writing"}
 handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color in kinds]
 figure.legend(handles, kinds.values(), loc="upper center", ncols=4, frameon=False, fontsize=8)
@@ -664,194 +702,204 @@ figure.tight_layout(rect=(0, 0, 1, 0.95))
 plt.show()
 
 # %% [markdown]
-# In the background what is left of a stop is the copy; the first one also has to get the memory for it. On the slower
-# disk the next save comes while the one before is still being written, and the training waits: no more than one save
-# is ever under way. (Gaps without a color are evaluations. At the end of a run the last save is waited for.)
+# An asynchronous save stops the training only for the copy. The first copy can take longer, because it also allocates
+# the buffer. On the slower disk, the second save begins while the first is still being written, so the training waits:
+# only one save runs at a time. (The gaps without a color are evaluations. At the end of a run, the trainer waits for
+# the last save.)
 #
 # ### Why the copy must wait
 #
-# The copy lies in memory that is kept from save to save: to take new memory each time is slow, above all where it has
-# to be pinned for a GPU. So a copy that is taken too early writes over the numbers which the thread is just writing to
-# the disk. `CheckpointDirectory.save` waits first. `ShardWriter.copy` by itself does not: we call it when half of each
-# file of step 1 is written, and all numbers have become 2.
+# All saves use the same buffer for the copy, because allocating a new one each time is slow, especially pinned memory
+# for a GPU. If a rank copied too early, it would overwrite numbers that the background thread is still writing to the
+# disk. `CheckpointDirectory.save` waits first. `ShardWriter.copy` alone does not wait. To show the damage, we pause
+# while the files of step 1 are partly written, set all numbers to 2, and call `copy`.
 #
-# **Predict first:** which numbers are in `step-00000001`? Does its manifest hold?
+# **Predict first:** which numbers does `step-00000001` then contain? Does it pass the check against its manifest?
 
 # %%
-def race(out_dir: str, waits: bool) -> None:
-    """Save step 1 in the background; half-way the numbers become 2 and are copied, too early or when it is time."""
-    saver = Saver(out_dir, in_background=True)
-    half, go_on, write = threading.Event(), threading.Event(), HashedFile.write
+def copy_during_save(out_dir: str, waits: bool) -> None:
+    """Save step 1 in the background; during its writes set all numbers to 2 and copy them, with or without waiting."""
+    saver = Saver(out_dir, is_async=True)
+    partly_written, may_continue, write = threading.Event(), threading.Event(), HashedFile.write
 
-    def pausing(file: HashedFile, data: object) -> int:
-        if file.tell() > 40_000 and not half.is_set():
-            half.set()
-            go_on.wait()
+    def write_with_pause(file: HashedFile, data: object) -> int:
+        if file.tell() > 40_000 and not partly_written.is_set():
+            partly_written.set()
+            may_continue.wait()
         return write(file, data)
 
-    HashedFile.write = pausing
+    HashedFile.write = write_with_pause
     saver.save(1)  # returns when the copy is taken
-    half.wait()
+    partly_written.wait()
     if waits:
-        threading.Timer(0.2, go_on.set).start()
-        saver.save(2)  # fills all tensors with 2, waits for step 1, then copies
+        threading.Timer(0.2, may_continue.set).start()
+        saver.save(2)  # sets all numbers to 2, waits until step 1 is written, then copies
     else:
         for tensor in training_state(saver.model, saver.optimizer).values():
             tensor.detach().fill_(2)
         saver.shards.copy()  # the bug: step 1 is still being written
-        go_on.set()
-    saver.box.drain()
+        may_continue.set()
+    saver.checkpoints.drain()
 
 
-raced = {}
+checkpoints = {}
 for waits in (False, True):
-    place = new_directory()
-    run_on_ranks(race, 2, str(place), waits, show=False)
-    raced[waits] = place / "checkpoints" / "step-00000001"
-    verify_files(raced[waits], read_manifest(raced[waits]))
-    held = numbers_in(open_by_torch(raced[waits]))
-    print(f"{'with save, which waits' if waits else 'with copy, too early':22}: step 1 verifies, and holds", held)
-    assert held == ([1] if waits else [1, 2])
+    out_dir = new_directory()
+    run_on_ranks(copy_during_save, 2, str(out_dir), waits, show=False)
+    checkpoints[waits] = out_dir / "checkpoints" / "step-00000001"
+    verify_files(checkpoints[waits], read_manifest(checkpoints[waits]))
+    numbers = distinct_numbers(load_with_dcp(checkpoints[waits]))
+    method = "save, which waits" if waits else "copy, too early"
+    print(f"{method:17}: step 1 matches its manifest, and contains the numbers", numbers)
+    assert numbers == ([1] if waits else [1, 2])
 
-figure, axes = plt.subplots(figsize=(9, 1.7))
-draw_files(axes, raced[False], lambda p: {1: "#eeeeee", 2: "#d1495b"}[int(read_piece(raced[False], p).max())])
-axes.set_title("step-00000001, after a copy too early: gray numbers are of step 1, red ones of step 2", fontsize=9)
+too_early = checkpoints[False]
+figure, axes = plt.subplots(figsize=(9, 1.8))
+draw_files(axes, list_chunks(too_early), lambda chunk: SAVE_COLORS[int(read_chunk(too_early, chunk).max())])
+axes.set_title("step-00000001 with a copy that is too early: numbers of step 1 (gray) and of step 2 (red)", fontsize=9)
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# It verifies! A hash proves that what is read is what was written. It cannot know that something wrong was written.
-# This is why the tests fill every tensor with its step and look at every number.
+# The damaged checkpoint passes the check! A hash only proves that you read what was written. It cannot detect that the
+# wrong data was written. For this reason the tests set every number to its step, and check every number after a load.
 #
 # ## g. A rank that hangs
 #
-# The last fault makes no noise at all. A rank that does not come back, from a network file system or a lock, keeps all
-# others waiting in their next collective, and the job holds its machines until somebody looks.
+# You will let one rank hang, and see how the job finds the rank at fault and exits.
 #
-# So each rank writes down every second how far it has come (`heartbeat/rank{r}.json`), and reads what the others wrote.
-# If nobody comes any further for `stall_seconds` (here 4, by default 300), every rank writes its stacks and ends.
-# Below, rank 1 falls asleep in step 2 while it reads a batch.
+# The last fault produces no error message. If a rank hangs, for example in a network file system or in a lock, all
+# other ranks wait for it in their next collective. The job then occupies its nodes until somebody notices.
 #
-# **Predict first:** both ranks stand still. How can one tell who is at fault? Where does rank 0 stand?
+# Each rank therefore writes its progress to `heartbeat/rank{r}.json` every second, and reads the progress of the other
+# ranks. If no rank makes progress for `stall_seconds` (here 4, by default 300), every rank writes its stacks and exits.
+# Below, rank 1 hangs in step 2 while it reads a batch.
+#
+# **Predict first:** neither rank makes progress. How can you tell which rank is at fault? At which line does rank 0
+# wait?
 
 # %%
-def train_asleep(config: FsdpConfig) -> None:
-    """Train; rank 1 does not come back from reading a batch of step 2."""
-    sys.stderr, read = sys.stdout, TokenData.batch
+def train_with_hang(config: FsdpConfig) -> None:
+    """Train; rank 1 hangs when it reads a batch of step 2."""
+    sys.stderr, read_batch = sys.stdout, TokenData.batch
 
     def batch(self, split, purpose, step, micro_batch):
         if (split, step, dist.get_rank()) == ("train", 2, 1):
             time.sleep(1000)
-        return read(self, split, purpose, step, micro_batch)
+        return read_batch(self, split, purpose, step, micro_batch)
 
     TokenData.batch = batch
     train(config)
 
 
-def shortened(text: str) -> str:
-    """Without absolute paths: two parts of a file's name; what is defined on this page is of no file."""
+def shorten_paths(text: str) -> str:
+    """Replace absolute paths by their last two parts; a function of this notebook has no file of its own."""
     text = re.sub(r"[^\s\"(]*ipykernel_\d+/\d+\.py", "this notebook", text.replace(folder.name + "/", ""))
     return re.sub(r"/[^\"]*/([^/\"]+/[^/\"]+\.py)", r"\1", text)
 
 
-def run_until_it_ends(out_dir: Path, function) -> list[int]:
-    """Two ranks train with a patience of 4 seconds; their exit codes."""
-    patient = dataclasses.replace(config, out_dir=str(out_dir), stall_seconds=4.0)
-    with tempfile.TemporaryDirectory() as meeting:
-        started = start_ranks(function, 2, patient, folder=meeting)
+def train_until_exit(out_dir: Path, function) -> list[int]:
+    """Train on two ranks with stall_seconds=4, and return their exit codes."""
+    stall_config = dataclasses.replace(config, out_dir=str(out_dir), stall_seconds=4.0)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        started = start_ranks(function, 2, stall_config, folder=rendezvous)
         for process, _ in started:
             process.join(60)
-        codes = [process.exitcode for process, _ in started]
-        end(started)
-    return codes
+        exit_codes = [process.exitcode for process, _ in started]
+        kill_ranks(started)
+    return exit_codes
 
 
-hung = new_directory()
+hung_run = new_directory()
 begin = time.monotonic()
-codes = run_until_it_ends(hung, train_asleep)
-print(f"ended after {time.monotonic() - begin:.0f} s, with exit codes {codes}")
-[sentence] = [path.read_text() for path in hung.glob("stacks/stalled-*.txt")]
-print("error:", shortened(sentence).replace(hung.name + "/", "").strip())
+exit_codes = train_until_exit(hung_run, train_with_hang)
+print(f"the ranks exited after {time.monotonic() - begin:.0f} s, with exit codes {exit_codes}")
+[message] = [path.read_text() for path in hung_run.glob("stacks/stalled-*.txt")]
+print("error:", shorten_paths(message).replace(hung_run.name + "/", "").strip())
 for rank in range(2):
-    beat = json.loads((hung / "heartbeat" / f"rank{rank}.json").read_text())
-    print(f"rank {rank} last told:", {name: beat[name] for name in ("step", "stage", "places", "waits")})
-assert codes == [STALLED, STALLED]
-assert re.match(r"rank 1 has been silent for \d+ s in step 2, ", sentence) and "the others waited for it" in sentence
+    heartbeat = json.loads((hung_run / "heartbeat" / f"rank{rank}.json").read_text())
+    print(f"last heartbeat of rank {rank}:", {name: heartbeat[name] for name in ("step", "stage", "places", "waits")})
+assert exit_codes == [STALLED, STALLED]
+assert re.match(r"rank 1 has made no progress for \d+ s in step 2, ", message) and "ranks waited for it" in message
 
 # %% [markdown]
-# The rank at fault is the one that has come least far (`step`, then `places`, which counts the places that all ranks
-# pass in the same order), and of several such one that does not wait for others. Rank 0 has come to the same place: it
-# waits in a collective, and rank 1 does not.
+# The rank at fault is the rank that has made the least progress. Progress is the `step`, and then `places`, a count of
+# the code positions that all ranks pass in the same order. If multiple ranks have made the least progress, the rank at
+# fault is one that does not wait for other ranks. Here both ranks have passed the same number of places. Rank 0 waits
+# in a collective, and rank 1 does not.
 #
-# What to mend is in the stacks.
+# The stacks show where the bug is.
 
 # %%
-def main_thread(rank: int) -> list[str]:
-    """Where a rank's main thread was, innermost first; without what torch wraps around its functions."""
-    text = shortened((hung / "stacks" / f"rank{rank}.txt").read_text())
+def read_main_thread(rank: int) -> list[str]:
+    """Return the stack of a rank's main thread, innermost frame first, without the wrappers of PyTorch."""
+    text = shorten_paths((hung_run / "stacks" / f"rank{rank}.txt").read_text())
     thread = next(part for part in text.split("hread 0x") if "phase3_fsdp/train.py" in part)
     frames = re.findall(r'File "(.*)", line (\d+) in (\w+)', thread)
     wrappers = ("wrapper", "decorate_context", "inner", "_fn", "_call_impl", "_wrapped_call_impl", "__call__")
     return [f"{file}:{line}, {name}" for file, line, name in frames if name not in wrappers]
 
 
-for rank in range(2):
-    frames = main_thread(rank)
-    last = next(number for number, line in enumerate(frames) if line.startswith("phase3_fsdp/train.py"))
+stacks = [read_main_thread(rank) for rank in range(2)]
+for rank, frames in enumerate(stacks):
+    last = next(number for number, frame in enumerate(frames) if frame.startswith("phase3_fsdp/train.py"))
     print(f"stacks/rank{rank}.txt:")
-    print(*[f"    {line}" for line in frames[: last + 1]], sep="\n")
+    print(*[f"    {frame}" for frame in frames[: last + 1]], sep="\n")
 
-assert main_thread(1)[0].endswith(", batch")
-assert main_thread(0)[0].startswith("distributed/distributed_c10d.py") and "unshard" in " ".join(main_thread(0))
+assert stacks[1][0].endswith(", batch")
+assert stacks[0][0].startswith("distributed/distributed_c10d.py") and "unshard" in " ".join(stacks[0])
 
 # %% [markdown]
-# Rank 1 sleeps in `batch`; rank 0 wants to gather a block's parameters, for which it needs rank 1. With
-# `torchrun --max-restarts=3`, or in a queue that starts the job again, it now goes on from the newest checkpoint by
-# itself, which (a) to (e) have made a safe thing to do.
+# Rank 1 sleeps in `batch`. Rank 0 calls an all-gather for the parameters of a block, and rank 1 does not take part in
+# it.
+#
+# With `torchrun --max-restarts=3`, or in a queue that restarts the job, training now continues automatically from the
+# newest checkpoint. Sections (a) to (e) showed that this is safe.
 #
 # ## Exercises
 #
-# **1. In the middle of the file.** In (c) rank 1 died before it had opened its file. Let it die in the middle of it,
-# still with torch's writer alone, in the same directory. Predict first: does the directory open now? Which of the two
-# deaths is worse?
+# **1. Killed in the middle of a file.** In (c) rank 1 was killed before it opened its file. Now kill it in the middle
+# of the file, again with PyTorch's writer alone and in the same directory. Predict first: can the checkpoint be loaded
+# now? Which of the two kills is worse?
 #
 # <details><summary>Hint</summary>
 #
-# torch's writer calls `torch.save` once a tensor, so rank 1 shall die at the 30th call of the second save:
+# PyTorch's writer calls `torch.save` once per tensor, so let rank 1 be killed at call 30 in the second save:
 #
 # ```python
 # import itertools
 #
 # def die_in_the_file(out_dir):
 #     warnings.simplefilter("ignore")
-#     saver, calls = Saver(out_dir, in_background=False), itertools.count()
+#     saver, calls = Saver(out_dir, is_async=False), itertools.count()
 #     for number in (1, 2):
 #         state = training_state(saver.model, saver.optimizer)
 #         for tensor in state.values():
 #             tensor.detach().fill_(number)
 #         if number == 2 and dist.get_rank() == 1:
-#             torch.save = before(torch.save, lambda *_: next(calls) == 30)
+#             torch.save = kill_before(torch.save, lambda *_: next(calls) == 30)
 #         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(f"{out_dir}/torch"))
 #
-# place = new_directory()
-# run_to_death(1, die_in_the_file, str(place))
-# open_by_torch(place / "torch")
+# out_dir = new_directory()
+# run_until_killed(1, die_in_the_file, str(out_dir))
+# load_with_dcp(out_dir / "torch")
 # ```
 #
-# It does not open (an `EOFError`, from deep inside): the file was emptied when it was opened for the second save, and
-# ends in the middle. This one is noticed, but it was the only checkpoint, and both saves are gone. The other death
-# costs nothing at once, and later nobody knows what.
+# It cannot be loaded: `load_with_dcp` raises an error, because the index refers to bytes beyond the end of the file.
+# Opening the file for the second save truncated it, and the kill came before the file was complete. This fault is
+# detected, but it destroyed the only checkpoint, so both saves are lost. The other kill seems harmless at first, but a
+# resumed run continues with wrong weights and no error.
 #
 # </details>
 #
-# **2. How often to save?** A save stops the training for C seconds, and every M seconds on average something fails.
-# Predict first: which share of the time is lost if you save every T seconds? Which T is best, and what does the
-# background gain, if C is then a thirtieth?
+# **2. How often to save?** A save stops the training for C seconds, and on average a failure occurs every M seconds.
+# Predict first: what fraction of the time is lost if you save every T seconds? Which T is best? How much do you gain
+# from an asynchronous save, if its C is 30 times smaller?
 #
 # <details><summary>Hint</summary>
 #
-# C/T for the stops; and a failure costs on average half of an interval, T/2 every M seconds. C/T + T/2M is least at
-# T = sqrt(2CM) (Young 1974), and is then sqrt(2C/M):
+# The stops cost C/T of the time. A failure costs half of an interval on average, T/2 every M seconds. The sum C/T +
+# T/2M has its minimum at T = sqrt(2CM) (Young 1974), and the minimum is sqrt(2C/M):
 #
 # ```python
 # M = 12 * 3600
@@ -860,15 +908,15 @@ assert main_thread(0)[0].startswith("distributed/distributed_c10d.py") and "unsh
 #     print(f"C = {C:2} s: save every {T / 60:.0f} minutes, {C / T + T / (2 * M):.1%} of the time is lost")
 # ```
 #
-# With a thirtieth of C you lose between a fifth and a sixth as much, since 30 has a root of 5.5, and you save more
-# often by the same factor. But T cannot be less than what a save in the background takes until it has ended: beyond
-# that the next one waits, as on the slower disk in (f).
+# If C is 30 times smaller, the loss is smaller by a factor of sqrt(30) = 5.5, and you save more often by the same
+# factor. But T cannot be smaller than the duration of an asynchronous save. With a smaller T the next save waits, as on
+# the slower disk in (f).
 #
 # </details>
 #
-# **3. Stopped, not asleep.** In (g) a thread of rank 1 could still write its heartbeats while its main thread slept.
-# Let the whole process be stopped instead, with SIGSTOP. Predict first: who finds it out? What are the exit codes, and
-# are there stacks of rank 1?
+# **3. A stopped process.** In (g) a thread of rank 1 still wrote heartbeats while its main thread was asleep. Now stop
+# the complete process with SIGSTOP. Predict first: how is this detected? What are the exit codes, and is there a file
+# with the stacks of rank 1?
 #
 # <details><summary>Hint</summary>
 #
@@ -876,25 +924,28 @@ assert main_thread(0)[0].startswith("distributed/distributed_c10d.py") and "unsh
 # import os
 #
 # def train_stopped(config):
-#     sys.stderr, read = sys.stdout, TokenData.batch
+#     sys.stderr, read_batch = sys.stdout, TokenData.batch
 #
 #     def batch(self, split, purpose, step, micro_batch):
 #         if (split, step, dist.get_rank()) == ("train", 2, 1):
 #             os.kill(os.getpid(), signal.SIGSTOP)
-#         return read(self, split, purpose, step, micro_batch)
+#         return read_batch(self, split, purpose, step, micro_batch)
 #
 #     TokenData.batch = batch
 #     train(config)
 #
-# hung = new_directory()
-# print(run_until_it_ends(hung, train_stopped))
-# print([shortened(path.read_text()) for path in hung.glob("stacks/stalled-*.txt")])
-# print(*main_thread(1), sep="\n")
+# hung_run = new_directory()
+# print(train_until_exit(hung_run, train_stopped))
+# print([shorten_paths(path.read_text()) for path in hung_run.glob("stacks/stalled-*.txt")])
+# print(*read_main_thread(1), sep="\n")
 # ```
 #
-# Rank 0 sees that the heartbeats of rank 1 no longer change, asks the system, and the sentence says "it is stopped".
-# The step in it is that of its last heartbeat, which is up to a second old. Rank 0 then sends it SIGUSR1 and SIGCONT,
-# on which faulthandler writes the stacks, even where Python cannot run, and after two seconds SIGKILL. The codes are 4
-# and -9, or twice 4 where rank 1, going on, has ended itself before that.
+# Rank 0 notices that the heartbeats of rank 1 no longer change. It asks the operating system for the state of the
+# process, and the message reports "the process is stopped". The step in the message comes from the last heartbeat,
+# which can be up to one second old.
+#
+# Rank 0 then sends SIGUSR1 and SIGCONT to rank 1, so that faulthandler writes the stacks even if the Python interpreter
+# cannot run. After two seconds it sends SIGKILL. The exit codes are 4 and -9. They are 4 and 4 if rank 1 continues
+# after SIGCONT and exits before the SIGKILL.
 #
 # </details>

@@ -1,7 +1,7 @@
-"""What train.py calls: the optimizer that the configuration asks for, and what differs between the four.
+"""The functions that train.py calls: create the configured optimizer, and make the model data-parallel.
 
-`zero1_backend` is flat (`zero1.py`), naive (`naive.py`) or torch (its own ZeroRedundancyOptimizer, on DDP);
-`use_zero1=False` is the baseline's DDP with nothing sharded. All four print the same losses.
+`zero1_backend` is flat (`zero1.py`), naive (`naive.py`) or torch (ZeroRedundancyOptimizer with DDP). `use_zero1=False`
+is the baseline's DDP, where nothing is sharded. All four train with the same losses.
 """
 
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ from phase1_zero1.zero1 import Zero1Optimizer
 
 @dataclass
 class Zero1Config(TrainConfig):
-    """GPT-2 training with ZeRO-1. The defaults are the baseline's, so that their loss curves can be laid together."""
+    """GPT-2 training with ZeRO-1. The defaults are the baseline's, so that the loss curves can be compared."""
 
     use_zero1: bool = True
-    """False: the baseline's DDP, nothing sharded"""
+    """False: the baseline's DDP, without sharding"""
     zero1_backend: Literal["flat", "naive", "torch"] = "flat"
-    """flat: zero1.py; naive: naive.py; torch: ZeroRedundancyOptimizer on DDP"""
+    """flat: zero1.py; naive: naive.py; torch: ZeroRedundancyOptimizer with DDP"""
     zero1_bucket_mb: float = 25.0
-    """size of flat's buckets, in 2^20 bytes"""
+    """maximum bucket size of the flat backend, in 2^20 bytes"""
 
     def check(self, world_size: int) -> None:
         if not self.zero1_bucket_mb > 0:
-            raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} cannot be: give a number above 0")
+            raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} is out of range: use a number above 0")
         if self.use_zero1 and self.optimizer == "muon" and self.zero1_backend != "flat":
             raise ConfigError(
                 f"--zero1_backend={self.zero1_backend} does not shard Muon: use --zero1_backend=flat, or "
@@ -45,7 +45,7 @@ class Zero1Config(TrainConfig):
 
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParallelOptimizer:
-    """Return the optimizer over a model that is on its device, with its weights. Collective."""
+    """Return the configured optimizer for a model that is on its device and has its weights. Collective."""
     if not config.use_zero1:
         return DdpOptimizer(configure_optimizer(model, config))
     groups = param_groups(model, config.weight_decay)
@@ -53,7 +53,7 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParall
     if config.zero1_backend == "naive":
         return NaiveZero1Optimizer(groups, AdamW, **adamw)
     if config.zero1_backend == "torch":
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # a quarter of a second
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # imported here, because the import takes 0.25 s
 
         return DdpOptimizer(ZeroRedundancyOptimizer(groups, AdamW, **adamw))
     if config.optimizer == "muon":
@@ -62,12 +62,12 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParall
 
 
 def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> nn.Module:
-    """Return the module to call. DDP averages gradients where the optimizer does not."""
+    """Return the module to call: the model, in DDP if the optimizer does not average gradients."""
     if isinstance(optimizer, Zero1Optimizer):
-        if not config.compile:  # a compiled module cannot wait in its middle
+        if not config.compile:  # compiled code cannot wait for a collective in its middle
             optimizer.gather_during_forward(model)
         elif run.world_size > 1:
-            for block in model.blocks:  # one graph for the whole model would deliver all its gradients at its end
+            for block in model.blocks:  # one graph for the full model would return all gradients at its end
                 block.compile()
             return model
     replica: Any = torch.compile(model) if config.compile else model
@@ -76,6 +76,6 @@ def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Con
 
 
 def set_gradient_sync(replica: nn.Module, optimizer: DataParallelOptimizer, last: bool) -> None:
-    """Average gradients in the last micro-batch of a step only; until then each rank adds up its own."""
-    averages: Any = optimizer if optimizer.averages_gradients else replica
-    averages.require_backward_grad_sync = last
+    """Average gradients only in the last micro-batch of a step. Before it, each rank accumulates its gradients."""
+    averager: Any = optimizer if optimizer.averages_gradients else replica
+    averager.require_backward_grad_sync = last

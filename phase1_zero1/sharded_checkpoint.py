@@ -1,8 +1,8 @@
 """Checkpoints of a sharded optimizer: every rank writes its shards, and any number of ranks reads them.
 
-A bucket is never saved: where things lie in it depends on the number of ranks. What is saved is, for each parameter
-and each of its moments, a slice of the flattened whole and where that slice begins. DCP's index puts slices together
-again, of whatever length the reader's are; no rank ever holds another's.
+Buckets are never saved, because their layout depends on the number of ranks. For each moment of each parameter, a rank
+saves its shard: a range of the flattened tensor, and the offset of that range. torch's Distributed Checkpoint (DCP)
+finds in its index the ranges that overlap with those of the reading rank. No rank ever stores another rank's shard.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from nanoGPT.checkpoint.manifest import file_names
+from nanoGPT.checkpoint.manifest import list_files
 from nanoGPT.checkpoint.shards import read_index, read_shards, write_shards
 from nanoGPT.checkpoint.state import FullState, allocate_state, load_weights, read_full_state
 from nanoGPT.checkpoint.writer import NewFiles
@@ -22,29 +22,29 @@ from nanoGPT.errors import ConfigError
 from phase1_zero1.protocol import DataParallelOptimizer
 
 
-class Slice(Tensor):
-    """A slice of a flattened tensor, which tells DCP what whole it belongs to; it shares the slice's memory."""
+class FlatShard(Tensor):
+    """A range of a flattened tensor that gives DCP its offset and the full size. It is a view; no memory is copied."""
 
     offset: int
-    whole: torch.Size
+    full_size: torch.Size
 
     @staticmethod
-    def of(part: Tensor, offset: int, numel: int) -> "Slice":
-        """`part` is elements `offset` and up of a whole of `numel`."""
-        made = part.detach().view(-1).as_subclass(Slice)
-        made.offset, made.whole = offset, torch.Size([numel])
-        return made
+    def of(part: Tensor, offset: int, numel: int) -> "FlatShard":
+        """Return `part` as the range that begins at `offset` of a flattened tensor with `numel` elements."""
+        shard = part.detach().view(-1).as_subclass(FlatShard)
+        shard.offset, shard.full_size = offset, torch.Size([numel])
+        return shard
 
     def size(self, dim: int | None = None) -> Any:
-        """The whole's, which DCP compares with what is stored; `shape` is the slice's."""
-        return self.whole if dim is None else self.whole[dim]
+        """Return the size of the full tensor, which DCP compares with the stored size. `shape` is the range's."""
+        return self.full_size if dim is None else self.full_size[dim]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size([self.offset]), torch.Size([self.numel()]))]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         chunk, properties = self.__create_chunk_list__()[0], TensorProperties.create_from_tensor(self)
-        data = TensorWriteData(chunk, properties, self.whole)
+        data = TensorWriteData(chunk, properties, self.full_size)
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
@@ -52,64 +52,71 @@ class Slice(Tensor):
 
 
 def training_state(model: nn.Module, optimizer: DataParallelOptimizer) -> dict[str, Tensor]:
-    """`model.<param>`, whole, and this rank's slices as `optimizer.<param>.<item>`; tied names once."""
-    optimizer.wait_for_params()  # the last step's may still be on their way
+    """Return full parameters as `model.<param>` and this rank's shards as `optimizer.<param>.<item>`.
+
+    A tied parameter appears under one name.
+    """
+    optimizer.wait_for_params()  # the all-gathers of the last step may still be in flight
     names = {param: name for name, param in model.named_parameters()}
     state = {f"model.{name}": param.detach() for param, name in names.items()}
     for param, offset, items in optimizer.local_state():
         for item, value in items.items():
             if isinstance(value, Tensor):
-                part = Slice.of(value, offset, param.numel()) if value.dim() else value
+                part = FlatShard.of(value, offset, param.numel()) if value.dim() else value
                 state[f"optimizer.{names[param]}.{item}"] = part
     return state
 
 
-def save_shards(to: NewFiles, model: nn.Module, optimizer: DataParallelOptimizer) -> None:
-    """Write this rank's shards, and its share of the parameters, into a new checkpoint; no buffers. Collective."""
-    write_shards(to, training_state(model, optimizer))
+def save_shards(files: NewFiles, model: nn.Module, optimizer: DataParallelOptimizer) -> None:
+    """Write this rank's shards and a part of the full parameters into a new checkpoint, without buffers. Collective."""
+    write_shards(files, training_state(model, optimizer))
 
 
 def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) -> None:
-    """Read a checkpoint that any number of ranks wrote, of this phase or of another. Collective.
+    """Load a checkpoint of any phase, written by any number of ranks. Collective.
 
     Raises:
-        ConfigError: it has other parameters than the model.
+        ConfigError: the parameters in the checkpoint are not those of the model.
     """
     for inner in optimizer.inner_optimizers():
         allocate_state(inner)
-    there = {} if "ckpt.pt" in file_names(path) else {key: size for key, (size, _) in read_index(path).items()}
-    # Whichever way, it must be the same on every rank, so the index alone decides; phase 3 stores matrices.
-    if there and all(len(size) < 2 for key, size in there.items() if key.startswith("optimizer.")):
+    stored = {} if "ckpt.pt" in list_files(path) else {key: size for key, (size, _) in read_index(path).items()}
+    # All ranks must take the same branch, so only the index decides. Phase 3 stores moments as matrices.
+    if stored and all(len(size) < 2 for key, size in stored.items() if key.startswith("optimizer.")):
         state = training_state(model, optimizer)
-        if differ := sorted(key for key in there.keys() ^ state.keys() if key.startswith("model.")):
+        if differ := sorted(key for key in stored.keys() ^ state.keys() if key.startswith("model.")):
             raise ConfigError(f"{path} and the model differ in {len(differ)} parameters, such as {differ[0]}")
-        read_shards(path, {key: value for key, value in state.items() if key in there})
+        read_shards(path, {key: value for key, value in state.items() if key in stored})
     else:
         full = read_full_state(path)
         load_weights(model, full.model)
-        there = copy_slices(full, model, optimizer)
-    clear_missing_state(there, model, optimizer)
+        stored = copy_shards(full, model, optimizer)
+    clear_missing_state(stored, model, optimizer)
 
 
-def copy_slices(full: FullState, model: nn.Module, optimizer: DataParallelOptimizer) -> dict[str, Any]:
-    """Copy this rank's slices out of whole tensors; the keys that there were."""
+def copy_shards(full: FullState, model: nn.Module, optimizer: DataParallelOptimizer) -> dict[str, Any]:
+    """Copy this rank's shards out of full tensors, and return the keys of the optimizer state in `full`."""
     names = {param: name for name, param in model.named_parameters()}
     for param, offset, items in optimizer.local_state():
         for item, value in items.items():
-            if (whole := full.optimizer.get(names[param], {}).get(item)) is not None:
-                part = whole.flatten()[offset : offset + value.numel()]
-                value.copy_(part.view_as(value) if value.dim() else whole)
+            if (full_value := full.optimizer.get(names[param], {}).get(item)) is not None:
+                part = full_value.flatten()[offset : offset + value.numel()]
+                value.copy_(part.view_as(value) if value.dim() else full_value)
     return {f"optimizer.{name}.{item}": None for name, items in full.optimizer.items() for item in items}
 
 
 @torch.no_grad()
-def clear_missing_state(there: Mapping[str, Any], model: nn.Module, optimizer: DataParallelOptimizer) -> None:
-    """A parameter that had no state when it was saved has none again; a master that was not, follows its parameter."""
+def clear_missing_state(stored: Mapping[str, Any], model: nn.Module, optimizer: DataParallelOptimizer) -> None:
+    """Clear the state of each parameter without stored state, and copy missing masters from their parameters.
+
+    Args:
+        stored: its keys are those of the checkpoint.
+    """
     names = {param: name for name, param in model.named_parameters()}
     for param, offset, items in list(optimizer.local_state()):
-        found = {item for item in items if f"optimizer.{names[param]}.{item}" in there}
-        if "master" in items and "master" not in found:
+        stored_items = {item for item in items if f"optimizer.{names[param]}.{item}" in stored}
+        if "master" in items and "master" not in stored_items:
             master = items["master"]
             master.copy_(param.detach().flatten()[offset : offset + master.numel()].view_as(master))
-        if not found - {"master"}:
+        if not stored_items - {"master"}:
             optimizer.state[param].clear()

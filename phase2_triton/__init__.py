@@ -1,13 +1,17 @@
-"""Triton is told two things before it is first imported, which is what importing this package comes before.
+"""Phase 2: GPT-2 training with Triton kernels.
 
-Where there is no GPU, its interpreter runs the kernels. Multiplication and addition are fused, as the kernels' errors
-and instruction counts were measured; Triton 3.10 changes its default.
+Importing this package sets two environment variables, because Triton reads them only once, when it is first imported:
+
+- TRITON_INTERPRET=1 where there is no GPU: Triton's interpreter then runs the kernels on the CPU.
+- TRITON_DEFAULT_FP_FUSION=1: a multiplication and an addition become one fused instruction. The measured errors and
+  instruction counts of the kernels depend on this. Triton 3.10 changes the default.
 """
 
 import os
 
 import torch
 
-if not torch.cuda.device_count():  # is_available() would start CUDA, which processes forked from this one could not use
+# Call device_count(), not is_available(): the latter initializes CUDA, and processes forked later could not use it.
+if not torch.cuda.device_count():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -1,11 +1,12 @@
-"""Put kernels into an untouched `GPT` from outside: names and state dict stay, so any checkpoint opens with or without.
+"""Replace modules of a `GPT` by versions that call Triton kernels. The model's own code does not change.
 
     model = GPT(model_args)
     for line in apply_kernels(model, "layernorm,loss"):
         print(line)
 
-A module that takes a kernel becomes an instance of a subclass whose `forward` calls it; `print(model)` shows which.
-Without Triton, or on a device where it cannot run, the model is left as it is and one line says why.
+Each module that uses a kernel becomes an instance of a subclass whose `forward` calls the kernel; `print(model)` shows
+these classes. Parameter names and the state dict stay the same, so any checkpoint opens with and without kernels. If
+Triton cannot run on the device, the model does not change, and one line gives the reason.
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, KVCache
 from nanoGPT.optim import configure_optimizer, param_groups
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels.adamw import TritonAdamW
-from phase2_triton.kernels.attention import WIDEST, causal_attention
-from phase2_triton.kernels.core import KernelError, interpreting, unavailable_reason
+from phase2_triton.kernels.attention import MAX_HEAD_SIZE, causal_attention
+from phase2_triton.kernels.core import KernelError, is_interpreted, unavailable_reason
 from phase2_triton.kernels.embedding import embedding
 from phase2_triton.kernels.gelu import bias_gelu
 from phase2_triton.kernels.layernorm import add_layer_norm, layer_norm
@@ -31,10 +32,10 @@ KERNELS = ("adamw", "attention", "embedding", "gelu", "layernorm", "loss")
 
 @dataclass
 class TritonConfig(TrainConfig):
-    """GPT-2 training with Triton kernels. On a CPU, where they are interpreted, the default model is a small one."""
+    """GPT-2 training with Triton kernels. On a CPU the kernels are interpreted, so the default model is small."""
 
     kernels: str = "all"
-    """all | none | some of adamw,attention,embedding,gelu,layernorm,loss"""
+    """kernels to use: all, none, or a list such as layernorm,loss from adamw,attention,embedding,gelu,layernorm,loss"""
     block_size: int = 32
     """tokens per sequence"""
     n_layer: int = 2
@@ -48,64 +49,75 @@ class TritonConfig(TrainConfig):
     min_lr: float = 5e-4
     """learning rate at the end of the cosine"""
     max_iters: int = 20
-    """optimizer steps of the whole run"""
+    """optimizer steps of the full run"""
     warmup_iters: int = 5
     """steps of linear warm-up"""
     eval_interval: int = 10
     """steps between evaluations"""
     eval_iters: int = 16
-    """micro-batches per evaluation, of all ranks together"""
+    """micro-batches per evaluation, in total over all ranks"""
 
     def check(self, world_size: int) -> None:
-        width = self.n_embd // self.n_head
-        if "attention" in parse_kernels(self.kernels) and width > WIDEST:
+        """Check that the attention kernel supports the heads' size.
+
+        Raises:
+            ConfigError: the heads are too wide.
+        """
+        head_size = self.n_embd // self.n_head
+        if "attention" in parse_kernels(self.kernels) and head_size > MAX_HEAD_SIZE:
             raise ConfigError(
-                f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {width} channels, and the attention "
-                f"kernel takes up to {WIDEST}: use more heads, or --kernels without attention"
+                f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {head_size} channels, and the attention "
+                f"kernel supports up to {MAX_HEAD_SIZE}: use more heads, or --kernels without attention"
             )
 
 
-def parse_kernels(kernels: str, known: str = f"all, none, or some of {','.join(KERNELS)}") -> frozenset[str]:
-    """The kernels that `all`, `none` or a list such as `layernorm,loss` names.
+def parse_kernels(kernels: str, valid_values: str = f"all, none, or some of {','.join(KERNELS)}") -> frozenset[str]:
+    """Parse a value of `--kernels`: `all`, `none` or a list such as `layernorm,loss`.
 
     Args:
-        known: what to advise where a name is none.
+        kernels: the value of the flag.
+        valid_values: the values that the error message suggests.
+
+    Returns:
+        The names of the kernels.
 
     Raises:
-        ConfigError: a name that is none of them.
+        ConfigError: a name is not a kernel.
     """
     names = [name.strip().lower() for name in kernels.split(",")]
     if names in (["all"], ["none"]):
         return frozenset(KERNELS if names == ["all"] else ())
     for name in names:
         if name not in KERNELS:
-            close = did_you_mean(name, list(KERNELS))
-            raise ConfigError(f"--kernels={kernels}: there is no kernel {name!r}{close or ': give ' + known}")
+            suggestion = did_you_mean(name, list(KERNELS))
+            advice = suggestion or f": use {valid_values}"
+            raise ConfigError(f"--kernels={kernels}: there is no kernel {name!r}{advice}")
     return frozenset(names)
 
 
 class KernelLayerNorm(nn.LayerNorm):
-    """`layernorm`: in the type that the next product computes in."""
+    """The `layernorm` kernel. Under autocast its result already has the type of the next matrix product."""
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class KernelAttention(CausalSelfAttention):
-    """`attention`: the whole context at once; a step of cached generation stays torch's."""
+    """The `attention` kernel, for full sequences. Generation with a cache uses torch's attention."""
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         if cache is not None:
             return super().forward(x, cache)
         B, T, C = x.size()
         heads = (part.view(B, T, self.n_head, C // self.n_head) for part in self.c_attn(x).split(C, dim=2))
-        q, k, v = (head.transpose(1, 2) for head in heads)  # (B, nh, T, hs) each, a view of the projection
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)  # its memory is (B, T, nh, hs)
+        q, k, v = (head.transpose(1, 2) for head in heads)  # (B, nh, T, hs) each, views of the projection
+        dropout = self.dropout if self.training else 0.0
+        y = causal_attention(q, k, v, dropout)  # (B, nh, T, hs), in the memory layout of (B, T, nh, hs)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
 class KernelMLP(MLP):
-    """`gelu`: the first bias is added on the way, so the product writes its result once."""
+    """The `gelu` kernel. It also adds the bias of `c_fc`, so the matrix product writes its result only once."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = bias_gelu(F.linear(x, self.c_fc.weight), self.c_fc.bias, self.gelu.approximate)
@@ -113,7 +125,7 @@ class KernelMLP(MLP):
 
 
 class KernelBlock(Block):
-    """`layernorm`: attention's result is added to the residual stream by the norm that reads it next."""
+    """The `layernorm` kernel in a block: `ln_2` also adds the attention's result to the residual stream."""
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         norm = self.ln_2
@@ -122,16 +134,16 @@ class KernelBlock(Block):
 
 
 class KernelGPT(GPT):
-    """`embedding` and `loss`, as far as they were chosen. With the loss kernel there are no logits to return."""
+    """The `embedding` and `loss` kernels, if they are in `kernels`. With the loss kernel, `head` returns no logits."""
 
     kernels: frozenset[str]
 
-    def embed(self, idx: Tensor, seen: int) -> Tensor:
+    def embed(self, idx: Tensor, first_position: int) -> Tensor:
         if "embedding" not in self.kernels:
-            return super().embed(idx, seen)
+            return super().embed(idx, first_position)
         wte, wpe = self.transformer["wte"], self.transformer["wpe"]
         assert isinstance(wte, nn.Embedding) and isinstance(wpe, nn.Embedding)
-        return embedding(idx, wte.weight, wpe.weight, seen)
+        return embedding(idx, wte.weight, wpe.weight, first_position)
 
     def head(self, x: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
         if "loss" not in self.kernels:
@@ -139,73 +151,80 @@ class KernelGPT(GPT):
         return None, linear_cross_entropy(x, self.lm_head.weight, targets, ignore_index=-1)
 
 
-def check_untouched(model: GPT) -> None:
-    """Refuse a model whose own code would be lost: kernels take the place of `forward`s that are the baseline's.
+def check_model(model: GPT) -> None:
+    """Check that the model is the baseline's GPT: a kernel replaces a `forward`, and custom code in it would be lost.
 
     Raises:
-        KernelError: says which module is not the baseline's.
+        KernelError: names the module that is not the baseline's.
     """
     if type(model) is not GPT:
-        advice = "a GPT before it is compiled, wrapped, subclassed or given kernels"
-        raise KernelError(f"apply_kernels: the model is a {type(model).__name__}: give {advice}")
+        raise KernelError(
+            f"apply_kernels: the model is a {type(model).__name__}: pass a GPT, before it is compiled or wrapped and "
+            "without kernels"
+        )
     for name, module in model.named_modules():
         if type(module) in (KernelLayerNorm, KernelAttention, KernelMLP, KernelBlock):
-            raise KernelError(f"apply_kernels: {name} has a kernel already: name all that are wanted in one call")
+            raise KernelError(f"apply_kernels: {name} already has a kernel: name all kernels in one call")
         if name.rpartition(".")[2] in ("c_fc", "lm_head") and type(module) is not nn.Linear:
-            raise KernelError(f"apply_kernels: {name} is a {type(module).__name__}: a kernel would pass it by")
+            raise KernelError(
+                f"apply_kernels: {name} is a {type(module).__name__}, which a kernel would not call: use nn.Linear"
+            )
     if model.lm_head.bias is not None:
-        raise KernelError("apply_kernels: lm_head has a bias, which the loss's kernel would leave out: remove it")
+        raise KernelError("apply_kernels: lm_head has a bias, which the loss kernel would ignore: remove the bias")
 
 
-REPLACED: tuple[tuple[str, type[nn.Module], type[nn.Module], str], ...] = (
+# The name of the kernel, the class of the baseline, the class that replaces it, and the description that is printed.
+REPLACEMENTS: tuple[tuple[str, type[nn.Module], type[nn.Module], str], ...] = (
     ("attention", CausalSelfAttention, KernelAttention, "causal flash attention"),
-    ("gelu", MLP, KernelMLP, "bias + GELU between the products"),
+    ("gelu", MLP, KernelMLP, "bias + GELU between the matrix products"),
     ("layernorm", nn.LayerNorm, KernelLayerNorm, "LayerNorm"),
     ("layernorm", Block, KernelBlock, "residual add + LayerNorm"),
 )
 
 
 def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None) -> list[str]:
-    """Change a model so that it computes with kernels.
+    """Change a model, in place, so that it computes with Triton kernels.
 
     Args:
-        model: an untouched GPT on its device, before it is compiled, wrapped or sharded.
-        kernels: all, none, or a list such as "layernorm,loss"; `adamw` is the optimizer's: `kernel_optimizer`.
-        device: the type of device on which it will run; by default the one on which its parameters are.
+        model: a plain GPT on its device, before it is compiled, wrapped or sharded.
+        kernels: all, none, or a list such as "layernorm,loss". `adamw` has no effect here: see `kernel_optimizer`.
+        device: the type of the device that the model will run on; default: the device of its parameters.
 
     Returns:
-        What was changed, a line each; or one line that says why nothing was.
+        One line for each change, or one line with the reason why nothing changed.
 
     Raises:
-        ConfigError: a name that is no kernel.
-        KernelError: a model that is not the baseline's, or has kernels already.
+        ConfigError: a name is not a kernel.
+        KernelError: the model is not the baseline's GPT, or it already has kernels.
     """
     names = parse_kernels(kernels)
-    check_untouched(model)
+    check_model(model)
     if not names:
-        return ["kernels: none, everything is torch's own"]
+        return ["kernels: none, the model uses torch's operations"]
     if reason := unavailable_reason(device or next(model.parameters()).device.type):
-        return [f"kernels: none, torch's own run instead: {reason}"]
+        return [f"kernels: none, the model uses torch's operations: {reason}"]
     lines = []
-    for name, plain, kernel, words in REPLACED:
-        modules = [module for module in model.modules() if type(module) is plain] if name in names else []
+    for name, plain_class, kernel_class, description in REPLACEMENTS:
+        modules = [module for module in model.modules() if type(module) is plain_class] if name in names else []
         for module in modules:
-            module.__class__ = kernel
+            module.__class__ = kernel_class
         if modules:
-            lines.append(f"kernels: {name}: {len(modules)} x {words}")
+            lines.append(f"kernels: {name}: {len(modules)} x {description}")
     if names & {"embedding", "loss"}:
         model.__class__, model.kernels = KernelGPT, names  # type: ignore[assignment]
     if "embedding" in names:
-        lines.append("kernels: embedding: token + position in one pass, with a sorted backward")
+        lines.append("kernels: embedding: token + position embedding in one kernel, with a sorted backward pass")
     if "loss" in names:
-        lines.append("kernels: loss: the head and the cross-entropy together, without holding the logits")
-    if interpreting():
-        lines.append("kernels are interpreted: slow, and there to be stepped through; --kernels=none turns them off")
+        lines.append("kernels: loss: linear head + cross-entropy in chunks, without storing all logits")
+    if is_interpreted():
+        lines.append(
+            "kernels are interpreted on the CPU, which is slow: use this for study and debugging, or --kernels=none"
+        )
     return lines
 
 
 def kernel_optimizer(model: GPT, config: TritonConfig) -> torch.optim.Optimizer:
-    """The optimizer that the configuration names; AdamW is the kernel's where that was chosen and can run."""
+    """Return the configuration's optimizer. AdamW uses the Triton kernel if `--kernels` includes it and it can run."""
     device = next(model.parameters()).device
     if config.optimizer != "adamw" or "adamw" not in parse_kernels(config.kernels) or unavailable_reason(device.type):
         return configure_optimizer(model, config)

@@ -1,6 +1,6 @@
-"""What a step with kernels costs by the formula, and what flags would free where memory is short.
+"""The predicted costs of a training step with kernels, and the memory that other flags would free.
 
-Kernels change neither the model state nor the communication, so `step_costs` is the baseline's.
+Kernels change neither the model state nor the communication. `step_costs` is therefore the baseline's function.
 """
 
 from nanoGPT.distributed.runtime import Runtime
@@ -13,8 +13,8 @@ __all__ = ["memory_savings", "step_costs"]
 
 
 def memory_savings(config: TritonConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that flags, the loss's kernel among them, or another `make` command, free on this rank."""
-    savings, names = costs.memory_savings(config, needs, run), parse_kernels(config.kernels)
-    if needs.is_gpu and "loss" not in names:
-        savings[f"--kernels={','.join(sorted({*names, 'loss'}))}"] = logits_bytes(config, needs, run)
+    """Return how many bytes each flag or `make` command would free on this rank, including the loss kernel's flag."""
+    savings, kernels = costs.memory_savings(config, needs, run), parse_kernels(config.kernels)
+    if needs.is_gpu and "loss" not in kernels:
+        savings[f"--kernels={','.join(sorted({*kernels, 'loss'}))}"] = logits_bytes(config, needs, run)
     return savings

@@ -1,9 +1,9 @@
-"""Activation checkpointing: keep less of the forward, compute it again in the backward (Chen et al. 2016).
+"""Activation checkpointing: save fewer activations in the forward, recompute them in the backward (Chen et al. 2016).
 
-A backward pass needs what its forward pass computed. A block keeps 16 tensors of (B, T, C) for it (they are listed in
-`activation_bytes.py`); when it is checkpointed, only its input, one. `selective` is between the two: the results of
-matrix products, which are expensive to compute, are kept, and all else, which is cheap, is recomputed (Korthikanti et
-al. 2022).
+The backward pass needs activations of the forward pass. A block saves 16 tensors of (B, T, C) for it, which are listed
+in `activation_bytes.py`. A checkpointed block saves only its input, one such tensor. `selective` is between the two: it
+saves the outputs of matrix products, which are expensive to compute, and recomputes everything else. It is not the
+selective recomputation of Korthikanti et al. (2022), which recomputes only the core of attention and saves the rest.
 """
 
 import re
@@ -21,43 +21,44 @@ from nanoGPT.model import GPT
 MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
-def checkpointed(mode: str, n_layer: int) -> list[int]:
-    """The blocks that are computed again: all of them, every k-th, or none.
+def select_checkpointed_blocks(mode: str, n_layer: int) -> list[int]:
+    """Return the indices of the blocks to recompute in the backward: all of them, every k-th, or none.
 
     Raises:
-        ConfigError: a mode that is none of `none`, `full`, `selective`, `every_2`, `every_3`, ...
+        ConfigError: the mode is not `none`, `full`, `selective`, `every_2`, `every_3`, ...
     """
     if mode == "none":
         return []
     every = (
-        1 if mode in ("full", "selective") else int(found[1]) if (found := re.fullmatch(r"every_(\d+)", mode)) else 0
+        1 if mode in ("full", "selective") else int(match[1]) if (match := re.fullmatch(r"every_(\d+)", mode)) else 0
     )
     if not 1 <= every <= n_layer:
         raise ConfigError(
-            f"--fsdp_activation_checkpointing={mode} cannot be: use none, full, selective, or every_2 for every "
+            f"--fsdp_activation_checkpointing={mode} is not a mode: use none, full, selective, or every_2 for every "
             f"second block, up to every_{n_layer}"
         )
     return list(range(0, n_layer, every))
 
 
 def checkpoint_activations(model: GPT, mode: str) -> None:
-    """Make blocks keep their input, or their products, and compute the rest again in the backward.
+    """Wrap the forward of the selected blocks, so that they save less and recompute the rest in the backward.
 
-    Dropout draws the same masks again: torch saves the generator's state with the input. The form is the non-reentrant
-    one, which is built on the hooks of saved tensors; the older one runs a second backward inside the backward, and
-    DDP then sees a parameter twice (`tests/phase3/test_activation_checkpointing.py`).
+    Dropout draws the same masks in the recomputation, because torch saves the generator's state with the input. The
+    wrapper uses non-reentrant checkpointing, which is based on saved-tensor hooks. The older, reentrant form runs a
+    second backward inside the backward, and DDP then receives a parameter's gradient twice
+    (`tests/phase3/test_activation_checkpointing.py`).
 
     Args:
-        model: before it is compiled or sharded.
-        mode: as `checkpointed` takes it.
+        model: not compiled and not sharded yet.
+        mode: a mode of `select_checkpointed_blocks`.
     """
-    for i in checkpointed(mode, len(model.blocks)):
+    for i in select_checkpointed_blocks(mode, len(model.blocks)):
         block = model.blocks[i]
-        block.forward = recompute_in_backward(block.forward, keep_products if mode == "selective" else None)
+        block.forward = recompute_in_backward(block.forward, save_matmuls if mode == "selective" else None)
 
 
 def recompute_in_backward(forward: Callable[..., Tensor], policy: Callable[..., Any] | None) -> Callable[..., Tensor]:
-    """A forward that keeps its inputs only, and what the policy tells it to."""
+    """Return a forward that saves only its inputs, and the outputs that the policy selects."""
     context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if policy else {}
 
     def checkpointed_forward(*inputs: Any) -> Tensor:
@@ -66,7 +67,10 @@ def recompute_in_backward(forward: Callable[..., Tensor], policy: Callable[..., 
     return checkpointed_forward
 
 
-def keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Keep what a product computed. Attention is run again: it draws dropout, and whoever draws after a draw that was
-    skipped gets other numbers."""
+def save_matmuls(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Return the policy of `selective`: save the outputs of matrix products, recompute everything else.
+
+    Attention is recomputed too, because it draws dropout masks. If the recomputation skipped these draws, the dropout
+    layers after it would draw other masks than in the forward.
+    """
     return CheckpointPolicy.MUST_SAVE if operator in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE

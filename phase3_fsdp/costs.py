@@ -1,15 +1,17 @@
-"""What a sharded step costs by the formula: bytes that a rank keeps, gathers and sends. The ledger counts the same.
+"""Formulas for the cost of an FSDP step: model state and communication per rank. The ledger measures the same numbers.
 
-For P parameters of which P_root are the root's, M micro-batches a rank, and S ranks that share one of R copies, a rank
-keeps 16P/S bytes and sends, as rings do, (S-1)/S of
+There are P parameters, P_root of them in the root unit, M micro-batches per rank, and R copies of the model, each
+sharded over S ranks. A rank stores 16P/S bytes of state. Its communication volume (ring algorithm), in elements, is
+(S-1)/S times
 
     all-gather         M (2P - P_root)    each unit in the forward and in the backward, the root once
                        M P                with fsdp_reshard_after_forward=False
-    reduce-scatter     P, or M P          once a step, or with fsdp_sync_every_micro_batch after every backward
+    reduce-scatter     P, or M P          once per step, or with fsdp_sync_every_micro_batch after every backward
 
-and 2 (R-1)/R of P/S where there are R copies. Gathered elements have the bytes of `dtype`, reduced ones 4. What
-`fully_shard` cuts it cuts in rows, and pads to a multiple of S rows: P is then a little more. The step after an
-evaluation gathers less, since that leaves gathered what is not freed after a forward.
+and with R > 1 copies also 2 (R-1)/R times P/S for the all-reduce. An all-gathered element has the bytes of `dtype`, a
+reduced one 4 bytes. `fully_shard` shards parameters by rows and pads them to a multiple of S rows, which makes P
+slightly larger. The first step after an evaluation all-gathers less: units that FSDP does not free after a forward are
+still unsharded.
 """
 
 from collections import Counter
@@ -25,13 +27,13 @@ from nanoGPT.memory.costs import step_costs as ddp_costs
 from nanoGPT.memory.savings import Needs, activation_savings, logits_bytes, name_ranks
 from nanoGPT.model import GPT
 from phase3_fsdp.activation_bytes import activation_bytes
-from phase3_fsdp.fsdp import FsdpConfig, kernels_of
+from phase3_fsdp.fsdp import FsdpConfig, resolve_kernels
 
-Traffic = Counter[tuple[str, int]]  # bytes of the full tensors, by kind of collective and number of ranks
+Traffic = Counter[tuple[str, int]]  # bytes of the full tensors, by collective and number of ranks
 
 
 def step_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtime) -> Costs:
-    """What the ledger should find on this rank.
+    """Return the costs that the ledger should measure on this rank.
 
     Args:
         model: from `shard_model`.
@@ -41,27 +43,27 @@ def step_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtim
         return costs
     params = [p for p in model.parameters() if isinstance(p, DTensor)]
     shards = params[0].device_mesh.size(-1)
-    whole = sum(padded(unit, shards) for unit in model.modules() if isinstance(unit, FSDPModule))
+    elements = sum(count_padded_elements(unit, shards) for unit in model.modules() if isinstance(unit, FSDPModule))
     moments = sum(8 * p.to_local().numel() + 4 for p in params)
-    state = {"parameters": 4 * whole // shards, "gradients": 4 * whole // shards, "optimizer_state": moments}
-    if config.fsdp_cpu_offload and run.device.type == "cuda":  # each gradient is copied to the host, without padding
+    state = {"parameters": 4 * elements // shards, "gradients": 4 * elements // shards, "optimizer_state": moments}
+    if config.fsdp_cpu_offload and run.device.type == "cuda":  # each gradient is copied to the CPU without padding
         state["gradients"] = 4 * sum(p.to_local().numel() for p in params)
-    return Costs(state, expected_traffic(model, config, run), whole - sum(p.numel() for p in params))
+    return Costs(state, expected_traffic(model, config, run), elements - sum(p.numel() for p in params))
 
 
 def own_params(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a unit: those of the module that no unit inside it has."""
+    """Return the parameters of a unit: those of the module that belong to no unit inside it."""
     inner = {id(p) for m in module.modules() if m is not module and isinstance(m, FSDPModule) for p in m.parameters()}
     return [p for p in module.parameters() if id(p) not in inner]
 
 
-def padded(module: nn.Module, shards: int) -> int:
-    """Elements of a unit's parameters, their rows filled up to a multiple of the ranks."""
+def count_padded_elements(module: nn.Module, shards: int) -> int:
+    """Return the number of elements of a unit's parameters, with rows padded to a multiple of `shards`."""
     return sum(-(-len(p) // shards) * shards * (p.numel() // len(p)) for p in own_params(module))
 
 
 def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Traffic:
-    """Bytes of the tensors that one step's collectives have, this rank's part in them not yet counted.
+    """Return the bytes of the full tensors in the collectives of one step, before the factors of the ring algorithm.
 
     Args:
         model: from `shard_model`.
@@ -75,7 +77,7 @@ def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Traffic:
     mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     shards, copies = mesh.size(-1), mesh.size() // mesh.size(-1)
     for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
-        size = padded(unit, shards)
+        size = count_padded_elements(unit, shards)
         gathers = 1 if unit is model or not config.fsdp_reshard_after_forward else 2
         if shards > 1:
             traffic["all-gather", shards] += micro_batches * gathers * size * run.dtype.itemsize
@@ -87,50 +89,57 @@ def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Traffic:
 
 
 def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
-    """What rank 0 says at the start: units, this rank's share, and the traffic of a step."""
+    """Return what rank 0 prints at the start: the units, its shards, and the communication of one step."""
     params = sum(p.numel() for p in model.parameters())
     traffic = expected_traffic(model, config, run)
-    sent = sum(ring_bytes(kind, size, ranks) for (kind, ranks), size in traffic.items())
-    work = ", ".join(f"{kind} {size / 1e6:,.1f} MB over {ranks}" for (kind, ranks), size in traffic.items() if size > 8)
-    step = f"a step: {work}; a rank sends {sent / 1e6:,.1f} MB, as rings count"
+    volume = sum(ring_bytes(kind, size, ranks) for (kind, ranks), size in traffic.items())
+    collectives = ", ".join(
+        f"{kind} {size / 1e6:,.1f} MB over {ranks} ranks" for (kind, ranks), size in traffic.items() if size > 8
+    )
+    step = (
+        f"per step: {collectives or 'no collectives'}; "
+        f"communication volume per rank {volume / 1e6:,.1f} MB (ring algorithm)"
+    )
     if not config.use_fsdp:
-        return f"not sharded: each of {run.world_size} rank(s) keeps {16 * params / 1e6:,.1f} MB of state\n{step}"
+        return f"not sharded: {16 * params / 1e6:,.1f} MB of state on each of {run.world_size} rank(s)\n{step}"
     parts = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     sizes = Counter(sum(p.numel() for p in own_params(m)) for m in parts)
-    mine = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+    local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     shards = next(p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor))
-    said = " + ".join(f"{count} x {size:,}" for size, count in sizes.items()) or "none"
+    units = [f"{count} unit{'s' * (count > 1)} of {size:,} parameters" for size, count in sizes.items()]
     root = sum(p.numel() for p in own_params(model))
     return (
-        f"sharded over {shards} of {run.world_size} rank(s): units of {said} parameters, the root's {root:,}; "
-        f"rank 0 keeps {mine:,} of {params:,}, {16 * mine / 1e6:,.1f} MB of state\n{step}"
+        f"sharded over {shards} of {run.world_size} rank(s): {', '.join([*units, f'a root unit of {root:,}'])}; rank 0 "
+        f"stores {local:,} of {params:,} parameters, {16 * local / 1e6:,.1f} MB of state\n{step}"
     )
 
 
-# ---- what the options free where memory is short
+# ---- the bytes that each option frees when a rank is out of memory
 
 
 def memory_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that every flag that is not set yet frees, and that more ranks would free."""
+    """Return the bytes that each flag, if it is not set yet, and more ranks free on this rank."""
     savings = activation_savings(config, needs, run) | checkpointing_savings(config, needs, run)
-    kernels = kernels_of(config)
+    kernels = resolve_kernels(config)
     if needs.is_gpu and "loss" not in kernels:
         savings[f"--kernels={'loss' if kernels == 'none' else kernels + ',loss'}"] = logits_bytes(config, needs, run)
     return savings | (sharding_savings(config, needs, run) if config.use_fsdp else ddp_savings(needs, run))
 
 
 def checkpointing_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return what recomputing every block in the backward pass frees, beyond what is recomputed already."""
+    """Return the bytes that `full` activation checkpointing frees, compared with the current mode."""
     shape, mode = needs.shape, config.fsdp_activation_checkpointing
-    now, full = (activation_bytes(shape, config.batch_size, config.block_size, run.dtype, m) for m in (mode, "full"))
-    return {"--fsdp_activation_checkpointing=full": min(now - full, needs.activations)}
+    current, full = (
+        activation_bytes(shape, config.batch_size, config.block_size, run.dtype, m) for m in (mode, "full")
+    )
+    return {"--fsdp_activation_checkpointing=full": min(current - full, needs.activations)}
 
 
 def sharding_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return what sharding over more ranks, and keeping the state elsewhere, frees of the state."""
+    """Return the bytes that sharding over more ranks, or moving the model state to other memory, frees."""
     N, shards = run.world_size, config.shards(run.world_size, run.local_world_size)
     is_on_gpu = run.device.type != "cpu" and not config.fsdp_cpu_offload
-    state = sum(needs.state.values()) if is_on_gpu == needs.is_gpu else 0  # else it is in the other memory
+    state = sum(needs.state.values()) if is_on_gpu == needs.is_gpu else 0  # 0: it is in the memory that is not short
     savings = {f"`make phase3` on {name_ranks(2 * N, needs, run)}": state / 2}
     if shards < N:
         savings["--fsdp_shard_size=all"] = state * (1 - shards / N)
@@ -139,11 +148,11 @@ def sharding_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str
     if config.async_save and not needs.is_gpu:
         savings["--async_save=False"] = needs.state["parameters"] + needs.state["optimizer_state"]
     computes_here = needs.is_gpu or run.device.type == "cpu"
-    return savings | (gathering_savings(config, needs, run) if computes_here and shards > 1 else {})
+    return savings | (unsharded_savings(config, needs, run) if computes_here and shards > 1 else {})
 
 
-def gathering_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return what options free of the parameters and gradients that are whole for a while."""
+def unsharded_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return the bytes that options free of parameters and gradients that are unsharded during a step."""
     shape, shards = needs.shape, config.shards(run.world_size, run.local_world_size)
     block = 12 * shape.n_embd**2 * run.dtype.itemsize
     savings = {}
@@ -157,7 +166,7 @@ def gathering_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[st
 
 
 def ddp_savings(needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return what FSDP would free on a rank that shards nothing."""
+    """Return the bytes that FSDP frees on a rank that shards nothing."""
     ranks, total = max(run.world_size, 2), sum(needs.state.values())
     if run.world_size > 1:
         return {"--use_fsdp=True": total * (1 - 1 / ranks)}

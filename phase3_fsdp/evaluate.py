@@ -1,10 +1,11 @@
-"""The validation loss of a checkpoint, or of weights from elsewhere, sharded over the ranks.
+"""Compute the validation loss of a checkpoint, or of other weights, with a model that is sharded over the ranks.
 
     torchrun --standalone --nproc_per_node=4 evaluate.py --out_dir=../out/my-run             # its newest checkpoint
     torchrun --standalone --nproc_per_node=8 evaluate.py --init_from=gpt2-xl --dataset=shakespeare --eval_iters=500
 
-A checkpoint of any phase, any optimizer and any number of ranks will do. No optimizer is made and none is read: a rank
-holds 4P/N bytes of weights, and while it computes one unit's. Nothing is written, so the run may be training meanwhile.
+The checkpoint can be of any phase, any optimizer and any number of ranks. The program creates no optimizer and reads no
+optimizer state: a rank stores 4P/N bytes of weights, and all-gathers units while they compute. It writes no files, so
+you can evaluate a run while it is training.
 """
 
 import math
@@ -22,45 +23,45 @@ from nanoGPT.memory.savings import Needs
 from nanoGPT.model import GPT
 from phase3_fsdp import costs, fsdp
 
-OF_TRAINING = (
+TRAINING_ONLY_SAVINGS = (
     "--fsdp_activation_checkpointing",
     "--fsdp_sync_every_micro_batch",
     "--async_save",
     "`make",
-)  # free nothing
+)  # prefixes of the savings that free nothing in an evaluation
 
 
 @dataclass
 class EvaluateConfig(fsdp.FsdpConfig):
-    """What to evaluate, and how to shard it: the fields of training, of which a checkpoint brings its own."""
+    """The weights to evaluate, and how to shard them. The fields are those of training; a checkpoint sets some."""
 
     init_from: str = "resume"
-    """resume: the newest checkpoint of out_dir; or as for training"""
+    """resume: the newest checkpoint of out_dir; or a value as in training"""
 
     def check(self, world_size: int) -> None:
-        # Whichever optimizer trained the checkpoint, none is made here.
+        # Muon's checkpoints can be evaluated too, because no optimizer is created here.
         fsdp.FsdpConfig.check(replace(self, optimizer="adamw"), world_size)
         if self.init_from == "scratch":
-            raise ConfigError("--init_from=scratch has learned nothing: evaluate resume, gpt2 or a directory")
+            raise ConfigError("--init_from=scratch has no trained weights: use resume, gpt2 or a directory")
 
 
 Config = EvaluateConfig
 
 
 class EvaluationCosts:
-    """`phase3_fsdp.costs` for weights alone: no gradients, no optimizer state, and no options of training."""
+    """`phase3_fsdp.costs` for an evaluation: no gradients, no optimizer state, and no options of training."""
 
     step_costs = staticmethod(costs.step_costs)
 
     def memory_savings(self, config: EvaluateConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-        """Return the bytes that flags free on this rank."""
+        """Return the bytes that each flag frees on this rank."""
         weights = replace(needs, state={**needs.state, "gradients": 0, "optimizer_state": 0})
         savings = costs.memory_savings(config, weights, run)
-        return {words: size for words, size in savings.items() if not words.startswith(OF_TRAINING)}
+        return {name: size for name, size in savings.items() if not name.startswith(TRAINING_ONLY_SAVINGS)}
 
 
 def evaluate_weights(config: EvaluateConfig) -> float:
-    """The mean loss over `eval_iters` micro-batches of the validation tokens; printed too, with its perplexity."""
+    """Return the mean loss over `eval_iters` micro-batches of validation tokens; print it with its perplexity."""
     with start(config, reads_only=True) as (run, config):
         data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
         source, checkpoint = config.init_from, None

@@ -1,14 +1,14 @@
-"""FSDP: every rank holds a slice of each parameter, its gradient and its optimizer state.
+"""FSDP: every rank stores a shard of each parameter, of its gradient and of its optimizer state.
 
-`shard_model` changes an untouched `GPT` from outside (torch's `fully_shard`, FSDP2). The model is cut into units, by
-default its blocks. Before a unit's forward and its backward its parameters are all-gathered, after each they are
-freed again; after its backward its gradients are reduce-scattered. What a rank keeps between steps is 1/N of 16 bytes
-a parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
+`shard_model` applies torch's `fully_shard` (FSDP2) to an unmodified `GPT`. The model is divided into units, by default
+its blocks. FSDP all-gathers the parameters of a unit before its forward and before its backward, and frees them after
+each. After the backward of a unit it reduce-scatters the gradients. Between steps a rank stores 1/N of 16 bytes per
+parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
 
-    with birthplace(config, run):
-        model = GPT(model_args)                        # names and shapes, no memory
-    model = shard_model(model, config, run)            # still no memory: every parameter knows its slice
-    init_shards(model, config, run)                    # each rank fills its own
+    with init_device(config, run):
+        model = GPT(model_args)                        # names and shapes only, no memory
+    model = shard_model(model, config, run)            # still no memory: parameters become sharded DTensors
+    init_shards(model, config, run)                    # each rank allocates and fills its shards
 """
 
 from collections.abc import Mapping
@@ -27,127 +27,144 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, initial_value
 from nanoGPT.train_config import TrainConfig
-from phase3_fsdp.activation_checkpointing import checkpoint_activations, checkpointed
+from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
+
+DEFAULT_MIN_NUM_PARAMS = 1_000_000  # of a unit, if units are chosen by size
+SWITCHES = {"True": "full", "False": "none"}  # short forms of activation checkpointing
 
 
 @dataclass
 class FsdpConfig(TrainConfig):
-    """GPT-2 training with FSDP. The defaults are the baseline's, so that their loss curves can be laid together."""
+    """GPT-2 training with FSDP. The defaults are the baseline's, so that the loss curves can be compared."""
 
     use_fsdp: bool = True
-    """False: the baseline's DDP, nothing sharded"""
-    fsdp_wrap: Literal["block", "size"] = "block"
-    """what is gathered and freed as one: every block, or every module of fsdp_min_num_params"""
-    fsdp_min_num_params: int = 1_000_000
-    """with fsdp_wrap=size: parameters that make a module with submodules a unit of its own"""
+    """False: the baseline's DDP, without sharding"""
+    fsdp_wrap: Literal["auto", "block", "size"] = "auto"
+    """the units: every block, or modules of a minimum size; auto: by size if fsdp_min_num_params is given"""
+    fsdp_min_num_params: int | None = None
+    """minimum number of parameters of a unit, which is a module with submodules; None: 1,000,000"""
     fsdp_reshard_after_forward: bool = True
-    """False: a unit stays gathered from its forward to its backward; less traffic, more memory"""
+    """False: a unit stays unsharded from its forward to its backward; less communication, more memory"""
     fsdp_shard_size: str = "all"
-    """ranks that share one copy of the model: all | node (those of a machine) | a number that divides the ranks"""
+    """ranks that share one copy of the model: all | node (the ranks of one node) | a divisor of the world size"""
     fsdp_cpu_offload: bool = False
-    """keep shards, gradients and optimizer state in the CPU's memory, and update there"""
+    """store parameters, gradients and optimizer state in CPU memory, and update them on the CPU"""
     fsdp_activation_checkpointing: str = "none"
-    """none | full | selective | every_2, every_3, ...: which blocks are computed again in the backward"""
+    """none or False | full or True | selective (save the outputs of matrix products) | every_2, every_3, ...: blocks to
+    recompute"""
     fsdp_sync_every_micro_batch: bool = False
-    """reduce gradients after every micro-batch: more traffic, no whole gradients kept between them"""
+    """reduce-scatter gradients after every micro-batch: more communication, no unsharded gradients in between"""
     fsdp_prefetch: int = 0
-    """units that are gathered ahead of the one that computes; 0: what torch does by itself"""
+    """number of units to all-gather ahead of the unit that computes; 0: torch's default prefetching"""
     kernels: str = "none"
-    """none | triton | some of attention,embedding,gelu,layernorm,loss, those of phase 2"""
+    """kernels of phase 2: none | triton (all) | some of attention,embedding,gelu,layernorm,loss"""
     async_save: bool = False
-    """write checkpoints from a copy while training goes on"""
+    """write checkpoints from a copy while training continues"""
+
+    def __post_init__(self) -> None:
+        if (self.fsdp_wrap, self.fsdp_min_num_params) == ("block", DEFAULT_MIN_NUM_PARAMS):  # as in older checkpoints
+            self.fsdp_wrap, self.fsdp_min_num_params = "auto", None
+        mode = self.fsdp_activation_checkpointing
+        self.fsdp_activation_checkpointing = SWITCHES.get(mode, mode)
 
     def check(self, world_size: int) -> None:
-        for name, least in (("fsdp_min_num_params", 1), ("fsdp_prefetch", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name}={getattr(self, name)} cannot be: give {least} or more")
-        checkpointed(self.fsdp_activation_checkpointing, self.n_layer)
-        kernels_of(self)
+        for name, minimum in (("fsdp_min_num_params", 1), ("fsdp_prefetch", 0)):
+            if (value := getattr(self, name)) is not None and value < minimum:
+                raise ConfigError(f"--{name}={value} is out of range: use {minimum} or more")
+        select_checkpointed_blocks(self.fsdp_activation_checkpointing, self.n_layer)
+        resolve_kernels(self)
         if not self.use_fsdp:
             self._check_ddp()
             return
         if self.optimizer != "adamw":
             raise ConfigError(
-                f"--optimizer={self.optimizer} needs whole matrices, which FSDP cuts: use phase 1, or --use_fsdp=False"
+                f"--optimizer={self.optimizer} needs the full matrix for its update, but FSDP stores shards by rows: "
+                "use phase 1, or --use_fsdp=False"
             )
         size = self.fsdp_shard_size
         sizes = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         if size not in ("all", "node", *sizes):
             raise ConfigError(
-                f"--fsdp_shard_size={size} does not divide {world_size} rank(s): give --fsdp_shard_size=all, node or "
-                f"{' or '.join(sizes)}, also where a checkpoint brought it"
+                f"--fsdp_shard_size={size} does not divide {world_size} rank(s): use --fsdp_shard_size=all, node or "
+                f"{' or '.join(sizes)} (also if the value comes from a checkpoint)"
             )
-        if self.fsdp_wrap == "block" and self.fsdp_min_num_params != FsdpConfig.fsdp_min_num_params:
+        if self.fsdp_wrap == "block" and self.fsdp_min_num_params is not None:
             raise ConfigError(
-                f"--fsdp_min_num_params={self.fsdp_min_num_params} says nothing of blocks: add --fsdp_wrap=size"
+                f"--fsdp_min_num_params={self.fsdp_min_num_params} has no effect on blocks: remove --fsdp_wrap=block"
             )
+
+    @property
+    def wraps_by_size(self) -> bool:
+        """Whether the units are modules of a minimum size, and not blocks."""
+        return self.fsdp_wrap == "size" or (self.fsdp_wrap == "auto" and self.fsdp_min_num_params is not None)
 
     def shards(self, world_size: int, local_world_size: int) -> int:
-        """Return how many ranks share one copy of the model."""
+        """Return the number of ranks over which one copy of the model is sharded."""
         return {"all": world_size, "node": local_world_size}.get(self.fsdp_shard_size) or int(self.fsdp_shard_size)
 
-    def share_of_parameters(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
+    def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
         if not self.use_fsdp:
             return 1.0
         return 0.0 if on_gpu and self.fsdp_cpu_offload else 1 / self.shards(world_size, local_world_size)
 
     def _check_ddp(self) -> None:
-        plain = FsdpConfig()
+        default = FsdpConfig()
         names = ("fsdp_wrap", "fsdp_min_num_params", "fsdp_reshard_after_forward", "fsdp_shard_size")
         for name in (*names, "fsdp_cpu_offload", "fsdp_sync_every_micro_batch", "fsdp_prefetch"):
-            if getattr(self, name) != getattr(plain, name):
+            if getattr(self, name) != getattr(default, name):
                 raise ConfigError(
-                    f"--{name}={getattr(self, name)} needs FSDP: give --{name}={getattr(plain, name)}, or drop "
+                    f"--{name}={getattr(self, name)} needs FSDP: use --{name}={getattr(default, name)}, or remove "
                     "--use_fsdp=False"
                 )
 
 
-def kernels_of(config: FsdpConfig) -> str:
-    """The kernels that the model is to use, as `phase2_triton.apply` names them.
+def resolve_kernels(config: FsdpConfig) -> str:
+    """Return the names of the Triton kernels that the model uses, in the format of `phase2_triton.apply`.
 
     Raises:
-        ConfigError: a name that is none of them, or AdamW's, which updates whole tensors and not slices.
+        ConfigError: a name is not that of a kernel, or it is adamw, whose kernel updates full tensors and not shards.
     """
     if config.kernels.lower() == "none":
         return "none"
     from phase2_triton.apply import KERNELS, TritonConfig, parse_kernels
 
-    everything = ",".join(name for name in KERNELS if name != "adamw")
-    names = everything if config.kernels.lower() == "triton" else config.kernels
-    if "adamw" in parse_kernels(names, f"triton, none, or some of {everything}"):
+    supported = ",".join(name for name in KERNELS if name != "adamw")
+    names = supported if config.kernels.lower() == "triton" else config.kernels
+    if "adamw" in parse_kernels(names, f"triton, none, or some of {supported}"):
         raise ConfigError(
-            f"--kernels={config.kernels}: AdamW's kernel does not update slices: use --kernels={everything}"
+            f"--kernels={config.kernels}: AdamW's kernel does not update shards: use --kernels={supported}"
         )
     TritonConfig(n_embd=config.n_embd, n_head=config.n_head, kernels=names).check(1)
     return names
 
 
 def init_device(config: FsdpConfig, run: Runtime) -> torch.device:
-    """Where to build the model: on the meta device, which has shapes and no memory, where it will be sharded."""
+    """Return the device on which to build the model: with FSDP the meta device, which has shapes but no memory."""
     return torch.device("meta") if config.use_fsdp else run.device
 
 
 def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
-    """Turn an untouched model into this rank's share of it. Collective.
+    """Shard an unmodified model over the ranks. Collective.
 
-    The order matters. Kernels replace the forwards of modules, so they come first. Activation checkpointing wraps a
-    block's forward, and what is compiled is that wrapped forward: no graph holds a collective. Only then is a block
-    sharded, whose hooks gather its parameters before all of this runs. Inner units are sharded before outer ones,
-    since `fully_shard` takes what is left; the root comes last and takes the embeddings, the final LayerNorm, and the
-    head, which is the token embedding under another name and must be in the same unit.
+    The order matters. Kernels replace the forwards of modules, so they come first. Activation checkpointing wraps the
+    forward of a block. Compilation compiles that wrapped forward, so no graph contains a collective. Sharding a block
+    comes after these, so that its hooks all-gather the parameters before the compiled code runs. Inner units come
+    before outer ones, because `fully_shard` takes all parameters that belong to no unit yet. The root comes last. It
+    takes the embeddings, the final LayerNorm and the head. The head is tied to the token embedding, so the two must be
+    in the same unit.
 
     Args:
-        model: as `init_device` says; its parameters need no values yet.
-        config: every option of `FsdpConfig`.
+        model: built on the device of `init_device`; its parameters need no values yet.
+        config: all options of `FsdpConfig` apply.
         run: this rank's Runtime.
 
     Returns:
-        The same object. Its parameters are DTensors, cut in their first dimension; with `use_fsdp=False` plain tensors.
+        The same object. Its parameters are DTensors sharded in dimension 0; with `use_fsdp=False` plain tensors.
 
     Raises:
-        ConfigError: shards of one machine where machines differ.
+        ConfigError: `fsdp_shard_size=node`, and the nodes have different numbers of ranks.
     """
-    if (kernels := kernels_of(config)) != "none":
+    if (kernels := resolve_kernels(config)) != "none":
         from phase2_triton.apply import apply_kernels
 
         for line in apply_kernels(model, kernels, run.device.type):
@@ -158,101 +175,109 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     if config.compile:
         for block in model.blocks:
             block.compile()
-    run.autocasts = False  # parameters are cast when they are gathered: half the bytes on the wire
-    how: dict[str, Any] = {
-        "mesh": rank_mesh(config, run),
+    run.uses_autocast = False  # FSDP casts parameters before the all-gather, which halves its bytes in bf16
+    shard_options: dict[str, Any] = {
+        "mesh": create_mesh(config, run),
         "mp_policy": MixedPrecisionPolicy(param_dtype=run.dtype, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(run.device.type != "cpu") if config.fsdp_cpu_offload else OffloadPolicy(),
     }
-    parts = units(model, config)
-    for part in reversed(parts):  # inner ones first
-        fully_shard(part, reshard_after_forward=config.fsdp_reshard_after_forward, **how)
-    fully_shard(model, **how)  # not freed after its forward, since its backward is what comes next
-    prefetch([model, *parts], config.fsdp_prefetch)
+    units = find_units(model, config)
+    for unit in reversed(units):  # inner units first
+        fully_shard(unit, reshard_after_forward=config.fsdp_reshard_after_forward, **shard_options)
+    fully_shard(model, **shard_options)  # FSDP keeps the root unsharded after the forward: its backward comes next
+    set_prefetching([model, *units], config.fsdp_prefetch)
     return model
 
 
-def rank_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
-    """The ranks as a line that shares one model, or as rows that each do: (replicas, shards)."""
+def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
+    """Return a mesh of (shards,) ranks for one copy of the model, or of (replicas, shards) ranks for several."""
     shards = config.shards(run.world_size, run.local_world_size)
     if run.world_size % shards:
-        raise ConfigError(f"--fsdp_shard_size=node: machines of {shards} ranks do not make {run.world_size}: use all")
+        raise ConfigError(
+            f"--fsdp_shard_size=node needs the same number of ranks on every node, but {run.world_size} is not a "
+            f"multiple of {shards}: use --fsdp_shard_size=all"
+        )
     if shards == run.world_size:
         return init_device_mesh(run.device.type, (shards,), mesh_dim_names=("shard",))
     return init_device_mesh(run.device.type, (run.world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def units(model: GPT, config: FsdpConfig) -> list[nn.Module]:
-    """The modules that are gathered and freed as one, in the order in which they begin to run; the root has the rest.
+def find_units(model: GPT, config: FsdpConfig) -> list[nn.Module]:
+    """Return the modules that FSDP all-gathers and frees as units, in execution order, without the root.
 
-    By size: going up from the leaves, a module with submodules is a unit as soon as so many parameters are in it that
-    no unit inside it has (as torch's `size_based_auto_wrap_policy`). A single layer never is one, because kernels read
-    the weights of layers from the module around them; and a block that is computed again in the backward is one or
-    none, because a unit inside it would be gathered once more for that.
+    With wrapping by size, the search starts at the leaves. A module with submodules becomes a unit if it has at least
+    `fsdp_min_num_params` parameters that belong to no unit inside it (as in torch's `size_based_auto_wrap_policy`). A
+    single layer is never a unit, because kernels read the weights of a layer from the module around it. A checkpointed
+    block contains no units, because the recomputation would all-gather them once more.
     """
-    if config.fsdp_wrap == "block":
+    if not config.wraps_by_size:
         return list(model.blocks)
-    found: list[nn.Module] = []
-    again = [model.blocks[i] for i in checkpointed(config.fsdp_activation_checkpointing, len(model.blocks))]
+    units: list[nn.Module] = []
+    min_num_params = config.fsdp_min_num_params or DEFAULT_MIN_NUM_PARAMS
+    checkpointed = [
+        model.blocks[i] for i in select_checkpointed_blocks(config.fsdp_activation_checkpointing, len(model.blocks))
+    ]
 
-    def left_over(module: nn.Module) -> int:
-        inner = [] if module in again else list(module.children())
-        left = sum(p.numel() for p in module.parameters(recurse=not inner)) + sum(map(left_over, inner))
-        callable_alone = not isinstance(module, nn.ModuleDict | nn.ModuleList | GPT) and any(module.children())
-        if callable_alone and left >= config.fsdp_min_num_params:
-            found.append(module)
+    def count_unassigned(module: nn.Module) -> int:
+        children = [] if module in checkpointed else list(module.children())
+        unassigned = sum(p.numel() for p in module.parameters(recurse=not children))
+        unassigned += sum(map(count_unassigned, children))
+        can_be_unit = not isinstance(module, nn.ModuleDict | nn.ModuleList | GPT) and any(module.children())
+        if can_be_unit and unassigned >= min_num_params:
+            units.append(module)
             return 0
-        return left
+        return unassigned
 
-    left_over(model)
-    return [module for module in model.modules() if module in found]
+    count_unassigned(model)
+    return [module for module in model.modules() if module in units]
 
 
-def prefetch(parts: list[nn.Module], ahead: int) -> None:
-    """Tell each unit which ones to gather while it computes: the next ones, and in the backward those before it."""
-    for i, part in enumerate(parts if ahead else []):
-        assert isinstance(part, FSDPModule)
-        part.set_modules_to_forward_prefetch(parts[i + 1 : i + 1 + ahead])  # type: ignore[arg-type]
-        part.set_modules_to_backward_prefetch(parts[max(0, i - ahead) : i][::-1])  # type: ignore[arg-type]
+def set_prefetching(units: list[nn.Module], ahead: int) -> None:
+    """Let each unit prefetch the next `ahead` units in the forward, and the previous ones in the backward."""
+    for i, unit in enumerate(units if ahead else []):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])  # type: ignore[arg-type]
+        unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])  # type: ignore[arg-type]
 
 
 @torch.no_grad()
 def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Give a model from `shard_model` memory for this rank's slices, and fill them one parameter at a time.
+    """Allocate this rank's shards of a model from `shard_model`, and initialise them one parameter at a time.
 
-    Each parameter is drawn, or read, whole, and the slice is kept: the same weights at every number of ranks. (To seed
-    a generator and let every rank draw its own slice gives other weights at every number of ranks, and ranks with the
-    same numbers.) The most a rank holds is its share and the largest parameter.
+    A rank draws or reads each parameter in full and stores only its shard, so the weights are the same for every
+    number of ranks. (If every rank drew only its shard from a generator with the same seed, the weights would depend on
+    the number of ranks, and the shards of all ranks would be equal.) Peak memory is this rank's shards plus the largest
+    parameter.
 
     Args:
-        weights: by parameter name; None draws them as the baseline does.
+        weights: full parameters by name; None: draw them like the baseline.
     """
     if next(model.parameters()).is_meta:
         model.to_empty(device="cpu" if config.fsdp_cpu_offload else run.device)
     if config.init_from == "resume":
-        return  # every value comes from the checkpoint
+        return  # load_shards sets every value
     for name, param in model.named_parameters():
         if weights is None:
-            copy_slice(param, initial_value(name, param.shape, model.config.n_layer, config.seed))
+            copy_shard(param, initial_value(name, param.shape, model.config.n_layer, config.seed))
         else:
-            copy_slice(param, weights[name])
+            copy_shard(param, weights[name])
 
 
 @torch.no_grad()
-def copy_slice(target: Tensor, whole: Tensor) -> None:
-    """Copy this rank's rows of a whole tensor; all of it where nothing is sharded."""
+def copy_shard(target: Tensor, full: Tensor) -> None:
+    """Copy this rank's rows of a full tensor to `target`, or all of it if `target` is not sharded."""
     if isinstance(target, DTensor) and target.dim():
         local = target.to_local()
         mesh = target.device_mesh
         shards, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-        begin = min(index * -(-len(whole) // shards), len(whole))  # all but the last have ceil(rows / shards)
-        local.copy_(whole[begin : begin + len(local)])
+        begin = min(index * -(-len(full) // shards), len(full))  # ceil(rows / shards) rows, fewer at the end
+        local.copy_(full[begin : begin + len(local)])
     else:
-        (target.to_local() if isinstance(target, DTensor) else target).copy_(whole)
+        (target.to_local() if isinstance(target, DTensor) else target).copy_(full)
 
 
 def data_parallel(model: GPT, config: FsdpConfig, run: Runtime) -> nn.Module:
-    """The module to call: the sharded model itself, or what the baseline makes of a whole one."""
+    """Return the module to call: the sharded model itself, or with `use_fsdp=False` the model in DDP."""
     if config.use_fsdp:
         return model
     replica: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
@@ -260,9 +285,11 @@ def data_parallel(model: GPT, config: FsdpConfig, run: Runtime) -> nn.Module:
 
 
 def set_gradient_sync(replica: nn.Module, config: FsdpConfig, last: bool) -> None:
-    """Before each micro-batch: reduce gradients after its backward, or let each rank add up whole ones until the last.
+    """Set whether the next backward reduces gradients; call it before each micro-batch.
 
-    With `fsdp_sync_every_micro_batch` slices are added up instead; replicas are still averaged once a step.
+    By default only the last micro-batch reduces gradients, and before it each rank accumulates full gradients. With
+    `fsdp_sync_every_micro_batch` every micro-batch reduces, and a rank accumulates shards. The copies of a model are
+    all-reduced once per step in both cases.
     """
     if isinstance(replica, FSDPModule):
         replica.set_requires_gradient_sync(last or config.fsdp_sync_every_micro_batch)
@@ -272,13 +299,13 @@ def set_gradient_sync(replica: nn.Module, config: FsdpConfig, last: bool) -> Non
 
 
 def local_grads(replica: nn.Module) -> list[Tensor]:
-    """This rank's slices of the gradients. A rank may hold nothing of a small parameter: an empty slice."""
+    """Return this rank's shards of the gradients. The shard of a parameter with few rows may be empty."""
     return [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in replica.parameters() if p.grad is not None
     ]
 
 
 def shard_group(replica: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks whose slices together are the model; None where every rank has all of it."""
+    """Return the ranks whose shards make up the full model, or None if the model is not sharded."""
     param = next(replica.parameters())
     return param.device_mesh.get_group(-1) if isinstance(param, DTensor) else None

@@ -1,7 +1,7 @@
-"""Sharded checkpoints: every rank writes its own shards, and any number of ranks reads them
-(`nanoGPT.checkpoint.shards`).
+"""Sharded checkpoints: every rank writes its shards, and any number of ranks can read them.
 
-The keys are parameter names, and an entry is a DTensor: DCP asks it which slice of the whole this rank holds.
+The keys contain parameter names, and the values are DTensors. torch's Distributed Checkpoint (DCP) asks a DTensor which
+part of the full tensor it stores. `nanoGPT.checkpoint.shards` writes and reads the files.
 """
 
 from pathlib import Path
@@ -11,84 +11,89 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nanoGPT.checkpoint.manifest import file_names
+from nanoGPT.checkpoint.manifest import list_files
 from nanoGPT.checkpoint.shards import read_index, read_shards, write_shards
-from nanoGPT.checkpoint.state import FullState, allocate_state, optimizer_by_name, read_full_state
+from nanoGPT.checkpoint.state import FullState, allocate_state, optimizer_state_by_name, read_full_state
 from nanoGPT.checkpoint.writer import NewFiles
-from phase3_fsdp.fsdp import copy_slice
+from phase3_fsdp.fsdp import copy_shard
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor of a training state by name, `model.<param>` and `optimizer.<param>.<item>`; tied names once.
+    """Return the tensors of a training state as `model.<param>` and `optimizer.<param>.<item>`.
 
-    A forward without a backward, as in an evaluation, leaves the root's parameters gathered, and the optimizer does
-    not know those: they are given back first.
+    A tied parameter appears under one name. After a forward without a backward, as in an evaluation, the root's
+    parameters are still unsharded, and the optimizer has no state for these tensors. So all units are resharded first.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     state = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
-    for name, items in optimizer_by_name(model, optimizer).items():
+    for name, items in optimizer_state_by_name(model, optimizer).items():
         state |= {f"optimizer.{name}.{item}": value for item, value in items.items()}
     return state
 
 
-def like(value: Tensor, shard: Tensor) -> Tensor:
-    """A DTensor of another shard, which may lie on another device than the mesh's; or that by itself."""
+def make_dtensor_like(value: Tensor, shard: Tensor) -> Tensor:
+    """Return `shard` as a DTensor with the layout of `value`, or unchanged if `value` is no DTensor.
+
+    The shard may be on another device than the mesh.
+    """
     return DTensor(shard, value._spec, requires_grad=False) if isinstance(value, DTensor) else shard
 
 
 class ShardWriter:
-    """Writes this rank's shards of a model and its optimizer into new checkpoints, as they are or as they were.
+    """A writer of this rank's shards of a model and its optimizer, for synchronous and asynchronous saves.
 
-    `copy` takes a copy, in CPU memory that is kept from save to save, and pinned where the shards are on a GPU; `write`
-    then writes that, beside the training. It must not be called while a `write` of the copy before goes on.
+    For an asynchronous save, `copy` copies the shards to CPU memory, and `write` then writes the copy while training
+    continues. All saves use the same CPU memory, which is pinned if the shards are on a GPU. Do not call `copy` while
+    `write` is still writing the previous copy.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.kept: dict[str, Tensor] = {}
-        self.copied: dict[str, Tensor] | None = None
+        self.buffers: dict[str, Tensor] = {}
+        self.cpu_state: dict[str, Tensor] | None = None
 
     def copy(self) -> None:
-        """Copy this rank's shards."""
-        copied = {}
+        """Copy this rank's shards to CPU memory."""
+        cpu_state = {}
         for key, value in training_state(self.model, self.optimizer).items():
             shard = value.to_local() if isinstance(value, DTensor) else value
-            if key not in self.kept:
-                self.kept[key] = torch.empty_like(shard, device="cpu", pin_memory=shard.device.type != "cpu")
-            self.kept[key].copy_(shard, non_blocking=True)
-            copied[key] = like(value, self.kept[key])
+            if key not in self.buffers:
+                self.buffers[key] = torch.empty_like(shard, device="cpu", pin_memory=shard.device.type != "cpu")
+            self.buffers[key].copy_(shard, non_blocking=True)
+            cpu_state[key] = make_dtensor_like(value, self.buffers[key])
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self.copied = copied
+        self.cpu_state = cpu_state
 
-    def write(self, to: NewFiles) -> None:
-        """Write this rank's shards, rank 0 also the index; the copy, if one was taken for this write. Collective."""
-        copied, self.copied = self.copied, None
-        write_shards(to, copied or training_state(self.model, self.optimizer))
+    def write(self, files: NewFiles) -> None:
+        """Write the copy if there is one, else this rank's current shards; rank 0 writes the index. Collective."""
+        cpu_state, self.cpu_state = self.cpu_state, None
+        write_shards(files, cpu_state or training_state(self.model, self.optimizer))
 
 
 def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint into a sharded model, written by any number of ranks, or in any other phase. Collective."""
+    """Load a checkpoint of any phase and any number of ranks into a sharded model and its optimizer. Collective."""
     allocate_state(optimizer)
     state = training_state(model, optimizer)
-    if "ckpt.pt" in file_names(path) or {key: value[0] for key, value in read_index(path).items()} != shapes(state):
-        copy_slices(read_full_state(path), state)
+    if "ckpt.pt" in list_files(path) or {key: value[0] for key, value in read_index(path).items()} != get_sizes(state):
+        copy_shards(read_full_state(path), state)
     else:
         read_shards(path, state)
 
 
-def shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+def get_sizes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the size of each full tensor."""
     return {key: value.size() for key, value in state.items()}
 
 
-def copy_slices(full: FullState, target: dict[str, Tensor]) -> None:
-    """Copy this rank's slice of every whole tensor, one after another."""
+def copy_shards(full: FullState, target: dict[str, Tensor]) -> None:
+    """Copy this rank's shard of every full tensor, one tensor at a time."""
     for key, value in target.items():
         kind, name = key.split(".", 1)
         if kind == "model":
-            copy_slice(value, full.model[name])
+            copy_shard(value, full.model[name])
         else:
             name, item = name.rsplit(".", 1)
-            copy_slice(value, full.optimizer[name][item])
+            copy_shard(value, full.optimizer[name][item])

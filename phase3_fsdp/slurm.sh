@@ -1,11 +1,12 @@
 #!/bin/bash
-# Train phase 3, or TRAINER=phase1_zero1/train.py, on several nodes of a Slurm cluster; words after the script are its:
+# Train phase 3, or TRAINER=phase1_zero1/train.py, on several nodes of a Slurm cluster. Arguments after the script are
+# passed to the trainer:
 #
 #   sbatch phase3_fsdp/slurm.sh config/train_gpt2_xl.py --batch_size=4               # from the repository, after `make setup`
-#   sbatch --nodes=4 --time=04:00:00 phase3_fsdp/slurm.sh config/train_gpt2_xl.py    # sbatch's own words win over those below
-#   scontrol requeue JOBID                                                           # one that its time limit stopped goes on
+#   sbatch --nodes=4 --time=04:00:00 phase3_fsdp/slurm.sh config/train_gpt2_xl.py    # options of sbatch override those below
+#   scontrol requeue JOBID                                                           # resume a job that reached its time limit
 #
-# The repository, its data and the run's directory must be on a file system that all nodes see.
+# The repository, its data and the run's directory must be on a file system that all nodes share.
 
 #SBATCH --job-name=phase3
 #SBATCH --nodes=2
@@ -14,31 +15,31 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --mem=0                         # all of the node's memory
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@120               # seconds before the limit: the ranks end their step, save and exit 0
-#SBATCH --requeue                       # after a node failed or another job was preferred: the same job id again
-#SBATCH --open-mode=append              # a job that runs again goes on writing its log
+#SBATCH --signal=TERM@120               # 120 s before the time limit: the ranks finish their step, save and exit 0
+#SBATCH --requeue                       # run again with the same job id after a node failure or a preemption
+#SBATCH --open-mode=append              # a requeued job appends to its log
 #SBATCH --output=slurm-%x-%j.log
 
 set -euo pipefail
 
-# The first node is where ranks meet. The port follows the job, so that two jobs that share a node do not share it.
+# Ranks meet on the first node. The port depends on the job id, so that two jobs on one node use different ports.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${nodes%%$'\n'*}
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
-# A job that is requeued keeps its id, and so finds its checkpoints. Without one it has lost nothing but time.
+# A requeued job keeps its id, and therefore finds its checkpoints. Without a checkpoint it starts from the beginning.
 OUT_DIR=${OUT_DIR:-out/phase3-$SLURM_JOB_ID}
 words=("$@" "--out_dir=$OUT_DIR")
 if compgen -G "$OUT_DIR/checkpoints/step-*" > /dev/null; then
     words+=(--init_from=resume)
 fi
 
-# One launcher a node. What differs between nodes is known only there, so a shell on each puts the command together.
-# A node whose launcher fails ends the others: they would wait for its ranks.
-# With GPUS in its environment each node has that many ranks, else one for each of its GPUs.
+# Start one launcher per node. A shell on each node builds the command, because the node's rank is known only there.
+# If a launcher fails, srun stops the others, which would wait for its ranks.
+# The environment variable GPUS sets the number of ranks per node. The default is one rank per GPU.
 export PY=${PY:-.venv/bin/python} TRAINER=${TRAINER:-phase3_fsdp/train.py}
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
-    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun no longer takes over by itself
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it from sbatch
 fi
 # shellcheck disable=SC2016
 exec srun --kill-on-bad-exit=1 bash -c '

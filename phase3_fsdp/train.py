@@ -1,11 +1,11 @@
-"""Train GPT-2 with FSDP, every rank holding a slice of the model: `make phase3 GPUS=4`.
+"""Train GPT-2 with FSDP, which shards parameters, gradients and optimizer state: `make phase3 GPUS=4`.
 
-    python train.py                                             # one process; a laptop will do
-    python train.py config/train_gpt2.py --batch_size=8         # a named configuration, then flags
+    python train.py                                             # one process, for example on a laptop
+    python train.py config/train_gpt2.py --batch_size=8         # a config file, then flags
     torchrun --standalone --nproc_per_node=4 train.py           # 4 ranks: gloo on CPUs, NCCL on GPUs
-    torchrun --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --nproc_per_node=8 train.py    # on each of two nodes
+    torchrun --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --nproc_per_node=8 train.py    # node 0 of 2
 
-A run has steps 0 to max_iters - 1; `step-N` is saved after N updates. `--help` lists every flag.
+A run has steps 0 to max_iters - 1. The checkpoint `step-N` is saved after N updates. `--help` lists all flags.
 """
 
 import torch
@@ -38,21 +38,21 @@ def train_step(
     config: Config,
     run: Runtime,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Update the parameters once, and return the sum of this rank's losses and the global gradient norm."""
+    """Update the parameters once. Return the sum of this rank's losses and the global gradient norm."""
     loss_sum = run.new_loss_sum()
-    micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # this rank's
+    micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # of this rank
     for micro_batch in micro_batches:
         run.enter_stage(f"micro-batch {micro_batch}", step)
         fsdp.set_gradient_sync(replica, config, last=micro_batch == micro_batches[-1])  # [fsdp:sync]
         x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
         reseed(run.device, config.seed, step, micro_batch)
         with run.autocast():
-            loss = replica(x, y)[1]  # the logits must not live through the next forward pass
+            loss = replica(x, y)[1]  # keep no reference to the logits, which need much memory
         loss_sum += loss.detach()
         scaler.scale_loss(loss / len(micro_batches)).backward()
     run.enter_stage("update", step)
-    grads = fsdp.local_grads(replica)  # [fsdp:clip] of this rank's shards
-    norm = grad_norm(grads, fsdp.shard_group(replica)) / scaler.scale  # [fsdp:clip] of all shards together
+    grads = fsdp.local_grads(replica)  # [fsdp:clip] gradients of this rank's shards
+    norm = grad_norm(grads, fsdp.shard_group(replica)) / scaler.scale  # [fsdp:clip] norm of the full gradient
     scaler.unscale_grads(grads)
     clip_grads(grads, norm, config.grad_clip)
     scaler.step(optimizer, norm)
@@ -65,44 +65,46 @@ def train(config: Config) -> None:
     with start(config) as (run, config):
         data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints)
-        checkpoint = checkpoints.newest() if config.init_from == "resume" else None
+        checkpoint = checkpoints.find_newest(config.resume_step) if config.init_from == "resume" else None
         config, model_args, weights = read_starting_point(config, data, checkpoint, run)
 
-        # The model, its optimizer, and what makes them parallel.
-        with fsdp.init_device(config, run):  # [fsdp:shard] names and shapes, no memory yet
+        # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
+        with fsdp.init_device(config, run):  # [fsdp:shard] names and shapes only, no memory yet
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
-        fsdp.init_shards(model, config, run, weights)  # each rank its slices, one parameter at a time
+        fsdp.init_shards(model, config, run, weights)  # each rank fills its shards, one parameter at a time
         run.print0(costs.describe_sharding(model, config, run))
-        optimizer = configure_optimizer(model, config)  # over shards: its state is as sharded as they are
+        optimizer = configure_optimizer(model, config)  # over the shards, so its state is sharded too
         scaler = LossScaler(run.dtype == torch.float16)
         first_step, best_val_loss = 0, float("inf")
         if checkpoint:
-            load_shards(checkpoint.path, model, optimizer)  # [fsdp:load] each rank reads its own
+            load_shards(checkpoint.path, model, optimizer)  # [fsdp:load] each rank reads its shards
             scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
             first_step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
             run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-        replica = fsdp.data_parallel(model, config, run)  # [fsdp:replica] itself, or DDP with --use_fsdp=False
+        replica = fsdp.data_parallel(model, config, run)  # [fsdp:replica] DDP only if use_fsdp is False
         shards = ShardWriter(model, optimizer)
 
         def save(step: int) -> None:
-            facts = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
+            fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
             with telemetry.untimed("save", step):
-                checkpoints.save(step, shards.write, facts, shards.copy if config.async_save else None)  # [fsdp:save]
+                checkpoints.save(step, shards.write, fields, shards.copy if config.async_save else None)  # [fsdp:save]
 
         ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)
         with Telemetry(config, run, first_step, model.flops_per_token()) as telemetry:
             for step in range(first_step, config.max_iters + 1):
                 val_loss = None
-                if step % config.eval_interval == 0 or step == config.max_iters:
+                is_last = step == config.max_iters or config.eval_only
+                if step % config.eval_interval == 0 or is_last:
                     with telemetry.untimed("evaluate", step):
                         val_loss = evaluate(model, data, config, run)
                     check_finite(step, val_loss)
-                    improved = val_loss < best_val_loss
+                    has_improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
-                    if step > 0 and (improved or config.always_save_checkpoint or step == config.max_iters):
+                    may_save = step > 0 and not config.eval_only
+                    if may_save and (has_improved or config.always_save_checkpoint or is_last):
                         save(step)
-                if step == config.max_iters:
+                if is_last:
                     telemetry.log(step, loss=None, lr=None, grad_norm=None, val_loss=val_loss)
                     break
 
@@ -111,14 +113,14 @@ def train(config: Config) -> None:
                 with ledger.watch(step):
                     loss_sum, norm = train_step(replica, optimizer, scaler, data, step, config, run)
 
-                # Read the numbers only where they are needed: on a GPU, reading them waits for it.
-                stop = run.should_stop()
-                due = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or stop
-                if due or step % config.log_interval == 0 or val_loss is not None:
+                # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
+                should_stop = run.should_stop()
+                saves_next = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or should_stop
+                if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
                     check_finite(step, mean_loss, 0.0 if scaler.is_enabled else norm.item())
                     telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
-                if stop:
+                if should_stop:
                     save(step + 1)
                     run.print0(f"stopped by a signal; resume with --init_from=resume --out_dir={config.out_dir}")
                     break

@@ -1,4 +1,7 @@
-"""`pytest --device=cuda` runs the same tests on GPUs with NCCL; what cannot run there says why."""
+"""Options, markers and fixtures of all tests.
+
+`pytest --device=cuda` runs the same tests on GPUs with NCCL. A test that cannot run there is skipped with a reason.
+"""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +11,7 @@ import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(1)  # two tests run at a time, many with ranks of their own
+torch.set_num_threads(1)  # two tests run at a time, and many of them start ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,44 +19,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before a test file imports Triton, on a machine with a GPU too: kernels on a CPU are interpreted."""
+    """Select interpreted kernels for tests on the CPU. Triton reads this setting when a test file imports it."""
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from workshop.ranks import PRELOADED
+    from tests.helpers.programs import DEADLINE
+    from workshop import ranks
 
-    PRELOADED.append("pytest")  # which a rank imports with the test file that its function is in
+    ranks.DEFAULT_TIMEOUT = DEADLINE
+    ranks.PRELOADED.append("pytest")  # a rank imports the test file that defines its function, and so pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes, so that nobody has to remember it: `make test-fast` leaves it out."""
-    from tests.helpers.marks import functions_of, starts_processes
+    """Add the marker `ranks` to every test that starts processes, so that `make test-fast` skips it."""
+    from tests.helpers.marks import list_functions, starts_processes
 
     for item in items:
-        if isinstance(item, pytest.Function) and any(starts_processes(each, set()) for each in functions_of(item)):
+        if isinstance(item, pytest.Function) and any(starts_processes(f, set()) for f in list_functions(item)):
             item.add_marker("ranks")
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
+    """Return the device type of `--device`: cpu or cuda."""
     name = request.config.getoption("--device")
     if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("--device=cuda on a machine without a GPU")
+        pytest.skip("--device=cuda needs a GPU, and this machine has none")
     return name
 
 
 @pytest.fixture
 def on_device(device: str) -> Iterator[None]:
-    """Tensors are made on the device that is tested: kernels are interpreted on the CPU, compiled on a GPU."""
+    """Create tensors on the tested device. Kernels are interpreted on the CPU and compiled on a GPU."""
     with torch.device(device):
         yield
 
 
 @pytest.fixture
 def need_ranks(device: str):
-    """Skip a test that needs more GPUs than there are."""
+    """Return a function that skips the test if it needs more ranks than this machine has GPUs."""
 
     def check(ranks: int) -> None:
         if device == "cuda" and torch.cuda.device_count() < ranks:
-            pytest.skip(f"{ranks} ranks on {torch.cuda.device_count()} GPU(s)")
+            pytest.skip(f"{ranks} ranks need {ranks} GPUs, and this machine has {torch.cuda.device_count()}")
 
     return check

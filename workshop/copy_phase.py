@@ -1,10 +1,10 @@
-"""Copy a phase, and the modules that it imports, into a directory that runs alone.
+"""Copy a phase, and the modules that it imports, into a standalone directory.
 
     make copy PHASE=phase3 TO=../my-trainer
     cd ../my-trainer && pip install -r requirements.txt && torchrun --standalone --nproc_per_node=2 train.py
 
-The directory holds the phase's programs (train.py) and configurations, its other modules as a package, the modules of
-`nanoGPT` that they import and no others, and the prepared datasets up to 64 MiB. Nothing in it needs this repository.
+The directory contains the phase's programs (train.py) and configurations, its other modules as a package, the modules
+of `nanoGPT` that they import, and the prepared datasets up to 64 MiB. Nothing in it needs this repository.
 """
 
 import ast
@@ -19,60 +19,63 @@ from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import DATA
-from workshop.imports import ROOT, find_modules, find_needed
+from workshop.imports import ROOT, find_modules, find_needed_modules
 
 PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
-LARGEST_DATASET = 64 << 20  # bytes
+MAX_DATASET_BYTES = 64 << 20
 
 
 def is_program(path: Path) -> bool:
-    """Return whether a file is a program that torchrun starts, not only a module."""
+    """Return whether torchrun can start a file as a program."""
     return path.name in ("train.py", "evaluate.py") and "__main__" in path.read_text()
 
 
 def find_requirements(paths: list[Path]) -> list[str]:
-    """Return those of this project's requirements, such as torch>=2.11, that source files import."""
-    installed, needed = packages_distributions(), set()
+    """Return the requirements of this project, such as torch>=2.11, that these source files import."""
+    installed, packages = packages_distributions(), set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                needed |= {alias.name.split(".")[0] for alias in node.names}
+                packages |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
-                needed.add(node.module.split(".")[0])
-    names = {distribution for package in needed for distribution in installed.get(package, [])}
-    own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return [line for line in own if (re.match(r"[\w-]+", line) or [""])[0] in names]
+                packages.add(node.module.split(".")[0])
+    names = {distribution for package in packages for distribution in installed.get(package, [])}
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return [line for line in requirements if (re.match(r"[\w-]+", line) or [""])[0] in names]
 
 
 def copy_modules(phase: str, to: Path) -> list[Path]:
-    """Copy a phase's modules and all that they import; its programs go to the top. Returns what was copied."""
-    own = [name for name, path in find_modules().items() if path.parent == ROOT / phase]
+    """Copy a phase's modules and all modules that they import, and return the files that were copied.
+
+    The phase's programs go to the top level of the directory.
+    """
+    names = [name for name, path in find_modules().items() if path.parent == ROOT / phase]
     if phase == "nanoGPT":
-        own = ["nanoGPT.train"]
-    needed = find_needed(own)
+        names = ["nanoGPT.train"]
+    needed = find_needed_modules(names)
     for name, path in needed.items():
-        at_the_top = name.rpartition(".")[0] == phase and is_program(path)
-        target = to / path.name if at_the_top else to / path.relative_to(ROOT)
+        is_top_level = name.rpartition(".")[0] == phase and is_program(path)
+        target = to / path.name if is_top_level else to / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-        for table in path.parent.glob("*.json"):  # of the kernels' tiles
+        for table in path.parent.glob("*.json"):  # tile sizes of the kernels
             shutil.copyfile(table, target.parent / table.name)
     return list(needed.values())
 
 
 def copy_datasets(to: Path) -> list[str]:
-    """Copy the prepared datasets that are small enough; return the names of the others."""
-    left_out = []
+    """Copy the prepared datasets of at most MAX_DATASET_BYTES, and return the names of the larger ones."""
+    too_large = []
     for meta in sorted(DATA.glob("*/meta.json")):
         files = [path for path in meta.parent.iterdir() if path.suffix in (".bin", ".json")]
-        if sum(path.stat().st_size for path in files) > LARGEST_DATASET:
-            left_out.append(meta.parent.name)
+        if sum(path.stat().st_size for path in files) > MAX_DATASET_BYTES:
+            too_large.append(meta.parent.name)
             continue
         target = to / "nanoGPT" / "data" / meta.parent.name
         target.mkdir(parents=True)
         for path in files:
             shutil.copyfile(path, target / path.name)
-    return left_out
+    return too_large
 
 
 def copy_phase(phase: str, to: Path) -> None:
@@ -80,7 +83,7 @@ def copy_phase(phase: str, to: Path) -> None:
 
     Args:
         phase: baseline, phase1, phase2 or phase3.
-        to: a directory that does not exist yet, or is empty.
+        to: a directory that does not exist yet or is empty.
 
     Raises:
         ConfigError: the phase is unknown, or the directory cannot be used.
@@ -90,7 +93,7 @@ def copy_phase(phase: str, to: Path) -> None:
             f"PHASE={phase} is unknown{did_you_mean(phase, list(PHASES)) or ': use ' + ', '.join(PHASES)}"
         )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"TO={to} exists and is not an empty directory: give a new one")
+        raise ConfigError(f"TO={to} exists and is not an empty directory: use a new directory")
     package = PHASES[phase]
     to.mkdir(parents=True, exist_ok=True)
     copied = copy_modules(package, to)
@@ -98,21 +101,21 @@ def copy_phase(phase: str, to: Path) -> None:
     if package != "nanoGPT":
         shutil.copyfile(ROOT / package / "IMPLEMENTATION.md", to / "IMPLEMENTATION.md")
     (to / "requirements.txt").write_text("\n".join(find_requirements(copied)) + "\n")
-    left_out = copy_datasets(to)
-    print(f"{phase} and the {len(copied)} modules that it needs are in {to}: cd {to} && python train.py")
-    if left_out:
-        print(f"not copied, because of their size: {', '.join(left_out)}; use --dataset={DATA}/{left_out[0]}")
+    too_large = copy_datasets(to)
+    print(f"copied {phase} with {len(copied)} modules into {to}; run: cd {to} && python train.py")
+    if too_large:
+        print(f"not copied, because they are large: {', '.join(too_large)}; use --dataset={DATA}/{too_large[0]}")
 
 
 def main(phase: str, to: str) -> None:
-    """Copy a phase, and the modules that it imports, into a directory that runs alone.
+    """Copy a phase, and the modules that it imports, into a standalone directory.
 
     Args:
         phase: baseline, phase1, phase2 or phase3.
         to: a new directory.
     """
     if not to:
-        raise ConfigError("TO= names no directory: give a new one, such as TO=../my-trainer")
+        raise ConfigError("TO= is empty: use a new directory, such as TO=../my-trainer")
     copy_phase(phase, Path(to))
 
 

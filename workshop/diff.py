@@ -1,11 +1,11 @@
-"""What a phase changes in the baseline's train.py, hunk by hunk, and whether it keeps the contract.
+"""Print what a phase changes in the baseline's train.py, hunk by hunk, and check the diff contract.
 
-    python -m workshop.diff phase3_fsdp            # in the terminal
-    python -m workshop.diff phase3_fsdp --write    # also renew the blocks in IMPLEMENTATION.md
+    python -m workshop.diff phase3_fsdp            # print the hunks
+    python -m workshop.diff phase3_fsdp --write    # also update the blocks in IMPLEMENTATION.md
 
-The contract: at most 60 added lines in at most 8 hunks, each with a tag such as `[fsdp:clip]`, a deletion too. The
-module docstring and the imports are not counted and need no tag. In IMPLEMENTATION.md a block between
-`<!-- diff:clip -->` and `<!-- /diff -->` holds the hunks of that tag.
+The diff contract allows at most 60 added lines in at most 8 hunks. Every hunk, also a deletion, has a tag such as
+`[fsdp:clip]`. The module docstring and the imports do not count and need no tag. In IMPLEMENTATION.md, the block
+between `<!-- diff:clip -->` and `<!-- /diff -->` contains the hunks with that tag.
 """
 
 import ast
@@ -24,9 +24,9 @@ BLOCK = re.compile(r"(<!-- diff:(\w+) -->\n).*?(<!-- /diff -->)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines of the baseline that a phase replaces, and what stands there instead."""
+    """Lines of the baseline that a phase removes, and the lines that it adds in their place."""
 
-    line: int  # of the phase's train.py, from 1
+    line: int  # line number in the phase's train.py, from 1
     removed: list[str]
     added: list[str]
 
@@ -38,16 +38,16 @@ class Hunk:
         return "\n".join([*(f"-{line}" for line in self.removed), *(f"+{line}" for line in self.added)])
 
 
-def first_line_of_code(source: str) -> int:
-    """Return the number of lines up to the end of the module docstring and the imports."""
+def count_header_lines(source: str) -> int:
+    """Return the number of lines before the code, that is, of the module docstring and the imports."""
     body = ast.parse(source).body
     return next(node.lineno for node in body if not isinstance(node, ast.Expr | ast.Import | ast.ImportFrom)) - 1
 
 
-def hunks(phase: str) -> list[Hunk]:
+def find_hunks(phase: str) -> list[Hunk]:
     """Return the differences between the baseline's and a phase's train.py, below the imports."""
     sources = BASELINE.read_text(), (ROOT / phase / "train.py").read_text()
-    starts = [first_line_of_code(source) for source in sources]
+    starts = [count_header_lines(source) for source in sources]
     before, after = (source.splitlines()[start:] for source, start in zip(sources, starts, strict=True))
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     return [
@@ -57,49 +57,50 @@ def hunks(phase: str) -> list[Hunk]:
     ]
 
 
-def problems(found: list[Hunk]) -> list[str]:
-    """What breaks the contract, one line each; empty where it is kept."""
-    added = sum(len(hunk.added) for hunk in found)
-    said = [f"line {hunk.line}: this change carries no tag:\n{hunk.text()}" for hunk in found if not hunk.tags]
+def find_problems(hunks: list[Hunk]) -> list[str]:
+    """Return one message for each violation of the diff contract."""
+    added = sum(len(hunk.added) for hunk in hunks)
+    problems = [f"line {hunk.line}: this change has no tag:\n{hunk.text()}" for hunk in hunks if not hunk.tags]
     if added > MAX_ADDED:
-        said.append(f"{added} lines are added; the contract allows {MAX_ADDED}")
-    if len(found) > MAX_HUNKS:
-        said.append(f"{len(found)} hunks; the contract allows {MAX_HUNKS}")
-    return said
+        problems.append(f"{added} added lines: the diff contract allows {MAX_ADDED}")
+    if len(hunks) > MAX_HUNKS:
+        problems.append(f"{len(hunks)} hunks: the diff contract allows {MAX_HUNKS}")
+    return problems
 
 
-def rendered(phase: str) -> str:
-    """The phase's IMPLEMENTATION.md with its diff blocks made anew.
+def render_notes(phase: str) -> str:
+    """Return the phase's IMPLEMENTATION.md with updated diff blocks.
 
     Raises:
         KeyError: a block names a tag that train.py does not have.
     """
     by_tag: dict[str, list[str]] = {}
-    for hunk in hunks(phase):
+    for hunk in find_hunks(phase):
         for tag in dict.fromkeys(hunk.tags):
             by_tag.setdefault(tag, []).append(hunk.text())
 
-    def block(match: re.Match[str]) -> str:
+    def render_block(match: re.Match[str]) -> str:
         return match[1] + "```diff\n" + "\n...\n".join(by_tag[match[2]]) + "\n```\n" + match[3]
 
-    return BLOCK.sub(block, (ROOT / phase / "IMPLEMENTATION.md").read_text())
+    return BLOCK.sub(render_block, (ROOT / phase / "IMPLEMENTATION.md").read_text())
 
 
 def main(phase: str, write: bool) -> int:
-    found = hunks(phase)
+    hunks = find_hunks(phase)
     color = {"-": "\033[31m", "+": "\033[32m"} if sys.stdout.isatty() else {}
-    for hunk in found:
+    for hunk in hunks:
         print(f"{phase}/train.py:{hunk.line}")
         for line in hunk.text().splitlines():
             print(f"{color.get(line[0], '')}{line}" + ("\033[0m" if color else ""))
         print()
-    added = sum(len(hunk.added) for hunk in found)
-    print(f"{len(found)} hunks of {MAX_HUNKS} allowed, {added} added lines of {MAX_ADDED}")
+    added = sum(len(hunk.added) for hunk in hunks)
+    print(f"{len(hunks)} hunks (at most {MAX_HUNKS} allowed), {added} added lines (at most {MAX_ADDED} allowed)")
     if write:
-        (ROOT / phase / "IMPLEMENTATION.md").write_text(rendered(phase))
-    for problem in problems(found):
+        (ROOT / phase / "IMPLEMENTATION.md").write_text(render_notes(phase))
+    problems = find_problems(hunks)
+    for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
-    return 1 if problems(found) else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which modules of this repository a module imports, read from the source: also what it imports lazily."""
+"""Find the modules of this repository that a module imports, also lazily, by parsing its source."""
 
 import ast
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from pathlib import Path
 from nanoGPT.files import PACKAGE
 
 ROOT = PACKAGE.parent
-ROOMS = ("nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp", "workshop", "bench", "tests", "notebooks")
+PACKAGES = ("nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp", "workshop", "bench", "tests", "notebooks")
 
 
 def module_name(path: Path) -> str:
@@ -16,29 +16,29 @@ def module_name(path: Path) -> str:
 
 
 def find_modules() -> dict[str, Path]:
-    """Return the source files of the repository by module name. Configuration files are no modules."""
+    """Return the source files of the repository by module name, without configuration files."""
     return {
         module_name(path): path
-        for room in ROOMS
-        for path in sorted((ROOT / room).rglob("*.py"))
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
         if "config" not in path.parts and not path.is_symlink()
     }
 
 
 def find_imports(path: Path, known: Iterable[str]) -> set[str]:
-    """Return the known modules that a file imports, at any place in it, also for type checkers alone."""
-    known, found = set(known), set()
+    """Return the modules of `known` that a file imports, also inside functions and under `TYPE_CHECKING`."""
+    known, imports = set(known), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in known else node.module for name in names}
+            imports |= {name if name in known else node.module for name in names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & known
+            imports |= {alias.name for alias in node.names}
+    return imports & known
 
 
-def find_needed(names: Iterable[str]) -> dict[str, Path]:
-    """Return modules with all that they import, directly or through others, and the packages that these are in."""
+def find_needed_modules(names: Iterable[str]) -> dict[str, Path]:
+    """Return these modules, all modules that they import directly or indirectly, and the packages that contain them."""
     modules, needed, waiting = find_modules(), dict[str, Path](), list(names)
     while waiting:
         name = waiting.pop()

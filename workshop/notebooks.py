@@ -1,10 +1,10 @@
-"""Run the notebook scripts and write the .ipynb beside each: `make notebooks`.
+"""Run the notebook scripts and write an .ipynb next to each script: `make notebooks`.
 
     python -m workshop.notebooks                     # every notebooks/*.py
-    python -m workshop.notebooks 01_one_process      # this one
+    python -m workshop.notebooks 01_one_process      # only this notebook
 
-The script, in jupytext's percent format, is what people edit. The .ipynb is made from it: cell ids come from the
-cells' text, and times and versions are left out, so that a second run changes nothing but what the cells print.
+Edit the script, which is in jupytext's percent format, not the .ipynb. The cell ids of the .ipynb depend only on the
+text of the cells, and it contains no times or versions. A second run therefore changes only the outputs of the cells.
 """
 
 import hashlib
@@ -26,64 +26,65 @@ from nbformat import NotebookNode
 from nanoGPT.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-SECONDS_A_CELL = 120
+SECONDS_PER_CELL = 600
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
 
 
-def scripts() -> list[Path]:
-    """Every notebook's script, in the order of their names."""
+def list_scripts() -> list[Path]:
+    """Return the scripts of all notebooks, sorted by name."""
     return sorted(FOLDER.glob("*.py"))
 
 
-def notebook_of(script: Path) -> NotebookNode:
-    """The notebook that a script describes, without outputs."""
+def read_script(script: Path) -> NotebookNode:
+    """Return the notebook of a script, without outputs."""
     notebook = jupytext.reads(script.read_text(), fmt="py:percent")
     notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5  # the first version in which cells have ids
-    for cell, name in zip(notebook.cells, cell_ids(notebook), strict=True):
+    for cell, name in zip(notebook.cells, make_cell_ids(notebook), strict=True):
         cell.id, cell.metadata = name, NotebookNode()
     return notebook
 
 
-def cell_ids(notebook: NotebookNode) -> list[str]:
-    """An id for each cell, from its text: an index would change for all cells below one that is put in."""
-    seen: Counter[str] = Counter()
+def make_cell_ids(notebook: NotebookNode) -> list[str]:
+    """Return an id for each cell, a hash of its text. A new cell does not change the ids of the cells below it."""
+    counts: Counter[str] = Counter()
     names = []
     for cell in notebook.cells:
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
-        seen[digest] += 1
-        names.append(digest if seen[digest] == 1 else f"{digest}-{seen[digest]}")
+        counts[digest] += 1
+        names.append(digest if counts[digest] == 1 else f"{digest}-{counts[digest]}")
     return names
 
 
 def execute(notebook: NotebookNode) -> NotebookNode:
-    """Run a notebook's cells in a fresh kernel of this interpreter, and put their outputs into it.
+    """Run the cells of a notebook in a new kernel of this interpreter, and store their outputs in the notebook.
 
     Raises:
-        CellControlSignal: a cell failed or took too long; the text holds the cell, and the traceback.
-        DeadKernelError: the kernel died.
+        CellControlSignal: a cell failed or took too long; the message contains the cell and the traceback.
+        DeadKernelError: the kernel process stopped.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         client = NotebookClient(
             notebook,
-            km=own_kernel(home),
-            timeout=SECONDS_A_CELL,
+            km=make_kernel_manager(home),
+            timeout=SECONDS_PER_CELL,
             record_timing=False,
             coalesce_streams=True,
             resources={"metadata": {"path": str(FOLDER)}},
         )
-        client.execute(cleanup_kc=True, env={**os.environ, **kernel_environment(home)})
+        client.execute(cleanup_kc=True, env={**os.environ, **make_kernel_environment(home)})
     notebook.metadata = nbformat.from_dict(METADATA)
     return notebook
 
 
-def own_kernel(home: str) -> AsyncKernelManager:
-    """ipykernel under this interpreter, whatever kernel the user has installed under the name python3.
+def make_kernel_manager(home: str) -> AsyncKernelManager:
+    """Return a manager that starts ipykernel with this interpreter, even if the user has another kernel named python3.
 
-    It is spoken to through sockets in `home`: a TCP port could be taken, and others on the machine could connect to it.
+    The kernel uses sockets in `home` instead of TCP ports. A port could be in use, and other users of the machine could
+    connect to it.
     """
     return AsyncKernelManager(
         kernel_name="python3",
@@ -93,12 +94,13 @@ def own_kernel(home: str) -> AsyncKernelManager:
     )
 
 
-def kernel_environment(home: str) -> dict[str, str]:
-    """What must not depend on who runs a notebook.
+def make_kernel_environment(home: str) -> dict[str, str]:
+    """Return environment variables that make a notebook run the same way for every user.
 
-    The user's IPython profile and matplotlib style stay out, figures go into the notebook, and one thread computes:
-    the digits are then those of any other number of cores, and ranks and programs do not fight over them. What cells
-    write for a while goes when `home` goes: a kernel that started ranks is ended before it has tidied up.
+    The kernel ignores the user's IPython profile and matplotlib style, and figures go into the notebook. It computes
+    with one thread, so that numbers do not depend on the number of cores, and ranks do not compete for cores. Temporary
+    files of the cells go into `home`, which the caller deletes: a kernel that started ranks is killed before it can
+    delete them.
     """
     return {
         "TMPDIR": home,
@@ -109,69 +111,73 @@ def kernel_environment(home: str) -> dict[str, str]:
     }
 
 
-def differences(script: Path, ipynb: Path) -> list[str]:
-    """How the cells of an .ipynb differ from its script's, one line each; empty where they are the same."""
+def find_differences(script: Path, ipynb: Path) -> list[str]:
+    """Return one line for each difference between the cells of an .ipynb and the cells of its script."""
     if not ipynb.is_file():
         return [f"{ipynb.name} is missing"]
-    wanted, found = notebook_of(script).cells, nbformat.read(ipynb, as_version=4).cells
-    said = []
-    for number, (ours, theirs) in enumerate(zip(wanted, found, strict=False), start=1):
-        if ours.cell_type != theirs.cell_type:
-            said.append(f"cell {number} is {theirs.cell_type} where the script has {ours.cell_type}")
-        elif ours.source != theirs.source:
-            said.append(f"cell {number} ({ours.cell_type}) differs, at {first_difference(ours.source, theirs.source)}")
-    if len(wanted) != len(found):
-        said.append(f"{ipynb.name} has {len(found)} cells where the script has {len(wanted)}")
-    return said
+    script_cells, ipynb_cells = read_script(script).cells, nbformat.read(ipynb, as_version=4).cells
+    differences = []
+    for number, (expected, actual) in enumerate(zip(script_cells, ipynb_cells, strict=False), start=1):
+        if expected.cell_type != actual.cell_type:
+            differences.append(f"cell {number} is {actual.cell_type}, but {expected.cell_type} in the script")
+        elif expected.source != actual.source:
+            place = find_first_difference(expected.source, actual.source)
+            differences.append(f"cell {number} ({expected.cell_type}) differs from the script at {place}")
+    if len(script_cells) != len(ipynb_cells):
+        differences.append(f"{ipynb.name} has {len(ipynb_cells)} cells, but the script has {len(script_cells)}")
+    return differences
 
 
-def first_difference(ours: str, theirs: str) -> str:
-    """The first line of ours that theirs does not have in its place."""
-    before, after = ours.splitlines(), theirs.splitlines()
-    same = 0
-    while same < min(len(before), len(after)) and before[same] == after[same]:
-        same += 1
-    return f"line {same + 1}: {before[same]!r}" if same < len(before) else "its end"
+def find_first_difference(expected: str, actual: str) -> str:
+    """Return the first line of `expected` that differs from `actual`, with its number."""
+    expected_lines, actual_lines = expected.splitlines(), actual.splitlines()
+    i = 0
+    while i < min(len(expected_lines), len(actual_lines)) and expected_lines[i] == actual_lines[i]:
+        i += 1
+    return f"line {i + 1}: {expected_lines[i]!r}" if i < len(expected_lines) else "its end"
 
 
-def write(notebook: NotebookNode, ipynb: Path) -> None:
-    """Write an .ipynb, whole or not at all."""
+def write_notebook(notebook: NotebookNode, ipynb: Path) -> None:
+    """Write an .ipynb atomically."""
     temporary = ipynb.with_name(f".tmp-{ipynb.name}")
     temporary.write_text(nbformat.writes(notebook) + "\n")
     os.replace(temporary, ipynb)
 
 
-def run(script: Path) -> bool:
-    """Execute one script and write its .ipynb; a cell that fails is shown and leaves the old .ipynb as it is."""
+def run_script(script: Path) -> bool:
+    """Execute one script, write its .ipynb and return True.
+
+    If a cell fails, print its error, leave the old .ipynb unchanged and return False.
+    """
     begin = time.monotonic()
     try:
-        notebook = execute(notebook_of(script))
+        notebook = execute(read_script(script))
     except (CellControlSignal, DeadKernelError) as error:
         print(f"{script.name}: {error}\nerror: a cell of {script.name} failed", file=sys.stderr, flush=True)
         return False
-    write(notebook, script.with_suffix(".ipynb"))
+    write_notebook(notebook, script.with_suffix(".ipynb"))
     print(f"{script.with_suffix('.ipynb').name}: {time.monotonic() - begin:.0f} s", flush=True)
     return True
 
 
-def chosen(names: list[str]) -> list[Path]:
-    """The scripts of these names, or all of them.
+def select_scripts(names: list[str]) -> list[Path]:
+    """Return the scripts with these names, or all scripts if `names` is empty.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: a name is unknown.
     """
-    known = {script.stem: script for script in scripts()}
+    known = {script.stem: script for script in list_scripts()}
     for name in names:
         if Path(name).stem not in known:
-            close = did_you_mean(name, list(known))
-            raise ConfigError(f"there is no notebook {name}{close} (known: {', '.join(known)})")
+            hint = did_you_mean(name, list(known))
+            raise ConfigError(f"there is no notebook {name}{hint} (known: {', '.join(known)})")
     return [known[Path(name).stem] for name in names] or list(known.values())
 
 
 def main(names: list[str]) -> int:
     try:
-        good = [run(script) for script in chosen(names)]  # all of them, also after one that fails
-        return 0 if all(good) else 1
+        successes = [run_script(script) for script in select_scripts(names)]  # runs every script, also after one fails
+        return 0 if all(successes) else 1
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Run a function on n real ranks, from a notebook or a test.
+"""Run a function on real ranks, from a notebook or a test.
 
     from workshop.ranks import run_on_ranks
 
@@ -7,8 +7,8 @@
 
     run_on_ranks(total, 4, 1.0)        # [10.0, 10.0, 10.0, 10.0]
 
-Ranks are processes with a process group of their own: gloo, and NCCL too where `device="cuda"`. They are forked from
-a server that has imported torch already, so that eight of them are up in a fraction of a second.
+Each rank is a process. The ranks form a new process group: gloo, and also NCCL if `device="cuda"`. They are forked from
+a server process that has already imported torch, so that eight ranks start in a fraction of a second.
 """
 
 import contextlib
@@ -27,54 +27,62 @@ from typing import Any
 
 import cloudpickle
 
-import phase2_triton  # noqa: F401  it decides whether kernels are interpreted, before anything imports Triton
-from nanoGPT.errors import LOST_PEER
+import phase2_triton  # noqa: F401  selects interpreted or compiled kernels; must run before Triton is imported
+from nanoGPT.errors import LOST_PEER_MESSAGES
 
-# Also what torch imports by itself at the first optimizer or the first random number on the meta device: 0.8 s a rank.
+# Modules that the server process imports before it forks ranks. Without torch._dynamo in this list, every rank would
+# import it at the first optimizer or the first random number on the meta device. That takes 0.8 s.
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "workshop.ranks"]
 PRELOADED += ["nanoGPT.train", "phase1_zero1.train", "phase2_triton.train", "phase3_fsdp.train"]
+DEFAULT_TIMEOUT = 60.0  # seconds; the tests raise it for busy machines
 
 
 class RankFailed(Exception):
-    """A rank raised, died or ran out of time; the message holds its traceback."""
+    """A rank raised an exception, exited or exceeded the timeout. The message contains its traceback, if it has one."""
 
 
-class Lines(io.TextIOBase):
-    """A rank's standard output, sent to the parent line by line."""
+class LineSender(io.TextIOBase):
+    """The standard output of a rank. It sends every line to the parent process."""
 
     def __init__(self, connection: Connection) -> None:
-        self.connection, self.rest = connection, ""
+        self.connection, self.unfinished_line = connection, ""
 
     def write(self, text: str) -> int:
-        *lines, self.rest = (self.rest + text).split("\n")
+        *lines, self.unfinished_line = (self.unfinished_line + text).split("\n")
         for line in lines:
             self.connection.send(("line", line))
         return len(text)
 
 
 def run_on_ranks(
-    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0, show: bool = True, device: str = "cpu"
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float | None = None,
+    show: bool = True,
+    device: str = "cpu",
 ) -> list[Any]:
-    """Call `function(*args)` on every rank of a fresh process group.
+    """Call `function(*args)` on every rank of a new process group.
 
     Args:
-        function: any picklable function; one that a notebook defines will do.
-        ranks: how many.
-        args: the same on every rank, which tells itself apart by `dist.get_rank()`.
-        timeout: seconds for all of it.
-        show: print the ranks' lines as they come, after `[rank]`.
-        device: "cpu", or "cuda" for NCCL with one GPU a rank.
+        function: any picklable function, also one that a notebook defines. It can call `dist.get_rank()`.
+        ranks: number of ranks.
+        args: arguments of the function, the same on every rank.
+        timeout: seconds until all ranks must have returned. The default is `DEFAULT_TIMEOUT`.
+        show: print each line of the ranks' output immediately, after `[rank]`.
+        device: "cpu", or "cuda" for NCCL with one GPU per rank.
 
     Returns:
-        What each rank returned, in rank order.
+        The return values of all ranks, in rank order.
 
     Raises:
-        RankFailed: with the traceback of the rank that failed first. No rank is left running.
+        RankFailed: a rank failed; the message contains the traceback of the rank that failed first. All ranks are
+            stopped.
     """
     with tempfile.TemporaryDirectory() as folder:
         started = start_ranks(function, ranks, *args, folder=folder, device=device)
         try:
-            return collect(started, timeout, show)
+            return collect(started, DEFAULT_TIMEOUT if timeout is None else timeout, show)
         finally:
             for process, _ in started:
                 process.kill()
@@ -84,10 +92,13 @@ def run_on_ranks(
 def start_ranks(
     function: Callable[..., Any], ranks: int, *args: Any, folder: str | Path, device: str = "cpu"
 ) -> list[tuple[Any, Connection]]:
-    """Start ranks and return at once: each one's process, and the connection on which it sends lines and its result.
+    """Start ranks and return immediately.
 
     Args:
-        folder: an empty directory, in which the ranks find each other; it must outlive them.
+        folder: an empty directory for the rendezvous of the ranks; it must exist until they have exited.
+
+    Returns:
+        For each rank, its process and the connection on which it sends its output and its result.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -95,18 +106,18 @@ def start_ranks(
     started = []
     with without_main_module():
         for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            words = (payload, rank, ranks, str(folder), theirs, device, dict(os.environ))
-            process = context.Process(target=be_rank, args=words, daemon=True)
+            receiver, sender = context.Pipe(duplex=False)
+            rank_args = (payload, rank, ranks, str(folder), sender, device, dict(os.environ))
+            process = context.Process(target=run_rank, args=rank_args, daemon=True)
             process.start()
-            theirs.close()
-            started.append((process, ours))
+            sender.close()
+            started.append((process, receiver))
     return started
 
 
 @contextlib.contextmanager
 def without_main_module() -> Iterator[None]:
-    """Keep ranks from importing the program that starts them (pytest, a notebook's kernel) once more each."""
+    """Hide `__main__`, so that each rank does not import the program that starts it (pytest, a notebook's kernel)."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -115,10 +126,10 @@ def without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def be_rank(
+def run_rank(
     payload: bytes, rank: int, ranks: int, folder: str, connection: Connection, device: str, environment: dict[str, str]
 ) -> None:
-    """What a rank's process does: join, call, send the result or the traceback."""
+    """Join the process group, call the function, and send its result or the traceback. Runs in the rank's process."""
     import torch
     import torch.distributed as dist
 
@@ -126,7 +137,7 @@ def be_rank(
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    sys.stdout = Lines(connection)
+    sys.stdout = LineSender(connection)
     torch.set_num_threads(1)
     try:
         if device == "cuda":
@@ -143,14 +154,22 @@ def be_rank(
 
 
 def collect(started: list[tuple[Any, Connection]], timeout: float, show: bool) -> list[Any]:
-    """Take what the ranks send until each has sent a result; a failure of one ends it for all."""
+    """Receive the output and the results of all ranks, and return the results in rank order.
+
+    Args:
+        timeout: seconds until all results must have arrived.
+        show: print the output of the ranks.
+
+    Raises:
+        RankFailed: a rank failed, or its result did not arrive in time.
+    """
     ranks = {connection: rank for rank, (_, connection) in enumerate(started)}
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout
     open_connections = list(ranks)
-    while open_connections and (left := deadline - time.monotonic()) > 0:
-        for connection in wait(open_connections, left):
+    while open_connections and (seconds_left := deadline - time.monotonic()) > 0:
+        for connection in wait(open_connections, seconds_left):
             assert isinstance(connection, Connection)
             rank = ranks[connection]
             try:
@@ -159,7 +178,7 @@ def collect(started: list[tuple[Any, Connection]], timeout: float, show: bool) -
                 open_connections.remove(connection)
                 if rank not in results and rank not in failures:
                     started[rank][0].join(5)
-                    failures[rank] = f"the process ended with exit code {started[rank][0].exitcode}"
+                    failures[rank] = f"the process exited with code {started[rank][0].exitcode}"
                     deadline = min(deadline, time.monotonic() + 2)
                 continue
             if kind == "line" and show:
@@ -168,18 +187,18 @@ def collect(started: list[tuple[Any, Connection]], timeout: float, show: bool) -
                 results[rank] = cloudpickle.loads(content)
             elif kind == "failure":
                 failures[rank] = content
-                deadline = min(deadline, time.monotonic() + 2)  # let others tell theirs: this one may only follow
+                deadline = min(deadline, time.monotonic() + 2)  # other failures may arrive, and one may be the cause
     if failures:
-        rank = min(failures, key=lambda r: any(words in failures[r] for words in LOST_PEER))
+        rank = min(failures, key=lambda r: any(message in failures[r] for message in LOST_PEER_MESSAGES))
         raise RankFailed(f"rank {rank} failed:\n{failures[rank]}")
     if len(results) < len(started):
         late = [rank for rank in range(len(started)) if rank not in results]
-        raise RankFailed(f"ranks {late} had not ended after {timeout:g} seconds")
+        raise RankFailed(f"ranks {late} did not finish within {timeout:g} seconds")
     return [results[rank] for rank in range(len(started))]
 
 
 def losses(out_dir: str | Path) -> dict[int, float]:
-    """The logged losses of a run, by step."""
+    """Return the logged losses of a run, by step."""
     import json
 
     lines = (Path(out_dir) / "metrics.jsonl").read_text().splitlines()

@@ -1,13 +1,15 @@
-"""Make .venv and install the project into it, as `make setup` does. It can be interrupted at any moment.
+"""Create .venv and install the project into it, as `make setup` does. A set-up can be interrupted at any moment.
 
-    python3 workshop/set_up.py core    # what training needs
-    python3 workshop/set_up.py dev     # what the tests and notebooks need, too
+    python3 workshop/set_up.py core                # install the packages for training
+    python3 workshop/set_up.py core --torch=cpu    # the same, with the CPU build of PyTorch (smaller download on Linux)
+    python3 workshop/set_up.py dev                 # also install the packages for the tests
+    python3 workshop/set_up.py notebooks           # also install Jupyter
 
-It runs before anything is installed, so it imports only the standard library.
+This program runs before anything is installed, so it imports only the standard library. It uses these files:
 
-.venv.lock            locked while a set-up is running; another one waits
-.venv/.unfinished     exists while .venv is being changed; a set-up that finds it deletes .venv and starts again
-.venv/.core, .dev     written last: the directory and the Python that .venv was made for; the Makefile compares them
+.venv.lock            locked while a set-up is running; another set-up waits for it
+.venv/.unfinished     marker: exists while .venv is being changed; a set-up that finds it starts with an empty .venv
+.venv/.core, ...      stamps, written last: the directory and the Python of .venv, which the Makefile compares
 """
 
 import argparse
@@ -28,24 +30,29 @@ UNFINISHED = VENV / ".unfinished"
 CORE = VENV / ".core"
 TEMPORARY = VENV / ".stamp"
 GOALS = {
-    "core": (".", "Installing into .venv, once: about two minutes."),
-    "dev": (".[dev]", "Installing what the tests and notebooks need into .venv, once."),
+    "core": (
+        ".",
+        "Installing PyTorch and other packages into .venv, once. This takes about two minutes plus downloads.",
+    ),
+    "dev": (".[dev]", "Installing the packages for the tests into .venv, once."),
+    "notebooks": (".[notebooks]", "Installing Jupyter into .venv, once."),
 }
+TORCH_BUILDS = ("default", "cpu")
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", "constraints.txt")
-AGAIN = "then run the same command again"
-CHECKS = "check the network and the free disk space, " + AGAIN
+RUN_AGAIN = "then run the same command again"
+WHAT_TO_CHECK = "check the network and the free disk space, " + RUN_AGAIN
 CHECK_PYTHON = (
     "import os, sys, pip; sys.exit(sys.version_info < (3, 11) or not os.path.samefile(sys.prefix, sys.argv[1]))"
 )
 
 
 class SetUpError(Exception):
-    """The set-up cannot go on. Its message is one sentence that says what to do."""
+    """The set-up cannot continue. The message is one sentence that contains the solution."""
 
 
 @contextlib.contextmanager
 def set_up_lock() -> Iterator[int]:
-    """Hold the lock of this directory's set-up; while another set-up holds it, say so and wait."""
+    """Hold the set-up lock of this directory. If another set-up holds it, print a message and wait."""
     descriptor = os.open(ROOT / ".venv.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
@@ -54,28 +61,28 @@ def set_up_lock() -> Iterator[int]:
             print("Another make is setting up .venv: waiting for it to finish.", flush=True)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def is_same(path: str, other: Path) -> bool:
-    """Return whether two paths name the same file; a path that does not exist names none."""
+    """Return whether two paths are the same file. The result is False if one of them does not exist."""
     with contextlib.suppress(OSError):
         return os.path.samefile(path, other)
     return False
 
 
 def read_stamp(path: Path) -> list[str]:
-    """Return the directory and the Python that a stamp names; an empty list if it is absent or names none."""
+    """Return the directory and the Python that a stamp contains, or an empty list if there is no stamp."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.fsdecode(path.read_bytes()).split("\n")[:-1]
     return []
 
 
 def write_stamp(path: Path, lines: list[Path], time_ns: int | None = None) -> None:
-    """Write a stamp atomically, with the given modification time."""
+    """Write a stamp atomically, with the given modification time (ns)."""
     try:
         TEMPORARY.write_bytes(b"".join(os.fsencode(line) + b"\n" for line in lines))
         if time_ns is not None:
@@ -86,51 +93,51 @@ def write_stamp(path: Path, lines: list[Path], time_ns: int | None = None) -> No
 
 
 def is_done(goal: str) -> bool:
-    """Return whether .venv is finished, was made for this directory and its Python, and is newer than what it needs."""
+    """Return whether .venv is finished, belongs to this directory and its Python, and is newer than its sources."""
     stamp = VENV / f".{goal}"
-    needs = [ROOT / "pyproject.toml", ROOT / "constraints.txt", *([CORE] if stamp != CORE else [])]
+    sources = [ROOT / "pyproject.toml", ROOT / "constraints.txt", *([CORE] if stamp != CORE else [])]
     lines = read_stamp(stamp)
     return (
         not UNFINISHED.exists()
         and len(lines) == 2
         and is_same(lines[0], ROOT)
         and is_same(lines[1], PYTHON)
-        and all(stamp.stat().st_mtime_ns >= path.stat().st_mtime_ns for path in needs)
+        and all(stamp.stat().st_mtime_ns >= path.stat().st_mtime_ns for path in sources)
     )
 
 
 def is_new() -> bool:
-    """Return whether there is no .venv, or one in which a set-up had not even written its marker."""
+    """Return whether there is no .venv, or only an empty one, from a set-up that stopped before it wrote its marker."""
     return not os.path.lexists(VENV) or (VENV.is_dir() and not set(VENV.iterdir()) - {TEMPORARY})
 
 
 def find_problem() -> str | None:
-    """Return why this .venv has to be made again; None if packages can be installed into it.
+    """Return why this .venv must be created again, or None if packages can be installed into it.
 
     Raises:
-        SetUpError: it cannot be used, and this program did not make it, so it must not delete it.
+        SetUpError: it cannot be used, and this program must not delete it, because it did not create it.
     """
     if not VENV.is_dir():
-        raise SetUpError(f".venv is not a directory: delete it, {AGAIN}")
-    made_for = [read_stamp(path)[:1] for path in (UNFINISHED, CORE)]
-    made_here = any(is_same(directory, ROOT) for lines in made_for for directory in lines)
-    if VENV.is_symlink() and not made_here:
+        raise SetUpError(f".venv is not a directory: delete it, {RUN_AGAIN}")
+    directories = [read_stamp(path)[:1] for path in (UNFINISHED, CORE)]
+    is_ours = any(is_same(directory, ROOT) for lines in directories for directory in lines)
+    if VENV.is_symlink() and not is_ours:
         raise SetUpError(
             f".venv is a link to {os.path.realpath(VENV)}, which was not set up for this directory: "
-            f"delete the link (`rm .venv`), {AGAIN}"
+            f"delete the link (`rm .venv`), {RUN_AGAIN}"
         )
     if UNFINISHED.exists():
-        return "was left unfinished"
-    if made_for[1] and not made_here:
-        return "was made for another directory"
+        return "is unfinished"
+    if directories[1] and not is_ours:
+        return "was created for another directory"
     if has_working_python():
         return None
     if not CORE.exists():
         raise SetUpError(
-            ".venv was not made by make, and its Python does not start, is older than 3.11 or has no pip: "
-            f"delete it (`rm -rf .venv`), {AGAIN}"
+            ".venv was not created by make, and its Python does not start, is older than 3.11 or has no pip: "
+            f"delete it (`rm -rf .venv`), {RUN_AGAIN}"
         )
-    return "has lost its Python or its pip"
+    return "has no working Python or no pip"
 
 
 def has_working_python() -> bool:
@@ -141,50 +148,54 @@ def has_working_python() -> bool:
         return False
 
 
-def run_step(what: str, words: list[str | Path], lock: int, show: bool = False) -> None:
-    """Run a program, which inherits the lock in case it outlives this process.
+def run_step(description: str, command: list[str | Path], lock: int) -> None:
+    """Run a program. It inherits the lock, which then stays locked even if this process is killed first.
 
     Args:
-        what: what it does, for the error message.
-        words: the program and its arguments.
+        description: name of the step, for the error message.
+        command: the program and its arguments.
         lock: file descriptor of the lock.
-        show: whether to pass on what it writes to standard error.
 
     Raises:
-        SetUpError: it failed.
+        SetUpError: the program failed.
     """
     lines: list[str] = []
     with subprocess.Popen(
-        words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", pass_fds=[lock]
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        pass_fds=[lock],
     ) as program:
         assert program.stderr
         try:
             for line in program.stderr:
-                sys.stderr.write(line if show else "")
                 lines.append(line.strip())
         except BaseException:
             program.kill()
             raise
     if program.returncode:
-        raise SetUpError(f"{what} failed ({find_reason(program.returncode, lines)}): {CHECKS}")
+        raise SetUpError(f"{description} failed ({find_reason(program.returncode, lines)}): {WHAT_TO_CHECK}")
 
 
 def find_reason(code: int, lines: list[str]) -> str:
-    """Return in a few words why pip or venv failed, from its exit code and its messages."""
+    """Return why pip or venv failed, in a few words, from its exit code and its messages."""
     if code < 0:
-        return f"it was ended by {signal.Signals(-code).name}"
+        return f"it was stopped by {signal.Signals(-code).name}"
     errors = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("error:")]
     errors = [error for error in errors if error != "subprocess-exited-with-error"]
     reason = [*errors, *[line for line in reversed(lines) if line], f"exit code {code}"][0]
-    offline = any("after connection broken by" in line for line in lines)
-    return f"the package index cannot be reached; {reason}" if offline else reason
+    is_offline = any("after connection broken by" in line for line in lines)
+    return f"the package index cannot be reached; {reason}" if is_offline else reason
 
 
 def check_ensurepip() -> None:
-    """Check that this Python can make an environment.
+    """Check that this Python can create a virtual environment.
 
     Raises:
-        SetUpError: a part of the standard library is not installed.
+        SetUpError: a module of the standard library is not installed.
     """
     try:
         import ensurepip  # noqa: F401
@@ -192,13 +203,13 @@ def check_ensurepip() -> None:
     except ImportError as error:
         name = "python{}.{}".format(*sys.version_info)
         raise SetUpError(
-            f"{sys.executable} cannot make .venv (it has no module {error.name}): install that, on Debian and Ubuntu "
-            f"by `apt install {name}-venv`, or choose another Python with PYTHON=/path/to/python3.11, {AGAIN}"
+            f"{sys.executable} cannot create .venv (it has no module {error.name}): install the module (on Debian and "
+            f"Ubuntu with `apt install {name}-venv`) or use another Python with PYTHON=/path/to/python3.11, {RUN_AGAIN}"
         ) from None
 
 
 def clear_venv() -> None:
-    """Delete everything in .venv but the marker. A marker that is there is not written again: the disk may be full."""
+    """Delete everything in .venv except the marker. An existing marker is not written again: the disk may be full."""
     if not UNFINISHED.exists():
         write_stamp(UNFINISHED, [ROOT])
     for path in VENV.iterdir():
@@ -208,86 +219,120 @@ def clear_venv() -> None:
             path.unlink()
 
 
-def make_venv(lock: int) -> None:
-    """Make an environment with pip in the empty .venv.
+def create_venv(lock: int) -> None:
+    """Create a virtual environment with pip in the empty .venv.
 
     Raises:
-        SetUpError: it cannot be made, for example because the disk is full.
+        SetUpError: it cannot be created, for example because the disk is full.
     """
-    # This process may be running in the .venv that was just deleted: the base Python still exists.
+    # This process may run the Python of the .venv that was just deleted. The base Python still exists.
     base = getattr(sys, "_base_executable", sys.executable)
-    run_step("making .venv", [base, "-m", "venv", "--without-pip", os.path.realpath(VENV)], lock)
-    # `venv` would do this too, but hides why it fails.
+    run_step("creating .venv", [base, "-m", "venv", "--without-pip", os.path.realpath(VENV)], lock)
+    # `venv` can also install pip, but it hides why that fails.
     run_step("installing pip into .venv", [PYTHON, "-I", "-m", "ensurepip", "--upgrade", "--default-pip"], lock)
 
 
+def has_torch() -> bool:
+    """Return whether PyTorch is installed in .venv, of whatever build."""
+    return any(VENV.glob("lib/python*/site-packages/torch-*.dist-info"))
+
+
 def package_times() -> list[int]:
-    """Return when a package was last added to or removed from .venv."""
+    """Return the time (ns) at which a package was last added to or removed from .venv, as a list."""
     return [path.stat().st_mtime_ns for path in VENV.glob("lib/python*/site-packages")]
 
 
-def install(goal: str, lock: int) -> None:
-    """Install the project for a goal.
+def install_torch_for_cpu(lock: int) -> None:
+    """Install the CPU build of PyTorch, which pip cannot select on Linux. uv knows the index that has it.
 
     Raises:
-        SetUpError: pip failed. If it changed nothing, for example without a network, a finished .venv stays as it was.
+        SetUpError: pip or uv failed.
+    """
+    run_step("installing uv", [PYTHON, *INSTALL, "uv"], lock)
+    command: list[str | Path] = [
+        PYTHON,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        PYTHON,
+        "--torch-backend",
+        "cpu",
+    ]
+    run_step("installing the CPU build of PyTorch", [*command, "--constraint", "constraints.txt", "torch"], lock)
+
+
+def install(goal: str, torch_build: str, lock: int) -> None:
+    """Install the project and the packages of a goal.
+
+    Raises:
+        SetUpError: pip failed. If it changed nothing, for example without a network, a finished .venv stays finished.
     """
     before = package_times()
     try:
-        run_step("pip install", [PYTHON, *INSTALL, "--editable", GOALS[goal][0]], lock, show=True)
+        if torch_build == "cpu" and not has_torch():
+            install_torch_for_cpu(lock)
+        run_step("pip install", [PYTHON, *INSTALL, "--editable", GOALS[goal][0]], lock)
     except SetUpError:
         if CORE.exists() and package_times() == before:
             UNFINISHED.unlink()
         raise
 
 
-def set_up(goal: str, lock: int) -> None:
-    """Bring .venv to a goal, from whatever state it is in.
+def set_up(goal: str, torch_build: str, lock: int) -> None:
+    """Create .venv if necessary, and install the packages of a goal.
 
     Raises:
-        SetUpError: it cannot be done.
+        SetUpError: the set-up cannot continue.
     """
-    must_make = is_new()
-    if not must_make and (problem := find_problem()):
-        print(f".venv {problem}: making it again.", flush=True)
-        must_make = True
-    if must_make:
+    must_create = is_new()
+    if not must_create and (problem := find_problem()):
+        print(f".venv {problem}: creating it again.", flush=True)
+        must_create = True
+    if must_create:
         check_ensurepip()
     print(GOALS[goal][1], flush=True)
     VENV.mkdir(exist_ok=True)
-    if must_make:
+    if must_create:
         clear_venv()
     write_stamp(UNFINISHED, [ROOT])
-    # The stamp gets the time of the start: a file that changes while pip is running is then newer than the stamp.
+    # The stamp gets the start time, so that a file that changes while pip is running is newer than the stamp.
     started = UNFINISHED.stat().st_mtime_ns
-    if must_make:
-        make_venv(lock)
-    install(goal, lock)
+    if must_create:
+        create_venv(lock)
+    install(goal, torch_build, lock)
     write_stamp(VENV / f".{goal}", [ROOT, Path(os.path.realpath(PYTHON))], started)
     UNFINISHED.unlink()
 
 
-def main(goal: str) -> int:
+def main(goal: str, torch_build: str = "default") -> int:
     try:
         with set_up_lock() as lock:
             if not is_done(goal):
-                set_up(goal, lock)
+                set_up(goal, torch_build, lock)
     except SetUpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(
-            f"error: .venv cannot be set up ({error}): check the disk's free space and permissions, {AGAIN}",
+            f"error: .venv cannot be set up ({error}): check the free disk space and the permissions, {RUN_AGAIN}",
             file=sys.stderr,
         )
         return 2
     except KeyboardInterrupt:
-        print("\nstopped: the same command sets .venv up again", file=sys.stderr)
+        print("\nstopped: run the same command again to set up .venv", file=sys.stderr)
         return 130
     return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Make .venv and install the project into it.")
+    parser = argparse.ArgumentParser(description="Create .venv and install the project into it.")
     parser.add_argument("goal", choices=GOALS)
-    sys.exit(main(parser.parse_args().goal))
+    parser.add_argument("--torch", default="default", help=f"build of PyTorch: {' or '.join(TORCH_BUILDS)}")
+    options = parser.parse_args()
+    if options.torch not in TORCH_BUILDS:
+        print(f"error: TORCH={options.torch} is unknown: use {' or '.join(TORCH_BUILDS)}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(main(options.goal, options.torch))

@@ -1,6 +1,6 @@
-"""A kill at every named point of a save, of either of two ranks, in the foreground and in the background.
+"""Kill one of two ranks at every named point of a save, synchronous and asynchronous, and load what is left.
 
-`bench.checkpoints.torture` runs it and says what for.
+`bench.checkpoints.torture` runs these kills and describes the test.
 """
 
 import os
@@ -26,8 +26,9 @@ from phase3_fsdp.fsdp import FsdpConfig, init_device, init_shards, shard_model
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards, training_state
 from workshop.ranks import run_on_ranks, start_ranks
 
-EVERY_RANK = ("before its files", "in a file", "after a file")
-RANK_0 = (
+# The points at which any rank can be killed, then those that only rank 0 reaches.
+POINTS_OF_EVERY_RANK = ("before its files", "in a file", "after a file")
+POINTS_OF_RANK_0 = (
     "before the manifest",
     "in the manifest",
     "before the rename",
@@ -41,149 +42,163 @@ CPU = torch.device("cpu")
 
 
 class Saver:
-    """One rank's part of a small sharded model, and the directory into which it is saved."""
+    """One rank's shard of a small FSDP model, and the checkpoint directory into which it is saved."""
 
-    def __init__(self, out_dir: str, in_background: bool, keep: int = 3) -> None:
+    def __init__(self, out_dir: str, is_async: bool, keep: int = 3) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         run = Runtime(rank, rank, world_size, world_size, CPU, torch.float32)
-        config = FsdpConfig(n_layer=2, n_embd=16, n_head=2, block_size=8, out_dir=out_dir, async_save=in_background)
+        config = FsdpConfig(n_layer=2, n_embd=16, n_head=2, block_size=8, out_dir=out_dir, async_save=is_async)
         with init_device(config, run):
             self.model = GPT(GPTConfig(2, 2, 16, 8, False, 75))
         self.model = shard_model(self.model, config, run)
         init_shards(self.model, config, run)
         self.optimizer = configure_optimizer(self.model, config)
         allocate_state(self.optimizer)
-        self.box, self.shards = CheckpointDirectory(out_dir, run, keep), ShardWriter(self.model, self.optimizer)
-        self.copy = self.shards.copy if in_background else None
+        self.checkpoints, self.shards = CheckpointDirectory(out_dir, run, keep), ShardWriter(self.model, self.optimizer)
+        self.copy_state = self.shards.copy if is_async else None
 
     @torch.no_grad()
     def save(self, step: int) -> None:
+        """Set every number of the training state to `step` and save it."""
         for tensor in training_state(self.model, self.optimizer).values():
             tensor.fill_(step)
-        self.box.save(step, self.shards.write, {"phase": "torture"}, self.copy)
+        self.checkpoints.save(step, self.shards.write, {"phase": "torture"}, self.copy_state)
 
-    def open_newest(self) -> int:
-        """The newest step that is whole.
+    def load_newest(self) -> int:
+        """Load the newest complete checkpoint and return its step.
 
         Raises:
-            AssertionError: it holds a number of another step.
+            AssertionError: the checkpoint contains a number of another step.
         """
-        found = self.box.newest()
-        load_shards(found.path, self.model, self.optimizer)
+        newest = self.checkpoints.find_newest()
+        load_shards(newest.path, self.model, self.optimizer)
         for name, tensor in training_state(self.model, self.optimizer).items():
-            assert bool((tensor == found.step).all()), f"{name} of {found.path} holds numbers of another step"
-        return found.step
+            assert bool((tensor == newest.step).all()), f"{name} in {newest.path} contains numbers of another step"
+        return newest.step
 
 
-def open_and_save(out_dir: str) -> int:
+def load_and_save(out_dir: str) -> int:
+    """Load the newest complete checkpoint, save step 9, and return the step that was loaded."""
     saver = Saver(out_dir, False)
-    step = saver.open_newest()
+    step = saver.load_newest()
     saver.save(9)
-    saver.box.drain()
+    saver.checkpoints.drain()
     return step
 
 
-def end(started: list[tuple[Any, Any]]) -> None:
+def kill_ranks(started: list[tuple[Any, Any]]) -> None:
     for process, connection in started:
         process.kill()
         process.join()
         connection.close()
 
 
-def die(*_: Any) -> None:
+def kill_self(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # the signal comes before this ends
+    time.sleep(60)  # do not return before the signal arrives
 
 
-def before(function: Callable[..., Any], when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
-    """The function, at whose call this process dies."""
-    return lambda *args, **kwargs: die() if when(*args) else function(*args, **kwargs)
+def kill_before(function: Callable[..., Any], when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+    """Wrap a function so that its call kills this process first, if `when` accepts the arguments."""
+    return lambda *args, **kwargs: kill_self() if when(*args) else function(*args, **kwargs)
 
 
-def after(function: Callable[..., Any], when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
-    """The function, after whose call this process dies."""
+def kill_after(function: Callable[..., Any], when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+    """Wrap a function so that this process is killed after its call, if `when` accepts the arguments."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         if when(*args):
-            die()
+            kill_self()
         return result
 
     return run
 
 
-def half_a_manifest(path: Path, text: str) -> None:
+def write_half_of_manifest(path: Path, text: str) -> None:
+    """Write the first half of the manifest, then kill this process; write every other file normally."""
     if path.name == "manifest.json":
         path.write_text(text[: len(text) // 2])
-        die()
+        kill_self()
     writer.write_and_sync(path, text)
 
 
-def arm(point: str) -> None:
-    """Make this process die at a point of its next save."""
+def arm_kill(point: str) -> None:
+    """Patch the checkpoint code so that this process is killed at a point of its next save."""
 
-    def publishes(path: Path, to: Path) -> bool:
+    def is_final_rename(path: Path, to: Path) -> bool:
         return to.name.startswith("step-")
 
     def is_manifest(path: Path, _: str) -> bool:
         return path.name == "manifest.json"
 
     files, path = writer.HashedFile, Path
-    arms: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-        "before its files": (writer.NewFiles, "open", before(writer.NewFiles.open)),
-        "in a file": (files, "write", after(files.write, lambda file, _: file.tell() > 2000)),
-        "after a file": (files, "close", after(files.close)),
-        "before the manifest": (checkpoint, "write_and_sync", before(writer.write_and_sync, is_manifest)),
-        "in the manifest": (checkpoint, "write_and_sync", half_a_manifest),
-        "before the rename": (path, "rename", before(path.rename, publishes)),
-        "after the rename": (path, "rename", after(path.rename, publishes)),
-        "before LATEST": (os, "replace", before(os.replace)),
-        "after LATEST": (os, "replace", after(os.replace)),
-        "in the retention": (shutil, "rmtree", before(shutil.rmtree, lambda gone: ".tmp-old-" in gone.name)),
+    patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "before its files": (writer.NewFiles, "open", kill_before(writer.NewFiles.open)),
+        "in a file": (files, "write", kill_after(files.write, lambda file, _: file.tell() > 2000)),
+        "after a file": (files, "close", kill_after(files.close)),
+        "before the manifest": (checkpoint, "write_and_sync", kill_before(writer.write_and_sync, is_manifest)),
+        "in the manifest": (checkpoint, "write_and_sync", write_half_of_manifest),
+        "before the rename": (path, "rename", kill_before(path.rename, is_final_rename)),
+        "after the rename": (path, "rename", kill_after(path.rename, is_final_rename)),
+        "before LATEST": (os, "replace", kill_before(os.replace)),
+        "after LATEST": (os, "replace", kill_after(os.replace)),
+        "in the retention": (shutil, "rmtree", kill_before(shutil.rmtree, lambda folder: ".tmp-old-" in folder.name)),
     }
-    where, name, deadly = arms[point]
-    setattr(where, name, deadly)
+    owner, name, replacement = patches[point]
+    setattr(owner, name, replacement)
 
 
-def save_and_die(out_dir: str, point: str, victim: int, in_background: bool) -> None:
-    saver = Saver(out_dir, in_background, keep=2)
+def save_and_die(out_dir: str, point: str, victim: int, is_async: bool) -> None:
+    """Save steps 1 and 2 on this rank, then save step 3, which kills rank `victim` at a point."""
+    saver = Saver(out_dir, is_async, keep=2)
     for step in (1, 2):
         saver.save(step)
-    saver.box.drain()
+    saver.checkpoints.drain()
     if dist.get_rank() == victim:
-        arm(point)
+        arm_kill(point)
     saver.save(3)
-    saver.box.drain()
-    time.sleep(60)  # until the death of the other ends this one too
+    saver.checkpoints.drain()
+    time.sleep(60)  # the caller kills this rank after the victim
 
 
-def kill_at(point: str, victim: int, in_background: bool) -> int:
-    """Kill a rank at a point of the save of step 3; the step that is then opened, 2 or 3.
+def kill_at_point(point: str, victim: int, is_async: bool) -> int:
+    """Kill rank `victim` at a point of the save of step 3, then load the newest checkpoint on two new ranks.
+
+    Returns:
+        The step of the checkpoint that was loaded: 2 or 3.
 
     Raises:
-        AssertionError: what is opened is not whole, or the next save leaves rubbish behind.
+        AssertionError: that checkpoint is not complete, or the next save leaves temporary files behind.
     """
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as meeting:
-        started = start_ranks(save_and_die, RANKS, folder, point, victim, in_background, folder=meeting)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as rendezvous:
+        started = start_ranks(save_and_die, RANKS, folder, point, victim, is_async, folder=rendezvous)
         deadline = time.monotonic() + 30
         while started[victim][0].is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert started[victim][0].exitcode == -signal.SIGKILL, f"rank {victim} was not killed {point}"
-        end(started)
-        step = max(run_on_ranks(open_and_save, RANKS, folder, show=False))
-        rubbish = [p.name for p in (Path(folder) / "checkpoints").iterdir() if p.name.startswith(".tmp")]
-        assert step in (2, 3) and not rubbish, (step, rubbish)
+        kill_ranks(started)
+        step = max(run_on_ranks(load_and_save, RANKS, folder, show=False))
+        leftovers = [p.name for p in (Path(folder) / "checkpoints").iterdir() if p.name.startswith(".tmp")]
+        assert step in (2, 3) and not leftovers, (step, leftovers)
         return step
 
 
-def sweep() -> list[dict[str, Any]]:
-    """A kill at every point of a save, of rank 0 and of the other, in the foreground and in the background."""
-    cases = [(point, rank) for rank in range(RANKS) for point in EVERY_RANK] + [(point, 0) for point in RANK_0]
+def kill_at_every_point() -> list[dict[str, Any]]:
+    """Kill each rank at every point of a save that it reaches, synchronous and asynchronous.
+
+    Returns:
+        One row per point and rank, with the step that was loaded after the kill of each kind of save.
+    """
+    cases = [(point, rank) for rank in range(RANKS) for point in POINTS_OF_EVERY_RANK]
+    cases += [(point, 0) for point in POINTS_OF_RANK_0]
     rows = []
     for point, rank in cases:
-        opened = {mode: kill_at(point, rank, mode == "async") for mode in ("sync", "async")}
-        rows.append({"point": point, "rank": rank, **opened})
+        steps = {mode: kill_at_point(point, rank, mode == "async") for mode in ("sync", "async")}
+        rows.append({"point": point, "rank": rank, **steps})
         print(
-            f"rank {rank} killed {point}: step {opened['sync']} opens, in the background {opened['async']}", flush=True
+            f"rank {rank} killed {point}: step {steps['sync']} loads after a synchronous save, "
+            f"step {steps['async']} after an asynchronous save",
+            flush=True,
         )
     return rows

@@ -1,11 +1,11 @@
-"""What a verified checkpoint costs: beside a bare `dcp.save` with fsync of the same bytes, and in the background.
+"""Compare a verified checkpoint with a bare `dcp.save` of the same bytes, and with an asynchronous save.
 
     make bench-save                      # two ranks, 0.5 GB, fifteen saves of each kind in turn
-    make bench-save ARGS=--write         # and bench/results/save-speed-<hardware>.json
+    make bench-save ARGS=--write         # also write bench/results/save-speed-<hardware>.json
 
-The bare save writes and flushes the shards, nothing else. Ours hashes them on the way, writes a manifest and a
-signpost, flushes the directories and renames; what is too old is deleted after it, beside the training. Of a save in
-the background only the copy is waited for.
+The bare save writes the shards and calls fsync, nothing else. This repository's save also hashes the shards while it
+writes them, writes a manifest and the LATEST file, flushes the directories and renames. It deletes old checkpoints
+afterwards, concurrently with training. In an asynchronous save, training waits only for the copy of the state.
 """
 
 import os
@@ -38,7 +38,7 @@ Samples = dict[str, list[float]]
 
 
 def measure(folder: str, rounds: int, shape: GPTConfig) -> tuple[int, Samples]:
-    """Seconds of each kind of save on this rank, and the bytes that it writes."""
+    """Measure every kind of save on this rank; return the bytes that it writes, and the seconds by kind of save."""
     warnings.simplefilter("ignore")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     run = Runtime(rank, rank, ranks, ranks, torch.device("cpu"), torch.float32)
@@ -50,38 +50,43 @@ def measure(folder: str, rounds: int, shape: GPTConfig) -> tuple[int, Samples]:
     optimizer = configure_optimizer(model, config)
     allocate_state(optimizer)
     state = training_state(model, optimizer)
-    box, shards = CheckpointDirectory(folder, run, keep=3), ShardWriter(model, optimizer)
+    checkpoints, shards = CheckpointDirectory(folder, run, keep_checkpoints=3), ShardWriter(model, optimizer)
     samples: Samples = {kind: [] for kind in ("bare_s", "ours_s", "deletion_s", "stop_s", "background_s")}
 
-    def took(kind: str, work: Callable[[], object]) -> None:
+    def record_seconds(kind: str, work: Callable[[], object]) -> None:
         begin = time.perf_counter()
         work()
         samples[kind].append(time.perf_counter() - begin)
 
-    def bare(number: int) -> None:
+    def save_bare(number: int) -> None:
         target = Path(folder) / f"bare-{number}"
-        took("bare_s", lambda: (dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(target)), dist.barrier()))
+
+        def save() -> None:
+            dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(target))
+            dist.barrier()
+
+        record_seconds("bare_s", save)
         if rank == 0:
             shutil.rmtree(target)
 
-    def ours(number: int) -> None:
-        took("ours_s", lambda: box.save(number, shards.write, {"phase": "bench"}))
-        took("deletion_s", box.drain)
+    def save_verified(number: int) -> None:
+        record_seconds("ours_s", lambda: checkpoints.save(number, shards.write, {"phase": "bench"}))
+        record_seconds("deletion_s", checkpoints.drain)
 
-    def background(number: int) -> None:
-        took("stop_s", lambda: box.save(number, shards.write, {"phase": "bench"}, shards.copy))
-        took("background_s", box.drain)
+    def save_async(number: int) -> None:
+        record_seconds("stop_s", lambda: checkpoints.save(number, shards.write, {"phase": "bench"}, shards.copy))
+        record_seconds("background_s", checkpoints.drain)
 
-    kinds = [bare, ours, background]
-    for i in range(rounds + 1):  # the first round touches everything for the first time, and does not count
-        for k in range(3):  # in turn: a disk is slower to take what follows on much else
-            settle()
+    kinds = [save_bare, save_verified, save_async]
+    for i in range(rounds + 1):  # the first round is a warm-up and does not count
+        for k in range(3):  # the order rotates, because a disk writes more slowly after other large writes
+            wait_for_disk()
             kinds[(i + k) % 3](3 * i + k)
     return storage_bytes(state.values()), {name: values[1:] for name, values in samples.items()}
 
 
-def settle() -> None:
-    """Wait for all ranks, and until nothing of an earlier save is left to write."""
+def wait_for_disk() -> None:
+    """Wait until all data of earlier saves is on the disk, on every rank."""
     os.sync()
     dist.barrier()
 
@@ -90,20 +95,20 @@ def main(ranks: int = 2, rounds: int = 15, n_layer: int = 12, n_embd: int = 512,
     """Measure on the file system of the current directory.
 
     Args:
-        ranks: that save together.
-        rounds: of each kind of save.
-        n_layer: of the model that is saved.
-        n_embd: its channels.
+        ranks: number of ranks that save together.
+        rounds: number of saves of each kind.
+        n_layer: layers of the model that is saved.
+        n_embd: channels of the model that is saved.
         write: also write bench/results/save-speed-<hardware>.json.
     """
     shape = GPTConfig(n_layer, 8, n_embd, 256, False, 8192)
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        found = run_on_ranks(measure, ranks, folder, rounds, shape, timeout=1200, show=False)
-    size, samples = sum(bytes_ for bytes_, _ in found), found[0][1]
+        results = run_on_ranks(measure, ranks, folder, rounds, shape, timeout=1200, show=False)
+    size, samples = sum(bytes_ for bytes_, _ in results), results[0][1]
     medians = {name: statistics.median(values) for name, values in samples.items()}
     print(f"{size:,} bytes, {ranks} ranks: " + ", ".join(f"{name} {value:.3f}" for name, value in medians.items()))
-    print(f"throughput of a bare save: {medians['bare_s'] / medians['ours_s']:.0%}")
-    print(f"stop of a save in the background: {medians['stop_s'] / medians['ours_s']:.1%} of a save")
+    print(f"throughput of a verified save: {medians['bare_s'] / medians['ours_s']:.0%} of a bare save")
+    print(f"an asynchronous save stops training for {medians['stop_s'] / medians['ours_s']:.1%} of a synchronous save")
     if write:
         settings = {"command": "make bench-save", "ranks": ranks, "rounds": rounds, "bytes": size, "shape": vars(shape)}
         print(f"wrote {write_result('save-speed', torch.device('cpu'), settings, samples)}")

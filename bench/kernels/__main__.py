@@ -1,4 +1,4 @@
-"""The command `python -m bench.kernels`, which `make bench-kernels` runs."""
+"""Run `python -m bench.kernels`, the command of `make bench-kernels`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""What `make bench-kernels` measures: each kernel beside torch's ways of computing the same, on the same tensors.
+"""The cases that `make bench-kernels` measures: each kernel and torch's implementations, on the same tensors.
 
-On a GPU the shapes are those of GPT-2, 124M to 1.5B, with 16,384 tokens in bfloat16. In the interpreter, whose times
-say nothing about a GPU, they are small and fp32: the same code runs, and the result is labelled.
+On a GPU the shapes are those of GPT-2, 124M to 1.5B, with 16,384 tokens in bfloat16. In the interpreter the tensors are
+small and fp32: the same code runs, but its times do not predict a GPU's, and the result is labelled as interpreted.
 """
 
 import importlib.util
@@ -24,10 +24,18 @@ GPT2_WIDTHS = {"124M": (768, 12), "350M": (1024, 16), "774M": (1280, 20), "1.5B"
 
 @dataclass
 class Case:
-    """One computation, the ways to do it, and what the chip must at least do for it.
+    """One computation, its implementations (the contenders), and its minimum cost.
 
-    A contender takes the inputs and returns what gradients are taken of; or, where `steps`, does all its work when
-    called.
+    Attributes:
+        kernel: name of the computation.
+        shape: description of the sizes.
+        inputs: the tensors that every contender is called with.
+        contenders: functions of the inputs. They return the results that the backward starts from. With `is_step` a
+            contender does all its work, the backward included, in this one call.
+        forward: cost of the forward, or of the step.
+        backward: cost of the backward; None with `is_step`.
+        is_step: see contenders.
+        contexts: a context manager that a contender must run in, such as the choice of an SDPA backend.
     """
 
     kernel: str
@@ -35,62 +43,66 @@ class Case:
     inputs: tuple[Any, ...]
     contenders: dict[str, Callable[..., Any]]
     forward: Cost
-    backward: Cost | None  # None where the forward does everything, or there is none
-    steps: bool = False
-    context: dict[str, Callable[[], AbstractContextManager]] = field(default_factory=dict)
+    backward: Cost | None
+    is_step: bool = False
+    contexts: dict[str, Callable[[], AbstractContextManager]] = field(default_factory=dict)
 
-    def within(self, contender: str) -> AbstractContextManager:
-        """What a contender must run in, such as a choice of SDPA's backend."""
-        return self.context.get(contender, nullcontext)()
+    def context_of(self, contender: str) -> AbstractContextManager:
+        """Return the context manager that a contender must run in."""
+        return self.contexts.get(contender, nullcontext)()
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function for fixed shapes."""
     return torch.compile(function, dynamic=False)
 
 
-def leaf(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
+def random_leaf(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of normally distributed numbers that requires a gradient."""
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype).requires_grad_()
 
 
-def cases(device: torch.device, kernels: set[str], widths: list[str]) -> Iterator[Case]:
-    """Every case of these kernels, one after another, so that only one holds memory."""
-    small = device.type == "cpu"
-    dtype = torch.float32 if small else torch.bfloat16
+def build_cases(device: torch.device, kernels: set[str], widths: list[str]) -> Iterator[Case]:
+    """Yield every case of these kernels. Only one case uses memory at a time."""
+    is_small = device.type == "cpu"
+    dtype = torch.float32 if is_small else torch.bfloat16
     for name in widths:
-        C, heads = (64, 2) if small else GPT2_WIDTHS[name]
-        B, T, V = (2, 64, 512) if small else (16, 1024, 50304)
+        C, heads = (64, 2) if is_small else GPT2_WIDTHS[name]
+        B, T, V = (2, 64, 512) if is_small else (16, 1024, 50304)
         sizes = (device, dtype, B, T, C, heads, V)
-        for kernel, make in MAKERS.items():
+        for kernel, build in CASE_BUILDERS.items():
             if kernel in kernels:
-                yield make("small" if small else name, *sizes)
-        if small:  # one size says all that the interpreter has to say
+                yield build("small" if is_small else name, *sizes)
+        if is_small:  # more sizes would add no information in the interpreter
             break
 
 
-def layernorm_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int) -> Case:
-    x, branch = (leaf(device, B * T, C, dtype=dtype) for _ in range(2))
-    weight, bias = (leaf(device, C, dtype=dtype) for _ in range(2))
+def build_add_layernorm_case(
+    name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int
+) -> Case:
+    x, branch = (random_leaf(device, B * T, C, dtype=dtype) for _ in range(2))
+    weight, bias = (random_leaf(device, C, dtype=dtype) for _ in range(2))
 
-    def plain(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def reference(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         total = x + branch
         return total, F.layer_norm(total, (C,), weight, bias)
 
-    contenders = {"ours": layernorm.add_layer_norm, "eager": plain, "compile": compiled(plain)}
+    contenders = {"ours": layernorm.add_layer_norm, "eager": reference, "compile": compile_static(reference)}
     costs = layernorm.cost(B * T, C, dtype.itemsize, branch=True)
     return Case("add + layernorm", f"{name}: {B * T} x {C}", (x, branch, weight, bias), contenders, *costs)
 
 
-def norm_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int) -> Case:
-    x = leaf(device, B * T, C, dtype=dtype)
-    weight, bias = (leaf(device, C, dtype=dtype) for _ in range(2))
+def build_layernorm_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int) -> Case:
+    x = random_leaf(device, B * T, C, dtype=dtype)
+    weight, bias = (random_leaf(device, C, dtype=dtype) for _ in range(2))
 
-    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, (C,), weight, bias)
 
     contenders: dict[str, Callable[..., Any]] = {
         "ours": layernorm.layer_norm,
-        "eager": plain,
-        "compile": compiled(plain),
+        "eager": reference,
+        "compile": compile_static(reference),
     }
     if importlib.util.find_spec("liger_kernel") and device.type == "cuda":
         from liger_kernel.transformers.functional import liger_layer_norm
@@ -100,142 +112,158 @@ def norm_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: in
     return Case("layernorm", f"{name}: {B * T} x {C}", (x, weight, bias), contenders, *costs)
 
 
-def cross_entropy_case(
+def build_cross_entropy_case(
     name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, heads: int, V: int
 ) -> Case:
-    logits, targets = leaf(device, B * T, V, dtype=dtype), torch.randint(V, (B * T,), device=device)
+    logits, targets = random_leaf(device, B * T, V, dtype=dtype), torch.randint(V, (B * T,), device=device)
 
-    def plain(logits: Tensor, targets: Tensor) -> Tensor:
+    def reference(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), targets)
 
-    contenders = {"ours": cross_entropy.cross_entropy, "eager": plain, "compile": compiled(plain)}
+    contenders = {"ours": cross_entropy.cross_entropy, "eager": reference, "compile": compile_static(reference)}
     return Case(
         "cross-entropy", f"{B * T} x {V}", (logits, targets), contenders, *cross_entropy.cost(B * T, V, dtype.itemsize)
     )
 
 
-def head_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, heads: int, V: int) -> Case:
-    x, weight = leaf(device, B * T, C, dtype=dtype), leaf(device, V, C, dtype=dtype)
+def build_loss_case(
+    name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, heads: int, V: int
+) -> Case:
+    x, weight = random_leaf(device, B * T, C, dtype=dtype), random_leaf(device, V, C, dtype=dtype)
     targets = torch.randint(V, (B * T,), device=device)
 
-    def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), targets)
 
-    def products(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """The three bare products, for the logits' gradient any tensor of their size: what cannot be saved."""
+    def compute_products(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Compute only the three matrix products, a lower limit. The logits replace their gradient, of equal size."""
         with torch.no_grad():
             z = x @ weight.t()
             return (z @ weight).sum() + (z.t() @ x).sum()
 
     ours = linear_cross_entropy.linear_cross_entropy
-    contenders = {"ours": both(ours), "eager": both(plain), "compile": both(compiled(plain)), "products": products}
+    contenders = {
+        "ours": forward_and_backward(ours),
+        "eager": forward_and_backward(reference),
+        "compile": forward_and_backward(compile_static(reference)),
+        "products": compute_products,
+    }
     if hasattr(F, "linear_cross_entropy"):
-        contenders["F.linear_cross_entropy"] = both(lambda x, w, t: F.linear_cross_entropy(x, w, t))
+        contenders["F.linear_cross_entropy"] = forward_and_backward(lambda x, w, t: F.linear_cross_entropy(x, w, t))
     if importlib.util.find_spec("liger_kernel") and device.type == "cuda":
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-        contenders["liger"] = both(lambda x, w, t: liger_fused_linear_cross_entropy(x, w, t))
+        contenders["liger"] = forward_and_backward(lambda x, w, t: liger_fused_linear_cross_entropy(x, w, t))
     cost = linear_cross_entropy.cost(B * T, C, V, dtype.itemsize)
     return Case(
         "linear + cross-entropy", f"{name}: {B * T} x {C} x {V}", (x, weight, targets), contenders, cost, None, True
     )
 
 
-def both(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Forward and backward in one call."""
+def forward_and_backward(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a function that runs the forward and the backward in one call."""
     return lambda *inputs: torch.autograd.grad(function(*inputs), [x for x in inputs if x.requires_grad])
 
 
-def attention_case(
+def build_attention_case(
     name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, heads: int, *_: int
 ) -> Case:
-    packed = leaf(device, B, T, 3, heads, C // heads, dtype=dtype)
+    packed = random_leaf(device, B, T, 3, heads, C // heads, dtype=dtype)
     q, k, v = packed.detach().permute(2, 0, 3, 1, 4).unbind()
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
 
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    contenders: dict[str, Callable[..., Any]] = {"ours": attention.causal_attention, "sdpa": plain}
-    context: dict[str, Callable[[], AbstractContextManager]] = {}
+    contenders: dict[str, Callable[..., Any]] = {"ours": attention.causal_attention, "sdpa": reference}
+    contexts: dict[str, Callable[[], AbstractContextManager]] = {}
     if device.type == "cuda":
         for label, backend in (("sdpa flash", SDPBackend.FLASH_ATTENTION), ("sdpa cudnn", SDPBackend.CUDNN_ATTENTION)):
-            contenders[label] = plain
-            context[label] = partial(sdpa_kernel, backend)
+            contenders[label] = reference
+            contexts[label] = partial(sdpa_kernel, backend)
     costs = attention.cost(B, heads, T, C // heads, dtype.itemsize)
     shape = f"{name}: {B} x {heads} x {T} x {C // heads}"
-    return Case("attention", shape, inputs, contenders, *costs, context=context)
+    return Case("attention", shape, inputs, contenders, *costs, contexts=contexts)
 
 
-def gelu_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int) -> Case:
-    x, bias = leaf(device, B * T, 4 * C, dtype=dtype), leaf(device, 4 * C, dtype=dtype)
+def build_gelu_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int) -> Case:
+    x, bias = random_leaf(device, B * T, 4 * C, dtype=dtype), random_leaf(device, 4 * C, dtype=dtype)
 
-    def plain(x: Tensor, bias: Tensor) -> Tensor:
+    def reference(x: Tensor, bias: Tensor) -> Tensor:
         return F.gelu(x + bias)
 
-    contenders = {"ours": gelu.bias_gelu, "eager": plain, "compile": compiled(plain)}
+    contenders = {"ours": gelu.bias_gelu, "eager": reference, "compile": compile_static(reference)}
     costs = gelu.cost(B * T, 4 * C, dtype.itemsize)
     return Case("bias + gelu", f"{name}: {B * T} x {4 * C}", (x, bias), contenders, *costs)
 
 
-def linear_gelu_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int) -> Case:
-    x, weight, bias = (leaf(device, *shape, dtype=dtype) for shape in ((B * T, C), (4 * C, C), (4 * C,)))
+def build_linear_gelu_case(
+    name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int
+) -> Case:
+    x, weight, bias = (random_leaf(device, *shape, dtype=dtype) for shape in ((B * T, C), (4 * C, C), (4 * C,)))
 
-    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.gelu(F.linear(x, weight, bias))
 
-    def in_two(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def linear_then_bias_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return gelu.bias_gelu(F.linear(x, weight), bias)
 
-    contenders = {"ours": gelu.linear_gelu, "product, bias_gelu": in_two, "eager": plain, "compile": compiled(plain)}
+    contenders = {
+        "ours": gelu.linear_gelu,
+        "product, bias_gelu": linear_then_bias_gelu,
+        "eager": reference,
+        "compile": compile_static(reference),
+    }
     costs = gelu.linear_cost(B * T, 4 * C, C, dtype.itemsize)
     return Case("linear + gelu", f"{name}: {B * T} x {C} x {4 * C}", (x, weight, bias), contenders, *costs)
 
 
-def embedding_case(
+def build_embedding_case(
     name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, heads: int, V: int
 ) -> Case:
     idx = torch.randint(V, (B, T), device=device)
-    wte, wpe = leaf(device, V, C, dtype=torch.float32), leaf(device, T, C, dtype=torch.float32)
+    wte, wpe = random_leaf(device, V, C, dtype=torch.float32), random_leaf(device, T, C, dtype=torch.float32)
 
-    def plain(idx: Tensor, wte: Tensor, wpe: Tensor) -> Tensor:
+    def reference(idx: Tensor, wte: Tensor, wpe: Tensor) -> Tensor:
         return F.embedding(idx, wte) + wpe[: idx.size(1)]
 
-    contenders = {"ours": embedding.embedding, "eager": plain, "compile": compiled(plain)}
+    contenders = {"ours": embedding.embedding, "eager": reference, "compile": compile_static(reference)}
     costs = embedding.cost(B, T, V, C, 4)
     return Case("embedding", f"{name}: {B} x {T} x {C} of {V}", (idx, wte, wpe), contenders, *costs)
 
 
-def adamw_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, heads: int, V: int) -> Case:
+def build_adamw_case(
+    name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, heads: int, V: int
+) -> Case:
     layers = 2 if device.type == "cpu" else C // 64
     shapes = [
         (V, C),
         (T, C),
-        *[s for _ in range(layers) for s in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C), (C,), (C,))],
+        *[shape for _ in range(layers) for shape in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C), (C,), (C,))],
     ]
     optimizers: dict[str, Callable[..., Any]] = {}
     elements = sum(torch.Size(shape).numel() for shape in shapes)
-    for label, make in (
+    for label, build_optimizer in (
         ("ours", adamw.TritonAdamW),
-        ("fused", lambda p, **o: torch.optim.AdamW(p, fused=True, **o)),
-        ("foreach", lambda p, **o: torch.optim.AdamW(p, foreach=True, **o)),
+        ("fused", lambda p, **options: torch.optim.AdamW(p, fused=True, **options)),
+        ("foreach", lambda p, **options: torch.optim.AdamW(p, foreach=True, **options)),
     ):
-        params = [leaf(device, *shape, dtype=torch.float32) for shape in shapes]
+        params = [random_leaf(device, *shape, dtype=torch.float32) for shape in shapes]
         for param in params:
             param.grad = torch.randn_like(param)
-        optimizers[label] = make(params, lr=1e-3, weight_decay=0.1).step
+        optimizers[label] = build_optimizer(params, lr=1e-3, weight_decay=0.1).step
     cost = adamw.cost(elements, 4, len(shapes))
     return Case("adamw", f"{name}: {elements / 1e6:.0f}M in {len(shapes)}", (), optimizers, cost, None, True)
 
 
-MAKERS: dict[str, Callable[..., Case]] = {
-    "layernorm": norm_case,
-    "add_layernorm": layernorm_case,
-    "cross_entropy": cross_entropy_case,
-    "loss": head_case,
-    "attention": attention_case,
-    "gelu": gelu_case,
-    "linear_gelu": linear_gelu_case,
-    "embedding": embedding_case,
-    "adamw": adamw_case,
+CASE_BUILDERS: dict[str, Callable[..., Case]] = {
+    "layernorm": build_layernorm_case,
+    "add_layernorm": build_add_layernorm_case,
+    "cross_entropy": build_cross_entropy_case,
+    "loss": build_loss_case,
+    "attention": build_attention_case,
+    "gelu": build_gelu_case,
+    "linear_gelu": build_linear_gelu_case,
+    "embedding": build_embedding_case,
+    "adamw": build_adamw_case,
 }

@@ -1,12 +1,12 @@
-"""What the shipped kernels compile to for real GPUs, with no GPU at hand.
+"""Compile the shipped kernels for real GPUs, without a GPU, and report the resources that they use.
 
-    python -m bench.kernels.resources                # the table
-    python -m bench.kernels.resources --json sm_90   # the same for a program, and for an H100 alone
-    python -m bench.kernels.resources --write        # into bench/results/kernel-resources.json
+    python -m bench.kernels.resources                # print the report
+    python -m bench.kernels.resources --json sm_90   # print it as JSON, and only for an H100
+    python -m bench.kernels.resources --write        # write bench/results/kernel-resources.json
 
-Each public function is called on meta tensors of GPT-2's shapes, so that its own code chooses tiles, warps and types;
-the launches are recorded and compiled ahead of time. From the machine code: registers a thread, the stack that spilled
-values live on, spill instructions, shared memory, and which tensor-core instructions are there.
+Each public function is called on meta tensors with the shapes of GPT-2, so its own code selects tiles, warps and types.
+The launches are recorded and compiled ahead of time. From the machine code we read the registers per thread, the stack
+bytes and instructions of spilled registers, the shared memory, and which tensor-core instructions there are.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "0"  # what is interpreted cannot be compiled
+    os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
 
 import torch
 import triton
@@ -43,65 +43,75 @@ from phase2_triton.kernels import (
     layernorm,
     linear_cross_entropy,
 )
-from phase2_triton.kernels.core import recording
+from phase2_triton.kernels.core import record_launches
 
-ARCHITECTURES = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KiB of shared memory that a program may take
+ARCHITECTURES = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # maximum shared memory per program, in KiB
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "float64": "fp64"}
 TENSOR_CORES = ("mma.sync", "wgmma", "tcgen05")
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def meta_leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a meta tensor; floating-point types require a gradient."""
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
 
-def labels(*shape: int) -> Tensor:
+def meta_labels(*shape: int) -> Tensor:
+    """Return a meta tensor of int64."""
     return torch.empty(shape, dtype=torch.int64, device="meta")
 
 
-def there_and_back(result: Tensor | tuple[Tensor, ...]) -> None:
+def run_backward(result: Tensor | tuple[Tensor, ...]) -> None:
+    """Run the backward of a function's results."""
     results = result if isinstance(result, tuple) else (result,)
     sum((r.float().sum() for r in results), start=torch.zeros((), device="meta")).backward()
 
 
-def calls(tokens: int = 8192) -> dict[str, Callable[[], None]]:
-    """Every public function, forward and backward, at the widths of GPT-2 124M and 1.5B, in autocast's types."""
-    found: dict[str, Callable[[], None]] = {"adamw": adamw_step}
+def build_calls(tokens: int = 8192) -> dict[str, Callable[[], None]]:
+    """Return a call of every public function, forward and backward, with the types that autocast would use.
+
+    The widths are those of GPT-2 124M and 1.5B.
+    """
+    calls: dict[str, Callable[[], None]] = {"adamw": run_adamw_step}
 
     def add(name: str, function: Callable[..., Any], *args: Any) -> None:
-        found[name] = lambda: there_and_back(function(*args))
+        calls[name] = lambda: run_backward(function(*args))
 
     for C, heads in ((768, 12), (1600, 25)):
-        x, stream, wide = leaf(tokens, C), leaf(tokens, C, dtype=torch.float32), leaf(tokens, 4 * C)
-        gain, bias, wide_bias = (leaf(n, dtype=torch.float32) for n in (C, C, 4 * C))
-        wte, wpe = leaf(50304, C, dtype=torch.float32), leaf(1024, C, dtype=torch.float32)
-        idx, up = labels(tokens // 1024, 1024), leaf(4 * C, C)
-        qkv = leaf(tokens // 1024, 1024, 3, heads, C // heads).permute(2, 0, 3, 1, 4)
-        add(f"layer_norm {C}", layernorm.layer_norm, x, gain, bias)
-        add(f"add_layer_norm {C}", layernorm.add_layer_norm, stream, x, gain)
-        add(f"linear_cross_entropy {C}", linear_cross_entropy.linear_cross_entropy, x, wte, labels(tokens))
+        x = meta_leaf(tokens, C)
+        residual = meta_leaf(tokens, C, dtype=torch.float32)
+        hidden = meta_leaf(tokens, 4 * C)
+        weight, bias, hidden_bias = (meta_leaf(n, dtype=torch.float32) for n in (C, C, 4 * C))
+        wte, wpe = meta_leaf(50304, C, dtype=torch.float32), meta_leaf(1024, C, dtype=torch.float32)
+        idx = meta_labels(tokens // 1024, 1024)
+        c_fc_weight = meta_leaf(4 * C, C)
+        qkv = meta_leaf(tokens // 1024, 1024, 3, heads, C // heads).permute(2, 0, 3, 1, 4)
+        add(f"layer_norm {C}", layernorm.layer_norm, x, weight, bias)
+        add(f"add_layer_norm {C}", layernorm.add_layer_norm, residual, x, weight)
+        add(f"linear_cross_entropy {C}", linear_cross_entropy.linear_cross_entropy, x, wte, meta_labels(tokens))
         add(f"causal_attention {C}", attention.causal_attention, *qkv.unbind())
         add(f"causal_attention {C} with dropout", attention.causal_attention, *qkv.unbind(), 0.1)
-        add(f"bias_gelu {4 * C}", gelu.bias_gelu, wide, wide_bias)
-        add(f"linear_gelu {4 * C}", gelu.linear_gelu, x, up, wide_bias)
+        add(f"bias_gelu {4 * C}", gelu.bias_gelu, hidden, hidden_bias)
+        add(f"linear_gelu {4 * C}", gelu.linear_gelu, x, c_fc_weight, hidden_bias)
         add(f"embedding {C}", embedding.embedding, idx, wte, wpe)
-    qkv = leaf(3, tokens // 1024, 16, 1024, 128)
+    qkv = meta_leaf(3, tokens // 1024, 16, 1024, 128)
     add("causal_attention of 128 channels", attention.causal_attention, *qkv.unbind())
     add("causal_attention in fp32", attention.causal_attention, *qkv[..., :64].float().unbind())
     for V in (75, 50304):
-        add(f"cross_entropy {V}", cross_entropy.cross_entropy, leaf(tokens, V), labels(tokens))
-    return found
+        add(f"cross_entropy {V}", cross_entropy.cross_entropy, meta_leaf(tokens, V), meta_labels(tokens))
+    return calls
 
 
-def adamw_step() -> None:
-    params = [leaf(768, 768, dtype=torch.float32), leaf(768, dtype=torch.float32)]
+def run_adamw_step() -> None:
+    """Run one step of TritonAdamW on a matrix and a vector."""
+    params = [meta_leaf(768, 768, dtype=torch.float32), meta_leaf(768, dtype=torch.float32)]
     for param in params:
         param.grad = torch.empty_like(param)
     adamw.TritonAdamW(params).step()
 
 
-def signature(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[dict, dict, dict]:
-    """Types, constants and known divisibility of a launch's arguments, as Triton's own launcher finds them."""
+def build_signature(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[dict, dict, dict]:
+    """Return the types, constants and known divisibility of a launch's arguments, as Triton's launcher would."""
     types: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -121,93 +131,103 @@ def signature(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tu
     return types, constants, attributes
 
 
-def label(kernel: Any, _: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """A kernel by its name and by what is switched on in it."""
+def format_launch(kernel: Any, _: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """Return the name of a kernel and of the options that are on."""
     return " ".join([kernel.__name__, *(name for name, value in options.items() if value is True)])
 
 
-def kernel_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """What two launches have in common that one compilation will do for."""
-    return kernel.__module__, kernel.__name__, *signature(kernel, args, options), options
+def compilation_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a key that is equal for launches that compile to the same code."""
+    return kernel.__module__, kernel.__name__, *build_signature(kernel, args, options), options
 
 
-def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """Compile one launch and read what its machine code takes."""
-    types, constants, attributes = signature(kernel, args, options)
-    chosen: dict[str, Any] = {
+def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Compile one launch for an architecture and return the resources that its machine code uses."""
+    types, constants, attributes = build_signature(kernel, args, options)
+    compile_options: dict[str, Any] = {
         key: options[key] for key in ("num_warps", "num_stages", "enable_fp_fusion") if key in options
     }
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     source = ASTSource(kernel, types, constants, attributes)
-    built = triton.compile(source, target=target, options=chosen)
+    compiled = triton.compile(source, target=target, options=compile_options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
-        usage = output(BINARIES / "cuobjdump", "--dump-resource-usage", file.name)
-        assembly = output(BINARIES / "nvdisasm", "-c", file.name)
+        usage = run_tool(BINARIES / "cuobjdump", "--dump-resource-usage", file.name)
+        assembly = run_tool(BINARIES / "nvdisasm", "-c", file.name)
     return {
-        "tiles": {key: value for key, value in options.items() if isinstance(value, int) and key not in chosen},
-        **chosen,
-        "registers": number("REG", usage),
-        "stack_bytes": number("STACK", usage),
+        "tiles": {
+            key: value for key, value in options.items() if isinstance(value, int) and key not in compile_options
+        },
+        **compile_options,
+        "registers": read_usage("REG", usage),
+        "stack_bytes": read_usage("STACK", usage),
         "spill_instructions": len(re.findall(r"\b(?:STL|LDL)\b", assembly)),
-        "shared_bytes": built.metadata.shared,
-        "has_dot": "tt.dot" in built.asm["ttir"],
-        "tensor_cores": [name for name in TENSOR_CORES if name in built.asm["ptx"]],
+        "shared_bytes": compiled.metadata.shared,
+        "has_dot": "tt.dot" in compiled.asm["ttir"],
+        "tensor_cores": [name for name in TENSOR_CORES if name in compiled.asm["ptx"]],
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]+\*/", assembly, flags=re.MULTILINE)),
     }
 
 
-def output(*words: str | Path) -> str:
-    return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True).stdout
+def run_tool(*command: str | Path) -> str:
+    """Run a command and return what it prints."""
+    words = [str(word) for word in command]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
-def number(name: str, usage: str) -> int:
-    return max(int(found) for found in re.findall(rf"\b{name}:(\d+)", usage))
+def read_usage(name: str, usage: str) -> int:
+    """Return the largest value of a resource in the output of `cuobjdump --dump-resource-usage`."""
+    return max(int(value) for value in re.findall(rf"\b{name}:(\d+)", usage))
 
 
-def recorded(architecture: str, call: Callable[[], None]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The launches of a call, as it would make them on that architecture."""
-    with recording(architecture) as recorder:
+def record_call(architecture: str, call: Callable[[], None]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Return the launches that a call would make on an architecture."""
+    with record_launches(architecture) as recorder:
         call()
     return recorder.launches
 
 
-def sources() -> str:
-    """A digest of all files that the kernels are made from: with the same Triton they compile to the same code."""
+def hash_sources() -> str:
+    """Return a digest of the kernels' files. With the same Triton, equal files compile to the same code."""
     files = sorted(Path(core.__file__).parent.glob("*.*"))
     return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
 
 
-def report(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> dict[str, Any]:
-    """For each architecture, and each kernel that each call launches: what it compiles to."""
+def build_report(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> dict[str, Any]:
+    """Return the resources of each kernel that each call launches, for each architecture."""
     jobs: dict[tuple[str, str], tuple[Any, ...]] = {}
     for architecture in architectures:
-        for name, call in calls().items():
-            for launched in recorded(architecture, call):
-                jobs[architecture, f"{name}: {label(*launched)}"] = launched
-    distinct = {repr((where, kernel_key(*job))): (*job, where) for (where, _), job in jobs.items()}
+        for name, call in build_calls().items():
+            for launch in record_call(architecture, call):
+                jobs[architecture, f"{name}: {format_launch(*launch)}"] = launch
+    # Compile launches with the same key only once.
+    compilations = {
+        repr((architecture, compilation_key(*launch))): (*launch, architecture)
+        for (architecture, _), launch in jobs.items()
+    }
     with ThreadPoolExecutor(2) as pool:
-        facts = dict(zip(distinct, pool.map(lambda job: compiled(*job), distinct.values()), strict=True))
+        results = pool.map(lambda compilation: compile_launch(*compilation), compilations.values())
+        resources = dict(zip(compilations, results, strict=True))
     kernels: dict[str, dict[str, Any]] = {architecture: {} for architecture in architectures}
-    for (where, name), job in jobs.items():
-        kernels[where][name] = facts[repr((where, kernel_key(*job)))]
-    return {"triton": triton.__version__, "sources": sources(), "kernels": kernels}
+    for (architecture, name), launch in jobs.items():
+        kernels[architecture][name] = resources[repr((architecture, compilation_key(*launch)))]
+    return {"triton": triton.__version__, "sources": hash_sources(), "kernels": kernels}
 
 
 def main(words: list[str]) -> None:
     if unknown := set(words) - {*ARCHITECTURES, "--json", "--write"}:
-        raise ConfigError(f"{min(unknown)} is unknown: give --json, --write or one of {', '.join(ARCHITECTURES)}")
-    asked = [name for name in ARCHITECTURES if name in words and "--write" not in words]
-    result = report(asked or list(ARCHITECTURES))
+        raise ConfigError(f"{min(unknown)} is unknown: use --json, --write or one of {', '.join(ARCHITECTURES)}")
+    requested = [name for name in ARCHITECTURES if name in words and "--write" not in words]
+    report = build_report(requested or list(ARCHITECTURES))
     if "--json" in words:
-        print(json.dumps(result))
+        print(json.dumps(report))
         return
-    for architecture, kernels in result["kernels"].items():
-        for name, facts in kernels.items():
-            print(f"{architecture} {name:60} {facts}")
+    for architecture, kernels in report["kernels"].items():
+        for name, resources in kernels.items():
+            print(f"{architecture} {name:60} {resources}")
     if "--write" in words:
-        (RESULTS / "kernel-resources.json").write_text(json.dumps(result, indent=1) + "\n")
+        (RESULTS / "kernel-resources.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Find tile sizes and warps for this GPU and write them into phase2_triton/kernels/configs.json.
 
-    python -m bench.kernels.tune                          # print what is found
-    python -m bench.kernels.tune --only=attention_forward # some
-    python -m bench.kernels.tune --write                  # into the table, under this architecture's name
+    python -m bench.kernels.tune                          # print the best rows
+    python -m bench.kernels.tune --only=attention_forward # tune only this key of configs.json
+    python -m bench.kernels.tune --write                  # write the rows, under this architecture's name
 
-From the row that is used now, each number is halved and doubled in turn, and what is faster is kept until nothing is: a
-walk uphill, of some dozens of compilations. A candidate that does not compile, does not fit or gives another result is
-passed over. Run `python -m bench.kernels.resources --write` afterwards: what spills is seen there.
+The search is hill climbing. It starts from the current row and tries each number halved and doubled. It keeps a faster
+row and repeats until no row is faster, which takes some dozens of compilations. It skips candidates that do not
+compile, need too much memory or return a wrong result. Run `python -m bench.kernels.resources --write` afterwards: it
+reports kernels that spill registers.
 """
 
 import json
@@ -17,14 +18,14 @@ from typing import Any
 
 import torch
 
-from bench.kernels.cases import GPT2_WIDTHS, Case, cases
-from bench.kernels.kernels import Stopwatch, kernel_device, names, passes
+from bench.kernels.cases import GPT2_WIDTHS, Case, build_cases
+from bench.kernels.kernels import Stopwatch, build_passes, kernel_device, parse_names
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
-from phase2_triton.kernels.core import TABLE, architecture, table
+from phase2_triton.kernels.core import CONFIG_FILE, current_architecture, load_config_table
 
 Row = dict[str, int]
-TIMED = {  # a key of the table: the case and the pass in which its kernel runs
+TIMED = {  # key of configs.json: the case, and the pass of it, that run this kernel
     "layernorm_forward": ("layernorm", "forward"),
     "layernorm_backward": ("layernorm", "backward"),
     "cross_entropy_forward": ("loss", "step"),
@@ -41,34 +42,34 @@ TIMED = {  # a key of the table: the case and the pass in which its kernel runs
     "embedding_positions": ("embedding", "backward"),
     "adamw": ("adamw", "step"),
 }
-FIXED = {"up_to", "heads", "group"}
+FIXED = {"up_to", "heads", "group"}  # numbers that are not tuned
 
 
 @dataclass
 class Options:
-    """What to tune."""
+    """Tune the tile sizes and warps of kernels."""
 
     only: str = "all"
     """all, or some keys of configs.json"""
     rounds: int = 10
-    """calls of each candidate that are timed"""
+    """timed calls of each candidate"""
     write: bool = False
     """write configs.json"""
-    to: str = str(TABLE)
-    """the table to write"""
+    to: str = str(CONFIG_FILE)
+    """path of the file to write"""
 
 
-def width(key: str, case: Case) -> int:
-    """What the kernel's rows in the table are sorted by, in this case."""
+def row_size(key: str, case: Case) -> int:
+    """Return the size that the kernel's rows in the table are sorted by, for this case."""
     if key == "adamw":
-        return max(row["up_to"] for row in table()[key]["cuda"])
+        return max(row["up_to"] for row in load_config_table()[key]["cuda"])
     if key in ("embedding_tokens", "linear_gelu", "cross_entropy_forward"):
         return case.inputs[1].size(0)  # rows of a weight
     return case.inputs[1 if key.startswith("embedding") else 0].size(-1)
 
 
 def neighbours(row: Row) -> Iterator[Row]:
-    """The rows in which one number is half or twice as large; stages go one up or down."""
+    """Yield the rows in which one number is half or twice as large; `num_stages` changes by one."""
     for name, value in row.items():
         if name in FIXED:
             continue
@@ -77,85 +78,88 @@ def neighbours(row: Row) -> Iterator[Row]:
                 yield {**row, name: other}
 
 
-def in_use(key: str) -> list[Row]:
-    """The rows of this architecture, as a list of its own that can be changed."""
-    rows = table()[key]
-    return rows.setdefault(architecture(), [dict(row) for row in rows["cuda"]])
+def architecture_rows(key: str) -> list[Row]:
+    """Return the rows of this architecture in the loaded table; the first call copies the rows of `cuda`."""
+    rows = load_config_table()[key]
+    return rows.setdefault(current_architecture(), [dict(row) for row in rows["cuda"]])
 
 
-def place(key: str, row: Row) -> None:
-    """Put a row into the table in the place of the one that held for its width."""
-    rows = in_use(key)
+def set_row(key: str, row: Row) -> None:
+    """Put a row into the loaded table, in place of the row for the same size."""
+    rows = architecture_rows(key)
     rows[:] = sorted([*(r for r in rows if r["up_to"] != row["up_to"]), row], key=lambda r: r["up_to"])
 
 
-def expected(case: Case) -> Any:
-    """What torch's own contender gives, which every candidate must give too; None for an optimizer's step."""
+def compute_reference(case: Case) -> Any:
+    """Return the results of torch's contender, to check each candidate against; None for an optimizer's step."""
     name = next(name for name in case.contenders if name in ("eager", "sdpa", "fused"))
-    return None if case.kernel == "adamw" else results(case, name)
+    return None if case.kernel == "adamw" else compute_results(case, name)
 
 
-def results(case: Case, contender: str) -> list[torch.Tensor]:
-    """What a contender gives, and the gradients of its inputs for some that are always the same."""
-    found = case.contenders[contender](*case.inputs)
-    found = list(found) if isinstance(found, tuple) else [found]
-    if case.steps:
-        return found
-    gradients = [torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype) for y in found]
-    wanted = [x for x in case.inputs if x.requires_grad]
-    return [*found, *torch.autograd.grad(found, wanted, gradients)]
+def compute_results(case: Case, contender: str) -> list[torch.Tensor]:
+    """Return a contender's results, and the gradients of its inputs for fixed gradients of the results."""
+    output = case.contenders[contender](*case.inputs)
+    results = list(output) if isinstance(output, tuple) else [output]
+    if case.is_step:
+        return results
+    gradients = [torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype) for y in results]
+    leaves = [x for x in case.inputs if x.requires_grad]
+    return [*results, *torch.autograd.grad(results, leaves, gradients)]
 
 
-def agrees(case: Case, reference: Any) -> bool:
+def is_correct(case: Case, reference: Any) -> bool:
+    """Return whether each result is within 5% of the reference value plus 5% of the reference's standard deviation."""
     if reference is None:
         return True
-    pairs = zip(results(case, "ours"), reference, strict=True)
-    return all(torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05 * spread(b)) for a, b in pairs)
+    pairs = zip(compute_results(case, "ours"), reference, strict=True)
+    return all(torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05 * standard_deviation(b)) for a, b in pairs)
 
 
-def spread(result: torch.Tensor) -> float:
-    """The standard deviation, 0 for a scalar."""
+def standard_deviation(result: torch.Tensor) -> float:
+    """Return the standard deviation; for a scalar it is 0."""
     return result.float().std(correction=0).item()
 
 
-def milliseconds(case: Case, which: str, watch: Stopwatch, rounds: int, reference: Any) -> float:
-    """The least time with the table as it stands, which other work disturbs least; infinite where it cannot run or is
-    wrong."""
+def time_candidate(case: Case, pass_name: str, watch: Stopwatch, rounds: int, reference: Any) -> float:
+    """Return the shortest time with the loaded table, in ms: other processes on the machine disturb it least.
+
+    Return infinity if the kernel cannot run or is wrong.
+    """
     try:
-        if not agrees(case, reference):
+        if not is_correct(case, reference):
             return float("inf")
-        call = passes(case, "ours")[which]
+        call = build_passes(case, "ours")[pass_name]
         call()
         return min(watch.time(call) for _ in range(rounds))
-    except Exception:  # too much shared memory, a tile that is no tile: the candidate is out
+    except Exception:  # for example too much shared memory, or a tile size that Triton rejects
         return float("inf")
 
 
 def climb(key: str, case: Case, watch: Stopwatch, rounds: int) -> tuple[Row, float, float]:
-    """The best row that is found from the one in use: (row, its milliseconds, those at the start)."""
-    which, size, reference = TIMED[key][1], width(key, case), expected(case)
-    best = {**next(row for row in in_use(key) if size <= row["up_to"]), "up_to": size}
-    place(key, best)
-    least = start = milliseconds(case, which, watch, rounds, reference)
-    better = True
-    while better:
-        better = False
+    """Search from the current row. Return the best row, its time in ms, and the time of the current row in ms."""
+    pass_name, size, reference = TIMED[key][1], row_size(key, case), compute_reference(case)
+    best = {**next(row for row in architecture_rows(key) if size <= row["up_to"]), "up_to": size}
+    set_row(key, best)
+    best_ms = start_ms = time_candidate(case, pass_name, watch, rounds, reference)
+    has_improved = True
+    while has_improved:
+        has_improved = False
         for row in neighbours(best):
-            place(key, row)
-            taken = milliseconds(case, which, watch, rounds, reference)
-            if taken < 0.98 * least:
-                best, least, better = row, taken, True
-        place(key, best)
-    return best, least, start
+            set_row(key, row)
+            candidate_ms = time_candidate(case, pass_name, watch, rounds, reference)
+            if candidate_ms < 0.98 * best_ms:
+                best, best_ms, has_improved = row, candidate_ms, True
+        set_row(key, best)
+    return best, best_ms, start_ms
 
 
-def dumped(rows_of: dict[str, dict[str, list[Row]]]) -> str:
-    """The table as JSON with a line a row."""
+def format_table(table: dict[str, dict[str, list[Row]]]) -> str:
+    """Return the table as JSON with one line per row."""
     kernels = []
-    for kernel, places in rows_of.items():
+    for kernel, architectures in table.items():
         parts = [
-            f'    "{where}": [\n' + ",\n".join(f"      {json.dumps(row)}" for row in rows) + "\n    ]"
-            for where, rows in places.items()
+            f'    "{architecture}": [\n' + ",\n".join(f"      {json.dumps(row)}" for row in rows) + "\n    ]"
+            for architecture, rows in architectures.items()
         ]
         kernels.append(f'  "{kernel}": {{\n' + ",\n".join(parts) + "\n  }")
     return "{\n" + ",\n".join(kernels) + "\n}\n"
@@ -163,20 +167,19 @@ def dumped(rows_of: dict[str, dict[str, list[Row]]]) -> str:
 
 def main(options: Options) -> None:
     device = kernel_device()
-    watch, seen = Stopwatch(device), set()
+    watch, tuned = Stopwatch(device), set()
     rounds = options.rounds if device.type == "cuda" else 2
-    chosen = names(options.only, list(TIMED))
-    for key in chosen:
-        for case in cases(device, {TIMED[key][0]}, list(GPT2_WIDTHS)):
-            if (key, width(key, case)) in seen:
+    for key in parse_names(options.only, list(TIMED)):
+        for case in build_cases(device, {TIMED[key][0]}, list(GPT2_WIDTHS)):
+            if (key, row_size(key, case)) in tuned:
                 continue
-            seen.add((key, width(key, case)))
-            row, least, start = climb(key, case, watch, rounds)
-            print(f"{key:24}{case.shape:28}{start:9.3f} to {least:9.3f} ms  {row}", flush=True)
+            tuned.add((key, row_size(key, case)))
+            row, best_ms, start_ms = climb(key, case, watch, rounds)
+            print(f"{key:24}{case.shape:28}{start_ms:9.3f} to {best_ms:9.3f} ms  {row}", flush=True)
     if options.write:
         with open(options.to, "w") as file:
-            file.write(dumped(table()))
-        print(f"wrote {options.to}, under {architecture()}")
+            file.write(format_table(load_config_table()))
+        print(f"wrote the rows of {current_architecture()} into {options.to}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command `python -m bench.matrix`, which `make matrix` runs."""
+"""Run `python -m bench.matrix`, the command behind `make matrix`."""
 
 import sys
 

@@ -1,14 +1,16 @@
-"""The matrix: every phase on 1, 2, 4 and 8 ranks and every option on 2 or 4, beside the baseline on one.
+"""Compare every phase on 1, 2, 4 and 8 ranks, and every option on 2 or 4 ranks, with the baseline on one rank.
 
     make matrix                          # about two minutes on 2 cores; on a GPU machine, as many ranks as GPUs
     make matrix ARGS="--steps=50"        # longer runs
     make matrix ARGS="--model=gpt2 --steps=4"    # GPT-2 124M in every phase, without options
 
-Each cell trains the same small model: how far its losses are from the baseline's, the bytes that a rank keeps and
-sends beside the formula's, memory at its peak, and time. The table is printed as it grows; at the end it is in
-bench/results/matrix-<hardware>.json, with a .png beside it, and in the README. Where ranks share cores, times say what
-a phase adds to a step, not what it saves. GPT-2 124M gets few tokens, and goes into gpt2-matrix-<hardware>.json; ranks
-that together need more than this machine's memory, by the planner, are left out.
+Each cell of the matrix trains the same small model. It measures the max loss difference from the baseline, the model
+state and the communication volume per rank (compared with the formula), peak memory and time. The command prints one
+row after each cell. At the end it writes the table to bench/results/matrix-<hardware>.json, to a .png and to the
+README. When ranks share cores, the times show only what a phase adds to a step, not what it saves.
+
+GPT-2 124M trains on few tokens, and its result is gpt2-matrix-<hardware>.json. Cells are skipped if the planner
+predicts that all ranks together need more memory than this machine has.
 """
 
 import os
@@ -19,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from bench.matrix.cells import Found, as_expected, config_of, run_cell
+from bench.matrix.cells import RunResult, make_config, matches_formula, run_cell
 from bench.matrix.plot import draw
 from bench.plan.trace import trace
 from bench.tables.records import RESULTS, write_result
@@ -47,14 +49,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "small": MODEL,
     "gpt2": {**MODEL, **GPT2, "learning_rate": 6e-4, "min_lr": 6e-5},
 }
-PROCESS_BYTES = 400e6  # of a rank beside its tensors
-LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
+PROCESS_BYTES = 400e6  # memory of a rank's process without its tensors
+MAX_LOSS_DIFFERENCE = {"float32": 1e-5, "bfloat16": 1e-2}
 RANKS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A phase on some ranks, with options that are not its defaults."""
+    """A phase, a number of ranks, and the options that differ from the phase's defaults."""
 
     phase: str
     ranks: int
@@ -80,104 +82,116 @@ OPTIONS = [
 ]
 
 
-def cells(most_ranks: int, model: str = "small", interpreted: bool = False) -> list[Cell]:
-    """All that so many ranks can run, the baseline on one first. Interpreted, AdamW's kernel alone takes a minute for
-    GPT-2's parameters: there phase 2 has one kernel."""
-    one = {"phase2": {"kernels": "gelu"}} if model == "gpt2" and interpreted else {}
-    plain = [Cell(phase, n, one.get(phase, {})) for phase in ("baseline", "phase1", "phase2", "phase3") for n in RANKS]
+def list_cells(max_ranks: int, model: str = "small", is_interpreted: bool = False) -> list[Cell]:
+    """Return all cells with at most `max_ranks` ranks. The first one is the baseline on one rank.
+
+    If kernels are interpreted, phase 2 trains GPT-2 with the GELU kernel only: the interpreted AdamW kernel alone
+    would take a minute for GPT-2's parameters.
+    """
+    options_of_phase = {"phase2": {"kernels": "gelu"}} if model == "gpt2" and is_interpreted else {}
+    phases = ("baseline", "phase1", "phase2", "phase3")
+    plain = [Cell(phase, n, options_of_phase.get(phase, {})) for phase in phases for n in RANKS]
     options = OPTIONS if model == "small" else []
-    return [cell for cell in [*plain, *options] if cell.ranks <= most_ranks]
+    return [cell for cell in [*plain, *options] if cell.ranks <= max_ranks]
 
 
-def fits(cell: Cell, words: dict[str, Any]) -> bool:
-    """Whether this machine's memory holds all ranks of a cell."""
-    phase = "baseline" if cell.phase == "phase2" else cell.phase  # whose workspaces are small
-    peak = trace(config_of(phase, Path(), **words), GPTConfig.of(words), cell.ranks).memory.peak
+def fits_in_memory(cell: Cell, fields: dict[str, Any]) -> bool:
+    """Return whether all ranks of a cell together fit in the memory of this machine, as the planner predicts."""
+    phase = "baseline" if cell.phase == "phase2" else cell.phase  # phase 2 adds only small workspaces
+    peak = trace(make_config(phase, Path(), **fields), GPTConfig.from_dict(fields), cell.ranks).memory.peak
     needed = cell.ranks * (sum(peak.values()) + PROCESS_BYTES)
     return needed < 0.9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def row_of(cell: Cell, found: Found, reference: Found) -> dict[str, Any]:
-    """What the table, the picture and the result say of a cell; bytes are those of rank 0."""
-    first, sent = found.rank_0, found.rank_0["collectives"]
+def make_row(cell: Cell, result: RunResult, reference: RunResult) -> dict[str, Any]:
+    """Return a cell's row of the result file, which the table and the figure also use. All bytes are those of rank 0.
+
+    Args:
+        reference: the run of the baseline on one rank.
+    """
+    ledger, collectives = result.rank_0, result.rank_0["collectives"]
     return {
         **asdict(cell),
-        "gap": found.gap(reference),
-        "losses": list(found.curve.values()),
-        "state_bytes": first["state_bytes"],
-        "expected_state_bytes": first["expected_state_bytes"],
-        "padding": first["padding"],
-        "sent_bytes": sum(row["ring_bytes"] for row in sent),
-        "collectives": sent,
-        "as_expected": as_expected(found.ledger),
-        "peak": first["memory"]["peak"],
-        "allocator_peak_bytes": first["memory"]["allocator_peak_bytes"],
-        "step_ms": found.step_ms,
-        "tokens_per_second": found.tokens_per_second,
+        "gap": result.max_loss_difference(reference),
+        "losses": list(result.curve.values()),
+        "state_bytes": ledger["state_bytes"],
+        "expected_state_bytes": ledger["expected_state_bytes"],
+        "padding": ledger["padding"],
+        "sent_bytes": sum(row["ring_bytes"] for row in collectives),
+        "collectives": collectives,
+        "as_expected": matches_formula(result.ledger),
+        "peak": ledger["memory"]["peak"],
+        "allocator_peak_bytes": ledger["memory"]["allocator_peak_bytes"],
+        "step_ms": result.step_ms,
+        "tokens_per_second": result.tokens_per_second,
     }
 
 
-HEAD = f"{'':<44} ranks  loss off by   state kB     sent kB  formula   peak kB    step  tokens/s"
+HEADER = (
+    f"{'':<44}         max loss  state per  communication  matches the       peak\n"
+    f"{'':<44} ranks difference  rank (kB)  per rank (kB)      formula memory (kB)    step  tokens/s"
+)
 
 
-def line_of(cell: Cell, row: dict[str, Any]) -> str:
+def format_row(cell: Cell, row: dict[str, Any]) -> str:
+    """Return a cell's line of the printed table, under HEADER."""
     state, peak = sum(row["state_bytes"].values()), sum(row["peak"].values())
-    exact = "equal" if row["as_expected"] else "OFF"
     return (
-        f"{cell.name:<44} {cell.ranks:>5}  {row['gap']:>11.1e} {state / 1e3:>10,.1f} {row['sent_bytes'] / 1e3:>11,.1f}"
-        f"  {exact:<7} {peak / 1e3:>9,.1f} {row['step_ms']:>4,.0f} ms {row['tokens_per_second']:>9,.0f}"
+        f"{cell.name:<44} {cell.ranks:>5} {row['gap']:>10.1e} {state / 1e3:>10,.1f} {row['sent_bytes'] / 1e3:>14,.1f}"
+        f" {'yes' if row['as_expected'] else 'NO':>12} {peak / 1e3:>11,.1f}"
+        f" {row['step_ms']:>4,.0f} ms {row['tokens_per_second']:>9,.0f}"
     )
 
 
-def faults(cell: Cell, row: dict[str, Any]) -> list[str]:
-    """In what a cell is not what this project promises."""
-    limit = LIMIT[cell.options.get("dtype", "float32")]
-    told = [f"its losses are off by {row['gap']:.1e}, allowed are {limit:.0e}"] if not row["gap"] <= limit else []
-    return told + ([] if row["as_expected"] else ["its state or traffic is not the formula's"])
+def find_faults(cell: Cell, row: dict[str, Any]) -> list[str]:
+    """Return one sentence for each property of a cell that breaks a promise of this project."""
+    limit = MAX_LOSS_DIFFERENCE[cell.options.get("dtype", "float32")]
+    faults = [f"max loss difference {row['gap']:.1e} is above the limit {limit:.0e}"] if not row["gap"] <= limit else []
+    return faults + ([] if row["as_expected"] else ["model state or communication volume does not match the formula"])
 
 
 def main(steps: int = 10, model: Literal["small", "gpt2"] = "small") -> list[str]:
     """Run every cell.
 
     Args:
-        steps: of each run.
-        model: small: in every phase and with every option; gpt2: 124M, in every phase.
+        steps: training steps of each run.
+        model: small runs every phase and every option; gpt2 (124M) runs every phase without options.
 
     Returns:
-        What is not as it should be.
+        One sentence for each fault.
     """
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     if steps < 4:
-        raise ConfigError(f"--steps={steps} leaves none to time: give 4 or more")
-    rows, wrong, reference = [], [], None
+        raise ConfigError(f"--steps={steps} leaves no step to measure: use 4 or more")
+    rows, faults, reference = [], [], None
     shared = {**MODELS[model], "device": device.type, "max_iters": steps}
-    print(HEAD)
-    for cell in cells(gpus or max(RANKS), model, interpreted=not gpus):
+    print(HEADER)
+    for cell in list_cells(gpus or max(RANKS), model, is_interpreted=not gpus):
         start = f"{cell.name:<44} {cell.ranks:>5}"
-        words = {**shared, **cell.options}
-        if model == "gpt2" and not gpus and not fits(cell, shared):
-            print(f"{start}  left out: so many ranks need more memory than this machine has", flush=True)
+        fields = {**shared, **cell.options}
+        if model == "gpt2" and not gpus and not fits_in_memory(cell, shared):
+            print(f"{start}  skipped: {cell.ranks} ranks need more memory than this machine has", flush=True)
             continue
         try:
             with tempfile.TemporaryDirectory() as folder:
-                found = run_cell(cell.phase, cell.ranks, config_of(cell.phase, Path(folder) / "run", **words))
+                result = run_cell(cell.phase, cell.ranks, make_config(cell.phase, Path(folder) / "run", **fields))
         except RankFailed as failure:
             if reference is None:
-                raise  # with nothing to compare with, nothing is worth measuring
+                raise  # without a reference, no other cell can be compared
             print(f"{start}  failed: {str(failure).strip().splitlines()[-1]}", flush=True)
-            wrong.append(f"{cell.name} on {cell.ranks} rank(s) failed:\n{failure}")
+            faults.append(f"{cell.name} on {cell.ranks} rank(s) failed:\n{failure}")
             continue
-        reference = reference or found
-        rows.append(row_of(cell, found, reference))
-        wrong += [f"{cell.name} on {cell.ranks} rank(s): {fault}" for fault in faults(cell, rows[-1])]
-        print(line_of(cell, rows[-1]), flush=True)
-    report(device, model, steps, rows)
-    return wrong
+        reference = reference or result
+        rows.append(make_row(cell, result, reference))
+        faults += [f"{cell.name} on {cell.ranks} rank(s): {fault}" for fault in find_faults(cell, rows[-1])]
+        print(format_row(cell, rows[-1]), flush=True)
+    write_report(device, model, steps, rows)
+    return faults
 
 
-def report(device: torch.device, model: str, steps: int, rows: list[dict[str, Any]]) -> None:
-    """Write the result; a picture too of the small model's, which has the options."""
+def write_report(device: torch.device, model: str, steps: int, rows: list[dict[str, Any]]) -> None:
+    """Write the result file, and for the small model also the figure."""
     command = "make matrix" if model == "small" else f'make matrix ARGS="--model={model} --steps={steps}"'
     settings = {"command": command, "steps": steps, "model": MODELS[model]}
     path = write_result("matrix" if model == "small" else f"{model}-matrix", device, settings, {"rows": rows})

@@ -4,7 +4,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import sys
 
-if __name__ == "__main__":  # the process that the traces' are forked from loads torch while this one does
+if __name__ == "__main__":  # start the fork server first: it imports torch while this process does the same
     multiprocessing.set_forkserver_preload(["bench.plan.planner"])
     multiprocessing.forkserver.ensure_running()
 

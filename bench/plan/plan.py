@@ -1,14 +1,16 @@
-"""Will it fit, and how fast will it go? Every phase for a model and a number of GPUs, planned with no GPU.
+"""Predict memory and speed of every phase for a model and a number of GPUs, without a GPU.
 
     make plan MODEL=gpt2-xl GPUS=8 GPU=h100
     make plan MODEL=70b GPUS=128 GPU=h100 ARGS="--block_size=4096 --price=2.5 --tokens=1.4e12"
     make plan MODEL=gpt2 GPUS=2 GPU=t4 ARGS="--n_layer=24 --batch_size=4 --plot=plan.png"
 
-Memory is not estimated where code can be run: a step of each phase's own code is traced on fake tensors
-(`bench/plan/trace.py`), with 3 and 4 blocks, and what each part of it holds is extended to all of them, in which it is
-linear. Time is that of a roofline over the traced operators and of rings (`bench/plan/speed.py`). What is assumed:
-bfloat16, no dropout, a fused attention, an eager model's memory; and that of a GPU's memory so much is left after CUDA,
-NCCL and the allocator's gaps have had theirs: 92 percent, less 1 GiB.
+Memory comes from a trace, not from a formula. The planner runs a training step of each phase's own code on fake tensors
+(`bench/plan/trace.py`), with 3 and with 4 blocks. Memory is linear in the number of blocks, so the planner extrapolates
+it to the full model. Time comes from a roofline model of the traced operators and of ring collectives
+(`bench/plan/speed.py`).
+
+The plan assumes bfloat16, no dropout, fused attention, and the memory of an eager model. CUDA, NCCL and fragmentation
+use part of a GPU's memory: 92 percent of it, minus 1 GiB, is usable for tensors.
 """
 
 import json
@@ -26,15 +28,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.plan.planner import MOST, Planner, Row, capacity, end_with_parent
-from bench.plan.report import describe, name_of, plot
+from bench.plan.planner import MAX_BATCH_SIZE, Planner, Row, exit_with_parent, usable_bytes
+from bench.plan.report import format_name, format_plan, plot_memory
 from bench.plan.speed import GPUS, GPUS_PER_NODE
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
 from workshop.ranks import PRELOADED
 
-# Blocks, heads, channels: GPT-2 (Radford et al. 2019), GPT-3's sizes (Brown et al. 2020, table 2.1), OPT's 30B and 66B
-# (Zhang et al. 2022); 70b is a GPT of as many parameters as Llama's.
+# Blocks, heads and channels of GPT-2 (Radford et al. 2019), of the GPT-3 sizes (Brown et al. 2020, table 2.1), and of
+# OPT 30B and 66B (Zhang et al. 2022). 70b is a GPT with as many parameters as Llama 70B.
 MODELS = {
     "gpt2": (12, 12, 768),
     "gpt2-medium": (24, 16, 1024),
@@ -49,7 +51,7 @@ MODELS = {
     "70b": (86, 64, 8192),
     "175b": (96, 96, 12288),
 }
-FULL = {"fsdp_activation_checkpointing": "full"}
+FULL_CHECKPOINTING = {"fsdp_activation_checkpointing": "full"}
 ROWS: list[Row] = [
     ("baseline", {}),
     ("phase1", {}),
@@ -58,127 +60,138 @@ ROWS: list[Row] = [
     ("phase3", {"fsdp_reshard_after_forward": False}),
     ("phase3", {"kernels": "loss"}),
     ("phase3", {"fsdp_activation_checkpointing": "selective"}),
-    ("phase3", FULL),
-    ("phase3", {**FULL, "kernels": "loss"}),
-    ("phase3", {**FULL, "kernels": "loss", "fsdp_cpu_offload": True}),
+    ("phase3", FULL_CHECKPOINTING),
+    ("phase3", {**FULL_CHECKPOINTING, "kernels": "loss"}),
+    ("phase3", {**FULL_CHECKPOINTING, "kernels": "loss", "fsdp_cpu_offload": True}),
 ]
 
 
 @dataclass
 class PlanConfig:
-    """What to plan for."""
+    """Command-line options of `make plan`."""
 
     model: str = "gpt2"
     """gpt2, gpt2-medium, gpt2-large, gpt2-xl, 1.3b, 2.7b, 6.7b, 13b, 30b, 66b, 70b or 175b"""
     gpus: int = 1
-    """ranks, one a GPU, up to 1024; eight share a node"""
+    """ranks, one per GPU, up to 1024; 8 GPUs per node"""
     gpu: str = "h100"
     """a100-40, a100-80, h100, h200, b200, l40s, rtx4090, rtx6000ada or t4"""
     batch_size: int = 1
-    """sequences per micro-batch, for the memory; the speed is that of as many as fit"""
+    """sequences per micro-batch, for the memory table; the speed table uses the largest batch that fits"""
     micro_batches: int = 1
-    """of each rank, per step"""
+    """micro-batches per rank and step"""
     block_size: int = 1024
     """tokens per sequence"""
     n_layer: int | None = None
-    """blocks, if not the model's"""
+    """blocks; None: those of the model"""
     n_head: int | None = None
-    """heads, if not the model's"""
+    """attention heads; None: those of the model"""
     n_embd: int | None = None
-    """channels, if not the model's"""
+    """channels; None: those of the model"""
     tokens: float | None = None
-    """to train on: how long that takes"""
+    """tokens to train on, to estimate the training time in days"""
     price: float | None = None
-    """of a GPU for an hour: what `tokens` cost"""
+    """price of a GPU per hour, to estimate the cost of training on `tokens`"""
     json: bool = False
-    """print JSON in place of the table"""
+    """print JSON instead of tables"""
     plot: Path | None = None
-    """also draw memory against the number of GPUs into this file"""
+    """also plot memory against the number of GPUs into this file"""
 
 
-def shape_of(config: PlanConfig) -> GPTConfig:
-    """The model to plan for.
+def resolve_shape(config: PlanConfig) -> GPTConfig:
+    """Check the options and return the shape of the model to plan for.
 
     Raises:
-        ConfigError: a model, a GPU or a number that cannot be.
+        ConfigError: the model or the GPU is unknown, or a number is out of range.
     """
     for name, value, table in (("model", config.model, MODELS), ("gpu", config.gpu, GPUS)):
         if value not in table:
-            raise ConfigError(f"--{name}={value} is unknown{did_you_mean(value, list(table)) or known(table)}")
+            raise ConfigError(f"--{name}={value} is unknown{did_you_mean(value, list(table)) or list_choices(table)}")
     layers, heads, width = (
-        given if given is not None else own
-        for given, own in zip((config.n_layer, config.n_head, config.n_embd), MODELS[config.model], strict=True)
+        override if override is not None else default
+        for override, default in zip((config.n_layer, config.n_head, config.n_embd), MODELS[config.model], strict=True)
     )
     numbers = {"gpus": config.gpus, "batch_size": config.batch_size, "micro_batches": config.micro_batches}
     numbers |= {"block_size": config.block_size, "n_layer": layers, "n_head": heads, "n_embd": width}
     for name, number in numbers.items():
-        most = {"gpus": 1024, "batch_size": MOST, "micro_batches": 1024}.get(name, 2**20)
-        if not 1 <= number <= most:
-            raise ConfigError(f"--{name}={number} cannot be: give 1 or more, up to {most}")
+        limit = {"gpus": 1024, "batch_size": MAX_BATCH_SIZE, "micro_batches": 1024}.get(name, 2**20)
+        if not 1 <= number <= limit:
+            raise ConfigError(f"--{name}={number} is out of range: use a value from 1 to {limit}")
     if width % heads:
-        raise ConfigError(f"--n_embd={width} is no multiple of --n_head={heads}")
+        raise ConfigError(f"--n_embd={width} is not a multiple of --n_head={heads}: change one of them")
     for name, amount in (("tokens", config.tokens), ("price", config.price)):
         check_amount(name, amount)
     if config.price is not None and config.tokens is None:
-        raise ConfigError("--price says nothing without --tokens: give both, such as --tokens=3e11 --price=2.5")
+        raise ConfigError(
+            f"--price={config.price:g} needs --tokens: give both, such as --tokens=3e11 --price={config.price:g}"
+        )
     check_plot(config.plot)
     return GPTConfig(layers, heads, width, config.block_size, False, 50304)
 
 
 def check_amount(name: str, amount: float | None) -> None:
-    """Refuse what is not above 0."""
+    """Check that an amount is finite and above 0, if it is given.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if amount is not None and not 0 < amount < math.inf:
-        raise ConfigError(f"--{name}={amount:g} cannot be: give a number above 0")
+        raise ConfigError(f"--{name}={amount:g} is out of range: use a number above 0")
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse, before anything is traced, a picture that could not be written."""
+    """Check, before the traces start, that the plot can be written.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     if path is None:
         return
     if path.is_dir():
-        raise ConfigError(f"--plot={path} is a directory: give a file, such as {path / 'plan.png'}")
+        raise ConfigError(f"--plot={path} is a directory: use a file name, such as {path / 'plan.png'}")
     if not path.parent.is_dir():
-        raise ConfigError(f"--plot={path}: there is no directory {path.parent}; make it first")
+        raise ConfigError(f"--plot={path}: the directory {path.parent} does not exist; create it first")
     if path.suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"--plot={path} must end in .png, .pdf or .svg")
+        raise ConfigError(f"--plot={path} has an unknown file type: use a name that ends in .png, .pdf or .svg")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise ConfigError(f"--plot={path}: nothing can be written there ({error.strerror}); give another") from None
+        raise ConfigError(f"--plot={path} cannot be written ({error.strerror}): use another directory") from None
 
 
-def known(names: Iterable[str]) -> str:
-    return ": give " + ", ".join(names)
+def list_choices(names: Iterable[str]) -> str:
+    """Return the end of an error message, which lists the values that work."""
+    return ": use one of " + ", ".join(names)
 
 
-def rows_for(gpus: int) -> list[Row]:
-    """ROWS, and a copy of the model in each node where there are several."""
-    several = gpus > GPUS_PER_NODE and gpus % GPUS_PER_NODE == 0
+def select_rows(gpus: int) -> list[Row]:
+    """Return the rows of the plan: ROWS and, on two or more full nodes, FSDP with one model replica per node."""
+    has_full_nodes = gpus > GPUS_PER_NODE and gpus % GPUS_PER_NODE == 0
     hybrid: list[Row] = [("phase3", {"fsdp_shard_size": str(GPUS_PER_NODE)})]
-    return ROWS[:4] + hybrid * several + ROWS[4:]
+    return ROWS[:4] + hybrid * has_full_nodes + ROWS[4:]
 
 
-class Processes(ProcessPoolExecutor):
-    """Shows in a terminal how many traces are done, of those asked for so far."""
+class ProgressPool(ProcessPoolExecutor):
+    """A process pool with a progress bar: traces done, of those submitted so far. The bar needs a terminal."""
 
-    def __init__(self, **words: Any) -> None:
-        super().__init__(**words)
-        tqdm.set_lock(threading.RLock())  # its own is one among processes, and leaks where this one is killed
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        tqdm.set_lock(threading.RLock())  # tqdm's default lock is a system semaphore: a kill of this process leaks it
         self.bar = tqdm(total=0, unit=" traces", leave=False, disable=None)
 
-    def submit(self, *words: Any, **named: Any) -> Future[Any]:
-        future = super().submit(*words, **named)
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(*args, **kwargs)
         self.bar.total += 1
         future.add_done_callback(lambda _: self.bar.update())
         return future
 
 
 @contextmanager
-def processes() -> Iterator[Executor]:
-    """Processes that have loaded what a trace needs. After an error, or Ctrl-C, nobody waits for what they trace."""
+def start_workers() -> Iterator[Executor]:
+    """Start worker processes that have imported what a trace needs. After an error or Ctrl-C, kill them at once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "bench.plan.planner"])  # where it does not run yet
-    with Processes(mp_context=context, initializer=end_with_parent) as pool:
+    context.set_forkserver_preload([*PRELOADED, "bench.plan.planner"])  # ignored if the fork server runs already
+    with ProgressPool(mp_context=context, initializer=exit_with_parent) as pool:
         try:
             yield pool
         except BaseException:
@@ -192,52 +205,53 @@ def processes() -> Iterator[Executor]:
 
 
 def plan(config: PlanConfig) -> dict[str, Any]:
-    """Every row for a model and GPUs.
+    """Return the plan: one row per phase and set of options.
 
     Raises:
-        ConfigError: a model, a GPU or a number that cannot be.
+        ConfigError: the model or the GPU is unknown, or a number is out of range.
     """
-    shape = shape_of(config)
-    rows = rows_for(config.gpus)
-    with ThreadPoolExecutor(len(rows)) as threads, processes() as pool:  # whose end ends what the threads wait for
+    shape = resolve_shape(config)
+    rows = select_rows(config.gpus)
+    # The worker pool exits before the threads: an error cancels the traces for which the threads wait.
+    with ThreadPoolExecutor(len(rows)) as threads, start_workers() as pool:
         planner = Planner(shape, config.gpu, config.gpus, config.micro_batches, pool)
-        lines = list(threads.map(lambda row: planner.line(row, config.batch_size), rows))
-    for line in lines:
-        for speed in (line["speed"] or {}).values():
+        planned = list(threads.map(lambda row: planner.plan_row(row, config.batch_size), rows))
+    for row in planned:
+        for speed in (row["speed"] or {}).values():
             seconds = config.tokens / speed["tokens_per_second"] if config.tokens else None
             hours = seconds / 3600 * config.gpus if seconds else None
             speed["days"] = seconds / 86400 if seconds else None
             speed["cost"] = hours * config.price if hours and config.price else None
-    about = {"parameters": planner.params, "shape": vars(shape), "gpus": config.gpus, "gpu": config.gpu}
+    job = {"parameters": planner.params, "shape": vars(shape), "gpus": config.gpus, "gpu": config.gpu}
     request = {"batch_size": config.batch_size, "micro_batches": config.micro_batches, "tokens": config.tokens}
-    return {**about, **request, "usable_bytes": round(capacity(config.gpu)), "rows": lines}
+    return {**job, **request, "usable_bytes": round(usable_bytes(config.gpu)), "rows": planned}
 
 
-def by_gpus(config: PlanConfig, found: dict[str, Any]) -> dict[str, dict[int, float]]:
-    """Bytes on a rank for 1, 2, 4, ... 1,024 GPUs, of each row by its name.
+def plan_memory_by_gpus(config: PlanConfig, result: dict[str, Any]) -> dict[str, dict[int, float]]:
+    """Return the peak memory per rank, in bytes, for 1, 2, 4, ... 1,024 GPUs: by the name of the row, then by GPUs.
 
     Args:
-        found: the plan, which says what cannot run.
+        result: of `plan`; rows that cannot run are left out.
     """
-    cannot = [(row["phase"], row["options"]) for row in found["rows"] if "cannot" in row]
-    rows = [row for row in ROWS if "fsdp_reshard_after_forward" not in row[1] and row not in cannot]
+    impossible = [(row["phase"], row["options"]) for row in result["rows"] if "cannot" in row]
+    rows = [row for row in ROWS if "fsdp_reshard_after_forward" not in row[1] and row not in impossible]
     counts = [2**i for i in range(11)]
-    with processes() as pool:
-        shape = shape_of(config)
+    with start_workers() as pool:
+        shape = resolve_shape(config)
         planners = {n: Planner(shape, config.gpu, n, config.micro_batches, pool) for n in counts}
         for row in rows:
             for planner in planners.values():
-                planner.start(row, config.batch_size)
-        named = {name_of({"phase": row[0], "options": row[1]}): row for row in rows}
+                planner.submit_traces(row, config.batch_size)
+        rows_by_name = {format_name({"phase": row[0], "options": row[1]}): row for row in rows}
         return {
-            name: {n: planner.total(row, config.batch_size) for n, planner in planners.items()}
-            for name, row in named.items()
+            name: {n: planner.peak_bytes(row, config.batch_size) for n, planner in planners.items()}
+            for name, row in rows_by_name.items()
         }
 
 
 def main(config: PlanConfig) -> None:
-    """Plan, and print."""
-    found = plan(config)
-    print(json.dumps(found, indent=1) if config.json else describe(found))
+    """Make the plan, print it, and plot it if `config.plot` is given."""
+    result = plan(config)
+    print(json.dumps(result, indent=1) if config.json else format_plan(result))
     if config.plot:
-        plot(config.plot, found, by_gpus(config, found))
+        plot_memory(config.plot, result, plan_memory_by_gpus(config, result))

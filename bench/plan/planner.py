@@ -1,4 +1,4 @@
-"""What `make plan` knows of a phase: its memory and its time, from traces of a few blocks extended to all of them."""
+"""Predict memory and time of one phase: trace models with a few blocks and extrapolate to the full model."""
 
 import math
 import multiprocessing
@@ -11,55 +11,55 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.matrix.cells import config_of
+from bench.matrix.cells import make_config
 from bench.plan.speed import (
     GIB,
     GPUS,
     GPUS_PER_NODE,
-    PARTS,
-    Exchange,
+    STAGES,
+    Communication,
+    CommunicationByStage,
     Gpu,
-    Sent,
+    apply_launch_bound,
     collective_seconds,
     step_seconds,
-    waiting,
 )
-from bench.plan.trace import MOMENTS, trace
+from bench.plan.trace import MEMORY_STAGES, trace
 from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.memory.tracker import CATEGORIES, STATE, Totals
 from nanoGPT.model import GPTConfig
 from phase2_triton.kernels import linear_cross_entropy
 from phase2_triton.kernels.core import KernelError
 
-Row = tuple[str, dict[str, Any]]  # a phase, and options that are not its defaults
+Row = tuple[str, dict[str, Any]]  # a phase, and its options that differ from the defaults
 Numbers = Mapping[Any, float]
-LAYERS = (3, 4)  # are traced
-MOST = 128  # sequences that are planned for
-BUCKET = 25e6  # bytes that DDP and phase 1 send at once
-SCALARS = 2**16  # bytes; what is smaller is a norm's sum, or a byte a parameter
-# Of offloaded shards: bytes/s from the host to a GPU, those of the host's memory, which a node's GPUs share, and the
-# bytes per element that AdamW reads and writes there.
-PCIE, HOST, ADAMW = 25e9, 200e9, 28
+TRACED_LAYERS = (3, 4)  # number of blocks in the two traced models
+MAX_BATCH_SIZE = 128  # the planner tries no larger micro-batch
+BUCKET_BYTES = 25e6  # bucket size of DDP and phase 1
+SCALAR_BYTES = 2**16  # a smaller collective carries a norm, or one byte per parameter tensor, and is a single call
+# CPU offload: bytes/s from the host to a GPU, bytes/s of the host memory that all GPUs of a node share, and bytes per
+# parameter that AdamW reads and writes in host memory.
+PCIE_BANDWIDTH, HOST_BANDWIDTH, ADAMW_BYTES = 25e9, 200e9, 28
 
 
-def capacity(gpu: str) -> float:
-    """Bytes of a GPU's memory that tensors can have: CUDA, NCCL and the allocator's gaps have the rest."""
+def usable_bytes(gpu: str) -> float:
+    """Return the bytes of a GPU's memory that tensors can use, without CUDA, NCCL and fragmentation."""
     return (0.92 * GPUS[gpu].gib - 1) * GIB
 
 
 @dataclass
-class Slice:
-    """What the trace of a few blocks says, all of it linear in their number.
+class TraceSummary:
+    """Results of one trace. Every number is linear in the number of blocks.
 
     Attributes:
-        held: bytes by category at the peak of each of the trace's MOMENTS.
-        state: bytes by the formula.
-        traffic: bytes of the full tensors by kind of collective and ranks.
-        eager, compiled: seconds of a micro-batch by part, as a Roofline has them; the update's are of a step.
-        kernels: how many an eager one starts.
+        peaks: bytes by category at the memory peak of each of MEMORY_STAGES.
+        state: bytes of model state by the formula.
+        traffic: bytes of the full tensors by kind of collective and number of ranks.
+        eager, compiled: seconds per stage from the Roofline, per micro-batch; for the update, per step.
+        kernels: kernels that the eager model launches, per stage.
     """
 
-    held: dict[str, Totals]
+    peaks: dict[str, Totals]
     state: Numbers
     traffic: Numbers
     eager: Numbers
@@ -67,8 +67,8 @@ class Slice:
     kernels: Numbers
 
 
-def end_with_parent() -> None:
-    """A worker leaves Ctrl-C to the program that it works for, and ends with it: also a SIGKILL leaves none behind."""
+def exit_with_parent() -> None:
+    """Set up a worker process: ignore Ctrl-C, which the parent handles, and exit when the parent exits or is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -80,174 +80,195 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def traced(row: Row, shape: GPTConfig, ranks: int, batch_size: int, micro_batches: int, gpu: str = "h100") -> Slice:
-    """Trace a step; in a process of its own, for it sets up a process group."""
+def trace_row(
+    row: Row, shape: GPTConfig, ranks: int, batch_size: int, micro_batches: int, gpu: str = "h100"
+) -> TraceSummary:
+    """Trace a training step. Run it in a separate process, because it initializes a process group."""
     phase, options = row
-    words = {"batch_size": batch_size, "block_size": shape.block_size, "dtype": "bfloat16", "device": "cpu"}
+    fields = {"batch_size": batch_size, "block_size": shape.block_size, "dtype": "bfloat16", "device": "cpu"}
     accumulation = {"gradient_accumulation_steps": micro_batches * ranks}
-    config = config_of(phase, Path("out"), **words, **accumulation, **options)
-    found = trace(config, shape, ranks, GPUS[gpu])
-    times = (found.roofline.eager, found.roofline.compiled, found.roofline.kernels)
-    each = [{part: t[part] / (1 if part == "update" else found.micro_batches) for part in PARTS} for t in times]
-    return Slice(found.memory.peak_of_part(), found.costs.state, found.costs.traffic, *each)
+    config = make_config(phase, Path("out"), **fields, **accumulation, **options)
+    traced = trace(config, shape, ranks, GPUS[gpu])
+    totals = (traced.roofline.eager, traced.roofline.compiled, traced.roofline.kernels)
+    per_stage = [
+        {stage: total[stage] / (1 if stage == "update" else traced.micro_batches) for stage in STAGES}
+        for total in totals
+    ]
+    return TraceSummary(traced.memory.peak_of_part(), traced.costs.state, traced.costs.traffic, *per_stage)
 
 
-def in_blocks(values: Sequence[Numbers], n_layer: int) -> dict[Any, float]:
-    """Numbers that are linear in the blocks, from those of models of LAYERS blocks."""
+def extrapolate(values: Sequence[Numbers], n_layer: int) -> dict[Any, float]:
+    """Return the numbers of a model with `n_layer` blocks, from those of the models with TRACED_LAYERS blocks."""
     few, more = values
-    step = (n_layer - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
+    step = (n_layer - TRACED_LAYERS[0]) / (TRACED_LAYERS[1] - TRACED_LAYERS[0])
     return {name: few.get(name, 0) + step * (more.get(name, 0) - few.get(name, 0)) for name in {**few, **more}}
 
 
-def extended(found: Sequence[dict[str, Totals]], n_layer: int, workspace: int = 0, offload: bool = False) -> Numbers:
-    """Bytes by category at the peak of a step, from those at the peaks of its parts in models of LAYERS blocks.
+def extrapolate_peak(
+    peaks: Sequence[dict[str, Totals]], n_layer: int, workspace: int = 0, offload: bool = False
+) -> Numbers:
+    """Return the bytes by category at the memory peak of a step.
 
     Args:
-        workspace: bytes that the loss takes inside, of which no trace learns.
-        offload: the state is elsewhere.
+        peaks: of each memory stage, in the models with TRACED_LAYERS blocks.
+        workspace: bytes that the fused loss allocates inside its kernel; a trace cannot see them.
+        offload: the model state is in host memory.
     """
-    parts = {part: in_blocks([peaks[part] for peaks in found], n_layer) for part in MOMENTS}
-    parts["head"]["other"] += workspace
-    for held in parts.values():
-        held.update(dict.fromkeys(STATE, 0) if offload else {})
-    return max(parts.values(), key=lambda held: sum(held.values()))
+    stages = {stage: extrapolate([peak[stage] for peak in peaks], n_layer) for stage in MEMORY_STAGES}
+    stages["head"]["other"] += workspace
+    for totals in stages.values():
+        totals.update(dict.fromkeys(STATE, 0) if offload else {})
+    return max(stages.values(), key=lambda totals: sum(totals.values()))
 
 
-def exchanges(
+def estimate_communication(
     row: Row, traffic: Numbers, params: int, units: int, micro_batches: int, gpu: Gpu, compiled: bool
-) -> tuple[Sent, Sent]:
-    """What a step sends while it computes: each micro-batch, and once.
+) -> tuple[CommunicationByStage, CommunicationByStage]:
+    """Return the communication of each micro-batch, and the communication that happens once per step.
 
-    Phase 3 gathers in every forward and, where that has freed it, in every backward; gradients are reduced in the last
-    backward. Phase 1 gathers what it has updated in the next step's first forward, or before it where that is compiled.
+    Phase 3 all-gathers parameters in every forward pass, and again in the backward pass if the forward pass has freed
+    them. It reduces gradients in the last backward pass. Phase 1 all-gathers the updated parameters during the first
+    forward pass of the next step, or before it if the model is compiled.
 
     Args:
-        units: that phase 3 gathers as one.
+        units: FSDP units of the model; each is one all-gather.
     """
     phase, options = row
-    every, once = {"forward": Exchange(), "backward": Exchange()}, {"forward": Exchange(), "backward": Exchange()}
+    every, once = ({"forward": Communication(), "backward": Communication()} for _ in range(2))
     for (kind, ranks), size in traffic.items():
-        calls = 1 if size < SCALARS else units if phase == "phase3" else math.ceil(size / BUCKET)
+        calls = 1 if size < SCALAR_BYTES else units if phase == "phase3" else math.ceil(size / BUCKET_BYTES)
         if kind == "all-gather" and phase == "phase3":
             forward = min(2 * params, size / micro_batches)
-            for part, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
+            for stage, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
                 seconds = collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0
-                every[part] += Exchange(seconds, seconds / calls)
+                every[stage] += Communication(seconds, seconds / calls)
         else:
-            copies = kind == "all-reduce" and "fsdp_shard_size" in options and size >= SCALARS
-            seconds = collective_seconds(gpu, kind, size, ranks, calls, apart=copies)
-            part = "forward" if kind == "all-gather" else "backward"
-            hidden = phase != "phase1" or part == "backward" or not compiled
-            once[part] += Exchange(seconds, seconds / calls if hidden else seconds)
-    if options.get("fsdp_cpu_offload"):  # shards to the GPU before each gathering, their gradients back
+            is_across_replicas = kind == "all-reduce" and "fsdp_shard_size" in options and size >= SCALAR_BYTES
+            seconds = collective_seconds(gpu, kind, size, ranks, calls, one_per_node=is_across_replicas)
+            stage = "forward" if kind == "all-gather" else "backward"
+            is_overlapped = phase != "phase1" or stage == "backward" or not compiled
+            once[stage] += Communication(seconds, seconds / calls if is_overlapped else seconds)
+    if options.get("fsdp_cpu_offload"):  # copy shards to the GPU before each all-gather, and gradient shards back
         shards = next((ranks for kind, ranks in traffic if kind == "reduce-scatter"), 1)
-        copy = 4 * params / shards / PCIE
-        for sent, part in ((every, "forward"), (every, "backward"), (once, "backward")):
-            sent[part] += Exchange(copy, copy / units)
+        copy_seconds = 4 * params / shards / PCIE_BANDWIDTH
+        for stages, stage in ((every, "forward"), (every, "backward"), (once, "backward")):
+            stages[stage] += Communication(copy_seconds, copy_seconds / units)
     return every, once
 
 
 class Planner:
-    """Traces what a plan asks for, each thing once.
+    """Predicts the rows of a plan. It traces each pair of a row and a batch size once.
 
     Args:
-        shape: of the model.
-        pool: of processes.
+        shape: of the full model.
+        pool: worker processes that run the traces.
     """
 
     def __init__(self, shape: GPTConfig, gpu: str, gpus: int, micro_batches: int, pool: Executor) -> None:
         self.shape, self.gpu, self.gpus, self.micro_batches, self.pool = shape, gpu, gpus, micro_batches, pool
         self.params = shape.n_layer * (12 * shape.n_embd**2 + 2 * shape.n_embd)
         self.params += (shape.vocab_size + shape.block_size + 1) * shape.n_embd
-        self.traces: dict[Any, list[Future[Slice]]] = {}
+        self.traces: dict[Any, list[Future[TraceSummary]]] = {}
 
-    def start(self, row: Row, batch_size: int) -> list[Future[Slice]]:
-        """Begin to trace a row with some sequences a micro-batch; the traces of LAYERS blocks."""
+    def submit_traces(self, row: Row, batch_size: int) -> list[Future[TraceSummary]]:
+        """Start the traces of a row, one for each of TRACED_LAYERS, unless they were started before."""
         key = (str(row), batch_size)
         if key not in self.traces:
-            shapes = [replace(self.shape, n_layer=layers) for layers in LAYERS]
-            words = (self.gpus, batch_size, self.micro_batches, self.gpu)
-            self.traces[key] = [self.pool.submit(traced, row, shape, *words) for shape in shapes]
+            shapes = [replace(self.shape, n_layer=layers) for layers in TRACED_LAYERS]
+            settings = (self.gpus, batch_size, self.micro_batches, self.gpu)
+            self.traces[key] = [self.pool.submit(trace_row, row, shape, *settings) for shape in shapes]
         return self.traces[key]
 
-    def slices(self, row: Row, batch_size: int) -> list[Slice]:
-        return [each.result() for each in self.start(row, batch_size)]
+    def get_traces(self, row: Row, batch_size: int) -> list[TraceSummary]:
+        """Wait for the traces of a row and return them."""
+        return [future.result() for future in self.submit_traces(row, batch_size)]
 
-    def held(self, row: Row, batch_size: int) -> Numbers:
-        """Bytes by category at the peak of a step of the whole model."""
+    def peak_memory(self, row: Row, batch_size: int) -> Numbers:
+        """Return the bytes by category at the memory peak of a step of the full model."""
         workspace, (phase, options) = 0, row
         if phase == "phase2" or "kernels" in options:
             tokens = batch_size * self.shape.block_size
             workspace = linear_cross_entropy.cost(tokens, self.shape.n_embd, self.shape.vocab_size, 2).workspace
-        found = [each.held for each in self.slices(row, batch_size)]
-        return extended(found, self.shape.n_layer, workspace, "fsdp_cpu_offload" in options)
+        peaks = [summary.peaks for summary in self.get_traces(row, batch_size)]
+        return extrapolate_peak(peaks, self.shape.n_layer, workspace, "fsdp_cpu_offload" in options)
 
-    def total(self, row: Row, batch_size: int) -> float:
-        return sum(self.held(row, batch_size).values())
+    def peak_bytes(self, row: Row, batch_size: int) -> float:
+        """Return the total bytes at the memory peak of a step."""
+        return sum(self.peak_memory(row, batch_size).values())
 
-    def largest(self, row: Row) -> int:
-        """The most sequences a micro-batch that fit, as traced, up to MOST; 0: not even one does.
+    def largest_batch_size(self, row: Row) -> int:
+        """Return the largest batch size per micro-batch that fits, up to MAX_BATCH_SIZE; 0 if even 1 does not fit.
 
-        What is held is convex in the sequences: the chord from one that fits to one that does not meets the limit where
-        it still fits, and the line through two that fit meets it where no more can.
+        Peak memory is a convex function of the batch size. The search keeps a size that fits (`good`) and a larger one
+        that does not (`bad`). The chord between them crosses the limit at a size that fits. The line through two sizes
+        that fit crosses the limit at an upper bound.
         """
-        space, good, bad = capacity(self.gpu), 1, MOST
-        if self.total(row, good) > space:
+        space, good, bad = usable_bytes(self.gpu), 1, MAX_BATCH_SIZE
+        if self.peak_bytes(row, good) > space:
             return 0
-        if self.total(row, bad) <= space:
+        if self.peak_bytes(row, bad) <= space:
             return bad
-        before = good
+        previous = good
         while bad - good > 1:
-            low, high = self.total(row, good), self.total(row, bad)
+            low, high = self.peak_bytes(row, good), self.peak_bytes(row, bad)
             guess = good + math.floor((bad - good) * (space - low) / (high - low))
-            if before < good:
-                slope = (low - self.total(row, before)) / (good - before)
-                limit = good + math.floor((space - low) / slope + 0.01)  # some sizes are rounded up
+            if previous < good:
+                slope = (low - self.peak_bytes(row, previous)) / (good - previous)
+                limit = good + math.floor((space - low) / slope + 0.01)  # tolerate sizes that are rounded up
                 if limit <= good:
                     return good
                 guess = max(guess, min(limit, bad - 1))
             guess = max(good + 1, guess)
-            if self.total(row, guess) <= space:
-                before, good = good, guess
+            if self.peak_bytes(row, guess) <= space:
+                previous, good = good, guess
             else:
                 bad = guess
         return good
 
-    def speed(self, row: Row, batch_size: int, compiled: bool) -> dict[str, float]:
-        """Seconds of a step, of them those in which the GPU waits for others, tokens/s of all GPUs, and MFU."""
+    def estimate_speed(self, row: Row, batch_size: int, compiled: bool) -> dict[str, float]:
+        """Return seconds per step, the part of them in which the GPU waits, tokens/s of all GPUs, and MFU."""
         n_layer, gpu = self.shape.n_layer, GPUS[self.gpu]
-        slices = self.slices(row, batch_size)
-        times = in_blocks([each.compiled if compiled else each.eager for each in slices], n_layer)
-        parts = times if compiled else waiting(times, in_blocks([each.kernels for each in slices], n_layer))
+        traces = self.get_traces(row, batch_size)
+        roofline = extrapolate([each.compiled if compiled else each.eager for each in traces], n_layer)
+        if not compiled:
+            roofline = apply_launch_bound(roofline, extrapolate([each.kernels for each in traces], n_layer))
         if "fsdp_cpu_offload" in row[1]:
-            parts["update"] = ADAMW * self.params / self.gpus * min(self.gpus, GPUS_PER_NODE) / HOST
-        traffic = in_blocks([each.traffic for each in slices], n_layer)
-        sent = exchanges(row, traffic, self.params, n_layer + 1, self.micro_batches, gpu, compiled)
-        seconds = step_seconds(parts, *sent, self.micro_batches)
-        busy = step_seconds(parts, {}, {}, self.micro_batches)
+            ranks_per_node = min(self.gpus, GPUS_PER_NODE)
+            roofline["update"] = ADAMW_BYTES * self.params / self.gpus * ranks_per_node / HOST_BANDWIDTH
+        traffic = extrapolate([each.traffic for each in traces], n_layer)
+        communication = estimate_communication(
+            row, traffic, self.params, n_layer + 1, self.micro_batches, gpu, compiled
+        )
+        seconds = step_seconds(roofline, *communication, self.micro_batches)
+        compute_seconds = step_seconds(roofline, {}, {}, self.micro_batches)
         tokens = batch_size * self.shape.block_size * self.micro_batches * self.gpus
         flops = 6 * (self.params - self.shape.block_size * self.shape.n_embd)
         flops += 12 * n_layer * self.shape.n_embd * self.shape.block_size
         rate = tokens / seconds
         mfu = rate * flops / self.gpus / gpu.peak
-        return {"step_seconds": seconds, "waiting_seconds": seconds - busy, "tokens_per_second": rate, "mfu": mfu}
+        waiting = seconds - compute_seconds
+        return {"step_seconds": seconds, "waiting_seconds": waiting, "tokens_per_second": rate, "mfu": mfu}
 
-    def line(self, row: Row, batch_size: int) -> dict[str, Any]:
-        """What the plan says of a row: its memory with some sequences a micro-batch, its speed with the most.
+    def plan_row(self, row: Row, batch_size: int) -> dict[str, Any]:
+        """Return a row of the plan: memory with the given batch size, and speed with the largest one that fits.
 
-        Kernels take rows and heads up to some width; for a wider model their row says so, and has no numbers.
+        Triton kernels accept rows and heads up to some width. If the model is wider, the row has the reason and no
+        numbers.
         """
         try:
-            memory, most = self.held(row, batch_size), self.largest(row)
+            memory, largest = self.peak_memory(row, batch_size), self.largest_batch_size(row)
         except KernelError as error:
-            reason = str(error).rpartition(": ")[0]  # without its advice, which is for who calls the kernel
+            reason = str(error).rpartition(": ")[0]  # drop the advice: it is for a caller of the kernel
             return {"phase": row[0], "options": row[1], "cannot": reason, "fits": False, "speed": None}
-        slices, n_layer = self.slices(row, batch_size), self.shape.n_layer
-        traffic = in_blocks([each.traffic for each in slices], n_layer)
+        traces, n_layer = self.get_traces(row, batch_size), self.shape.n_layer
+        traffic = extrapolate([each.traffic for each in traces], n_layer)
         sent = sum(ring_bytes(kind, size, n) for (kind, n), size in traffic.items())
         modes = {"eager": False, "compiled": True}
-        state = in_blocks([s.state for s in slices], n_layer)
+        state = extrapolate([each.state for each in traces], n_layer)
         host = sum(state.values()) * min(self.gpus, GPUS_PER_NODE) if "fsdp_cpu_offload" in row[1] else 0
+        speed = (
+            {name: self.estimate_speed(row, largest, compiled) for name, compiled in modes.items()} if largest else None
+        )
         return {
             "phase": row[0],
             "options": row[1],
@@ -255,8 +276,8 @@ class Planner:
             "bytes": {name: round(memory[name]) for name in CATEGORIES},
             "host_bytes": round(host),
             "total_bytes": round(sum(memory.values())),
-            "fits": sum(memory.values()) <= capacity(self.gpu),
+            "fits": sum(memory.values()) <= usable_bytes(self.gpu),
             "sent_bytes_per_step": round(sent),
-            "largest_batch_size": most,
-            "speed": {name: self.speed(row, most, compiled) for name, compiled in modes.items()} if most else None,
+            "largest_batch_size": largest,
+            "speed": speed,
         }

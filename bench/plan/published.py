@@ -1,16 +1,17 @@
-"""The planner's speed beside what others have measured and published.
+"""Compare the planner's speed estimates with published measurements of other projects.
 
     python -m bench.plan.published              # a few seconds
-    python -m bench.plan.published --write      # and bench/results/published-<hardware>.json
+    python -m bench.plan.published --write      # also write bench/results/published-<hardware>.json
 
-Two sources. torchtitan's tables of Llama 3 8B under FSDP2 (docs/performance.md of pytorch/torchtitan): H100s of 500 W
-and 2.4 TB/s, 8 a host, 400 Gbit/s each; sequences of 8,192, two a GPU, selective activation checkpointing. And the
-README of karpathy/nanoGPT of December 2022: GPT-2 124M on 8 A100 of 40 GB, "~250ms / iter to 135ms / iter" by
-torch.compile; with its defaults of then, 12 sequences of 1,024 a GPU, and without PyTorch's fused attention, GELU and
-AdamW, which it took up later.
+There are two sources:
+- torchtitan's tables for Llama 3 8B with FSDP2 (docs/performance.md of pytorch/torchtitan): H100 GPUs with 500 W and
+  2.4 TB/s, 8 per host, 400 Gbit/s each; 2 sequences of 8,192 tokens per GPU, selective activation checkpointing.
+- The README of karpathy/nanoGPT of December 2022: GPT-2 124M on 8 A100 of 40 GB, "~250ms / iter to 135ms / iter" with
+  torch.compile. It used the defaults of that time, 12 sequences of 1,024 tokens per GPU, and not yet PyTorch's fused
+  attention, GELU and AdamW.
 
-The models are traced on fake tensors as `bench/plan/plan.py` does: Llama's blocks are written below, nanoGPT's are
-those of this repository with the attention and the GELU of then.
+The models are traced on fake tensors as in `bench/plan/plan.py`. Llama's blocks are defined below. The GPT-2 run uses
+the blocks of this repository with unfused attention and unfused GELU.
 """
 
 import math
@@ -33,19 +34,19 @@ from torch.utils.checkpoint import (
 )
 
 from bench.plan.speed import (
-    ATTENTION,
+    ATTENTION_EFFICIENCY,
     GPUS,
-    LINK,
-    MATMUL,
-    MEMORY,
-    PARTS,
-    Exchange,
+    LINK_EFFICIENCY,
+    MATMUL_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    STAGES,
+    Communication,
+    CommunicationByStage,
     Gpu,
     Roofline,
-    Sent,
+    apply_launch_bound,
     collective_seconds,
     step_seconds,
-    waiting,
 )
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
@@ -53,7 +54,7 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.activation_checkpointing import MATMULS
 
-LAYERS = (2, 3)  # are traced; the rest follows in equal steps
+TRACED_LAYERS = (2, 3)  # number of blocks in the two traced models; the rest is extrapolated
 H100_OF_500_W = replace(GPUS["h100"], bandwidth=2.4e12)
 VOCAB, WIDTH, FFN, HEADS, KV_HEADS = 128256, 4096, 14336, 32, 8  # Llama 3 8B
 
@@ -64,48 +65,48 @@ class LlamaBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        narrow = KV_HEADS * WIDTH // HEADS
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, n, bias=False) for n in (WIDTH, narrow, narrow, WIDTH))
+        kv_width = KV_HEADS * WIDTH // HEADS
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, n, bias=False) for n in (WIDTH, kv_width, kv_width, WIDTH))
         self.gate, self.up, self.down = (
             nn.Linear(*shape, bias=False) for shape in ((WIDTH, FFN), (WIDTH, FFN), (FFN, WIDTH))
         )
 
-    def attention(self, x: Tensor, turn: Tensor) -> Tensor:
+    def attention(self, x: Tensor, rotation: Tensor) -> Tensor:
         B, T, _ = x.shape
         q, k, v = (f(x).view(B, T, -1, WIDTH // HEADS) for f in (self.q, self.k, self.v))
-        q, k = rotated(q, turn), rotated(k, turn)
+        q, k = rotate(q, rotation), rotate(k, rotation)
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=2) for t in (k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, WIDTH))
 
-    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x), turn)
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x), rotation)
         h = self.norm_2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """Pairs of channels of (B, T, heads, channels), turned by (T, channels / 2) complex numbers in fp32."""
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate pairs of channels of x (B, T, heads, channels) by complex fp32 numbers (T, channels / 2)."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * rotation[:, None]).flatten(-2).to(x.dtype)
 
 
-def keep_every_second_product() -> Callable[..., CheckpointPolicy]:
-    """torchtitan's selective checkpointing by operator: attention and every second product are kept."""
-    seen = [0, 0]  # in the forward, and where it is run again
+def save_every_second_matmul() -> Callable[..., CheckpointPolicy]:
+    """Return torchtitan's policy of selective checkpointing per operator: save attention and every second matmul."""
+    matmuls = [0, 0]  # counted in the forward pass, and in the recomputation
 
     def policy(context: SelectiveCheckpointContext, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-        keep = operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        must_save = operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         if operator in MATMULS:
-            seen[context.is_recompute] += 1
-            keep = bool(seen[context.is_recompute] % 2)
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            matmuls[context.is_recompute] += 1
+            must_save = bool(matmuls[context.is_recompute] % 2)
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
 
 
 class Llama(nn.Module):
-    """The blocks, checkpointed, between an embedding and a head of its own."""
+    """Llama blocks with activation checkpointing, an embedding, and an untied output head."""
 
     def __init__(self, n_layer: int) -> None:
         super().__init__()
@@ -113,23 +114,23 @@ class Llama(nn.Module):
         self.norm, self.blocks = nn.RMSNorm(WIDTH), nn.ModuleList(LlamaBlock() for _ in range(n_layer))
 
     def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        x, turn = self.wte(idx), torch.zeros(idx.shape[1], WIDTH // HEADS // 2, dtype=torch.complex64)
+        x, rotation = self.wte(idx), torch.zeros(idx.shape[1], WIDTH // HEADS // 2, dtype=torch.complex64)
         for block in self.blocks:
-            kept = partial(create_selective_checkpoint_contexts, keep_every_second_product())
-            x = checkpoint(block, x, turn, use_reentrant=False, context_fn=kept)
+            context_fn = partial(create_selective_checkpoint_contexts, save_every_second_matmul())
+            x = checkpoint(block, x, rotation, use_reentrant=False, context_fn=context_fn)
         logits = self.head(self.norm(x))
         return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def attention_of_2022(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-    """With every pair's score in memory."""
+def unfused_attention(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+    """Compute causal attention, storing the full matrix of scores."""
     scores = (q @ k.transpose(-2, -1)) * (1 / math.sqrt(k.shape[-1]))
-    future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool)
-    return F.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v
+    is_future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool)
+    return F.softmax(scores.masked_fill(is_future, -math.inf), dim=-1) @ v
 
 
-def gelu_of_2022(x: Tensor, **_: object) -> Tensor:
-    """By tanh, operator by operator."""
+def unfused_gelu(x: Tensor, **_: object) -> Tensor:
+    """Compute the tanh approximation of GELU with separate elementwise operators."""
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
@@ -138,9 +139,9 @@ class Run:
     """A published run.
 
     Attributes:
-        make: a model of some blocks, whose call takes tokens and targets and gives logits and the loss.
-        dtype: of the parameters that compute; fp32 ones are cast by autocast.
-        rate: what was published: tokens/s of a GPU.
+        make: returns a model with the given number of blocks; the model maps tokens and targets to logits and loss.
+        dtype: of the parameters used in compute; autocast casts fp32 parameters.
+        rate: the published speed in tokens/s per GPU.
     """
 
     name: str
@@ -155,98 +156,102 @@ class Run:
     rate: float
 
 
-def nano(n_layer: int) -> nn.Module:
+def make_gpt2(n_layer: int) -> nn.Module:
     return GPT(GPTConfig(n_layer, 12, 768, 1024, True, 50304))
 
 
-def titan(name: str, gpu: Gpu, ranks: int, batch_size: int, compiled: bool, rate: float) -> Run:
+def torchtitan_run(name: str, gpu: Gpu, ranks: int, batch_size: int, compiled: bool, rate: float) -> Run:
     return Run(f"Llama 3 8B, {name}", gpu, ranks, batch_size, 8192, 32, Llama, torch.bfloat16, compiled, rate)
 
 
-def nanogpt(compiled: bool, seconds: float) -> Run:
+def nanogpt_run(compiled: bool, seconds: float) -> Run:
     rate = 12 * 1024 / seconds
-    return Run("GPT-2 124M, 8 A100", GPUS["a100-40"], 8, 12, 1024, 12, nano, torch.float32, compiled, rate)
+    return Run("GPT-2 124M, 8 A100", GPUS["a100-40"], 8, 12, 1024, 12, make_gpt2, torch.float32, compiled, rate)
 
 
 RUNS = [
-    titan("8 H100", H100_OF_500_W, 8, 2, False, 5762),
-    titan("8 H100", H100_OF_500_W, 8, 2, True, 6667),
-    titan("128 H100", H100_OF_500_W, 128, 2, False, 5605),
-    titan("128 H100", H100_OF_500_W, 128, 2, True, 6514),
-    nanogpt(False, 0.250),
-    nanogpt(True, 0.135),
+    torchtitan_run("8 H100", H100_OF_500_W, 8, 2, False, 5762),
+    torchtitan_run("8 H100", H100_OF_500_W, 8, 2, True, 6667),
+    torchtitan_run("128 H100", H100_OF_500_W, 128, 2, False, 5605),
+    torchtitan_run("128 H100", H100_OF_500_W, 128, 2, True, 6514),
+    nanogpt_run(False, 0.250),
+    nanogpt_run(True, 0.135),
 ]
 
 
-def traced(run: Run, n_layer: int) -> tuple[Roofline, int]:
-    """A step of a model of so many blocks, and its parameters."""
+def trace_model(run: Run, n_layer: int) -> tuple[Roofline, int]:
+    """Trace a step of the run's model with `n_layer` blocks. Return its roofline and its number of parameters."""
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
-        old = run.make is nano
+        is_gpt2 = run.make is make_gpt2
         torch.set_default_dtype(run.dtype)
         stack.callback(torch.set_default_dtype, torch.float32)
         model = run.make(n_layer)
-        if old:
-            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention_of_2022))
-            stack.enter_context(mock.patch.object(F, "gelu", gelu_of_2022))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=not old, foreach=old)
+        if is_gpt2:
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", unfused_attention))
+            stack.enter_context(mock.patch.object(F, "gelu", unfused_gelu))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=not is_gpt2, foreach=is_gpt2)
         x = torch.zeros(run.batch_size, run.block_size, dtype=torch.int64)
-        for _ in range(2):  # the first makes the optimizer's state
+        for _ in range(2):  # the first step allocates the optimizer state; the second one counts
             optimizer.zero_grad()
             with Roofline(run.gpu) as roofline:
-                with torch.autocast("cpu", torch.bfloat16, enabled=old):
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_gpt2):
                     loss = model(x, x)[1]
                 loss.backward()
                 del loss
-                roofline.part = "update"
+                roofline.stage = "update"
                 optimizer.step()
         return roofline, sum(p.numel() for p in model.parameters())
 
 
-def predicted(run: Run) -> float:
-    """Tokens/s of a GPU."""
-    few, more = (traced(run, n_layer) for n_layer in LAYERS)
-    steps = run.n_layer - LAYERS[0]
+def predict_rate(run: Run) -> float:
+    """Return the predicted tokens/s per GPU."""
+    few, more = (trace_model(run, n_layer) for n_layer in TRACED_LAYERS)
+    steps = run.n_layer - TRACED_LAYERS[0]
 
-    def whole(values: Callable[[Roofline], dict[str, float]]) -> dict[str, float]:
-        return {p: values(few[0])[p] + steps * (values(more[0])[p] - values(few[0])[p]) for p in PARTS}
+    def extrapolate(values: Callable[[Roofline], dict[str, float]]) -> dict[str, float]:
+        return {p: values(few[0])[p] + steps * (values(more[0])[p] - values(few[0])[p]) for p in STAGES}
 
-    gpu = whole(lambda r: r.compiled if run.compiled else r.eager)
-    sharded = run.make is Llama
-    if sharded:
-        gpu["update"] *= 2 / run.ranks  # its traced parameters are of 2 bytes, and whole
-    parts = gpu if run.compiled else waiting(gpu, whole(lambda r: r.kernels))
+    stages = extrapolate(lambda r: r.compiled if run.compiled else r.eager)
+    is_sharded = run.make is Llama
+    if is_sharded:
+        stages["update"] *= 2 / run.ranks  # the trace updates full bf16 parameters; a rank updates its fp32 shard
+    if not run.compiled:
+        stages = apply_launch_bound(stages, extrapolate(lambda r: r.kernels))
     params = few[1] + steps * (more[1] - few[1])
 
-    def seconds(kind: str, size: float, calls: float) -> float:
+    def estimate_seconds(kind: str, size: float, calls: float) -> float:
         return collective_seconds(run.gpu, kind, size, run.ranks, calls)
 
-    if sharded:
+    if is_sharded:
         units = run.n_layer + 1
-        gather, reduce = seconds("all-gather", 2 * params, units), seconds("reduce-scatter", 4 * params, units)
-        first, last = Exchange(gather, gather / units), Exchange(reduce, reduce / units)
-        sent: tuple[Sent, Sent] = {"forward": first, "backward": first}, {"backward": last}
+        gather = estimate_seconds("all-gather", 2 * params, units)
+        reduce = estimate_seconds("reduce-scatter", 4 * params, units)
+        gathers, reduces = Communication(gather, gather / units), Communication(reduce, reduce / units)
+        every: CommunicationByStage = {"forward": gathers, "backward": gathers}
+        once: CommunicationByStage = {"backward": reduces}
     else:
         buckets = math.ceil(4 * params / 25e6)
-        total = seconds("all-reduce", 4 * params, buckets)
-        sent = {}, {"backward": Exchange(total, total / buckets)}
-    return run.batch_size * run.block_size / step_seconds(parts, *sent)
+        total = estimate_seconds("all-reduce", 4 * params, buckets)
+        every, once = {}, {"backward": Communication(total, total / buckets)}
+    return run.batch_size * run.block_size / step_seconds(stages, every, once)
 
 
 def main(write: bool = False) -> None:
-    """Print the comparison.
+    """Print published and predicted speeds.
 
     Args:
         write: also write bench/results/published-<hardware>.json.
     """
     rows = []
-    print(f"{'tokens/s of a GPU':<34}{'':<10}{'published':>10}{'planned':>10}")
+    print(f"{'tokens/s per GPU':<34}{'':<10}{'published':>10}{'predicted':>10}")
     for run in RUNS:
-        found, mode = predicted(run), "compiled" if run.compiled else "eager"
-        print(f"{run.name:<34}{mode:<10}{run.rate:>10,.0f}{found:>10,.0f}  {found / run.rate - 1:+.0%}")
-        rows.append({"name": run.name, "mode": mode, "published": run.rate, "planned": found})
+        rate, mode = predict_rate(run), "compiled" if run.compiled else "eager"
+        print(f"{run.name:<34}{mode:<10}{run.rate:>10,.0f}{rate:>10,.0f}  {rate / run.rate - 1:+.0%}")
+        rows.append({"name": run.name, "mode": mode, "published": run.rate, "planned": rate})
     if write:
-        assumed = {"matmul": MATMUL, "attention": ATTENTION, "memory": MEMORY, "link": LINK}
-        settings = {"command": "python -m bench.plan.published", "shares_of_the_peak": assumed}
+        efficiency = {"matmul": MATMUL_EFFICIENCY, "attention": ATTENTION_EFFICIENCY}
+        efficiency |= {"memory": MEMORY_EFFICIENCY, "link": LINK_EFFICIENCY}
+        settings = {"command": "python -m bench.plan.published", "shares_of_the_peak": efficiency}
         print(f"wrote {write_result('published', torch.device('cpu'), settings, {'rows': rows})}")
 
 

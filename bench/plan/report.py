@@ -1,156 +1,171 @@
-"""A plan as text and as a picture."""
+"""Format a plan as text, and plot it."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.plan.speed import ATTENTION, GIB, LINK, MATMUL, MEMORY
+from bench.plan.speed import ATTENTION_EFFICIENCY, GIB, LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
 
-ERROR = 0.25  # by which a planned speed may be off; tests/bench/test_plan.py holds published runs to it
-COLUMNS = {"gradients": 10, "gathered": 9, "activations": 12, "other": 8}  # with the width of each column
+MAX_SPEED_ERROR = 0.25  # expected error of a predicted speed; tests/bench/test_plan.py checks it with published runs
+COLUMN_WIDTHS = {"gradients": 10, "gathered": 9, "activations": 12, "other": 8}
 
 
-def name_of(row: Mapping[str, Any]) -> str:
-    """A row's phase and options in short."""
+def format_name(row: Mapping[str, Any]) -> str:
+    """Return a row's phase and its options, in short form."""
     short = {k.removeprefix("fsdp_").removeprefix("activation_"): v for k, v in row["options"].items()}
     return " ".join([row["phase"], *(f"{name}={value}" for name, value in short.items())])
 
 
-def describe(found: dict[str, Any]) -> str:
-    """The plan as two tables, and the advice that follows from them."""
-    shape = found["shape"]
-    tokens = f"{found['batch_size']} sequence(s) of {shape['block_size']:,} tokens a micro-batch"
-    space = f"{found['usable_bytes'] / GIB:.1f} GiB of each for tensors"
-    offloaded = [row for row in found["rows"] if row.get("host_bytes")]
+def format_plan(result: dict[str, Any]) -> str:
+    """Return the text of a plan: a memory table, a speed table, and a recommendation."""
+    shape = result["shape"]
+    tokens = f"{result['batch_size']} sequence(s) of {shape['block_size']:,} tokens per micro-batch"
+    space = f"{result['usable_bytes'] / GIB:.1f} GiB usable per GPU"
+    offloaded = [row for row in result["rows"] if row.get("host_bytes")]
     lines = [
-        f"{found['parameters']:,} parameters on {found['gpus']:,} x {found['gpu']}, {space}; {tokens}, bfloat16.",
-        "GiB on a rank: state by the formula, and the peak of a step: parameters and optimizer state, and what comes",
-        "and goes. The most sequences a micro-batch that fit, and GB that a rank sends in a step:",
-        *memory_table(found["rows"]),
-        *[f"The host has the state of {name_of(row)}: {row['host_bytes'] / GIB:,.1f} GiB a node." for row in offloaded],
+        f"{result['parameters']:,} parameters on {result['gpus']:,} x {result['gpu']}, {space}; {tokens}, bfloat16.",
+        "Memory per rank in GiB: model state by the formula, and the peak of a training step with its parts",
+        "(params+opt: parameters and optimizer state). max batch: the largest batch_size that fits.",
+        "comm: communication per rank and step in GB.",
+        *format_memory_table(result["rows"]),
+        *[
+            f"Host memory per node: {row['host_bytes'] / GIB:,.1f} GiB of model state with {format_name(row)}."
+            for row in offloaded
+        ],
     ]
-    if fast := [row for row in found["rows"] if row["speed"]]:
-        lines += ["\nSpeed with the most sequences, compiled; then tokens/s of an eager model:", *speed_table(fast)]
-    return "\n".join([*lines, "", advice(found), *ASSUMED])
+    if rows := [row for row in result["rows"] if row["speed"]]:
+        lines += [
+            "\nSpeed of the compiled model with the largest batch that fits, and tokens/s of the eager model.",
+            "exposed: the share of the step in which the GPU waits for communication.",
+            *format_speed_table(rows),
+        ]
+    return "\n".join([*lines, "", recommend(result), *ASSUMPTIONS])
 
 
-ASSUMED = [
-    f"Assumed: {MATMUL:.0%} of the peak in matrix products, {ATTENTION:.0%} in attention, {MEMORY:.0%} of the memory's "
-    f"bandwidth, {LINK:.0%} of the",
-    "links'; 92% of the memory less 1 GiB for tensors. "
-    "Beside runs that others measured: python -m bench.plan.published",
+ASSUMPTIONS = [
+    f"Assumed efficiency: {MATMUL_EFFICIENCY:.0%} of the peak in matrix products, {ATTENTION_EFFICIENCY:.0%} in "
+    f"attention, {MEMORY_EFFICIENCY:.0%} of the memory bandwidth, {LINK_EFFICIENCY:.0%} of the link",
+    "bandwidth. Usable memory: 92% of the GPU's memory, minus 1 GiB. Comparison with published runs: "
+    "python -m bench.plan.published",
 ]
 
 
-def in_columns(rows: list[dict[str, Any]], head: str, cells: list[str]) -> list[str]:
-    """A table whose first column has the rows' names."""
-    names = ["", *map(name_of, rows)]
+def align_rows(rows: list[dict[str, Any]], head: str, cells: list[str]) -> list[str]:
+    """Return the lines of a table whose first column has the names of the rows."""
+    names = ["", *map(format_name, rows)]
     width = max(map(len, names)) + 1
     return [f"{name:<{width}}{line}" for name, line in zip(names, [head, *cells], strict=True)]
 
 
-def memory_table(rows: list[dict[str, Any]]) -> list[str]:
-    head = f"{'state':>8}{'peak':>8} ={'kept':>8}" + "".join(f"{part:>{width}}" for part, width in COLUMNS.items())
-    return in_columns(rows, f"{head}  fits{'most':>6}{'sent':>9}", list(map(memory_line, rows)))
+def format_memory_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the memory table."""
+    head = f"{'state':>8}{'peak':>8} ={'params+opt':>11}"
+    head += "".join(f"{category:>{width}}" for category, width in COLUMN_WIDTHS.items())
+    return align_rows(rows, f"{head}  fits{'max batch':>10}{'comm':>9}", list(map(format_memory_row, rows)))
 
 
-def memory_line(row: dict[str, Any]) -> str:
+def format_memory_row(row: dict[str, Any]) -> str:
+    """Return the cells of a row of the memory table."""
     if "cannot" in row:
         return f"  cannot run: {row['cannot']}"
-    held = row["bytes"]
-    numbers = [sum(row["state_bytes"].values()), row["total_bytes"]]
-    cells = (
-        "".join(f"{n / GIB:>8.2f}" for n in numbers) + f" ={(held['parameters'] + held['optimizer_state']) / GIB:>8.2f}"
-    )
-    cells += "".join(f"{held[part] / GIB:>{width}.2f}" for part, width in COLUMNS.items())
+    peak = row["bytes"]
+    totals = [sum(row["state_bytes"].values()), row["total_bytes"]]
+    cells = "".join(f"{n / GIB:>8.2f}" for n in totals)
+    cells += f" ={(peak['parameters'] + peak['optimizer_state']) / GIB:>11.2f}"
+    cells += "".join(f"{peak[category] / GIB:>{width}.2f}" for category, width in COLUMN_WIDTHS.items())
     fits = "yes" if row["fits"] else "no"
-    return f"{cells}  {fits:<4}{most(row):>6}{row['sent_bytes_per_step'] / 1e9:>9.2f}"
+    return f"{cells}  {fits:<4}{format_batch_size(row):>10}{row['sent_bytes_per_step'] / 1e9:>9.2f}"
 
 
-def most(row: dict[str, Any]) -> str:
-    """The most sequences that fit; a plan does not look beyond 128."""
-    found = row["largest_batch_size"]
-    return "128+" if found == 128 else str(found or "-")
+def format_batch_size(row: dict[str, Any]) -> str:
+    """Return the largest batch size that fits; the planner tries at most 128."""
+    largest = row["largest_batch_size"]
+    return "128+" if largest == 128 else str(largest or "-")
 
 
-def speed_table(rows: list[dict[str, Any]]) -> list[str]:
-    """The speed of rows that fit, and which of them compiling makes slower."""
-    head = f"{'most':>6}{'ms a step':>12}{'waiting':>9}{'tokens/s':>13}{'MFU':>6}{'eager':>13}"
-    asked = rows[0]["speed"]["compiled"]
-    head += (f"{'days':>10}" if asked["days"] is not None else "") + (
-        f"{'cost':>14}" if asked["cost"] is not None else ""
+def format_speed_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the speed table, and a note about rows that are slower when compiled."""
+    head = f"{'max batch':>10}{'ms per step':>13}{'exposed':>9}{'tokens/s':>13}{'MFU':>6}{'eager tokens/s':>16}"
+    speed = rows[0]["speed"]["compiled"]
+    head += (f"{'days':>10}" if speed["days"] is not None else "") + (
+        f"{'cost':>14}" if speed["cost"] is not None else ""
     )
-    lines = in_columns(rows, head, list(map(speed_line, rows)))
-    rates = {name_of(row): [row["speed"][mode]["tokens_per_second"] for mode in ("compiled", "eager")] for row in rows}
+    lines = align_rows(rows, head, list(map(format_speed_row, rows)))
+    rates = {
+        format_name(row): [row["speed"][mode]["tokens_per_second"] for mode in ("compiled", "eager")] for row in rows
+    }
     if slower := [name for name, (compiled, eager) in rates.items() if compiled < eager]:
         lines.append(
-            f"Slower compiled than eager: {', '.join(slower)}, which gathers its parameters beside the first forward, "
-            "but before it where that is compiled."
+            f"Slower compiled than eager: {', '.join(slower)}. An eager step overlaps the all-gather of the updated "
+            "parameters with the first forward pass; a compiled step waits for it."
         )
     return lines
 
 
-def speed_line(row: dict[str, Any]) -> str:
+def format_speed_row(row: dict[str, Any]) -> str:
+    """Return the cells of a row of the speed table."""
     compiled, eager = row["speed"]["compiled"], row["speed"]["eager"]
-    share = compiled["waiting_seconds"] / compiled["step_seconds"]
-    cells = f"{1e3 * compiled['step_seconds']:>12,.0f}{share:>9.0%}{compiled['tokens_per_second']:>13,.0f}"
-    cells += f"{compiled['mfu']:>6.0%}{eager['tokens_per_second']:>13,.0f}"
+    exposed = compiled["waiting_seconds"] / compiled["step_seconds"]
+    cells = f"{1e3 * compiled['step_seconds']:>13,.0f}{exposed:>9.0%}{compiled['tokens_per_second']:>13,.0f}"
+    cells += f"{compiled['mfu']:>6.0%}{eager['tokens_per_second']:>16,.0f}"
     if compiled["days"] is not None:
         cells += f"{compiled['days']:>10,.2f}"
     if compiled["cost"] is not None:
         cells += f"{compiled['cost']:>14,.0f}"
-    return f"{most(row):>6}{cells}"
+    return f"{format_batch_size(row):>10}{cells}"
 
 
-def advice(found: dict[str, Any]) -> str:
-    """The simplest row that fits, one that is clearly faster, and what to turn on where the plain phases do not fit."""
-    fitting = [row for row in found["rows"] if row["fits"]]
+def recommend(result: dict[str, Any]) -> str:
+    """Return the simplest row that fits, a row that is clearly faster, and the options to enable first."""
+    fitting = [row for row in result["rows"] if row["fits"]]
     if not fitting:
-        return nothing_fits(found)
+        return explain_nothing_fits(result)
     rates = [max(speed["tokens_per_second"] for speed in row["speed"].values()) for row in fitting]
     simplest, fastest = fitting[0], fitting[rates.index(max(rates))]
-    said = f"The simplest that fits: {name_of(simplest)}."
-    if max(rates) > (1 + ERROR) * rates[0]:
-        said += f" The fastest: {name_of(fastest)}."
+    text = f"Simplest row that fits: {format_name(simplest)}."
+    if max(rates) > (1 + MAX_SPEED_ERROR) * rates[0]:
+        text += f" Fastest row: {format_name(fastest)}."
     elif fastest is not simplest:
-        said += f" It is about as fast as the fastest: within the {ERROR:.0%} by which a plan may be off."
+        text += f" It is about as fast as the fastest row, within the planner's error of {MAX_SPEED_ERROR:.0%}."
     if simplest["options"]:
-        turned = ", then ".join(f"--{name}={value}" for name, value in simplest["options"].items())
-        said += f" Turn on first: {turned}."
-    return said
+        flags = ", then ".join(f"--{name}={value}" for name, value in simplest["options"].items())
+        text += f" Enable first: {flags}."
+    return text
 
 
-def nothing_fits(found: dict[str, Any]) -> str:
-    """How many GPUs would do, or what else."""
-    least = min((row for row in found["rows"] if "cannot" not in row), key=lambda row: row["total_bytes"])
-    sharded = next(row for row in found["rows"] if row["phase"] == "phase3")
+def explain_nothing_fits(result: dict[str, Any]) -> str:
+    """Return how many GPUs the model state needs, or which row is closest to fitting."""
+    closest = min((row for row in result["rows"] if "cannot" not in row), key=lambda row: row["total_bytes"])
+    sharded = next(row for row in result["rows"] if row["phase"] == "phase3")
     state = sum(sharded["state_bytes"].values())
-    if state > found["usable_bytes"]:
-        needed = math.ceil(state * found["gpus"] / found["usable_bytes"])
-        return f"Nothing fits: sharded over all, the state alone needs {needed:,} GPUs of this kind."
-    return f"Nothing fits: {name_of(least)} comes nearest; give a smaller --block_size or --batch_size, or more GPUs."
+    if state > result["usable_bytes"]:
+        needed = math.ceil(state * result["gpus"] / result["usable_bytes"])
+        return f"Nothing fits: even fully sharded, the model state needs {needed:,} GPUs of this type."
+    name = format_name(closest)
+    return f"Nothing fits: {name} comes closest. Use a smaller --block_size or --batch_size, or more GPUs."
 
 
-def plot(path: Path, found: dict[str, Any], by_gpus: Mapping[str, Mapping[int, float]]) -> None:
-    """Draw bytes on a rank against the number of GPUs.
+def plot_memory(path: Path, result: dict[str, Any], by_gpus: Mapping[str, Mapping[int, float]]) -> None:
+    """Plot peak memory per rank against the number of GPUs.
 
     Args:
-        by_gpus: bytes by the number of GPUs, of each row by its name.
+        by_gpus: bytes by the name of the row, then by the number of GPUs.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
     for i, (name, totals) in enumerate(by_gpus.items()):
-        numbers, style = [n / GIB for n in totals.values()], ("-", "--", ":")[i % 3]  # of lines on one another all show
+        numbers, style = [n / GIB for n in totals.values()], ("-", "--", ":")[i % 3]
+        # Later lines are thinner, so that lines with equal values all stay visible.
         axes.plot(list(totals), numbers, label=name, linewidth=5 - 4 * i / len(by_gpus), linestyle=style)
-    axes.axhline(found["usable_bytes"] / GIB, color="black", linewidth=0.8, label=f"usable on {found['gpu']}")
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="GiB on a rank at the peak of a step")
+    axes.axhline(result["usable_bytes"] / GIB, color="black", linewidth=0.8, label=f"usable on {result['gpu']}")
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="peak memory per rank (GiB)")
     gpus = sorted({n for totals in by_gpus.values() for n in totals})
     axes.set_xticks(gpus, [f"{n:,}" for n in gpus])
     axes.minorticks_off()
-    tokens = f"{found['batch_size']} sequence(s) of {found['shape']['block_size']:,} tokens a micro-batch"
-    axes.set_title(f"{found['parameters'] / 1e9:,.2f} billion parameters, {tokens}")
+    tokens = f"{result['batch_size']} sequence(s) of {result['shape']['block_size']:,} tokens per micro-batch"
+    axes.set_title(f"{result['parameters'] / 1e9:,.2f} billion parameters, {tokens}")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)

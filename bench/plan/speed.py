@@ -1,18 +1,17 @@
-"""How long would a step take on a GPU that is not there? Every operator of a traced step against a roofline.
+"""Estimate the time of a training step on a GPU that you do not have, with a roofline model of every traced operator.
 
-    with Roofline(GPUS["h100"]) as roofline:      # on real tensors or fake ones
+    with Roofline(GPUS["h100"]) as roofline:      # real or fake tensors
         loss = model(x, y)[1]
         loss.backward()
     roofline.compiled["forward"], roofline.compiled["backward"]   # seconds
 
-An operator takes as long as the slower of its arithmetic and its traffic with the GPU's memory (Williams et al. 2009).
-A compiled step differs in what it reads and writes: what lies between two matrix products is one pass, in which each
-tensor that is still needed afterwards is written once and each from before is read once. An eager step also waits for
-Python where its kernels are short. A collective takes a latency for each hop of a ring, and sends its bytes at the
-link's rate.
+The time of an operator is the larger of its compute time and its memory time (Williams et al. 2009). A compiled step
+is assumed to fuse all operators between two matrix products into one pass. The pass reads each input once, and writes
+once each tensor that is still needed afterwards. An eager step also waits for Python if its kernels are short. A
+collective takes one latency per hop of a ring, plus its bytes divided by the bandwidth of the link.
 
-What is assumed beyond the makers' data sheets is in the constants here; `python -m bench.plan.published` compares what
-follows from them with runs that others have published.
+Peak rates come from the vendors' data sheets. All other assumptions are the constants in this file.
+`python -m bench.plan.published` compares the resulting estimates with published runs.
 """
 
 import weakref
@@ -37,15 +36,15 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and what connects it to others.
+    """A GPU and its interconnect.
 
     Attributes:
-        gib: of memory, as the driver reports them.
-        peak: FLOP/s of dense bfloat16 (T4: float16).
-        bandwidth: of its memory, bytes/s.
-        link: bytes/s that it sends to others in its node (NVLink, or PCIe where it has none).
-        network: bytes/s that its node sends to others: by eight adapters of 400 Gbit/s (H and B) or 200 (A), or two of
-            100, T4: 50.
+        gib: memory in GiB, as the driver reports it.
+        peak: peak FLOP/s for dense bfloat16 (T4: float16).
+        bandwidth: memory bandwidth in bytes/s.
+        link: bandwidth to the other GPUs of the node in bytes/s, one direction: NVLink, or PCIe without NVLink.
+        network: bandwidth from the node to other nodes in bytes/s: eight adapters of 400 Gbit/s (H100, H200, B200) or
+            200 Gbit/s (A100), or two adapters of 100 Gbit/s (all others; T4: 50 Gbit/s).
     """
 
     gib: float
@@ -67,35 +66,44 @@ GPUS = {
     "t4": Gpu(14.6, PEAK_FLOPS["T4"], 0.32e12, 16e9, 12.5e9),
 }
 
-# Shares of those peaks that are reached: such that published runs are met within 20 percent.
-MATMUL, ATTENTION, MEMORY, LINK = 0.55, 0.4, 0.7, 0.75
-LAUNCH = 7e-6  # for Python to come to the next kernel of an eager step
-HOP, NODE_HOP = 3e-6, 12e-6  # for a message to reach the next GPU, and the next node
-PARTS = ("forward", "backward", "update")
+# Fractions of the peak rates that real runs reach, chosen so that estimates of published runs have an error below 20
+# percent.
+MATMUL_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.55, 0.4, 0.7, 0.75
+LAUNCH_SECONDS = 7e-6  # Python time per kernel of an eager step
+HOP_SECONDS, NODE_HOP_SECONDS = 3e-6, 12e-6  # latency of a message to the next GPU of the node, and to the next node
+STAGES = ("forward", "backward", "update")
 
-# Operators that start no kernel.
-FREE = ("prim::", "profiler::", "c10d::", "aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fresh")
-# Operators that no compiler fuses with their neighbours; of a gathered row, only the row is read.
-APART = ("fsdp::", "phase2_triton::", "aten::embedding", "aten::_fused_adamw")
+# Prefixes of operators that launch no kernel.
+NO_KERNEL = (
+    "prim::",
+    "profiler::",
+    "c10d::",
+    "aten::empty",
+    "aten::new_empty",
+    "aten::_unsafe_view",
+    "aten::lift_fresh",
+)
+# Prefixes of operators that a compiler does not fuse with their neighbors.
+UNFUSED = ("fsdp::", "phase2_triton::", "aten::embedding", "aten::_fused_adamw")
 
 
-def flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
-    """An operator's FLOPs, and the share of a GPU's peak at which they run; those of elementwise ones count as none."""
+def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
+    """Return an operator's FLOPs, and the fraction of the peak at which they run. Elementwise operators count as 0."""
     name = func._schema.name
     if "attention" in name:
         backward = "backward" in name
-        B, heads, T, channels = args[backward].shape  # the backward's first is the output's gradient
-        return attention.cost(B, heads, T, channels, 2)[backward].flops, ATTENTION
+        B, heads, T, channels = args[backward].shape  # the backward's first argument is the output gradient
+        return attention.cost(B, heads, T, channels, 2)[backward].flops, ATTENTION_EFFICIENCY
     if name == "phase2_triton::linear_cross_entropy":
         (M, K), V = args[0].shape, args[1].shape[0]
-        return linear_cross_entropy.cost(M, K, V, 2).flops, MATMUL
-    if known := flop_registry.get(func.overloadpacket):
-        return known(*args, **(kwargs or {}), out_val=out), MATMUL
+        return linear_cross_entropy.cost(M, K, V, 2).flops, MATMUL_EFFICIENCY
+    if formula := flop_registry.get(func.overloadpacket):
+        return formula(*args, **(kwargs or {}), out_val=out), MATMUL_EFFICIENCY
     return 0.0, 1.0
 
 
-def touched(tensor: Tensor) -> int:
-    """Bytes of a tensor, those that an expanded one repeats counted once."""
+def count_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor in memory. Elements that `expand` repeats count once."""
     size = tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         size *= length if stride else 1
@@ -103,137 +111,141 @@ def touched(tensor: Tensor) -> int:
 
 
 class Roofline(TorchDispatchMode):
-    """Adds up how long the operators inside it would take on a GPU.
+    """A dispatch mode that adds up the estimated GPU time of the operators inside it.
 
     Attributes:
-        eager, compiled: seconds of the GPU by part of the step: forward, backward (also what that computes again),
-            update.
-        kernels: how many an eager step starts, by part.
-        part: "update" is to be set when the backward has ended; the others are told apart here.
+        eager, compiled: seconds on the GPU per stage: forward, backward (recomputation included) and update.
+        kernels: number of kernels that the eager model launches, per stage.
+        stage: set it to "update" when the backward pass is done. The mode detects the other two stages itself.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
-        self.gpu, self.part, self._last_part = gpu, "forward", "forward"
-        self.eager, self.compiled, self.kernels = (dict.fromkeys(PARTS, 0.0) for _ in range(3))
-        self._read: dict[int, Any] = {}  # storages that the pass between two products has read already
-        self._made: dict[int, tuple[Any, int]] = {}  # and those that it has made, with their bytes
+        self.gpu, self.stage, self._last_stage = gpu, "forward", "forward"
+        self.eager, self.compiled, self.kernels = (dict.fromkeys(STAGES, 0.0) for _ in range(3))
+        self._read: dict[int, Any] = {}  # weak references to the storages that the current fused pass has read
+        self._written: dict[int, tuple[Any, int]] = {}  # and to those that it has written, with their bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if not func.is_view and not name.startswith(FREE):
-            self._charge(func, name, args, kwargs, out)
+        if not func.is_view and not name.startswith(NO_KERNEL):
+            self._add_operator(func, name, args, kwargs, out)
         return out
 
-    def _charge(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        part = self.part if self.part == "update" or torch._C._current_graph_task_id() == -1 else "backward"
-        if part != self._last_part:  # forward and backward are compiled each by itself
-            self.compiled[part] += self._end_of_pass()
-            self._last_part = part
-        given = list(zip(func._schema.arguments, args, strict=False))
-        given += [(each, kwargs[each.name]) for each in func._schema.arguments if kwargs and each.name in kwargs]
-        changed = [t for each, value in given if each.is_write for t in tensors_in(value)]
-        read = [t for each, value in given if not each.is_out for t in tensors_in(value)]
-        known = {t.untyped_storage()._cdata for t in changed}
-        written = changed + [t for t in tensors_in(out) if t.untyped_storage()._cdata not in known]
+    def _add_operator(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        stage = self.stage if self.stage == "update" or torch._C._current_graph_task_id() == -1 else "backward"
+        if stage != self._last_stage:  # the compiler makes separate graphs of forward and backward
+            self.compiled[stage] += self._finish_pass()
+            self._last_stage = stage
+        values = list(zip(func._schema.arguments, args, strict=False))
+        values += [(each, kwargs[each.name]) for each in func._schema.arguments if kwargs and each.name in kwargs]
+        changed = [t for each, value in values if each.is_write for t in tensors_in(value)]
+        read = [t for each, value in values if not each.is_out for t in tensors_in(value)]
+        changed_storages = {t.untyped_storage()._cdata for t in changed}
+        written = changed + [t for t in tensors_in(out) if t.untyped_storage()._cdata not in changed_storages]
         if name == "aten::embedding":
-            read = written
-        work, share = flops(func, args, kwargs, out)
-        traffic = sum(map(touched, read)) + sum(map(touched, written))
-        seconds = max(work / (share * self.gpu.peak), traffic / (MEMORY * self.gpu.bandwidth))
-        self.kernels[part] += 1
-        self.eager[part] += seconds
-        if work or name.startswith(APART):
-            self.compiled[part] += seconds + self._end_of_pass()
+            read = written  # it reads only the selected rows of its table
+        work, efficiency = count_flops(func, args, kwargs, out)
+        traffic = sum(map(count_bytes, read)) + sum(map(count_bytes, written))
+        bandwidth = MEMORY_EFFICIENCY * self.gpu.bandwidth
+        seconds = max(work / (efficiency * self.gpu.peak), traffic / bandwidth)
+        self.kernels[stage] += 1
+        self.eager[stage] += seconds
+        if work or name.startswith(UNFUSED):
+            self.compiled[stage] += seconds + self._finish_pass()
         else:
-            self.compiled[part] += self._fused(read, written) / (MEMORY * self.gpu.bandwidth)
+            self.compiled[stage] += self._add_to_pass(read, written) / bandwidth
 
-    def _fused(self, read: list[Tensor], written: list[Tensor]) -> int:
-        """Bytes that an elementwise operator or a reduction reads from before its pass."""
+    def _add_to_pass(self, read: list[Tensor], written: list[Tensor]) -> int:
+        """Fuse an operator into the current pass. Return the bytes that the pass reads in addition."""
         total = 0
         for tensor in read:
             storage = tensor.untyped_storage()
-            known = [self._read.get(storage._cdata), self._made.get(storage._cdata, (None, 0))[0]]
-            if not any(ref and ref() is not None for ref in known):  # a dead one's address may be taken again
+            recorded = [self._read.get(storage._cdata), self._written.get(storage._cdata, (None, 0))[0]]
+            if not any(ref and ref() is not None for ref in recorded):  # a new storage may reuse a freed one's address
                 self._read[storage._cdata] = weakref.ref(storage)
-                total += touched(tensor)
+                total += count_bytes(tensor)
         for tensor in written:
             storage = tensor.untyped_storage()
-            self._made[storage._cdata] = (weakref.ref(storage), touched(tensor))
+            self._written[storage._cdata] = (weakref.ref(storage), count_bytes(tensor))
         return total
 
-    def _end_of_pass(self) -> float:
-        """Seconds to write what a pass has made and somebody still holds."""
-        total = sum(size for ref, size in self._made.values() if ref() is not None)
+    def _finish_pass(self) -> float:
+        """Finish the current fused pass. Return the seconds to write those of its results that are still in use."""
+        total = sum(size for ref, size in self._written.values() if ref() is not None)
         self._read.clear()
-        self._made.clear()
-        return total / (MEMORY * self.gpu.bandwidth)
+        self._written.clear()
+        return total / (MEMORY_EFFICIENCY * self.gpu.bandwidth)
 
     def __exit__(self, *error: Any) -> None:
-        self.compiled[self.part] += self._end_of_pass()
+        self.compiled[self.stage] += self._finish_pass()
         super().__exit__(*error)
 
 
-def waiting(seconds: Mapping[str, float], kernels: Mapping[str, float]) -> dict[str, float]:
-    """An eager step's seconds by part: the slower of the GPU and of Python that feeds it."""
-    return {part: max(seconds[part], LAUNCH * kernels[part]) for part in PARTS}
+def apply_launch_bound(seconds: Mapping[str, float], kernels: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds per stage of an eager step: the larger of its GPU time and its kernel launch time."""
+    return {stage: max(seconds[stage], LAUNCH_SECONDS * kernels[stage]) for stage in STAGES}
 
 
 def collective_seconds(
-    gpu: Gpu, kind: str, tensor_bytes: float, ranks: int, calls: float = 1, apart: bool = False
+    gpu: Gpu, kind: str, tensor_bytes: float, ranks: int, calls: float = 1, one_per_node: bool = False
 ) -> float:
-    """Of `calls` collectives of so many bytes together, in rings.
+    """Return the seconds of `calls` ring collectives.
 
     Args:
-        kind: as in `nanoGPT.metrics.ledger.COLLECTIVES`.
-        tensor_bytes: of the full tensors.
-        ranks: that fill node after node; or, if they are `apart`, each is in a node of its own, whose other GPUs send
-            as much at the same time.
+        kind: a kind of `nanoGPT.metrics.ledger.COLLECTIVES`.
+        tensor_bytes: bytes of the full tensors, of all calls together.
+        ranks: number of ranks in the group; they fill one node after another.
+        one_per_node: each rank is on a separate node instead. The other GPUs of its node communicate as much at the
+            same time, in other groups.
     """
-    nodes = ranks if apart else -(-ranks // GPUS_PER_NODE)
-    rate = gpu.link if nodes == 1 else min(gpu.link, gpu.network / (GPUS_PER_NODE if apart else 1))
-    hops = (2 if kind == "all-reduce" else 1) * ((ranks - nodes) * HOP + (nodes if nodes > 1 else 0) * NODE_HOP)
-    return calls * hops + ring_bytes(kind, tensor_bytes, ranks) / (LINK * rate)
+    nodes = ranks if one_per_node else -(-ranks // GPUS_PER_NODE)
+    rate = gpu.link if nodes == 1 else min(gpu.link, gpu.network / (GPUS_PER_NODE if one_per_node else 1))
+    hops = (ranks - nodes) * HOP_SECONDS + (nodes if nodes > 1 else 0) * NODE_HOP_SECONDS
+    latency = (2 if kind == "all-reduce" else 1) * hops
+    return calls * latency + ring_bytes(kind, tensor_bytes, ranks) / (LINK_EFFICIENCY * rate)
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What is sent while a part of the step computes.
+class Communication:
+    """Communication that can overlap with one stage of the step.
 
     Attributes:
         seconds: of all its collectives.
-        last: seconds of the one that nothing is left to hide: the last bucket's, or the first unit's.
+        min_exposed: seconds of the one collective that never overlaps: that of the last bucket, or of the first unit.
     """
 
     seconds: float = 0.0
-    last: float = 0.0
+    min_exposed: float = 0.0
 
-    def __add__(self, other: "Exchange") -> "Exchange":
-        return Exchange(self.seconds + other.seconds, max(self.last, other.last))
+    def __add__(self, other: "Communication") -> "Communication":
+        return Communication(self.seconds + other.seconds, max(self.min_exposed, other.min_exposed))
 
-    def exposed(self, computing: float) -> float:
-        """Seconds for which the GPU waits, where `computing` seconds go on meanwhile."""
-        return max(self.seconds - computing, min(self.last, self.seconds))
-
-
-Sent = Mapping[str, Exchange]  # by the part that hides it: forward or backward
+    def exposed_seconds(self, compute_seconds: float) -> float:
+        """Return the seconds for which the GPU waits, if it computes for `compute_seconds` at the same time."""
+        return max(self.seconds - compute_seconds, min(self.min_exposed, self.seconds))
 
 
-def step_seconds(parts: Mapping[str, float], every: Sent, once: Sent, micro_batches: int = 1) -> float:
-    """A whole step: what it computes, and what it waits for.
+CommunicationByStage = Mapping[str, Communication]  # the key is the stage that overlaps with it: forward or backward
+
+
+def step_seconds(
+    stages: Mapping[str, float], every: CommunicationByStage, once: CommunicationByStage, micro_batches: int = 1
+) -> float:
+    """Return the seconds of a full step: its compute time and its exposed communication.
 
     Args:
-        parts: seconds that each of PARTS computes; forward and backward of one micro-batch.
-        every: what each micro-batch sends.
-        once: what is sent in addition during a step's first forward and last backward.
-        micro_batches: of a rank.
+        stages: compute seconds of each of STAGES; forward and backward of one micro-batch.
+        every: communication of each micro-batch.
+        once: additional communication in the first forward and in the last backward pass of the step.
+        micro_batches: per rank.
     """
-    total = parts["update"]
-    for part in ("forward", "backward"):
-        computing, often = parts[part], every.get(part, Exchange())
-        total += (micro_batches - 1) * (computing + often.exposed(computing))
-        total += computing + (often + once.get(part, Exchange())).exposed(computing)
+    total = stages["update"]
+    for stage in ("forward", "backward"):
+        compute, communication = stages[stage], every.get(stage, Communication())
+        total += (micro_batches - 1) * (compute + communication.exposed_seconds(compute))
+        total += compute + (communication + once.get(stage, Communication())).exposed_seconds(compute)
     return total

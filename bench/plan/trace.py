@@ -1,14 +1,16 @@
-"""A training step of any phase on any number of ranks, traced with no GPU and in no memory.
+"""Trace a training step of any phase on any number of ranks, without a GPU and without allocating the tensors.
 
-    config = config_of("phase3", Path("out"), batch_size=4)
+    config = make_config("phase3", Path("out"), batch_size=4)
     traced = trace(config, GPTConfig(12, 12, 768, 1024, False, 50304), ranks=1024)
-    sum(traced.memory.peak.values())        # bytes on rank 0
+    sum(traced.memory.peak.values())        # peak memory of rank 0 in bytes
 
-The phase's own code runs a step, under a process group that sends nothing (torch's "fake" backend) and on fake
-tensors, which have shapes and no bytes; `nanoGPT/memory/tracker.py` counts them as it does real ones, and `speed.py`
-how long their operators would take. Two things cannot be run so. DDP refuses fake tensors: in its place is the bare
-model, with a buffer for DDP's buckets. And what ranks tell each other cannot be read: ZeRO-1's checks among ranks are
-left out, and every parameter has a gradient.
+The phase's own code runs one step on fake tensors, which have shapes and no data. The process group uses torch's "fake"
+backend, which communicates nothing. `nanoGPT/memory/tracker.py` counts the fake tensors like real ones, and `speed.py`
+estimates the time of their operators.
+
+Two things differ from a real run. DDP does not accept fake tensors, so the plain model replaces it, with a buffer for
+DDP's buckets. And ranks receive no data from each other, so the trace skips the checks in which ZeRO-1's ranks compare
+their parameters, and it assumes that every parameter has a gradient.
 """
 
 import contextlib
@@ -37,7 +39,7 @@ from bench.plan.speed import GPUS, Gpu, Roofline
 from nanoGPT.checkpoint.state import allocate_state
 from nanoGPT.distributed.runtime import DTYPES, Runtime
 from nanoGPT.memory.costs import Costs
-from nanoGPT.memory.tracker import Memory
+from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.metrics.ledger import StepCosts, Traffic
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm
@@ -53,162 +55,171 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Job:
-    """What a phase makes of a model: what to call, whom to tell of the last micro-batch, whose norm to take."""
+class TrainingSetup:
+    """A model and an optimizer as a phase sets them up, and how to handle their gradients.
+
+    Attributes:
+        set_sync: takes a bool before each backward pass: whether it is the last micro-batch of the step.
+        get_grads: returns the gradients to clip.
+        shard_group: process group that shards the gradients; None if every rank has full gradients.
+    """
 
     model: nn.Module
     optimizer: Optimizer
-    sync: Callable[[bool], None]
-    grads: Callable[[], list[Tensor]]
+    set_sync: Callable[[bool], None]
+    get_grads: Callable[[], list[Tensor]]
     shard_group: dist.ProcessGroup | None
 
 
 @contextlib.contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """Rank 0 of a process group whose collectives return at once, and give nothing that could be read."""
+def fake_process_group(ranks: int) -> Iterator[None]:
+    """Initialize rank 0 of a fake process group. Its collectives return at once and communicate nothing."""
 
-    def mesh_of_numbers(*words: Any, **options: Any) -> DeviceMesh:
+    def init_real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
         with unset_fake_temporarily():
-            return init_device_mesh(*words, **options)
+            return init_device_mesh(*args, **kwargs)
 
-    def first_chunk(tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
+    def repeat_first_chunk(tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
         return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))] * chunks
 
-    def uncounted(propagator: ShardingPropagator, operator: Any) -> Any:
-        with _disable_current_modes():  # whole tensors, which DTensor makes to learn an operator's shapes
+    def propagate_uncounted(propagator: ShardingPropagator, operator: Any) -> Any:
+        with _disable_current_modes():  # DTensor makes full tensors here, only to compute the shapes of an operator
             return tensor_meta(propagator, operator)
 
     tensor_meta = ShardingPropagator._propagate_tensor_meta_non_cached
-    left_out: list[Any] = [
-        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted),
-        mock.patch.object(fsdp, "init_device_mesh", mesh_of_numbers),
-        mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),  # a thousand fake tensors take seconds
+    patches: list[Any] = [
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_uncounted),
+        mock.patch.object(fsdp, "init_device_mesh", init_real_mesh),
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", repeat_first_chunk),  # 1,000 fake tensors take seconds
         mock.patch.object(zero1_optimizer, "check_params", lambda *_: None),
-        mock.patch.object(Zero1Optimizer, "_agree", lambda _: None),
-        mock.patch.object(checks, "interpreting", lambda: False),  # which would look at the targets
-        mock.patch.object(linear_cross_entropy, "chunk_rows", lambda M, *_: M),  # a thousand chunks take seconds
+        mock.patch.object(Zero1Optimizer, "_sync_grad_flags", lambda _: None),
+        mock.patch.object(checks, "is_interpreted", lambda: False),  # the interpreter would read the targets
+        mock.patch.object(linear_cross_entropy, "chunk_rows", lambda M, *_: M),  # 1,000 chunks take seconds
     ]
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         with contextlib.ExitStack() as stack:
-            for each in left_out:
-                stack.enter_context(each)
+            for patch in patches:
+                stack.enter_context(patch)
             yield
     finally:
         dist.destroy_process_group()
 
 
-def plain(config: TrainConfig, shape: GPTConfig, run: Runtime) -> Job:
-    """The baseline and phase 2: DDP's buckets are one buffer, of which every gradient is a view."""
+def set_up_replicated(config: TrainConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
+    """Set up the baseline or phase 2, with `emulate_ddp` in place of DDP."""
     model = GPT(shape)
     if isinstance(config, triton.TritonConfig):
-        kernels = triton.parse_kernels(config.kernels) - {"adamw"}  # it reads tables, and its state is AdamW's
+        kernels = triton.parse_kernels(config.kernels) - {"adamw"}  # it needs real tensors; its state equals AdamW's
         triton.apply_kernels(model, ",".join(sorted(kernels)) or "none")
     optimizer = configure_optimizer(model, config)
     params = list(model.parameters())
-    sync = as_ddp(params) if run.world_size > 1 else lambda last: None
-    return Job(model, optimizer, sync, lambda: [p.grad for p in params if p.grad is not None], None)
+    set_sync = emulate_ddp(params) if run.world_size > 1 else lambda is_last: None
+    return TrainingSetup(model, optimizer, set_sync, lambda: [p.grad for p in params if p.grad is not None], None)
 
 
-def as_ddp(params: list[nn.Parameter]) -> Callable[[bool], None]:
-    """Do to gradients what DDP does: those of the last micro-batch move into buckets, which are there all the time.
+def emulate_ddp(params: list[nn.Parameter]) -> Callable[[bool], None]:
+    """Emulate DDP's memory: allocate its buckets, and move the gradients of the last micro-batch into them.
 
     Returns:
-        What is to be told before each backward, whether it is the last.
+        A function to call before each backward pass, with whether it is the last micro-batch.
     """
     buckets = torch.zeros(sum(p.numel() for p in params)).split([p.numel() for p in params])
-    last = [False]
+    is_last = [False]
 
-    def move(param: Tensor, bucket: Tensor) -> None:
-        if last[0]:
+    def move_to_bucket(param: Tensor, bucket: Tensor) -> None:
+        if is_last[0]:
             assert param.grad is not None
             param.grad = bucket.view_as(param).copy_(param.grad)
 
     for param, bucket in zip(params, buckets, strict=True):
-        param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: move(param, bucket))
-    return lambda is_last: last.__setitem__(0, is_last)
+        param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: move_to_bucket(param, bucket))
+    return lambda value: is_last.__setitem__(0, value)
 
 
-def sharded_optimizer(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime) -> Job:
-    """Phase 1."""
+def set_up_zero1(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime) -> TrainingSetup:
+    """Set up phase 1."""
     model = GPT(shape)
     optimizer = zero1.shard_optimizer(model, config, run)
     replica = zero1.data_parallel(model, optimizer, config, run) if optimizer.averages_gradients else model
-    return Job(
+    return TrainingSetup(
         replica,
         optimizer,
-        lambda last: zero1.set_gradient_sync(replica, optimizer, last),
+        lambda is_last: zero1.set_gradient_sync(replica, optimizer, is_last),
         optimizer.reduce_gradients,
         optimizer.shard_group,
     )
 
 
-def sharded_model(config: fsdp.FsdpConfig, shape: GPTConfig, run: Runtime) -> Job:
-    """Phase 3."""
+def set_up_fsdp(config: fsdp.FsdpConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
+    """Set up phase 3."""
     with fsdp.init_device(config, run):
         model = GPT(shape)
     model = fsdp.shard_model(model, config, run)
     model.to_empty(device="cpu")
     optimizer = configure_optimizer(model, config)
-    return Job(
+    return TrainingSetup(
         model,
         optimizer,
-        lambda last: fsdp.set_gradient_sync(model, config, last),
+        lambda is_last: fsdp.set_gradient_sync(model, config, is_last),
         lambda: fsdp.local_grads(model),
         fsdp.shard_group(model),
     )
 
 
-def job_of(config: TrainConfig, shape: GPTConfig, run: Runtime) -> Job:
+def set_up_training(config: TrainConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
+    """Set up the phase that the configuration belongs to."""
     if isinstance(config, zero1.Zero1Config) and config.use_zero1:
-        return sharded_optimizer(config, shape, run)
+        return set_up_zero1(config, shape, run)
     if isinstance(config, fsdp.FsdpConfig) and config.use_fsdp:
-        return sharded_model(config, shape, run)
-    return plain(config, shape, run)
+        return set_up_fsdp(config, shape, run)
+    return set_up_replicated(config, shape, run)
 
 
-def step(job: Job, config: TrainConfig, run: Runtime, micro_batches: int, name: Callable[[str], None]) -> None:
-    """The step of train.py, without looking at a number.
+def run_step(
+    setup: TrainingSetup, config: TrainConfig, run: Runtime, micro_batches: int, begin_update: Callable[[], None]
+) -> None:
+    """Run the step of train.py without reading a value: fake tensors have none.
 
     Args:
-        name: told "update" when that begins.
+        begin_update: called when the update starts.
     """
     for i in range(micro_batches):
-        job.sync(i == micro_batches - 1)
+        setup.set_sync(i == micro_batches - 1)
         x = torch.zeros(config.batch_size, config.block_size, dtype=torch.int64)
         with run.autocast():
-            loss = job.model(x, torch.zeros_like(x))[1]
+            loss = setup.model(x, torch.zeros_like(x))[1]
         (loss / micro_batches).backward()
         del loss
-    name("update")
-    grads = job.grads()
-    clip_grads(grads, grad_norm(grads, job.shard_group), config.grad_clip)
+    begin_update()
+    grads = setup.get_grads()
+    clip_grads(grads, grad_norm(grads, setup.shard_group), config.grad_clip)
     del grads
-    job.optimizer.step()
+    setup.optimizer.step()
 
 
 @contextlib.contextmanager
-def parts_named(model: nn.Module, memory: Memory) -> Iterator[None]:
-    """Tell a Memory in which part of a step it is, such that a part does the same in a model of any number of blocks.
+def track_stages(model: nn.Module, memory: MemoryTracker) -> Iterator[None]:
+    """Set the current stage of the step on a MemoryTracker, with boundaries that do not depend on the number of blocks.
 
-    From three blocks on, the most that each of MOMENTS holds is then linear in their number: the blocks between the
-    first and the last lead from one part to the next in equal steps.
+    From three blocks on, the peak of each of MEMORY_STAGES is linear in the number of blocks, because every block
+    between the first and the last adds the same bytes.
     """
     blocks = list(model.blocks)  # type: ignore[arg-type]
 
-    def begins(part: str) -> Callable[..., None]:
-        return lambda *_: setattr(memory, "part", part)
+    def enter(stage: str) -> Callable[..., None]:
+        return lambda *_: setattr(memory, "part", stage)
 
-    def backward_begins(part: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda _module, _inputs, output: output.register_hook(begins(part)) and None
+    def enter_in_backward(stage: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda _module, _inputs, output: output.register_hook(enter(stage)) and None
 
     hooks = [
-        blocks[0].register_forward_pre_hook(begins("before")),
-        blocks[-1].register_forward_pre_hook(begins("last forward")),
-        blocks[-1].register_forward_hook(begins("head")),
-        blocks[-1].register_forward_hook(backward_begins("last backward")),
-        *(block.register_forward_hook(backward_begins("middle")) for block in blocks[1:-1]),
-        blocks[0].register_forward_hook(backward_begins("first backward")),
+        blocks[0].register_forward_pre_hook(enter("before")),
+        blocks[-1].register_forward_pre_hook(enter("last forward")),
+        blocks[-1].register_forward_hook(enter("head")),
+        blocks[-1].register_forward_hook(enter_in_backward("last backward")),
+        *(block.register_forward_hook(enter_in_backward("middle")) for block in blocks[1:-1]),
+        blocks[0].register_forward_hook(enter_in_backward("first backward")),
     ]
     try:
         yield
@@ -217,65 +228,65 @@ def parts_named(model: nn.Module, memory: Memory) -> Iterator[None]:
             hook.remove()
 
 
-MOMENTS = ("last forward", "head", "last backward", "middle", "first backward", "update")
+# The stages are named after the blocks; "head" lies between the forward and the backward of the last block.
+MEMORY_STAGES = ("last forward", "head", "last backward", "middle", "first backward", "update")
 
 
-def make_state(optimizer: Optimizer) -> None:
-    """Let an optimizer make its state, as its first step does."""
+def allocate_optimizer_state(optimizer: Optimizer) -> None:
+    """Allocate the state of an optimizer, as its first step does."""
     for inner in optimizer.inner_optimizers() if hasattr(optimizer, "inner_optimizers") else [optimizer]:
         allocate_state(inner)
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Nothing is said of kernels that are chosen, nor of the addresses of fake tensors."""
+def suppress_output() -> Iterator[None]:
+    """Hide what the phases print, and torch's warnings about fake tensors."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 
 
-def step_costs_of(config: TrainConfig) -> StepCosts:
-    """The formula of the trainer whose configuration this is."""
+def select_step_costs(config: TrainConfig) -> StepCosts:
+    """Return the cost formula of the phase that the configuration belongs to."""
     if isinstance(config, zero1.Zero1Config):
         return phase1_zero1.costs.step_costs
     return phase3_fsdp.costs.step_costs if isinstance(config, fsdp.FsdpConfig) else nanoGPT.memory.costs.step_costs
 
 
 @dataclass
-class Traced:
-    """What a step of rank 0 held and did in its micro-batches, and what it costs by the formula."""
+class TracedStep:
+    """Results of a trace: memory, traffic and time of rank 0 in `micro_batches` micro-batches, and the cost formula."""
 
-    memory: Memory
+    memory: MemoryTracker
     traffic: Traffic
     costs: Costs
     roofline: Roofline
     micro_batches: int
 
 
-def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h100"]) -> Traced:
-    """Trace a step.
+def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h100"]) -> TracedStep:
+    """Trace a training step on rank 0.
 
     Args:
-        config: a phase's; its batch_size, block_size, gradient_accumulation_steps, dtype and options.
+        config: of a phase. The trace uses its batch_size, block_size, gradient_accumulation_steps, dtype and options.
         shape: of the model.
-        ranks: how many share the work.
-        gpu: that the roofline is of.
+        ranks: world size.
+        gpu: the GPU of the roofline model.
     """
     dtype = DTYPES.get(config.dtype, torch.float32)
     run = Runtime(0, 0, ranks, ranks, CPU, dtype)
-    micro_batches = min(2, config.gradient_accumulation_steps // ranks)  # from the second on, each is as the last
-    with quietly(), fake_world(ranks), FakeTensorMode(allow_non_fake_inputs=True):
-        job = job_of(config, shape, run)
-        make_state(job.optimizer)
+    micro_batches = min(2, config.gradient_accumulation_steps // ranks)  # every later micro-batch equals the second
+    with suppress_output(), fake_process_group(ranks), FakeTensorMode(allow_non_fake_inputs=True):
+        setup = set_up_training(config, shape, run)
+        allocate_optimizer_state(setup.optimizer)
         traffic = Traffic()
-        memory = Memory(job.model, job.optimizer, also=traffic.record)
-        with memory, parts_named(job.model, memory), Roofline(gpu) as roofline:
+        memory = MemoryTracker(setup.model, setup.optimizer, on_operator=traffic.record)
+        with memory, track_stages(setup.model, memory), Roofline(gpu) as roofline:
 
-            def name(part: str) -> None:
-                memory.part = roofline.part = part
+            def begin_update() -> None:
+                memory.part = roofline.stage = "update"
 
-            step(job, config, run, micro_batches, name)
-            job.optimizer.zero_grad()
-        return Traced(
-            memory, traffic, step_costs_of(config)(job.model, job.optimizer, config, run), roofline, micro_batches
-        )
+            run_step(setup, config, run, micro_batches, begin_update)
+            setup.optimizer.zero_grad()
+        costs = select_step_costs(config)(setup.model, setup.optimizer, config, run)
+        return TracedStep(memory, traffic, costs, roofline, micro_batches)

@@ -1,9 +1,9 @@
-"""What a rank of FSDP holds and takes, on 1, 2, 4 and 8 ranks, beside DDP and beside the formula.
+"""Measure memory per rank and step time of FSDP on 1, 2, 4 and 8 ranks, and compare them with DDP and the formula.
 
-    python -m bench.sharding.fsdp_memory  # the default model, a few steps each; about two minutes on 2 cores
-    python -m bench.sharding.fsdp_memory --write      # and bench/results/fsdp-memory-<hardware>.json
+    python -m bench.sharding.fsdp_memory              # the default model, a few steps per run; two minutes on 2 cores
+    python -m bench.sharding.fsdp_memory --write      # also write bench/results/fsdp-memory-<hardware>.json
 
-Bytes are those of the ledger, tensor by tensor, on rank 0 in the third step; `step_ms` is the median of the others.
+The ledger counts the bytes of every tensor on rank 0 in the third step. `step_ms` is the median of the other steps.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.matrix.cells import config_of, run_cell
+from bench.matrix.cells import make_config, run_cell
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.model import GPTConfig
@@ -35,24 +35,24 @@ CASES: list[Case] = [
 
 
 def run_case(ranks: int, options: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
-    """Train a few steps with the defaults and these options: the ledger of rank 0, and the formula's numbers."""
-    words = {"device": "cpu", "batch_size": 12, "gradient_accumulation_steps": 8, "max_iters": steps, "eval_iters": 1}
-    config = config_of("phase3", folder, **words, **options)
+    """Train a few steps with the defaults and these options; return the ledger of rank 0 and the formula's numbers."""
+    fields = {"device": "cpu", "batch_size": 12, "gradient_accumulation_steps": 8, "max_iters": steps, "eval_iters": 1}
+    config = make_config("phase3", folder, **fields, **options)
     assert isinstance(config, FsdpConfig)
-    found = run_cell("phase3", ranks, config)
+    result = run_cell("phase3", ranks, config)
     shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, config.bias, 75, config.dropout)
     return {
         "ranks": ranks,
         "options": options,
-        "parameters": found.ledger["parameters"],
-        "expected_activations": activations(shape, config),
-        "ledger": found.rank_0,
-        "step_ms": found.step_ms,
+        "parameters": result.ledger["parameters"],
+        "expected_activations": expected_activation_bytes(shape, config),
+        "ledger": result.rank_0,
+        "step_ms": result.step_ms,
     }
 
 
-def activations(shape: GPTConfig, config: FsdpConfig) -> int:
-    """What a forward keeps by the arithmetic, less the logits, of which the trainer lets go."""
+def expected_activation_bytes(shape: GPTConfig, config: FsdpConfig) -> int:
+    """Return the bytes that the forward pass saves by the formula, without the logits, which the trainer frees."""
     B, T = config.batch_size, config.block_size
     return activation_bytes(shape, B, T, mode=config.fsdp_activation_checkpointing) - 4 * B * T * shape.vocab_size
 
@@ -61,7 +61,7 @@ def main(steps: int = 12, write: bool = False) -> None:
     """Run every case.
 
     Args:
-        steps: of each run.
+        steps: training steps of each run.
         write: also write bench/results/fsdp-memory-<hardware>.json.
     """
     rows = []

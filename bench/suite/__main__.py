@@ -11,5 +11,5 @@ if __name__ == "__main__":
         with report_errors():
             sys.exit(main(command_line(SuiteConfig, sys.argv[1:])))
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on", file=sys.stderr)
+        print("\nstopped: run the same command again to continue", file=sys.stderr)
         sys.exit(130)

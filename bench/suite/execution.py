@@ -1,6 +1,6 @@
-"""One run of a suite: a command, a directory, and a status file that says how it went.
+"""Execute one run of a suite: start its command in its directory, and record the outcome in status.json.
 
-python -m bench.suite.execution out/suites/scaling/phase1-4-plain-1337-3f2a9c     # what run.json there asks for
+python -m bench.suite.execution out/suites/scaling/phase1-4-plain-1337-3f2a9c     # execute the run.json there
 """
 
 import dataclasses
@@ -24,15 +24,16 @@ from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, read_json
-from nanoGPT.schema import Malformed, Within
+from nanoGPT.schema import Range, SchemaError
 from nanoGPT.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = "phase3_fsdp/slurm.sh"
 STATES = ("pending", "running", "done", "oom", "timeout", "failed")
-ENDED = frozenset({"done", "oom", "timeout", "failed"})
-INTERRUPTED = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}  # before training began
-DONE = {False: ENDED, True: frozenset({"done"})}  # what is not run again, unless asked to retry
+# Exit codes of a launcher that a signal stops before training begins.
+SIGNAL_EXIT_CODES = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}
+# States of runs that are not executed again, by the value of --retry.
+FINISHED_STATES = {False: frozenset({"done", "oom", "timeout", "failed"}), True: frozenset({"done"})}
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class Run:
     """A run of a suite.
 
     Attributes:
-        directory: its own.
-        words: of its command line, but for the directory.
-        minutes: after which it is ended.
-        steps: that it has when it is done.
-        config: as parsed; None where it was read from run.json.
+        directory: for the files of this run only.
+        words: command-line flags of the trainer, without --out_dir.
+        minutes: time limit.
+        steps: number of training steps.
+        config: the parsed configuration; None for a run that was read from run.json.
     """
 
     directory: Path
@@ -59,35 +60,35 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.phase} on {self.ranks}, {self.variant}, seed {self.seed}"
+        return f"{self.phase} on {self.ranks} rank(s), {self.variant}, seed {self.seed}"
 
     @property
     def out_dir(self) -> Path:
         return self.directory / "run"
 
     def save(self) -> None:
-        """Write run.json, from which `read_run` makes the same."""
+        """Write run.json, which `read_run` reads."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        said = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "config"}
-        said["directory"] = str(self.directory)
-        (self.directory / "run.json").write_text(json.dumps(said, indent=1) + "\n")
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "config"}
+        values["directory"] = str(self.directory)
+        (self.directory / "run.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
 class RunFile(TypedDict):
-    """What run.json says: the fields of a Run."""
+    """Schema of run.json: the fields of a Run."""
 
     directory: str
     phase: str
-    ranks: Annotated[int, Within(1, 2**20)]
+    ranks: Annotated[int, Range(1, 2**20)]
     variant: str
     seed: int
     words: list[str]
-    minutes: Annotated[float, Within(math.nextafter(0, 1))]
-    steps: Annotated[int, Within(1)]
+    minutes: Annotated[float, Range(math.nextafter(0, 1))]
+    steps: Annotated[int, Range(1)]
 
 
 class StatusFile(TypedDict):
-    """What status.json says."""
+    """Schema of status.json."""
 
     state: str
     reason: NotRequired[str]
@@ -99,44 +100,44 @@ def read_run(directory: Path) -> Run:
     """Return a run from its run.json.
 
     Raises:
-        ConfigError: there is none, or none that can be read.
+        ConfigError: run.json is missing or malformed.
     """
     try:
-        said: dict[str, Any] = {**read_json(directory / "run.json", RunFile)}
-        if said["phase"] not in PHASES:
-            raise Malformed(f"{said['phase']!r} in run.json is no phase")
-    except (*ABSENT, Malformed) as error:
-        raise ConfigError(f"{directory} holds no run of a suite: {error}") from None
-    return Run(**{**said, "directory": directory})
+        values: dict[str, Any] = {**read_json(directory / "run.json", RunFile)}
+        if values["phase"] not in PHASES:
+            raise SchemaError(f"{values['phase']!r} in run.json is not a phase")
+    except (*ABSENT, SchemaError) as error:
+        raise ConfigError(f"{directory} does not contain a run of a suite: {error}") from None
+    return Run(**{**values, "directory": directory})
 
 
 def read_status(directory: Path) -> dict[str, Any]:
-    """Return a run's status; pending if there is none yet, or one of another form.
+    """Return a run's status; pending if status.json is missing or malformed.
 
     Raises:
-        ConfigError: it is there, but could not be read.
+        ConfigError: status.json exists, but cannot be read.
     """
     try:
-        found: dict[str, Any] = {**read_json(directory / "status.json", StatusFile)}
-    except (*ABSENT, Malformed):
-        found = {}
-    blank = {"state": "pending", "reason": "", "seconds": 0.0}
-    return {**blank, **found} if found.get("state") in STATES else blank
+        status: dict[str, Any] = {**read_json(directory / "status.json", StatusFile)}
+    except (*ABSENT, SchemaError):
+        status = {}
+    pending = {"state": "pending", "reason": "", "seconds": 0.0}
+    return {**pending, **status} if status.get("state") in STATES else pending
 
 
 def write_status(directory: Path, state: str, reason: str = "", seconds: float = 0.0) -> dict[str, Any]:
-    """Replace a run's status, whole or not at all."""
+    """Write a run's status atomically, and return it."""
     assert state in STATES
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     status = {"state": state, "reason": reason, "seconds": seconds, "time": now}
-    fresh = directory / ".status.json"
-    fresh.write_text(json.dumps(status, indent=1) + "\n")
-    fresh.replace(directory / "status.json")
+    temporary = directory / ".status.json"
+    temporary.write_text(json.dumps(status, indent=1) + "\n")
+    temporary.replace(directory / "status.json")
     return status
 
 
-def last_step(run: Run) -> int:
-    """Steps that its metrics tell of."""
+def read_last_step(run: Run) -> int:
+    """Return the last step in the run's metrics.jsonl; 0 if there is none."""
     try:
         return int(json.loads((run.out_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"])
     except (OSError, ValueError, IndexError, KeyError, TypeError):
@@ -145,138 +146,161 @@ def last_step(run: Run) -> int:
 
 @contextmanager
 def directory_lock(directory: Path) -> Iterator[int]:
-    """Hold a suite's or a run's directory; runs inherit the hold, so that one which outlives this program keeps it.
+    """Lock the directory of a suite or a run, and yield the file descriptor of the lock.
+
+    Child processes inherit the descriptor. A run that outlives this program therefore still has the lock.
 
     Raises:
-        ConfigError: another program, or a run that it has left, is at work there.
+        ConfigError: another program, or a run that it started, has the lock.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{directory} cannot be made ({error.strerror}): give another --out_dir") from None
+        raise ConfigError(f"{directory} cannot be created ({error.strerror}): use another --out_dir") from None
     with open(directory / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another suite, or a run that it left, is at work in {directory}: wait for it") from None
+            raise ConfigError(
+                f"{directory} is in use by another suite or one of its runs: wait until it ends"
+            ) from None
         except OSError as error:
-            print(
-                f"the file system of {directory} has no file locks ({error.strerror}): start one suite there at a time"
-            )
+            print(f"the file system of {directory} has no file locks ({error.strerror}): run one suite there at a time")
         yield file.fileno()
 
 
-def command(run: Run, slurm: bool = False) -> list[str]:
-    """What runs it: slurm.sh in a job that was made for it, else the launcher. One that has saved resumes."""
+def build_command(run: Run, slurm: bool = False) -> list[str]:
+    """Return the command that starts the run, or resumes it from its last checkpoint.
+
+    Args:
+        slurm: use slurm.sh, in the run's own Slurm job, instead of the launcher.
+    """
     if run.out_dir.exists() and not step_directories(run.out_dir):
-        shutil.rmtree(run.out_dir)  # killed before its first checkpoint: from the start
+        shutil.rmtree(run.out_dir)  # the run was killed before its first checkpoint, so it starts again
     trainer = f"{PHASES[run.phase]}/train.py"
     if slurm:
         environment = [
             f"OUT_DIR={run.out_dir}",
             f"TRAINER={trainer}",
             f"PY={sys.executable}",
-            f"GPUS={ranks_a_node(run)}",
+            f"GPUS={ranks_per_node(run)}",
         ]
         return ["env", *environment, "bash", SLURM, *run.words]
-    words = [*run.words, f"--out_dir={run.out_dir.resolve()}"]
-    words += ["--init_from=resume"] if run.out_dir.exists() else []
-    return [sys.executable, "-m", "nanoGPT.launch", f"--gpus={run.ranks}", trainer, *words]
+    flags = [*run.words, f"--out_dir={run.out_dir.resolve()}"]
+    flags += ["--init_from=resume"] if run.out_dir.exists() else []
+    return [sys.executable, "-m", "nanoGPT.launch", f"--gpus={run.ranks}", trainer, *flags]
 
 
-def ranks_a_node(run: Run) -> int:
-    """How many ranks of the run each node of this job has."""
+def ranks_per_node(run: Run) -> int:
+    """Return the number of the run's ranks on each node of this Slurm job.
+
+    Raises:
+        ConfigError: the ranks cannot be divided among the nodes.
+    """
     nodes = int(os.environ.get("SLURM_NNODES") or 0)
     if not nodes or run.ranks % nodes:
         raise ConfigError(
-            f"{run.ranks} rank(s) do not fill the {nodes} node(s) of this job: submit it by submit-all.sh"
+            f"{run.ranks} rank(s) cannot be divided among the {nodes} node(s) of this job: submit it with submit-all.sh"
         )
     return run.ranks // nodes
 
 
-def forget(run: Run) -> None:
-    """Remove what a run has left, so that it is done again from its start."""
+def reset_run(run: Run) -> None:
+    """Delete the results of a run, so that it starts again from step 0."""
     with directory_lock(run.directory):
         shutil.rmtree(run.out_dir, ignore_errors=True)
         write_status(run.directory, "pending")
 
 
 def execute(run: Run, lock: int | None = None, slurm: bool = False) -> dict[str, Any]:
-    """Run it to its end, and write down how it went; one that is done is left alone.
+    """Execute a run and write its status, unless it is done already.
 
     Args:
-        lock: a file descriptor that its processes inherit.
-        slurm: this is the run's own job of Slurm.
+        lock: file descriptor that the run's processes inherit.
+        slurm: this process is the run's own Slurm job.
 
     Returns:
-        Its status; pending when it was stopped, and has saved; `stopped` where this process was asked to.
+        The status; pending if the run was stopped and can be resumed. `stopped` is True if this process got a signal.
 
     Raises:
-        ConfigError: another program is at work on it.
+        ConfigError: another program executes the run.
     """
-    with directory_lock(run.directory) as own:
+    with directory_lock(run.directory) as run_lock:
         if (status := read_status(run.directory))["state"] == "done":
             return status
         run.save()
-        words, begin = command(run, slurm), time.time()
+        command, begin = build_command(run, slurm), time.time()
         write_status(run.directory, "running")
         environment = {**os.environ, **({} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": "1"})}
         with open(run.directory / "log.txt", "a") as log:
-            fds, from_here = (own,) if lock is None else (own, lock), log.tell()
-            process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=environment, pass_fds=fds)
-            asked = wait(process, 60 * run.minutes)
-        said = (run.directory / "log.txt").read_bytes()[from_here:].decode(errors="replace")
-        state, reason = outcome(run, process.returncode, asked[0] if asked else "", said)
+            fds, log_start = (run_lock,) if lock is None else (run_lock, lock), log.tell()
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment, pass_fds=fds)
+            stop_reasons = wait_for_exit(process, 60 * run.minutes)
+        output = (run.directory / "log.txt").read_bytes()[log_start:].decode(errors="replace")
+        state, reason = classify_exit(run, process.returncode, stop_reasons[0] if stop_reasons else "", output)
         status = write_status(run.directory, state, reason, time.time() - begin)
-        return {**status, "stopped": "signal" in asked}
+        return {**status, "stopped": "signal" in stop_reasons}
 
 
-def wait(process: "subprocess.Popen[bytes]", seconds: float) -> list[str]:
-    """Wait for a run's end; why it was stopped, if it was: `timeout`, or `signal` for one that this process got."""
-    asked: list[str] = []
+def wait_for_exit(process: "subprocess.Popen[bytes]", seconds: float) -> list[str]:
+    """Wait until a run exits. Stop it after `seconds`, and forward SIGINT and SIGTERM to it.
 
-    def stop(*_: Any) -> None:
-        asked.append("signal")
+    Returns:
+        The reasons why the run was stopped, in order: `timeout` or `signal`; empty if it exited without a stop.
+    """
+    reasons: list[str] = []
+
+    def forward_signal(*_: Any) -> None:
+        reasons.append("signal")
         process.terminate()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, forward_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
-        asked.append("timeout")
-        process.terminate()  # it saves, and ends
+        reasons.append("timeout")
+        process.terminate()  # the trainer saves a checkpoint and exits
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-    return asked
+    return reasons
 
 
-def outcome(run: Run, code: int, stopped: str, said: str) -> tuple[str, str]:
-    """How a run ended, and why, from its exit code and what it said."""
-    done = last_step(run)
-    if stopped == "timeout":
-        return "timeout", f"ended after {run.minutes:g} minutes at step {done} of {run.steps}"
-    if code == 0 and done >= run.steps:
+def classify_exit(run: Run, code: int, stop_reason: str, output: str) -> tuple[str, str]:
+    """Return the state and the reason, from a run's exit code and what it printed.
+
+    Args:
+        stop_reason: why the run was stopped: `timeout`, `signal`, or empty if it was not.
+    """
+    step = read_last_step(run)
+    if stop_reason == "timeout":
+        return "timeout", f"stopped after {run.minutes:g} minutes at step {step} of {run.steps}"
+    if code == 0 and step >= run.steps:
         return "done", ""
-    if code == 0 or (stopped and code in INTERRUPTED):
-        return "pending", f"stopped at step {done} of {run.steps}; the next start goes on"
-    lines = [line for line in said.splitlines() if line.startswith("error")]
-    reason = lines[-1] if lines else f"exit code {code}; {run.directory / 'log.txt'} has its output"
-    if "out of memory" in said.lower() or "killed by SIGKILL" in said:  # as Linux does when memory is short
+    if code == 0 or (stop_reason and code in SIGNAL_EXIT_CODES):
+        return "pending", f"stopped at step {step} of {run.steps}; the next start resumes the run"
+    errors = [line for line in output.splitlines() if line.startswith("error")]
+    reason = errors[-1] if errors else f"exit code {code}; see {run.directory / 'log.txt'} for its output"
+    # Linux kills a process with SIGKILL when memory is exhausted.
+    if "out of memory" in output.lower() or "killed by SIGKILL" in output:
         return "oom", reason
     return "failed", reason
 
 
-def main(words: list[str]) -> int:
-    """Do the run in a directory; the word `slurm` after it says that this job of Slurm was made for it."""
-    if not words or words[1:] not in ([], ["slurm"]):
-        raise ConfigError("give the directory of one run, such as out/suites/scaling/phase1-4-plain-1337-3f2a9c")
-    status = execute(read_run(Path(words[0])), slurm=len(words) > 1)
+def main(args: list[str]) -> int:
+    """Execute the run in a directory and return the exit code.
+
+    Args:
+        args: the directory of the run; the sbatch scripts add the word `slurm`.
+    """
+    if not args or args[1:] not in ([], ["slurm"]):
+        raise ConfigError("pass the directory of one run, such as out/suites/scaling/phase1-4-plain-1337-3f2a9c")
+    status = execute(read_run(Path(args[0])), slurm=len(args) > 1)
     print(status["state"], status["reason"])
     return 0 if status["state"] in ("done", "pending") else 1
 

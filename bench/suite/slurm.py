@@ -1,16 +1,16 @@
-"""A suite's runs as jobs of Slurm: one sbatch script each, for one to many nodes, and one that submits them all."""
+"""Write a suite's runs as Slurm jobs: one sbatch script per run, on one or more nodes, and a script to submit them."""
 
 import shlex
 from pathlib import Path
 
 from bench.plan.speed import Gpu
-from bench.suite.execution import DONE, ROOT, Run
-from bench.suite.schedule import describe_seconds, seconds_of
+from bench.suite.execution import FINISHED_STATES, ROOT, Run
+from bench.suite.schedule import describe_duration, estimate_seconds
 from nanoGPT.errors import ConfigError
 
-CPUS = 8  # of a rank
+CPUS_PER_RANK = 8
 SCRIPT = """#!/bin/bash
-# {name}: written by bench/suite/slurm.py; `bash submit-all.sh` submits it.
+# {name}: written by bench/suite/slurm.py. `bash submit-all.sh` submits it.
 #SBATCH --job-name={job}
 #SBATCH --dependency=singleton
 #SBATCH --nodes={nodes}
@@ -29,15 +29,15 @@ cd {root}
 exec "${{PY:-.venv/bin/python}}" -m bench.suite.execution {directory} slurm
 """
 SUBMIT = """#!/bin/bash
-# Submit every run of this suite that has not ended yet; words after the script are sbatch's, such as --partition=gpu.
-# When they have ended, this writes the report: {report}
+# Submit every run of this suite that is not finished. Arguments are passed to sbatch, such as --partition=gpu.
+# When all runs are finished, write the report with: {report}
 set -euo pipefail
 shopt -s nullglob
 cd {root}
 for script in {scripts}/*.sbatch; do
     directory={directory}/$(basename "$script" .sbatch)
-    if grep -qsE '"state": "({ended})"' "$directory/status.json"; then
-        echo "ended before: $directory"
+    if grep -qsE '"state": "({finished})"' "$directory/status.json"; then
+        echo "already finished: $directory"
     else
         sbatch "$@" "$script"
     fi
@@ -46,25 +46,29 @@ done
 
 
 def check_nodes(runs: list[Run], gpus_per_node: int) -> None:
-    """Refuse ranks that do not fill whole nodes."""
+    """Check that runs with more ranks than a node has GPUs use full nodes.
+
+    Raises:
+        ConfigError: they do not, or gpus_per_node is below 1.
+    """
     if gpus_per_node < 1:
-        raise ConfigError(f"--gpus_per_node={gpus_per_node} cannot be: give 1 or more")
+        raise ConfigError(f"--gpus_per_node={gpus_per_node} is out of range: use 1 or more")
     for run in runs:
         if run.ranks > gpus_per_node and run.ranks % gpus_per_node:
             raise ConfigError(f"{run.ranks} ranks do not fill nodes of {gpus_per_node} GPUs: change ranks in the suite")
 
 
 def create_scripts(
-    runs: list[Run], directory: Path, gpus_per_node: int, gpu: Gpu, price: float | None, retry: bool, again: str
+    runs: list[Run], directory: Path, gpus_per_node: int, gpu: Gpu, price: float | None, retry: bool, report: str
 ) -> str:
-    """Write them into the suite's directory, of runs that `check_nodes` lets pass.
+    """Write the sbatch scripts and submit-all.sh into the suite's directory. `check_nodes` must accept the runs.
 
     Args:
-        retry: submit what ended as oom, timeout or failed too.
-        again: the command that writes the report when all have ended.
+        retry: also submit runs that ended as oom, timeout or failed.
+        report: command that writes the report when all runs are finished.
 
     Returns:
-        What was written, and how long it will take.
+        A message with the number of scripts, the estimated time, and the next commands.
     """
     scripts = directory.resolve() / "slurm"
     scripts.mkdir(parents=True, exist_ok=True)
@@ -72,27 +76,31 @@ def create_scripts(
         old.unlink()
     for run in runs:
         run.save()
-        (scripts / f"{run.directory.name}.sbatch").write_text(script_of(run, gpus_per_node))
-    words = {"root": shlex.quote(str(ROOT)), "scripts": shlex.quote(str(scripts))}
+        (scripts / f"{run.directory.name}.sbatch").write_text(format_script(run, gpus_per_node))
     submit = scripts / "submit-all.sh"
-    words |= {"directory": shlex.quote(str(directory.resolve())), "ended": "|".join(sorted(DONE[retry]))}
-    words["report"] = again
-    submit.write_text(SUBMIT.format(**words))
-    seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in runs}
+    fields = {"root": shlex.quote(str(ROOT)), "scripts": shlex.quote(str(scripts))}
+    fields |= {"directory": shlex.quote(str(directory.resolve())), "report": report}
+    fields["finished"] = "|".join(sorted(FINISHED_STATES[retry]))
+    submit.write_text(SUBMIT.format(**fields))
+    seconds = {run: estimate_seconds(run.config, run.phase, run.ranks, gpu) for run in runs}
     command = f"bash {shlex.quote(str(submit))}"
-    said = f"wrote {len(runs)} scripts{describe_seconds(seconds, price)}; submit them with: {command}"
-    return f"{said}\nand when they have ended, report with: {again}"
+    message = f"wrote {len(runs)} script(s){describe_duration(seconds, price)}; submit them with: {command}"
+    return f"{message}\nwhen all runs are finished, write the report with: {report}"
 
 
-def script_of(run: Run, gpus_per_node: int) -> str:
-    """The sbatch script of a run; its limit leaves two minutes to save in. Two jobs for one run take turns."""
+def format_script(run: Run, gpus_per_node: int) -> str:
+    """Return the sbatch script of a run.
+
+    Slurm's time limit is 3 minutes more than the run's, to start and to save. Slurm sends SIGTERM 2 minutes before it.
+    Two jobs of the same run execute one after the other.
+    """
     directory = run.directory.resolve()
     return SCRIPT.format(
         name=run.name,
         job=f"{directory.parent.name}-{directory.name}",
         nodes=-(-run.ranks // gpus_per_node),
         gpus=min(run.ranks, gpus_per_node),
-        cpus=CPUS * min(run.ranks, gpus_per_node),
+        cpus=CPUS_PER_RANK * min(run.ranks, gpus_per_node),
         minutes=round(run.minutes) + 3,
         log=str(directory / "slurm.txt").replace("%", "%%"),
         root=shlex.quote(str(ROOT)),

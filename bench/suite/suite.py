@@ -1,13 +1,13 @@
-"""Named experiments: many runs, one after another or by Slurm, with one report.
+"""Run a suite: a named experiment with many runs, on this machine or as Slurm jobs, and one report.
 
-    make suite SUITE=scaling                                   # or memory, wrapping, kernels, optimizers, seeds, all
-    make suite SUITE=my_suite.toml  # one's own; bench/suite/suites/scaling.toml shows the form
+    make suite SUITE=scaling                    # or memory, wrapping, kernels, optimizers, seeds, all
+    make suite SUITE=my_suite.toml              # your own suite; copy bench/suite/suites/scaling.toml to start
     make suite SUITE=scaling ARGS="--create_slurm --gpus_per_node=8 --gpu=h100 --price=2.5"
 
-A suite is every phase on every number of ranks with every variant and every seed. Its runs are those of `make`, each in
-a directory of its own with a status.json: pending, running, done, oom, timeout, or failed and why. What is done is not
-done again: start the same command after a kill, and it goes on, a run that had saved from its checkpoint. At the end,
-`results.json`, a picture and `report.md` are in `out/suites/NAME`.
+A suite combines every phase with every number of ranks, every variant and every seed. Each run has a separate directory
+with a status.json: pending, running, done, oom, timeout, or failed with the reason. The same command, started again,
+skips the runs that are finished and resumes a run from its last checkpoint. At the end, `results.json`, a plot and
+`report.md` are in `out/suites/NAME`.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ import torch
 
 from bench.matrix.cells import PHASES
 from bench.plan.plan import check_amount
-from bench.suite.execution import DONE, ROOT, Run, directory_lock, execute, forget, read_status
-from bench.suite.file import SCALINGS, SUITES, Suite, load
-from bench.suite.report import STEPS, fault_of, report, value_of
-from bench.suite.schedule import describe_seconds, gpu_of, seconds_of
+from bench.suite.execution import FINISHED_STATES, ROOT, Run, directory_lock, execute, read_status, reset_run
+from bench.suite.file import SCALINGS, SUITES, Suite, load_suite
+from bench.suite.report import MIN_STEPS, explain_missing_metric, read_metric, write_report
+from bench.suite.schedule import describe_duration, estimate_seconds, select_gpu
 from bench.suite.slurm import check_nodes, create_scripts
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError, did_you_mean
@@ -34,76 +34,82 @@ from nanoGPT.train_config import TrainConfig, validate
 
 @dataclass
 class SuiteConfig:
-    """Which suite to run, and where."""
+    """Command-line options of `make suite`."""
 
     suite: str = "scaling"
-    """scaling, memory, wrapping, kernels, optimizers, seeds, all of them, or a file"""
+    """scaling, memory, wrapping, kernels, optimizers, seeds, all, or the path of a .toml file"""
     out_dir: Path = Path("out/suites")
-    """a directory for each suite is made here"""
+    """parent of the suites' directories"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """of the runs"""
+    """device of the runs"""
     retry: bool = False
-    """run again what ended as oom, timeout or failed"""
+    """run again the runs that ended as oom, timeout or failed"""
     create_slurm: bool = False
-    """write sbatch scripts and submit-all.sh, and run nothing"""
+    """write sbatch scripts and submit-all.sh instead of starting the runs"""
     gpus_per_node: int = 8
-    """of the Slurm cluster"""
+    """GPUs per node of the Slurm cluster"""
     gpu: str | None = None
-    """its GPUs, such as h100, to estimate times for; None: this machine"""
+    """GPU for the time estimate, such as h100; None: the hardware of this machine"""
     price: float | None = None
-    """of a GPU for an hour, to estimate costs"""
+    """price of a GPU per hour, to estimate the cost"""
 
 
-def config_class(phase: str) -> type[TrainConfig]:
-    found: type[TrainConfig] = importlib.import_module(f"{PHASES[phase]}.train").Config
-    return found
+def load_config_class(phase: str) -> type[TrainConfig]:
+    config_class: type[TrainConfig] = importlib.import_module(f"{PHASES[phase]}.train").Config
+    return config_class
 
 
-def runs_of(suite: Suite, out_dir: Path, device: str) -> list[Run]:
-    """Every run of a suite, each with a configuration that its phase accepts.
+def build_runs(suite: Suite, out_dir: Path, device: str) -> list[Run]:
+    """Return every run of a suite, each with a configuration that its phase accepts.
 
     Raises:
-        ConfigError: a field or a variant that no phase of the suite has, or a configuration that cannot be.
+        ConfigError: no phase of the suite has some field or all fields of a variant, or a configuration is invalid.
     """
-    known = fields_of(suite)
+    fields_by_phase = config_fields(suite)
     for name in {*suite.config, *itertools.chain(*suite.variants.values())}:
-        if not any(name in names for names in known.values()):
-            every = sorted(set().union(*known.values()))
-            raise ConfigError(f"suite {suite.name}: {name} is no field of a configuration{did_you_mean(name, every)}")
-    without = left_out(suite)
-    for variant, phases in without.items():
+        if not any(name in names for names in fields_by_phase.values()):
+            all_names = sorted(set().union(*fields_by_phase.values()))
+            hint = did_you_mean(name, all_names)
+            raise ConfigError(f"suite {suite.name}: {name} is not a field of the configuration{hint}")
+    skipped = skipped_phases(suite)
+    for variant, phases in skipped.items():
         if len(phases) == len(suite.phases):
-            raise ConfigError(f"suite {suite.name}: no phase has all fields of variants.{variant}: take it out")
-    found = []
-    for phase, ranks, (variant, words), seed in itertools.product(
+            raise ConfigError(f"suite {suite.name}: no phase has all fields of variants.{variant}: remove the variant")
+    runs = []
+    for phase, ranks, (variant, fields_of_variant), seed in itertools.product(
         suite.phases, suite.ranks, suite.variants.items(), suite.seeds
     ):
-        if phase in without[variant]:
+        if phase in skipped[variant]:
             continue
-        given = {**{k: v for k, v in suite.config.items() if k in known[phase]}, **words, "seed": seed}
-        given |= {"device": device} if device != "auto" else {}
+        shared = {name: value for name, value in suite.config.items() if name in fields_by_phase[phase]}
+        values = {**shared, **fields_of_variant, "seed": seed}
+        values |= {"device": device} if device != "auto" else {}
         try:
-            found.append(run_of(suite, phase, ranks, variant, given, out_dir))
+            runs.append(build_run(suite, phase, ranks, variant, values, out_dir))
         except ConfigError as error:
             raise ConfigError(f"suite {suite.name}, {phase} on {ranks} rank(s), {variant}: {error}") from None
-    return found
+    return runs
 
 
-def fields_of(suite: Suite) -> dict[str, set[str]]:
-    """What each phase's configuration has."""
-    return {phase: {each.name for each in fields(config_class(phase))} for phase in suite.phases}
+def config_fields(suite: Suite) -> dict[str, set[str]]:
+    """Return the names of the configuration fields of each phase."""
+    return {phase: {each.name for each in fields(load_config_class(phase))} for phase in suite.phases}
 
 
-def left_out(suite: Suite) -> dict[str, list[str]]:
-    """For each variant the phases that leave it out."""
-    known = fields_of(suite)
-    return {name: [phase for phase in known if set(words) - known[phase]] for name, words in suite.variants.items()}
+def skipped_phases(suite: Suite) -> dict[str, list[str]]:
+    """Return for each variant the phases that skip it, because they do not have all of its fields."""
+    known = config_fields(suite)
+    return {name: [phase for phase in known if set(values) - known[phase]] for name, values in suite.variants.items()}
 
 
-def run_of(suite: Suite, phase: str, ranks: int, variant: str, given: dict[str, Any], out_dir: Path) -> Run:
-    """One run; its directory's name changes with its configuration."""
+def build_run(suite: Suite, phase: str, ranks: int, variant: str, values: dict[str, Any], out_dir: Path) -> Run:
+    """Return one run. The name of its directory contains a hash of its configuration.
+
+    Raises:
+        ConfigError: the phase does not accept the configuration.
+    """
     trainer = ROOT / PHASES[phase] / "train.py"
-    config = parse(config_class(phase), flags(given), trainer)
+    config = parse(load_config_class(phase), format_flags(values), trainer)
     scaled: dict[str, Any] = {}
     if suite.scale_batch:
         scaled["gradient_accumulation_steps"] = config.gradient_accumulation_steps * ranks
@@ -117,93 +123,103 @@ def run_of(suite: Suite, phase: str, ranks: int, variant: str, given: dict[str, 
     config.check(ranks)
     TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     if suite.metric == "peak_bytes" and not config.ledger:
-        raise ConfigError("peak_bytes is what the ledger counts: add ledger = true to config")
-    if config.max_iters < (least := STEPS.get(suite.metric, 1)):
-        raise ConfigError(f"--max_iters={config.max_iters} is too few for {suite.metric}: give {least} or more")
-    words = flags({**given, **scaled})
-    digest = hashlib.sha256(" ".join([phase, str(ranks), *words]).encode()).hexdigest()[:6]
-    directory = out_dir / f"{phase}-{ranks}-{variant}-{given['seed']}-{digest}"
-    return Run(directory, phase, ranks, variant, given["seed"], words, suite.minutes, config.max_iters, config)
+        raise ConfigError("the metric peak_bytes needs the ledger: add ledger = true to config")
+    if config.max_iters < (min_steps := MIN_STEPS.get(suite.metric, 1)):
+        raise ConfigError(f"--max_iters={config.max_iters} is too small for {suite.metric}: use {min_steps} or more")
+    flags = format_flags({**values, **scaled})
+    digest = hashlib.sha256(" ".join([phase, str(ranks), *flags]).encode()).hexdigest()[:6]
+    directory = out_dir / f"{phase}-{ranks}-{variant}-{values['seed']}-{digest}"
+    return Run(directory, phase, ranks, variant, values["seed"], flags, suite.minutes, config.max_iters, config)
 
 
-def flags(values: dict[str, Any]) -> list[str]:
+def format_flags(values: dict[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items()]
 
 
 def main(config: SuiteConfig) -> int:
-    """Run one suite, or all, and write its report; 1 where a run did not end well, or has no figure."""
+    """Run one suite or all suites, and write their reports.
+
+    Returns:
+        Exit code: 0, also after a signal; 1 if a run has no metric.
+    """
     names = sorted(path.stem for path in SUITES.glob("*.toml")) if config.suite == "all" else [config.suite]
-    suites = [load(name) for name in names]
+    suites = [load_suite(name) for name in names]
     check_amount("price", config.price)
-    if config.create_slurm and config.device == "auto":  # the machine that writes the scripts need not have what runs
+    if config.create_slurm and config.device == "auto":  # the machine that writes the scripts may have no GPU
         config = replace(config, device="cuda")
-    gpu = gpu_of(config.gpu, elsewhere=config.create_slurm and gpus_elsewhere(config))
-    planned = [(suite, runs_of(suite, config.out_dir / suite.name, config.device)) for suite in suites]
+    gpu = select_gpu(config.gpu, is_remote=config.create_slurm and has_remote_gpus(config))
+    planned = [(suite, build_runs(suite, config.out_dir / suite.name, config.device)) for suite in suites]
     if config.create_slurm:
         check_nodes([run for _, runs in planned for run in runs], config.gpus_per_node)
     codes = []
     for suite, runs in planned:
         directory = config.out_dir / suite.name
         with directory_lock(directory) as lock:
-            introduce(suite)
+            print_introduction(suite)
             if config.create_slurm:
-                forget_lost(runs, suite.metric)
-                again = f'make suite SUITE={config.suite} ARGS="--device={config.device} --out_dir={config.out_dir}"'
-                print(create_scripts(runs, directory, config.gpus_per_node, gpu, config.price, config.retry, again))
+                reset_incomplete_runs(runs, suite.metric)
+                report = f'make suite SUITE={config.suite} ARGS="--device={config.device} --out_dir={config.out_dir}"'
+                print(create_scripts(runs, directory, config.gpus_per_node, gpu, config.price, config.retry, report))
                 continue
             code = run_suite(suite, runs, config, gpu, lock)
         if code is None:
-            print("stopped; the same command goes on")
+            print("stopped: run the same command again to continue")
             return 0
         codes.append(code)
     return max(codes, default=0)
 
 
-def gpus_elsewhere(config: SuiteConfig) -> bool:
-    """Whether the runs are on GPUs that this machine has not: here are written only their scripts, and their report."""
+def has_remote_gpus(config: SuiteConfig) -> bool:
+    """Return whether the runs use GPUs that this machine does not have. It then writes only scripts and reports."""
     return config.device == "cuda" and not torch.cuda.is_available()
 
 
-def introduce(suite: Suite) -> None:
+def print_introduction(suite: Suite) -> None:
     print(f"{suite.name}: {suite.about}")
-    for variant, phases in left_out(suite).items():
+    for variant, phases in skipped_phases(suite).items():
         if phases:
-            print(f"left out: {variant} on {', '.join(phases)}: no such field")
+            print(f"skipped: variant {variant} on {', '.join(phases)}: no such configuration field")
 
 
-def forget_lost(runs: list[Run], metric: str) -> None:
-    """A run that is done, but whose figure is gone, is to be done again."""
+def reset_incomplete_runs(runs: list[Run], metric: str) -> None:
+    """Reset every run that is done but has no metric, so that it runs again."""
     for run in runs:
-        if read_status(run.directory)["state"] == "done" and value_of(run, metric) is None:
-            forget(run)
+        if read_status(run.directory)["state"] == "done" and read_metric(run, metric) is None:
+            reset_run(run)
 
 
 def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any, lock: int) -> int | None:
-    """Do what is left of a suite, and report; 1 where a run has no figure, None where a signal ended it."""
+    """Execute the runs of a suite that are not finished, and write the report.
+
+    Returns:
+        0; 1 if a run has no metric; None if a signal stopped the suite.
+    """
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    fitting = [run for run in runs if not gpus or run.ranks <= gpus]
-    forget_lost(fitting, suite.metric)
-    ended = {run for run in fitting if read_status(run.directory)["state"] in DONE[config.retry]}
-    left = [run for run in fitting if run not in ended]
-    if left and gpus_elsewhere(config):
-        if not ended:
-            raise ConfigError("--device=cuda: this machine has no GPU that torch can use; leave it out")
-        print("this machine has no GPU: a report of what ended elsewhere")
-        left = []
-    seconds = {run: seconds_of(run.config, run.phase, run.ranks, gpu) for run in left}
-    print(f"{len(fitting)} runs, {len(ended)} of them ended before{describe_seconds(seconds, config.price)}")
-    if not gpus and any(getattr(run.config, "kernels", "none") != "none" for run in left):
-        print("not in this time: kernels are interpreted where there is no GPU")
-    if len(fitting) < len(runs):
-        print(f"left out: {len(runs) - len(fitting)} on more ranks than the {gpus} GPU(s) of this machine")
-    for i, run in enumerate(left):
-        print(f"[{len(ended) + i + 1}/{len(fitting)}] {run.name} ...", end=" ", flush=True)
+    possible = [run for run in runs if not gpus or run.ranks <= gpus]
+    reset_incomplete_runs(possible, suite.metric)
+    finished_states = FINISHED_STATES[config.retry]
+    finished = {run for run in possible if read_status(run.directory)["state"] in finished_states}
+    remaining = [run for run in possible if run not in finished]
+    if remaining and has_remote_gpus(config):
+        if not finished:
+            raise ConfigError("--device=cuda: torch finds no GPU on this machine: remove the flag")
+        print("this machine has no GPU: it reports only the runs that other machines finished")
+        remaining = []
+    seconds = {run: estimate_seconds(run.config, run.phase, run.ranks, gpu) for run in remaining}
+    print(f"{len(possible)} runs, {len(finished)} already finished{describe_duration(seconds, config.price)}")
+    if not gpus and any(getattr(run.config, "kernels", "none") != "none" for run in remaining):
+        print("the estimate does not include the Triton interpreter, which runs the kernels without a GPU")
+    if len(possible) < len(runs):
+        print(f"skipped: {len(runs) - len(possible)} run(s) with more ranks than this machine's {gpus} GPU(s)")
+    for i, run in enumerate(remaining):
+        print(f"[{len(finished) + i + 1}/{len(possible)}] {run.name} ...", end=" ", flush=True)
         status = execute(run, lock)
         print(" ".join(filter(None, [status["state"], f"{status['seconds']:.0f} s", status["reason"]])), flush=True)
         if status["state"] == "pending" or status.get("stopped"):
             return None
-    faults = {run.name: fault for run in fitting if (fault := fault_of(run, suite.metric))}
-    print(f"wrote {report(suite.name, suite.about, suite.metric, fitting, config.out_dir / suite.name)}")
+    faults = {run.name: fault for run in possible if (fault := explain_missing_metric(run, suite.metric))}
+    path = write_report(suite.name, suite.about, suite.metric, possible, config.out_dir / suite.name)
+    print(f"wrote {path}")
     for name, fault in faults.items():
-        print(f"not done: {name}: {fault}")
+        print(f"not measured: {name}: {fault}")
     return 1 if faults else 0

@@ -1,4 +1,4 @@
-"""The one way in which a benchmark writes its result: `bench/results/<name>-<hardware>.json`."""
+"""Write and read the result files of benchmarks: `bench/results/<name>-<hardware>.json`."""
 
 import json
 import re
@@ -8,33 +8,33 @@ from typing import Any
 
 import torch
 
-from nanoGPT.checkpoint.manifest import versions
+from nanoGPT.checkpoint.manifest import collect_versions
 from nanoGPT.errors import ConfigError
-from nanoGPT.metrics.hardware import git_commit, hardware
+from nanoGPT.metrics.hardware import describe_hardware, read_git_commit
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-FORMAT = 1  # of result files; those that say nothing are of the first
+FORMAT = 1  # version of the result file format; a file without the key has format 1
 
 
 def write_result(name: str, device: torch.device, settings: dict[str, Any], samples: dict[str, Any]) -> Path:
-    """Write one benchmark's raw samples with everything needed to run it again.
+    """Write the raw samples of a benchmark, with everything that is needed to repeat it.
 
     Args:
-        name: of the benchmark, such as "step-overhead".
-        device: what it ran on; its hardware's name becomes part of the file's.
-        settings: what was measured: sizes, options, commands.
-        samples: raw numbers, with their unit in each key.
+        name: name of the benchmark, such as "step-overhead".
+        device: the device that was measured; the file name contains its hardware.
+        settings: sizes, options and the command of the measurement.
+        samples: raw numbers; the keys contain their units.
 
     Returns:
-        The file; an earlier result of the same benchmark on the same hardware is replaced.
+        The path of the file. It replaces an earlier result of the same benchmark on the same hardware.
     """
-    slug = re.sub(r"[^a-z0-9]+", "-", hardware(device).lower()).strip("-")
+    slug = re.sub(r"[^a-z0-9]+", "-", describe_hardware(device).lower()).strip("-")
     result = {
         "format": FORMAT,
         "name": name,
-        "hardware": hardware(device),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        "hardware": describe_hardware(device),
+        "versions": collect_versions(),
+        "git_commit": read_git_commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "settings": settings,
         "samples": samples,
@@ -45,25 +45,31 @@ def write_result(name: str, device: torch.device, settings: dict[str, Any], samp
 
 
 def read_results(name: str) -> list[dict[str, Any]]:
-    """All committed results of a benchmark, one a hardware.
+    """Return all committed results of a benchmark, one per hardware.
 
     Raises:
-        ConfigError: one of them was written by another version, or is damaged.
+        ConfigError: a file has another format, or is damaged.
     """
     return [read_result(path) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """One result file."""
+    """Return the content of a result file.
+
+    Raises:
+        ConfigError: the file has another format, or is damaged.
+    """
     try:
         result: dict[str, Any] = json.loads(path.read_text())
-        found, again = result.get("format", 1), result["settings"].get("command", "the benchmark that wrote it")
+        file_format, command = result.get("format", 1), result["settings"].get("command", "the benchmark that wrote it")
     except (ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no result file ({type(error).__name__}): restore it from git, or measure again"
+            f"{path} is not a result file ({type(error).__name__}): restore it from git, or measure again"
         ) from None
-    if found != FORMAT:
-        raise ConfigError(f"{path} has format {found}, and this version reads {FORMAT}: measure again with `{again}`")
+    if file_format != FORMAT:
+        raise ConfigError(
+            f"{path} has format {file_format}, but this version reads format {FORMAT}: measure again with `{command}`"
+        )
     return result
 
 
@@ -71,7 +77,7 @@ def hardware_of(result: dict[str, Any]) -> str:
     return f"{result['hardware']}, torch {result['versions']['torch']}"
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+def format_table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -1,9 +1,9 @@
-"""Tables of the documents, made from the committed results, so that no number there is typed by hand.
+"""Generate the tables of the documents from the committed results, so that no number there is typed by hand.
 
-    python -m bench.tables            # write them anew between their markers
-    python -m bench.tables --check    # or only say which are stale
+    python -m bench.tables            # rewrite the tables
+    python -m bench.tables --check    # only report the documents whose tables are stale
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->` in a Markdown file.
+In a Markdown file, a table is between `<!-- table:NAME -->` and `<!-- /table -->`.
 """
 
 import json
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.tables.fsdp_tables import FSDP_TABLES
-from bench.tables.records import RESULTS, hardware_of, read_results, table
+from bench.tables.records import RESULTS, format_table, hardware_of, read_results
 from bench.tables.zero1_tables import ZERO1_TABLES
 from bench.trainer.throughput import quartile_spread
 from nanoGPT.errors import ConfigError
@@ -27,73 +27,77 @@ from phase2_triton.kernels import (
     layernorm,
     linear_cross_entropy,
 )
-from phase2_triton.kernels.core import Cost, recording
+from phase2_triton.kernels.core import Cost, record_launches
 
 ROOT = PACKAGE.parent
-DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("phase*/IMPLEMENTATION.md"))]
+NOTES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("phase*/IMPLEMENTATION.md"))
+DOCUMENTS = ["README.md", "docs/results.md", *NOTES]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-EMPTY = re.compile(r"^\| --- .*\n(?!\|)", re.M)  # a table of a head alone
+EMPTY = re.compile(r"^\| --- .*\n(?!\|)", re.M)  # a table with a header and no rows
 
 
 def runs_table() -> str:
-    """Commands with their minutes and losses, one table a machine."""
+    """Return the commands with their times and losses: one table per hardware."""
     parts = []
     for result in read_results("runs"):
         rows = [
             [
                 f"`make {row['target']} GPUS={row['ranks']}`",
                 f"{row['seconds'] / 60:.1f}",
-                f"{row['first_step_seconds']:.0f} s",
+                f"{row['first_step_seconds']:.0f}",
                 f"{row['first_loss']:.2f} to {row['last_loss']:.4f}",
                 f"{row['val_loss']:.4f}",
             ]
             for row in result["samples"]["rows"]
         ]
-        head = ["command", "minutes", "first step after", "loss", "validation loss"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + table(head, rows))
+        head = ["command", "total time (min)", "time to the first step (s)", "training loss", "validation loss"]
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
     return "\n".join(parts)
 
 
 def phase2_runs_table() -> str:
-    """Phase 2's runs, and how far their losses are from the baseline's in the same configuration."""
+    """Return the runs of phase 2, with the max loss difference from the baseline with the same configuration."""
     parts = []
     for result in read_results("phase2-runs"):
         base, *others = result["samples"]["rows"]
         rows = []
         for row in [base, *others]:
-            off = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
+            difference = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
             name = f"`make {row['target']} GPUS={row['ranks']}`" + (", compiled" if "compile" in row["flags"] else "")
             if row is base:
                 name += ", same configuration"
             minutes, losses = f"{row['seconds'] / 60:.1f}", f"{row['first_loss']:.2f} to {row['last_loss']:.4f}"
-            rows.append([name, minutes, losses, f"{row['val_loss']:.4f}", "-" if row is base else f"{off:.1e}"])
-        head = ["command", "minutes", "loss", "validation loss", "losses off by at most"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + table(head, rows))
+            cells = [minutes, losses, f"{row['val_loss']:.4f}", "-" if row is base else f"{difference:.1e}"]
+            rows.append([name, *cells])
+        head = ["command", "total time (min)", "training loss", "validation loss", "max loss difference"]
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
     return "\n".join(parts)
 
 
 def overhead_table() -> str:
-    """The trainer's step against the bare loop's, and against one that the ledger watches."""
+    """Return the time of a trainer's step next to that of a bare loop, and the slowdown by the ledger."""
     rows = []
     for result in read_results("step-overhead"):
         names = ("bare_ms", "trainer_ms", "data_ms", "unwatched_ms", "watched_ms")
-        bare, trainer, data, unwatched, watched = (statistics.median(result["samples"][name]) for name in names)
+        bare, trainer, data, without_ledger, with_ledger = (
+            statistics.median(result["samples"][name]) for name in names
+        )
         rows.append(
             [
                 hardware_of(result),
-                f"{bare:.1f} ms",
-                f"{trainer:.1f} ms",
+                f"{bare:.1f}",
+                f"{trainer:.1f}",
                 f"{trainer / bare:.3f}",
                 f"{data / trainer:.2%}",
-                f"{watched / unwatched:.2f}",
+                f"{with_ledger / without_ledger:.2f}",
             ]
         )
-    head = ["hardware", "bare loop", "trainer", "ratio", "data loading", "a step under the ledger"]
-    return table(head, rows)
+    head = ["hardware", "bare loop (ms)", "trainer (ms)", "trainer / bare loop", "data loading / trainer"]
+    return format_table([*head, "step with ledger / step without"], rows)
 
 
 def throughput_table() -> str:
-    """Tokens a second, memory and MFU of every phase, eager and compiled."""
+    """Return tokens/s, memory and MFU of every phase, eager and compiled."""
     parts = []
     for result in read_results("throughput"):
         rows = []
@@ -104,15 +108,16 @@ def throughput_table() -> str:
                 continue
             rate, spread = statistics.median(row["tokens_per_second"]), quartile_spread(row["tokens_per_second"])
             mfu = "null" if row["mfu"] is None else f"{row['mfu']:.1%}"
-            step, peak = f"{statistics.median(row['step_ms']):,.0f} ms", f"{row['peak_bytes'] / 1e6:,.1f} MB"
+            step, peak = f"{statistics.median(row['step_ms']):,.0f}", f"{row['peak_bytes'] / 1e6:,.1f}"
             rows.append([*start, f"{rate:,.0f}", f"{spread:.0%}", step, peak, mfu])
-        head = ["size", "phase", "ranks", "", "tokens/s", "+-", "step", "peak memory of a rank", "MFU"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + table(head, rows))
+        head = ["model", "phase", "ranks", "mode", "tokens/s", "spread", "step (ms)"]
+        head += ["peak memory per rank (MB)", "MFU"]
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
     return "\n".join(parts)
 
 
 def matrix_table(name: str = "matrix") -> str:
-    """Every cell of the matrix: losses, state, traffic, memory and time."""
+    """Return every cell of the matrix: loss difference, memory, communication and time."""
     parts = []
     for result in read_results(name):
         rows = []
@@ -120,29 +125,47 @@ def matrix_table(name: str = "matrix") -> str:
             options = " ".join(f"`{name}={value}`" for name, value in row["options"].items())
             state, peak = sum(row["state_bytes"].values()), sum(row["peak"].values())
             sizes = [f"{size / 1e6:.2f}" for size in (state, row["sent_bytes"], peak)]
-            exact = "to the byte" if row["as_expected"] else "NO"
-            time_of = [f"{row['step_ms']:.0f} ms", f"{row['tokens_per_second']:,.0f}"]
-            rows.append([row["phase"], str(row["ranks"]), options, f"{row['gap']:.1e}", *sizes, exact, *time_of])
-        head = ["phase", "ranks", "", "losses off by", "state, MB", "sent, MB", "peak, MB", "as the formula says"]
+            exact = "yes" if row["as_expected"] else "NO"
+            speed = [f"{row['step_ms']:.0f}", f"{row['tokens_per_second']:,.0f}"]
+            rows.append([row["phase"], str(row["ranks"]), options, f"{row['gap']:.1e}", *sizes, exact, *speed])
+        head = ["phase", "ranks", "options", "max loss difference", "state per rank (MB)"]
+        head += ["communication per rank (MB)", "peak memory per rank (MB)", "matches the formula"]
+        head += ["step (ms)", "tokens/s"]
         lead = f"Measured on {hardware_of(result)}, {result['settings']['steps']} steps each, bytes of rank 0:\n\n"
-        parts.append(lead + table([*head, "step", "tokens/s"], rows))
+        parts.append(lead + format_table(head, rows))
     return "\n".join(parts)
 
 
-def published_table() -> str:
-    """The planner's tokens/s beside those of runs that others have measured."""
+def four_ranks_table() -> str:
+    """Return one row per phase on four ranks without options, from the first result of the matrix."""
+    result = read_results("matrix")[0]
     rows = []
-    for result in read_results("published")[:1]:  # the same on any hardware
+    for row in result["samples"]["rows"]:
+        if row["ranks"] == 4 and not row["options"]:
+            sizes = (sum(row["state_bytes"].values()), row["sent_bytes"], sum(row["peak"].values()))
+            cells = [f"{size / 1e6:.2f}" for size in sizes]
+            exact = "yes" if row["as_expected"] else "NO"
+            rows.append([row["phase"], f"{row['gap']:.1e}", *cells, exact])
+    head = ["phase", "max loss difference", "state per rank (MB)", "communication per rank (MB)"]
+    head += ["peak memory per rank (MB)", "matches the formula"]
+    return f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows)
+
+
+def published_table() -> str:
+    """Return the planner's predicted tokens/s next to published measurements."""
+    rows = []
+    for result in read_results("published")[:1]:  # predictions do not depend on the hardware that computes them
         for row in result["samples"]["rows"]:
-            off = row["planned"] / row["published"] - 1
-            rows.append([row["name"], row["mode"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", f"{off:+.0%}"])
-    return table(["run", "", "published, tokens/s of a GPU", "planned", "off by"], rows)
+            rates = [f"{row[name]:,.0f}" for name in ("published", "planned")]
+            rows.append([row["name"], row["mode"], *rates, f"{row['planned'] / row['published'] - 1:+.0%}"])
+    head = ["run", "mode", "published (tokens/s per GPU)", "predicted (tokens/s per GPU)", "error"]
+    return format_table(head, rows)
 
 
 def kernel_costs_table() -> str:
-    """What one call of each kernel must at least move and compute, by its own `cost`."""
+    """Return the minimum memory traffic and FLOPs of one call of each kernel, from the kernel's `cost` function."""
     M, C, V, half = 16384, 768, 50304, 2
-    with recording("sm_90"):
+    with record_launches("sm_90"):
         costs = {
             "LayerNorm": layernorm.cost(M, C, half),
             "residual add + LayerNorm": layernorm.cost(M, C, half, branch=True),
@@ -157,35 +180,36 @@ def kernel_costs_table() -> str:
     rows = []
     for name, passes in costs.items():
         for which, cost in zip(("forward", "backward") if len(passes) == 2 else ("all",), passes, strict=True):
-            rows.append([name, which, *cost_cells(cost)])
-    return table(["kernel", "pass", "MB moved", "GFLOPs", "FLOPs a byte", "workspace"], rows)
+            rows.append([name, which, *format_cost(cost)])
+    return format_table(["kernel", "pass", "memory traffic (MB)", "GFLOPs", "FLOPs per byte", "workspace (MB)"], rows)
 
 
-def cost_cells(cost: Cost) -> list[str]:
-    moved = cost.read + cost.written
-    numbers = [f"{moved / 1e6:,.0f}", f"{cost.flops / 1e9:,.1f}", f"{cost.flops / moved:,.1f}"]
-    return [*numbers, f"{cost.workspace / 1e6:,.1f} MB" if cost.workspace else "-"]
+def format_cost(cost: Cost) -> list[str]:
+    traffic = cost.read + cost.written
+    cells = [f"{traffic / 1e6:,.0f}", f"{cost.flops / 1e9:,.1f}", f"{cost.flops / traffic:,.1f}"]
+    return [*cells, f"{cost.workspace / 1e6:,.1f}" if cost.workspace else "-"]
 
 
 def kernel_resources_table() -> str:
-    """What each launch compiles to on three architectures; a second width only where it makes a difference."""
+    """Return the compiled resources of each kernel on three architectures. Rows with equal resources appear once."""
     kernels = json.loads((RESULTS / "kernel-resources.json").read_text())["kernels"]
     architectures = list(kernels)
     rows: list[list[str]] = []
     for name in kernels[architectures[0]]:
-        found = [kernels[architecture][name] for architecture in architectures]
-        cells = [f"{f['registers']}, {f['shared_bytes'] / 1024:.0f} KiB, {f['instructions']:,}" for f in found]
-        units = [f["tensor_cores"][0] if f["tensor_cores"] else "-" for f in found]
+        resources = [kernels[architecture][name] for architecture in architectures]
+        cells = [f"{r['registers']}, {r['shared_bytes'] / 1024:.0f} KiB, {r['instructions']:,}" for r in resources]
+        units = [r["tensor_cores"][0] if r["tensor_cores"] else "-" for r in resources]
         if cells not in [row[1:-1] for row in rows]:
             rows.append([name, *cells, " ".join(dict.fromkeys(units))])
-    return table(["call: kernel", *architectures, "tensor cores"], rows)
+    columns = [f"{name}: registers, shared memory, instructions" for name in architectures]
+    return format_table(["call: kernel", *columns, "tensor core instructions"], rows)
 
 
-UNMEASURED = "Not measured on a GPU yet.\n"
+NOT_MEASURED = "Not measured on a GPU yet.\n"
 
 
 def kernels_table() -> str:
-    """Each kernel on each GPU: its time, how near to the limit, and the best of the others."""
+    """Return the time of each kernel on each GPU, its share of the roofline limit, and other implementations."""
     parts = []
     for result in read_results("kernels"):
         if result["settings"]["interpreted"]:
@@ -196,24 +220,25 @@ def kernels_table() -> str:
         for row in result["samples"]["rows"]:
             if "error" not in row:
                 groups.setdefault((row["kernel"], row["shape"], row["pass"]), {})[row["contender"]] = row
-        for (kernel, shape, which), found in groups.items():
-            times = {name: statistics.median(row["samples_ms"]) for name, row in found.items()}
-            ours = found["ours"]
+        for (kernel, shape, which), contenders in groups.items():
+            times = {name: statistics.median(row["samples_ms"]) for name, row in contenders.items()}
+            ours = contenders["ours"]
             floor = max(ours["bytes"] / limit["bytes_per_second"], ours["flops"] / limit["flops_per_second"])
             others = ", ".join(f"{name} {ms:.3f}" for name, ms in times.items() if name != "ours")
-            peak = f"{(ours['peak_bytes'] or 0) / 2**20:,.0f} MiB"
+            peak = f"{(ours['peak_bytes'] or 0) / 2**20:,.0f}"
             rows.append(
                 [kernel, shape, which, f"{times['ours']:.3f}", f"{1e3 * floor / times['ours']:.0%}", peak, others]
             )
-        copy, product = limit["bytes_per_second"] / 1e9, limit["flops_per_second"] / 1e12
-        rates = f"copy {copy:,.0f} GB/s, products {product:,.0f} TFLOP/s"
-        head = ["kernel", "shape", "pass", "ms", "of the limit", "memory", "others, ms"]
-        parts.append(f"Measured on {hardware_of(result)}; {rates}:\n\n" + table(head, rows))
-    return "\n".join(parts) or UNMEASURED
+        copy, matmul = limit["bytes_per_second"] / 1e9, limit["flops_per_second"] / 1e12
+        rates = f"copy {copy:,.0f} GB/s, matmul {matmul:,.0f} TFLOP/s"
+        head = ["kernel", "shape", "pass", "time (ms)", "share of the roofline limit", "peak memory (MiB)"]
+        head += ["other implementations (ms)"]
+        parts.append(f"Measured on {hardware_of(result)}; {rates}:\n\n" + format_table(head, rows))
+    return "\n".join(parts) or NOT_MEASURED
 
 
 def kernel_ablation_table() -> str:
-    """The trainer's tokens a second and memory with each kernel."""
+    """Return the trainer's tokens/s and memory with each kernel."""
     parts = []
     for result in read_results("kernel-ablation"):
         if result["settings"]["interpreted"]:
@@ -225,10 +250,10 @@ def kernel_ablation_table() -> str:
                 rows.append([*cells, row["error"], "", ""])
                 continue
             rate, memory = statistics.median(row["tokens_per_second"]), row["peak_memory_bytes"] / 2**30
-            rows.append([*cells, f"{rate:,.0f}", f"{memory:.1f} GiB", f"{row['loss']:.4f}"])
-        head = ["model", "mode", "kernels", "tokens/s", "peak memory", "last loss"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + table(head, rows))
-    return "\n".join(parts) or UNMEASURED
+            rows.append([*cells, f"{rate:,.0f}", f"{memory:.1f}", f"{row['loss']:.4f}"])
+        head = ["model", "mode", "kernels", "tokens/s", "peak memory (GiB)", "last loss"]
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
+    return "\n".join(parts) or NOT_MEASURED
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -236,6 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overhead": overhead_table,
     "phase2_runs": phase2_runs_table,
     "throughput": throughput_table,
+    "four_ranks": four_ranks_table,
     "matrix": matrix_table,
     "gpt2_matrix": lambda: matrix_table("gpt2-matrix"),
     "published": published_table,
@@ -248,23 +274,28 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def rendered(text: str) -> str:
-    """A document with its tables made anew.
+def render_document(text: str) -> str:
+    """Return the text of a document with all its tables generated again.
 
     Raises:
-        KeyError: a table of unknown name.
-        ConfigError: a table whose results are damaged.
+        KeyError: a table has an unknown name.
+        ConfigError: the results of a table are missing or damaged.
     """
-    return BLOCK.sub(lambda match: match[1] + made(match[2], TABLES[match[2]]) + match[3], text)
+    return BLOCK.sub(lambda match: match[1] + generate_table(match[2], TABLES[match[2]]) + match[3], text)
 
 
-def made(name: str, make: Callable[[], str]) -> str:
+def generate_table(name: str, make: Callable[[], str]) -> str:
+    """Return the table that `make` generates.
+
+    Raises:
+        ConfigError: its results are missing or damaged.
+    """
     try:
         text = make()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise ConfigError(
-            f"table {name} cannot be made, for its results in bench/results are damaged ({type(error).__name__}: "
-            f"{error}): measure again, or restore them from git"
+            f"table {name} cannot be generated: its results in bench/results are damaged ({type(error).__name__}: "
+            f"{error}); measure again, or restore them from git"
         ) from None
     if not text.strip() or EMPTY.search(text):
         raise ConfigError(f"table {name} has no rows in bench/results: measure again, or restore its results from git")
@@ -272,16 +303,19 @@ def made(name: str, make: Callable[[], str]) -> str:
 
 
 def main(check: bool = False) -> int:
-    """Make all documents before the first is written; 1 if some are stale and were to be checked.
+    """Rewrite the tables of all documents. An error in any table leaves all documents unchanged.
 
     Args:
-        check: write nothing.
+        check: write nothing; only report stale documents.
+
+    Returns:
+        Exit code: 1 if `check` finds a stale document, else 0.
     """
     texts = {name: (ROOT / name).read_text() for name in DOCUMENTS}
-    stale = {name: new for name, text in texts.items() if (new := rendered(text)) != text}
+    stale = {name: new for name, text in texts.items() if (new := render_document(text)) != text}
     for name, text in stale.items():
         if not check:
             (ROOT / name).write_text(text)
     if stale:
-        print(f"{'stale' if check else 'renewed'}: {', '.join(stale)}")
+        print(f"{'stale' if check else 'updated'}: {', '.join(stale)}")
     return 1 if check and stale else 0

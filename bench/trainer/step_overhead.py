@@ -1,11 +1,11 @@
-"""What the trainer costs beyond the mathematics: its step against a bare loop on the same model, data loading, and a
-step that the ledger watches.
+"""Measure the overhead of the trainer: its step against a bare loop on the same model, data loading, and the ledger.
 
-    python -m bench.trainer.step_overhead            # prints both and the ratio
-    python -m bench.trainer.step_overhead --write    # and writes bench/results/step-overhead-<hardware>.json
+    python -m bench.trainer.step_overhead            # print the times and their ratios
+    python -m bench.trainer.step_overhead --write    # also write bench/results/step-overhead-<hardware>.json
 
-All run in one process, a step of each in turn, so that a machine whose speed drifts drifts for all. The configuration
-is nanoGPT's for a CPU: batch 12, 64 tokens, fp32, not compiled, no accumulation; but for the ledger, 8 micro-batches.
+All loops run in one process, and their steps alternate. If the speed of the machine changes, it changes for all loops.
+The configuration is nanoGPT's for a CPU: batch 12, 64 tokens, fp32, not compiled, no accumulation. Only the measurement
+of the ledger accumulates 8 micro-batches.
 """
 
 import contextlib
@@ -37,16 +37,16 @@ from nanoGPT.train_config import TrainConfig
 STEPS, WARMUP = 300, 30
 
 
-def build(config: TrainConfig) -> tuple[GPT, torch.optim.AdamW]:
+def build_model(config: TrainConfig) -> tuple[GPT, torch.optim.AdamW]:
     shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, False, 75)
     model = GPT(shape)
     model.init_weights(config.seed)
     return model, configure_adamw(model, config)
 
 
-def bare_steps(config: TrainConfig, data: TokenData) -> Generator[None]:
-    """Forward, backward, clip and AdamW on one batch that is in memory already."""
-    model, optimizer = build(config)
+def run_bare_steps(config: TrainConfig, data: TokenData) -> Generator[None]:
+    """Run forward, backward, clipping and AdamW on one batch that is already in memory. Yield after each step."""
+    model, optimizer = build_model(config)
     x, y = data.batch("train", TRAIN, 0, 0)
     while True:
         loss = model(x, y)[1]
@@ -57,12 +57,12 @@ def bare_steps(config: TrainConfig, data: TokenData) -> Generator[None]:
         yield
 
 
-def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Generator[None]:
-    """The step of nanoGPT/train.py with all that surrounds it: data, telemetry, whether to stop.
+def run_trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Generator[None]:
+    """Run the step of nanoGPT/train.py with data loading, telemetry and the check for a stop. Yield after each step.
 
-    With the ledger on, it watches every step, and not a single one.
+    If the ledger is on, it records every step here. In a training run it records one step.
     """
-    model, optimizer = build(config)
+    model, optimizer = build_model(config)
     scaler = LossScaler(is_enabled=False)
     ledger = Ledger(config, run, 1, model, optimizer, costs.step_costs)
     with Telemetry(config, run, 0, model.flops_per_token()) as telemetry:
@@ -80,21 +80,22 @@ def trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Generat
             yield
 
 
-def milliseconds(steps: Generator[None]) -> float:
+def time_next_step(steps: Generator[None]) -> float:
+    """Run the next step of a loop and return its milliseconds."""
     begin = time.perf_counter()
-    with contextlib.redirect_stdout(io.StringIO()):  # the ledger's tables
+    with contextlib.redirect_stdout(io.StringIO()):  # hides the tables that the ledger prints
         next(steps)
     return 1000 * (time.perf_counter() - begin)
 
 
 def measure(config: TrainConfig, count: int) -> dict[str, list[float]]:
-    """Raw milliseconds of alternating steps, and of reading a batch."""
+    """Return `count` samples in milliseconds of a bare step, a trainer step, and reading a batch, in alternation."""
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     run = create_runtime(config.device, config.dtype)
-    loops = {"bare_ms": bare_steps(config, data), "trainer_ms": trainer_steps(config, data, run)}
+    loops = {"bare_ms": run_bare_steps(config, data), "trainer_ms": run_trainer_steps(config, data, run)}
     samples: dict[str, list[float]] = {name: [] for name in (*loops, "data_ms")}
     for step in range(WARMUP + count):
-        times = {name: milliseconds(loop) for name, loop in loops.items()}
+        times = {name: time_next_step(loop) for name, loop in loops.items()}
         begin = time.perf_counter()
         data.batch("train", TRAIN, step, 1)
         times["data_ms"] = 1000 * (time.perf_counter() - begin)
@@ -107,25 +108,28 @@ def measure(config: TrainConfig, count: int) -> dict[str, list[float]]:
 
 
 def measure_ledger(config: TrainConfig, count: int) -> dict[str, list[float]]:
-    """Raw milliseconds of alternating steps, watched by the ledger and not."""
+    """Return `count` samples in milliseconds of a step with the ledger and a step without it, in alternation."""
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     run = create_runtime(config.device, config.dtype)
-    watched = dataclasses.replace(config, ledger=True, out_dir=f"{config.out_dir}/watched")
-    Path(watched.out_dir).mkdir(parents=True)
-    loops = {"unwatched_ms": trainer_steps(config, data, run), "watched_ms": trainer_steps(watched, data, run)}
+    ledger_config = dataclasses.replace(config, ledger=True, out_dir=f"{config.out_dir}/watched")
+    Path(ledger_config.out_dir).mkdir(parents=True)
+    loops = {
+        "unwatched_ms": run_trainer_steps(config, data, run),
+        "watched_ms": run_trainer_steps(ledger_config, data, run),
+    }
     samples: dict[str, list[float]] = {name: [] for name in loops}
     for step in range(3 + count):
         for name, loop in loops.items():
-            milliseconds_of_step = milliseconds(loop)
+            milliseconds = time_next_step(loop)
             if step >= 3:
-                samples[name].append(milliseconds_of_step)
+                samples[name].append(milliseconds)
     for loop in loops.values():
         loop.close()
     return samples
 
 
 def main(write: bool = False) -> None:
-    """Measure, and print.
+    """Measure the overheads and print them.
 
     Args:
         write: also write bench/results/step-overhead-<hardware>.json.
@@ -138,9 +142,9 @@ def main(write: bool = False) -> None:
         samples |= measure_ledger(dataclasses.replace(config, gradient_accumulation_steps=8), STEPS // 5)
     medians = {name: statistics.median(values) for name, values in samples.items()}
     bare, trainer, data = (medians[name] for name in ("bare_ms", "trainer_ms", "data_ms"))
-    print(f"medians of {STEPS} steps: bare loop {bare:.2f} ms, trainer {trainer:.2f} ms: ratio {trainer / bare:.3f}")
-    print(f"watched by the ledger: {medians['watched_ms'] / medians['unwatched_ms']:.3f} of a step without it")
-    print(f"data loading {data:.3f} ms: {data / trainer:.2%} of a step")
+    print(f"median of {STEPS} steps: bare loop {bare:.2f} ms, trainer {trainer:.2f} ms, ratio {trainer / bare:.3f}")
+    print(f"step with the ledger / step without it: {medians['watched_ms'] / medians['unwatched_ms']:.3f}")
+    print(f"data loading: {data:.3f} ms, {data / trainer:.2%} of a step")
     if write:
         settings = {"steps": STEPS, "threads": torch.get_num_threads(), "batch_size": 12, "block_size": 64}
         print(f"wrote {write_result('step-overhead', torch.device('cpu'), settings, samples)}")

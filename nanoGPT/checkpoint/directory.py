@@ -1,17 +1,17 @@
-"""The checkpoint directory: a checkpoint is there whole, or not at all.
+"""The checkpoint directory of a run. Every checkpoint is written atomically.
 
     out_dir/checkpoints/
-        step-00000100/        after 100 updates
-            <payload>         the phase's: ckpt.pt, or one file a rank
-            manifest.json     written last: step, configuration, identities, every file's size and sha256
-        LATEST                the newest one's name, for people and scripts
-        .tmp-step-00000150/   a save in progress, or what a kill left of one
-        .bad-step-00000120/   a checkpoint that a resume refused
+        step-00000100/        the checkpoint after 100 updates
+            <payload>         depends on the phase: ckpt.pt, or one file per rank
+            manifest.json     written last: step, configuration, data, and the size and sha256 of every file
+        LATEST                the name of the newest checkpoint, for people and scripts
+        .tmp-step-00000150/   a save in progress, or the files of a save that was killed
+        .bad-step-00000120/   a damaged checkpoint that a resume has skipped
 
-A save writes into `.tmp-*`; each rank hashes and fsyncs its files; rank 0 writes the manifest, fsyncs, renames, fsyncs
-the parent. So a kill at any moment leaves either the new directory whole or the ones before it untouched. What is too
-old is then deleted in another thread, beside the training; so may the whole save be, and the training then only waits
-where one is still under way.
+A save writes into `.tmp-*`. Each rank hashes and fsyncs its files. Rank 0 then writes the manifest, fsyncs, renames the
+directory, and fsyncs the parent directory. A kill at any moment therefore leaves either a complete new checkpoint, or
+the previous checkpoints unchanged. Old checkpoints are then deleted in another thread, while training continues. With
+an asynchronous save, this thread also writes the checkpoint; training waits only if the previous save is not complete.
 """
 
 import contextlib
@@ -26,267 +26,308 @@ from typing import Any
 
 from nanoGPT.checkpoint.manifest import (
     Checkpoint,
-    Damaged,
+    DamagedCheckpoint,
     Manifest,
+    collect_versions,
     read_manifest,
-    seal,
+    serialize_manifest,
     step_directories,
     verify_files,
-    versions,
 )
-from nanoGPT.checkpoint.writer import NewFiles, sync, write_and_sync
+from nanoGPT.checkpoint.writer import NewFiles, fsync_path, write_and_sync
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, PeerFailed, SaveError
 from nanoGPT.files import is_present, remove, size_of, unique_name
 
 
 class CheckpointDirectory:
-    """`out_dir/checkpoints` of one run. Every method is collective: all ranks call it, in the same order.
+    """The checkpoints of one run. All methods are collective: all ranks call them in the same order.
 
     Args:
-        out_dir: the run's directory, on a file system that every rank sees.
+        out_dir: the run's directory, on a file system that all ranks share.
         run: this rank's Runtime.
-        keep: how many of the newest checkpoints stay.
+        keep_checkpoints: number of newest checkpoints to keep.
 
     Raises:
-        ConfigError: some rank does not see what rank 0 writes.
+        ConfigError: a rank cannot see a file that rank 0 writes.
     """
 
-    def __init__(self, out_dir: str, run: Runtime, keep: int) -> None:
-        self.root, self.keep = Path(out_dir) / "checkpoints", keep
-        self.run = run.with_own_group()  # a save in the background must not meet the training's collectives
-        self.saving: threading.Thread | None = None
+    def __init__(self, out_dir: str, run: Runtime, keep_checkpoints: int) -> None:
+        self.root, self.keep_checkpoints = Path(out_dir) / "checkpoints", keep_checkpoints
+        self.run = run.with_own_group()  # an asynchronous save must not interfere with collectives of the training
+        self.save_thread: threading.Thread | None = None
         self.failure: BaseException | None = None
-        self.runs: set[str | None] = {
-            run.token
-        }  # whose checkpoints are this run's: its own, and those of the one that it resumes
-        run.at_end.append(self.drain)
-        self._on_main(lambda: self.root.mkdir(exist_ok=True))
+        self.own_tokens: set[str | None] = {run.token}  # of this run, and of the run that it resumes
+        run.end_callbacks.append(self.drain)
+        self._run_on_main(lambda: self.root.mkdir(exist_ok=True))
         self._check_shared()
 
     def _check_shared(self) -> None:
         probe = self.root / self.run.gather(unique_name("shared"))[0]
-        self._on_main(probe.touch)
-        blind = [rank for rank, seen in enumerate(self._on_all(lambda: is_present(probe))) if not seen]
-        self._on_main(probe.unlink)
-        if blind:
+        self._run_on_main(probe.touch)
+        missing = [
+            rank for rank, is_visible in enumerate(self._run_on_all(lambda: is_present(probe))) if not is_visible
+        ]
+        self._run_on_main(probe.unlink)
+        if missing:
             raise ConfigError(
-                f"ranks {blind} do not see the file that rank 0 wrote into {self.root}: "
-                "give an --out_dir on a file system that all nodes share"
+                f"ranks {missing} do not see the file that rank 0 wrote into {self.root}: "
+                "use an --out_dir on a file system that all nodes share"
             )
 
-    def newest(self) -> Checkpoint:
-        """Return the newest checkpoint that is complete. Each one passed over is renamed, and named with the reason.
+    def find_newest(self, step: int | None = None) -> Checkpoint:
+        """Return the newest complete checkpoint. Rename newer, damaged ones to `.bad-*`, and print the reasons.
+
+        Args:
+            step: return the checkpoint of this step instead, and rename newer ones to `.newer-*`.
 
         Raises:
-            ConfigError: there is none; or one could not be read, and then nothing was renamed.
+            ConfigError: there is no complete checkpoint, or one could not be read. An unreadable one is not renamed.
         """
-        for name in self._on_all(lambda: [path.name for path in step_directories(self.root.parent)])[0]:
+        names = self._run_on_all(lambda: [path.name for path in step_directories(self.root.parent)])[0]
+        if step is not None:
+            return self._find_step(f"step-{step:08d}", names)
+        for name in names:
             path = self.root / name
-            damage = [reason for reason in self._on_all(partial(self._damage, path)) if reason]
-            if not damage:
+            reasons = [reason for reason in self._run_on_all(partial(self._find_damage, path)) if reason]
+            if not reasons:
                 manifest = read_manifest(path)
-                self.runs.add(manifest.get("run"))
+                self.own_tokens.add(manifest.get("run"))
                 return Checkpoint(path, manifest)
-            aside = self._free_name(f".bad-{name}")
-            self.run.print0(f"skipping {name}: {damage[0]} (kept as {aside.name})")
-            self._on_main(partial(path.rename, aside))
-        raise ConfigError(f"no checkpoint under {self.root} can be used: start again with another --out_dir")
+            bad_path = self._find_free_path(f".bad-{name}")
+            self.run.print0(f"skipping {name}: {reasons[0]} (kept as {bad_path.name})")
+            self._run_on_main(partial(path.rename, bad_path))
+        raise ConfigError(f"no checkpoint under {self.root} can be used: start a new run with another --out_dir")
 
-    def _damage(self, path: Path) -> str | None:
-        """Return why a checkpoint must not be used, from this rank's share of its files; None if they hold."""
+    def _find_step(self, wanted: str, names: list[str]) -> Checkpoint:
+        """Return the checkpoint of one step, and rename all newer ones, so that the run can save their steps again."""
+        if wanted not in names:
+            raise ConfigError(f"there is no checkpoint {wanted} under {self.root}: choose one of {', '.join(names)}")
+        path = self.root / wanted
+        if reasons := [reason for reason in self._run_on_all(partial(self._find_damage, path)) if reason]:
+            raise ConfigError(f"{path} is damaged ({reasons[0]}): choose another --resume_step")
+        for name in names[: names.index(wanted)]:
+            new_path = self._find_free_path(f".newer-{name}")
+            self.run.print0(f"{name} is newer than --resume_step: kept as {new_path.name}")
+            self._run_on_main(partial((self.root / name).rename, new_path))
+        manifest = read_manifest(path)
+        self.own_tokens.add(manifest.get("run"))
+        return Checkpoint(path, manifest)
+
+    def _find_damage(self, path: Path) -> str | None:
+        """Verify this rank's part of a checkpoint's files.
+
+        Returns:
+            What is damaged; None if nothing is.
+        """
         try:
             verify_files(path, read_manifest(path), self.run.rank, self.run.world_size)
             return None
-        except Damaged as reason:
+        except DamagedCheckpoint as reason:
             return str(reason)
 
-    def _free_name(self, name: str) -> Path:
-        taken = [p.name for p in self.root.iterdir()]
-        names = [name, *(f"{name}.{i}" for i in range(2, len(taken) + 3))]
-        return self.root / next(n for n in names if n not in taken)
+    def _find_free_path(self, name: str) -> Path:
+        existing = [p.name for p in self.root.iterdir()]
+        names = [name, *(f"{name}.{i}" for i in range(2, len(existing) + 3))]
+        return self.root / next(n for n in names if n not in existing)
 
     def save(
         self,
         step: int,
         write: Callable[[NewFiles], None],
-        about: Manifest,
+        fields: Manifest,
         copy: Callable[[], None] | None = None,
     ) -> Path:
-        """Save a checkpoint; if this run has saved that step already, it stays as it is.
+        """Save a checkpoint. If this run has already saved this step, do nothing.
 
         Args:
-            step: updates done.
+            step: number of completed updates.
             write: called on every rank; writes this rank's files.
-            about: what the manifest says besides step, world size, versions and files.
-            copy: called when no other save is under way, to copy what `write` will write; the writing then goes on in
-                another thread, and what goes wrong there is raised by the next `save` or `drain`.
+            fields: the fields of the manifest other than step, world size, versions and files.
+            copy: None for a synchronous save. For an asynchronous save, copies the data that `write` will write; it is
+                called when the previous save is complete. Another thread then calls `write`, and the next `save` or
+                `drain` raises the errors of this thread.
 
         Returns:
-            Where the checkpoint is, or will be.
+            The path of the checkpoint, which an asynchronous save creates later.
 
         Raises:
-            SaveError: some rank could not write, now or in the background before, or the directory belongs to another
-                run by now; nothing of that step is left, all earlier checkpoints are.
+            SaveError: a rank could not write, in this save or in an asynchronous save before it, or the directory now
+                belongs to another run. Nothing of the failed step remains; all earlier checkpoints do.
         """
         self.drain()
         final = self.root / f"step-{step:08d}"
-        if self._on_all(lambda: self.run.is_main and self._is_saved(final), final)[0]:
+        if self._run_on_all(lambda: self.run.is_main and self._is_saved(final), final)[0]:
             return final
         if copy:
-            self._on_all(copy, self.root / f".tmp-{final.name}")
-            self._beside(lambda: self._save(final, step, write, about), self._retain)
+            self._run_on_all(copy, self.root / f".tmp-{final.name}")
+            self._run_in_background(lambda: self._save(final, step, write, fields), self._delete_old)
         else:
-            self._save(final, step, write, about)
-            self._beside(self._retain)
+            self._save(final, step, write, fields)
+            self._run_in_background(self._delete_old)
         return final
 
     def _is_saved(self, final: Path) -> bool:
-        """Return whether this run has saved the step already.
+        """Return whether this run has already saved the step.
 
         Raises:
-            ConfigError: the directory, or the checkpoint of this step, is another run's.
+            ConfigError: the directory, or the checkpoint of this step, belongs to another run.
         """
-        self._keep_directory()
+        self._ensure_directory()
         if not is_present(final):
             return False
         try:
-            whose = read_manifest(final).get("run")
-        except Damaged as reason:
-            raise ConfigError(f"{final.name} is there already, and {reason}: move it away") from None
-        if whose not in self.runs:
-            raise ConfigError(f"{final.name} is there already, written by another run: choose another --out_dir")
+            token = read_manifest(final).get("run")
+        except DamagedCheckpoint as reason:
+            raise ConfigError(f"{final.name} already exists, and {reason}: move it away") from None
+        if token not in self.own_tokens:
+            raise ConfigError(f"{final.name} already exists, written by another run: choose another --out_dir")
         return True
 
-    def _keep_directory(self) -> None:
-        """Check that the directory is still this run's.
+    def _ensure_directory(self) -> None:
+        """Check that the directory still belongs to this run. Create it again if it was deleted or moved away.
 
         Raises:
-            ConfigError: it is another run's.
+            ConfigError: it belongs to another run.
         """
-        if self.run.lock and (warning := self.run.lock.keep()):
+        if self.run.lock and (warning := self.run.lock.ensure_directory()):
             self.run.print0(warning)
         self.root.mkdir(exist_ok=True)
 
     def drain(self) -> None:
-        """Wait for a save in the background, and for what is too old to be deleted. Collective.
+        """Wait until an asynchronous save is complete and old checkpoints are deleted. Collective.
 
         Raises:
             SaveError: the save failed.
         """
-        if self.saving:
-            self.saving.join()
-        failure, self.saving, self.failure = self.failure, None, None
+        if self.save_thread:
+            self.save_thread.join()
+        failure, self.save_thread, self.failure = self.failure, None, None
         if failure:
             raise failure
 
-    def _beside(self, *works: Callable[[], None]) -> None:
-        """Do works in another thread, beside the training; `drain` waits for them, and raises their failure."""
+    def _run_in_background(self, *tasks: Callable[[], None]) -> None:
+        """Run tasks in another thread, while training continues. `drain` waits for them, and raises their failure."""
 
-        def keep_failure() -> None:
+        def store_failure() -> None:
             try:
-                for work in works:
-                    work()
+                for task in tasks:
+                    task()
             except BaseException as failure:
                 self.failure = failure
 
-        self.saving = threading.Thread(target=keep_failure)
-        self.saving.start()
+        self.save_thread = threading.Thread(target=store_failure)
+        self.save_thread.start()
 
-    def _save(self, final: Path, step: int, write: Callable[[NewFiles], None], about: Manifest) -> None:
+    def _save(self, final: Path, step: int, write: Callable[[NewFiles], None], fields: Manifest) -> None:
         temporary = self.root / f".tmp-{final.name}"
-        self._on_main(lambda: self._begin(temporary), temporary)
-        mine = NewFiles(temporary, self.run.group, self.run.report_progress)
-        written = self._on_all(lambda: (write(mine), mine.records())[1], temporary)  # type: ignore[func-returns-value]
-        files = sorted((file for each in written for file in each), key=lambda file: file["name"])
-        whose = {"run": self.run.token, "world_size": self.run.world_size, "versions": versions()}
-        manifest = {**about, **whose, "step": step, "files": files}
-        self._on_main(lambda: self._publish(temporary, final, manifest), temporary)
+        self._run_on_main(lambda: self._create_temporary(temporary), temporary)
+        new_files = NewFiles(temporary, self.run.group, self.run.report_progress)
+
+        def write_files() -> list[dict[str, Any]]:
+            write(new_files)
+            return new_files.records()
+
+        records = self._run_on_all(write_files, temporary)
+        files = sorted((file for each in records for file in each), key=lambda file: file["name"])
+        environment = {"run": self.run.token, "world_size": self.run.world_size, "versions": collect_versions()}
+        manifest = {**fields, **environment, "step": step, "files": files}
+        self._run_on_main(lambda: self._publish(temporary, final, manifest), temporary)
         self.run.print0(f"saved {final}")
 
-    def _begin(self, temporary: Path) -> None:
+    def _create_temporary(self, temporary: Path) -> None:
+        """Create the directory of a save, and delete those of earlier saves that were killed."""
         for stale in self.root.glob(".tmp-*"):
-            with contextlib.suppress(OSError):  # a reader may hold a file open on a network file system
+            with contextlib.suppress(OSError):  # on a network file system, a reader may still have a file open
                 remove(stale)
         temporary.mkdir()
 
     def _publish(self, temporary: Path, final: Path, manifest: Manifest) -> None:
-        write_and_sync(temporary / "manifest.json", seal(manifest))
-        sync(temporary)
+        """Write the manifest, and rename the directory to its final name."""
+        write_and_sync(temporary / "manifest.json", serialize_manifest(manifest))
+        fsync_path(temporary)
         temporary.rename(final)
-        sync(self.root)
-        with contextlib.suppress(OSError):  # the checkpoint is there, whatever becomes of its signpost
+        fsync_path(self.root)
+        with contextlib.suppress(OSError):  # the checkpoint is complete, and a resume does not need LATEST
             write_and_sync(self.root / ".tmp-LATEST", final.name + "\n")
             os.replace(self.root / ".tmp-LATEST", self.root / "LATEST")
 
-    def _retain(self) -> None:
-        """Delete what is older than the `keep` newest checkpoints whose manifest and sizes hold.
+    def _delete_old(self) -> None:
+        """Delete every checkpoint that is older than the `keep_checkpoints` newest complete ones.
 
-        A checkpoint that cannot be read or deleted now is kept, and looked at again after the next save.
+        Only the manifest and the sizes of the files are checked. A checkpoint that cannot be read or deleted now is
+        kept, and checked again after the next save.
         """
         if not self.run.is_main:
             return
-        whole = 0
+        complete = 0
         with contextlib.suppress(ConfigError):
             for path in step_directories(self.root.parent):
-                if whole >= self.keep:
+                if complete >= self.keep_checkpoints:
                     self._delete(path)
                     continue
-                with contextlib.suppress(Damaged):
+                with contextlib.suppress(DamagedCheckpoint):
                     manifest = read_manifest(path)
-                    whole += all(size_of(path / f["name"]) == f["size"] for f in manifest["files"])
+                    complete += all(size_of(path / f["name"]) == f["size"] for f in manifest["files"])
 
     def _delete(self, path: Path) -> None:
-        """Delete a checkpoint, unless the directory has become another run's; never leave half of one behind."""
+        """Delete a checkpoint, unless the directory now belongs to another run. Rename it first: a kill during the
+        deletion must not leave an incomplete `step-*` directory."""
         with contextlib.suppress(OSError):
             if not self.run.lock or self.run.lock.is_ours():
                 remove(path.rename(self.root / f".tmp-old-{path.name}"))
 
-    def _on_main(self, work: Callable[[], Any], saving: Path | None = None) -> None:
-        self._on_all(lambda: work() if self.run.is_main else None, saving)
+    def _run_on_main(self, task: Callable[[], Any], save_path: Path | None = None) -> None:
+        """Run a task on rank 0; if it fails, raise on all ranks."""
+        self._run_on_all(lambda: task() if self.run.is_main else None, save_path)
 
-    def _on_all(self, work: Callable[[], Any], saving: Path | None = None) -> list[Any]:
-        """Do work on every rank; if it fails on any, raise on all.
+    def _run_on_all(self, task: Callable[[], Any], save_path: Path | None = None) -> list[Any]:
+        """Run a task on every rank; if it fails on any rank, raise on all.
 
         Args:
-            work: returns a small picklable value.
-            saving: within a save, the directory that it writes; a temporary one is deleted after a failure.
+            task: returns a small picklable value.
+            save_path: in a save, the directory that it writes. A temporary directory is deleted after a failure.
 
         Returns:
-            What each rank returned, in rank order.
+            The result of each rank, in rank order.
 
         Raises:
-            SaveError: within a save.
-            ConfigError: outside of one.
+            SaveError: the task failed in a save.
+            ConfigError: the task failed elsewhere.
         """
         result, failure = None, None
         try:
-            result = work()
+            result = task()
         except PeerFailed:
             pass
         except Exception as error:
-            failure = describe(error, self.root)
+            failure = describe_failure(error, self.root)
         outcomes = self.run.gather((result, failure))
-        failures = [(rank, why) for rank, (_, why) in enumerate(outcomes) if why]
+        failures = [(rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason]
         if failures:
-            rank, why = failures[0]
-            if saving is None:
-                raise ConfigError(why)
-            if self.run.is_main and saving.name.startswith(".tmp-"):
-                shutil.rmtree(saving, ignore_errors=True)
-            what = saving.name.removeprefix(".tmp-")
-            raise SaveError(f"{what} was not saved: rank {rank}: {why}; earlier checkpoints stand, resume from them")
+            rank, reason = failures[0]
+            if save_path is None:
+                raise ConfigError(reason)
+            if self.run.is_main and save_path.name.startswith(".tmp-"):
+                shutil.rmtree(save_path, ignore_errors=True)
+            name = save_path.name.removeprefix(".tmp-")
+            raise SaveError(
+                f"{name} was not saved: rank {rank}: {reason}; earlier checkpoints are unchanged, resume from them"
+            )
         return [result for result, _ in outcomes]
 
 
-def describe(error: Exception, folder: Path) -> str:
-    """Return why a read or a write below `folder` failed; torch's writer hides a full disk behind a RuntimeError."""
+def describe_failure(error: Exception, folder: Path) -> str:
+    """Return why a read or a write below `folder` failed.
+
+    torch's writer reports a full disk as a RuntimeError, so the free space is checked too.
+    """
     if isinstance(error, ConfigError):
         return str(error)
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     with contextlib.suppress(OSError):
-        full = full or shutil.disk_usage(folder).free < 1 << 20
-    if full:
+        is_full = is_full or shutil.disk_usage(folder).free < 1 << 20
+    if is_full:
         return f"the disk of {folder} is full: free some space"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return f"{folder} cannot be used ({type(error).__name__}: {reason}): fix it, or choose another --out_dir"
+    return f"{folder} cannot be used ({type(error).__name__}: {reason}): fix this, or choose another --out_dir"

@@ -1,7 +1,7 @@
-"""Hugging Face's GPT-2 directories: config.json beside safetensors files, read and written.
+"""Read and write Hugging Face's GPT-2 directories: config.json and safetensors files.
 
-A directory is read only if this project's model computes what `transformers` would: what config.json says of the
-activation, the norms, attention's scale and the tied head is supported or refused. Nothing in it is ignored silently.
+A directory is accepted only if this project's model computes the same function as `transformers`. Each field of
+config.json about the activation, the norms, the scale of attention and the tied head is either supported or refused.
 """
 
 import json
@@ -25,9 +25,9 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 GPT2_VOCAB = 50257
 INDEX = "model.safetensors.index.json"
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
-# What `transformers` takes for a field that config.json leaves out.
+# The default of `transformers` for a field that is not in config.json.
 DEFAULTS = {"vocab_size": GPT2_VOCAB, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None}
-# Fields that change the model, and the only value that this project's model has for each.
+# Fields that change the model, with the only value that this project's model supports.
 FIXED = {
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
@@ -35,7 +35,7 @@ FIXED = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-# Other names of a field, which win over its own.
+# Alternative names of fields. If both are given, `transformers` uses the alternative.
 ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -44,42 +44,51 @@ ALIASES = {
 }
 
 
-def download(name: str) -> Path:
-    """OpenAI's weights from the Hugging Face hub (extra `web`)."""
+def download_gpt2(name: str) -> Path:
+    """Download OpenAI's GPT-2 weights from the Hugging Face hub, and return their directory.
+
+    Raises:
+        ConfigError: the extra `web` is not installed, or the download failed.
+    """
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"]))
     except ImportError:
-        raise ConfigError(f"--init_from={name} needs `.venv/bin/pip install -e '.[web]'`") from None
+        raise ConfigError(
+            f"--init_from={name} needs the extra `web`: run `.venv/bin/pip install -e '.[web]'`"
+        ) from None
     except Exception as error:
         raise ConfigError(
-            f"{name} could not be downloaded ({type(error).__name__}): check the network, or give a directory"
+            f"{name} could not be downloaded ({type(error).__name__}): check the network, or use a local directory"
         ) from None
 
 
 def read_hf(folder: Path) -> tuple[GPTConfig, Mapping[str, Tensor]]:
-    """A Hugging Face GPT-2 directory: `config.json` and safetensors in one or several files.
+    """Read a Hugging Face GPT-2 directory: `config.json`, and one or more safetensors files.
+
+    Returns:
+        The shape of the model, and its weights, each of which is read when it is accessed.
 
     Raises:
-        ConfigError: another architecture, or files that do not fit it.
+        ConfigError: the architecture is not GPT-2, or the files do not match it.
     """
     try:
         shape = read_hf_config(folder / "config.json")
-        weights = LazyTensors(hf_readers(folder))
+        weights = LazyTensors(create_hf_readers(folder))
         head = weights.readers.pop(HEAD, None)
         if head and not are_tied(head(), weights[EMBEDDING]):
             raise ConfigError(
-                f"{folder} has an {HEAD} that differs from {EMBEDDING}, and this model has one tensor for both: "
-                "give a GPT-2 with a tied head"
+                f"{folder} has an {HEAD} that differs from {EMBEDDING}, but this model has one tensor for both: "
+                "use a GPT-2 with a tied head"
             )
         return shape, weights
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"{folder} is no Hugging Face GPT-2 with safetensors ({type(error).__name__}: {str(error)[:200]}): give "
-            "another directory"
+            f"{folder} is not a Hugging Face GPT-2 with safetensors ({type(error).__name__}: {str(error)[:200]}): "
+            "use another directory"
         ) from None
 
 
@@ -87,35 +96,35 @@ def read_hf_config(path: Path) -> GPTConfig:
     """Return the shape that a config.json describes.
 
     Raises:
-        ConfigError: another architecture, or a field that makes another model of it than this project's.
-        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError: it is no such file.
+        ConfigError: the architecture is not GPT-2, or a field has a value that this project's model does not support.
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError: the file is not a config.json.
     """
-    found = json.loads(read_document(path))
-    if found.get("model_type") != "gpt2":
-        raise ConfigError(f"{path.parent} holds a {found.get('model_type')} model: only gpt2 is known here")
-    hf: dict[str, Any] = {**DEFAULTS, "activation_function": "gelu_new", **FIXED, **found}
-    hf |= {name: found[alias] for alias, name in ALIASES.items() if alias in found}
+    fields = json.loads(read_document(path))
+    if fields.get("model_type") != "gpt2":
+        raise ConfigError(f"{path.parent} contains a {fields.get('model_type')} model: use a directory of a gpt2 model")
+    hf: dict[str, Any] = {**DEFAULTS, "activation_function": "gelu_new", **FIXED, **fields}
+    hf |= {name: fields[alias] for alias, name in ALIASES.items() if alias in fields}
     allowed = {name: (value,) for name, value in FIXED.items()} | {"n_inner": (None, 4 * hf["n_embd"])}
     for name, values in {**allowed, "activation_function": tuple(GELUS)}.items():
         if hf[name] not in values:
             raise ConfigError(
-                f"{path} has {name}={repr(hf[name])[:200]}, and this model can only be one with "
-                f"{' or '.join(map(repr, values))}: give another GPT-2"
+                f"{path} has {name}={repr(hf[name])[:200]}, but this model supports only "
+                f"{' or '.join(map(repr, values))}: use another GPT-2"
             )
     gelu = GELUS[hf["activation_function"]]
     return GPTConfig(hf["n_layer"], hf["n_head"], hf["n_embd"], hf["n_positions"], True, hf["vocab_size"], 0.0, gelu)
 
 
-def hf_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """Return a function that reads each tensor, by its name here.
+def create_hf_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """Return, for each parameter name of this project, a function that reads the tensor.
 
     Raises:
-        ConfigError: a file is missing or is no file, or two tensors have one name.
+        ConfigError: a file is missing or not a regular file, or two tensors have the same name.
     """
     readers: dict[str, Callable[[], Tensor]] = {}
     origin: dict[str, str] = {}
-    for file in hf_files(folder):
-        for key in retry_reads(file, partial(hf_keys, file)):
+    for file in list_hf_files(folder):
+        for key in retry_reads(file, partial(read_hf_keys, file)):
             name = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
             if name.endswith((".attn.bias", ".attn.masked_bias")):  # the causal mask
                 continue
@@ -128,11 +137,11 @@ def hf_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
     return readers
 
 
-def hf_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a directory, all of which are regular files.
+def list_hf_files(folder: Path) -> list[Path]:
+    """Return the paths of the safetensors files in a directory.
 
     Raises:
-        ConfigError: there is none, one that the index names is missing, or one is something else.
+        ConfigError: there is none, a file in the index is missing, or a path is not a regular file.
     """
     names = {name for name in list_directory(folder) if name.endswith(".safetensors")}
     try:
@@ -141,37 +150,48 @@ def hf_files(folder: Path) -> list[Path]:
         needed = set()
     if missing := sorted(needed - names):
         raise ConfigError(
-            f"{folder / INDEX} names {missing[0]}, which is not there: copy all {len(needed)} files of the model"
+            f"{folder / INDEX} lists {missing[0]}, which does not exist: copy all {len(needed)} files of the model"
         )
     if not names:
-        raise ConfigError(f"{folder} has no safetensors: save the model again with `save_pretrained` of transformers")
+        raise ConfigError(
+            f"{folder} has no safetensors file: save the model again with `save_pretrained` of transformers"
+        )
     for name in sorted(names):
-        if size_of(folder / name) is None:  # opening a FIFO would wait for ever
-            raise ConfigError(f"{folder / name} is not a regular file: give another directory")
+        if size_of(folder / name) is None:  # opening a FIFO would block forever
+            raise ConfigError(f"{folder / name} is not a regular file: use another directory")
     return [folder / name for name in sorted(names)]
 
 
-def hf_keys(file: Path) -> list[str]:
+def read_hf_keys(file: Path) -> list[str]:
+    """Return the names of the tensors in a safetensors file."""
     with safe_open(file, "pt") as opened:
         return list(opened.keys())
 
 
-def read_hf_tensor(file: Path, key: str, transposed: bool) -> Tensor:
-    """One tensor of a safetensors file, which is mapped: what is not looked at is not read.
+def read_hf_tensor(file: Path, key: str, is_transposed: bool) -> Tensor:
+    """Return one tensor of a safetensors file. The file is memory-mapped: only accessed pages are read from the disk.
+
+    Args:
+        file: the safetensors file.
+        key: the name of the tensor in the file.
+        is_transposed: whether the file stores a Conv1D weight, of shape (in, out), which is returned as (out, in).
 
     Raises:
-        ConfigError: it cannot be read, or is of a type that torch does not know.
+        ConfigError: the tensor cannot be read, or torch does not know its dtype.
     """
     try:
         with safe_open(file, "pt") as opened:
             tensor: Tensor = opened.get_tensor(key)
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{key} of {file} cannot be read ({str(error)[:200]}): give another directory") from None
-    return tensor.t() if transposed and tensor.dim() == 2 else tensor
+        raise ConfigError(f"{key} of {file} cannot be read ({str(error)[:200]}): use another directory") from None
+    return tensor.t() if is_transposed and tensor.dim() == 2 else tensor
 
 
-def hf_tensors(shape: GPTConfig, weights: Mapping[str, Tensor], rows: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors as `transformers` names and lays them out, one at a time: Conv1D transposed, padding rows dropped."""
+def convert_to_hf(shape: GPTConfig, weights: Mapping[str, Tensor], rows: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and tensor of each parameter in the layout of `transformers`.
+
+    Conv1D weights are transposed, and the padding rows of the embedding are dropped.
+    """
     for name, value in weights.items():
         value = value[:rows] if name == EMBEDDING else value
         yield name, (value.t() if name.endswith(CONV1D) else value).contiguous()
@@ -182,46 +202,50 @@ def hf_tensors(shape: GPTConfig, weights: Mapping[str, Tensor], rows: int) -> It
 def write_hf(
     folder: Path, shape: GPTConfig, weights: Mapping[str, Tensor], rows: int, file_bytes: int = 2 << 30
 ) -> None:
-    """Write a directory that `transformers` opens, in as many files as keep each below a size.
+    """Write a directory that `transformers` can read, with one or more safetensors files.
 
     Args:
-        weights: read one at a time; a file's are in memory together.
-        rows: the tokenizer's vocabulary; embedding rows from here on are padding.
-        file_bytes: of one file at most, unless a single tensor is larger.
+        folder: an existing directory.
+        shape: the shape of the model.
+        weights: parameters by name. They are read one at a time; those of one file are in memory together.
+        rows: vocabulary size of the tokenizer; further rows of the embedding are padding.
+        file_bytes: maximum size of a file in bytes. A file with a single tensor may be larger.
     """
-    files: list[dict[str, int]] = []  # of each, its tensors' bytes by name
-    held: dict[str, Tensor] = {}
-    for name, tensor in hf_tensors(shape, weights, rows):
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > file_bytes:
-            files.append(write_hf_file(folder, len(files), held))
-            held = {}
-        held[name] = tensor
-    files.append(write_hf_file(folder, len(files), held))
-    name_hf_files(folder, files)
+    files: list[dict[str, int]] = []  # for each file, the bytes of its tensors by name
+    pending: dict[str, Tensor] = {}
+    for name, tensor in convert_to_hf(shape, weights, rows):
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > file_bytes:
+            files.append(write_hf_file(folder, len(files), pending))
+            pending = {}
+        pending[name] = tensor
+    files.append(write_hf_file(folder, len(files), pending))
+    rename_hf_files(folder, files)
     write_hf_config(folder, shape, rows)
     for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # safetensors lets nobody else read it
+        shutil.copymode(folder / "config.json", file)  # safetensors makes its files readable by the owner only
 
 
 def write_hf_file(folder: Path, index: int, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Write tensors to part-{index}.safetensors, and return the bytes of each tensor by name."""
     save_file(tensors, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
-def name_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
-    """Name them as transformers looks them up: model.safetensors, or numbered ones and an index."""
-    one = len(files) == 1
+def rename_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
+    """Rename the parts as `transformers` expects: to model.safetensors, or to numbered files with an index."""
+    is_single = len(files) == 1
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    for i, name in enumerate(["model.safetensors"] if one else names):
+    for i, name in enumerate(["model.safetensors"] if is_single else names):
         (folder / f"part-{i}.safetensors").rename(folder / name)
-    if not one:
-        where = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": sum(sum(each.values()) for each in files)}, "weight_map": where}
+    if not is_single:
+        file_of_tensor = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": sum(sum(each.values()) for each in files)}, "weight_map": file_of_tensor}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
 def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:
-    end = rows - 1 if rows == GPT2_VOCAB else None  # GPT-2's <|endoftext|>
+    """Write config.json for a model of this shape, with a vocabulary of `rows` tokens."""
+    end_of_text = rows - 1 if rows == GPT2_VOCAB else None  # GPT-2's <|endoftext|>
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -231,8 +255,8 @@ def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:
         "vocab_size": rows,
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
-        "bos_token_id": end,
-        "eos_token_id": end,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
     }
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), shape.dropout)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -1,6 +1,6 @@
-"""What a checkpoint says of itself, and the proof that it holds: sizes and sha256 of every file, sealed by its own.
+"""The manifest of a checkpoint: its metadata, the size and sha256 of every file, and a sha256 of the manifest itself.
 
-Nothing is repaired: a checkpoint that does not verify is named, and a resume passes it over.
+Nothing is repaired. If a checkpoint fails the verification, the reason is reported, and a resume skips the checkpoint.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -19,20 +19,20 @@ import torch
 from nanoGPT.dataset import DataIdentity
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, NotAFile, is_directory, is_present, list_directory, read_document, sha256_of, size_of
-from nanoGPT.schema import Count, FileName, Malformed, Sha256, Size, Within, check_schema
+from nanoGPT.schema import Count, FileName, Range, SchemaError, Sha256, Size, check_schema
 from nanoGPT.tokenizer import check_tokenizer
 
 Manifest = dict[str, Any]
-STEP = re.compile("step-[0-9]{8,}")  # how a checkpoint's directory is named
+STEP = re.compile("step-[0-9]{8,}")  # the name of a checkpoint's directory
 
 
-class Damaged(Exception):
-    """Why a checkpoint must not be used."""
+class DamagedCheckpoint(Exception):
+    """A checkpoint is incomplete, or was changed after its save. The message is the reason: "payload is missing"."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole, verified checkpoint."""
+    """The path and the manifest of a complete, verified checkpoint."""
 
     path: Path
     manifest: Manifest
@@ -43,7 +43,7 @@ class Checkpoint:
 
 
 class FileRecord(TypedDict):
-    """One file of a checkpoint."""
+    """The entry of one file in a manifest."""
 
     name: FileName
     size: Count
@@ -51,31 +51,31 @@ class FileRecord(TypedDict):
 
 
 class ManifestFields(TypedDict):
-    """What every checkpoint's manifest says; that of a training run says more."""
+    """The fields that every manifest has."""
 
     step: Count
-    world_size: Annotated[int, Within(1, 2**20)]
+    world_size: Annotated[int, Range(1, 2**20)]
     run: NotRequired[str]
     versions: dict[str, str]
-    files: Annotated[list[FileRecord], Within(1, 10**6)]
+    files: Annotated[list[FileRecord], Range(1, 10**6)]
     sha256: Sha256
 
 
 class ModelArgs(TypedDict):
     """The shape of a GPT."""
 
-    n_layer: Annotated[int, Within(1, 10_000)]
+    n_layer: Annotated[int, Range(1, 10_000)]
     n_head: Size
-    n_embd: Annotated[int, Within(1, 2**20)]
+    n_embd: Annotated[int, Range(1, 2**20)]
     block_size: Size
     bias: bool
     vocab_size: Size
-    dropout: Annotated[float, Within(0, math.nextafter(1, 0))]
+    dropout: Annotated[float, Range(0, math.nextafter(1, 0))]
     gelu: NotRequired[Literal["none", "tanh"]]
 
 
 class TrainingManifestFields(ManifestFields):
-    """What the manifest of a training run says."""
+    """The fields that the manifest of a training run has."""
 
     phase: str
     config: dict[str, Any]
@@ -86,29 +86,38 @@ class TrainingManifestFields(ManifestFields):
 
 
 def step_directories(out_dir: Path) -> list[Path]:
-    """Return all directories of a run that are named as a checkpoint is, newest first; other names are left alone.
+    """Return all directories of a run that have the name of a checkpoint, newest first.
 
     Raises:
-        ConfigError: the directory is there, but could not be listed.
+        ConfigError: `out_dir/checkpoints` exists, but could not be listed.
     """
     root = out_dir / "checkpoints"
     steps = sorted((name for name in list_directory(root) if STEP.fullmatch(name)), key=lambda name: -int(name[5:]))
     return [root / name for name in steps if is_directory(root / name)]
 
 
-def manifests(out_dir: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Yield every checkpoint whose manifest holds, newest first; its files are not verified.
+def find_newest_run(directories: Iterable[Path]) -> Path | None:
+    """Return the directory whose newest checkpoint was written last; None if no directory has a checkpoint."""
+    save_times: dict[Path, float] = {}
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError, IndexError):  # a run in progress may delete an old checkpoint
+            save_times[directory] = step_directories(directory)[0].stat().st_mtime
+    return max(save_times, key=lambda directory: save_times[directory]) if save_times else None
+
+
+def read_manifests(out_dir: Path) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the path and manifest of every checkpoint with a valid manifest, newest first. Files are not verified.
 
     Raises:
-        ConfigError: a manifest is there, but could not be read.
+        ConfigError: a manifest exists, but could not be read.
     """
     for path in step_directories(out_dir):
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(DamagedCheckpoint):
             yield path, read_manifest(path)
 
 
-def seal(manifest: Manifest) -> str:
-    """The manifest as text that carries its own sha256."""
+def serialize_manifest(manifest: Manifest) -> str:
+    """Return the manifest as JSON, with a field `sha256` that is computed from all other fields."""
     body = {k: v for k, v in manifest.items() if k != "sha256"}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True) + "\n"
@@ -118,76 +127,74 @@ def read_manifest(path: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        Damaged: it is absent, incomplete, or not exactly as it was written.
-        ConfigError: it is there, but could not be read: that says nothing of the checkpoint.
+        DamagedCheckpoint: the manifest is missing, incomplete, or was changed after it was written.
+        ConfigError: the manifest exists, but could not be read. The checkpoint may still be intact.
     """
     try:
         text = read_document(path / "manifest.json")
         manifest = json.loads(text)
     except ABSENT:
-        raise Damaged("it has no manifest.json, so its save never ended") from None
+        raise DamagedCheckpoint("it has no manifest.json, so its save was not completed") from None
     except NotAFile as error:
-        raise Damaged(f"its {error}") from None
+        raise DamagedCheckpoint(f"its {error}") from None
     except (ValueError, RecursionError):
-        raise Damaged("its manifest.json is not JSON") from None
+        raise DamagedCheckpoint("its manifest.json is not JSON") from None
     try:
-        if not isinstance(manifest, dict) or seal(manifest) != text:
-            raise Damaged("its manifest.json was changed after it was written")
+        if not isinstance(manifest, dict) or serialize_manifest(manifest) != text:
+            raise DamagedCheckpoint("its manifest.json was changed after it was written")
         step = check_schema(manifest, ManifestFields)["step"]
-    except (Malformed, RecursionError) as error:
-        raise Damaged(f"its manifest.json is not that of a checkpoint ({error})") from None
+    except (SchemaError, RecursionError) as error:
+        raise DamagedCheckpoint(f"its manifest.json does not describe a checkpoint ({error})") from None
     if STEP.fullmatch(path.name) and int(path.name[5:]) != step:
-        raise Damaged("its manifest.json is not that of a checkpoint of this step")
+        raise DamagedCheckpoint("its manifest.json belongs to a checkpoint of another step")
     return manifest
 
 
 def check_training(path: Path, manifest: Manifest) -> None:
-    """Check that a checkpoint is that of a training run, whose model and data its manifest describes.
+    """Check that the manifest describes the model and data of a training run.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it does not.
     """
     try:
-        found = check_schema(manifest, TrainingManifestFields)
-        check_tokenizer(found["data"]["tokenizer"])
-        if found["model_args"]["n_embd"] % found["model_args"]["n_head"]:
-            raise Malformed("its n_embd is not divisible by its n_head")
-    except Malformed as error:
+        fields = check_schema(manifest, TrainingManifestFields)
+        check_tokenizer(fields["data"]["tokenizer"])
+        if fields["model_args"]["n_embd"] % fields["model_args"]["n_head"]:
+            raise SchemaError("its n_embd is not divisible by its n_head")
+    except SchemaError as error:
         raise ConfigError(
-            f"{path / 'manifest.json'} is not that of a training run ({error}): give another run or checkpoint"
+            f"{path / 'manifest.json'} does not describe a training run ({error}): use another run or checkpoint"
         ) from None
 
 
-def file_names(path: Path) -> list[str]:
-    """The files of a checkpoint by its manifest, for what else lies there is none of it; without one, all."""
+def list_files(path: Path) -> list[str]:
+    """Return the names of the files in a checkpoint's manifest; all files of the directory if there is no manifest."""
     if not is_present(path / "manifest.json"):
         return list_directory(path)
     return [file["name"] for file in read_manifest(path)["files"]]
 
 
-def verify_files(path: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> None:
-    """Hash every `shares`-th file of a checkpoint, so that ranks can divide the work.
+def verify_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    """Verify the files of a checkpoint. Rank r of N verifies files r, r + N, r + 2N, ...; by default, verify all files.
 
     Raises:
-        Damaged: a file is missing, or its size or sha256 differs.
-        ConfigError: a file is there, but could not be read: that says nothing of the checkpoint.
+        DamagedCheckpoint: a file is missing, or its size or sha256 differs.
+        ConfigError: a file exists, but could not be read. The checkpoint may still be intact.
     """
-    for file in manifest["files"][share::shares]:
+    for file in manifest["files"][rank::world_size]:
         target = path / file["name"]
         if (size := size_of(target)) is None:
-            raise Damaged(f"{file['name']} is missing")
+            raise DamagedCheckpoint(f"{file['name']} is missing")
         if size != file["size"]:
-            raise Damaged(f"{file['name']} has {size:,} bytes where {file['size']:,} were written")
+            raise DamagedCheckpoint(f"{file['name']} has {size:,} bytes instead of {file['size']:,}")
         try:
             digest = sha256_of(target)
         except ABSENT:
-            raise Damaged(f"{file['name']} is missing") from None
+            raise DamagedCheckpoint(f"{file['name']} is missing") from None
         if digest != file["sha256"]:
-            raise Damaged(f"the sha256 of {file['name']} differs from the manifest's")
+            raise DamagedCheckpoint(f"the sha256 of {file['name']} differs from the manifest's")
 
 
-def versions() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
+    """Return the versions of Python and torch."""
     return {"python": platform.python_version(), "torch": torch.__version__}
-
-
-# ---- the command

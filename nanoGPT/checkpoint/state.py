@@ -1,8 +1,8 @@
-"""A training state: what of it a checkpoint holds, and how it goes into a model and an optimizer again.
+"""Save a training state into a checkpoint, and load it into a model and an optimizer.
 
-The baseline's payload is nanoGPT's ckpt.pt; a phase that shards writes shards. Either can be read whole, by parameter
-name, so that a checkpoint of one phase opens in another. Whatever is read is read as tensors and plain values: a file
-that would run code is refused.
+The payload of the baseline is nanoGPT's ckpt.pt; the payload of phases 1 and 3 are shards. Both can be read as a full
+state by parameter name, so a checkpoint of one phase opens in another. Only tensors and plain values are read: a file
+that could run code is refused.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.manifest import Checkpoint, file_names
+from nanoGPT.checkpoint.manifest import Checkpoint, list_files
 from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.dataset import TokenData
@@ -34,11 +34,11 @@ SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 
 @dataclass
 class FullState:
-    """A whole training state by parameter name, tied names once: the form that every payload can be turned into.
+    """A full training state by parameter name. Every payload can be converted to this form. Tied names occur once.
 
     Attributes:
-        model: each parameter, whole, on the CPU.
-        optimizer: for each parameter its state tensors, such as exp_avg; empty where only weights are known.
+        model: the full tensor of each parameter, on the CPU.
+        optimizer: the state tensors of each parameter, such as exp_avg; empty if there are only weights.
     """
 
     model: Mapping[str, Tensor]
@@ -46,7 +46,7 @@ class FullState:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors that are read when they are asked for, and not kept: of a whole state, one is in memory at a time."""
+    """A mapping whose tensors are read at each access and not stored, so one tensor is in memory at a time."""
 
     def __init__(self, readers: dict[str, Callable[[], Tensor]]) -> None:
         self.readers = readers
@@ -69,7 +69,7 @@ def manifest_fields(
     best_val_loss: float,
     scaler: LossScaler,
 ) -> dict[str, Any]:
-    """What a checkpoint's manifest says of its run, beside what every checkpoint says."""
+    """Return the fields of a training run's manifest, in addition to the fields of every manifest."""
     return {
         "phase": phase,
         "config": dataclasses.asdict(config),
@@ -80,39 +80,40 @@ def manifest_fields(
     }
 
 
-def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -> None:
-    """Refuse to continue a checkpoint with another model, another optimizer or other data.
+def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -> None:
+    """Check that a run resumes a checkpoint with the same model, optimizer and data.
 
     Raises:
-        ConfigError: names what differs.
+        ConfigError: one of them differs; the message names it.
     """
     saved, name = checkpoint.manifest["model_args"], checkpoint.path.name
     if checkpoint.step > config.max_iters:
         raise ConfigError(
-            f"--max_iters={config.max_iters}, but {name} is beyond it: raise --max_iters, or use another --out_dir"
+            f"--max_iters={config.max_iters}, but {name} is past it: raise --max_iters, or use another --out_dir"
         )
     for key in SHAPE:
-        wanted = getattr(config, key)
-        if wanted is not None and wanted != saved[key]:
+        value = getattr(config, key)
+        if value is not None and value != saved[key]:
             raise ConfigError(
-                f"--{key}={wanted}, but {name} was trained with {key}={saved[key]}: leave the flag out to resume, "
-                "or train anew in another --out_dir"
+                f"--{key}={value}, but {name} was trained with {key}={saved[key]}: remove the flag to resume, "
+                "or start a new run in another --out_dir"
             )
-    if config.optimizer != (before := checkpoint.manifest["config"].get("optimizer", "adamw")):
+    if config.optimizer != (saved_optimizer := checkpoint.manifest["config"].get("optimizer", "adamw")):
         raise ConfigError(
-            f"--optimizer={config.optimizer}, but {name} was trained with --optimizer={before}: leave the flag out to "
-            f"resume, or begin anew from its weights with --init_from={config.out_dir} and another --out_dir"
+            f"--optimizer={config.optimizer}, but {name} was trained with --optimizer={saved_optimizer}: remove the "
+            f"flag to resume, or start a new run from its weights with --init_from={config.out_dir} and "
+            "another --out_dir"
         )
     if data.tokenizer["sha256"] != checkpoint.manifest["data"]["tokenizer"]["sha256"]:
         raise ConfigError(
-            f"--dataset={config.dataset} has another tokenizer than the one {name} was trained with: "
+            f"--dataset={config.dataset} has a different tokenizer than the dataset of {name}: "
             f"use --dataset={checkpoint.manifest['config']['dataset']}"
         )
-    before, now = checkpoint.manifest["data"]["files"], data.identity["files"]
-    if changed := sorted(file for file in {*before, *now} if before.get(file) != now.get(file)):
+    saved_files, files = checkpoint.manifest["data"]["files"], data.identity["files"]
+    if changed := sorted(file for file in {*saved_files, *files} if saved_files.get(file) != files.get(file)):
         raise ConfigError(
             f"--dataset={config.dataset} is not the data that {name} was trained on ({changed[0]} differs): prepare "
-            "that data again to resume, or start a new run from these weights with "
+            "the original data again to resume, or start a new run from these weights with "
             f"--init_from={config.out_dir} and another --out_dir"
         )
 
@@ -121,20 +122,35 @@ def check_resumed(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) 
 
 
 def write_ckpt(
-    to: NewFiles, run: Runtime, model: GPT, optimizer: torch.optim.Optimizer, step: int, facts: dict[str, Any]
+    files: NewFiles,
+    run: Runtime,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    fields: dict[str, Any],
 ) -> None:
-    """Write `ckpt.pt` from a model and optimizer that every rank holds whole; rank 0 writes."""
+    """Write `ckpt.pt` on rank 0, from a model and an optimizer that are replicated on every rank."""
     if run.is_main:
-        save_ckpt(to, FullState(dict(model.named_parameters()), optimizer_by_name(model, optimizer)), step, facts)
+        state = FullState(dict(model.named_parameters()), optimizer_state_by_name(model, optimizer))
+        save_ckpt(files, state, step, fields)
 
 
-def save_ckpt(to: NewFiles, state: FullState, step: int, facts: dict[str, Any]) -> None:
-    """Write nanoGPT's format: its keys, its order of the optimizer's parameters. (Muon's state it cannot use.)"""
-    args = {k: v for k, v in facts["model_args"].items() if k != "gelu" or v != "none"}
-    config = facts["config"]
+def save_ckpt(files: NewFiles, state: FullState, step: int, fields: dict[str, Any]) -> None:
+    """Write `ckpt.pt` in nanoGPT's format, with its keys and its order of parameters in the optimizer.
+
+    nanoGPT cannot use the optimizer state of Muon.
+
+    Args:
+        files: the new checkpoint.
+        state: the model and the optimizer.
+        step: number of completed updates.
+        fields: the fields of the manifest.
+    """
+    args = {k: v for k, v in fields["model_args"].items() if k != "gelu" or v != "none"}
+    config = fields["config"]
     with torch.device("meta"):
-        params = dict(GPT(GPTConfig.of(args)).named_parameters())  # in the module's order; shards come in another
-    order = optimizer_order(params)
+        params = dict(GPT(GPTConfig.from_dict(args)).named_parameters())  # in nanoGPT's order
+    order = order_for_optimizer(params)
     decay = [i for i, name in enumerate(order) if params[name].dim() >= 2]
     groups = [
         {"params": decay, "weight_decay": config["weight_decay"]},
@@ -152,28 +168,31 @@ def save_ckpt(to: NewFiles, state: FullState, step: int, facts: dict[str, Any]) 
         },
         "model_args": args,
         "iter_num": step,
-        "best_val_loss": facts["best_val_loss"],
+        "best_val_loss": fields["best_val_loss"],
         "config": config,
     }
-    with to.open("ckpt.pt") as file:
+    with files.open("ckpt.pt") as file:
         torch.save(content, file)  # type: ignore[arg-type]
 
 
-def optimizer_order(params: Mapping[str, Tensor]) -> list[str]:
-    """Parameter names in the order of `param_groups`: those that decay, then the others."""
+def order_for_optimizer(params: Mapping[str, Tensor]) -> list[str]:
+    """Return parameter names in the order of `param_groups`: those with weight decay, then the others."""
     return [n for n, p in params.items() if p.dim() >= 2] + [n for n, p in params.items() if p.dim() < 2]
 
 
-def optimizer_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state tensors by parameter name; the tensors themselves, not copies."""
+def optimizer_state_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Return the optimizer's state tensors by parameter name, without copying them."""
     return {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
 
 
 def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
-    """Read a `ckpt.pt` of this project or of nanoGPT: its state, and the rest of what it holds.
+    """Read a `ckpt.pt` of this project or of nanoGPT.
+
+    Returns:
+        The training state, and the other entries of the file.
 
     Raises:
-        ConfigError: it is no such file, or holds anything but tensors and plain values.
+        ConfigError: the file is not a `ckpt.pt`, or contains anything but tensors and plain values.
     """
     try:
         content = retry_reads(path, lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True))
@@ -181,70 +200,80 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
         model = {k: v for k, v in model.items() if not k.endswith(".attn.bias")}
         if not are_tied(model.pop(HEAD, model[EMBEDDING]), model[EMBEDDING]):
             raise ConfigError(
-                f"{path} has an {HEAD} that differs from {EMBEDDING}, and this model has one tensor for both: give a "
+                f"{path} has an {HEAD} that differs from {EMBEDDING}, but this model has one tensor for both: use a "
                 "checkpoint with a tied head"
             )
         states = content.pop("optimizer", {"state": {}})["state"]
-        order = optimizer_order(model)
+        order = order_for_optimizer(model)
         return FullState(model, {order[i]: state for i, state in states.items()}), content
     except pickle.UnpicklingError:
         raise ConfigError(
-            f"{path} holds more than tensors and plain values, so that opening it could run code: it is not opened"
+            f"{path} contains more than tensors and plain values, so reading it could run code: use another checkpoint"
         ) from None
     except (*ABSENT, RuntimeError, KeyError, ValueError, AttributeError, TypeError, EOFError, IndexError) as error:
         if is_out_of_memory(error):
             raise
-        raise ConfigError(f"{path} is no checkpoint of nanoGPT ({type(error).__name__}): give another file") from None
+        raise ConfigError(f"{path} is not a checkpoint of nanoGPT ({type(error).__name__}): use another") from None
 
 
 def are_tied(head: Tensor, embedding: Tensor) -> bool:
-    """Whether the two are one tensor, or hold the same values."""
+    """Return whether both are the same tensor, or have identical values."""
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
         return False
     if head.data_ptr() == embedding.data_ptr() and head.stride() == embedding.stride():
         return True
-    return torch.equal(head.contiguous().view(torch.uint8), embedding.contiguous().view(torch.uint8))  # NaN too
+    return torch.equal(
+        head.contiguous().view(torch.uint8), embedding.contiguous().view(torch.uint8)
+    )  # as bytes, so NaN equals NaN
 
 
 def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's weights and optimizer state, whatever its payload, into a model that is held whole."""
+    """Load the weights and the optimizer state of any checkpoint into an unsharded model and its optimizer.
+
+    Raises:
+        ConfigError: the checkpoint does not match the model or the optimizer.
+    """
     state = read_full_state(path)
     load_weights(model, state.model)
     allocate_state(optimizer)
     for name, param in model.named_parameters():
         for key, value in state.optimizer.get(name, {}).items():
             if key not in optimizer.state[param]:
-                raise ConfigError(f"{path} has an optimizer state {key} of {name}, which this optimizer does not have")
+                raise ConfigError(f"{path} has an optimizer state {key} for {name}, which this optimizer lacks")
             copy_tensor(f"{key} of {name}", value, optimizer.state[param][key])
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into a model; the tied head comes with the embedding."""
+    """Copy weights into a model. The tied head shares the embedding's tensor.
+
+    Raises:
+        ConfigError: the parameters have different names, shapes or kinds of dtype.
+    """
     params = dict(model.named_parameters())
     if params.keys() != weights.keys():
-        differ = sorted(params.keys() ^ weights.keys())
-        raise ConfigError(f"the weights and the model differ in {len(differ)} parameters, such as {differ[0]}")
+        different = sorted(params.keys() ^ weights.keys())
+        raise ConfigError(f"the weights and the model differ in {len(different)} parameters, such as {different[0]}")
     with torch.no_grad():
         for name, param in params.items():
             copy_tensor(name, weights[name], param)
 
 
 def copy_tensor(name: str, value: Tensor, target: Tensor) -> None:
-    """Copy a tensor that was read from a file; never one of another shape, which `copy_` would broadcast.
+    """Copy a tensor that was read from a file. Check the shape first, because `copy_` would broadcast.
 
     Raises:
-        ConfigError: its shape or its kind of numbers is another.
+        ConfigError: the shape differs, or the tensor is not floating point.
     """
     if value.shape != target.shape or not value.dtype.is_floating_point:
         raise ConfigError(
-            f"{name} is {value.dtype} of shape {tuple(value.shape)} in the file, where the model has shape "
-            f"{tuple(target.shape)}: give another file"
+            f"{name} is {value.dtype} of shape {tuple(value.shape)} in the file, but the model has shape "
+            f"{tuple(target.shape)}: use another file"
         )
     target.copy_(value)
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer allocate its state, by a step with zero gradients at learning rate zero."""
+    """Allocate the state of an optimizer, by a step with zero gradients and learning rate zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for param in params:
@@ -257,64 +286,65 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-# ---- any checkpoint, whole
+# ---- the full state of any checkpoint
 
 
 def read_full_state(path: Path, scratch: Path | None = None) -> FullState:
-    """The whole state in a checkpoint directory: from `ckpt.pt`, or put together from shards, each when asked for.
+    """Return the full state of a checkpoint, from `ckpt.pt` or from shards.
 
     Args:
         path: the checkpoint.
-        scratch: a directory in whose files all tensors shall lie at once; it must outlive them.
+        scratch: None: each access of a tensor reads it from the shards. A directory: all shards are read now, into
+            tensors that are backed by files in it; it must outlive these tensors.
     """
-    if "ckpt.pt" in file_names(path):
+    if "ckpt.pt" in list_files(path):
         return read_ckpt(path / "ckpt.pt")[0]
-    described = read_index(path)
+    index = read_index(path)
     if scratch:
         tensors = {
-            k: file_backed(scratch / str(i), *shape_and_dtype)
-            for i, (k, shape_and_dtype) in enumerate(described.items())
+            k: file_backed(scratch / str(i), *shape_and_dtype) for i, (k, shape_and_dtype) in enumerate(index.items())
         }
-        read_shards(path, tensors, alone=True)
+        read_shards(path, tensors, no_dist=True)
         read: Callable[[str], Tensor] = tensors.__getitem__
     else:
-        read = partial(read_tensor, SafeReader(path), described)
+        read = partial(read_tensor, SafeReader(path), index)
     readers: dict[str, dict[str, Callable[[], Tensor]]] = {}
-    for key in described:
+    for key in index:
         if key.startswith("optimizer."):
             name, item = key.removeprefix("optimizer.").rsplit(".", 1)
-            readers.setdefault(name, {})[item] = partial(unflatten, read, key, described[f"model.{name}"][0])
-    names = [key.removeprefix("model.") for key in described if key.startswith("model.")]
+            readers.setdefault(name, {})[item] = partial(unflatten, read, key, index[f"model.{name}"][0])
+    names = [key.removeprefix("model.") for key in index if key.startswith("model.")]
     return FullState(
         LazyTensors({name: partial(read, f"model.{name}") for name in names}),
         {name: LazyTensors(items) for name, items in readers.items()},
     )
 
 
-def read_tensor(reader: SafeReader, described: dict[str, tuple[torch.Size, torch.dtype]], key: str) -> Tensor:
-    """One tensor out of shards, whole."""
-    size, dtype = described[key]
+def read_tensor(reader: SafeReader, index: dict[str, tuple[torch.Size, torch.dtype]], key: str) -> Tensor:
+    """Read one full tensor from shards."""
+    size, dtype = index[key]
     tensor = torch.empty(size, dtype=dtype)
-    read_shards(reader, {key: tensor}, alone=True)
+    read_shards(reader, {key: tensor}, no_dist=True)
     return tensor
 
 
 def unflatten(read: Callable[[str], Tensor], key: str, shape: torch.Size) -> Tensor:
-    """A tensor as large as its parameter in that one's shape: phase 1's shards are those of a flattened one."""
+    """Read a tensor of the optimizer state. If it is flat, as phase 1 stores it, return it in the parameter's shape."""
     tensor = read(key)
     return tensor.view(shape) if tensor.dim() == 1 and tensor.numel() == shape.numel() else tensor
 
 
 def file_backed(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory is a new file's.
+    """Return a tensor whose memory is mapped to a new file.
 
     Raises:
-        OSError: the disk is full; found out now, since a mapped page that finds no room kills the process.
+        OSError: the disk is full. The space is reserved now, because a later write to a mapped page without disk space
+            would kill the process.
     """
-    with open(file, "wb") as reserved:
+    with open(file, "wb") as reserved_file:
         length = size.numel() * dtype.itemsize
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(reserved.fileno(), 0, max(length, 1))
+            os.posix_fallocate(reserved_file.fileno(), 0, max(length, 1))
         else:
-            reserved.truncate(length)
+            reserved_file.truncate(length)
     return torch.from_file(str(file), shared=True, size=size.numel(), dtype=dtype).view(size)

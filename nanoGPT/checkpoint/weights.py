@@ -1,5 +1,7 @@
-"""Where a run's weights come from: a checkpoint of any phase and number of ranks, nanoGPT's ckpt.pt, a Hugging Face
-directory, or OpenAI's GPT-2 by name.
+"""Read the weights that a run starts from.
+
+Their source is a checkpoint of any phase and number of ranks, nanoGPT's ckpt.pt, a Hugging Face directory, or the name
+of one of OpenAI's GPT-2 models.
 """
 
 import dataclasses
@@ -14,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB, download, read_hf
-from nanoGPT.checkpoint.manifest import Checkpoint, Damaged, check_training, manifests, verify_files
-from nanoGPT.checkpoint.state import SHAPE, LazyTensors, check_resumed, read_ckpt, read_full_state
+from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB, download_gpt2, read_hf
+from nanoGPT.checkpoint.manifest import Checkpoint, DamagedCheckpoint, check_training, read_manifests, verify_files
+from nanoGPT.checkpoint.state import SHAPE, LazyTensors, check_resume, read_ckpt, read_full_state
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
@@ -32,44 +34,44 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
-    """Rows of the embedding for a tokenizer: GPT-2's 50257 are padded to 50304, a multiple of 64."""
+    """Return the number of rows of the embedding. GPT-2's 50257 tokens are padded to 50304, a multiple of 64."""
     return PADDED_VOCAB if tokenizer["vocab_size"] == GPT2_VOCAB else int(tokenizer["vocab_size"])
 
 
 def read_starting_point(
     config: C, data: TokenData, checkpoint: Checkpoint | None, run: Runtime, trains: bool = True
 ) -> tuple[C, GPTConfig, Mapping[str, Tensor] | None]:
-    """Return where a run begins. Collective.
+    """Return the configuration and the weights that a run starts from. Collective.
 
     Args:
-        config: as asked for.
-        data: what it reads.
-        checkpoint: what it resumes, if it does.
+        config: the configuration of the run.
+        data: the run's data.
+        checkpoint: the checkpoint to resume; None for a new run.
         run: this rank's Runtime.
-        trains: the run goes on as the checkpoint's run; False: it only evaluates the weights.
+        trains: whether the run continues the training of the checkpoint. If False, it only evaluates the weights.
 
     Returns:
-        The configuration with the shape that the model really has, the model's own configuration, and its weights,
-        or None when they are drawn (scratch) or come with the optimizer (resume).
+        The configuration with the actual shape of the model, the configuration of the model, and the weights. The
+        weights are None if they are initialized randomly (scratch), or loaded with the optimizer (resume).
 
     Raises:
-        ConfigError: the shape, context or tokenizer of what is loaded does not fit what was asked for.
+        ConfigError: the shape, context length or tokenizer of the weights does not match the configuration.
     """
     weights = None
     if checkpoint:
         check_training(checkpoint.path, checkpoint.manifest)
         if trains:
-            check_resumed(config, data, checkpoint)
-        shape = GPTConfig.of(checkpoint.manifest["model_args"])
+            check_resume(config, data, checkpoint)
+        shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
-        shape = GPTConfig.of({**dataclasses.asdict(config), "vocab_size": rows})
+        shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": rows})
     else:
         shape, weights = read_weights(config.init_from, run)
         if config.block_size > shape.block_size:
             raise ConfigError(
-                f"--block_size={config.block_size} is longer than the {shape.block_size} positions that "
-                f"{config.init_from} has: use --block_size={shape.block_size} or less"
+                f"--block_size={config.block_size} is larger than the {shape.block_size} positions of "
+                f"{config.init_from}: use --block_size={shape.block_size} or less"
             )
         shape.block_size = config.block_size
         positions = weights["transformer.wpe.weight"][: config.block_size]
@@ -77,64 +79,70 @@ def read_starting_point(
     if shape.vocab_size < data.tokenizer["vocab_size"]:
         raise ConfigError(
             f"the model has {shape.vocab_size} rows of vocabulary, but {config.dataset} needs "
-            f"{data.tokenizer['vocab_size']}: use a dataset of the same tokenizer, or a larger --vocab_size"
+            f"{data.tokenizer['vocab_size']}: use a dataset with the same tokenizer, or a larger --vocab_size"
         )
     shape.dropout = config.dropout
     return dataclasses.replace(config, **{name: getattr(shape, name) for name in SHAPE}), shape, weights
 
 
 def find_newest(out_dir: Path) -> Checkpoint:
-    """Return the newest checkpoint of a run that verifies; for one process. Nothing is renamed.
+    """Return the newest complete checkpoint of a run, for one process. Nothing is renamed.
 
     Raises:
-        ConfigError: there is none, or one could not be read.
+        ConfigError: there is no complete checkpoint, or one could not be read.
     """
     is_changing = True
-    while is_changing:  # a training run deletes old checkpoints, and has newer ones by then
+    while is_changing:  # if a training run deletes a checkpoint meanwhile, it has saved a newer one: search again
         is_changing = False
-        for path, manifest in manifests(out_dir):
+        for path, manifest in read_manifests(out_dir):
             try:
                 verify_files(path, manifest)
                 check_training(path, manifest)
                 return Checkpoint(path, manifest)
-            except Damaged as reason:
+            except DamagedCheckpoint as reason:
                 is_changing = is_changing or not is_present(path)
                 if is_present(path):
                     print(f"skipping {path.name}: {reason}", file=sys.stderr)
-    raise ConfigError(f"there is no whole checkpoint under {out_dir}: train first, or give the --out_dir of a run")
+    raise ConfigError(
+        f"there is no complete checkpoint under {out_dir}: train first, or use the --out_dir of another run"
+    )
 
 
 def find_newest_on_all(out_dir: Path, run: Runtime) -> Checkpoint:
-    """Return the newest checkpoint that verifies, on every rank; rank 0 reads it. Nothing is renamed. Collective.
+    """Return the newest complete checkpoint of a run on every rank; only rank 0 reads it. Collective.
 
     Raises:
-        ConfigError: there is none, or it could not be read.
+        ConfigError: there is no complete checkpoint, or one could not be read.
     """
-    found: tuple[Checkpoint | None, str] = (None, "")
+    result: tuple[Checkpoint | None, str] = (None, "")
     if run.is_main:
         try:
-            found = find_newest(out_dir), ""
+            result = find_newest(out_dir), ""
         except ConfigError as error:
-            found = None, str(error)
-    checkpoint, refusal = run.gather(found)[0]
+            result = None, str(error)
+    checkpoint, message = run.gather(result)[0]
     if checkpoint is None:
-        raise ConfigError(refusal)
+        raise ConfigError(message)
     return checkpoint
 
 
 def read_weights(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapping[str, Tensor]]:
-    """Read weights by parameter name: from a run, a nanoGPT directory, a Hugging Face directory, or a GPT-2 by name.
+    """Read weights from a run, a nanoGPT directory, a Hugging Face directory, or a GPT-2 that is given by name.
 
     Args:
         source: the directory or the name.
-        run: on several ranks, rank 0 chooses the newest checkpoint of a run, which may be training; None: one process.
+        run: this rank's Runtime. With multiple ranks, rank 0 chooses the checkpoint, because the source may be a run
+            that is training. None: a single process.
+
+    Returns:
+        The shape of the model, and its weights by parameter name.
 
     Raises:
-        ConfigError: none of these is there.
+        ConfigError: the source is none of these, or is not valid.
     """
     folder = Path(source)
     if source.startswith("gpt2") and not folder.is_dir():
-        folder = download(source)
+        folder = download_gpt2(source)
     if is_present(folder / "checkpoints"):
         checkpoint = find_newest_on_all(folder, run) if run else find_newest(folder)
         return check_weights_fit(source, checkpoint.manifest["model_args"], read_full_state(checkpoint.path).model)
@@ -145,54 +153,66 @@ def read_weights(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Ma
         shape, weights = read_hf(folder)
         return check_weights_fit(source, dataclasses.asdict(shape), weights)
     raise ConfigError(
-        f"{source} holds neither checkpoints/, ckpt.pt nor config.json: give a run's or a model's directory"
+        f"{source} contains neither checkpoints/, ckpt.pt nor config.json: use the directory of a run or a model"
     )
 
 
 def check_weights_fit(
     source: str, model_args: Any, weights: Mapping[str, Tensor]
 ) -> tuple[GPTConfig, Mapping[str, Tensor]]:
-    """The shape that `model_args` describes, with weights that fit it and are read when they are asked for.
+    """Check that weights match the model that `model_args` describes.
+
+    Returns:
+        The shape of the model, and its weights, each of which is read when it is accessed. A read raises ConfigError if
+        a value is not finite.
 
     Raises:
-        ConfigError: it describes no GPT-2, or a parameter is missing, unknown, of another shape or no float; or, when
-            one is read, its values are not finite.
+        ConfigError: `model_args` does not describe a GPT-2, or a parameter is missing, unknown, of another shape or not
+            floating point.
     """
     try:
-        shape = checked_shape(model_args, list(weights))
+        shape = parse_shape(model_args, list(weights))
         with torch.device("meta"):
             expected = {name: tuple(p.shape) for name, p in GPT(shape).named_parameters()}
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{source} does not describe a GPT-2 ({error}): give another directory") from None
+        raise ConfigError(f"{source} does not describe a GPT-2 ({error}): use another directory") from None
     for name in sorted(expected.keys() | weights.keys()):
         tensor = weights.get(name)
-        wanted, found = expected.get(name), None if tensor is None else tuple(tensor.shape)
-        if found != wanted:
-            raise ConfigError(f"{source} has {name} of shape {found} where its model has {wanted}: give another one")
+        expected_shape, actual_shape = expected.get(name), None if tensor is None else tuple(tensor.shape)
+        if actual_shape != expected_shape:
+            raise ConfigError(
+                f"{source} has {name} of shape {actual_shape}, but its model has {expected_shape}: use other weights"
+            )
         if tensor is not None and tensor.dtype not in FLOATS:
-            raise ConfigError(f"{source} has {name} of {tensor.dtype}: give weights of {', '.join(map(str, FLOATS))}")
-    return shape, LazyTensors({name: partial(read_finite, source, weights, name) for name in weights})
+            raise ConfigError(f"{source} has {name} of {tensor.dtype}: use weights of {', '.join(map(str, FLOATS))}")
+    return shape, LazyTensors({name: partial(read_finite_tensor, source, weights, name) for name in weights})
 
 
-def checked_shape(model_args: Any, names: list[str]) -> GPTConfig:
-    """The shape that `model_args` describes, if there are weights of as many layers: a model of 10**8 takes for ever.
+def parse_shape(model_args: Any, names: list[str]) -> GPTConfig:
+    """Return the shape that `model_args` describes.
+
+    Check that there are weights for every layer first: to build a model of 10**8 layers would take forever.
+
+    Args:
+        model_args: as read from a file.
+        names: the names of the weights.
 
     Raises:
-        ValueError, TypeError: it describes no GPT-2; the message says which field.
+        ValueError, TypeError: `model_args` does not describe a GPT-2; the message names the field.
     """
     if not isinstance(model_args, dict):
         raise TypeError("it has no model_args")
     known = {field.name for field in dataclasses.fields(GPTConfig)}
-    if wrong := sorted({*SHAPE} - model_args.keys()) or sorted(map(str, model_args.keys() - known)):
-        raise ValueError(f"its {wrong[0]} is {'unknown here' if wrong[0] in model_args else 'missing'}")
-    shape = GPTConfig.of(model_args)
+    if invalid := sorted({*SHAPE} - model_args.keys()) or sorted(map(str, model_args.keys() - known)):
+        raise ValueError(f"its {invalid[0]} is {'unknown' if invalid[0] in model_args else 'missing'}")
+    shape = GPTConfig.from_dict(model_args)
     for name in SHAPE:
         value = getattr(shape, name)
         if type(value) is not (bool if name == "bias" else int) or not (name == "bias" or 1 <= value < 2**31):
             raise ValueError(f"its {name} is {str(value)[:50]!r}")
-    layers = {found[1] for name in names if (found := re.match(r"transformer\.h\.(\d+)\.", name))}
+    layers = {match[1] for name in names if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
     if shape.n_layer != len(layers):
-        raise ValueError(f"its n_layer is {shape.n_layer}, and it has the weights of {len(layers)} layers")
+        raise ValueError(f"its n_layer is {shape.n_layer}, but it has the weights of {len(layers)} layers")
     if shape.n_embd % shape.n_head:
         raise ValueError(f"n_embd {shape.n_embd} is not divisible by n_head {shape.n_head}")
     if shape.gelu not in ("none", "tanh"):
@@ -200,13 +220,13 @@ def checked_shape(model_args: Any, names: list[str]) -> GPTConfig:
     return shape
 
 
-def read_finite(source: str, weights: Mapping[str, Tensor], name: str) -> Tensor:
+def read_finite_tensor(source: str, weights: Mapping[str, Tensor], name: str) -> Tensor:
     """Read a parameter.
 
     Raises:
-        ConfigError: it holds NaN or infinity, with which nothing can be computed.
+        ConfigError: a value is NaN or infinite.
     """
     tensor = weights[name]
     if not tensor.isfinite().all():
-        raise ConfigError(f"{source} has values in {name} that are not finite: give weights from before that")
+        raise ConfigError(f"{source} has values in {name} that are not finite: use an earlier checkpoint")
     return tensor

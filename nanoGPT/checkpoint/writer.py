@@ -1,4 +1,4 @@
-"""Write the files of a new checkpoint: each is hashed while it is written, not read again for it."""
+"""Write the files of a new checkpoint. Each file is hashed while it is written, so it is not read again."""
 
 import hashlib
 import os
@@ -11,33 +11,33 @@ from typing import Any
 
 import torch.distributed as dist
 
-LARGE = 1 << 20  # bytes from which it pays to hash in another thread
+LARGE_BYTES = 1 << 20  # from this size, hashing in another thread is faster
 
 
-AHEAD = 16 << 20  # bytes after which the disk is told to begin, so that little is left for the flush at the end
+FLUSH_BYTES = 16 << 20  # write to the disk after so many bytes, so that the fsync at the end has little left to write
 
 
 class HashedFile:
-    """A new file, written from its beginning to its end, hashed beside the writing, on the disk once it is closed.
+    """A new file that is written sequentially, hashed while it is written, and flushed to the disk when it is closed.
 
     Args:
-        path: must not exist.
-        progress: called at every write.
+        path: the new file; it must not exist.
+        report_progress: called at every write.
     """
 
-    def __init__(self, path: Path, progress: Callable[[], None] = lambda: None) -> None:
-        self.file, self.progress = open(path, "xb"), progress
-        self.digest, self.hasher, self.begun = hashlib.sha256(), ThreadPoolExecutor(1), 0
+    def __init__(self, path: Path, report_progress: Callable[[], None] = lambda: None) -> None:
+        self.file, self.report_progress = open(path, "xb"), report_progress
+        self.digest, self.hasher, self.flushed_bytes = hashlib.sha256(), ThreadPoolExecutor(1), 0
 
     def write(self, data: Any) -> int:
-        """Append bytes, of which nothing is kept after the call."""
-        self.progress()
+        """Append bytes, and return their number. No reference to `data` remains after the call."""
+        self.report_progress()
         view = memoryview(data).cast("B")
-        if len(view) < LARGE:
+        if len(view) < LARGE_BYTES:
             self.digest.update(view)
             return self.file.write(view)
-        for start in range(0, len(view), AHEAD):
-            part = view[start : start + AHEAD]
+        for start in range(0, len(view), FLUSH_BYTES):
+            part = view[start : start + FLUSH_BYTES]
             hashing = self.hasher.submit(self.digest.update, part)
             try:
                 self.file.write(part)
@@ -47,11 +47,11 @@ class HashedFile:
         return len(view)
 
     def _begin_flush(self) -> None:
-        """Have the kernel write what it holds to the disk, without waiting for it."""
-        if (end := self.file.tell()) - self.begun >= AHEAD and hasattr(os, "posix_fadvise"):
+        """Let the kernel start to write its buffers to the disk, without waiting for it."""
+        if (end := self.file.tell()) - self.flushed_bytes >= FLUSH_BYTES and hasattr(os, "posix_fadvise"):
             self.file.flush()
-            os.posix_fadvise(self.file.fileno(), self.begun, end - self.begun, os.POSIX_FADV_DONTNEED)
-            self.begun = end
+            os.posix_fadvise(self.file.fileno(), self.flushed_bytes, end - self.flushed_bytes, os.POSIX_FADV_DONTNEED)
+            self.flushed_bytes = end
 
     def tell(self) -> int:
         return self.file.tell()
@@ -60,7 +60,7 @@ class HashedFile:
         self.file.flush()
 
     def close(self) -> None:
-        """Flush to the disk."""
+        """Close the file, after an fsync."""
         self.hasher.shutdown()
         if not self.file.closed:
             try:
@@ -78,33 +78,33 @@ class HashedFile:
 
 @dataclass
 class NewFiles:
-    """The files that this rank writes into a checkpoint which is not there yet.
+    """The files that this rank writes into a new checkpoint.
 
     Attributes:
-        folder: the same, fresh directory on every rank.
-        group: the ranks that write together, talking over the CPU; None: all of the job.
-        progress: called as bytes are written.
+        folder: a new directory, the same on every rank.
+        group: a process group with a CPU backend, of the ranks that write; None: the default group.
+        report_progress: called at every write.
     """
 
     folder: Path
     group: dist.ProcessGroup | None = None
-    progress: Callable[[], None] = lambda: None
+    report_progress: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._files: dict[str, HashedFile] = {}
 
     def open(self, name: str) -> HashedFile:
-        """A new file of this checkpoint; close it."""
-        self._files[name] = HashedFile(self.folder / name, self.progress)
+        """Open a new file of this checkpoint. The caller must close it."""
+        self._files[name] = HashedFile(self.folder / name, self.report_progress)
         return self._files[name]
 
-    def rename(self, name: str, to: str) -> None:
+    def rename(self, name: str, new_name: str) -> None:
         """Rename a closed file."""
-        (self.folder / name).rename(self.folder / to)
-        self._files[to] = self._files.pop(name)
+        (self.folder / name).rename(self.folder / new_name)
+        self._files[new_name] = self._files.pop(name)
 
     def records(self) -> list[dict[str, Any]]:
-        """What the manifest says of each file: name, size in bytes, sha256."""
+        """Return the entry of each file in the manifest: name, size in bytes, and sha256."""
         return [
             {"name": name, "size": (self.folder / name).stat().st_size, "sha256": file.digest.hexdigest()}
             for name, file in self._files.items()
@@ -112,14 +112,15 @@ class NewFiles:
 
 
 def write_and_sync(path: Path, text: str) -> None:
+    """Write a text file, and flush it to the disk."""
     with open(path, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def sync(path: Path) -> None:
-    """fsync a file or a directory."""
+def fsync_path(path: Path) -> None:
+    """Flush a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

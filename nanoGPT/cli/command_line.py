@@ -1,4 +1,4 @@
-"""Command lines: tyro's parsing, with what is wrong in one sentence."""
+"""Parse command lines with tyro, and report errors in one sentence."""
 
 import contextlib
 import inspect
@@ -11,85 +11,102 @@ import tyro
 
 from nanoGPT.errors import ConfigError
 
-# What tyro says, and what is said instead.
-SENTENCES = {
+# Error messages of tyro (regular expressions), and the messages of this project for them.
+MESSAGES = {
     r"Unrecognized options: (\S+).*Perhaps you meant: (--\S+).*": r"\1 is unknown; did you mean \2?",
     r"Unrecognized options: (\S+).*": r"\1 is unknown; --help lists all flags",
     r"Missing value for argument '(\S+)'.*": r"\1 needs a value: write \1=VALUE",
-    r"Missing from \S+: (--\S+) \S+ (.*?)\.? \(required\).*": r"\1 is missing: give \1=VALUE, \2",
-    r"invalid choice '(.*?)' for argument '(\S+)'. Expected one of \((.*?)\).*": r"\2=\1 cannot be: give one of \3",
-    r"Error parsing (\S+): invalid literal for int.*: '(.*?)' .*": r"\1=\2 cannot be: give a whole number",
-    r"Error parsing (\S+): could not convert string to float: '(.*?)' .*": r"\1=\2 cannot be: give a number",
-    r"Error parsing (\S+): no type matching (\S+) could.* from \['(.*?)'\].*": r"\1=\3 cannot be: give \2",
+    r"Missing from \S+: (--\S+) \S+ (.*?)\.? \(required\).*": r"\1 is missing: add \1=VALUE (\2)",
+    r"invalid choice '(.*?)' for argument '(\S+)'. Expected one of \((.*?)\).*": r"\2=\1 is invalid: use one of \3",
+    r"Error parsing (\S+): invalid literal for int.*: '(.*?)' .*": r"\1=\2 is invalid: use an integer",
+    r"Error parsing (\S+): could not convert string to float: '(.*?)' .*": r"\1=\2 is invalid: use a number",
+    r"Error parsing (\S+): no type matching (\S+) could.* from \['(.*?)'\].*": r"\1=\3 is invalid: use \2",
 }
-KINDS = {"{None}|": "None or ", "INT": "a whole number", "FLOAT": "a number"}
+TYPE_NAMES = {"{None}|": "None or ", "INT": "an integer", "FLOAT": "a number"}  # tyro's names of types, and ours
 
 
-def command_line(target: Any, words: list[str], source: str = "", **options: Any) -> Any:
-    """Parse a command line with tyro, whose boxed message becomes one sentence.
+def command_line(target: Any, arguments: list[str], source: str = "", **options: Any) -> Any:
+    """Parse a command line with tyro. An error becomes a ConfigError with one sentence.
 
     Args:
-        target: a dataclass, or a function that is called with what was parsed.
-        words: the command line without the program's name; the flag of a bool alone is short for `--flag=True`.
+        target: a dataclass, which is created, or a function, which is called with the parsed values.
+        arguments: the command line without the program's name. `--flag` without a value sets a bool to True.
+        source: text to put before an error message, such as the name of a config file.
+        options: further arguments of `tyro.cli`.
 
     Raises:
-        ConfigError: an unknown flag or a wrong type. `--help` exits 0.
+        ConfigError: a flag is unknown or missing, or a value has the wrong type.
+        SystemExit: with code 0 for `--help`.
     """
-    said, flags = io.StringIO(), (tyro.conf.FlagConversionOff,)
+    errors, flags = io.StringIO(), (tyro.conf.FlagConversionOff,)
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(errors):
             return tyro.cli(
-                target, args=expand_bool_flags(target, words), config=flags, use_underscores=True, **options
+                target, args=convert_values(target, arguments), config=flags, use_underscores=True, **options
             )
     except SystemExit as stop:
         if stop.code == 0:
             raise
-        raise ConfigError(source + describe_usage_error(said.getvalue())) from None
+        raise ConfigError(source + describe_usage_error(errors.getvalue())) from None
 
 
-def expand_bool_flags(target: Any, words: list[str]) -> list[str]:
-    """The words with `=True` after the flag of a bool that has no value."""
-    taken = inspect.signature(target, eval_str=True).parameters.values()
-    switches = {f"--{each.name}" for each in taken if each.annotation is bool}
+def convert_values(target: Any, arguments: list[str]) -> list[str]:
+    """Return the arguments with `=True` after each bool without a value, and `1e6` as `1000000` for each integer."""
+    parameters = inspect.signature(target, eval_str=True).parameters.values()
+    integers = {f"--{each.name}" for each in parameters if each.annotation in (int, int | None)}
+    converted = []
+    for argument in expand_bool_flags(target, arguments):
+        name, _, value = argument.partition("=")
+        if name in integers and re.fullmatch(r"\d+(\.\d+)?e\+?\d{1,2}", value, re.I) and float(value).is_integer():
+            argument = f"{name}={int(float(value))}"
+        converted.append(argument)
+    return converted
+
+
+def expand_bool_flags(target: Any, arguments: list[str]) -> list[str]:
+    """Append `=True` to each flag of a bool that has no value."""
+    parameters = inspect.signature(target, eval_str=True).parameters.values()
+    bool_flags = {f"--{each.name}" for each in parameters if each.annotation is bool}
     return [
-        f"{word}=True" if word in switches and after not in ("True", "False") else word
-        for word, after in itertools.pairwise([*words, ""])
+        f"{argument}=True" if argument in bool_flags and following not in ("True", "False") else argument
+        for argument, following in itertools.pairwise([*arguments, ""])
     ]
 
 
 def describe_usage_error(text: str) -> str:
-    """What is wrong, from tyro's box: what SENTENCES make of all of it, else what stands first in it."""
+    """Return the message of MESSAGES for an error of tyro; if there is none, the first part of tyro's own message."""
     parts = strip_box(text)
-    for pattern, told in SENTENCES.items():
-        if found := re.fullmatch(pattern, " ".join(parts) + " "):
-            said = found.expand(told)
-            for kind, words in KINDS.items() if "no type matching" in pattern else ():
-                said = said.replace(kind, words)
-            return said
+    for pattern, template in MESSAGES.items():
+        if match := re.fullmatch(pattern, " ".join(parts) + " "):
+            message = match.expand(template)
+            for tyro_name, name in TYPE_NAMES.items() if "no type matching" in pattern else ():
+                message = message.replace(tyro_name, name)
+            return message
     return parts[0].rstrip(". ")
 
 
 def strip_box(text: str) -> list[str]:
-    """The parts of tyro's box below its title; in a terminal without Unicode the box has no sides."""
+    """Return the parts of tyro's error box below its title. Without Unicode in the terminal, the box has no sides."""
     parts: list[list[str]] = [[]]
     for line in text.splitlines():
-        words = line.strip("│╭╮╰╯ ")
-        if words.startswith(("─", "--- ", "----")):
+        content = line.strip("│╭╮╰╯ ")
+        if content.startswith(("─", "--- ", "----")):
             parts.append([])
         else:
-            parts[-1].append(words)
-    titled_inside = text.startswith("╭")
-    said = [" ".join(part).strip() for part in parts if any(part)]
-    return said[0 if titled_inside or len(said) == 1 else 1 :]
+            parts[-1].append(content)
+    has_title_in_frame = text.startswith("╭")
+    texts = [" ".join(part).strip() for part in parts if any(part)]
+    return texts[0 if has_title_in_frame or len(texts) == 1 else 1 :]
 
 
 def join_flag_values(argv: list[str]) -> list[str]:
-    """The command line with `--key value` written as `--key=value`."""
-    words: list[str] = []
+    """Return the command line with every `--key value` written as `--key=value`."""
+    arguments: list[str] = []
     for word in argv:
-        open_flag = bool(words) and words[-1].startswith("--") and "=" not in words[-1] and words[-1] != "--help"
-        if open_flag and not word.startswith("--"):
-            words[-1] += f"={word}"
+        last = arguments[-1] if arguments else ""
+        needs_value = last.startswith("--") and "=" not in last and last != "--help"
+        if needs_value and not word.startswith("--"):
+            arguments[-1] += f"={word}"
         else:
-            words.append(word)
-    return words
+            arguments.append(word)
+    return arguments

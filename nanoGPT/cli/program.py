@@ -1,7 +1,7 @@
-"""Standard output and standard error that cannot end a run.
+"""Output streams that never stop a run, and error reports of programs.
 
-A terminal may be closed, `| head` may exit, a log's disk may fill up, `| less` may stop reading. A training run goes on
-through all of these, or saves and ends if it was asked to: what cannot be printed is dropped.
+Printing can fail: a terminal is closed, `| head` exits, `| less` stops reading, or the disk of a log file is full. A
+training run continues in each of these cases, and output that cannot be printed is dropped.
 """
 
 import contextlib
@@ -14,38 +14,43 @@ from typing import IO
 
 from nanoGPT.errors import ConfigError
 
-PATIENCE = 10.0  # seconds to wait for a reader that has stopped reading
+READER_TIMEOUT = 10.0  # seconds to wait for a reader that has stopped reading
 
 
 class DroppingFile(io.FileIO):
-    """A file descriptor whose writes always succeed; what it does not take is dropped.
+    """A file whose writes always succeed. Data that cannot be written is dropped.
 
-    A write of `select.PIPE_BUF` bytes does not block where `select` reports the descriptor as writable. While nobody
-    reads, only the first write waits.
+    If the reader of a pipe has stopped reading, only the first write waits.
     """
 
-    patience = PATIENCE
+    timeout = READER_TIMEOUT
 
     def write(self, data: "memoryview | bytes") -> int:  # type: ignore[override]
+        """Write data in pieces of `select.PIPE_BUF` bytes, which do not block if the descriptor is writable."""
         view = memoryview(data).cast("B")
         with contextlib.suppress(OSError):
             for start in range(0, len(view), select.PIPE_BUF):
-                if not self._wait():
+                if not self._wait_until_writable():
                     break
                 super().write(view[start : start + select.PIPE_BUF])
         return len(view)
 
-    def _wait(self) -> bool:
-        """Return whether somebody reads within `patience`."""
-        is_ready = bool(select.select([], [self], [], self.patience)[1])
-        self.patience = PATIENCE if is_ready else 0.0
-        return is_ready
+    def _wait_until_writable(self) -> bool:
+        """Wait up to `timeout` seconds, and return whether the descriptor is writable."""
+        is_writable = bool(select.select([], [self], [], self.timeout)[1])
+        self.timeout = READER_TIMEOUT if is_writable else 0.0
+        return is_writable
 
 
-def dropping_stream(stream: IO[str] | None, descriptor: int) -> IO[str]:
-    """Return a text stream on a descriptor that never raises: not for a closed reader, a full disk or an encoding."""
-    if stream is None:  # the descriptor was closed when Python started, and may belong to another file by now
-        keep_open(descriptor)
+def open_dropping_stream(stream: IO[str] | None, descriptor: int) -> IO[str]:
+    """Return a text stream on a descriptor that never raises: not for a closed reader, a full disk or an encoding.
+
+    Args:
+        stream: the stream to replace; None if the descriptor was closed when Python started.
+        descriptor: the file descriptor.
+    """
+    if stream is None:  # another file may use the descriptor now, so do not write to it
+        reserve_descriptor(descriptor)
         return open(os.devnull, "w")
     with contextlib.suppress(OSError, ValueError):
         stream.flush()
@@ -54,20 +59,23 @@ def dropping_stream(stream: IO[str] | None, descriptor: int) -> IO[str]:
     return io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace", line_buffering=True)
 
 
-def keep_open(descriptor: int) -> None:
-    """Let a closed descriptor lead to /dev/null, so that no file that is opened later becomes the standard output."""
+def reserve_descriptor(descriptor: int) -> None:
+    """Open /dev/null on a descriptor that is closed.
+
+    Otherwise the next file that is opened would get the number of standard output or standard error.
+    """
     try:
         os.fstat(descriptor)
     except OSError:
-        null = os.open(os.devnull, os.O_RDWR)
-        if null != descriptor:
-            os.dup2(null, descriptor)
-            os.close(null)
+        null_descriptor = os.open(os.devnull, os.O_RDWR)
+        if null_descriptor != descriptor:
+            os.dup2(null_descriptor, descriptor)
+            os.close(null_descriptor)
         os.set_inheritable(descriptor, True)
 
 
-def is_descriptor(stream: IO[str] | None, descriptor: int) -> bool:
-    """Return whether a stream writes to this descriptor; a test's or a notebook's own stream does not."""
+def has_descriptor(stream: IO[str] | None, descriptor: int) -> bool:
+    """Return whether a stream writes to this descriptor. The streams of pytest and Jupyter do not."""
     try:
         return stream is None or stream.fileno() == descriptor
     except (OSError, ValueError):
@@ -77,27 +85,27 @@ def is_descriptor(stream: IO[str] | None, descriptor: int) -> bool:
 @contextlib.contextmanager
 def unbreakable_output() -> Iterator[None]:
     """Replace `sys.stdout` and `sys.stderr` with streams that drop what they cannot write."""
-    before = sys.stdout, sys.stderr
-    if is_descriptor(sys.stdout, 1):
-        sys.stdout = dropping_stream(sys.stdout, 1)
-    if is_descriptor(sys.stderr, 2):
-        sys.stderr = dropping_stream(sys.stderr, 2)
+    original_streams = sys.stdout, sys.stderr
+    if has_descriptor(sys.stdout, 1):
+        sys.stdout = open_dropping_stream(sys.stdout, 1)
+    if has_descriptor(sys.stderr, 2):
+        sys.stderr = open_dropping_stream(sys.stderr, 2)
     try:
         yield
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = original_streams
 
 
 @contextlib.contextmanager
 def report_errors(output_is_optional: bool = True) -> Iterator[None]:
-    """Wrap a program: a ConfigError, or a full or read-only disk, becomes one sentence and exit code 2.
+    """Wrap a program: print a ConfigError or an OSError as one sentence, and exit with code 2.
 
-    KeyboardInterrupt is passed on; where nothing catches it, Python ends with its own exit code, 130, and one word.
+    KeyboardInterrupt is raised again. If it is not caught, the program prints "stopped" and exits with code 130.
 
     Args:
-        output_is_optional: the program goes on when its output cannot be printed any more.
+        output_is_optional: whether the program continues if its output cannot be printed.
     """
     with unbreakable_output() if output_is_optional else contextlib.nullcontext():
         try:

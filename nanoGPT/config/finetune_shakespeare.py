@@ -1,4 +1,4 @@
-# OpenAI's GPT-2 124M, fine-tuned on Shakespeare with a small, constant learning rate.
+# Fine-tune OpenAI's GPT-2 124M on Shakespeare with a small, constant learning rate.
 #   make baseline CONFIG=config/finetune_shakespeare.py
 init_from = "gpt2"
 dataset = "shakespeare"

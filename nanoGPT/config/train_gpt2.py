@@ -1,4 +1,4 @@
-# GPT-2 124M on OpenWebText, nanoGPT's reproduction: 0.49M tokens a step, 600,000 steps.
+# GPT-2 124M on OpenWebText, as in nanoGPT: 0.49M tokens per step, 600,000 steps.
 #   make baseline GPUS=8 CONFIG=config/train_gpt2.py
 dataset = "openwebtext"
 n_layer, n_head, n_embd, block_size = 12, 12, 768, 1024

@@ -1,4 +1,4 @@
-# 10.7M parameters on Shakespeare's characters, for one GPU (minutes) or a patient CPU.
+# A character model of 10.7M parameters on Shakespeare, for one GPU. Training on a CPU is slow.
 #   make baseline CONFIG=config/train_shakespeare_char.py
 dataset = "shakespeare_char"
 n_layer, n_head, n_embd, block_size = 6, 6, 384, 256

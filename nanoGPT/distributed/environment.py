@@ -1,4 +1,4 @@
-"""What torchrun tells a rank in its environment: where ranks meet, and whether it may restart them."""
+"""Environment variables of torchrun: the address where the ranks meet, and whether torchrun may restart the ranks."""
 
 import os
 
@@ -6,10 +6,10 @@ from nanoGPT.errors import ConfigError
 
 
 def master_address() -> tuple[str, int]:
-    """Return where ranks meet.
+    """Return the address and the port where the ranks meet.
 
     Raises:
-        ConfigError: the environment does not say it, or the port is none.
+        ConfigError: MASTER_ADDR or MASTER_PORT is missing, or the port is invalid.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port:
@@ -24,30 +24,32 @@ def port_number(port: str) -> int:
     """Return a port as a number.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the port is not a number from 1 to 65535.
     """
     if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise ConfigError(f"MASTER_PORT={port} is no port: give a number up to 65535, the same on every node")
+        raise ConfigError(f"MASTER_PORT={port} is not a port: use a number from 1 to 65535, the same on every node")
     return int(port)
 
 
 def agent_has_store() -> bool:
-    """Return whether torchrun's agent on rank 0's node serves the store; else rank 0 does."""
+    """Return whether torchrun's agent on the node of rank 0 serves the store. Otherwise rank 0 serves it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def may_restart() -> bool:
-    """Whether torchrun may start the ranks again (`--max-restarts`), so that this may be such a start."""
+    """Return whether torchrun may restart the ranks (`--max-restarts`). This start may then be a restart."""
     return environment_number("TORCHELASTIC_MAX_RESTARTS") > 0
 
 
 def environment_number(name: str) -> int:
-    """Return a number that torchrun has put into the environment; 0 if it has not.
+    """Return the number in an environment variable of torchrun; 0 if it is not set.
 
     Raises:
-        ConfigError: it is no number.
+        ConfigError: the value is not a number.
     """
     value = os.environ.get(name) or "0"
     if not (value.isascii() and value.isdigit()):
-        raise ConfigError(f"the environment has {name}={value}: start ranks with torchrun or make, or unset it")
+        raise ConfigError(
+            f"the environment variable {name}={value} is not a number: start ranks with torchrun or make, or unset it"
+        )
     return int(value)

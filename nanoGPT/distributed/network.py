@@ -1,4 +1,4 @@
-"""The network interface by which ranks of several machines reach each other."""
+"""The network interface that ranks on multiple nodes use to communicate."""
 
 import contextlib
 import fcntl
@@ -9,53 +9,57 @@ import sys
 
 from nanoGPT.distributed.runtime import Runtime
 
-SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
+SIOCGIFADDR = 0x8915  # the ioctl request of Linux for the IPv4 address of an interface
 
-
-ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the way there is the way out of this machine
+# An address that is reserved for documentation (RFC 5737). The route to it is the default route of this node.
+EXTERNAL_ADDRESS = "192.0.2.1"
 
 
 def choose_interface(run: Runtime) -> None:
-    """Tell gloo which network interface to use, unless the environment does."""
+    """Set the network interface of gloo, unless the environment sets it already."""
     if run.local_world_size == run.world_size:
-        # On one machine gloo needs no more than the loopback, and must not depend on how its name resolves.
+        # On one node the loopback interface is enough, and gloo then does not depend on how the host name resolves.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    elif interface := interface_towards(os.environ.get("MASTER_ADDR", "")):
-        # gloo would listen where this machine's name leads, on Debian to 127.0.1.1. NCCL asks no name: it looks at the
-        # interfaces, and passes over the loopback by itself.
+    elif interface := find_interface(os.environ.get("MASTER_ADDR", "")):
+        # By default gloo listens on the address of the host name, which is 127.0.1.1 on Debian. NCCL needs no setting:
+        # it does not use the host name, and skips the loopback interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def interface_towards(master: str) -> str | None:
-    """The network interface by which this machine reaches the master; on the master, the one with its address.
+def find_interface(master: str) -> str | None:
+    """Return the network interface through which this node reaches the master node.
 
-    A name that is the loopback here is another address on other machines: then the way out of this one counts, and
-    where there is none, an interface that is not the loopback.
+    On the master node itself, this is the interface with the master's address. If the master's name resolves to the
+    loopback address here, the interface of the default route is returned. Without a default route it is any interface
+    other than the loopback.
+
+    Args:
+        master: host name or IPv4 address of the master node.
 
     Returns:
-        None where it cannot be told: no IPv4, no Linux.
+        The name of the interface; None if it cannot be found: with IPv6, or on a system other than Linux.
     """
     if ":" in master:
         return None
-    names = {address: name for _, name in socket.if_nameindex() if (address := address_of(name))}
-    for towards in (master, ELSEWHERE):
+    names = {address: name for _, name in socket.if_nameindex() if (address := interface_address(name))}
+    for destination in (master, EXTERNAL_ADDRESS):
         with contextlib.suppress(OSError):
-            address = local_address(towards)
+            address = source_address(destination)
             if not address.startswith("127.") or master == "localhost" or master.startswith("127."):
                 return names.get(address)
     return next((name for address, name in names.items() if not address.startswith("127.")), None)
 
 
-def local_address(towards: str) -> str:
-    """This machine's address on the way to another; nothing is sent."""
+def source_address(destination: str) -> str:
+    """Return the address from which this node sends to a destination. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
+        probe.connect((destination, 9))
         return str(probe.getsockname()[0])
 
 
-def address_of(interface: str) -> str | None:
-    """An interface's IPv4 address."""
+def interface_address(interface: str) -> str | None:
+    """Return the IPv4 address of an interface; None if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        return socket.inet_ntoa(answer[20:24])
+        response = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        return socket.inet_ntoa(response[20:24])
     return None

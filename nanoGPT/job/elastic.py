@@ -1,9 +1,10 @@
-"""Runs that torchrun restarts: who may use the run's directory, and where a restarted job goes on."""
+"""Resume a job that torchrun has restarted, and keep other jobs out of its directory."""
 
 import contextlib
 import dataclasses
 import os
 import socket
+import time
 from pathlib import Path
 
 from nanoGPT.checkpoint.manifest import step_directories
@@ -11,21 +12,49 @@ from nanoGPT.distributed.environment import environment_number, may_restart
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.out_dir import DirectoryLock, check_out_dir
-from nanoGPT.job.parse import saved_config
+from nanoGPT.job.parse import load_saved_config
 from nanoGPT.train_config import C, TrainConfig
 
 
+def choose_free_out_dir(run: Runtime, config: TrainConfig) -> str:
+    """Return the run's directory. If the default directory has checkpoints already, return a new one under it.
+
+    This is for plain torchrun: `nanoGPT.launch` chooses the directory itself. The ranks of a node compute the same name
+    without communication, from the start time of their agent. Multiple nodes cannot, so they keep the default.
+    """
+    is_default = config.out_dir == TrainConfig.out_dir and config.init_from != "resume"
+    if not is_default or may_restart() or run.local_world_size < run.world_size or not step_directories(Path("out")):
+        return config.out_dir
+    name = f"{config.out_dir}/{type(config).__module__.split('.')[0]}-{agent_start_time(run)}"
+    out_dir = next(d for d in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not step_directories(Path(d)))
+    run.print0(f"{config.out_dir} contains checkpoints of an earlier run: this run writes into {out_dir}")
+    return out_dir
+
+
+def agent_start_time(run: Runtime) -> str:
+    """Return the start time of the process that started the ranks; for a single rank, the current time."""
+    start = time.time()
+    if run.world_size > 1:
+        try:
+            ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+            boot = int(Path("/proc/stat").read_text().split("\nbtime ")[1].split()[0])
+            start = boot + ticks / os.sysconf("SC_CLK_TCK")
+        except OSError:  # not Linux
+            return str(os.getppid())
+    return time.strftime("%Y%m%d-%H%M%S", time.localtime(start))
+
+
 def enter_out_dir(run: Runtime, config: TrainConfig) -> DirectoryLock | None:
-    """Check and lock the run's directory. Where torchrun restarts ranks, `resume_after_restart` judges its checkpoints.
+    """Check and lock the run's directory. If torchrun may restart ranks, `resume_after_restart` checks the checkpoints.
 
     Returns:
-        The lock, on rank 0.
+        The lock on rank 0, and None on the other ranks.
     """
     out_dir = Path(config.out_dir)
     if not may_restart():
         check_out_dir(out_dir, resume=config.init_from == "resume")
     elif run.is_main:
-        check_out_dir(out_dir, resume=bool(step_directories(out_dir)))  # whether it can be written
+        check_out_dir(out_dir, resume=bool(step_directories(out_dir)))  # only that it is writable
     if not run.is_main:
         return None
     run.lock = lock = DirectoryLock(out_dir)
@@ -35,49 +64,55 @@ def enter_out_dir(run: Runtime, config: TrainConfig) -> DirectoryLock | None:
 
 
 def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) -> C:
-    """Give this start a token that all ranks know; if torchrun has restarted the job, let it resume. Collective.
+    """Share rank 0's token for this start with all ranks; if torchrun has restarted the job, resume it. Collective.
 
-    torchrun repeats the same command, without --init_from=resume. The count of restarts is each agent's own, so any
-    that is not 0 tells. The lock file names the agents of the job that may use the directory: checkpoints of another
-    job are refused at every restart, as they were at the start. What rank 0 sees on the disk counts for all.
+    torchrun repeats the same command, without --init_from=resume. Each elastic agent counts its restarts separately, so
+    the job was restarted if any count is not 0. The lock file names the agents of the job that may use the directory:
+    checkpoints of another job are refused at every restart, as they were at the start. Only rank 0 reads the directory.
 
     Args:
-        run: this rank's Runtime, whose token becomes that of rank 0.
-        config: of this start's command line.
-        lock: on the run's directory; rank 0's.
+        run: this rank's Runtime; its token becomes that of rank 0.
+        config: the configuration from the command line.
+        lock: the lock on the run's directory on rank 0, None on other ranks.
 
     Returns:
-        The configuration: where the job resumes, that of the newest checkpoint, with init_from=resume.
+        The configuration. If the job resumes, it is that of the newest checkpoint, with init_from=resume.
 
     Raises:
-        ConfigError: checkpoints are in the way, or missing.
+        ConfigError: the directory holds checkpoints of another job, or there is no checkpoint to resume.
     """
     agent = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
-    count = environment_number("TORCHELASTIC_RESTART_COUNT")
-    tokens, agents, counts = zip(*run.gather((run.token, agent, count)), strict=True)
+    restarts = environment_number("TORCHELASTIC_RESTART_COUNT")
+    tokens, agents, restart_counts = zip(*run.gather((run.token, agent, restarts)), strict=True)
     run.token = tokens[0]
     if may_restart():
-        saved = run.gather(saved_by(agents, lock, config) if any(counts) else None)[0]
+        saved = run.gather(find_saved_config(agents, lock, config) if any(restart_counts) else None)[0]
         if saved is not None and config.init_from != "resume":
-            run.print0("torchrun has restarted the job: it goes on from its newest checkpoint")
+            run.print0("torchrun has restarted the job: it resumes from its newest checkpoint")
             config = dataclasses.replace(config, **{**saved, "out_dir": config.out_dir, "init_from": "resume"})
-        if refused := run.gather(out_dir_problem(run, config))[0]:
-            raise ConfigError(refused)
+        if problem := run.gather(out_dir_problem(run, config))[0]:
+            raise ConfigError(problem)
     if lock:
-        with contextlib.nullcontext() if may_restart() else contextlib.suppress(OSError):  # on a full disk
+        with contextlib.nullcontext() if may_restart() else contextlib.suppress(OSError):  # the disk may be full
             lock.write("\n".join(agents))
     return config
 
 
-def saved_by(agents: tuple[str, ...], lock: DirectoryLock | None, config: TrainConfig) -> dict[str, object] | None:
-    """The configuration in the newest checkpoint, if there is one and it is of a job of these agents; rank 0 reads."""
+def find_saved_config(
+    agents: tuple[str, ...], lock: DirectoryLock | None, config: TrainConfig
+) -> dict[str, object] | None:
+    """Return the configuration in the newest checkpoint, on rank 0.
+
+    Returns:
+        None if there is no checkpoint, if the lock file names none of these agents, or on another rank.
+    """
     if not lock or not step_directories(Path(config.out_dir)):
         return None
-    return saved_config(type(config), config.out_dir) if {*agents} & {*lock.read().splitlines()} else None
+    return load_saved_config(type(config), config.out_dir) if {*agents} & {*lock.read().splitlines()} else None
 
 
 def out_dir_problem(run: Runtime, config: TrainConfig) -> str | None:
-    """What is wrong with the directory; rank 0 looks."""
+    """Return what is wrong with the run's directory, on rank 0; None if nothing is."""
     try:
         if run.is_main:
             check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")

@@ -1,4 +1,4 @@
-"""Report the error that ends a rank: to the user, and to the launcher."""
+"""Report to the user and to the launcher why a rank exits."""
 
 import contextlib
 import json
@@ -8,25 +8,30 @@ import time
 from pathlib import Path
 
 
-def report_failure(code: int, message: str, alike_on_all_ranks: bool = False) -> int:
-    """Say why this rank ends, to the user and to the launcher; returns the exit code.
+def report_failure(code: int, message: str, is_same_on_all_ranks: bool = False) -> int:
+    """Report to the user and to the launcher why this rank exits, and return the exit code.
 
-    Of an error that all ranks meet alike, the first rank of each machine speaks; the others give it a second.
+    If every rank fails with the same error, only the first rank of each node prints it. The other ranks wait for a
+    second, so that no launcher stops the first rank before it has printed the message.
     """
-    if tell_launcher(message):
+    if write_error_file(message):
         return code
-    rank, speaks = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
-    if not alike_on_all_ranks:
+    rank, is_first_of_node = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_same_on_all_ranks:
         print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
-    elif speaks:
+    elif is_first_of_node:
         print(f"error: {message}", file=sys.stderr)
     else:
         time.sleep(1)
     return code
 
 
-def tell_launcher(message: str) -> bool:
-    """Hand torch's elastic agent the reason why this rank ends; whether the launcher will print it."""
+def write_error_file(message: str) -> bool:
+    """Write why this rank exits into the error file of torch's elastic agent.
+
+    Returns:
+        Whether `nanoGPT.launch` has started this rank, and will print the message.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))

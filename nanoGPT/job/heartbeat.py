@@ -1,10 +1,10 @@
-"""What a rank tells of itself every second, and its end when the job hangs.
+"""Write a heartbeat every second, and stop the process when the job hangs.
 
-    heartbeat/rank{r}.json      step, stage, counts of progress, where the main thread is, the process, the time
+    heartbeat/rank{r}.json      step, stage, progress counters, current line of the main thread, process ids, time
 
-The main thread notes its progress (`Runtime.enter_stage`, `Runtime.report_progress`); a thread of its own writes it
-down, looks at the other ranks' (`nanoGPT.job.watchdog`), and ends the process with its stacks in stacks/rank{r}.txt
-when nobody makes any.
+The main thread reports its progress (`Runtime.enter_stage`, `Runtime.report_progress`). A separate thread writes the
+heartbeat and reads the heartbeats of the other ranks (`nanoGPT.job.watchdog`). If no rank makes progress, this thread
+writes the process's stacks into stacks/rank{r}.txt and exits the process.
 """
 
 import contextlib
@@ -22,12 +22,13 @@ from typing import IO, Any, NamedTuple
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
-from nanoGPT.job.exits import tell_launcher
-from nanoGPT.job.watchdog import GRACE, Watch, end_mute, is_child
+from nanoGPT.job.exits import write_error_file
+from nanoGPT.job.watchdog import GRACE_SECONDS, StallDetector, dump_and_kill, is_child_of
 
-# A thread in one of these compiles, on a GPU also the one of the backward, or somebody debugs: no time is too long for
-# that. (Running what was compiled also has frames of torch._dynamo and torch._inductor, but not of these files.)
-OWN_PACE = (
+# A frame in one of these files means that the thread compiles or that a debugger runs: both may take any amount of
+# time. On a GPU, the backward pass is compiled in another thread. (Compiled code also has frames of torch._dynamo and
+# torch._inductor, but not of these files.)
+COMPILER_AND_DEBUGGER = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/compile_fx.py",
     "triton/compiler/compiler.py",
@@ -37,120 +38,143 @@ COLLECTIVE = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
-class Place(NamedTuple):
-    """Where a Python frame is."""
+class CodeLocation(NamedTuple):
+    """The file, line and function of a Python frame."""
 
     file: str
     line: int
     function: str
 
 
-def stack(frame: FrameType | None) -> Iterator[Place]:
-    """A thread's Python frames, innermost first."""
+def walk_frames(frame: FrameType | None) -> Iterator[CodeLocation]:
+    """Yield the locations of a thread's Python frames, innermost first."""
     while frame:
-        yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        yield CodeLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
 
 
-def stacks() -> dict[int, list[Place]]:
-    """The stacks of all threads, by their idents. A frame that is kept keeps its variables, activations too, beyond its
-    function's end, so none is."""
+def collect_stacks() -> dict[int, list[CodeLocation]]:
+    """Return the stacks of all threads, by thread identifier.
+
+    Keep no reference to a frame: a frame holds the function's local variables, such as activations, even after the
+    function has returned.
+    """
     frames = sys._current_frames()
-    places = {thread: list(stack(frame)) for thread, frame in frames.items()}
-    frames.clear()  # it holds this function's own frame: a cycle that only the garbage collector would undo
-    return places
+    stacks = {thread: list(walk_frames(frame)) for thread, frame in frames.items()}
+    frames.clear()  # it contains this function's own frame: a cycle that only the garbage collector would free
+    return stacks
 
 
-def is_library(file: str) -> bool:
+def is_library_file(file: str) -> bool:
+    """Return whether a source file belongs to an installed package or to the standard library."""
     return "-packages/" in file or file.startswith((STANDARD_LIBRARY, "<frozen"))
 
 
-def in_collective(files: list[str]) -> bool:
-    """Whether the library code that a thread is in, given innermost first, is one that waits for other ranks."""
+def is_in_collective(files: list[str]) -> bool:
+    """Return whether a thread is inside library code that waits for other ranks.
+
+    Args:
+        files: the files of the thread's frames, innermost first.
+    """
     for file in files:
-        if not is_library(file) or "torch/distributed/checkpoint/" in file:  # which writes, when it does not wait
+        if not is_library_file(file) or "torch/distributed/checkpoint/" in file:  # it may be writing, not waiting
             return False
         if any(part in file for part in COLLECTIVE):
             return True
     return False
 
 
-def whereabouts() -> dict[str, Any]:
-    """Where this process is: whether it compiles; whether its main thread waits for other ranks, and in what line."""
-    threads = stacks()
-    main = threads.get(threading.main_thread().ident or 0, [])
-    own = next((place for place in main if not is_library(place.file)), None)
+def inspect_threads() -> dict[str, Any]:
+    """Return what this process does, read from the stacks of its threads.
+
+    Returns:
+        `is_exempt`: whether a thread compiles or a debugger runs, so that a lack of progress is no hang. `waits`:
+        whether the main thread waits for other ranks. `line`: the main thread's innermost line outside of libraries.
+    """
+    stacks = collect_stacks()
+    main = stacks.get(threading.main_thread().ident or 0, [])
+    innermost = next((location for location in main if not is_library_file(location.file)), None)
+    line = f"{'/'.join(Path(innermost.file).parts[-2:])}:{innermost.line}, {innermost.function}" if innermost else ""
     return {
-        "own_pace": any(place.file.endswith(OWN_PACE) for places in threads.values() for place in places),
-        "waits": in_collective([place.file for place in main]),
-        "line": f"{'/'.join(Path(own.file).parts[-2:])}:{own.line}, {own.function}" if own else "",
+        "is_exempt": any(frame.file.endswith(COMPILER_AND_DEBUGGER) for stack in stacks.values() for frame in stack),
+        "waits": is_in_collective([location.file for location in main]),
+        "line": line,
     }
 
 
-class Heart:
-    """A rank's thread that tells the others where it is, and ends the rank when the job hangs.
+class HeartbeatThread:
+    """A thread of a rank that writes the rank's heartbeats, and exits the process when the job hangs.
 
     Args:
         run: this rank's Runtime.
-        out_dir: of the run.
-        stall_seconds: see `Watch`.
-        stacks: this rank's file for stacks, open.
+        out_dir: the run's directory.
+        stall_seconds: see `StallDetector`.
+        stack_file: the open file for this rank's stacks.
     """
 
-    def __init__(self, run: Runtime, out_dir: Path, stall_seconds: float, stacks: IO[str]) -> None:
-        self.run, self.stacks = run, stacks
+    def __init__(self, run: Runtime, out_dir: Path, stall_seconds: float, stack_file: IO[str]) -> None:
+        self.run, self.stack_file = run, stack_file
         self.file = out_dir / "heartbeat" / f"rank{run.rank}.json"
-        self.watch = Watch(out_dir, run.world_size, stall_seconds, run.rank, run.token)
-        self.closing = threading.Event()
-        self.thread = threading.Thread(target=self._go_on, daemon=True)
+        self.detector = StallDetector(out_dir, run.world_size, stall_seconds, run.rank, run.token)
+        self.is_closing = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Training begins. The first beat comes from here: a rank that has not told of itself is not watched yet."""
-        self.beat()
+        """Write the first heartbeat, and start the thread. A rank is monitored only after its first heartbeat."""
+        self.write_heartbeat()
         self.thread.start()
 
     def close(self) -> None:
-        """Training has ended: beat once more, and watch no longer."""
-        self.closing.set()
-        self.thread.join(5 * GRACE)
-        self.beat()
+        """Stop the thread when training has ended, and write a last heartbeat."""
+        self.is_closing.set()
+        self.thread.join(5 * GRACE_SECONDS)
+        self.write_heartbeat()
 
-    def beat(self) -> None:
-        """Tell where this rank is; while it compiles, that is progress."""
-        where = whereabouts()
-        if where.pop("own_pace"):
+    def write_heartbeat(self) -> None:
+        """Write this rank's heartbeat file. Compilation counts as progress."""
+        activity = inspect_threads()
+        if activity.pop("is_exempt"):
             self.run.report_progress()
         process = {"run": self.run.token, "host": socket.gethostname(), "pid": os.getpid(), "parent": os.getppid()}
-        now = {"ended": self.closing.is_set(), "time": time.time()}
-        beat = {**vars(self.run.progress), **where, **process, **now}
-        self.watch.note(self.run.rank, beat)
+        status = {"ended": self.is_closing.is_set(), "time": time.time()}
+        heartbeat = {**vars(self.run.progress), **activity, **process, **status}
+        self.detector.record(self.run.rank, heartbeat)
         temporary = self.file.with_suffix(".tmp")
-        with contextlib.suppress(OSError):  # a full disk must not end a run that has nothing to save yet
-            self.file.parent.mkdir(exist_ok=True)  # the run's directory may have been created again
-            temporary.write_text(json.dumps(beat) + "\n")
+        with contextlib.suppress(OSError):  # a full disk must not stop a run that has nothing to save yet
+            self.file.parent.mkdir(exist_ok=True)  # needed if the run's directory was deleted and created again
+            temporary.write_text(json.dumps(heartbeat) + "\n")
             os.replace(temporary, self.file)
 
-    def _go_on(self) -> None:
-        while not self.closing.wait(1.0):
-            self.beat()
-            if (sentence := self.watch.look(time.monotonic())) and not self.closing.is_set():
-                self._end(sentence)
+    def _run(self) -> None:
+        while not self.is_closing.wait(1.0):
+            self.write_heartbeat()
+            if (message := self.detector.check(time.monotonic())) and not self.is_closing.is_set():
+                self._stop_process(message)
 
-    def _end(self, sentence: str) -> None:
-        """Write stacks, help those beside that cannot, and end this process, whatever its main thread does."""
-        faulthandler.dump_traceback_later(5 * GRACE, exit=True, file=self.stacks)  # if a disk or a terminal hangs, too
-        self.watch.read()
-        beside = self.watch.same_launcher(self.run.rank)
-        mute = {rank: self.watch.seen[rank].beat for rank in beside if not self.watch.answers(rank)}
-        first = self.run.rank == min(set(beside) - set(mute), default=self.run.rank)
+    def _stop_process(self, message: str) -> None:
+        """Write this process's stacks and exit. The first rank that responds also kills the ranks that do not respond.
+
+        Args:
+            message: why the job stops.
+        """
+        # If a disk or a terminal hangs too, faulthandler exits the process.
+        faulthandler.dump_traceback_later(5 * GRACE_SECONDS, exit=True, file=self.stack_file)
+        self.detector.read_heartbeats()
+        local_ranks = self.detector.same_launcher(self.run.rank)
+        unresponsive = {
+            rank: self.detector.statuses[rank].heartbeat
+            for rank in local_ranks
+            if not self.detector.is_responding(rank)
+        }
+        is_first = self.run.rank == min(set(local_ranks) - set(unresponsive), default=self.run.rank)
         with contextlib.suppress(OSError):
-            self.stacks.write(sentence + "\n")
-            self.stacks.flush()
-            faulthandler.dump_traceback(self.stacks)
-        if first:
-            end_mute([beat["pid"] for beat in mute.values() if is_child(beat, os.getppid())])
+            self.stack_file.write(message + "\n")
+            self.stack_file.flush()
+            faulthandler.dump_traceback(self.stack_file)
+        if is_first:
+            dump_and_kill([each["pid"] for each in unresponsive.values() if is_child_of(each, os.getppid())])
         else:
-            time.sleep(GRACE)
-        if not tell_launcher(sentence) and first:
-            print(f"error: {sentence}", file=sys.stderr, flush=True)
+            time.sleep(GRACE_SECONDS)
+        if not write_error_file(message) and is_first:
+            print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(STALLED)

@@ -1,15 +1,16 @@
-"""Errors of torch and of the system about which the user can do something: each becomes one sentence.
+"""Explain errors of torch and of the operating system that the user can fix, in one sentence each.
 
-Every other error is an error of the program, and keeps its traceback. Memory that ran out is `out_of_memory.py`'s.
+Every other error is an error of the program and is printed with its traceback. `nanoGPT/memory/out_of_memory.py`
+explains errors that mean that memory ran out.
 """
 
 import re
 
 from nanoGPT.errors import error_messages
 
-LONGEST = 300  # characters of an error's own words
+MAX_QUOTE = 300  # characters of the original message in the explanation
 
-# What the message holds (a regular expression), what is wrong, and what to do; the first row that matches counts.
+# A regular expression for the error's message, what is wrong, and what to do. The first row that matches is used.
 KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
     (
         r"driver version is insufficient|driver on your system is too old",
@@ -29,26 +30,26 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
     (
         r"devices are busy or unavailable|device\(s\) is/are busy or unavailable",
         "another process uses this GPU exclusively",
-        "end the process that `nvidia-smi` lists, or choose other GPUs with CUDA_VISIBLE_DEVICES",
+        "stop the process that `nvidia-smi` lists, or choose other GPUs with CUDA_VISIBLE_DEVICES",
     ),
     (
         r"uncorrectable ECC error",
         "the GPU's memory is defective",
-        "choose other GPUs with CUDA_VISIBLE_DEVICES, and reset this one",
+        "choose other GPUs with CUDA_VISIBLE_DEVICES, and reset the defective one",
     ),
     (
         r"(?s)shared memory.*No space left on device|/dev/shm.*No space left on device",
         "/dev/shm is full",
-        "delete what is left over there, or make it larger (`docker run --shm-size=8g`)",
+        "delete the files that old processes left there, or make it larger (`docker run --shm-size=8g`)",
     ),
     (
         r"Too many open files|Failed to init uv loop",
-        "this process may not open more files",
+        "this process has reached its limit of open files",
         "raise the limit with `ulimit -n 65536`",
     ),
     (
         r"can't start new thread",
-        "this process may not start more threads",
+        "this process has reached its limit of threads",
         "raise the limit with `ulimit -u`; each thread also needs address space (`ulimit -v`)",
     ),
     (
@@ -59,18 +60,18 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
     (
         r"Duplicate GPU detected",
         "two ranks use the same GPU",
-        "start at most one rank per GPU, each with a LOCAL_RANK of its own",
+        "start at most one rank per GPU, each with a different LOCAL_RANK",
     ),
     (
         r"unhandled system error|ncclSystemError",
         "NCCL cannot use the network or the shared memory between the ranks",
-        "set NCCL_DEBUG=INFO to see which call fails; NCCL_SOCKET_IFNAME names the network interface to use",
+        "set NCCL_DEBUG=INFO to see which call fails, and NCCL_SOCKET_IFNAME to choose the network interface",
     ),
     (
         r"InvalidCxxCompiler|Failed to find C(\+\+)? compiler|fatal error: \S+: No such file"
         r"|Command '\[.*\.c'.*'-shared'.* non-zero exit status",
-        "torch.compile and Triton need a C++ compiler that works",
-        "install one (`apt-get install g++ python3-dev`), name it in CC and CXX, or use --compile=False",
+        "torch.compile and Triton need a working C++ compiler",
+        "install one (`apt-get install g++ python3-dev`), set CC and CXX to its path, or use --compile=False",
     ),
     (
         r"Cannot find a working triton installation",
@@ -85,17 +86,17 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
     (
         r"out of resource: shared memory",
         "a Triton kernel needs more shared memory than a multiprocessor of this GPU has",
-        "leave that kernel out of --kernels, or use --kernels=none",
+        "remove that kernel from --kernels, or use --kernels=none",
     ),
 )
 
 
 def explain_known_error(error: BaseException) -> str | None:
-    """Return a sentence that says what is wrong and what to do; None for an error that is not in the table."""
+    """Return what is wrong and what to do, in one sentence; None for an error that is not in the table."""
     text = error_messages(error)
-    for pattern, wrong, remedy in KNOWN_ERRORS:
-        if found := re.search(pattern, text):
-            begin, end = text.rfind("\n", 0, found.end()) + 1, text.find("\n", found.end())
-            said = text[begin : end if end >= 0 else None].strip()
-            return f"{wrong} ({said if len(said) <= LONGEST else said[:LONGEST] + '...'}): {remedy}"
+    for pattern, problem, remedy in KNOWN_ERRORS:
+        if match := re.search(pattern, text):
+            begin, end = text.rfind("\n", 0, match.end()) + 1, text.find("\n", match.end())
+            quote = text[begin : end if end >= 0 else None].strip()
+            return f"{problem} ({quote if len(quote) <= MAX_QUOTE else quote[:MAX_QUOTE] + '...'}): {remedy}"
     return None

@@ -1,8 +1,8 @@
-"""How the launchers of several nodes meet before any rank starts.
+"""Rendezvous of the launchers of several nodes, before any rank starts.
 
-Each launcher checks its command and tells the others whether its node can start, through a store on node 0. So a node
-that cannot start is named on all of them, and nobody waits for it in silence. A config file is executed on node 0 only;
-the others take what it set.
+Each launcher checks its command. It then publishes through a store on node 0 whether its node can start. If a node
+cannot start, the launchers of all nodes print its error and exit, and no launcher waits for it. A config file is
+executed on node 0 only; the other nodes use the values that it set.
 """
 
 import contextlib
@@ -23,57 +23,58 @@ from nanoGPT.distributed.environment import port_number
 from nanoGPT.distributed.process_group import connect, is_served
 from nanoGPT.errors import ConfigError
 
-LAST_WORDS = 20.0  # seconds for a node that cannot start to tell the others
-REMIND_AFTER = 30.0  # seconds between lines that say who is still missing
+ERROR_SECONDS = 20.0  # how long a node that cannot start waits for the other nodes, to share its error
+REMINDER_SECONDS = 30.0  # time between two lines that list the missing nodes
 
 
 @dataclass
-class Place:
-    """Which ranks this machine runs."""
+class NodeConfig:
+    """The number of nodes, the ranks on each of them, and the position of this node."""
 
     gpus: int = 1
-    """ranks on this machine: one a GPU, or that many processes on a CPU"""
+    """number of ranks on this node: one per GPU, or this number of processes on the CPU"""
     nnodes: int = 1
-    """machines"""
+    """number of nodes"""
     node_rank: int = 0
-    """this machine, from 0"""
+    """index of this node, from 0"""
     master_addr: str = "127.0.0.1"
-    """address of machine 0"""
+    """host name or IP address of node 0"""
 
     @property
     def world_size(self) -> int:
+        """Number of ranks on all nodes."""
         return self.gpus * self.nnodes
 
 
 def master_port() -> int:
-    """Return the port of node 0 at which nodes meet.
+    """Return the port of the store on node 0.
 
     Raises:
-        ConfigError: MASTER_PORT is no port.
+        ConfigError: MASTER_PORT is not a valid port.
     """
     return port_number(os.environ.get("MASTER_PORT", "29500"))
 
 
-def check_place(place: Place) -> None:
-    """Refuse numbers of ranks and nodes, addresses and ports that cannot work.
+def check_node_config(node: NodeConfig) -> None:
+    """Check the numbers of ranks and nodes, the address of node 0 and its port.
 
     Raises:
-        ConfigError: one sentence that says what to do.
+        ConfigError: one of them cannot be used; the message says what to do.
     """
-    if place.gpus < 1 or place.nnodes < 1 or not 0 <= place.node_rank < place.nnodes:
+    if node.gpus < 1 or node.nnodes < 1 or not 0 <= node.node_rank < node.nnodes:
         raise ConfigError(
-            f"GPUS={place.gpus} NNODES={place.nnodes} NODE_RANK={place.node_rank} cannot be: "
-            "GPUS and NNODES are at least 1, NODE_RANK from 0 to NNODES - 1"
+            f"GPUS={node.gpus} NNODES={node.nnodes} NODE_RANK={node.node_rank} is out of range: "
+            "use GPUS and NNODES of at least 1, and NODE_RANK from 0 to NNODES - 1"
         )
-    if place.nnodes > 1:
+    if node.nnodes > 1:
         try:
-            socket.getaddrinfo(place.master_addr or "?", master_port())
+            socket.getaddrinfo(node.master_addr or "?", master_port())
         except OSError as error:
             raise ConfigError(
-                f"MASTER_ADDR={place.master_addr} is no host that this machine knows ({error.strerror}): give the "
-                "name or address of node 0"
+                f"MASTER_ADDR={node.master_addr} cannot be resolved to an address ({error.strerror}): use the host "
+                "name or IP address of node 0"
             ) from None
-    if place.nnodes > 1 and place.node_rank == 0:
+    if node.nnodes > 1 and node.node_rank == 0:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -84,124 +85,130 @@ def check_place(place: Place) -> None:
                 ) from None
 
 
-class Meeting:
-    """The launchers of a job's nodes, and what each tells the others; with one node there is nobody to meet.
+class Rendezvous:
+    """A key-value store through which the launchers of all nodes exchange values. A single node needs no store.
 
     Args:
-        place: of this node.
+        node: the configuration of this node.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, node: NodeConfig) -> None:
+        self.node = node
         self.store: dist.Store | None = None
         self.deadline = time.monotonic()
 
     def open(self, minutes: float) -> None:
-        """Serve the store on node 0; elsewhere wait until it is there.
+        """Start the store on node 0; on other nodes, wait for it and connect.
 
         Args:
-            minutes: after which a node that has not come is given up, here and in what follows.
+            minutes: how long this and later calls wait for a missing node, counted from now.
 
         Raises:
-            ConfigError: node 0 did not come.
+            ConfigError: node 0 did not start its store in time.
         """
-        if self.place.nnodes == 1:
+        if self.node.nnodes == 1:
             return
         self.deadline = time.monotonic() + 60 * minutes
-        where = f"{self.place.master_addr}:{master_port()}"
-        print(f"node {self.place.node_rank} of {self.place.nnodes}: meeting at {where}", flush=True)
+        endpoint = f"{self.node.master_addr}:{master_port()}"
+        print(f"node {self.node.node_rank} of {self.node.nnodes}: rendezvous at {endpoint}", flush=True)
         self._connect()
 
     def _connect(self) -> None:
-        """Serve the store on node 0; elsewhere wait for it until the deadline."""
-        address, port, serves = self.place.master_addr, master_port(), self.place.node_rank == 0
-        self._await(lambda: [] if serves or is_served(address, port) else [0])
+        """Start the store on node 0; on other nodes, wait for it until the deadline and connect."""
+        address, port, is_host = self.node.master_addr, master_port(), self.node.node_rank == 0
+        self._wait_for_nodes(lambda: [] if is_host or is_served(address, port) else [0])
         seconds_left = max(self.deadline - time.monotonic(), 1.0)
-        self.store = connect(address, port, serves, datetime.timedelta(seconds=seconds_left))
+        self.store = connect(address, port, is_host, datetime.timedelta(seconds=seconds_left))
 
-    def tell(self, topic: str, value: Any) -> None:
-        """Tell the other nodes a value of JSON's types."""
+    def publish(self, topic: str, value: Any) -> None:
+        """Write a value, which must be JSON-serializable, for the other nodes."""
         if self.store:
-            self.store.set(f"{topic} of node {self.place.node_rank}", json.dumps(value))
+            self.store.set(f"{topic} of node {self.node.node_rank}", json.dumps(value))
 
-    def ask(self, topic: str, nodes: list[int]) -> list[Any]:
-        """Wait for what other nodes tell, and return it.
+    def fetch(self, topic: str, nodes: list[int]) -> list[Any]:
+        """Wait until each of `nodes` has published a value, and return the values.
 
         Raises:
-            ConfigError: one of them did not come, or node 0 has gone.
+            ConfigError: a node is missing at the deadline, or node 0 has exited.
         """
         store, keys = self.store, {node: f"{topic} of node {node}" for node in nodes}
         assert store is not None
         try:
-            self._await(lambda: [node for node, key in keys.items() if not store.check([key])])
+            self._wait_for_nodes(lambda: [node for node, key in keys.items() if not store.check([key])])
             return [json.loads(store.get(key)) for key in keys.values()]
         except dist.DistError:
-            raise ConfigError("node 0 ended before all nodes had met: look at what it printed") from None
+            raise ConfigError("node 0 exited before all nodes had connected: read the output of node 0") from None
 
     @contextlib.contextmanager
-    def shared_refusal(self) -> Iterator[None]:
-        """Run this node's checks, which go inside; a refusal of one node ends all nodes.
+    def share_errors(self) -> Iterator[None]:
+        """Share an error of this node's checks, which run in the context; an error on any node stops all nodes.
 
         Raises:
-            ConfigError: another node's, with its number; with one node, its own.
-            SystemExit: this node's own, which it has printed.
+            ConfigError: another node failed; the message has its number. With one node, its own error.
+            SystemExit: this node failed, and has printed its error.
         """
         try:
             yield
         except (ConfigError, OSError, dist.DistError) as error:
-            if self.place.nnodes == 1:
+            if self.node.nnodes == 1:
                 raise
-            refusal = str(error).splitlines()[0]
-            print(f"error: {refusal}", file=sys.stderr, flush=True)
-            self._tell_refusal(refusal)
+            message = str(error).splitlines()[0]
+            print(f"error: {message}", file=sys.stderr, flush=True)
+            self._publish_error(message)
             raise SystemExit(2) from None
-        if self.place.nnodes > 1:
-            self.tell("refusal", None)
-            for node, refusal in enumerate(self.ask("refusal", list(range(self.place.nnodes)))):
-                if refusal:
-                    self.tell("acknowledgement", None)
-                    raise ConfigError(f"node {node} cannot start: {refusal}")
+        if self.node.nnodes > 1:
+            self.publish("error", None)
+            for node, message in enumerate(self.fetch("error", list(range(self.node.nnodes)))):
+                if message:
+                    self.publish("acknowledgement", None)
+                    raise ConfigError(f"node {node} cannot start: {message}")
 
-    def _tell_refusal(self, refusal: str) -> None:
-        """Tell the other nodes that this one cannot start, as far as they come within LAST_WORDS seconds."""
-        others = [node for node in range(self.place.nnodes) if node != self.place.node_rank]
+    def _publish_error(self, message: str) -> None:
+        """Publish why this node cannot start, to all nodes that connect within ERROR_SECONDS."""
+        others = [node for node in range(self.node.nnodes) if node != self.node.node_rank]
         with contextlib.suppress(dist.DistError, ConfigError):
-            self.deadline = time.monotonic() + LAST_WORDS
+            self.deadline = time.monotonic() + ERROR_SECONDS
             if not self.store:
                 self._connect()
-            self.tell("refusal", refusal)
-            self.tell("acknowledgement", None)
-            if self.place.node_rank == 0:  # with which the store ends
-                self.tell("config files", None)
-                self.ask("acknowledgement", others)
+            self.publish("error", message)
+            self.publish("acknowledgement", None)
+            if self.node.node_rank == 0:  # the store exits with this process: let the other nodes read it first
+                self.publish("config files", None)
+                self.fetch("acknowledgement", others)
 
-    def _await(self, missing: Callable[[], list[int]]) -> None:
-        """Wait until no node is missing, and print now and then which ones are."""
-        remind_at = time.monotonic() + REMIND_AFTER
-        with ended_by_signals():
-            while nodes := missing():
+    def _wait_for_nodes(self, find_missing: Callable[[], list[int]]) -> None:
+        """Wait until no node is missing, and print the missing nodes every REMINDER_SECONDS.
+
+        Raises:
+            ConfigError: nodes are still missing at the deadline.
+        """
+        next_reminder = time.monotonic() + REMINDER_SECONDS
+        with exit_on_signals():
+            while nodes := find_missing():
                 now = time.monotonic()
-                who = f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
+                names = f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
                 if now > self.deadline:
-                    raise ConfigError(f"{who} did not come: start the same command there, or raise --timeout_minutes")
-                if now > remind_at:
-                    print(f"still waiting for {who}", flush=True)
-                    remind_at = now + REMIND_AFTER
+                    raise ConfigError(
+                        f"{names} did not connect: start the same command there, or raise --timeout_minutes"
+                    )
+                if now > next_reminder:
+                    print(f"still waiting for {names}", flush=True)
+                    next_reminder = now + REMINDER_SECONDS
                 time.sleep(0.2)
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """End this process with one sentence at a signal: nothing has started that could be saved."""
+def exit_on_signals() -> Iterator[None]:
+    """Exit with one message on a signal. Training has not started, so there is nothing to save."""
 
-    def end(number: int, _frame: object) -> None:
-        print("error: stopped by a signal before all nodes had met", file=sys.stderr, flush=True)
+    def exit_process(number: int, _frame: object) -> None:
+        print("error: stopped by a signal before all nodes had connected", file=sys.stderr, flush=True)
         raise SystemExit(128 + number)
 
     numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in numbers}
+    handlers = {number: signal.signal(number, exit_process) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,12 +1,13 @@
-"""Build a configuration: the machine's defaults, then a named config file, then --key=value flags.
+"""Build a configuration from the defaults of the device, config files, and --key=value flags.
 
     python nanoGPT/train.py config/train_gpt2.py --batch_size=8 --compile=True
     python nanoGPT/train.py --help
 
-Later words win. On `--init_from=resume` the configuration that the checkpoint was written with comes first, so a
-resumed run needs nothing but its `--out_dir`.
+Later values override earlier ones. With `--init_from=resume`, the configuration in the checkpoint comes first, so a
+resumed run needs only its `--out_dir`.
 """
 
+import dataclasses
 import difflib
 import json
 import os
@@ -14,48 +15,75 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoGPT.checkpoint.manifest import manifests
+from nanoGPT.checkpoint.manifest import find_newest_run, read_manifests, step_directories
 from nanoGPT.cli.command_line import command_line, join_flag_values
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
-from nanoGPT.schema import Malformed, check_schema
+from nanoGPT.schema import SchemaError, check_schema
 from nanoGPT.train_config import GPU_DEFAULTS, C, TrainConfig, field_names
 
-CONFIG_VARIABLE = "NANOGPT_CONFIG"  # environment variable: the configuration as JSON
+RUN_FIELDS = {"out_dir", "resume_step", "eval_only"}  # apply to one start of a run, and are not resumed
+NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what to use instead
+    "backend": "leave it out: the backend follows the device, which --device selects",
+    "wandb_log": "use --track=wandb instead",
+    "wandb_project": "use --track=wandb and the environment variable WANDB_PROJECT instead",
+    "wandb_run_name": "use --track=wandb and the environment variable WANDB_NAME instead",
+}
+CONFIG_VARIABLE = "NANOGPT_CONFIG"  # environment variable with the configuration as JSON
 
 
-def parse(config_class: type[C], argv: list[str], trainer: Path, from_files: Mapping[str, object] | None = None) -> C:
+def parse(config_class: type[C], argv: list[str], trainer: Path, file_values: Mapping[str, object] | None = None) -> C:
     """Build the configuration of a run from config files and flags.
 
     Args:
         config_class: `TrainConfig` or a phase's extension of it.
-        argv: words after the program's name: config files and `--key=value`.
-        trainer: the train.py that runs; config files are also looked up beside it.
-        from_files: what the config files set, where they have been executed already; None executes them.
+        argv: the command-line arguments: config files and `--key=value` flags.
+        trainer: the train.py that runs; config files are also looked up in its directory.
+        file_values: the values that the config files set, if they have been executed already; None executes them.
 
     Raises:
-        ConfigError: an unknown name, a wrong type, an unknown file. `--help` exits 0.
+        ConfigError: an unknown name, a wrong type, or an unknown file.
+        SystemExit: with code 0, after `--help`.
     """
     flags = [word for word in join_flag_values(argv) if not is_config_file(word)]
     check_names(config_class, flags)
-    if from_files is None:
-        from_files = read_config_files(config_class, argv, trainer)
-    config = parse_flags(config_class, {**machine_defaults(flags, from_files), **from_files}, flags)
+    if file_values is None:
+        file_values = read_config_files(config_class, argv, trainer)
+    config = parse_flags(config_class, {**device_defaults(flags, file_values), **file_values}, flags)
     if config.init_from == "resume":
-        saved = saved_config(config_class, config.out_dir)
-        saved.pop("out_dir", None)
-        config = parse_flags(config_class, {**saved, **from_files, "init_from": "resume"}, flags)
+        out_dir = find_run_to_resume(config.out_dir, trainer)
+        saved = load_saved_config(config_class, out_dir, config.resume_step)
+        values = {**saved, **file_values, "init_from": "resume"}
+        config = dataclasses.replace(parse_flags(config_class, values, flags), out_dir=out_dir)
     return config
 
 
+def find_run_to_resume(out_dir: str, trainer: Path) -> str:
+    """Return the directory to resume from: out_dir; if that is the default, the newest run of the trainer's phase.
+
+    The launcher names the directories of runs without an out_dir `out/<phase>-<time>`. Plain torchrun uses `out`.
+    """
+    if out_dir != TrainConfig.out_dir or step_directories(Path(out_dir)):
+        return out_dir
+    return str(find_newest_run(Path(out_dir).glob(f"{trainer.resolve().parent.name}-*")) or out_dir)
+
+
 def check_names(config_class: type, flags: list[str]) -> None:
+    """Check that every flag is a field of the configuration.
+
+    Raises:
+        ConfigError: a flag is unknown; the message has the closest name.
+    """
     names = field_names(config_class)
     for flag in flags:
         name = flag.lstrip("-").split("=")[0].replace("-", "_")
+        if flag.startswith("--") and name in NANOGPT_FLAGS:
+            raise ConfigError(f"--{name} is a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
         if flag.startswith("--") and name not in [*names, "help"]:
-            close = difflib.get_close_matches(name, names, n=1)
+            matches = difflib.get_close_matches(name, names, n=1)
             raise ConfigError(
-                f"unknown flag --{name}" + (f"; did you mean --{close[0]}?" if close else "; --help lists all flags")
+                f"unknown flag --{name}"
+                + (f"; did you mean --{matches[0]}?" if matches else "; --help lists all flags")
             )
 
 
@@ -64,7 +92,7 @@ def is_config_file(word: str) -> bool:
 
 
 def read_config_files(config_class: type, argv: list[str], trainer: Path) -> dict[str, object]:
-    """Execute the config files of a command line and return what they set; later files win."""
+    """Execute the config files of a command line and return the values that they set. Later files take precedence."""
     values: dict[str, object] = {}
     for name in filter(is_config_file, join_flag_values(argv)):
         values |= read_config_file(config_class, find_config_file(name, trainer))
@@ -72,24 +100,29 @@ def read_config_files(config_class: type, argv: list[str], trainer: Path) -> dic
 
 
 def config_from_launcher(config_class: type[C]) -> C | None:
-    """Return the configuration that `nanoGPT.launch` has put into this rank's environment; None without a launcher."""
+    """Return the configuration that `nanoGPT.launch` passes in the environment; None without this launcher."""
     text = os.environ.get(CONFIG_VARIABLE)
     return config_class(**json.loads(text)) if text else None
 
 
 def find_config_file(name: str, trainer: Path) -> Path:
-    """Look up a config file in the current directory, then beside the trainer, then in nanoGPT/."""
+    """Return the path of a config file: in the current directory, else in the trainer's directory, else in nanoGPT/.
+
+    Raises:
+        ConfigError: none of these directories has the file.
+    """
     for folder in (Path.cwd(), trainer.parent, PACKAGE):
         if (folder / name).is_file():
             return folder / name
     known = sorted({f"config/{p.name}" for folder in (trainer.parent, PACKAGE) for p in folder.glob("config/*.py")})
-    raise ConfigError(f"there is no config file {name}{did_you_mean(name, known)} (known: {', '.join(known)})")
+    raise ConfigError(f"there is no config file {name}{did_you_mean(name, known)} (available: {', '.join(known)})")
 
 
 def read_config_file(config_class: type, path: Path) -> dict[str, object]:
-    """Run a config file, plain `name = value` lines, and return what it sets.
+    """Execute a config file, which consists of `name = value` lines, and return the values that it sets.
 
-    A name that is no field is an error, so that a misspelt setting is not silently ignored.
+    Raises:
+        ConfigError: the file fails, or sets a name that is not a field: a misspelled setting must not be ignored.
     """
     namespace: dict[str, object] = {}
     try:
@@ -98,18 +131,20 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
         raise ConfigError(f"config file {path} does not run: {type(error).__name__}: {error}") from None
     values = {k: v for k, v in namespace.items() if not k.startswith("_")}
     for name, value in values.items():
+        if name in NANOGPT_FLAGS:
+            raise ConfigError(f"config file {path} sets {name}, a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
         if name not in field_names(config_class):
             raise ConfigError(
-                f"config file {path} sets {name}, which is no field{did_you_mean(name, field_names(config_class))}"
+                f"config file {path} sets {name}, which is not a field{did_you_mean(name, field_names(config_class))}"
             )
         parsed: TrainConfig = parse_flags(config_class, {}, [f"--{name}={value}"], source=f"config file {path}: ")
-        values[name] = getattr(parsed, name)  # of the field's type, also where the file has a string
+        values[name] = getattr(parsed, name)  # converts a string in the file to the type of the field
     return values
 
 
-def machine_defaults(flags: list[str], from_files: Mapping[str, object]) -> dict[str, object]:
-    """Defaults for the device of this run: `GPU_DEFAULTS` where it is a GPU."""
-    device = str(from_files.get("device", "auto"))
+def device_defaults(flags: list[str], file_values: Mapping[str, object]) -> dict[str, object]:
+    """Return the defaults for the device of this run: `GPU_DEFAULTS` on a GPU."""
+    device = str(file_values.get("device", "auto"))
     for flag in flags:
         if flag.startswith("--device="):
             device = flag.split("=", 1)[1]
@@ -120,23 +155,30 @@ def machine_defaults(flags: list[str], from_files: Mapping[str, object]) -> dict
     return dict(GPU_DEFAULTS) if device.startswith("cuda") else {}
 
 
-def saved_config(config_class: type[TrainConfig], out_dir: str) -> dict[str, object]:
-    """Return the fields of a configuration in the newest manifest of a run, or nothing.
+def load_saved_config(config_class: type[TrainConfig], out_dir: str, step: int | None = None) -> dict[str, object]:
+    """Return the configuration in the newest manifest of a run, or of one step, as a dictionary.
+
+    The fields of RUN_FIELDS are left out. The dictionary is empty if there is no such manifest.
 
     Raises:
-        ConfigError: a field has a value of another type.
+        ConfigError: a field has a value of the wrong type.
     """
-    for path, manifest in manifests(Path(out_dir)):
+    names = {*field_names(config_class)} - RUN_FIELDS
+    for path, manifest in read_manifests(Path(out_dir)):
+        if step is not None and manifest["step"] != step:
+            continue
         try:
             saved = check_schema(manifest.get("config", {}), dict[str, Any])
-            known = {name: value for name, value in saved.items() if name in field_names(config_class)}
+            known = {name: value for name, value in saved.items() if name in names}
             check_schema(known, config_class)
             return known
-        except Malformed as error:
-            raise ConfigError(f"{path}/manifest.json has no configuration ({error}): give another --out_dir") from None
+        except SchemaError as error:
+            raise ConfigError(
+                f"{path}/manifest.json has no valid configuration ({error}): use another --out_dir"
+            ) from None
     return {}
 
 
 def parse_flags(config_class: type[C], defaults: dict[str, object], flags: list[str], source: str = "") -> C:
-    """The configuration from defaults and flags; `source` goes before what is wrong with them."""
+    """Return the configuration from defaults and flags. Error messages begin with `source`."""
     return command_line(config_class, flags, source, default=config_class(**defaults))  # type: ignore[arg-type]

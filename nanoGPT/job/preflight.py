@@ -1,4 +1,4 @@
-"""Refuse a run that cannot work, before any rank starts: what the launcher checks, and each rank once more."""
+"""Check a run before training: first in the launcher, before any rank starts, and then again on each rank."""
 
 from pathlib import Path
 
@@ -12,22 +12,23 @@ PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:
-    """Refuse, before any process group starts and anything is written, whatever can be known not to work.
+    """Check everything that can be checked before a process group starts and before any file is written.
 
     Returns:
         The run's data.
 
     Raises:
-        ConfigError: one sentence that says what to do.
+        ConfigError: the run cannot work; the message says what to do.
     """
     validate(config, world_size)
     device, _ = pick_device(config.device, 0, local_world_size, world_size)
     pick_dtype(config.dtype, device)
-    known = config.init_from in ("scratch", "resume", *PRETRAINED)
-    if not known and not (config.init_from and Path(config.init_from).is_dir()):
-        close = did_you_mean(config.init_from, ["scratch", "resume", *PRETRAINED])
+    is_known = config.init_from in ("scratch", "resume", *PRETRAINED)
+    if not is_known and not (config.init_from and Path(config.init_from).is_dir()):
+        suggestion = did_you_mean(config.init_from, ["scratch", "resume", *PRETRAINED])
         raise ConfigError(
-            f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory{close}"
+            f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory"
+            f"{suggestion}"
         )
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     if device.type == "cpu" and config.init_from in ("scratch", "resume"):

@@ -1,8 +1,8 @@
-"""Describe what a rank is about to run, so that ranks can be compared before training.
+"""Describe the run of a rank, so that all ranks can be compared before training.
 
-A node with another learning rate, another commit or another copy of the data would train without an error, and wrongly.
-So every rank describes what it is about to run, and rank 0 compares (`nanoGPT/distributed/agreement.py`); whatever
-differs ends the job on all ranks.
+A node with a different learning rate, commit or copy of the data would train without an error, but with wrong results.
+Therefore every rank describes its run, and rank 0 compares the descriptions (`nanoGPT/distributed/agreement.py`). If
+they differ, all ranks stop.
 """
 
 import dataclasses
@@ -22,51 +22,56 @@ from nanoGPT.train_config import TrainConfig
 PACKAGES = ("torch", "numpy", "triton")
 
 
-MAY_DIFFER = ("out_dir",)  # whether all ranks see the same directory is tried with a file in it
+NOT_COMPARED = ("out_dir",)  # CheckpointDirectory checks with a file that all ranks share this directory
 
 
 def describe_run(config: TrainConfig, data: TokenData, run: Runtime) -> dict[str, Any]:
-    """Return what this rank is about to run, as JSON's types: each item must be the same on all ranks."""
-    described = {f"--{name}": value for name, value in dataclasses.asdict(config).items() if name not in MAY_DIFFER}
-    described |= {
+    """Return a description of this rank's run as JSON types. Each item must be equal on all ranks."""
+    flags = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_COMPARED}
+    description = {f"--{name}": value for name, value in flags.items()}
+    description |= {
         "the trainer": f"{type(config).__module__}.{type(config).__qualname__}",
         "the device": run.device.type,
         "the dtype": str(run.dtype).removeprefix("torch."),
-        "the prepared data": digest(json.dumps(data.identity, sort_keys=True).encode()),
-        "the code": code_digest(),
-        "the weights to start from": weights_digest(config.init_from),
+        "the prepared data": compute_digest(json.dumps(data.identity, sort_keys=True).encode()),
+        "the code": digest_code(),
+        "the weights to start from": digest_weights(config.init_from),
         "the version of python": ".".join(platform.python_version_tuple()[:2]),
     }
-    return described | {f"the version of {name}": version_of(name) for name in PACKAGES}
+    return description | {f"the version of {name}": find_version(name) for name in PACKAGES}
 
 
-def digest(content: bytes) -> str:
-    """Return the first 12 digits of a sha256: enough to tell two contents apart, and to print."""
+def compute_digest(content: bytes) -> str:
+    """Return the first 12 digits of the sha256: enough to distinguish two contents, and short enough to print."""
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def code_digest() -> str:
-    """Return a digest of the source files of the baseline and of all phases, committed or not."""
+def digest_code() -> str:
+    """Return a digest of the source files of the baseline and of all phases, including uncommitted changes."""
     folders = [PACKAGE, *sorted(PACKAGE.parent.glob("phase*"))]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path.is_file()]
-    code = [path for path in files if not {"data", "config"} & {*path.relative_to(PACKAGE.parent).parts}]
-    return digest(b"".join(path.name.encode() + path.read_bytes() for path in code))
+    sources = [path for path in files if not {"data", "config"} & {*path.relative_to(PACKAGE.parent).parts}]
+    return compute_digest(b"".join(path.name.encode() + path.read_bytes() for path in sources))
 
 
-def weights_digest(init_from: str) -> str:
-    """Return a digest of the names and sizes of the files in a directory of weights, or the newest step of a run that
-    may be training; the name of anything else."""
+def digest_weights(init_from: str) -> str:
+    """Return what identifies the weights that a run starts from.
+
+    Returns:
+        For a run's directory, the name of its newest checkpoint. For another directory, a digest of the names and
+        sizes of its files. Otherwise `init_from` itself.
+    """
     folder = Path(init_from)
     if steps := step_directories(folder):
         return steps[0].name
     if not folder.is_dir():
         return init_from
     files = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
-    return digest(json.dumps(files).encode())
+    return compute_digest(json.dumps(files).encode())
 
 
-def version_of(package: str) -> str | None:
-    """Return the installed version of a package, or None."""
+def find_version(package: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Signals end a run after the step in progress, and a rank ends when its launcher is gone."""
+"""Stop a run after the current step on a signal, and exit a rank when its launcher has exited."""
 
 import os
 import signal
@@ -9,24 +9,31 @@ from nanoGPT.distributed.runtime import Runtime
 
 
 def listen_for_signals(run: Runtime) -> None:
-    """SIGTERM, SIGINT and SIGHUP end the run after the step in progress; a SIGINT seconds later ends it at once."""
-    asked_at = 0.0
+    """Install handlers for SIGTERM, SIGINT and SIGHUP, which stop the run after the current step.
 
-    def ask(number: int, _frame: object) -> None:
-        nonlocal asked_at
-        if run.stop_signal and number == signal.SIGINT and time.monotonic() - asked_at > 2:
+    A SIGINT more than two seconds after the first signal stops the run at once.
+    """
+    requested_at = 0.0
+
+    def request_stop(number: int, _frame: object) -> None:
+        nonlocal requested_at
+        if run.stop_signal and number == signal.SIGINT and time.monotonic() - requested_at > 2:
             raise KeyboardInterrupt
         if not run.stop_signal:
-            run.stop_signal, asked_at = signal.Signals(number).name, time.monotonic()
+            run.stop_signal, requested_at = signal.Signals(number).name, time.monotonic()
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                signal.signal(number, ask)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, request_stop)
 
 
-def end_with_launcher(launcher: int) -> None:
-    """End this rank when its launcher is gone: a SIGKILL of the launcher must not leave ranks behind."""
+def exit_with_launcher(launcher: int) -> None:
+    """Exit this process when its launcher has exited: a launcher that is killed by SIGKILL must not leave ranks behind.
+
+    Args:
+        launcher: the launcher's process id.
+    """
     while os.getppid() == launcher:
         time.sleep(0.5)
     os._exit(1)

@@ -1,6 +1,7 @@
-"""Start a run and end it: checks before any process group, the ranks' meeting, and the exit code of a trainer."""
+"""Start and finish a run: check it, join the process group, and return the exit code of a trainer."""
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import sys
@@ -15,50 +16,52 @@ import torch.distributed as dist
 
 from nanoGPT.cli.program import unbreakable_output
 from nanoGPT.distributed.agreement import find_disagreement
-from nanoGPT.distributed.process_group import join_process_group, tell_other_nodes
+from nanoGPT.distributed.process_group import join_process_group, report_to_other_nodes
 from nanoGPT.distributed.runtime import Runtime, create_runtime
-from nanoGPT.errors import LOST_PEER, ConfigError, NonFiniteLoss, SaveError
-from nanoGPT.job.elastic import enter_out_dir, resume_after_restart
+from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, NonFiniteLoss, SaveError
+from nanoGPT.job.elastic import choose_free_out_dir, enter_out_dir, resume_after_restart
 from nanoGPT.job.exits import report_failure
 from nanoGPT.job.known_errors import explain_known_error
 from nanoGPT.job.parse import config_from_launcher, parse
 from nanoGPT.job.preflight import preflight
 from nanoGPT.job.run_description import describe_run
-from nanoGPT.job.signals import end_with_launcher, listen_for_signals
+from nanoGPT.job.signals import exit_with_launcher, listen_for_signals
 from nanoGPT.memory.out_of_memory import CostsModule, MemoryReport
 from nanoGPT.train_config import C, TrainConfig
 
 
 @contextlib.contextmanager
 def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
-    """Check the configuration, join the process group, listen for signals; at the end wait for all ranks.
+    """Check the configuration, join the process group and listen for signals. At the end, wait for all ranks.
 
-    The group is not destroyed: a gloo group that goes while DDP still refers to it can wait forever for its own
-    threads. A program ends by `os._exit` when every rank is here.
+    The process group is not destroyed: if a gloo group is destroyed while DDP still refers to it, it can wait forever
+    for its own threads. The program calls `os._exit` when all ranks have finished.
 
     Args:
-        config: this rank's.
-        reads_only: nothing is written into out_dir, which another run may be using.
+        config: this rank's configuration.
+        reads_only: write nothing into out_dir, because another run may be using it.
 
     Yields:
-        This rank's Runtime; and the configuration, which is another one if torchrun has restarted the job.
+        This rank's Runtime, and the configuration. If torchrun has restarted the job, this is the saved configuration.
     """
     run = create_runtime(config.device, config.dtype)
     data = preflight(config, run.world_size, run.local_world_size)
+    if not reads_only:
+        config = dataclasses.replace(config, out_dir=choose_free_out_dir(run, config))
     lock = None if reads_only else enter_out_dir(run, config)
-    described = describe_run(config, data, run)
-    del data  # it holds every file open, and the trainer opens its own
+    description = describe_run(config, data, run)
+    del data  # it keeps every file open, and the trainer opens the files again
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:
         torch.set_num_threads(1)  # ranks share the cores
     if "TORCHELASTIC_RUN_ID" in os.environ or "NANOGPT_PARENT" in os.environ:
-        threading.Thread(target=end_with_launcher, args=(os.getppid(),), daemon=True).start()
-    if dist.is_initialized():  # a notebook or a test may have joined already
-        if disagreement := find_disagreement(run.gather(described)):
+        threading.Thread(target=exit_with_launcher, args=(os.getppid(),), daemon=True).start()
+    if dist.is_initialized():  # a notebook or a test may have created the group already
+        if disagreement := find_disagreement(run.gather(description)):
             raise ConfigError(disagreement)
     else:
-        join_process_group(run, datetime.timedelta(minutes=config.timeout_minutes), described)
+        join_process_group(run, datetime.timedelta(minutes=config.timeout_minutes), description)
     if not reads_only:
         config = resume_after_restart(run, config, lock)
     listen_for_signals(run)
@@ -66,57 +69,57 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     try:
         yield run, config
     except NonFiniteLoss:
-        finish(run)  # all ranks are here, and what is still being saved is from before
+        finish(run)  # all ranks raise this at the same step, and a save in progress is of an earlier step
         raise
     finish(run)
     run.barrier()
 
 
 def finish(run: Runtime) -> None:
-    """Let what runs beside the training come to its end. Collective."""
-    for end in run.at_end:
-        end()
+    """Wait for work in other threads, such as an asynchronous save. Collective."""
+    for callback in run.end_callbacks:
+        callback()
 
 
 def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str, costs: CostsModule) -> None:
-    """Run a trainer as a program: parse the command line, train, and exit with a sentence if something is wrong.
+    """Run a trainer as a program: parse the command line, train, and exit with one message if an error occurs.
 
     Args:
-        train: takes the configuration.
-        config_class: what the command line is parsed into.
-        trainer: its `__file__`; config files are looked up beside it.
-        costs: its module of that name, which says what flags free if memory runs out.
+        train: the function that trains, called with the configuration.
+        config_class: the class of the configuration.
+        trainer: the trainer's `__file__`; config files are looked up in its directory.
+        costs: the trainer's module `costs`, which names the flags that save memory if memory runs out.
     """
     with unbreakable_output():
-        code = exit_code_of(train, config_class, trainer, costs)
-    os._exit(code)  # other threads, and the process group after a failure, have nothing more to do
+        code = run_trainer(train, config_class, trainer, costs)
+    os._exit(code)  # do not wait for other threads, nor for the process group after a failure
 
 
-def exit_code_of(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str, costs: CostsModule) -> int:
-    """Parse the command line and train; report an error in one sentence and return the exit code."""
+def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str, costs: CostsModule) -> int:
+    """Parse the command line and train. Report an error in one sentence, and return the exit code."""
     memory_report = MemoryReport(costs)
     try:
         train(config_from_launcher(config_class) or parse(config_class, sys.argv[1:], Path(trainer)))
         code = 0
     except ConfigError as error:
-        code = report_failure(2, str(error), alike_on_all_ranks=not error.on_one_rank)
+        code = report_failure(2, str(error), is_same_on_all_ranks=not error.on_one_rank)
         if not dist.is_initialized() and not error.is_shared:
-            tell_other_nodes(str(error))
+            report_to_other_nodes(str(error))
     except NonFiniteLoss as error:
-        code = report_failure(3, str(error), alike_on_all_ranks=True)
+        code = report_failure(3, str(error), is_same_on_all_ranks=True)
     except SaveError as error:
-        code = report_failure(1, str(error), alike_on_all_ranks=True)
+        code = report_failure(1, str(error), is_same_on_all_ranks=True)
     except KeyboardInterrupt:
-        code = report_failure(130, "interrupted before the step ended; the last checkpoint stands")
+        code = report_failure(130, "interrupted before the step was complete; resume from the last checkpoint")
     except SystemExit:
         raise  # --help
     except BaseException as error:
         sentence = explain_known_error(error) or memory_report.explain(error)
         if sentence is None:
-            if not any(words in str(error) for words in LOST_PEER):
+            if not any(words in str(error) for words in LOST_PEER_MESSAGES):
                 traceback.print_exc()
             sentence = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         code = report_failure(1, sentence)
         if not dist.is_initialized():
-            tell_other_nodes(sentence)
+            report_to_other_nodes(sentence)
     return code

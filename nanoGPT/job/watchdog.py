@@ -1,15 +1,16 @@
-"""A job that hangs is ended, with the stacks of all its ranks and one sentence that names the rank at fault.
+"""Stop a job that hangs, with the stacks of all ranks and one message that names the rank that caused the hang.
 
-Everything goes through files under out_dir, which all ranks see:
+The ranks communicate through files under out_dir, a directory that all ranks share:
 
-    heartbeat/rank{r}.json      what a rank tells of itself, renewed every second (`nanoGPT.job.heartbeat`)
-    stacks/stalled-{token}.txt  the sentence, written by whoever finds first that nobody makes progress
+    heartbeat/rank{r}.json      a rank's heartbeat, written every second (`nanoGPT.job.heartbeat`)
+    stacks/stalled-{token}.txt  the message, written by the first process that detects the hang
 
-When no rank has made any for `stall_seconds`, every rank writes its stacks into stacks/rank{r}.txt and ends itself. A
-rank whose threads cannot run, since its main thread keeps Python's lock in a C call or the process was stopped, is sent
-SIGUSR1, on which faulthandler writes stacks without Python, and then SIGKILL: by another rank of the same launcher, or
-by `nanoGPT.launch`. (One process alone that was started without it has nobody.) The rank at fault is the one that has
-come least far, and of those one that does not wait for others.
+If no rank makes progress for `stall_seconds`, every rank writes its stacks into stacks/rank{r}.txt and exits. Some
+ranks cannot do this: a process may be stopped (SIGSTOP), or its main thread may hold Python's global interpreter lock
+(GIL) in a C call. Such a rank receives SIGUSR1, on which faulthandler writes its stacks without Python, and then
+SIGKILL. Another rank of the same launcher sends these signals, or `nanoGPT.launch` does. (If a single process was
+started without the launcher, no other process can send them.) The message names the rank with the least progress; if
+several ranks have made equally little progress, it names one that does not wait for other ranks.
 """
 
 import contextlib
@@ -24,15 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-GRACE = 2.0  # seconds in which stacks are written, before processes end
+GRACE_SECONDS = 2.0  # time to write stacks before processes are stopped
 HAS_PROC = Path("/proc/self/stat").exists()
-ASLEEP = 2.0  # seconds: of a longer time between two looks, this process was asleep for the rest
+MAX_CHECK_SECONDS = 2.0  # if more time passes between two checks, this process was suspended for the rest of it
 
 
-def state_and_parent(pid: int) -> tuple[str, int]:
-    """Return a process's state, T if it was stopped, and its parent; "" and 0 if there is no such process."""
+def read_state_and_parent(pid: int) -> tuple[str, int]:
+    """Return a process's state (T if it is stopped) and its parent's id; "" and 0 if there is no such process."""
     words: list[str] = []
-    with contextlib.suppress(OSError):  # it has ended meanwhile, or a container has no ps
+    with contextlib.suppress(OSError):  # the process has exited, or a container has no ps
         if HAS_PROC:
             words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         else:
@@ -41,35 +42,42 @@ def state_and_parent(pid: int) -> tuple[str, int]:
     return (words[0], int(words[1])) if words else ("", 0)
 
 
-def children_of(parent: int) -> list[int]:
-    """Return the ids of the processes that a process started; none where the system does not say."""
+def list_children(parent: int) -> list[int]:
+    """Return the process ids of a process's children; an empty list if the system has neither /proc nor pgrep."""
     with contextlib.suppress(OSError):
         if HAS_PROC:
             pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-            return [pid for pid in pids if state_and_parent(pid)[1] == parent]
+            return [pid for pid in pids if read_state_and_parent(pid)[1] == parent]
         done = subprocess.run(["pgrep", "-P", str(parent)], capture_output=True, text=True)
         return [int(pid) for pid in done.stdout.split()]
     return []
 
 
 @dataclass
-class Seen:
-    """A rank's last heartbeat; the times, by the watch's clock, at which it last told progress, and anything at all."""
+class RankStatus:
+    """A rank's last heartbeat, with two times of the detector's clock.
 
-    beat: dict[str, Any]
-    progressed: float
-    answered: float
+    Attributes:
+        heartbeat: the content of the rank's heartbeat file.
+        last_progress: when a heartbeat last showed progress.
+        last_heartbeat: when the last new heartbeat was recorded.
+    """
+
+    heartbeat: dict[str, Any]
+    last_progress: float
+    last_heartbeat: float
 
 
-class Watch:
-    """Looks at the heartbeats of all ranks; one runs in every rank, and one in each launcher.
+class StallDetector:
+    """Reads the heartbeats of all ranks and detects a hang. Each rank and each launcher runs one detector.
 
     Args:
-        out_dir: of the run, on a file system that all ranks see.
+        out_dir: the run's directory, on a file system that all ranks share.
         world_size: number of ranks.
-        stall_seconds: without progress of any rank, after which the job is ended.
-        rank: whose watch it is, and who tells it its own heartbeat by `note`; None for a launcher.
-        token: the run's; heartbeats of another are an earlier run's. A launcher takes its children's.
+        stall_seconds: time without progress on any rank, after which the job is stopped.
+        rank: the rank that runs this detector and passes its own heartbeats to `record`; None in a launcher.
+        token: identifies this start of the job; heartbeats with another token belong to an earlier run. A launcher
+            takes the token from the heartbeats of its children.
     """
 
     def __init__(
@@ -77,139 +85,155 @@ class Watch:
     ) -> None:
         self.out_dir, self.world_size, self.stall_seconds = out_dir, world_size, stall_seconds
         self.rank, self.token = rank, token
-        self.clock, self.looked, self.due = 0.0, time.monotonic(), 0.0
-        self.period = min(max(stall_seconds / 20, 1.0), 15.0)  # seconds: many ranks read many files
-        self.seen: dict[int, Seen] = {}
+        self.clock, self.last_check, self.next_read = 0.0, time.monotonic(), 0.0
+        self.read_period = min(max(stall_seconds / 20, 1.0), 15.0)  # seconds: with many ranks, reading is expensive
+        self.statuses: dict[int, RankStatus] = {}
 
-    def look(self, now: float) -> str | None:
-        """The sentence on which the job ends, when nobody makes progress; to be called every second.
+    def check(self, now: float) -> str | None:
+        """Return the message with which the job stops, or None if the job does not hang. Call it every second.
 
         Args:
-            now: `time.monotonic()`. Not all of it counts: who was asleep has not seen whether others made progress.
+            now: `time.monotonic()`. At most MAX_CHECK_SECONDS between two checks count: while this process was
+                suspended, it could not observe the progress of other ranks.
         """
-        self.clock, self.looked = self.clock + min(now - self.looked, ASLEEP), now
-        if self.clock >= self.due:
-            self.due = self.clock + self.period
-            self.read()
-            if self.nobody_moves() and not self.verdict():
-                self._tell(self.accuse())
+        self.clock, self.last_check = self.clock + min(now - self.last_check, MAX_CHECK_SECONDS), now
+        if self.clock >= self.next_read:
+            self.next_read = self.clock + self.read_period
+            self.read_heartbeats()
+            if self.is_stalled() and not self.verdict():
+                self._write_verdict(self.describe_culprit())
         return self.verdict()
 
-    def nobody_moves(self) -> bool:
-        """Whether all ranks are in training, and none has made progress for `stall_seconds`."""
-        training = [rank for rank, seen in self.seen.items() if not seen.beat["ended"]]
+    def is_stalled(self) -> bool:
+        """Return whether all ranks are in training, and none has made progress for `stall_seconds`."""
+        training = [rank for rank, status in self.statuses.items() if not status.heartbeat["ended"]]
         return len(training) == self.world_size and min(map(self.seconds_stalled, training)) > self.stall_seconds
 
-    def read(self) -> None:
-        """Read the other ranks' heartbeats."""
-        beats: dict[int, dict[str, Any]] = {}
+    def read_heartbeats(self) -> None:
+        """Read and record the heartbeats of the other ranks."""
+        heartbeats: dict[int, dict[str, Any]] = {}
         for rank in set(range(self.world_size)) - {self.rank}:
             with contextlib.suppress(OSError, ValueError):
-                beats[rank] = json.loads((self.out_dir / "heartbeat" / f"rank{rank}.json").read_text())
+                heartbeats[rank] = json.loads((self.out_dir / "heartbeat" / f"rank{rank}.json").read_text())
         if self.rank is None:
-            mine = [beat.get("run", "") for beat in beats.values() if is_child(beat, os.getpid())]
-            if mine and mine[0] != self.token:
-                self.token, self.seen = mine[0], {}
-        for rank, beat in beats.items():
-            if beat.get("run") == self.token:
-                self.note(rank, beat)
+            tokens = [each.get("run", "") for each in heartbeats.values() if is_child_of(each, os.getpid())]
+            if tokens and tokens[0] != self.token:
+                self.token, self.statuses = tokens[0], {}
+        for rank, heartbeat in heartbeats.items():
+            if heartbeat.get("run") == self.token:
+                self.record(rank, heartbeat)
 
-    def note(self, rank: int, beat: dict[str, Any]) -> None:
-        """Remember a rank's heartbeat, and what of it is new."""
-        seen = self.seen.setdefault(rank, Seen(beat, self.clock, self.clock))
-        if any(seen.beat[name] != beat[name] for name in ("step", "places", "marks")):
-            seen.progressed = self.clock
-        if seen.beat["time"] != beat["time"]:
-            seen.answered = self.clock
-        seen.beat = beat
+    def record(self, rank: int, heartbeat: dict[str, Any]) -> None:
+        """Store a rank's heartbeat, and update its times if the heartbeat is new or shows progress."""
+        status = self.statuses.setdefault(rank, RankStatus(heartbeat, self.clock, self.clock))
+        if any(status.heartbeat[name] != heartbeat[name] for name in ("step", "places", "marks")):
+            status.last_progress = self.clock
+        if status.heartbeat["time"] != heartbeat["time"]:
+            status.last_heartbeat = self.clock
+        status.heartbeat = heartbeat
 
     def seconds_stalled(self, rank: int) -> float:
-        """Seconds since a rank was last seen to make progress."""
-        return self.clock - self.seen[rank].progressed
+        """Return the seconds since a rank last made progress."""
+        return self.clock - self.statuses[rank].last_progress
 
-    def answers(self, rank: int) -> bool:
-        """Whether a rank's own thread still runs."""
-        return self.clock - self.seen[rank].answered < max(self.stall_seconds / 2, 3.0)
+    def is_responding(self, rank: int) -> bool:
+        """Return whether a rank's heartbeat thread still writes heartbeats."""
+        return self.clock - self.statuses[rank].last_heartbeat < max(self.stall_seconds / 2, 3.0)
 
     def verdict(self) -> str | None:
-        """The sentence, if anybody has written it."""
+        """Return the message that a process has written about the hang; None if there is none."""
         with contextlib.suppress(OSError):
             text = (self.out_dir / "stacks" / f"stalled-{self.token}.txt").read_text()
             return text.strip() if text.endswith("\n") else None
         return None
 
-    def _tell(self, sentence: str) -> None:
-        """Write the sentence, unless another rank was first.
+    def _write_verdict(self, message: str) -> None:
+        """Write the message, unless another process has already written one.
 
-        If the sentence cannot be written, heartbeats cannot either. All ranks then get another `stall_seconds`.
+        If the message cannot be written, heartbeats cannot be written either. All ranks then get another
+        `stall_seconds`.
         """
         path = self.out_dir / "stacks" / f"stalled-{self.token}.txt"
         try:
-            path.parent.mkdir(exist_ok=True)  # the run's directory may have been created again
+            path.parent.mkdir(exist_ok=True)  # needed if the run's directory was deleted and created again
             with open(path, "x") as file:
-                file.write(sentence + "\n")
+                file.write(message + "\n")
         except FileExistsError:
             pass
         except OSError:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-            for seen in self.seen.values():
-                seen.progressed = self.clock
+            for status in self.statuses.values():
+                status.last_progress = self.clock
 
-    def accuse(self) -> str:
-        """Name the rank at fault: of those that have come least far and do not wait, the one that is silent longest."""
+    def describe_culprit(self) -> str:
+        """Return the message that names the rank at fault.
 
-        def come(rank: int) -> tuple[int, int, bool]:
-            beat = self.seen[rank].beat
-            return beat["step"], beat["places"], beat["waits"] and self.answers(rank)
+        Among the ranks with the least progress, prefer ranks that do not wait for others. Among those, choose the rank
+        that has made no progress for the longest time.
+        """
 
-        least = min(map(come, self.seen))
-        suspects = [rank for rank in self.seen if come(rank) == least]
+        def progress_key(rank: int) -> tuple[int, int, bool]:
+            heartbeat = self.statuses[rank].heartbeat
+            return heartbeat["step"], heartbeat["places"], heartbeat["waits"] and self.is_responding(rank)
+
+        least_progress = min(map(progress_key, self.statuses))
+        suspects = [rank for rank in self.statuses if progress_key(rank) == least_progress]
         rank = max(suspects, key=self.seconds_stalled)
-        beat = self.seen[rank].beat
-        where = f"step {beat['step']}, {beat['stage']}"
-        words = f"rank {rank} has been silent for {self.seconds_stalled(rank):.0f} s in {where}"
-        words += f" ({self._about(rank)})"
+        heartbeat = self.statuses[rank].heartbeat
+        position = f"step {heartbeat['step']}, {heartbeat['stage']}"
+        message = f"rank {rank} has made no progress for {self.seconds_stalled(rank):.0f} s in {position}"
+        message += f" ({self._describe_location(rank)})"
         if len(suspects) > 1:
-            words += f", and ranks {suspects} stand alike"
+            message += f"; ranks {suspects} all stopped there"
         elif self.world_size > 1:
-            words += ", waiting for the others" if least[2] else ", while the others waited for it"
-        return f"{words}; stacks of all ranks are in {self.out_dir / 'stacks'}"
+            is_waiting = least_progress[2]
+            message += ", waiting for the other ranks" if is_waiting else ", while the other ranks waited for it"
+        return f"{message}; stacks of all ranks are in {self.out_dir / 'stacks'}"
 
-    def _about(self, rank: int) -> str:
-        """What a rank does, as far as it tells or shows."""
-        beat = self.seen[rank].beat
-        if self.answers(rank):
-            return f"in {beat['line']}"
-        if beat["host"] == socket.gethostname() and state_and_parent(beat["pid"])[0] in ("T", "t"):
-            return "where it was last heard of: it is stopped"
-        return "where it was last heard of: it does not answer, as in a C call that keeps Python's lock"
+    def _describe_location(self, rank: int) -> str:
+        """Return the line that a rank runs, or why the rank cannot report one."""
+        heartbeat = self.statuses[rank].heartbeat
+        if self.is_responding(rank):
+            return f"at {heartbeat['line']}"
+        if heartbeat["host"] == socket.gethostname() and read_state_and_parent(heartbeat["pid"])[0] in ("T", "t"):
+            return "according to its last heartbeat; the process is stopped"
+        return "according to its last heartbeat; the process does not respond, as if a C call held the GIL"
 
     def same_launcher(self, rank: int) -> list[int]:
-        """The ranks of the same launcher on the same machine, itself included."""
-        mine = self.seen[rank].beat
-        return [r for r, s in self.seen.items() if all(s.beat[name] == mine[name] for name in ("host", "parent"))]
+        """Return the ranks that the same launcher on the same node has started, including `rank`."""
+        reference = self.statuses[rank].heartbeat
+        return [
+            other
+            for other, status in self.statuses.items()
+            if all(status.heartbeat[name] == reference[name] for name in ("host", "parent"))
+        ]
 
 
-def is_child(beat: dict[str, Any], parent: int) -> bool:
-    """Whether a heartbeat is of a living child of a process of this machine."""
-    told = (beat["host"], beat["parent"]) == (socket.gethostname(), parent)
-    return told and state_and_parent(beat["pid"])[1] == parent
+def is_child_of(heartbeat: dict[str, Any], parent: int) -> bool:
+    """Return whether a heartbeat comes from a running child of the process `parent` on this node."""
+    has_same_parent = (heartbeat["host"], heartbeat["parent"]) == (socket.gethostname(), parent)
+    return has_same_parent and read_state_and_parent(heartbeat["pid"])[1] == parent
 
 
-def end_mute(pids: list[int]) -> None:
-    """Let processes that cannot end themselves write their stacks, for which stopped ones must go on, and end them."""
+def dump_and_kill(pids: list[int]) -> None:
+    """Make processes that do not respond write their stacks, and kill them. SIGCONT resumes a stopped process first."""
     for numbers in ((signal.SIGUSR1, signal.SIGCONT), (signal.SIGKILL,)):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 for number in numbers:
                     os.kill(pid, number)
-        time.sleep(GRACE if signal.SIGUSR1 in numbers else 0)
+        time.sleep(GRACE_SECONDS if signal.SIGUSR1 in numbers else 0)
 
 
-def guard(watch: Watch, children: Callable[[], list[int]]) -> None:
-    """In a launcher: end children that hang and have nobody beside them to do it. A thread; it returns only then."""
-    while not watch.look(time.monotonic()):
+def watch_children(detector: StallDetector, find_pids: Callable[[], list[int]]) -> None:
+    """Wait until the job hangs, then kill the children that have not exited. A launcher runs this in a thread.
+
+    Args:
+        detector: the launcher's detector.
+        find_pids: returns the process ids of the launcher's children.
+    """
+    while not detector.check(time.monotonic()):
         time.sleep(1.0)
-    time.sleep(2 * GRACE)  # those that can end by themselves do
-    end_mute(children())
+    time.sleep(2 * GRACE_SECONDS)  # ranks that respond exit in this time
+    dump_and_kill(find_pids())

@@ -1,9 +1,11 @@
-"""What a training step costs a rank by the formula, and what flags would free where memory is short.
+"""Formulas for the memory and communication of a training step, and for the memory that flags can save.
 
-Each trainer has a `costs` module with the same two functions, `step_costs` and `memory_savings`: this one is for a
-trainer in which every rank keeps everything. A ring sends per rank (Patarasuk & Yuan 2009) 2n(N-1)/N bytes for an
-all-reduce of n bytes over N ranks, and n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast whose full tensor
-has n bytes.
+Each trainer has a `costs` module with the same two functions, `step_costs` and `memory_savings`. This module is for a
+trainer without sharding, in which every rank stores the full model state.
+
+The communication volume per rank is that of the ring algorithm (Patarasuk & Yuan 2009). With N ranks it is 2n(N-1)/N
+bytes for an all-reduce of n bytes. It is n(N-1)/N bytes for a reduce, reduce-scatter, all-gather or broadcast whose
+full tensor has n bytes.
 """
 
 from collections import Counter
@@ -21,18 +23,18 @@ from nanoGPT.train_config import TrainConfig
 
 
 def ring_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
-    """Bytes that each rank sends in a ring for a collective whose full tensor has `tensor_bytes`.
+    """Return the bytes that each rank sends for one collective with the ring algorithm.
 
     Args:
-        kind: as in `COLLECTIVES`: all-reduce, all-gather, reduce-scatter, broadcast or reduce.
-        tensor_bytes: of the whole tensor: an all-gather's output, a reduce-scatter's input.
-        ranks: in the group.
+        kind: all-reduce, all-gather, reduce-scatter, broadcast or reduce.
+        tensor_bytes: size of the full tensor, such as the output of an all-gather or the input of a reduce-scatter.
+        ranks: number of ranks in the group.
     """
     return (2 if kind == "all-reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that tensors hold on this rank, each storage once; of a sharded tensor, this rank's shard."""
+    """Return the bytes of tensors on this rank. Shared storage counts once; a sharded tensor counts with its shard."""
     storages = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -43,13 +45,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass
 class Costs:
-    """What a step costs this rank by the formula; the ledger prints it beside what it counted.
+    """The predicted costs of a step on this rank. The ledger prints them next to the measured ones.
 
     Attributes:
         state: bytes of parameters, gradients and optimizer_state.
-        traffic: bytes of the full tensors of its collectives, by kind and number of ranks.
-        padding: elements among them that only make shapes divide.
-        has_gradient_buffers: whether all gradients have a place in buffers, also while there are none.
+        traffic: bytes of the full tensors of the collectives, by kind and number of ranks.
+        padding: number of padding elements in these tensors, which make them divisible by the number of ranks.
+        has_gradient_buffers: whether buffers for all gradients stay allocated, even between steps.
     """
 
     state: dict[str, int]
@@ -59,12 +61,12 @@ class Costs:
 
 
 def step_costs(model: nn.Module, optimizer: Optimizer, config: TrainConfig, run: Runtime) -> Costs:
-    """Return the costs with DDP: everything on every rank, in fp32, and one all-reduce of the gradient.
+    """Return the costs with DDP: the full model state in fp32 on every rank, and one all-reduce of the gradients.
 
     Args:
-        model: whole on this rank.
-        optimizer: of the model's parameters.
-        config: not needed here; a phase's options change its costs.
+        model: the full model.
+        optimizer: the optimizer of its parameters.
+        config: not used here; in a phase, options change the costs.
         run: this rank's Runtime.
     """
     size = 4 * sum(p.numel() for p in model.parameters())
@@ -74,17 +76,17 @@ def step_costs(model: nn.Module, optimizer: Optimizer, config: TrainConfig, run:
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of state for the parameters of an optimizer, which may say so itself; else they are AdamW's."""
+    """Return the bytes of optimizer state on this rank: from the optimizer if it can compute them, else AdamW's."""
     if isinstance(optimizer, HasStateBytes):
         return optimizer.expected_state_bytes()
     return adamw_bytes(p for group in optimizer.param_groups for p in group["params"])
 
 
 def memory_savings(config: TrainConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that flags, or another `make` command, free where every rank keeps everything."""
+    """Return the bytes per rank that flags, or another `make` command, would save. The model state is not sharded."""
     ranks = max(run.world_size, 2)
-    where, optimizer_state = name_ranks(ranks, needs, run), needs.state["optimizer_state"]
+    ranks_text, optimizer_state = name_ranks(ranks, needs, run), needs.state["optimizer_state"]
     return activation_savings(config, needs, run) | {
-        f"`make phase1` on {where}": optimizer_state * (1 - 1 / ranks),
-        f"`make phase3` on {where}": sum(needs.state.values()) * (1 - 1 / ranks),
+        f"`make phase1` on {ranks_text}": optimizer_state * (1 - 1 / ranks),
+        f"`make phase3` on {ranks_text}": sum(needs.state.values()) * (1 - 1 / ranks),
     }

@@ -1,7 +1,8 @@
-"""How much memory a rank may use, and how much of it is in use: on a GPU, and in the CPU's memory.
+"""How much GPU or CPU memory a rank may use, and how much it uses.
 
-On a GPU torch's own error has every number. In the CPU's memory the smallest of several limits counts: what the machine
-has, what `ulimit` allows this process, and what a container or a batch system allows all processes of the job.
+For a GPU, torch's error message has all numbers. For CPU memory, the smallest of several limits applies: the memory of
+the node, the `ulimit` of this process, and the limit that a container or a batch system sets for all processes of the
+job.
 """
 
 import contextlib
@@ -25,16 +26,16 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 @dataclass
 class DeviceMemory:
-    """The memory that was not enough.
+    """The memory that has run out.
 
     Attributes:
-        owner: the beginning of a sentence that ends with the total: "GPU 1 has".
-        total: bytes; None where nobody tells.
-        in_use: bytes that this rank has allocated; None where nobody tells.
-        others: bytes of a GPU that other processes use.
-        fragmented: bytes of a GPU that torch has reserved and cannot use, because they lie in pieces.
-        is_gpu: False for the CPU's memory.
-        is_shared: whether all ranks of the machine take from it together.
+        owner: the beginning of a sentence that continues with the total, such as "GPU 1 has".
+        total: bytes in total; None if unknown.
+        in_use: bytes that this rank has allocated; None if unknown.
+        others: bytes of GPU memory that other processes use.
+        fragmented: bytes of GPU memory that torch has reserved but cannot use because of fragmentation.
+        is_gpu: whether this is GPU memory, and not CPU memory.
+        is_shared: whether all ranks of the node share this memory.
     """
 
     owner: str
@@ -47,7 +48,7 @@ class DeviceMemory:
 
 
 def format_bytes(size: float) -> str:
-    """Return a size with three digits and a binary unit: 2.1 GiB."""
+    """Return a size with three digits and a binary unit, such as "2.1 GiB"."""
     unit = 0
     while size >= 999.5 and unit + 1 < len(UNITS):
         size, unit = size / 1024, unit + 1
@@ -61,55 +62,58 @@ def parse_bytes(text: str) -> int:
 
 
 def requested_bytes(message: str) -> int | None:
-    """Return how much an allocation asked for, from the message of the error; None where it does not say."""
-    if found := re.search(r"tried to allocate (\d+) bytes", message):  # torch, on a CPU
-        return int(found[1])
-    if found := re.search(r"(?:Tried|Unable) to allocate ([\d.]+ \w+)", message):  # torch, on a GPU; numpy
-        return parse_bytes(found[1])
+    """Return the size of the allocation that failed, from the error message; None if the message does not have it."""
+    if match := re.search(r"tried to allocate (\d+) bytes", message):  # torch, on a CPU
+        return int(match[1])
+    if match := re.search(r"(?:Tried|Unable) to allocate ([\d.]+ \w+)", message):  # torch, on a GPU; numpy
+        return parse_bytes(match[1])
     return None
 
 
 def gpu_memory(message: str, device: torch.device | None) -> DeviceMemory:
-    """Return what torch's error says of a GPU; after an error of cuBLAS, cuDNN or NCCL, what torch's allocator knows.
+    """Return the state of a GPU's memory, from torch's error message.
+
+    The errors of cuBLAS, cuDNN and NCCL have no numbers. The numbers then come from torch's allocator.
 
     Args:
+        message: the error message.
         device: this rank's GPU, if it is known.
     """
     size = r"([\d.]+ \w+)"
-    if head := re.search(rf"(GPU \d+) has a total capac\w+ of {size} of which", message):
+    if match := re.search(rf"(GPU \d+) has a total capac\w+ of {size} of which", message):
         allocated = re.search(rf"{size} is allocated by PyTorch", message)
         reserved = re.search(rf"{size} is reserved by PyTorch but unallocated", message)
         others = re.findall(rf"Process \d+ has {size} memory in use", message)
-        if "this process has" not in message:  # in a container torch does not know which process it is itself
+        if "this process has" not in message:  # in a container torch cannot identify its own process in the list
             others = []
         return DeviceMemory(
-            f"{head[1]} has",
-            parse_bytes(head[2]),
+            f"{match[1]} has",
+            parse_bytes(match[2]),
             parse_bytes(allocated[1]) if allocated else None,
             sum(map(parse_bytes, others)),
             parse_bytes(reserved[1]) if reserved else 0,
             is_gpu=True,
         )
     total = in_use = None
-    with contextlib.suppress(Exception):  # the error may have left CUDA unusable
+    with contextlib.suppress(Exception):  # CUDA may be unusable after the error
         total, in_use = torch.cuda.get_device_properties(device).total_memory, torch.cuda.memory_allocated(device)
     return DeviceMemory(f"GPU {device.index or 0} has" if device else "the GPU has", total, in_use, is_gpu=True)
 
 
 def host_memory(in_use_at_start: int | None = None) -> DeviceMemory:
-    """Return the smallest limit of the CPU's memory, and what this process has allocated since its start.
+    """Return the smallest limit of the CPU memory, and the memory that this process has allocated since its start.
 
     Args:
-        in_use_at_start: what `process_bytes` returned then; None: nothing is known of it.
+        in_use_at_start: the result of `process_bytes` at the start; None if unknown.
     """
     in_use = process_bytes()
     owner, total, is_shared = min(host_limits(), key=lambda limit: limit[1])
-    since = None if in_use is None or in_use_at_start is None else max(0, in_use - in_use_at_start)
-    return DeviceMemory(owner, total, since, is_shared=is_shared)
+    growth = None if in_use is None or in_use_at_start is None else max(0, in_use - in_use_at_start)
+    return DeviceMemory(owner, total, growth, is_shared=is_shared)
 
 
 def host_limits(root: Path = Path("/")) -> Iterator[tuple[str, int, bool]]:
-    """Yield every limit: whose it is, bytes, and whether all ranks of the machine share it."""
+    """Yield every limit of the CPU memory: its owner, its bytes, and whether all ranks of the node share it."""
     yield "this machine has", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), True
     for name, flag in (("RLIMIT_AS", "v"), ("RLIMIT_DATA", "d")):
         soft, _ = resource.getrlimit(getattr(resource, name))
@@ -120,7 +124,7 @@ def host_limits(root: Path = Path("/")) -> Iterator[tuple[str, int, bool]]:
 
 
 def control_group_limits(root: Path = Path("/")) -> Iterator[int]:
-    """Yield the limits of the control groups that this process is in, of either version; outside Linux none."""
+    """Yield the limits of this process's control groups, version 1 or 2. Only Linux has control groups."""
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -128,39 +132,43 @@ def control_group_limits(root: Path = Path("/")) -> Iterator[int]:
                 continue
             top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
             name = "memory.limit_in_bytes" if controllers else "memory.max"
-            below = top / path.lstrip("/")
-            for folder in (below, *below.parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            group = top / path.lstrip("/")
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):  # the file has "max" if there is no limit
                     yield int((folder / name).read_text())
                 if folder == top:
                     break
 
 
 def process_bytes() -> int | None:
-    """Return the bytes of memory that this process has filled, without files that it maps; outside Linux None."""
+    """Return the resident bytes of this process without file mappings; None if the system is not Linux."""
     with contextlib.suppress(OSError):
-        found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found[1]) * 1024 if found else None
+        match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(match[1]) * 1024 if match else None
     return None
 
 
 def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, local_world_size: int) -> None:
-    """Refuse a model whose parameters alone need more memory than the ranks of this machine, on its CPU, can ever have.
+    """Check that the parameters of a model fit into the CPU memory of this node.
 
     Args:
-        vocab_size: at least so many rows does the embedding have.
+        config: the configuration.
+        vocab_size: minimum number of rows of the embedding, for a configuration without a vocab_size.
+        world_size: number of ranks of the job.
+        local_world_size: number of ranks on this node.
 
     Raises:
-        ConfigError: says what they take, and what there is.
+        ConfigError: the parameters alone need more memory than the node has or a limit allows.
     """
-    shape = GPTConfig.of({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
-    weights = 4 * shape.count_params() * config.share_of_parameters(world_size, local_world_size, on_gpu=False)
+    shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
+    weights = 4 * shape.count_params() * config.local_param_fraction(world_size, local_world_size, on_gpu=False)
     for owner, total, is_shared in host_limits():
         needed = weights * (local_world_size if is_shared else 1)
         if needed > total:
-            on = f" on {local_world_size} ranks" if is_shared and local_world_size > 1 else ""
+            ranks_text = f" on {local_world_size} ranks" if is_shared and local_world_size > 1 else ""
             raise ConfigError(
-                f"--n_layer={shape.n_layer} --n_embd={shape.n_embd} and a vocabulary of {shape.vocab_size:,} make "
-                f"{shape.count_params():,} parameters, which alone take {format_bytes(needed)} in fp32{on}, and "
-                f"{owner} {format_bytes(total)}: {SMALLER_MODEL}{'machines' if is_shared else 'ranks'}"
+                f"a model with --n_layer={shape.n_layer} --n_embd={shape.n_embd} and a vocabulary of "
+                f"{shape.vocab_size:,} has {shape.count_params():,} parameters, which need {format_bytes(needed)} in "
+                f"fp32{ranks_text}, but {owner} {format_bytes(total)}: "
+                f"{SMALLER_MODEL}{'nodes' if is_shared else 'ranks'}"
             )

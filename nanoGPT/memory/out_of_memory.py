@@ -1,12 +1,12 @@
-"""What to say when memory runs out: what was held, by category, and the flags that free most of it.
+"""The error message for memory that runs out: the memory in use by category, and the flags that save most.
 
-    out of memory: GPU 1 has 79.2 GiB, and this rank tried to allocate 2.1 GiB while it held 5.9 GiB of parameters,
-    5.9 GiB of gradients, 11.8 GiB of optimizer state and 53 GiB of activations and other tensors; free most with
+    out of memory: GPU 1 has 79.2 GiB, and this rank tried to allocate 2.1 GiB in addition to 5.9 GiB of parameters,
+    5.9 GiB of gradients, 11.8 GiB of optimizer state and 53 GiB of activations and other tensors; to save memory, use
     --batch_size=4 (about 26.5 GiB), --fsdp_cpu_offload=True (about 23.6 GiB) or ...
 
-Whether a model can fit at all is checked before a run starts (`check_parameters_fit` in `device.py`). After an error
-the trainer's own variables, which the error's traceback still holds, tell the rest; the trainer's `costs` module knows
-what its flags free.
+`check_parameters_fit` in `device.py` checks before a run whether the parameters can fit at all. This module explains
+an error during a run. It finds the trainer's variables (model, optimizer, configuration) through the traceback of the
+error. The trainer's `costs` module estimates what its flags can save.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ON_GPU, error_messages, is_out_of_memory
+from nanoGPT.errors import GPU_OUT_OF_MEMORY_MESSAGES, error_messages, is_out_of_memory
 from nanoGPT.memory.costs import Costs
 from nanoGPT.memory.device import (
     SMALLER_MODEL,
@@ -33,13 +33,13 @@ from nanoGPT.memory.device import (
     requested_bytes,
 )
 from nanoGPT.memory.savings import Needs
-from nanoGPT.memory.tracker import Memory
+from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
 
 
 class CostsModule(Protocol):
-    """A trainer's `costs` module: what a step costs by its formula, and what flags free."""
+    """The interface of a trainer's `costs` module: the costs of a step, and the memory that flags can save."""
 
     def step_costs(self, model: Any, optimizer: Any, config: Any, run: Runtime) -> Costs: ...
 
@@ -50,15 +50,15 @@ NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer_state": "optimizer state",
-    "gathered": "gathered parameters",  # of FSDP
+    "gathered": "all-gathered parameters",  # of FSDP
 }
-RESERVE = 8 * 2**20  # bytes
-SMALLEST = 2**20  # bytes that are worth a word
+RESERVED_BYTES = 8 * 2**20
+MIN_BYTES = 2**20  # smaller amounts are not mentioned
 
 
 @dataclass
-class Job:
-    """What is known of a run that failed; None where it did not come so far."""
+class FailedRun:
+    """The variables of a run that failed. Variables that did not exist yet are None."""
 
     config: TrainConfig | None = None
     run: Runtime | None = None
@@ -66,140 +66,158 @@ class Job:
     optimizer: Optimizer | None = None
 
     @classmethod
-    def from_traceback(cls, trace: TracebackType | None) -> "Job":
-        """Find the variables of the function that `main` called; every trainer gives them these names."""
+    def from_traceback(cls, trace: TracebackType | None) -> "FailedRun":
+        """Find the variables of the trainer's `train` function by name. Every trainer uses the same names."""
         trainer = trace.tb_next if trace else None
         variables = trainer.tb_frame.f_locals if trainer else {}
         return cls(*(variables.get(field.name) for field in dataclasses.fields(cls)))
 
 
 class MemoryReport:
-    """Explains an error of memory. Make one before a trainer runs: it notes what the process uses then, and keeps some
-    memory with which to write the sentence."""
+    """Explains out-of-memory errors in one sentence.
+
+    Create it before the trainer runs. It records the memory that the process uses at that time. It also reserves some
+    memory, so that enough is left to write the sentence.
+    """
 
     def __init__(self, costs: CostsModule) -> None:
         self.costs = costs
         self.in_use_at_start = process_bytes()
-        self.reserve = bytearray(RESERVE)
+        self.reserve = bytearray(RESERVED_BYTES)
 
     def explain(self, error: BaseException) -> str | None:
-        """Return the sentence for an error that ended a trainer, as its caller caught it; None for other errors."""
+        """Return the sentence for an out-of-memory error of the trainer; None for any other error.
+
+        Args:
+            error: the error, caught by the function that called the trainer's `train`.
+        """
         self.reserve = bytearray()
         try:
             if not is_out_of_memory(error):
                 return None
-            job, text = Job.from_traceback(error.__traceback__), error_messages(error)
-            if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in ON_GPU):
-                memory = gpu_memory(text, job.run.device if job.run else None)
+            failed_run, text = FailedRun.from_traceback(error.__traceback__), error_messages(error)
+            if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in GPU_OUT_OF_MEMORY_MESSAGES):
+                memory = gpu_memory(text, failed_run.run.device if failed_run.run else None)
             else:
                 memory = host_memory(self.in_use_at_start)
-            return describe(requested_bytes(text), memory, job, self.costs)
-        except Exception:  # such as MemoryError once more
+            return describe(requested_bytes(text), memory, failed_run, self.costs)
+        except Exception:  # for example another MemoryError
             return "out of memory: use a smaller --batch_size, --block_size, --n_layer or --n_embd"
 
 
-def describe(requested: int | None, memory: DeviceMemory, job: Job, costs_module: CostsModule) -> str:
-    """Return the sentence.
+def describe(requested: int | None, memory: DeviceMemory, failed_run: FailedRun, costs_module: CostsModule) -> str:
+    """Return the full sentence.
 
     Args:
-        requested: bytes of the allocation that failed, if they are known.
-        memory: in which it failed.
-        job: the run, as far as it had come.
-        costs_module: the trainer's.
+        requested: bytes of the allocation that failed; None if unknown.
+        memory: the memory that has run out.
+        failed_run: the variables of the run.
+        costs_module: the `costs` module of the trainer.
     """
-    if job.config is None or job.run is None:
-        return f"out of memory: {total_of(memory)}: use a smaller --batch_size, --block_size, --n_layer or --n_embd"
-    shape, total = shape_of(job.config, job.model), total_of(memory)
-    share = job.config.share_of_parameters(job.run.world_size, job.run.local_world_size, memory.is_gpu)
-    weights = 4 * shape.count_params() * share
-    if memory.total is not None and weights > memory.total:
-        where = "machines" if memory.is_shared else "ranks"
-        alone = f"the parameters alone take {format_bytes(weights)} in fp32"
-        return f"out of memory: {alone}, and {total}: {SMALLER_MODEL}{where}"
-    held = count_held(job, memory)
-    costs = costs_of(job, shape, share, costs_module)
-    if costs.has_gradient_buffers and (memory.is_gpu or held["optimizer_state"]):  # a CPU's count once they are written
-        free = (memory.in_use or 0) - held["parameters"] - held["optimizer_state"]
-        held["gradients"] = max(held["gradients"], min(costs.state["gradients"], free))
-    rest = max(0, (memory.in_use or 0) - sum(held.values())) if job.model is not None else 0
-    computes_here = job.model is not None and (memory.is_gpu or job.run.device.type == "cpu")
-    passing = rest + (requested or 0) if computes_here else 0
-    wanted = f", and this rank tried to allocate {format_bytes(requested)}" if requested else ""
-    holding = describe_held(held, rest, memory, " while it held " if wanted else ", and this rank held ")
-    advice = advise(job, costs_module, Needs(shape, costs.state, passing, memory.is_gpu, memory.is_shared))
-    return f"out of memory: {total}{wanted}{holding}{advice}{describe_fragments(memory, requested)}"
+    total = describe_total(memory)
+    config, run = failed_run.config, failed_run.run
+    if config is None or run is None:
+        return f"out of memory: {total}: use a smaller --batch_size, --block_size, --n_layer or --n_embd"
+    shape = model_shape(config, failed_run.model)
+    fraction = config.local_param_fraction(run.world_size, run.local_world_size, memory.is_gpu)
+    param_bytes = 4 * shape.count_params() * fraction
+    if memory.total is not None and param_bytes > memory.total:
+        more = "nodes" if memory.is_shared else "ranks"
+        need = f"the parameters alone need {format_bytes(param_bytes)} in fp32"
+        return f"out of memory: {need}, but {total}: {SMALLER_MODEL}{more}"
+    usage = measure_usage(failed_run, memory)
+    costs = predict_costs(failed_run, shape, fraction, costs_module)
+    # Gradient buffers are allocated from the start. In CPU memory they count only after they have been written.
+    if costs.has_gradient_buffers and (memory.is_gpu or usage["optimizer_state"]):
+        remaining = (memory.in_use or 0) - usage["parameters"] - usage["optimizer_state"]
+        usage["gradients"] = max(usage["gradients"], min(costs.state["gradients"], remaining))
+    other = max(0, (memory.in_use or 0) - sum(usage.values())) if failed_run.model is not None else 0
+    has_activations = failed_run.model is not None and (memory.is_gpu or run.device.type == "cpu")
+    activations = other + (requested or 0) if has_activations else 0
+    request = f", and this rank tried to allocate {format_bytes(requested)}" if requested else ""
+    in_use = describe_usage(usage, other, memory, " in addition to " if request else ", and this rank uses ")
+    advice = advise(failed_run, costs_module, Needs(shape, costs.state, activations, memory.is_gpu, memory.is_shared))
+    return f"out of memory: {total}{request}{in_use}{advice}{describe_fragmentation(memory, requested)}"
 
 
-def describe_held(held: dict[str, int], rest: int, memory: DeviceMemory, before: str) -> str:
-    """Return the half-sentence that lists what was held, with `before` in front; nothing where nothing was."""
-    parts = [f"{format_bytes(size)} of {NAMES[name]}" for name, size in held.items() if size >= SMALLEST]
-    if rest >= SMALLEST:
-        parts.append(f"{format_bytes(rest)} of activations and other {'tensors' if memory.is_gpu else 'memory'}")
-    return before + join_words(parts, "and") if parts else ""
+def describe_usage(usage: dict[str, int], other: int, memory: DeviceMemory, prefix: str) -> str:
+    """Return the part of the sentence that lists the memory in use, after `prefix`; "" if there is nothing to list."""
+    parts = [f"{format_bytes(size)} of {NAMES[name]}" for name, size in usage.items() if size >= MIN_BYTES]
+    if other >= MIN_BYTES:
+        parts.append(f"{format_bytes(other)} of activations and other {'tensors' if memory.is_gpu else 'memory'}")
+    return prefix + join_words(parts, "and") if parts else ""
 
 
-def total_of(memory: DeviceMemory) -> str:
-    """Return the half-sentence that says how much there is."""
+def describe_total(memory: DeviceMemory) -> str:
+    """Return the part of the sentence with the size of the memory."""
     total = f"{memory.owner} {format_bytes(memory.total)}" if memory.total else f"{memory.owner} too little"
     return total + (f", of which other processes use {format_bytes(memory.others)}" if memory.others else "")
 
 
-def describe_fragments(memory: DeviceMemory, requested: int | None) -> str:
-    """Return the half-sentence that says that enough was free, but in pieces; nothing where that is not so."""
+def describe_fragmentation(memory: DeviceMemory, requested: int | None) -> str:
+    """Return the part of the sentence about fragmentation; "" if fragmentation is not the reason for the failure."""
     if not requested or memory.fragmented < requested:
         return ""
     lost = f"{format_bytes(memory.fragmented)} more is reserved by torch in pieces that are too small"
     return f"; {lost}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-def advise(job: Job, costs_module: CostsModule, needs: Needs) -> str:
-    """Return the half-sentence that names the three flags that free most; other commands where there are fewer."""
-    assert job.config is not None and job.run is not None
+def advise(failed_run: FailedRun, costs_module: CostsModule, needs: Needs) -> str:
+    """Return the part of the sentence with the three largest savings.
+
+    The savings are flags. If there are fewer than three flags, they may also be `make` commands.
+    """
+    assert failed_run.config is not None and failed_run.run is not None
     savings = {
-        words: size
-        for words, size in costs_module.memory_savings(job.config, needs, job.run).items()
-        if size >= SMALLEST
+        name: size
+        for name, size in costs_module.memory_savings(failed_run.config, needs, failed_run.run).items()
+        if size >= MIN_BYTES
     }
-    flags = {words: size for words, size in savings.items() if words.startswith("--")}
-    chosen = flags if len(flags) >= 3 else savings
-    best = sorted(chosen, key=lambda words: -chosen[words])[:3]
-    if not best:
+    flags = {name: size for name, size in savings.items() if name.startswith("--")}
+    candidates = flags if len(flags) >= 3 else savings
+    largest = sorted(candidates, key=lambda name: -candidates[name])[:3]
+    if not largest:
         return f"; {SMALLER_MODEL}ranks"
-    return "; free most with " + join_words([f"{words} (about {format_bytes(chosen[words])})" for words in best], "or")
+    options = [f"{name} (about {format_bytes(candidates[name])})" for name in largest]
+    return "; to save memory, use " + join_words(options, "or")
 
 
-def join_words(words: list[str], last: str) -> str:
-    """Return "a, b and c"."""
-    return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+def join_words(words: list[str], conjunction: str) -> str:
+    """Return a list in words, such as "a, b and c"."""
+    return f" {conjunction} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def shape_of(config: TrainConfig, model: nn.Module | None) -> GPTConfig:
-    """Return the shape of the model; before there is one, that of the configuration."""
+def model_shape(config: TrainConfig, model: nn.Module | None) -> GPTConfig:
+    """Return the shape of the model; if the model does not exist yet, the shape from the configuration."""
     if isinstance(model, GPT):
         return model.config
-    return GPTConfig.of({**dataclasses.asdict(config), "vocab_size": config.vocab_size or 1})
+    return GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": config.vocab_size or 1})
 
 
-def count_held(job: Job, memory: DeviceMemory) -> dict[str, int]:
-    """Return the bytes by category that lie in the memory that ran out."""
-    assert job.run is not None
-    with Memory(job.model, job.optimizer, job.run.device if memory.is_gpu else torch.device("cpu")) as counted:
+def measure_usage(failed_run: FailedRun, memory: DeviceMemory) -> dict[str, int]:
+    """Return the bytes by category that the run uses in the memory that has run out."""
+    assert failed_run.run is not None
+    device = failed_run.run.device if memory.is_gpu else torch.device("cpu")
+    with MemoryTracker(failed_run.model, failed_run.optimizer, device) as tracker:
         pass
-    return {name: counted.snapshot()[name] for name in NAMES}
+    return {name: tracker.snapshot()[name] for name in NAMES}
 
 
-def costs_of(job: Job, shape: GPTConfig, share: float, costs_module: CostsModule) -> Costs:
-    """Return what state a rank needs by the formula; before there is an optimizer, what AdamW needs unsharded.
+def predict_costs(failed_run: FailedRun, shape: GPTConfig, fraction: float, costs_module: CostsModule) -> Costs:
+    """Return the costs of a step from the formula. Without an optimizer, return those of unsharded AdamW.
 
     Args:
-        share: of all parameters that the rank keeps.
+        failed_run: the variables of the run.
+        shape: shape of the model.
+        fraction: fraction of all parameters that the rank stores.
+        costs_module: the `costs` module of the trainer.
     """
-    assert job.config is not None and job.run is not None
-    if job.model is None or job.optimizer is None:
-        size = round(4 * shape.count_params() * share)
+    assert failed_run.config is not None and failed_run.run is not None
+    if failed_run.model is None or failed_run.optimizer is None:
+        size = round(4 * shape.count_params() * fraction)
         return Costs({"parameters": size, "gradients": size, "optimizer_state": 2 * size})
-    for module in job.model.modules():
+    for module in failed_run.model.modules():
         if isinstance(module, FSDPModule):
-            with contextlib.suppress(Exception):  # of a unit whose all-gather failed
-                module.reshard()  # the formula reads shards
-    return costs_module.step_costs(job.model, job.optimizer, job.config, job.run)
+            with contextlib.suppress(Exception):  # reshard fails for a unit whose all-gather failed
+                module.reshard()  # the formula needs the shards
+    return costs_module.step_costs(failed_run.model, failed_run.optimizer, failed_run.config, failed_run.run)

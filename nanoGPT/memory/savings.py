@@ -1,7 +1,7 @@
-"""What flags free on a rank whose memory is short, as far as every trainer has them; phases add their own.
+"""Estimates of the memory that flags can save on a rank. These flags exist in every trainer; phases add their own.
 
-A saving is a number of bytes under the words that name it: a flag, such as "--batch_size=4", or a `make` command that
-shards more. An estimate is made of what the run really held, not of what such a model should hold.
+Savings are a dictionary from text to bytes. The text is a flag, such as "--batch_size=4", or a `make` command that
+shards more of the model state. The estimates use the memory that the run had really allocated.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from nanoGPT.train_config import TrainConfig
 
 @dataclass
 class Needs:
-    """What a rank needs memory for; `memory_savings` says what can be saved of it.
+    """The memory needs of a rank, from which `memory_savings` estimates what can be saved.
 
     Attributes:
-        shape: of the model.
-        state: bytes of parameters, gradients and optimizer_state on this rank, by the formula.
-        activations: bytes of all else: what was held, and what was asked for.
-        is_gpu: whether it is a GPU's memory that is short.
-        is_shared: whether all ranks of the machine take from this memory.
+        shape: shape of the model.
+        state: bytes of parameters, gradients and optimizer_state on this rank, from the formula.
+        activations: bytes of all other memory: what was allocated, and the allocation that failed.
+        is_gpu: whether GPU memory has run out, and not CPU memory.
+        is_shared: whether all ranks of the node share this memory.
     """
 
     shape: GPTConfig
@@ -33,22 +33,25 @@ class Needs:
 
 
 def activation_savings(config: TrainConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return what the flags of every phase free of the activations, in bytes."""
-    halves = {
+    """Return the activation memory that the flags of every phase save, in bytes."""
+    half_sizes = {
         f"--{name}={value // 2}": needs.activations * (value - value // 2) / value
         for name, value in (("batch_size", config.batch_size), ("block_size", config.block_size))
         if value > 1
     }
-    in_fp32 = needs.is_gpu and run.dtype == torch.float32
-    return halves | ({"--dtype=bfloat16": needs.activations / 2} if in_fp32 else {})
+    is_fp32_on_gpu = needs.is_gpu and run.dtype == torch.float32
+    return half_sizes | ({"--dtype=bfloat16": needs.activations / 2} if is_fp32_on_gpu else {})
 
 
 def logits_bytes(config: TrainConfig, needs: Needs, run: Runtime) -> float:
-    """Return what the kernel of the loss frees: logits in the run's dtype, and log-probabilities in fp32."""
+    """Return the bytes that the loss kernel saves: logits in the run's dtype, and log-probabilities in fp32."""
     logits = config.batch_size * config.block_size * needs.shape.vocab_size
     return min(logits * (run.dtype.itemsize + 4), needs.activations)
 
 
 def name_ranks(ranks: int, needs: Needs, run: Runtime) -> str:
-    """Return "4 ranks"; more than now free nothing on a machine whose ranks share its memory."""
-    return f"{ranks} ranks" + (", on more machines" if needs.is_shared and ranks > run.world_size else "")
+    """Return a text such as "4 ranks".
+
+    If the ranks of a node share the memory, more ranks on this node save nothing. The text then asks for more nodes.
+    """
+    return f"{ranks} ranks" + (", on more nodes" if needs.is_shared and ranks > run.world_size else "")

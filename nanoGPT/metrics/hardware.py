@@ -1,4 +1,4 @@
-"""The machine that a run uses: its name, its peak FLOP/s, its peak memory, and the commit of the code."""
+"""Read the hardware's name, its peak FLOP/s, the peak memory of the process, and the commit of the code."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import torch
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import PACKAGE
 
-# Dense bfloat16 (T4: float16) peaks in FLOP/s, from the makers' data sheets, without sparsity.
+# Peak FLOP/s of dense bfloat16 (T4: float16), without sparsity, from the data sheets of the manufacturers.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -27,24 +27,24 @@ PEAK_FLOPS = {
 }
 
 
-def peak_flops(run: Runtime) -> float | None:
-    """This rank's device peak for the run's dtype, or None where the table does not know it."""
+def find_peak_flops(run: Runtime) -> float | None:
+    """Return the peak FLOP/s of this rank's device for the run's dtype; None if the device is not in the table."""
     if run.device.type != "cuda" or run.dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(run.device)
     return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """The allocator's peak on a GPU; the process's largest resident set elsewhere."""
+def read_peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: of torch's allocator on a GPU, else the maximum resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def hardware(device: torch.device) -> str:
-    """The processor or GPU by name, for people and file names."""
+def describe_hardware(device: torch.device) -> str:
+    """Return the name of the GPU, or of the CPU with its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
@@ -54,8 +54,8 @@ def hardware(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def git_commit() -> str | None:
-    """Return the commit of this code; None without git, or outside of a repository."""
+def read_git_commit() -> str | None:
+    """Return the git commit of this code; None without git or outside of a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(PACKAGE), "rev-parse", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None

@@ -1,10 +1,10 @@
-"""What one training step costs a rank: bytes on the wire, bytes of state, and what its memory holds meanwhile.
+"""Measure the costs of one training step per rank: communication volume, model state, and memory by category.
 
-Traffic is counted, not estimated: a dispatch mode sees every collective that the step calls, with its tensors. Bytes
-are those that a ring sends per rank (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n bytes over N ranks,
-n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast whose full tensor has n bytes. NCCL's rings send that;
-gloo's algorithms send more, and it copies what it reduces: neither is counted. `nanoGPT/memory/tracker.py` counts the
-memory, by category.
+The communication volume is counted, not estimated: a dispatch mode intercepts every collective of the step, with its
+tensors. The bytes per rank are those of the ring algorithm (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n
+bytes over N ranks, and n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast with a full tensor of n bytes.
+NCCL's rings send exactly these bytes. gloo's algorithms send more, and gloo copies the tensors that it reduces; the
+ledger counts neither. `nanoGPT/memory/tracker.py` measures the memory.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.memory.costs import Costs, ring_bytes, storage_bytes
-from nanoGPT.memory.tracker import Memory, tensors_in
+from nanoGPT.memory.tracker import MemoryTracker, tensors_in
 from nanoGPT.train_config import TrainConfig
 
-StepCosts = Callable[[Any, Any, Any, Runtime], Costs]  # of a model, its optimizer and a configuration
+StepCosts = Callable[[Any, Any, Any, Runtime], Costs]  # its arguments: model, optimizer, configuration and Runtime
 
-# Operator, and the position of the argument that holds the full tensor.
+# For each operator of torch.distributed: the collective, and the index of the argument with the full tensor.
 COLLECTIVES = {
     "allreduce_": ("all-reduce", 0),
     "allreduce_coalesced_": ("all-reduce", 0),
@@ -42,7 +42,11 @@ COLLECTIVES = {
 
 
 class Traffic(TorchDispatchMode):
-    """Records the collectives inside it: kind, ranks, calls, tensor_bytes and ring_bytes, by kind and group size."""
+    """A dispatch mode that counts the collectives called in it, by kind and group size.
+
+    Attributes:
+        rows: for each kind and group size: kind, ranks, calls, tensor_bytes (full tensors), and ring_bytes (per rank).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,32 +57,33 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def record(self, func: Any, args: Any) -> None:
-        """Take note of an operator that is about to run, if it is a collective."""
-        if func.namespace == "c10d" and (known := COLLECTIVES.get(func.__name__.split(".")[0])):
-            kind, position = known
+        """Count an operator that is about to run, if it is a collective."""
+        if func.namespace == "c10d" and (collective := COLLECTIVES.get(func.__name__.split(".")[0])):
+            kind, position = collective
             group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
             ranks = dist.ProcessGroup.unbox(group).size()
-            full = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
+            tensor_bytes = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
             row = self.rows.setdefault(
                 (kind, ranks), {"kind": kind, "ranks": ranks, "calls": 0, "tensor_bytes": 0, "ring_bytes": 0.0}
             )
             row["calls"] += 1
-            row["tensor_bytes"] += full
-            row["ring_bytes"] += ring_bytes(kind, full, ranks)
+            row["tensor_bytes"] += tensor_bytes
+            row["ring_bytes"] += ring_bytes(kind, tensor_bytes, ranks)
 
 
 class Ledger:
-    """Watches one step of a trainer; prints what it counted and writes `ledger.json` into out_dir.
+    """The measured costs of one training step, compared with the formula. It prints them and writes `ledger.json`.
 
-    On a GPU the allocator's peak, which the run's telemetry reads too, begins anew before the step and after it: a
-    compiled model's step is an eager one here.
+    On a GPU, the allocator's peak is reset before and after the step; telemetry reads the same peak. The measured step
+    of a compiled model runs in eager mode.
 
     Args:
-        config: without its `ledger` nothing is watched, at no cost; `ledger.json` goes into its out_dir.
-        run: this rank's Runtime; writing is collective.
-        step: the step to watch; the third of a run: the first allocates, and DDP orders its buckets anew in the second.
-        model, optimizer: whose bytes are counted, gradients just before the update.
-        step_costs: the trainer's formula, which is printed beside what was counted.
+        config: if its field `ledger` is False, nothing is measured. `ledger.json` is written into its out_dir.
+        run: this rank's Runtime.
+        step: the step to measure. It is the third step of a run: the first allocates memory, and in the second DDP
+            rebuilds its buckets.
+        model, optimizer: their bytes are counted; gradients are counted just before the update.
+        step_costs: the trainer's formula for these costs.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Count the step inside, if it is the one to watch. Collective on that step."""
+        """Measure the step that runs in the context, if it is the step to measure. Collective on that step."""
         if not self.config.ledger or step != self.step:
             yield
             return
@@ -104,8 +109,7 @@ class Ledger:
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
         traffic = Traffic()
-        watched = (self.model, self.optimizer, self.run.device)
-        with Memory(*watched, also=traffic.record) as memory:
+        with MemoryTracker(self.model, self.optimizer, self.run.device, on_operator=traffic.record) as memory:
             yield
         hook.remove()
         self._write(Path(self.config.out_dir), traffic, memory)
@@ -116,7 +120,7 @@ class Ledger:
         self.gradient_bytes = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer state that this rank holds between steps."""
+        """Return the bytes of parameters, gradients and optimizer state that this rank stores between steps."""
         state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
         return {
             "parameters": storage_bytes(self.model.parameters()),
@@ -124,8 +128,11 @@ class Ledger:
             "optimizer_state": storage_bytes(state),
         }
 
-    def memory_bytes(self, memory: Memory) -> dict[str, Any]:
-        """Bytes on the run's device: as the last backward begins, at the peak, after the step; the allocator's peak."""
+    def memory_bytes(self, memory: MemoryTracker) -> dict[str, Any]:
+        """Return the bytes on the run's device before the last backward pass, at the peak, and after the step.
+
+        On a GPU, the peak of torch's allocator is included.
+        """
         on_gpu = self.run.device.type == "cuda"
         return {
             "after_forward": memory.after_forward,
@@ -134,40 +141,43 @@ class Ledger:
             "allocator_peak_bytes": torch.cuda.max_memory_allocated(self.run.device) if on_gpu else None,
         }
 
-    def _write(self, out_dir: Path, traffic: Traffic, memory: Memory) -> None:
+    def _write(self, out_dir: Path, traffic: Traffic, memory: MemoryTracker) -> None:
         formula = self.step_costs(self.model, self.optimizer, self.config, self.run)
-        mine = {
+        costs = {
             "state_bytes": self.state_bytes(),
             "expected_state_bytes": formula.state,
             "padding": formula.padding,
             "memory": self.memory_bytes(memory),
             "collectives": add_expected_bytes(traffic.rows, formula.traffic),
         }
-        ranks = self.run.gather(mine)
+        ranks = self.run.gather(costs)
         params = sum(p.numel() for p in self.model.parameters())
         report = {"step": self.step, "world_size": self.run.world_size, "parameters": params, "ranks": ranks}
         if self.run.is_main:
             (out_dir / "ledger.json").write_text(json.dumps(report, indent=1) + "\n")
-        self.run.print0(describe(report))
+        self.run.print0(format_report(report))
 
 
 def add_expected_bytes(
-    counted: dict[tuple[str, int], dict[str, Any]], formula: Counter[tuple[str, int]]
+    rows: dict[tuple[str, int], dict[str, Any]], formula: Counter[tuple[str, int]]
 ) -> list[dict[str, Any]]:
-    """The collectives that were counted, with their `expected_bytes`; also those that the formula alone has."""
-    missing = [key for key in formula if key not in counted and key[1] > 1]
-    nothing = [{"kind": kind, "ranks": n, "calls": 0, "tensor_bytes": 0, "ring_bytes": 0.0} for kind, n in missing]
-    return [{**row, "expected_bytes": formula[row["kind"], row["ranks"]]} for row in [*counted.values(), *nothing]]
+    """Return the rows of the counted collectives, with the `expected_bytes` of the formula.
+
+    A collective that only the formula has gets a row with zero calls.
+    """
+    missing = [key for key in formula if key not in rows and key[1] > 1]
+    zero_rows = [{"kind": kind, "ranks": n, "calls": 0, "tensor_bytes": 0, "ring_bytes": 0.0} for kind, n in missing]
+    return [{**row, "expected_bytes": formula[row["kind"], row["ranks"]]} for row in [*rows.values(), *zero_rows]]
 
 
-def describe(report: dict[str, Any]) -> str:
-    """The report as a table: rank 0's traffic, every rank's state and memory, beside the formula's."""
+def format_report(report: dict[str, Any]) -> str:
+    """Return a table of rank 0's communication and of every rank's state and memory, compared with the formula."""
     lines = [f"ledger of step {report['step']}: {report['parameters']:,} parameters, {report['world_size']} rank(s)"]
     for row in report["ranks"][0]["collectives"]:
-        matches = compare_with_formula(row["tensor_bytes"], row["expected_bytes"])
+        comparison = compare_with_formula(row["tensor_bytes"], row["expected_bytes"])
         lines.append(
-            f"  {row['kind']:<15} {row['calls']:>5} calls over {row['ranks']} ranks  {row['tensor_bytes']:>15,} B full"
-            f" {matches:<12} {row['ring_bytes']:>15,.0f} B sent per rank"
+            f"  {row['kind']:<15} {row['calls']:>5} calls over {row['ranks']} ranks  {row['tensor_bytes']:>15,} B"
+            f" in full tensors {comparison:<12} {row['ring_bytes']:>15,.0f} B communicated per rank"
         )
     for rank, each in enumerate(report["ranks"]):
         expected = each["expected_state_bytes"]
@@ -181,16 +191,18 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def compare_with_formula(counted: int, expected: int) -> str:
-    return "= formula" if counted == expected else f"(formula {expected:,} B)"
+def compare_with_formula(measured: int, expected: int) -> str:
+    """Return "= formula" if both are equal, else the bytes that the formula expects."""
+    return "= formula" if measured == expected else f"(formula {expected:,} B)"
 
 
 def describe_memory(memory: dict[str, Any]) -> str:
-    """All bytes at each moment, and of them those that come and go within a step."""
+    """Return the total bytes at each moment, and in parentheses the bytes that are freed within a step, by category."""
     parts = []
     for moment in ("after_forward", "peak", "after_step"):
-        held = memory[moment] or {}
-        passing = ", ".join(f"{name} {held[name]:,}" for name in ("gathered", "activations", "other") if held.get(name))
-        parts.append(f"{moment.replace('_', ' ')} {sum(held.values()):,} B" + (f" ({passing})" if passing else ""))
-    allocated = memory["allocator_peak_bytes"]
-    return "  ".join(parts + ([f"allocator's peak {allocated:,} B"] if allocated is not None else []))
+        sizes = memory[moment] or {}
+        names = [name for name in ("gathered", "activations", "other") if sizes.get(name)]
+        temporary = ", ".join(f"{name} {sizes[name]:,}" for name in names)
+        parts.append(f"{moment.replace('_', ' ')} {sum(sizes.values()):,} B" + (f" ({temporary})" if temporary else ""))
+    allocator_peak = memory["allocator_peak_bytes"]
+    return "  ".join(parts + ([f"allocator peak {allocator_peak:,} B"] if allocator_peak is not None else []))

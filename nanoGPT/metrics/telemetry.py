@@ -1,11 +1,11 @@
-"""What a run tells of itself, all of it under out_dir.
+"""Write the metrics, the environment, the heartbeats and the stacks of a run into out_dir.
 
-    metrics.jsonl            one object a logged step; a resumed run drops the lines that it will write again
-    env.json                 versions, hardware, git commit, configuration, why each automatic choice was made
-    heartbeat/rank{r}.json   step, stage of the step and time, renewed every second
-    stacks/rank{r}.txt       every thread's stack: on SIGUSR1, on a crash, and when the job hangs and is ended
+    metrics.jsonl            one JSON object per logged step; a resumed run removes the lines that it will write again
+    env.json                 versions, hardware, git commit, configuration, and the reason for each automatic choice
+    heartbeat/rank{r}.json   step, stage of the step and time, updated every second
+    stacks/rank{r}.txt       the stacks of all threads: on SIGUSR1, on a crash, and when the job is stopped in a hang
 
-Rank 0 also prints each logged line, and below them a progress bar where standard error is a terminal.
+Rank 0 also prints each logged line. If standard error is a terminal, it shows a progress bar below these lines.
 """
 
 import contextlib
@@ -26,58 +26,60 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoGPT.checkpoint.manifest import versions
+from nanoGPT.checkpoint.manifest import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.heartbeat import Heart
-from nanoGPT.metrics.hardware import git_commit, hardware, peak_flops, peak_memory_bytes
+from nanoGPT.job.heartbeat import HeartbeatThread
+from nanoGPT.metrics.hardware import describe_hardware, find_peak_flops, read_git_commit, read_peak_memory
 from nanoGPT.metrics.trackers import Tracker
 from nanoGPT.train_config import TrainConfig
 
 
-def finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
+    """Return a finite value unchanged, and None for NaN or infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def drop_lines_from(path: Path, step: int) -> None:
-    """Keep the lines before `step` of a metrics file; a torn last line goes too."""
-    kept = []
+    """Remove the lines of `step` and of later steps from a metrics file, and an incomplete last line."""
+    lines = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] < step:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
     temporary = path.with_name(".tmp-metrics.jsonl")
-    temporary.write_text("".join(kept))
+    temporary.write_text("".join(lines))
     os.replace(temporary, path)
 
 
 class Telemetry:
-    """One run's metrics, heartbeat and stacks; a context manager around the training loop.
+    """The metrics, heartbeats and stacks of a run. It is a context manager around the training loop.
 
     Args:
-        config, run: of this rank.
-        first_step: the step that is logged first; later lines of an earlier run go.
-        flops_per_token: for MFU.
+        config: this rank's configuration.
+        run: this rank's Runtime.
+        first_step: the first step of this run; lines of an earlier run from this step on are removed.
+        flops_per_token: FLOPs per token of the forward and backward pass, for MFU.
     """
 
     def __init__(self, config: TrainConfig, run: Runtime, first_step: int, flops_per_token: int) -> None:
         self.config, self.run, self.out_dir = config, run, Path(config.out_dir)
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-        self.flops_per_token, self.peak = flops_per_token, peak_flops(run)
+        self.flops_per_token, self.peak_flops = flops_per_token, find_peak_flops(run)
         run.enter_stage("start", first_step)
-        self.logged_step, self.seconds = first_step, 0.0
+        self.next_step = first_step
         self.clock = time.perf_counter()
         try:
             self._open_files(first_step)
         except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be written ({error.strerror}): move it away") from None
-        self.heart = Heart(run, self.out_dir, config.stall_seconds, self.stacks)
+            raise ConfigError(f"{error.filename} is not writable ({error.strerror}): move it away") from None
+        self.heartbeat = HeartbeatThread(run, self.out_dir, config.stall_seconds, self.stack_file)
         self.tracker = Tracker(config, run) if run.is_main and config.track != "none" else None
 
     def _open_files(self, first_step: int) -> None:
         for folder in ("heartbeat", "stacks"):
             (self.out_dir / folder).mkdir(exist_ok=True)
-        self.stacks = open(self.out_dir / "stacks" / f"rank{self.run.rank}.txt", "a")
+        self.stack_file = open(self.out_dir / "stacks" / f"rank{self.run.rank}.txt", "a")
         if self.run.is_main:
             self._open_metrics(first_step)
 
@@ -87,23 +89,25 @@ class Telemetry:
         self.metrics = open(path, "a", buffering=1)
         environment = {
             "command": sys.argv,
-            "versions": versions(),
-            "hardware": hardware(self.run.device),
-            "git_commit": git_commit(),
+            "versions": collect_versions(),
+            "hardware": describe_hardware(self.run.device),
+            "git_commit": read_git_commit(),
             "world_size": self.run.world_size,
             "config": dataclasses.asdict(self.config),
             "chosen": self.run.reasons,
             "tokens_per_step": self.tokens_per_step,
         }
         (self.out_dir / "env.json").write_text(json.dumps(environment, indent=1) + "\n")
-        self.run.print0(f"{self.tokens_per_step:,} tokens a step, on any number of ranks; writing to {self.out_dir}")
+        self.run.print0(f"{self.tokens_per_step:,} tokens per step, on any number of ranks; writing to {self.out_dir}")
 
     def __enter__(self) -> "Telemetry":
-        faulthandler.enable(self.stacks)
+        faulthandler.enable(self.stack_file)
         if hasattr(signal, "SIGUSR1"):
-            faulthandler.register(signal.SIGUSR1, self.stacks)
-        self.heart.start()
-        tqdm.set_lock(threading.RLock())  # its own would be shared among processes, and leak where ranks are forked
+            faulthandler.register(signal.SIGUSR1, self.stack_file)
+        self.heartbeat.start()
+        tqdm.set_lock(
+            threading.RLock()
+        )  # tqdm's default lock is shared by all processes, and leaks if ranks are forked
         self.bar = tqdm(
             total=self.config.max_iters,
             initial=self.run.progress.step,
@@ -114,65 +118,65 @@ class Telemetry:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.heart.close()
+        self.heartbeat.close()
         self.bar.close()
         if error is not None:
-            with contextlib.suppress(OSError):  # on a full disk the error itself must get through
-                self.stacks.write("".join(traceback.format_exception(error)))
-                self.stacks.flush()
+            with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
+                self.stack_file.write("".join(traceback.format_exception(error)))
+                self.stack_file.flush()
         if self.tracker:
             self.tracker.close()
 
     @contextlib.contextmanager
     def untimed(self, stage: str, step: int) -> Iterator[None]:
-        """Enter a stage, such as an evaluation or a save, whose time does not count as that of training steps."""
+        """Enter a stage, such as an evaluation or a save, whose time is not part of the time of training steps."""
         self.run.enter_stage(stage, step)
-        begin = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.clock += time.perf_counter() - begin
+        self.clock += time.perf_counter() - start
 
     def log(self, step: int, loss: float | None, lr: float | None, grad_norm: float | None, **more: Any) -> None:
-        """Write one line of metrics and say it; step_ms is the mean since the last one. Rank 0 writes."""
+        """Write and print one line of metrics on rank 0. `step_ms` is the mean since the previous line."""
         now = time.perf_counter()
-        steps, seconds = max(1, step + 1 - self.logged_step), now - self.clock
-        self.logged_step, self.clock = step + 1, now
+        steps, seconds = max(1, step + 1 - self.next_step), now - self.clock
+        self.next_step, self.clock = step + 1, now
         if not self.run.is_main:
             return
-        trained = loss is not None
-        rate = self.tokens_per_step * steps / seconds if trained else None
-        mfu = rate * self.flops_per_token / self.run.world_size / self.peak if rate and self.peak else None
+        has_trained = loss is not None  # False for a line of an evaluation alone
+        rate = self.tokens_per_step * steps / seconds if has_trained else None
+        mfu = rate * self.flops_per_token / self.run.world_size / self.peak_flops if rate and self.peak_flops else None
         line = {
             "step": step,
             "loss": loss,
             "lr": lr,
-            "grad_norm": finite(grad_norm),
-            "tokens": (step + trained) * self.tokens_per_step,
+            "grad_norm": finite_or_none(grad_norm),
+            "tokens": (step + has_trained) * self.tokens_per_step,
             "tokens_per_second": rate,
-            "step_ms": 1000 * seconds / steps if trained else None,
+            "step_ms": 1000 * seconds / steps if has_trained else None,
             "mfu": mfu,
-            "peak_memory_bytes": peak_memory_bytes(self.run.device),
+            "peak_memory_bytes": read_peak_memory(self.run.device),
             **more,
         }
         try:
             self._reopen_metrics()
             self.metrics.write(json.dumps(line) + "\n")
-        except OSError as error:  # a full disk: the run may yet end, or be able to save, when somebody frees some
-            self.run.print0(f"metrics.jsonl misses step {step}: {error.strerror}; free some space")
+        except OSError as error:  # the disk is full: continue, because a user may free space before the next save
+            self.run.print0(f"step {step} is missing in metrics.jsonl ({error.strerror}): free some space")
         if self.tracker:
             self.tracker.log(line)
         self.bar.update(min(step + 1, self.config.max_iters) - self.bar.n)
-        tqdm.write(describe(line), file=sys.stdout)
+        tqdm.write(format_line(line), file=sys.stdout)
         sys.stdout.flush()
 
     def _reopen_metrics(self) -> None:
-        """Go on in a new file after the run's directory was deleted or moved away, once it has been created again."""
+        """Open a new file if the run's directory was deleted or moved away, and then created again."""
         path = self.out_dir / "metrics.jsonl"
         if self.out_dir.is_dir() and not path.exists():
             self.metrics = open(path, "a", buffering=1)
 
 
-def describe(line: dict[str, Any]) -> str:
-    """One line of metrics for people."""
+def format_line(line: dict[str, Any]) -> str:
+    """Return a line of metrics as readable text."""
     words = [f"step {line['step']:>5}"]
     if line["loss"] is not None:
         words.append(f"loss {line['loss']:.4f}")

@@ -1,6 +1,7 @@
-"""TensorBoard and Weights & Biases, which may receive a run's metrics as well."""
+"""Send the metrics of a run to TensorBoard or Weights & Biases."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from nanoGPT.train_config import TrainConfig
 
 
 class Tracker:
-    """Sends metrics to TensorBoard or Weights & Biases as well; after its first failure the run goes on without it."""
+    """A connection to TensorBoard or Weights & Biases. After its first failure, the run continues without it."""
 
     def __init__(self, config: TrainConfig, run: Runtime) -> None:
         self.kind, self.run = config.track, run
@@ -20,19 +21,20 @@ class Tracker:
         if self.kind == "wandb":
             import wandb
 
-            self.writer = wandb.init(project="sharded-nanogpt", dir=config.out_dir, config=dataclasses.asdict(config))
+            project = os.environ.get("WANDB_PROJECT", "sharded-nanogpt")
+            self.writer = wandb.init(project=project, dir=config.out_dir, config=dataclasses.asdict(config))
         else:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(config.out_dir)
 
-    def _attempt(self, work: Callable[[], Any]) -> None:
+    def _attempt(self, action: Callable[[], Any]) -> None:
         try:
-            work()
-        except Exception as error:  # whatever a network, a disk or a service makes of it
+            action()
+        except Exception as error:  # any error of the network, the disk or the service
             self.writer = None
             self.run.print0(
-                f"--track={self.kind} failed ({type(error).__name__}: {error}): metrics.jsonl has all metrics"
+                f"--track={self.kind} failed ({type(error).__name__}: {error}): read the metrics in metrics.jsonl"
             )
 
     def log(self, line: dict[str, Any]) -> None:
@@ -40,15 +42,15 @@ class Tracker:
         if self.writer:
             self._attempt(lambda: self._send({k: v for k, v in line.items() if v is not None}))
 
-    def _send(self, numbers: dict[str, Any]) -> None:
-        step = numbers.pop("step")
+    def _send(self, metrics: dict[str, Any]) -> None:
+        step = metrics.pop("step")
         if self.kind == "wandb":
-            self.writer.log(numbers, step=step)
+            self.writer.log(metrics, step=step)
             return
-        for name, value in numbers.items():
+        for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining metrics and close the connection."""
         if self.writer:
             self._attempt(lambda: self.writer.finish() if self.kind == "wandb" else self.writer.close())

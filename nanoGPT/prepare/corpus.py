@@ -1,4 +1,4 @@
-"""Documents to make a dataset of: a dataset on the Hugging Face hub, or local parquet files.
+"""Read the documents of a corpus: a dataset on the Hugging Face hub, or local parquet files.
 
 corpus = parquet_corpus("folder/*.parquet")
 for texts in read_batches(corpus, open_documents(corpus), first=0):
@@ -18,28 +18,35 @@ from typing import Any
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import size_of
 
-BATCH = 512  # documents that are read together
+BATCH = 512  # documents per batch
 COLUMN = "text"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where documents come from."""
+    """A source of documents."""
 
-    label: str  # what error messages call it
-    advice: str  # what to try when it cannot be read
-    identity: dict[str, Any]  # what the sidecar says of it, in JSON's types
-    arguments: dict[str, Any]  # what `load_dataset` is called with, beside the split
+    label: str  # its name in error messages
+    advice: str  # what to do if it cannot be read
+    identity: dict[str, Any]  # its description in meta.json, as JSON types
+    arguments: dict[str, Any]  # the arguments of `load_dataset`, without the split
 
 
 def hub_corpus(path: str, name: str | None = None) -> Corpus:
-    """The train split of a dataset on the Hugging Face hub; `name` is its subset."""
-    advice = "check the network, or give parquet files of your own with --input='folder/*.parquet'"
+    """Return the train split of a dataset on the Hugging Face hub.
+
+    Args:
+        path: name of the dataset, such as "HuggingFaceFW/fineweb-edu".
+        name: name of its subset.
+    """
+    advice = "check the network, or use local parquet files with --input='folder/*.parquet'"
     return Corpus(path, advice, {"hub": path, "name": name}, {"path": path, "name": name})
 
 
 def parquet_corpus(pattern: str) -> Corpus:
-    """Local parquet files, in alphabetical order. They are told from others by their names and sizes.
+    """Return the local parquet files that match a pattern, in alphabetical order.
+
+    Their names and sizes identify the corpus.
 
     Raises:
         ConfigError: no file matches, or one cannot be read.
@@ -49,57 +56,63 @@ def parquet_corpus(pattern: str) -> Corpus:
     if not paths:
         raise ConfigError(f"--input={pattern} matches no file: give a pattern such as 'folder/*.parquet'")
     identity = {"files": [{"name": os.path.basename(path), "bytes": sizes[path]} for path in paths]}
-    arguments = {"path": "parquet", "data_files": [glob.escape(path) for path in paths]}  # it takes them for patterns
-    return Corpus(f"--input={pattern}", "check that every file is whole and is parquet", identity, arguments)
+    arguments = {
+        "path": "parquet",
+        "data_files": [glob.escape(path) for path in paths],
+    }  # load_dataset reads paths as patterns
+    return Corpus(f"--input={pattern}", "check that every file is a complete parquet file", identity, arguments)
 
 
-def first_line(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Return the type of an error, and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 @functools.cache
 def wait_at_exit() -> None:
-    """Give Arrow's threads a second to end, or they hang or abort the interpreter (apache/arrow issue 45214)."""
+    """Wait one second at exit for Arrow's threads, which may otherwise hang or abort Python (apache/arrow#45214)."""
     atexit.register(time.sleep, 1)
 
 
 def open_documents(corpus: Corpus) -> Any:
-    """The corpus as an IterableDataset of the one column `text`.
+    """Return the corpus as an IterableDataset with the single column `text`.
 
     Raises:
-        ConfigError: `datasets` is not installed, the corpus cannot be reached or read, or it has no such column.
+        ConfigError: `datasets` is not installed, the corpus cannot be read, or it has no column `text` of strings.
     """
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ConfigError("streaming documents needs `.venv/bin/pip install -e '.[web]'`") from None
+        raise ConfigError(
+            "streaming documents needs the extra `web`: run `.venv/bin/pip install -e '.[web]'`"
+        ) from None
     wait_at_exit()
     try:
         documents: Any = load_dataset(
             **corpus.arguments, columns=[COLUMN], batch_size=BATCH, split="train", streaming=True
         )
-        # Row group by row group, as Arrow reads ahead without regard for who waits: a file of 2 GB would be in memory.
+        # Read one row group at a time: Arrow reads ahead without a limit, so a file of 2 GB would be fully in memory.
         documents = documents.reshard()
-    except Exception as error:  # whatever the network, the hub's client or a parquet reader raise
-        raise ConfigError(f"{corpus.label} cannot be opened ({first_line(error)}): {corpus.advice}") from None
+    except Exception as error:  # any error of the network, the hub's client or the parquet reader
+        raise ConfigError(f"{corpus.label} cannot be opened ({describe_error(error)}): {corpus.advice}") from None
     if "string" not in str(getattr((documents.features or {}).get(COLUMN), "dtype", "")):
-        raise ConfigError(f"{corpus.label} has no column `{COLUMN}` of strings: give parquet files that have one")
+        raise ConfigError(f"{corpus.label} has no column `{COLUMN}` of strings: use parquet files that have one")
     return documents
 
 
 def read_batches(corpus: Corpus, documents: Any, first: int) -> Generator[list[str]]:
-    """Batches of texts, from document `first` on; a missing text counts as an empty document.
+    """Yield batches of texts, starting at document `first`. A missing text counts as an empty document.
 
     Raises:
-        ConfigError: the corpus stopped being readable.
+        ConfigError: the corpus can no longer be read.
     """
-    read = first
+    document = first
     try:
         for batch in documents.skip(first).iter(BATCH):
             yield [text or "" for text in batch[COLUMN]]
-            read += len(batch[COLUMN])
+            document += len(batch[COLUMN])
     except Exception as error:
         raise ConfigError(
-            f"{corpus.label} cannot be read beyond document {read:,} ({first_line(error)}): {corpus.advice}, "
-            "then run the same command again, which keeps the shards that are whole"
+            f"{corpus.label} cannot be read beyond document {document:,} ({describe_error(error)}): {corpus.advice}, "
+            "then run the same command again; it keeps the complete shards"
         ) from None

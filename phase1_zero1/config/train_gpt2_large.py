@@ -1,4 +1,4 @@
-# GPT-2 774M on OpenWebText with ZeRO-1: AdamW's moments are 6.2 GB, of which each of 8 ranks holds 0.8.
+# GPT-2 774M on OpenWebText with ZeRO-1: AdamW's moments take 6.2 GB, 0.8 GB on each of 8 ranks.
 #   make phase1 GPUS=8 CONFIG=config/train_gpt2_large.py
 dataset = "openwebtext"
 n_layer, n_head, n_embd, block_size = 36, 20, 1280, 1024

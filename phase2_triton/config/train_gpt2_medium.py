@@ -1,4 +1,4 @@
-# GPT-2 350M on OpenWebText with Triton kernels: half a million tokens a step, as for the other sizes.
+# GPT-2 350M on OpenWebText with Triton kernels: half a million tokens per step, as for the other model sizes.
 #   make phase2 GPUS=8 CONFIG=config/train_gpt2_medium.py
 dataset = "openwebtext"
 n_layer, n_head, n_embd, block_size = 24, 16, 1024, 1024

@@ -1,18 +1,27 @@
-"""Causal attention, forward and backward, with no (T, T) matrix in memory (FlashAttention-2, Dao 2023).
+"""Causal attention, forward and backward, without a (T, T) matrix in memory (FlashAttention-2, Dao 2023).
 
-    s = q @ k^T * scale        p = softmax of s over the keys up to the query's own        y = dropout(p) @ v
+    s = q @ k^T * scale        p = softmax of s over the keys up to the query's position        y = dropout(p) @ v
 
-A program keeps a block of queries and goes over blocks of keys with each row's highest score so far (`top`) and sum of
-exponentials (`total`): a higher score shrinks what was summed before. All exponentials are powers of two. One number a
-row is saved, lse = top + log2(total), from which the backward makes p again, block by block:
+Forward: a program loads one block of queries and loops over blocks of keys (online softmax). For each query it keeps
+the largest score so far (`row_max`) and the sum of exponentials (`row_sum`). When a larger score appears, it scales
+down the sums that it has so far. All exponentials are powers of two (exp2). The forward saves one number per query,
+lse = row_max + log2(row_sum), and the backward recomputes p from it, block by block:
 
-    p = exp2(s * log2(e) - lse)           dv = dropout(p)^T @ dy        delta = rowsum(p * dp) = rowsum(dy * y)
-    dp = dropout's share of dy @ v^T      ds = p * (dp - delta)         dq = scale * ds @ k      dk = scale * ds^T @ q
+    p = exp2(s * log2(e) - lse)                       dv = dropout(p)^T @ dy
+    dp = dy @ v^T, with dropout's mask and scale      delta = rowsum(p * dp) = rowsum(dy * y)
+    ds = p * (dp - delta)                             dq = scale * ds @ k        dk = scale * ds^T @ q
 
-dq is a sum over keys, dk and dv are sums over queries: two kernels, each with sums of its own, so nothing is added by
-atomics and no bit changes from run to run. Both make s and dp, which is two products more than one kernel would make.
-A query sees the keys up to its own, so only the blocks on the diagonal need a mask; the same mask hides keys past T.
-Steps of the forward: 1 all keys at once, 2 online softmax with a mask on every block, 3 only on the diagonal.
+Backward: dq is a sum over keys, dk and dv are sums over queries. One kernel computes dq, another one dk and dv, and
+every program adds up its own sums. There are no atomic additions, so results are bitwise identical in every run. Both
+kernels compute s and dp, which is two matrix products more than a single kernel would need.
+
+A query attends only to keys up to its own position. Therefore only the blocks on the diagonal need a mask. The same
+mask hides keys beyond T.
+
+Steps of the forward:
+1. All keys at once.
+2. Online softmax, with a mask on every block.
+3. Online softmax, with a mask on the diagonal blocks only.
 """
 
 import math
@@ -24,46 +33,54 @@ from torch.utils.flop_counter import sdpa_flop_count
 
 from phase2_triton.kernels.checks import check_tensors
 from phase2_triton.kernels.core import (
-    HALVES,
+    HALF_TYPES,
     Cost,
     KernelError,
-    config,
     constexpr,
     jit,
     kernel_op,
     launch,
+    next_power_of_2,
     result_dtype,
-    tile,
+    select_config,
     tl,
     to_fp32,
 )
 
-LOG2E, WIDEST = constexpr(math.log2(math.e)), 128  # channels of a head, at most
+LOG2E = constexpr(math.log2(math.e))
+MAX_HEAD_SIZE = 128  # channels per head
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, scale: float | None = None, keep: Tensor | None = None
 ) -> Tensor:
-    """Causal attention in plain torch; `keep`: what dropout keeps, (B, nh, T, T)."""
+    """Return causal attention in plain torch. `keep` is dropout's mask, (B, nh, T, T): True where p is kept."""
     scores = q @ k.transpose(-2, -1) * (q.size(-1) ** -0.5 if scale is None else scale)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    p = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    p = scores.masked_fill(~visible, -math.inf).softmax(-1)
     return (p if keep is None else p * keep / (1 - dropout_p)) @ v
 
 
 @jit
 def load_rows(x, first, stride, T, HS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CHECK: tl.constexpr):
-    """(ROWS, BLOCK_D) of a head's (T, HS) matrix from row `first`, zeros beyond its edges; CHECK: it may pass row T."""
-    rows, cols = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    at = x + tl.cast(first, tl.int64) * stride + (rows.to(tl.int64) * stride + cols)  # one addition in a loop
+    """Load rows `first` to `first + ROWS` of a head's (T, HS) matrix as a (ROWS, BLOCK_D) tile.
+
+    Elements beyond the edges of the matrix are zeros. CHECK: the tile may pass row T, so the rows need a mask.
+    """
+    rows = tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    # Only `first` changes in a loop. With these parentheses an iteration needs a single addition for the pointers.
+    ptrs = x + tl.cast(first, tl.int64) * stride + (rows.to(tl.int64) * stride + cols)
     if CHECK or HS != BLOCK_D:
-        return tl.load(at, mask=(first + rows < T) & (cols < HS), other=0.0)
-    return tl.load(at)
+        return tl.load(ptrs, mask=(first + rows < T) & (cols < HS), other=0.0)
+    return tl.load(ptrs)
 
 
 @jit
 def store_rows(x, values, first, stride, T, HS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
-    rows, cols = first + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    """Store a (ROWS, BLOCK_D) tile as rows `first` to `first + ROWS` of a head's (T, HS) matrix."""
+    rows = first + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_D)[None, :]
     tl.store(x + (rows.to(tl.int64) * stride + cols), values, mask=(rows < T) & (cols < HS))
 
 
@@ -71,28 +88,52 @@ def store_rows(x, values, first, stride, T, HS: tl.constexpr, BLOCK_D: tl.conste
 def all_keys_kernel(
     q, k, v, y, T, scale, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Step 1: a block of queries against all keys, which is plain, but long rows of scores do not fit in registers."""
-    first, head = tl.program_id(0) * BLOCK, tl.cast(tl.program_id(1), tl.int64) * T * HS
-    query = load_rows(q + head, first, HS, T, HS, BLOCK_D, BLOCK, True)
-    key = load_rows(k + head, 0, HS, T, HS, BLOCK_D, KEYS, True)
-    seen = first + tl.arange(0, BLOCK)[:, None] >= tl.arange(0, KEYS)[None, :]  # (BLOCK, KEYS)
-    scores = tl.where(seen, tl.dot(query, tl.trans(key), input_precision="ieee") * scale, -float("inf"))
+    """Step 1: a block of queries attends to all keys at once. Long rows of scores do not fit into registers."""
+    first = tl.program_id(0) * BLOCK
+    head_offset = tl.cast(tl.program_id(1), tl.int64) * T * HS
+    query = load_rows(q + head_offset, first, HS, T, HS, BLOCK_D, BLOCK, True)  # (BLOCK, BLOCK_D)
+    key = load_rows(k + head_offset, 0, HS, T, HS, BLOCK_D, KEYS, True)  # (KEYS, BLOCK_D)
+    visible = first + tl.arange(0, BLOCK)[:, None] >= tl.arange(0, KEYS)[None, :]  # (BLOCK, KEYS)
+    scores = tl.where(visible, tl.dot(query, tl.trans(key), input_precision="ieee") * scale, -float("inf"))
     p = tl.exp(scores - tl.max(scores, 1, keep_dims=True))
-    value = load_rows(v + head, 0, HS, T, HS, BLOCK_D, KEYS, True)
+    value = load_rows(v + head_offset, 0, HS, T, HS, BLOCK_D, KEYS, True)
     out = tl.dot(p.to(value.dtype), value, input_precision="ieee") / tl.sum(p, 1, keep_dims=True)
-    store_rows(y + head, out, first, HS, T, HS, BLOCK_D, BLOCK)
+    store_rows(y + head_offset, out, first, HS, T, HS, BLOCK_D, BLOCK)
 
 
 @jit
-def of_head(x, which, heads, batch_stride, head_stride):
-    """Where a head's matrix begins; `which` counts heads through all batches."""
-    return x + tl.cast(which // heads, tl.int64) * batch_stride + tl.cast(which % heads, tl.int64) * head_stride
+def head_pointer(x, head, heads, batch_stride, head_stride):
+    """Return the pointer to a head's matrix. `head` counts through the heads of all sequences of the batch."""
+    return x + tl.cast(head // heads, tl.int64) * batch_stride + tl.cast(head % heads, tl.int64) * head_stride
 
 
 @jit
-def kept(seed, queries, keys, which, dropout):
-    """What dropout keeps, by Philox of 7 rounds (Salmon et al. 2011): the same in every kernel that asks."""
-    bits, _, _, _ = tl.philox(seed, keys, queries, which, 0, n_rounds=7)
+def load_block(
+    x, head, heads, batch_stride, head_stride, row_stride, first, T,
+    HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Load rows `first` to `first + BLOCK` of a head as a (BLOCK, BLOCK_D) tile, with a mask."""
+    x = head_pointer(x, head, heads, batch_stride, head_stride)
+    return load_rows(x, first, row_stride, T, HS, BLOCK_D, BLOCK, True)
+
+
+@jit
+def store_block(
+    x, values, head, heads, batch_stride, head_stride, row_stride, first, T,
+    HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a (BLOCK, BLOCK_D) tile as rows `first` to `first + BLOCK` of a head."""
+    x = head_pointer(x, head, heads, batch_stride, head_stride)
+    store_rows(x, values, first, row_stride, T, HS, BLOCK_D, BLOCK)
+
+
+@jit
+def dropout_mask(seed, queries, keys, head, dropout):
+    """Return which weights dropout keeps, by Philox with 7 rounds (Salmon et al. 2011).
+
+    The mask depends only on (seed, head, query, key), so the forward and both backward kernels compute the same mask.
+    """
+    bits, _, _, _ = tl.philox(seed, keys, queries, head, 0, n_rounds=7)
     return tl.uint_to_uniform_float(bits) >= dropout
 
 
@@ -102,130 +143,159 @@ def forward_kernel(
     T, heads, scale, dropout, SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Steps 2 and 3: BLOCK queries a program, STEP keys at a time; SPLIT: no mask off the diagonal."""
+    """Steps 2 and 3: a program computes y for BLOCK queries and loops over the keys, STEP at a time.
+
+    SPLIT: blocks below the diagonal get no mask (step 3). HEADS > 1: a program takes this many heads at once, as a
+    leading dimension of all tiles. This makes the interpreter faster; on a GPU HEADS is 1.
+    """
     blocks = (T + BLOCK - 1) // BLOCK
-    which = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
-    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK  # the longest rows begin first
+    head = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
+    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK  # the last queries have the most keys, so they start first
     seed = tl.load(seed) if DROPOUT else 0
-    query = load_rows(of_head(q, which, heads, q_batch, q_head), first, q_row, T, HS, BLOCK_D, BLOCK, True)
-    k, v = of_head(k, which, heads, k_batch, k_head), of_head(v, which, heads, v_batch, v_head)
-    acc = tl.full(query.shape, 0.0, lse.dtype.element_ty)
-    total = tl.sum(acc, -1, keep_dims=True)  # zeros, (BLOCK, 1)
-    top = total - float("inf")
-    queries, unit = first + tl.arange(0, BLOCK)[:, None], scale * LOG2E
-    diagonal = first // STEP * STEP if SPLIT else 0
+    query = load_block(q, head, heads, q_batch, q_head, q_row, first, T, HS, BLOCK_D, BLOCK)
+    k = head_pointer(k, head, heads, k_batch, k_head)
+    v = head_pointer(v, head, heads, v_batch, v_head)
+    acc = tl.full(query.shape, 0.0, lse.dtype.element_ty)  # (BLOCK, BLOCK_D)
+    row_sum = tl.sum(acc, -1, keep_dims=True)  # zeros, (BLOCK, 1)
+    row_max = row_sum - float("inf")
+    queries = first + tl.arange(0, BLOCK)[:, None]
+    score_scale = scale * LOG2E
+    diagonal = first // STEP * STEP if SPLIT else 0  # the first key block that needs a mask
     for MASKED in tl.static_range(2):
         for start in range(diagonal if MASKED else 0, tl.minimum(first + BLOCK, T) if MASKED else diagonal, STEP):
             keys = start + tl.arange(0, STEP)[None, :]
-            key = load_rows(k, start, k_row, T, HS, BLOCK_D, STEP, MASKED)
+            key = load_rows(k, start, k_row, T, HS, BLOCK_D, STEP, MASKED)  # (STEP, BLOCK_D)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # (BLOCK, STEP)
             if MASKED:
                 scores = tl.where(queries >= keys, scores, -float("inf"))
-            higher = tl.maximum(top, tl.max(scores, -1, keep_dims=True) * unit)
-            p = tl.exp2(scores * unit - higher)  # scaled here, where it is one multiply-add
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + tl.sum(p, -1, keep_dims=True)
+            new_max = tl.maximum(row_max, tl.max(scores, -1, keep_dims=True) * score_scale)
+            p = tl.exp2(scores * score_scale - new_max)  # scaling here is part of one multiply-add
+            correction = tl.exp2(row_max - new_max)
+            row_sum = row_sum * correction + tl.sum(p, -1, keep_dims=True)
             if DROPOUT:
-                p = tl.where(kept(seed, queries, keys, which, dropout), p, 0.0)
-            value = load_rows(v, start, v_row, T, HS, BLOCK_D, STEP, MASKED)
-            acc = tl.dot(p.to(value.dtype), value, acc * shrink, input_precision=PRECISION, out_dtype=acc.dtype)
-            top = higher
-    y = of_head(y, which, heads, tl.cast(T, tl.int64) * heads * HS, HS)
-    store_rows(y, acc * (1 / (total * (1 - dropout))), first, heads * HS, T, HS, BLOCK_D, BLOCK)
-    tl.store(lse + (which.to(tl.int64) * T + queries), top + tl.log2(total), mask=queries < T)
+                p = tl.where(dropout_mask(seed, queries, keys, head, dropout), p, 0.0)
+            value = load_rows(v, start, v_row, T, HS, BLOCK_D, STEP, MASKED)  # (STEP, BLOCK_D)
+            acc = tl.dot(p.to(value.dtype), value, acc * correction, input_precision=PRECISION, out_dtype=acc.dtype)
+            row_max = new_max
+    y = head_pointer(y, head, heads, tl.cast(T, tl.int64) * heads * HS, HS)  # (B, T, nh, hs) in memory
+    store_rows(y, acc * (1 / (row_sum * (1 - dropout))), first, heads * HS, T, HS, BLOCK_D, BLOCK)
+    tl.store(lse + (head.to(tl.int64) * T + queries), row_max + tl.log2(row_sum), mask=queries < T)
 
 
+# A program of the backward has one block of rows (a) and loops over tiles of rows (b). Each of them has one factor of
+# the scores, s = a_s @ b_s^T, and one of dp = a_dp @ b_dp^T:
+#
+#   with DQ       a: queries, b: keys       a_s = q, a_dp = dy, b_s = k, b_dp = v       computes dq (in out) and delta
+#   without DQ    a: keys, b: queries       a_s = k, a_dp = v, b_s = q, b_dp = dy       computes dk (out) and dv (out_v)
+#
+# Queries beyond T are loaded as zeros and add nothing.
 @jit
 def backward_kernel(
-    a, da, b, db, y, lse, delta, out, out_v, seed, a_batch, a_head, a_row, da_batch, da_head, da_row,
-    b_batch, b_head, b_row, db_batch, db_head, db_row, T, heads, scale, dropout,
+    a_s, a_dp, b_s, b_dp, y, lse, delta, out, out_v, seed, a_s_batch, a_s_head, a_s_row, a_dp_batch, a_dp_head,
+    a_dp_row, b_s_batch, b_s_head, b_s_row, b_dp_batch, b_dp_head, b_dp_row, T, heads, scale, dropout,
     DQ: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """DQ: dq and delta of BLOCK queries, STEP keys at a time, from q, dy, k, v as a, da, b, db.
-
-    Or dk and dv of BLOCK keys, STEP queries at a time, from k, v, q, dy; queries past T are zeros and add nothing.
-    """
+    """Compute the gradients of BLOCK rows in a loop over tiles of STEP rows; the comment above explains a and b."""
     blocks = (T + BLOCK - 1) // BLOCK
-    which = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
-    first = tl.program_id(0) % blocks * BLOCK  # the first keys are seen by the most queries, and begin first
+    head = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
+    # The longest loops start first: with DQ these are the last queries, else the first keys.
+    first = tl.program_id(0) % blocks * BLOCK
     if DQ:
         first = (blocks - 1) * BLOCK - first
     seed = tl.load(seed) if DROPOUT else 0
-    own, row, batch = first + tl.arange(0, BLOCK)[:, None], heads * HS, tl.cast(T, tl.int64) * heads * HS
-    a = load_rows(of_head(a, which, heads, a_batch, a_head), first, a_row, T, HS, BLOCK_D, BLOCK, True)
-    da = load_rows(of_head(da, which, heads, da_batch, da_head), first, da_row, T, HS, BLOCK_D, BLOCK, True)
-    b, db = of_head(b, which, heads, b_batch, b_head), of_head(db, which, heads, db_batch, db_head)
-    lse, delta = lse + which.to(tl.int64) * T, delta + which.to(tl.int64) * T
-    acc = tl.full(a.shape, 0.0, lse.dtype.element_ty)
+    a_rows = first + tl.arange(0, BLOCK)[:, None]
+    row, batch = heads * HS, tl.cast(T, tl.int64) * heads * HS  # strides of y, dq, dk and dv: (B, T, nh, hs) in memory
+    a_s = load_block(a_s, head, heads, a_s_batch, a_s_head, a_s_row, first, T, HS, BLOCK_D, BLOCK)
+    a_dp = load_block(a_dp, head, heads, a_dp_batch, a_dp_head, a_dp_row, first, T, HS, BLOCK_D, BLOCK)
+    b_s = head_pointer(b_s, head, heads, b_s_batch, b_s_head)
+    b_dp = head_pointer(b_dp, head, heads, b_dp_batch, b_dp_head)
+    lse, delta = lse + head.to(tl.int64) * T, delta + head.to(tl.int64) * T
+    acc = tl.full(a_s.shape, 0.0, lse.dtype.element_ty)  # (BLOCK, BLOCK_D)
     if DQ:
-        ys = load_rows(of_head(y, which, heads, batch, HS), first, row, T, HS, BLOCK_D, BLOCK, True)
-        slope = tl.sum(to_fp32(da) * to_fp32(ys), -1, keep_dims=True)
-        tl.store(delta + own, slope, mask=own < T)
-        height = tl.load(lse + own, mask=own < T, other=0.0)
-        low, middle, high = 0, first // STEP * STEP, tl.minimum(first + BLOCK, T)
+        y_block = load_block(y, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
+        row_delta = tl.sum(to_fp32(a_dp) * to_fp32(y_block), -1, keep_dims=True)  # (BLOCK, 1)
+        tl.store(delta + a_rows, row_delta, mask=a_rows < T)
+        row_lse = tl.load(lse + a_rows, mask=a_rows < T, other=0.0)
+        # The loop has two parts: keys before the diagonal, then keys on the diagonal.
+        begin, middle, end = 0, first // STEP * STEP, tl.minimum(first + BLOCK, T)
     else:
         acc_v = acc
-        low, middle, high = first // STEP * STEP, (first + BLOCK + STEP - 1) // STEP * STEP, T
+        # The loop has two parts: queries on the diagonal, then queries after the diagonal.
+        begin, middle, end = first // STEP * STEP, (first + BLOCK + STEP - 1) // STEP * STEP, T
     for UPPER in tl.static_range(2):
-        for start in range(middle if UPPER else low, high if UPPER else tl.minimum(middle, high), STEP):
-            others = start + tl.arange(0, STEP)[None, :]
-            b_rows = load_rows(b, start, b_row, T, HS, BLOCK_D, STEP, UPPER or not DQ)
-            db_rows = load_rows(db, start, db_row, T, HS, BLOCK_D, STEP, UPPER or not DQ)
+        for start in range(middle if UPPER else begin, end if UPPER else tl.minimum(middle, end), STEP):
+            b_rows = start + tl.arange(0, STEP)[None, :]
+            b_s_tile = load_rows(b_s, start, b_s_row, T, HS, BLOCK_D, STEP, UPPER or not DQ)  # (STEP, BLOCK_D)
+            b_dp_tile = load_rows(b_dp, start, b_dp_row, T, HS, BLOCK_D, STEP, UPPER or not DQ)
             if not DQ:
-                height = tl.load(lse + others, mask=others < T, other=0.0)
-                slope = tl.load(delta + others, mask=others < T, other=0.0)
-            p = tl.dot(a, tl.trans(b_rows), input_precision=PRECISION) * (scale * LOG2E) - height
+                row_lse = tl.load(lse + b_rows, mask=b_rows < T, other=0.0)  # (1, STEP)
+                row_delta = tl.load(delta + b_rows, mask=b_rows < T, other=0.0)
+            p = tl.dot(a_s, tl.trans(b_s_tile), input_precision=PRECISION) * (scale * LOG2E) - row_lse  # (BLOCK, STEP)
             if (UPPER == 1) == DQ:  # on the diagonal
-                p = tl.where(own >= others if DQ else others >= own, p, -float("inf"))
+                p = tl.where(a_rows >= b_rows if DQ else b_rows >= a_rows, p, -float("inf"))
             p = tl.exp2(p)
-            dp = tl.dot(da, tl.trans(db_rows), input_precision=PRECISION)
+            dp = tl.dot(a_dp, tl.trans(b_dp_tile), input_precision=PRECISION)  # (BLOCK, STEP)
             if DROPOUT:
-                keep = kept(seed, own if DQ else others, others if DQ else own, which, dropout)
+                keep = dropout_mask(seed, a_rows if DQ else b_rows, b_rows if DQ else a_rows, head, dropout)
                 dp = tl.where(keep, dp * (1 / (1 - dropout)), 0.0)
             if not DQ:
-                used = tl.where(keep, p, 0.0) if DROPOUT else p
-                acc_v = tl.dot(used.to(db_rows.dtype), db_rows, acc_v, input_precision=PRECISION, out_dtype=acc.dtype)
-            slopes = (p * (dp - slope)).to(b_rows.dtype)
-            acc = tl.dot(slopes, b_rows, acc, input_precision=PRECISION, out_dtype=acc.dtype)
-    store_rows(of_head(out, which, heads, batch, HS), acc * scale, first, row, T, HS, BLOCK_D, BLOCK)
+                kept_p = (tl.where(keep, p, 0.0) if DROPOUT else p).to(b_dp_tile.dtype)
+                acc_v = tl.dot(kept_p, b_dp_tile, acc_v, input_precision=PRECISION, out_dtype=acc.dtype)
+            ds = (p * (dp - row_delta)).to(b_s_tile.dtype)
+            acc = tl.dot(ds, b_s_tile, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    store_block(out, acc * scale, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
     if not DQ:
         acc_v = acc_v * (1 / (1 - dropout))
-        store_rows(of_head(out_v, which, heads, batch, HS), acc_v, first, row, T, HS, BLOCK_D, BLOCK)
+        store_block(out_v, acc_v, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
 
 
-def run(
+def launch_blocks(
     kernel: Any, name: str, strided: tuple[Tensor, ...], others: tuple[Tensor | None, ...], seed: Tensor | None,
     dropout_p: float, scale: float, **flags: bool,
 ) -> None:  # fmt: skip
-    """Launch a program for each block of rows of each head."""
+    """Launch one program for each block of rows of each head.
+
+    Args:
+        kernel: `forward_kernel` or `backward_kernel`.
+        name: its key in configs.json, without the suffix for fp32 or dropout.
+        strided: (B, nh, T, hs) inputs, which the kernel reads by their strides.
+        others: the kernel's other tensors.
+        seed: for dropout's mask; None: no dropout.
+        dropout_p: probability of dropout.
+        scale: factor of the scores.
+        flags: the kernel's other constants.
+    """
     B, nh, T, hs = strided[0].shape
-    kind = "_fp32" if strided[0].dtype not in HALVES else "" if seed is None else "_dropout"
-    chosen = config(name + kind, hs)
-    block, step, together = chosen.pop("block"), chosen.pop("step"), chosen.pop("heads", 1)
-    if together > 1:  # in the interpreter, where few programs are fast: tiles get a dimension of heads in front
+    suffix = "_fp32" if strided[0].dtype not in HALF_TYPES else "" if seed is None else "_dropout"
+    options = select_config(name + suffix, hs)
+    block = options.pop("block")
+    step = options.pop("step")
+    heads = options.pop("heads", 1)  # heads per program
+    if heads > 1:  # only in the interpreter, which is faster with few programs
         while 16 < block >= 2 * T:
-            block, step, together = block // 2, step // 2, together * 2
-        together = max(1, min(together, B * nh & -(B * nh)))  # a power of two that divides their number
+            block, step, heads = block // 2, step // 2, heads * 2
+        heads = max(1, min(heads, B * nh & -(B * nh)))  # a power of two that divides the number of heads
     strided = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in strided)
-    rounding = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"  # of fp32 alone
+    fp32_precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"  # no effect on half types
+    strides = [stride for x in strided for stride in x.stride()[:3]]
     launch(
-        kernel, (B * nh // together * -(-T // block),), *strided, *others, seed,
-        *(stride for x in strided for stride in x.stride()[:3]), T, nh, scale, dropout_p,
-        DROPOUT=seed is not None, PRECISION=rounding, HEADS=together, HS=hs, BLOCK_D=tile(hs, 16),
-        BLOCK=block, STEP=step, **flags, **chosen,
+        kernel, (B * nh // heads * -(-T // block),), *strided, *others, seed, *strides, T, nh, scale, dropout_p,
+        DROPOUT=seed is not None, PRECISION=fp32_precision, HEADS=heads, HS=hs, BLOCK_D=next_power_of_2(hs, 16),
+        BLOCK=block, STEP=step, **flags, **options,
     )  # fmt: skip
 
 
-@kernel_op("causal_attention", flops=lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))  # of all pairs, as torch's
+# FLOPs of all (query, key) pairs, without the savings by causality, as torch counts them for SDPA.
+@kernel_op("causal_attention", flops=lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """y over memory of (B, T, nh, hs), and log2 of each row's sum of exponentials, (B, nh, T)."""
+    """Return y, (B, nh, T, hs) in the memory layout of (B, T, nh, hs), and lse, (B, nh, T)."""
     B, nh, T, hs = q.shape
     y = q.new_empty(B, T, nh, hs).transpose(1, 2)
     lse = q.new_empty(B, nh, T, dtype=torch.promote_types(q.dtype, torch.float32))
-    run(forward_kernel, "attention_forward", (q, k, v), (y, lse), seed, dropout_p, scale, SPLIT=True)
+    launch_blocks(forward_kernel, "attention_forward", (q, k, v), (y, lse), seed, dropout_p, scale, SPLIT=True)
     return y, lse
 
 
@@ -234,13 +304,14 @@ def backward_op(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seed: Tensor | None,
     dropout_p: float, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv, in memory as y is."""
+    """Return dq, dk and dv, in the same memory layout as y."""
     B, nh, T, hs = q.shape
     dq, dk, dv = (q.new_empty(B, T, nh, hs).transpose(1, 2) for _ in range(3))
-    y, delta = y.transpose(1, 2).contiguous(), torch.empty_like(lse)  # no copy, unless saving it changed its layout
-    rest = (seed, dropout_p, scale)
-    run(backward_kernel, "attention_dq", (q, dy, k, v), (y, lse, delta, dq, None), *rest, DQ=True)
-    run(backward_kernel, "attention_dkv", (k, v, q, dy), (None, lse, delta, dk, dv), *rest, DQ=False)
+    y = y.transpose(1, 2).contiguous()  # copies only if saving y for the backward changed its layout
+    delta = torch.empty_like(lse)
+    options = (seed, dropout_p, scale)
+    launch_blocks(backward_kernel, "attention_dq", (q, dy, k, v), (y, lse, delta, dq, None), *options, DQ=True)
+    launch_blocks(backward_kernel, "attention_dkv", (k, v, q, dy), (None, lse, delta, dk, dv), *options, DQ=False)
     return dq, dk, dv
 
 
@@ -258,43 +329,60 @@ forward_op.register_autograd(backward, setup_context=setup_context)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, scale: float | None = None) -> Tensor:
-    """`F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale)`.
+    """Return `F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale)`.
 
     Args:
-        q: (B, nh, T, hs), hs up to 128; views into a packed projection are not copied.
-        k, v: of the same shape.
-        dropout_p: of the attention weights, below 1; follows torch's seed, by masks of its own.
-        scale: of the scores; default: 1 / sqrt(hs).
+        q: (B, nh, T, hs), hs up to 128. Views into a packed projection are not copied.
+        k, v: the same shape as q.
+        dropout_p: probability of dropout on the attention weights, in [0, 1). The masks depend on torch's seed, but
+            they are not the masks of torch's own attention.
+        scale: factor of the scores; default: 1 / sqrt(hs).
 
     Returns:
-        (B, nh, T, hs) over memory of (B, T, nh, hs): heads lie side by side for the projection that follows.
+        (B, nh, T, hs) in the memory layout of (B, T, nh, hs), so that the next projection needs no copy.
 
     Raises:
-        KernelError: a shape, type, device or number that does not fit.
+        KernelError: a shape, type, device or number is not supported.
     """
     check_tensors("causal_attention", q=q, k=k, v=v)
     q, k, v = (x.to(result_dtype(x)) for x in (q, k, v))
-    check(q, k, v, dropout_p, scale)
+    check_inputs(q, k, v, dropout_p, scale)
     seed = torch.randint(2**63 - 1, (1,), device=q.device) if dropout_p > 0 else None
     return forward_op(q, k, v, seed, dropout_p, q.size(-1) ** -0.5 if scale is None else scale)[0]
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> None:
+    """Check shapes, types and numbers.
+
+    Raises:
+        KernelError: names the argument and what to pass.
+    """
     problem = None
     if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dim() == 4 and q.size(-1) > 0):
-        kinds = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
-        problem = f"q, k and v are {kinds}: give three of one type and one shape (B, nh, T, hs)"
-    elif q.size(-1) > WIDEST:
-        problem = f"heads are {q.size(-1)} wide, above {WIDEST}: use F.scaled_dot_product_attention or the reference"
+        actual = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
+        problem = f"q, k and v are {actual}: pass three tensors of one type and one shape (B, nh, T, hs)"
+    elif q.size(-1) > MAX_HEAD_SIZE:
+        problem = (
+            f"heads have {q.size(-1)} channels, and the kernel supports up to {MAX_HEAD_SIZE}: use "
+            "F.scaled_dot_product_attention or the reference"
+        )
     elif not 0 <= dropout_p < 1:
-        problem = f"dropout_p is {dropout_p}: give a probability from 0 to below 1"
+        problem = f"dropout_p={dropout_p} is out of range: use a probability in [0, 1)"
     elif scale is not None and not 0 < scale < math.inf:
-        problem = f"scale is {scale}: give a positive number, or None for 1 / sqrt(hs)"
+        problem = f"scale={scale} is out of range: use a positive number, or None for 1 / sqrt(hs)"
     if problem:
         raise KernelError(f"causal_attention: {problem}")
 
 
 def cost(B: int, nh: int, T: int, hs: int, itemsize: int) -> tuple[Cost, Cost]:
-    """Forward and backward; FLOPs: 2 and 5 products over the pairs that causality leaves; workspace: delta."""
-    matrix, rows, pairs = B * nh * T * hs * itemsize, 4 * B * nh * T, B * nh * T * (T + 1) // 2
-    return Cost(3 * matrix, matrix + rows, 4 * pairs * hs), Cost(5 * matrix + rows, 3 * matrix, 10 * pairs * hs, rows)
+    """Return the costs of forward and backward.
+
+    FLOPs are 2 matrix products forward and 5 backward, over the (query, key) pairs that the causal mask leaves. The
+    workspace of the backward is delta.
+    """
+    matrix = B * nh * T * hs * itemsize
+    row_values = 4 * B * nh * T  # bytes of lse, and of delta
+    pairs = B * nh * T * (T + 1) // 2
+    forward_cost = Cost(3 * matrix, matrix + row_values, 4 * pairs * hs)
+    backward_cost = Cost(5 * matrix + row_values, 3 * matrix, 10 * pairs * hs, row_values)
+    return forward_cost, backward_cost

@@ -2,14 +2,21 @@
 
     y = (x - mean(x)) * rstd(x) * weight + bias,    rstd(x) = 1 / sqrt(var(x) + eps)
 
-A row is loaded once and stays in registers, so the forward reads x and writes y and that is all. The backward needs
-sums along a row (for dx) and down the columns (for dW and dB); both are had from one reading of x and dy:
+The forward loads a row once and keeps it in registers, so it only reads x and writes y. The backward needs sums along
+each row (for dx) and sums over all rows (for dW and dB). It computes both while it reads x and dy once:
 
     xhat = (x - mean) * rstd        g = dy * weight
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat))        dW = sum of dy * xhat        dB = sum of dy
 
-Steps: forward 1 one row a program, 2 a tile of rows; backward 1 atomic sums, whose order and so whose last bits change
-from run to run on a GPU, 2 persistent programs, each summing its own rows, then a sum over programs: deterministic.
+Steps of the forward:
+1. One row per program.
+2. A tile of several rows per program.
+
+Steps of the backward:
+1. Programs add to dW and dB with atomics. On a GPU the order of these additions changes from run to run, and so do the
+   last bits of the sums.
+2. Persistent programs: a fixed number of programs, each of which sums its rows. A second sum over the programs
+   follows. The result is deterministic.
 """
 
 from typing import Any
@@ -21,23 +28,23 @@ from phase2_triton.kernels.checks import check_number, check_tensors
 from phase2_triton.kernels.core import (
     Cost,
     KernelError,
-    config,
-    flat,
+    allocate_per_row,
+    flatten_rows,
     jit,
     kernel_op,
     launch,
+    next_power_of_2,
     result_dtype,
-    rows_of,
-    tile,
+    select_config,
     tl,
     to_fp32,
 )
 
-WIDEST = 16384  # what a program can hold of a row
+MAX_WIDTH = 16384  # the widest row that fits into the registers of a program
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """LayerNorm of the last dimension in plain torch."""
+    """Return LayerNorm over the last dimension, in plain torch."""
     mean = x.mean(-1, keepdim=True)
     var = (x - mean).square().mean(-1, keepdim=True)
     y = (x - mean) * torch.rsqrt(var + eps) * weight
@@ -46,20 +53,20 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
 
 @jit
 def one_row_kernel(x, weight, bias, y, mean, rstd, N, eps, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Step 1 of the forward: a program takes one row, which is plain and leaves short rows too little work."""
-    row = tl.program_id(0).to(tl.int64)  # a row begins past 2^31 in a large tensor
+    """Step 1 of the forward: one row per program. A short row gives a program too little work."""
+    row = tl.program_id(0).to(tl.int64)  # the offset of a row can exceed 2^31
     cols = tl.arange(0, BLOCK)
-    inside = cols < N
-    v = to_fp32(tl.load(x + row * N + cols, mask=inside, other=0.0))
-    m = tl.sum(v, 0) / N
-    centred = tl.where(inside, v - m, 0.0)  # lanes beyond the row must not count in the variance
-    r = 1 / tl.sqrt(tl.sum(centred * centred, 0) / N + eps)
-    out = centred * r * to_fp32(tl.load(weight + cols, mask=inside, other=0.0))
+    mask = cols < N
+    v = to_fp32(tl.load(x + row * N + cols, mask=mask, other=0.0))
+    row_mean = tl.sum(v, 0) / N
+    centred = tl.where(mask, v - row_mean, 0.0)  # lanes beyond the row must not count in the variance
+    row_rstd = 1 / tl.sqrt(tl.sum(centred * centred, 0) / N + eps)
+    out = centred * row_rstd * to_fp32(tl.load(weight + cols, mask=mask, other=0.0))
     if HAS_BIAS:
-        out += to_fp32(tl.load(bias + cols, mask=inside, other=0.0))
-    tl.store(y + row * N + cols, out, mask=inside)
-    tl.store(mean + row, m)
-    tl.store(rstd + row, r)
+        out += to_fp32(tl.load(bias + cols, mask=mask, other=0.0))
+    tl.store(y + row * N + cols, out, mask=mask)
+    tl.store(mean + row, row_mean)
+    tl.store(rstd + row, row_rstd)
 
 
 @jit
@@ -67,26 +74,26 @@ def forward_kernel(
     x, branch, weight, bias, total, y, mean, rstd, M, N, eps,
     HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step 2 of the forward: a tile of rows a program; the residual's sum is made, and stored, on the way."""
+    """Step 2 of the forward: a tile of rows per program. HAS_BRANCH: first compute and store total = x + branch."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
-    inside = (rows[:, None] < M) & (cols[None, :] < N)
-    at = rows[:, None] * N + cols[None, :]  # (ROWS, BLOCK)
-    v = to_fp32(tl.load(x + at, mask=inside, other=0.0))
+    mask = (rows[:, None] < M) & (cols[None, :] < N)
+    offs = rows[:, None] * N + cols[None, :]  # (ROWS, BLOCK)
+    v = to_fp32(tl.load(x + offs, mask=mask, other=0.0))
     if HAS_BRANCH:
-        v += to_fp32(tl.load(branch + at, mask=inside, other=0.0))
+        v += to_fp32(tl.load(branch + offs, mask=mask, other=0.0))
         rounded = v.to(total.dtype.element_ty)
-        tl.store(total + at, rounded, mask=inside)
-        v = to_fp32(rounded)  # the backward will read the rounded sum
-    m = tl.sum(v, 1) / N
-    centred = tl.where(inside, v - m[:, None], 0.0)
-    r = 1 / tl.sqrt(tl.sum(centred * centred, 1) / N + eps)
-    out = centred * r[:, None] * to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))[None, :]
+        tl.store(total + offs, rounded, mask=mask)
+        v = to_fp32(rounded)  # the backward reads the rounded sum, so the forward must use it too
+    row_mean = tl.sum(v, 1) / N  # (ROWS,)
+    centred = tl.where(mask, v - row_mean[:, None], 0.0)
+    row_rstd = 1 / tl.sqrt(tl.sum(centred * centred, 1) / N + eps)
+    out = centred * row_rstd[:, None] * to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))[None, :]
     if HAS_BIAS:
         out += to_fp32(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
-    tl.store(y + at, out, mask=inside)
-    tl.store(mean + rows, m, mask=rows < M)
-    tl.store(rstd + rows, r, mask=rows < M)
+    tl.store(y + offs, out, mask=mask)
+    tl.store(mean + rows, row_mean, mask=rows < M)
+    tl.store(rstd + rows, row_rstd, mask=rows < M)
 
 
 @jit
@@ -94,7 +101,11 @@ def backward_kernel(
     dy, dtotal, x, weight, mean, rstd, dx, dw, db, M, N,
     HAS_DTOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, ATOMIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile of rows at a time, and this program's share of dW and dB: its own row of them, or by atomics."""
+    """Compute dx in a loop over tiles of rows, and this program's part of dW and dB.
+
+    ATOMIC: add the parts to dw and db, (N,), with atomics (step 1). Otherwise write them into this program's row of dw
+    and db, (programs, N) (step 2).
+    """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     w = to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))
@@ -102,19 +113,20 @@ def backward_kernel(
     db_sum = tl.zeros_like(w)
     for first in range(program * ROWS, M, tl.num_programs(0) * ROWS):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
-        inside = (rows[:, None] < M) & (cols[None, :] < N)
-        at = rows[:, None] * N + cols[None, :]
-        r = to_fp32(tl.load(rstd + rows, mask=rows < M, other=0.0))[:, None]
-        v = to_fp32(tl.load(x + at, mask=inside, other=0.0))
-        xhat = tl.where(inside, (v - to_fp32(tl.load(mean + rows, mask=rows < M, other=0.0))[:, None]) * r, 0.0)
-        d = to_fp32(tl.load(dy + at, mask=inside, other=0.0))
-        g = d * w[None, :]
-        out = r * (g - (tl.sum(g, 1) / N)[:, None] - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
-        if HAS_DTOTAL:  # the residual stream goes on beside the norm: its gradient is added
-            out += to_fp32(tl.load(dtotal + at, mask=inside, other=0.0))
-        tl.store(dx + at, out, mask=inside)
-        dw_sum += tl.sum(d * xhat, 0)
-        db_sum += tl.sum(d, 0)
+        mask = (rows[:, None] < M) & (cols[None, :] < N)
+        offs = rows[:, None] * N + cols[None, :]  # (ROWS, BLOCK)
+        row_rstd = to_fp32(tl.load(rstd + rows, mask=rows < M, other=0.0))[:, None]
+        v = to_fp32(tl.load(x + offs, mask=mask, other=0.0))
+        row_mean = to_fp32(tl.load(mean + rows, mask=rows < M, other=0.0))[:, None]
+        xhat = tl.where(mask, (v - row_mean) * row_rstd, 0.0)
+        dy_tile = to_fp32(tl.load(dy + offs, mask=mask, other=0.0))
+        g = dy_tile * w[None, :]
+        out = row_rstd * (g - (tl.sum(g, 1) / N)[:, None] - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
+        if HAS_DTOTAL:  # total is also an output (the residual stream): add its gradient
+            out += to_fp32(tl.load(dtotal + offs, mask=mask, other=0.0))
+        tl.store(dx + offs, out, mask=mask)
+        dw_sum += tl.sum(dy_tile * xhat, 0)
+        db_sum += tl.sum(dy_tile, 0)
     if ATOMIC:
         tl.atomic_add(dw + cols, dw_sum, mask=cols < N)
         if HAS_BIAS:
@@ -129,15 +141,26 @@ def backward_kernel(
 def forward_op(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, the sum x + branch (empty without one), and each row's mean and rstd, from contiguous (M, N) tensors."""
+    """Return y, total = x + branch (empty without a branch), and mean and rstd of each row.
+
+    Args:
+        x: (M, N), contiguous.
+        branch: (M, N), contiguous, or None.
+        weight: (N,).
+        bias: (N,) or None.
+        eps: added to the variance.
+        dtype: type of y.
+    """
     M, N = x.shape
-    chosen = config("layernorm_forward", N)
-    rows = min(tile(M), chosen.pop("rows"))
-    y, mean, rstd = torch.empty_like(x, dtype=dtype), rows_of(x), rows_of(x)
+    options = select_config("layernorm_forward", N)
+    rows = min(next_power_of_2(M), options.pop("rows"))
+    y = torch.empty_like(x, dtype=dtype)
+    mean = allocate_per_row(x)
+    rstd = allocate_per_row(x)
     total = x.new_empty(0) if branch is None else torch.empty_like(x)
     launch(
         forward_kernel, (-(-M // rows),), x, branch, weight, bias, total, y, mean, rstd, M, N, eps,
-        HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, ROWS=rows, BLOCK=tile(N), **chosen,
+        HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, ROWS=rows, BLOCK=next_power_of_2(N), **options,
     )  # fmt: skip
     return y, total, mean, rstd
 
@@ -146,16 +169,17 @@ def forward_op(
 def backward_op(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dW and dB (empty without a bias), from contiguous (M, N) tensors."""
+    """Return dx, dW and dB (empty without a bias), for contiguous (M, N) tensors."""
     M, N = x.shape
-    chosen = config("layernorm_backward", N)
-    rows = min(tile(M), chosen.pop("rows"))
-    programs = max(1, min(chosen.pop("programs"), -(-M // rows)))
-    dx, dw = torch.empty_like(x), mean.new_empty(programs, N)
+    options = select_config("layernorm_backward", N)
+    rows = min(next_power_of_2(M), options.pop("rows"))
+    programs = max(1, min(options.pop("programs"), -(-M // rows)))
+    dx = torch.empty_like(x)
+    dw = mean.new_empty(programs, N)
     db = torch.empty_like(dw) if has_bias else mean.new_empty(0)
     launch(
         backward_kernel, (programs,), dy, dtotal, x, weight, mean, rstd, dx, dw, db, M, N,
-        HAS_DTOTAL=dtotal is not None, HAS_BIAS=has_bias, ATOMIC=False, ROWS=rows, BLOCK=tile(N), **chosen,
+        HAS_DTOTAL=dtotal is not None, HAS_BIAS=has_bias, ATOMIC=False, ROWS=rows, BLOCK=next_power_of_2(N), **options,
     )  # fmt: skip
     return dx, dw.sum(0).to(weight.dtype), db.sum(0).to(weight.dtype) if has_bias else db
 
@@ -164,15 +188,16 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     x, branch, weight, bias, _, _ = inputs
     _, total, mean, rstd = output
     ctx.save_for_backward(x if branch is None else total, weight, mean, rstd)
-    ctx.branch_dtype, ctx.has_bias = None if branch is None else branch.dtype, bias is not None
+    ctx.branch_dtype = None if branch is None else branch.dtype
+    ctx.has_bias = bias is not None
     ctx.mark_non_differentiable(mean, rstd)
 
 
 def backward(ctx: Any, dy: Tensor, dtotal: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
     has_branch = ctx.branch_dtype is not None
-    along = dtotal.contiguous() if has_branch else None
-    dx, dw, db = backward_op(dy.contiguous(), along, x, weight, mean, rstd, ctx.has_bias)
+    dtotal_or_none = dtotal.contiguous() if has_branch else None
+    dx, dw, db = backward_op(dy.contiguous(), dtotal_or_none, x, weight, mean, rstd, ctx.has_bias)
     return dx, dx.to(ctx.branch_dtype) if has_branch else None, dw, db if ctx.has_bias else None, None, None
 
 
@@ -180,85 +205,105 @@ forward_op.register_autograd(backward, setup_context=setup_context)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """LayerNorm of the last dimension; under autocast the result has autocast's type.
+    """Return LayerNorm over the last dimension. Under autocast the result has autocast's type.
 
     Args:
-        x: (..., N), of any layout; one that is not contiguous is copied first.
+        x: (..., N). A tensor that is not contiguous is copied first.
         weight: (N,).
         bias: (N,) or None.
         eps: added to the variance.
 
     Raises:
-        KernelError: a shape, type or device that does not fit.
+        KernelError: a shape, type or device is not supported.
     """
-    check("layer_norm", x, None, weight, bias, eps)
-    y, *_ = forward_op(flat(x), None, *dense(weight, bias), eps, result_dtype(x))
+    check_inputs("layer_norm", x, None, weight, bias, eps)
+    y, *_ = forward_op(flatten_rows(x), None, *make_contiguous(weight, bias), eps, result_dtype(x))
     return y.view(x.shape)
 
 
 def add_layer_norm(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """`total = x + branch` and `layer_norm(total)`, with x read once: (total in the type of x, its norm).
+    """Return `total = x + branch` in the type of x, and `layer_norm(total)`. The kernel reads x only once.
 
     Args:
         x: the residual stream, (..., N).
-        branch: what is added to it, of the same shape; its type may be narrower.
+        branch: the tensor to add, of the same shape; it may have a narrower type.
         weight: (N,).
         bias: (N,) or None.
         eps: added to the variance.
 
     Raises:
-        KernelError: a shape, type or device that does not fit.
+        KernelError: a shape, type or device is not supported.
     """
-    check("add_layer_norm", x, branch, weight, bias, eps)
-    y, total, *_ = forward_op(flat(x), flat(branch), *dense(weight, bias), eps, result_dtype(x))
+    check_inputs("add_layer_norm", x, branch, weight, bias, eps)
+    weight, bias = make_contiguous(weight, bias)
+    y, total, *_ = forward_op(flatten_rows(x), flatten_rows(branch), weight, bias, eps, result_dtype(x))
     return total.view(x.shape), y.view(x.shape)
 
 
-def dense(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def make_contiguous(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias as contiguous tensors."""
     return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
-def check(kernel: str, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+def check_inputs(
+    kernel: str, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> None:
+    """Check shapes, types, devices and eps.
+
+    Raises:
+        KernelError: names the argument and what to pass.
+    """
     check_tensors(kernel, x=x, branch=branch, weight=weight, bias=bias)
     if x.dim() == 0 or x.size(-1) == 0:
-        raise KernelError(f"{kernel}: x of shape {tuple(x.shape)} has no last dimension to normalise: give (..., N)")
+        raise KernelError(f"{kernel}: x of shape {tuple(x.shape)} has no last dimension to normalise: pass (..., N)")
     if branch is not None and branch.shape != x.shape:
-        raise KernelError(f"{kernel}: branch is {tuple(branch.shape)} and x {tuple(x.shape)}: give two of one shape")
+        raise KernelError(f"{kernel}: branch has shape {tuple(branch.shape)} and x {tuple(x.shape)}: pass equal shapes")
     check_number(kernel, "eps", eps, 0)
-    if x.size(-1) > WIDEST:
-        raise KernelError(f"{kernel}: rows are {x.size(-1)} wide, above {WIDEST}: use F.layer_norm or the reference")
+    if x.size(-1) > MAX_WIDTH:
+        raise KernelError(
+            f"{kernel}: rows have {x.size(-1)} elements, and the kernel supports up to {MAX_WIDTH}: use F.layer_norm "
+            "or the reference"
+        )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.shape != x.shape[-1:]:
-            raise KernelError(f"{kernel}: {name} is {tuple(tensor.shape)}: give one of ({x.size(-1)},), as x is wide")
+            raise KernelError(f"{kernel}: {name} has shape {tuple(tensor.shape)}: pass ({x.size(-1)},), the width of x")
 
 
 def cost(M: int, N: int, itemsize: int, branch: bool = False, bias: bool = True) -> tuple[Cost, Cost]:
-    """Forward and backward of (M, N) elements of `itemsize` bytes, with fp32 parameters."""
+    """Return the costs of forward and backward, for (M, N) elements of `itemsize` bytes and fp32 parameters."""
     params = 4 * N * (1 + bias)
-    size, streams = M * N * itemsize, 2 if branch else 1
-    there = Cost(streams * size + params, streams * size + 8 * M, 8 * M * N)
-    programs = config("layernorm_backward", N)["programs"]
-    back = Cost((1 + streams) * size + 8 * M + 4 * N, size + params, 13 * M * N, programs * params)
-    return there, back
+    size = M * N * itemsize
+    streams = 2 if branch else 1
+    forward_cost = Cost(streams * size + params, streams * size + 8 * M, 8 * M * N)
+    workspace = select_config("layernorm_backward", N)["programs"] * params  # one row of dW and dB for each program
+    backward_cost = Cost((1 + streams) * size + 8 * M + 4 * N, size + params, 13 * M * N, workspace)
+    return forward_cost, backward_cost
 
 
-def step_1(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """The forward by one row a program; x is (M, N) and contiguous."""
+def run_one_row_step(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Run step 1 of the forward on contiguous x, (M, N)."""
     M, N = x.shape
-    y, mean, rstd = torch.empty_like(x), rows_of(x), rows_of(x)
-    launch(one_row_kernel, (M,), x, weight, bias, y, mean, rstd, N, eps, HAS_BIAS=bias is not None, BLOCK=tile(N))
+    y = torch.empty_like(x)
+    mean = allocate_per_row(x)
+    rstd = allocate_per_row(x)
+    launch(
+        one_row_kernel, (M,), x, weight, bias, y, mean, rstd, N, eps,
+        HAS_BIAS=bias is not None, BLOCK=next_power_of_2(N),
+    )  # fmt: skip
     return y
 
 
-def atomic_step(dy: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor, Tensor]:
-    """Step 1 of the backward: dx, dW and dB of (M, N) tensors, summed by atomics."""
+def run_atomic_step(dy: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor, Tensor]:
+    """Run step 1 of the backward on (M, N) tensors: return dx, dW and dB, summed with atomics."""
     M, N = x.shape
     _, _, mean, rstd = forward_op(x, None, weight, None, eps, x.dtype)
-    dx, dw, db = torch.empty_like(x), torch.zeros_like(mean[:1].expand(N)), torch.zeros_like(mean[:1].expand(N))
+    dx = torch.empty_like(x)
+    dw = torch.zeros_like(mean[:1].expand(N))
+    db = torch.zeros_like(mean[:1].expand(N))
     launch(
         backward_kernel, (M,), dy, None, x, weight, mean, rstd, dx, dw, db, M, N,
-        HAS_DTOTAL=False, HAS_BIAS=True, ATOMIC=True, ROWS=1, BLOCK=tile(N),
+        HAS_DTOTAL=False, HAS_BIAS=True, ATOMIC=True, ROWS=1, BLOCK=next_power_of_2(N),
     )  # fmt: skip
     return dx, dw, db

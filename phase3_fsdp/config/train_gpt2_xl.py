@@ -1,4 +1,4 @@
-# GPT-2 1.5B on FineWeb-Edu with FSDP: 16 bytes a parameter are 25 GB, shared out among the ranks.
+# GPT-2 1.5B on FineWeb-Edu with FSDP: 16 bytes per parameter are 25 GB, sharded over the ranks.
 #   make phase3 GPUS=8 CONFIG=config/train_gpt2_xl.py
 dataset = "fineweb_edu"
 n_layer, n_head, n_embd, block_size = 48, 25, 1600, 1024

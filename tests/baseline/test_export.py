@@ -1,4 +1,4 @@
-"""Weights in and out: Hugging Face, nanoGPT's ckpt.pt, and the text that they write."""
+"""Import and export of weights: Hugging Face and nanoGPT's ckpt.pt; and sampling from them."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
-from nanoGPT.prepare.text import char_identity
-from nanoGPT.sample import newest_run
+from nanoGPT.prepare.text import make_char_identity
+from nanoGPT.sample import choose_run
 from nanoGPT.tokenizer import load_tokenizer
-from tests.helpers.checkpoints import FACTS, directory, write_bytes
+from tests.helpers.checkpoints import MANIFEST_FIELDS, make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train
 from workshop.ranks import losses, run_on_ranks
@@ -27,18 +27,20 @@ from workshop.ranks import losses, run_on_ranks
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """A run of each phase, phase 3's with 4 ranks and GPT-2's vocabulary."""
+    """The output directories of two runs by phase: the baseline with 1 rank, and phase 3 with 4 ranks and GPT-2's
+    vocabulary."""
     root = tmp_path_factory.mktemp("runs")
     train("nanoGPT", 1, tiny("nanoGPT", root / "nanoGPT", max_iters=3, eval_iters=1, bias=True))
     train("phase3_fsdp", 4, tiny("phase3_fsdp", root / "phase3_fsdp", max_iters=2, eval_iters=1, dataset="shakespeare"))
     return {path.name: path for path in root.iterdir()}
 
 
-def newest(run: Path) -> Path:
+def newest_checkpoint(run: Path) -> Path:
+    """Return the directory of the newest checkpoint of a run."""
     return sorted((run / "checkpoints").glob("step-*"))[-1]
 
 
-def our_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torch.Tensor) -> torch.Tensor:
+def compute_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torch.Tensor) -> torch.Tensor:
     from nanoGPT.checkpoint.state import load_weights
 
     model = GPT(shape)
@@ -48,64 +50,69 @@ def our_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torch.Te
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
 def test_transformers_opens_an_export(phase, runs, tmp_path):
-    """An export of either phase opens in transformers and gives the same logits to 1e-4, with padding rows dropped; as
-    one file, and as the several that a larger model is written in."""
+    """transformers opens an export of the baseline and of phase 3, as one file and as several. The logits differ by at
+    most 1e-4, and padding rows are dropped."""
     transformers = pytest.importorskip("transformers")
-    ended = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}")
-    assert ended.code == 0, ended
+    outcome = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}")
+    assert outcome.code == 0, outcome
     shape, weights = read_weights(str(runs[phase]))
-    rows = 75 if phase == "nanoGPT" else 50257
+    vocab_size = 75 if phase == "nanoGPT" else 50257
     idx = torch.randint(75, (2, 16))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
-    assert theirs.config.vocab_size == rows and theirs.lm_head.weight is theirs.transformer.wte.weight
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
+    assert hf_model.config.vocab_size == vocab_size and hf_model.lm_head.weight is hf_model.transformer.wte.weight
     (tmp_path / "parts").mkdir()
-    write_hf(tmp_path / "parts", shape, weights, rows, file_bytes=50_000)
+    write_hf(tmp_path / "parts", shape, weights, vocab_size, file_bytes=50_000)
     assert len(list((tmp_path / "parts").glob("model-*-of-*.safetensors"))) > 1
-    parts = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "parts", local_files_only=True).eval()
+    sharded_hf_model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "parts", local_files_only=True
+    ).eval()
     with torch.no_grad():
-        torch.testing.assert_close(theirs(idx).logits, our_logits(shape, weights, idx)[..., :rows], atol=1e-4, rtol=0)
-        assert torch.equal(theirs(idx).logits, parts(idx).logits)
+        torch.testing.assert_close(
+            hf_model(idx).logits, compute_logits(shape, weights, idx)[..., :vocab_size], atol=1e-4, rtol=0
+        )
+        assert torch.equal(hf_model(idx).logits, sharded_hf_model(idx).logits)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    said = "Hello, world:\n  it's I."
-    ids = tokenizer(said)["input_ids"]
-    assert ids == load_tokenizer(find_newest(runs[phase]).manifest["data"]["tokenizer"]).encode(said)
-    assert tokenizer.decode(ids) == said
-    assert theirs.config.eos_token_id == (None if phase == "nanoGPT" else 50256)
+    text = "Hello, world:\n  it's I."
+    ids = tokenizer(text)["input_ids"]
+    assert ids == load_tokenizer(find_newest(runs[phase]).manifest["data"]["tokenizer"]).encode(text)
+    assert tokenizer.decode(ids) == text
+    assert hf_model.config.eos_token_id == (None if phase == "nanoGPT" else 50256)
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
 
 
-def test_a_hugging_face_model_opens_here(tmp_path):
-    """A GPT-2 that transformers saved gives its own logits here, tanh GELU and biases included."""
+def test_a_hugging_face_model_has_the_same_logits(tmp_path):
+    """A GPT-2 that transformers saved has the same logits here, with tanh GELU and biases."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=75, n_positions=16, n_embd=32, n_layer=2, n_head=2)
     torch.manual_seed(0)
-    theirs = transformers.GPT2LMHeadModel(config).eval()
-    for param in theirs.parameters():
-        torch.nn.init.normal_(param, std=0.1)  # biases too
-    theirs.save_pretrained(tmp_path)
+    hf_model = transformers.GPT2LMHeadModel(config).eval()
+    for param in hf_model.parameters():
+        torch.nn.init.normal_(param, std=0.1)  # biases too, which are zero by default
+    hf_model.save_pretrained(tmp_path)
     shape, weights = read_hf(tmp_path)
     idx = torch.randint(75, (2, 16))
     assert shape.gelu == "tanh" and shape.bias
     with torch.no_grad():
-        torch.testing.assert_close(theirs(idx).logits, our_logits(shape, weights, idx), atol=1e-4, rtol=0)
+        torch.testing.assert_close(hf_model(idx).logits, compute_logits(shape, weights, idx), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("gelu", ["none", "tanh"])
-def test_hugging_face_there_and_back(gelu, tmp_path):
-    """Weights written for Hugging Face and read again are the same to the bit, and so is which GELU they are for."""
+def test_a_hugging_face_export_can_be_read_again(gelu, tmp_path):
+    """Weights that are exported for Hugging Face and read again are bitwise identical, and the shape has the same GELU
+    variant."""
     shape = GPTConfig(2, 2, 32, 16, True, 75, gelu=gelu)
     model = GPT(shape)
     model.init_weights(5)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     write_hf(tmp_path, shape, weights, 75)
-    again_shape, again = read_hf(tmp_path)
-    assert again_shape == shape and again.keys() == weights.keys()
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    read_shape, read_tensors = read_hf(tmp_path)
+    assert read_shape == shape and read_tensors.keys() == weights.keys()
+    assert all(torch.equal(read_tensors[name], weights[name]) for name in weights)
 
 
 def test_training_starts_from_a_hugging_face_model(runs, tmp_path):
-    """--init_from=DIR takes the exported weights, FSDP's ranks each their slices: the first loss is that of the trained
-    model, not of a new one."""
+    """--init_from=DIR loads exported weights, and each rank of FSDP loads its shards. The first loss is that of the
+    trained model."""
     run_program("nanoGPT.export", f"--out_dir={runs['nanoGPT']}", f"--to={tmp_path / 'hf'}")
     config = tiny("nanoGPT", tmp_path / "run", init_from=str(tmp_path / "hf"), max_iters=1, block_size=8, n_layer=9)
     from_hf = train("nanoGPT", 1, config)
@@ -113,34 +120,35 @@ def test_training_starts_from_a_hugging_face_model(runs, tmp_path):
     assert from_hf == train("nanoGPT", 1, config)
     sharded = {"init_from": str(tmp_path / "hf"), "max_iters": 1, "block_size": 8}
     assert gap(from_hf, train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "sharded", **sharded))) <= 1e-6
-    manifest = json.loads((newest(tmp_path / "run") / "manifest.json").read_text())
+    manifest = json.loads((newest_checkpoint(tmp_path / "run") / "manifest.json").read_text())
     assert manifest["model_args"]["n_layer"] == manifest["config"]["n_layer"] == 2
     assert manifest["model_args"]["block_size"] == 8
 
 
 def test_a_finetuned_run_resumes(runs, tmp_path):
-    """A run that began from given weights resumes with their shape, without being told it again."""
+    """A run that started from existing weights resumes with their shape, without flags for it."""
     shape = {"init_from": str(runs["nanoGPT"]), "n_layer": 9, "block_size": 8}
-    whole = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "whole", max_iters=4, **shape))
-    train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "cut", max_iters=2, lr_decay_iters=4, **shape))
-    words = [f"--out_dir={tmp_path / 'cut'}", "--init_from=resume", "--max_iters=4"]
+    expected = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", max_iters=4, **shape))
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "resumed", max_iters=2, lr_decay_iters=4, **shape))
+    words = [f"--out_dir={tmp_path / 'resumed'}", "--init_from=resume", "--max_iters=4"]
     assert run_program("nanoGPT/train.py", *words).code == 0
-    assert losses(tmp_path / "cut") == whole
+    assert losses(tmp_path / "resumed") == expected
 
 
-def test_a_context_longer_than_the_models(runs, tmp_path):
-    """--block_size beyond the positions of the given weights is refused with what works."""
+def test_a_context_longer_than_that_of_the_weights_is_refused(runs, tmp_path):
+    """A --block_size above the number of positions in the given weights is refused. The error names a value that
+    works."""
     words = [f"--init_from={runs['nanoGPT']}", f"--out_dir={tmp_path}", "--block_size=32"]
     assert_refused(run_program("nanoGPT/train.py", *words), "the 16 positions", "--block_size=16")
 
 
-def nanogpt_state(path: Path) -> dict:
+def load_ckpt(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
-def nanogpts_optimizer(content: dict) -> tuple[GPT, torch.optim.AdamW]:
-    """Load a ckpt.pt as nanoGPT does: strict names, and AdamW over decaying parameters, then the others."""
-    model = GPT(GPTConfig.of(content["model_args"]))
+def load_as_nanogpt(content: dict) -> tuple[GPT, torch.optim.AdamW]:
+    """Load a ckpt.pt as nanoGPT does: with strict names, and AdamW over decaying parameters, then the others."""
+    model = GPT(GPTConfig.from_dict(content["model_args"]))
     model.load_state_dict(content["model"])
     params = list(model.parameters())
     groups = [[p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]]
@@ -150,67 +158,69 @@ def nanogpts_optimizer(content: dict) -> tuple[GPT, torch.optim.AdamW]:
     return model, optimizer
 
 
-def test_ckpt_is_nanogpts(runs):
-    """ckpt.pt has nanoGPT's keys, both names of the tied head, and an optimizer state that nanoGPT's AdamW loads."""
-    content = nanogpt_state(newest(runs["nanoGPT"]) / "ckpt.pt")
+def test_ckpt_has_the_format_of_nanogpt(runs):
+    """ckpt.pt has nanoGPT's keys, both names of the tied embedding, and an optimizer state that nanoGPT's AdamW
+    loads."""
+    content = load_ckpt(newest_checkpoint(runs["nanoGPT"]) / "ckpt.pt")
     assert set(content) == {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
     assert set(content["model_args"]) == {
         *("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     }
     assert torch.equal(content["model"]["lm_head.weight"], content["model"]["transformer.wte.weight"])
-    model, optimizer = nanogpts_optimizer(content)
+    model, optimizer = load_as_nanogpt(content)
     assert optimizer.state[model.get_parameter("transformer.wpe.weight")]["exp_avg"].shape == (16, 32)
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
-def test_ckpt_round_trips(phase, runs, tmp_path):
-    """A checkpoint exported as ckpt.pt holds the payload's weights and optimizer state, to the bit."""
-    ended = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}", "--format=ckpt")
-    assert ended.code == 0, ended
-    before, (after, rest) = read_full_state(newest(runs[phase])), read_ckpt(tmp_path / "ckpt.pt")
+def test_an_exported_ckpt_is_bitwise_identical(phase, runs, tmp_path):
+    """A checkpoint that is exported as ckpt.pt has bitwise identical weights and optimizer state."""
+    outcome = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}", "--format=ckpt")
+    assert outcome.code == 0, outcome
+    before, (after, fields) = read_full_state(newest_checkpoint(runs[phase])), read_ckpt(tmp_path / "ckpt.pt")
     assert before.model.keys() == after.model.keys() and before.optimizer.keys() == after.optimizer.keys()
     for name, value in before.model.items():
         assert torch.equal(value, after.model[name])
         assert before.optimizer[name].keys() == after.optimizer[name].keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(v, after.optimizer[name][k]) for k, v in before.optimizer[name].items())
-    assert rest["iter_num"] == (3 if phase == "nanoGPT" else 2)
-    content = nanogpt_state(tmp_path / "ckpt.pt")
-    model, optimizer = nanogpts_optimizer(content)
+    assert fields["iter_num"] == (3 if phase == "nanoGPT" else 2)
+    content = load_ckpt(tmp_path / "ckpt.pt")
+    model, optimizer = load_as_nanogpt(content)
     for name, param in model.named_parameters():
         assert torch.equal(optimizer.state[param]["exp_avg"], before.optimizer[name]["exp_avg"]), name
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
-    """Exporting and sampling pass a damaged checkpoint over, with the reason, and take the one before."""
-    box = directory(tmp_path)
-    before, last = (box.save(step, write_bytes(b"weights"), FACTS) for step in (1, 2))
-    box.drain()
+    """Exporting and sampling skip a damaged checkpoint, print the reason, and use the previous checkpoint."""
+    directory = make_directory(tmp_path)
+    before, last = (directory.save(step, write_bytes(b"weights"), MANIFEST_FIELDS) for step in (1, 2))
+    directory.drain()
     (last / "payload").write_bytes(b"weighty")
     assert find_newest(tmp_path).path == before
     assert f"skipping {last.name}: the sha256 of payload differs" in capsys.readouterr().err
 
 
-def test_sampling_finds_the_run_that_saved_last(tmp_path, monkeypatch):
-    """Without --out_dir it is the run under out/ with the newest checkpoint, not the first or last by name."""
+def test_sampling_uses_the_run_that_saved_last(tmp_path, monkeypatch):
+    """Without --out_dir, sampling uses the run under out/ whose checkpoint was saved last, whatever its name or
+    step."""
     monkeypatch.chdir(tmp_path)
     for name, step, time in (("a", 1, 1), ("b", 2, 3), ("c", 9, 2)):
         (tmp_path / "out" / name / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         os.utime(tmp_path / "out" / name / "checkpoints" / f"step-{step:08d}", (time, time))
-    assert newest_run() == "out/b"
+    assert choose_run() == "out/b"
 
 
 def test_a_compiled_nanogpt_checkpoint_opens(runs, tmp_path):
-    """nanoGPT's checkpoints of compiled models, with `_orig_mod.` before every name, open here."""
-    content = nanogpt_state(newest(runs["nanoGPT"]) / "ckpt.pt")
+    """A nanoGPT checkpoint of a compiled model, with `_orig_mod.` before every name, can be read."""
+    content = load_ckpt(newest_checkpoint(runs["nanoGPT"]) / "ckpt.pt")
     content["model"] = {f"_orig_mod.{k}": v for k, v in content["model"].items()}
     torch.save(content, tmp_path / "ckpt.pt")
     _, weights = read_weights(str(tmp_path))
-    expected = read_full_state(newest(runs["nanoGPT"])).model
+    expected = read_full_state(newest_checkpoint(runs["nanoGPT"])).model
     assert all(torch.equal(weights[k], v) for k, v in expected.items()) and weights.keys() == expected.keys()
 
 
-def test_a_llama_is_refused(tmp_path):
-    """Another architecture is named and refused."""
+def test_another_architecture_is_refused(tmp_path):
+    """A directory of another architecture is refused with its name."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match="llama"):
         read_weights(str(tmp_path))
@@ -218,43 +228,51 @@ def test_a_llama_is_refused(tmp_path):
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
 def test_sampling_streams_text(phase, runs, tmp_path):
-    """sample writes the prompt and as many tokens as asked, the same for the same seed, from any phase."""
+    """sample prints the prompt and as many tokens as requested, from the baseline and from phase 3. The same seed
+    prints the same text."""
     (tmp_path / "prompt.txt").write_text("ROMEO:")
     words = [f"--out_dir={runs[phase]}", "--max_new_tokens=20", "--device=cpu", "--top_k=10"]
-    first, again, from_file, other = (
-        run_program("nanoGPT.sample", *words, *more).output
-        for more in (["--start=ROMEO:"], ["--start=ROMEO:"], [f"--start=FILE:{tmp_path}/prompt.txt"], ["--seed=2"])
+    first, repeated, from_file, other_seed = (
+        run_program("nanoGPT.sample", *words, *extra_flags).output
+        for extra_flags in (
+            ["--start=ROMEO:"],
+            ["--start=ROMEO:"],
+            [f"--start=FILE:{tmp_path}/prompt.txt"],
+            ["--seed=2"],
+        )
     )
-    assert first == again == from_file and first.startswith("ROMEO:") and first != other
+    assert first == repeated == from_file and first.startswith("ROMEO:") and first != other_seed
     if phase == "nanoGPT":
         assert len(first.split("\n----")[0]) == len("ROMEO:") + 20
 
 
-def test_a_text_without_a_newline_is_trained_on_and_sampled_from(tmp_path):
-    """One's own text on a single line trains through the launcher, whose sample begins with the vocabulary's first
-    character; `--start` still refuses a newline."""
+def test_a_text_without_a_newline_can_be_trained_on_and_sampled_from(tmp_path):
+    """A run on a text of a single line trains through the launcher, whose sample starts with the first character of the
+    vocabulary. `--start` still refuses a newline."""
     tokens = {split: np.arange(400, dtype=np.uint16) % 3 for split in ("train", "val")}
     splits = {split: [write_tokens(tmp_path, f"{split}.bin", ids)] for split, ids in tokens.items()}
-    write_meta(tmp_path, {}, char_identity("xyz"), splits)
+    write_meta(tmp_path, {}, make_char_identity("xyz"), splits)
     words = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=8", "--max_iters=1", "--eval_iters=1"]
     out, device = f"--out_dir={tmp_path / 'run'}", "--device=cpu"
-    ended = run_program("nanoGPT.launch", "nanoGPT/train.py", out, device, f"--dataset={tmp_path}", *words)
-    assert ended.code == 0 and "\nx" in ended.output.partition("A sample from")[2], ended
+    outcome = run_program("nanoGPT.launch", "nanoGPT/train.py", out, device, f"--dataset={tmp_path}", *words)
+    assert outcome.code == 0 and "\nx" in outcome.output.partition("A sample from")[2], outcome
     sampled = run_program("nanoGPT.sample", out, device, "--max_new_tokens=9")
     assert sampled.code == 0 and set(sampled.output.partition("\n")[0]) <= set("xyz"), sampled
     assert_refused(run_program("nanoGPT.sample", out, device, "--start=\n"), "not in this model's vocabulary")
 
 
-def test_sampling_begins_with_a_newline_where_there_is_one(runs):
-    """Without --start a text begins as with `--start` of a newline, in a vocabulary of characters and in GPT-2's."""
+def test_sampling_starts_with_a_newline_by_default(runs):
+    """Without --start, sampling starts with a newline if the vocabulary has one. Both a character vocabulary and
+    GPT-2's do."""
     for run in runs.values():
         words = [f"--out_dir={run}", "--max_new_tokens=20", "--device=cpu"]
-        default, newline = (run_program("nanoGPT.sample", *words, *more) for more in ([], ["--start=\n"]))
+        default, newline = (run_program("nanoGPT.sample", *words, *extra_flags) for extra_flags in ([], ["--start=\n"]))
         assert default == newline and default.output.startswith("\n")
 
 
-def test_sampling_refuses_what_cannot_be(runs, tmp_path):
-    """No run, an unknown character, an empty or missing prompt, a negative temperature: one sentence each."""
+def test_sampling_and_export_refuse_wrong_flags(runs, tmp_path):
+    """A missing run, an unknown character, an empty or missing prompt, a negative temperature, a misspelled flag and an
+    existing file each print one error."""
     run = f"--out_dir={runs['nanoGPT']}"
     assert_refused(run_program("nanoGPT.sample", f"--out_dir={tmp_path}"), "neither checkpoints/")
     assert_refused(run_program("nanoGPT.sample", run, "--start=é"), "not in this model's vocabulary")
@@ -262,38 +280,38 @@ def test_sampling_refuses_what_cannot_be(runs, tmp_path):
     assert_refused(run_program("nanoGPT.sample", run, "--start=FILE:/nope"), "cannot be read")
     assert_refused(run_program("nanoGPT.sample", run, "--temperature=-1"), "--temperature")
     assert_refused(run_program("nanoGPT.sample", run, "--tempratur=1"), "--tempratur")
-    assert_refused(run_program("nanoGPT.export", f"--out_dir={tmp_path}", "--to=x"), "no whole checkpoint")
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "model.safetensors").write_text("precious")
-    for to, named in ((there, "model.safetensors"), (there / "model.safetensors", "model.safetensors")):
-        refused = run_program("nanoGPT.export", run, f"--to={to}")
-        assert_refused(refused, f"{named} is there already", "give another directory as --to")
-    assert (there / "model.safetensors").read_text() == "precious"
+    assert_refused(run_program("nanoGPT.export", f"--out_dir={tmp_path}", "--to=x"), "no complete checkpoint")
+    existing = tmp_path / "there"
+    existing.mkdir()
+    (existing / "model.safetensors").write_text("precious")
+    for to, file in ((existing, "model.safetensors"), (existing / "model.safetensors", "model.safetensors")):
+        outcome = run_program("nanoGPT.export", run, f"--to={to}")
+        assert_refused(outcome, f"{file} exists already", "give another directory as --to")
+    assert (existing / "model.safetensors").read_text() == "precious"
 
 
-def test_an_export_goes_through_files(tmp_path):
-    """A checkpoint of 4 sharded ranks becomes one ckpt.pt, optimizer included, in a process that may allocate less than
-    half of what it holds; and every number is the one that putting it together in memory gives."""
+def test_an_export_does_not_need_memory_for_the_full_state(tmp_path):
+    """A process that may allocate less than half of the training state exports a checkpoint of 4 ranks as one ckpt.pt.
+    Its values are identical to those that are assembled in memory."""
     shape = {"n_layer": 12, "n_embd": 256, "dataset": "shakespeare", "block_size": 8, "batch_size": 1}
-    once = {"max_iters": 1, "eval_iters": 1, "gradient_accumulation_steps": 4, "warmup_iters": 0}
-    train("phase1_zero1", 4, tiny("phase1_zero1", tmp_path / "run", **shape, **once))
-    payload = newest(tmp_path / "run")
+    one_step = {"max_iters": 1, "eval_iters": 1, "gradient_accumulation_steps": 4, "warmup_iters": 0}
+    train("phase1_zero1", 4, tiny("phase1_zero1", tmp_path / "run", **shape, **one_step))
+    payload = newest_checkpoint(tmp_path / "run")
     program = tmp_path / "export.py"
-    program.write_text(LIMITED)
+    program.write_text(EXPORT_WITH_MEMORY_LIMIT)
     words = (str(tmp_path / "run"), str(tmp_path / "to"), str(payload))
-    ended = run_program(str(program), *words)
-    assert ended.code == 0 and "in memory it does not fit" in ended.output, ended
+    outcome = run_program(str(program), *words)
+    assert outcome.code == 0 and "the full state does not fit into memory" in outcome.output, outcome
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["ckpt.pt"]
-    whole, (streamed, rest) = read_full_state(payload), read_ckpt(tmp_path / "to" / "ckpt.pt")
-    assert rest["iter_num"] == 1 and streamed.model.keys() == whole.model.keys()
-    for name, items in whole.optimizer.items():
-        assert torch.equal(whole.model[name], streamed.model[name])
+    expected, (streamed, fields) = read_full_state(payload), read_ckpt(tmp_path / "to" / "ckpt.pt")
+    assert fields["iter_num"] == 1 and streamed.model.keys() == expected.model.keys()
+    for name, items in expected.optimizer.items():
+        assert torch.equal(expected.model[name], streamed.model[name])
         assert all(torch.equal(value, streamed.optimizer[name][item]) for item, value in items.items())
-    assert sum(v.nbytes for items in whole.optimizer.values() for v in items.values()) > 170e6
+    assert sum(v.nbytes for items in expected.optimizer.values() for v in items.values()) > 170e6
 
 
-LIMITED = """
+EXPORT_WITH_MEMORY_LIMIT = """
 import re, resource, sys
 from pathlib import Path
 from nanoGPT.export import main
@@ -305,14 +323,14 @@ resource.setrlimit(resource.RLIMIT_DATA, (now + 130_000_000, resource.RLIM_INFIN
 main(run, to, "ckpt")
 try:
     state = read_full_state(Path(payload))
-    held = [dict(items) for items in state.optimizer.values()]
+    tensors = [dict(items) for items in state.optimizer.values()]
 except (RuntimeError, MemoryError):
-    print("in memory it does not fit")
+    print("the full state does not fit into memory")
 """
 
 
-def choose_on_two_ranks(out_dir: str) -> list[float]:
-    """Read a run's weights as --init_from does, where rank 1 must not look for the newest checkpoint itself."""
+def read_weights_on_two_ranks(out_dir: str) -> list[float]:
+    """Read the weights of a run as --init_from does. Rank 1 fails if it searches for the newest checkpoint itself."""
     run = create_runtime("cpu", "auto")
     if run.rank == 1:
         weights_module.find_newest = None  # type: ignore[assignment]
@@ -320,8 +338,8 @@ def choose_on_two_ranks(out_dir: str) -> list[float]:
     return weights["transformer.ln_f.weight"].tolist()
 
 
-def test_rank_0_chooses_the_weights_to_start_from(runs):
-    """On several ranks rank 0 alone looks for the newest checkpoint of --init_from, so that a run which saves meanwhile
-    cannot give the ranks different weights."""
-    first, second = run_on_ranks(choose_on_two_ranks, 2, str(runs["nanoGPT"]), show=False)
+def test_rank_0_selects_the_weights_to_start_from(runs):
+    """With multiple ranks, only rank 0 selects the newest checkpoint of --init_from. All ranks therefore read the same
+    weights, even if that run saves meanwhile."""
+    first, second = run_on_ranks(read_weights_on_two_ranks, 2, str(runs["nanoGPT"]), show=False)
     assert first == second and len(first) > 1

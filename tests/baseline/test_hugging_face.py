@@ -1,4 +1,4 @@
-"""Hugging Face directories: what `transformers` computes with one is computed here too, or the directory is refused."""
+"""Hugging Face directories: the logits equal those of `transformers`, or the directory is refused."""
 
 import json
 import os
@@ -22,18 +22,19 @@ IDX = torch.arange(32).view(2, 16)
 
 
 def save_model(folder: Path, **changes: Any) -> torch.Tensor:
-    """Save a random GPT-2 as `transformers` does; the logits that it computes for IDX."""
+    """Save a random GPT-2 with `transformers`, and return the logits that it computes for IDX."""
     config = transformers.GPT2Config(**SHAPE, bos_token_id=None, eos_token_id=None, **changes)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).eval()
     for param in model.parameters():
-        torch.nn.init.normal_(param, std=0.3)  # biases too, and large enough for an activation's form to show
+        torch.nn.init.normal_(param, std=0.3)  # biases too; so large that another activation changes the logits
     model.save_pretrained(folder)
     with torch.no_grad():
         return model(IDX).logits
 
 
-def logits_here(folder: Path) -> torch.Tensor:
+def compute_logits(folder: Path) -> torch.Tensor:
+    """Return the logits of this project's GPT for IDX, with the weights of a directory."""
     shape, weights = read_weights(str(folder))
     model = GPT(shape)
     load_weights(model, weights)
@@ -43,48 +44,50 @@ def logits_here(folder: Path) -> torch.Tensor:
     return logits
 
 
-def change_config(folder: Path, **changes: Any) -> None:
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Replace fields of config.json."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-def change_weights(folder: Path, **changes: torch.Tensor) -> None:
-    """Replace tensors, whose names have `__` for a point, in model.safetensors."""
+def replace_weights(folder: Path, **changes: torch.Tensor) -> None:
+    """Replace tensors in model.safetensors. Their names have `__` instead of a dot."""
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name.replace("__", "."): value.contiguous() for name, value in changes.items()}
     save_file(tensors, folder / "model.safetensors")
 
 
-def assert_sentence(folder: Path, *words: str) -> None:
-    """Assert that the directory is refused in one sentence that holds words, and soon."""
-    begin = time.process_time()
-    with pytest.raises(ConfigError) as refused:
-        logits_here(folder)
-    assert time.process_time() - begin < 5  # a model of 10**8 layers takes hours
-    sentence = str(refused.value)
+def assert_directory_refused(folder: Path, *words: str) -> None:
+    """Assert that a directory is refused quickly, with one line that contains `words`."""
+    start = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        compute_logits(folder)
+    assert time.process_time() - start < 5  # creating a model of 10**8 layers would take hours
+    sentence = str(caught.value)
     assert "\n" not in sentence and len(sentence) < 600
     for word in (str(folder), *words):
         assert word in sentence, (word, sentence)
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
-def test_activations_that_are_known(activation, tmp_path):
-    """Both names of the tanh form and the exact GELU give the logits of transformers."""
-    theirs = save_model(tmp_path, activation_function=activation)
-    torch.testing.assert_close(logits_here(tmp_path), theirs, atol=1e-4, rtol=1e-5)
+def test_known_activations_have_the_logits_of_transformers(activation, tmp_path):
+    """Both names of the tanh GELU, and the exact GELU, have the same logits as in transformers."""
+    expected = save_model(tmp_path, activation_function=activation)
+    torch.testing.assert_close(compute_logits(tmp_path), expected, atol=1e-4, rtol=1e-5)
 
 
-def test_names_and_masks_as_openai_published_them(tmp_path):
-    """Tensors without `transformer.` before their names, and the causal masks among them, are the same model."""
-    theirs = save_model(tmp_path)
+def test_openais_names_and_masks_are_accepted(tmp_path):
+    """OpenAI's files have names without `transformer.`, and contain the causal masks. They are read as the same
+    model."""
+    expected = save_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     masks = {f"h.{i}.attn.bias": torch.ones(16, 16).tril().view(1, 1, 16, 16).byte() for i in range(2)}
     save_file(tensors | masks, tmp_path / "model.safetensors")
-    torch.testing.assert_close(logits_here(tmp_path), theirs, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(compute_logits(tmp_path), expected, atol=1e-4, rtol=1e-5)
 
 
-CHANGES = {
+UNSUPPORTED_FIELDS = {
     "activation_function": "relu",
     "layer_norm_epsilon": 1e-2,
     "tie_word_embeddings": False,
@@ -95,49 +98,50 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", UNSUPPORTED_FIELDS)
 def test_a_field_that_changes_the_model_is_refused(name, tmp_path):
-    """Each field of config.json that makes another model of it is refused with its value, never ignored."""
-    theirs = save_model(tmp_path, **{name: CHANGES[name]})
-    if name not in ("n_inner", "add_cross_attention", "tie_word_embeddings"):  # these have other weights too
-        change_config(tmp_path, **{name: transformers.GPT2Config().to_dict()[name]})
-        assert (logits_here(tmp_path) - theirs).abs().max() > 0.01  # what ignoring the field would have given
-        change_config(tmp_path, **{name: CHANGES[name]})
-    assert_sentence(tmp_path, f"config.json has {name}={CHANGES[name]!r}", "give another GPT-2")
+    """Each field of config.json that would change the logits is refused with its value. It is never ignored."""
+    expected = save_model(tmp_path, **{name: UNSUPPORTED_FIELDS[name]})
+    if name not in ("n_inner", "add_cross_attention", "tie_word_embeddings"):  # these also change the weights
+        edit_config(tmp_path, **{name: transformers.GPT2Config().to_dict()[name]})
+        assert (compute_logits(tmp_path) - expected).abs().max() > 0.01  # the error if the field were ignored
+        edit_config(tmp_path, **{name: UNSUPPORTED_FIELDS[name]})
+    assert_directory_refused(tmp_path, f"config.json has {name}={UNSUPPORTED_FIELDS[name]!r}", "use another GPT-2")
 
 
-def test_fields_that_are_left_out_have_their_defaults(tmp_path):
-    """What config.json does not say is what transformers takes for it."""
-    theirs = save_model(tmp_path)
+def test_missing_fields_have_the_defaults_of_transformers(tmp_path):
+    """A field that config.json lacks has the default value of transformers."""
+    expected = save_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **{name: config[name] for name in SHAPE}}))
-    torch.testing.assert_close(logits_here(tmp_path), theirs, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(compute_logits(tmp_path), expected, atol=1e-4, rtol=1e-5)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert_sentence(tmp_path, "its n_layer is 12, and it has the weights of 2 layers")
+    assert_directory_refused(tmp_path, "its n_layer is 12, but it has the weights of 2 layers")
 
 
-def test_the_other_name_of_a_field_wins(tmp_path):
-    """`num_attention_heads` beside `n_head` is what transformers takes, which no shape of a weight shows."""
+def test_an_alias_of_a_field_takes_precedence(tmp_path):
+    """If config.json has both `n_head` and `num_attention_heads`, the latter is used, as in transformers. No weight's
+    shape depends on it."""
     save_model(tmp_path)
-    change_config(tmp_path, num_attention_heads=4)
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    edit_config(tmp_path, num_attention_heads=4)
+    hf_model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        torch.testing.assert_close(logits_here(tmp_path), theirs(IDX).logits, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(compute_logits(tmp_path), hf_model(IDX).logits, atol=1e-4, rtol=1e-5)
 
 
-def test_a_head_of_its_own_is_refused(tmp_path):
-    """A stored lm_head that equals the embedding is the tied one; one that differs is refused."""
-    theirs = save_model(tmp_path)
+def test_an_untied_head_is_refused(tmp_path):
+    """A stored lm_head that equals the embedding is accepted as tied. A different one is refused."""
+    expected = save_model(tmp_path)
     embedding = load_file(tmp_path / "model.safetensors")["transformer.wte.weight"]
-    change_weights(tmp_path, lm_head__weight=embedding.clone())
-    torch.testing.assert_close(logits_here(tmp_path), theirs, atol=1e-4, rtol=1e-5)
+    replace_weights(tmp_path, lm_head__weight=embedding.clone())
+    torch.testing.assert_close(compute_logits(tmp_path), expected, atol=1e-4, rtol=1e-5)
     for head in (embedding + 1e-3, embedding[:50].clone(), embedding.half()):
-        change_weights(tmp_path, lm_head__weight=head)
-        assert_sentence(tmp_path, "lm_head.weight that differs from transformer.wte.weight")
+        replace_weights(tmp_path, lm_head__weight=head)
+        assert_directory_refused(tmp_path, "lm_head.weight that differs from transformer.wte.weight")
 
 
-def test_a_nanogpt_head_of_its_own_is_refused(tmp_path):
-    """A ckpt.pt whose lm_head equals its embedding is the tied one; one whose head differs is refused."""
+def test_an_untied_head_in_a_ckpt_is_refused(tmp_path):
+    """A ckpt.pt whose lm_head equals its embedding is accepted as tied. A different one is refused."""
     shape = GPTConfig(1, 2, 16, 16, False, 75)
     state = GPT(shape).state_dict()
     args = {name: value for name, value in vars(shape).items() if name != "gelu"}
@@ -149,39 +153,39 @@ def test_a_nanogpt_head_of_its_own_is_refused(tmp_path):
     torch.save(
         {"model": {**state, "lm_head.weight": state["lm_head.weight"] + 1}, "model_args": args}, tmp_path / "ckpt.pt"
     )
-    assert_sentence(tmp_path, "ckpt.pt has an lm_head.weight that differs from transformer.wte.weight")
+    assert_directory_refused(tmp_path, "ckpt.pt has an lm_head.weight that differs from transformer.wte.weight")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
-def test_weights_that_are_no_floats(dtype, tmp_path):
-    """Quantized or other weights, which a copy would take for numbers as they are, are refused with their type."""
+def test_weights_that_are_not_floating_point_are_refused(dtype, tmp_path):
+    """Quantized and other weights that are not plain floating-point numbers are refused with their dtype."""
     save_model(tmp_path)
-    change_weights(tmp_path, transformer__h__0__ln_1__weight=torch.ones(32).to(dtype))
-    assert_sentence(tmp_path, "transformer.h.0.ln_1.weight", str(dtype), "give weights of torch.float32")
+    replace_weights(tmp_path, transformer__h__0__ln_1__weight=torch.ones(32).to(dtype))
+    assert_directory_refused(tmp_path, "transformer.h.0.ln_1.weight", str(dtype), "use weights of torch.float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_another_float(dtype, tmp_path):
-    """Half and double precision are taken, and become fp32."""
-    theirs = save_model(tmp_path)
-    change_weights(tmp_path, **{k: v.to(dtype) for k, v in load_file(tmp_path / "model.safetensors").items()})
-    assert (logits_here(tmp_path) - theirs).abs().max() < 2
+def test_other_floating_point_dtypes_become_fp32(dtype, tmp_path):
+    """Weights in half or double precision are converted to fp32."""
+    expected = save_model(tmp_path)
+    replace_weights(tmp_path, **{k: v.to(dtype) for k, v in load_file(tmp_path / "model.safetensors").items()})
+    assert (compute_logits(tmp_path) - expected).abs().max() < 2
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite(value, tmp_path):
-    """NaN or infinity in a weight is named before a step is done with it; in ckpt.pt too."""
+def test_weights_that_are_not_finite_are_refused(value, tmp_path):
+    """A tensor with NaN or infinity is named before training starts."""
     save_model(tmp_path)
-    bad = torch.ones(32)
-    bad[3] = value
-    change_weights(tmp_path, transformer__h__1__ln_2__bias=bad)
-    assert_sentence(tmp_path, "values in transformer.h.1.ln_2.bias that are not finite")
-    words = ["--dataset=shakespeare_char", "--device=cpu", "--max_iters=1", "--block_size=8", f"--init_from={tmp_path}"]
-    refused = run_program("nanoGPT/train.py", f"--out_dir={tmp_path / 'run'}", *words)
-    assert_refused(refused, "values in transformer.h.1.ln_2.bias that are not finite")
+    tensor = torch.ones(32)
+    tensor[3] = value
+    replace_weights(tmp_path, transformer__h__1__ln_2__bias=tensor)
+    assert_directory_refused(tmp_path, "values in transformer.h.1.ln_2.bias that are not finite")
+    flags = ["--dataset=shakespeare_char", "--device=cpu", "--max_iters=1", "--block_size=8", f"--init_from={tmp_path}"]
+    outcome = run_program("nanoGPT/train.py", f"--out_dir={tmp_path / 'run'}", *flags)
+    assert_refused(outcome, "values in transformer.h.1.ln_2.bias that are not finite")
 
 
-ABSURD = [
+INVALID_FIELDS = [
     *({name: 10**8} for name in SHAPE),
     *({name: value} for name in SHAPE for value in (10**30, -1, 0, 1.5, True, "2", None, [], {})),
     {"n_layer": 3},
@@ -196,20 +200,20 @@ ABSURD = [
 ]
 
 
-@pytest.mark.parametrize("changes", ABSURD, ids=str)
-def test_a_shape_that_cannot_be_is_refused_at_once(changes, tmp_path):
-    """Absurd sizes and wrong types in config.json are a sentence at once, before any model is made."""
+@pytest.mark.parametrize("changes", INVALID_FIELDS, ids=str)
+def test_an_invalid_shape_is_refused_at_once(changes, tmp_path):
+    """Absurd sizes and wrong types in config.json print one error at once, before a model is created."""
     save_model(tmp_path)
-    change_config(tmp_path, **changes)
-    assert_sentence(tmp_path)
+    edit_config(tmp_path, **changes)
+    assert_directory_refused(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", '"gpt2"', "[" * 200_000, '{"model_type": "gpt2"', "\udcff"])
-def test_a_config_that_is_no_config(text, tmp_path):
-    """A config.json that is no JSON object is one sentence."""
+def test_a_config_that_is_not_a_json_object_is_refused(text, tmp_path):
+    """A config.json that is not a JSON object is refused with one error."""
     save_model(tmp_path)
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
-    assert_sentence(tmp_path, "is no Hugging Face GPT-2")
+    assert_directory_refused(tmp_path, "is not a Hugging Face GPT-2")
 
 
 @pytest.mark.parametrize(
@@ -217,78 +221,85 @@ def test_a_config_that_is_no_config(text, tmp_path):
     [{"n_layer": 10**8}, {"n_head": None}, {"n_head": -2}, {"bias": "no"}, {"gelu": "relu"}, {"activation": "relu"}],
     ids=str,
 )
-def test_a_nanogpt_shape_that_cannot_be_is_refused_at_once(changes, tmp_path):
-    """The same for a ckpt.pt's model_args, which must have every size and no field that is unknown here."""
+def test_invalid_model_args_of_a_ckpt_are_refused_at_once(changes, tmp_path):
+    """The model_args of a ckpt.pt must have every size with a valid value, and no unknown field."""
     shape = GPTConfig(1, 2, 16, 16, False, 75)
     args = {k: v for k, v in {**vars(shape), **changes}.items() if v is not None}
     torch.save({"model": GPT(shape).state_dict(), "model_args": args}, tmp_path / "ckpt.pt")
-    assert_sentence(tmp_path, "does not describe a GPT-2", next(iter(changes)))
+    assert_directory_refused(tmp_path, "does not describe a GPT-2", next(iter(changes)))
 
 
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "more.safetensors"]
 )
-def test_a_fifo_is_no_file(name, tmp_path):
-    """A FIFO or a directory in the place of a file is a sentence, and nothing waits for who writes into it."""
+def test_a_fifo_or_a_directory_instead_of_a_file_is_refused(name, tmp_path):
+    """A FIFO or a directory instead of a file is refused with one error. The program does not wait for a writer of the
+    FIFO."""
     save_model(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    assert_sentence(tmp_path, "regular file")
+    assert_directory_refused(tmp_path, "regular file")
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
-    assert_sentence(tmp_path, name if name.endswith("safetensors") else "")
+    assert_directory_refused(tmp_path, name if name.endswith("safetensors") else "")
 
 
-def save_in_parts(folder: Path) -> list[Path]:
-    """Save a model in several files with an index; the files."""
+def save_in_multiple_files(folder: Path) -> list[Path]:
+    """Save a model in multiple files with an index, and return the paths of the files."""
     config = transformers.GPT2Config(**SHAPE, bos_token_id=None, eos_token_id=None)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder, max_shard_size=50_000)
     parts = sorted(folder.glob("model-*.safetensors"))
-    assert len(parts) > 2 and logits_here(folder).isfinite().all()
+    assert len(parts) > 2 and compute_logits(folder).isfinite().all()
     return parts
 
 
-def test_a_part_that_is_missing_is_named(tmp_path):
-    """A file that the index names and that is not there is named."""
-    parts = save_in_parts(tmp_path)
+def test_a_missing_file_of_the_index_is_named(tmp_path):
+    """A file that the index lists and that does not exist is named."""
+    parts = save_in_multiple_files(tmp_path)
     parts[1].unlink()
-    assert_sentence(tmp_path, f"names {parts[1].name}, which is not there: copy all {len(parts)} files")
+    assert_directory_refused(tmp_path, f"lists {parts[1].name}, which does not exist: copy all {len(parts)} files")
 
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "[" * 200_000])
-def test_an_index_that_is_no_index(index, tmp_path):
-    """A broken index is one sentence."""
-    save_in_parts(tmp_path)
+def test_an_invalid_index_is_refused(index, tmp_path):
+    """An invalid index is refused with one error."""
+    save_in_multiple_files(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert_sentence(tmp_path)
+    assert_directory_refused(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
-    """Where two files, or two names, give one tensor, nobody knows which is meant."""
-    parts = save_in_parts(tmp_path)
+    """If two files or two names contain the same tensor, the directory is refused, because either could be meant."""
+    parts = save_in_multiple_files(tmp_path)
     (tmp_path / "old.safetensors").write_bytes(parts[0].read_bytes())
-    assert_sentence(tmp_path, "twice, in ", "old.safetensors", "remove the file")
+    assert_directory_refused(tmp_path, "twice, in ", "old.safetensors", "remove the file")
     (tmp_path / "old.safetensors").unlink()
     save_file({"wpe.weight": torch.zeros(16, 32)}, tmp_path / "old.safetensors")
-    assert_sentence(tmp_path, "has transformer.wpe.weight twice")
+    assert_directory_refused(tmp_path, "has transformer.wpe.weight twice")
 
 
-def test_a_damaged_file_of_weights(tmp_path):
-    """Files that are cut short, or have headers that cannot be, are one sentence each."""
+def test_a_damaged_file_of_weights_is_refused(tmp_path):
+    """Truncated files and files with invalid headers are each refused with one error."""
     save_model(tmp_path)
     path = tmp_path / "model.safetensors"
-    whole = path.read_bytes()
+    original = path.read_bytes()
     header = {"transformer.wte.weight": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}
     text = json.dumps(header).encode()
-    for content in (b"", whole[:1000], whole[:-7], b"\xff" * 100, len(text).to_bytes(8, "little") + text + bytes(3)):
+    for content in (
+        b"",
+        original[:1000],
+        original[:-7],
+        b"\xff" * 100,
+        len(text).to_bytes(8, "little") + text + bytes(3),
+    ):
         path.write_bytes(content)
-        assert_sentence(tmp_path)
+        assert_directory_refused(tmp_path)
     path.unlink()
-    assert_sentence(tmp_path, "has no safetensors")
+    assert_directory_refused(tmp_path, "has no safetensors")
 
 
-def test_a_matrix_of_other_dimensions(tmp_path):
-    """A weight with three dimensions where a matrix goes is named with its shape."""
+def test_a_weight_with_a_wrong_number_of_dimensions_is_refused(tmp_path):
+    """A tensor with three dimensions instead of two is refused with its name and shape."""
     save_model(tmp_path)
-    change_weights(tmp_path, transformer__h__0__attn__c_attn__weight=torch.ones(2, 16, 96))
-    assert_sentence(tmp_path, "transformer.h.0.attn.c_attn.weight of shape (2, 16, 96)")
+    replace_weights(tmp_path, transformer__h__0__attn__c_attn__weight=torch.ones(2, 16, 96))
+    assert_directory_refused(tmp_path, "transformer.h.0.attn.c_attn.weight of shape (2, 16, 96)")

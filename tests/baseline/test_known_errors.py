@@ -1,4 +1,4 @@
-"""Errors of torch and the system about which the user can do something become one sentence; others keep a traceback."""
+"""Errors of torch and the system that the user can fix become one line with advice; others keep their traceback."""
 
 import re
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from nanoGPT.job.known_errors import KNOWN_ERRORS, explain_known_error
 from tests.helpers.programs import run_program
 from tests.helpers.training import ROOT
 
-PROGRAM = """
+FAILING_PROGRAM = """
 import os, resource, subprocess, sys, threading, time
 from pathlib import Path
 import torch
@@ -29,68 +29,69 @@ def train(config):
 
 main(train, TrainConfig, {trainer!r}, costs)
 """
-THREAD = """size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+START_THREADS = """size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + 2**20, resource.RLIM_INFINITY))
     [threading.Thread(target=time.sleep, args=(1,)).start() for _ in range(50)]"""
-COMPILE = """import torch._inductor.config
+COMPILE_FUNCTION = """import torch._inductor.config
     torch._inductor.config.cpp.cxx = (None, "/bin/false")
     torch.compile(lambda x: (x.sin() + 1).cos())(torch.ones(1000))"""
-TRITON = """from triton.runtime.build import compile_module_from_src
-    os.environ.update({place})
+TRITON_BUILD = """from triton.runtime.build import compile_module_from_src
+    os.environ.update({variables})
     compile_module_from_src("int x;", "nothing")"""
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "advice"),
     [
         ("open_no_more_files(); open('/dev/null')", "ulimit -n"),
         ("open_no_more_files(); torch.zeros(3).share_memory_()", "ulimit -n"),
-        (THREAD, "ulimit -u"),
-        (COMPILE, "use --compile=False"),
-        (TRITON.format(place="CC='/bin/false'"), "use --compile=False"),
-        (TRITON.format(place="PATH=''"), "use --compile=False"),
+        (START_THREADS, "ulimit -u"),
+        (COMPILE_FUNCTION, "use --compile=False"),
+        (TRITON_BUILD.format(variables="CC='/bin/false'"), "use --compile=False"),
+        (TRITON_BUILD.format(variables="PATH=''"), "use --compile=False"),
     ],
     ids=["files", "shared memory", "threads", "C++ compiler", "C compiler that fails", "no C compiler"],
 )
-def test_a_real_error_is_one_sentence(body, said, tmp_path):
-    """What the system itself refuses ends a program with code 1 and one sentence that says what to do."""
+def test_a_real_system_error_is_reported_in_one_line(body, advice, tmp_path):
+    """After an error of the operating system or a compiler, a program exits with code 1 and prints one line that says
+    what to do."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(body=body, trainer=str(ROOT / "nanoGPT" / "train.py")))
+    program.write_text(FAILING_PROGRAM.format(body=body, trainer=str(ROOT / "nanoGPT" / "train.py")))
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
-    ended = run_program(str(program), **caches)
-    assert ended.code == 1 and "Traceback" not in ended.output, ended
-    (sentence,) = [line for line in ended.output.splitlines() if line.startswith("error: ")]
-    assert said in sentence, sentence
+    outcome = run_program(str(program), **caches)
+    assert outcome.code == 1 and "Traceback" not in outcome.output, outcome
+    (error_line,) = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
+    assert advice in error_line, error_line
 
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for details)\n"
 NCCL_SYSTEM = (
     NCCL + "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\n"
 )
-NO_ROOM = (
+SHM_FULL = (
     "Error while creating shared memory segment /dev/shm/nccl-Xy12 (size 9637888), error: No space left on device (28)"
 )
-LOCKED = "Call to ibv_reg_mr failed with error Cannot allocate memory"
-INVALID = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
-NO_IMAGE = "CUDA error: no kernel image is available for execution on the device"
-NO_SPACE = "unable to allocate shared memory(shm) for file </torch_7_9_0>: No space left on device (28)"
-NO_FILES = "unable to open shared memory object </torch_7_9_0> in read-write mode: Too many open files (24)"
+MEMLOCK_LIMIT = "Call to ibv_reg_mr failed with error Cannot allocate memory"
+NCCL_INVALID = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+WRONG_ARCHITECTURE = "CUDA error: no kernel image is available for execution on the device"
+TORCH_SHM_FULL = "unable to allocate shared memory(shm) for file </torch_7_9_0>: No space left on device (28)"
+FILE_LIMIT = "unable to open shared memory object </torch_7_9_0> in read-write mode: Too many open files (24)"
 NO_HEADER = "C++ compile error\n\nOutput:\nx.cpp:2:10: fatal error: Python.h: No such file or directory"
-SAME_GPU = INVALID + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
-CUDA = "\nCUDA kernel errors might be asynchronously reported at some other API call\n"
+SAME_GPU = NCCL_INVALID + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+CUDA_NOTE = "\nCUDA kernel errors might be asynchronously reported at some other API call\n"
 ERRORS = [
     (RuntimeError("CUDA driver version is insufficient for CUDA runtime version"), "update the driver"),
     (RuntimeError("The NVIDIA driver on your system is too old (found version 11040)."), "update the driver"),
-    (torch.AcceleratorError(NO_IMAGE + CUDA), "get_arch_list"),
-    (torch.AcceleratorError("CUDA error: device-side assert triggered" + CUDA), "CUDA_LAUNCH_BLOCKING=1"),
-    (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable" + CUDA), "CUDA_VISIBLE_DEVICES"),
-    (RuntimeError("CUDA error: uncorrectable ECC error encountered" + CUDA), "reset this one"),
-    (RuntimeError(NO_SPACE), "--shm-size"),
-    (dist.DistBackendError(NCCL_SYSTEM + "Last error:\n" + NO_ROOM), "--shm-size"),
-    (dist.DistBackendError(NCCL_SYSTEM + "Last error:\n" + LOCKED), "ulimit -l unlimited"),
+    (torch.AcceleratorError(WRONG_ARCHITECTURE + CUDA_NOTE), "get_arch_list"),
+    (torch.AcceleratorError("CUDA error: device-side assert triggered" + CUDA_NOTE), "CUDA_LAUNCH_BLOCKING=1"),
+    (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable" + CUDA_NOTE), "CUDA_VISIBLE_DEVICES"),
+    (RuntimeError("CUDA error: uncorrectable ECC error encountered" + CUDA_NOTE), "reset the defective one"),
+    (RuntimeError(TORCH_SHM_FULL), "--shm-size"),
+    (dist.DistBackendError(NCCL_SYSTEM + "Last error:\n" + SHM_FULL), "--shm-size"),
+    (dist.DistBackendError(NCCL_SYSTEM + "Last error:\n" + MEMLOCK_LIMIT), "ulimit -l unlimited"),
     (dist.DistBackendError(NCCL_SYSTEM + "Last error:\nCall to connect failed"), "NCCL_DEBUG=INFO"),
     (dist.DistBackendError(SAME_GPU), "LOCAL_RANK"),
-    (RuntimeError(NO_FILES), "ulimit -n"),
+    (RuntimeError(FILE_LIMIT), "ulimit -n"),
     (dist.DistStoreError("Failed to init uv loop"), "ulimit -n"),
     (RuntimeError("can't start new thread"), "ulimit -u"),
     (RuntimeError(NO_HEADER), "python3-dev"),
@@ -100,21 +101,22 @@ ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "said"), ERRORS, ids=[str(error)[:40] for error, _ in ERRORS])
-def test_what_the_user_can_do_is_said(error, said):
-    """Each error gets what is wrong, its own words, and what to do; also as the cause of another."""
+@pytest.mark.parametrize(("error", "advice"), ERRORS, ids=[str(error)[:40] for error, _ in ERRORS])
+def test_each_known_error_is_explained_with_advice(error, advice):
+    """The explanation has the problem, the original message and what to do. The same holds if the error is the cause of
+    another one."""
     sentence = explain_known_error(error)
-    assert sentence and said in sentence.rpartition("): ")[2] and "\n" not in sentence
+    assert sentence and advice in sentence.rpartition("): ")[2] and "\n" not in sentence
     outer = RuntimeError("a compiled function failed")
     outer.__cause__ = error
     assert explain_known_error(outer) == sentence
 
 
 def test_every_row_of_the_table_is_tested():
-    """No row is there without an error that it is the first to explain."""
+    """Each row of the table is the first match of at least one error in ERRORS."""
     patterns = [row[0] for row in KNOWN_ERRORS]
-    first = {next(pattern for pattern in patterns if re.search(pattern, str(error))) for error, _ in ERRORS}
-    assert first == set(patterns)
+    first_matches = {next(pattern for pattern in patterns if re.search(pattern, str(error))) for error, _ in ERRORS}
+    assert first_matches == set(patterns)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +131,12 @@ def test_every_row_of_the_table_is_tested():
     ],
 )
 def test_any_other_error_keeps_its_traceback(text):
-    """What is an error of the program, or somebody else's to explain, is not in the table."""
+    """Bugs of the program, and errors that other modules explain, are not in the table."""
     assert explain_known_error(RuntimeError(text)) is None
 
 
-def test_long_words_are_cut():
-    """Of a compiler's command that goes on for lines, the beginning is enough."""
+def test_a_long_message_is_shortened():
+    """The explanation contains only the beginning of a compiler command of several lines."""
     command = "Command '['/usr/bin/gcc', '/tmp/main.c', '-O3', '-shared'" + ", '-I/usr/include'" * 100
     sentence = explain_known_error(RuntimeError(command + "]' returned non-zero exit status 1."))
     assert sentence and "...)" in sentence and len(sentence) < 600

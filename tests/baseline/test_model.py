@@ -1,4 +1,4 @@
-"""The model, its initialisation, the optimizer and the text it writes."""
+"""The model, its initialization, the optimizer, and text generation."""
 
 import math
 
@@ -7,15 +7,16 @@ import torch
 from torch import nn
 
 from nanoGPT.distributed.runtime import reseed
-from nanoGPT.model import GPT, GPTConfig, draw, initial_value
+from nanoGPT.model import GPT, GPTConfig, initial_value, sample_tokens
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, param_groups
 from nanoGPT.train_config import TrainConfig
 
-SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, vocab_size=75)
+SMALL_SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, vocab_size=75)
 
 
-def small(**changes) -> GPT:
-    model = GPT(GPTConfig(**{**SMALL.__dict__, **changes}))
+def create_small_model(**changes) -> GPT:
+    """Return an initialized model of SMALL_SHAPE. `changes` replace fields of the shape."""
+    model = GPT(GPTConfig(**{**SMALL_SHAPE.__dict__, **changes}))
     model.init_weights(1)
     return model
 
@@ -29,23 +30,23 @@ def small(**changes) -> GPT:
         ("gpt2-xl", (48, 25, 1600), 1557.61),
     ],
 )
-def test_sizes_are_gpt2s(name, shape, millions):
-    """The four published sizes have the published numbers of parameters."""
+def test_parameter_counts_match_gpt2(name, shape, millions):
+    """The four sizes of GPT-2 have the published numbers of parameters."""
     with torch.device("meta"):
         model = GPT(GPTConfig(*shape, vocab_size=50257))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
-def test_the_head_is_the_embedding():
-    """lm_head and wte are one parameter, counted once, with gradients from both uses."""
-    model = small()
+def test_the_head_is_tied_to_the_embedding():
+    """lm_head and wte share one parameter, which is counted once."""
+    model = create_small_model()
     assert model.lm_head.weight is model.transformer["wte"].weight
     assert [n for n, _ in model.named_parameters() if "lm_head" in n] == []
 
 
-def test_initialisation_follows_the_name():
-    """A parameter's start depends on the seed and its name alone, not on the other parameters."""
-    shallow, deep = small(), small(n_layer=2, vocab_size=80)
+def test_initial_values_depend_only_on_seed_and_name():
+    """The initial value of a parameter depends on the seed and its name, and not on other parameters."""
+    shallow, deep = create_small_model(), create_small_model(n_layer=2, vocab_size=80)
     name = "transformer.h.1.attn.c_attn.weight"
     assert torch.equal(shallow.get_parameter(name), deep.get_parameter(name))
     assert not torch.equal(shallow.get_parameter(name), shallow.get_parameter(name.replace("h.1", "h.0")))
@@ -54,8 +55,9 @@ def test_initialisation_follows_the_name():
     )
 
 
-def test_initialisation_has_gpt2s_spread():
-    """Matrices have std 0.02, residual projections 0.02 / sqrt(2 n_layer), biases 0, gains 1."""
+def test_initial_values_have_the_std_of_gpt2():
+    """Matrices have std 0.02, residual projections 0.02 / sqrt(2 n_layer). Biases are 0, and LayerNorm weights are
+    1."""
     model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=256, vocab_size=512))
     model.init_weights(3)
     for name, param in model.named_parameters():
@@ -67,9 +69,9 @@ def test_initialisation_has_gpt2s_spread():
             assert param.std().item() == pytest.approx(0.005 if "c_proj" in name else 0.02, rel=0.05)
 
 
-def test_the_loss_is_the_mean_over_counted_targets():
-    """Targets of -1 do not count, and the logits' loss is that of a plain softmax."""
-    model = small().eval()
+def test_the_loss_ignores_targets_of_minus_one():
+    """The loss is the mean cross-entropy over all targets except those of -1."""
+    model = create_small_model().eval()
     idx = torch.randint(75, (2, 16))
     targets = torch.randint(75, (2, 16))
     targets[0, :9] = -1
@@ -79,9 +81,9 @@ def test_the_loss_is_the_mean_over_counted_targets():
     assert loss.item() == pytest.approx(-picked[targets != -1].mean().item(), abs=1e-5)
 
 
-def test_the_future_is_not_seen():
-    """Changing a token changes no logit before it."""
-    model = small().eval()
+def test_attention_is_causal():
+    """A changed token does not change the logits at earlier positions."""
+    model = create_small_model().eval()
     idx = torch.randint(75, (1, 16))
     changed = idx.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 75
@@ -89,22 +91,22 @@ def test_the_future_is_not_seen():
     assert torch.equal(a[:10], b[:10]) and not torch.equal(a[10:], b[10:])
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch():
-    """Four micro-batches, each with a quarter of its loss, give the gradient of the batch."""
-    model, idx, targets = small(), torch.randint(75, (8, 16)), torch.randint(75, (8, 16))
+def test_accumulated_gradients_equal_those_of_the_full_batch():
+    """Four micro-batches, each with a quarter of its loss, accumulate the gradient of the full batch."""
+    model, idx, targets = create_small_model(), torch.randint(75, (8, 16)), torch.randint(75, (8, 16))
     model(idx, targets)[1].backward()
-    whole = [p.grad.clone() for p in model.parameters()]
+    expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     for x, y in zip(idx.split(2), targets.split(2), strict=True):
         (model(x, y)[1] / 4).backward()
-    for a, p in zip(whole, model.parameters(), strict=True):
+    for a, p in zip(expected, model.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("prompt", [1, 5, 16, 20])
 def test_the_cache_does_not_change_the_text(prompt):
-    """With and without cached keys and values the same text is drawn, within the context and beyond it."""
-    model, idx = small().eval(), torch.randint(75, (2, prompt))
+    """Generation with and without the key-value cache returns the same tokens, within the context and beyond it."""
+    model, idx = create_small_model().eval(), torch.randint(75, (2, prompt))
     texts = []
     for use_cache in (True, False):
         torch.manual_seed(0)
@@ -112,58 +114,62 @@ def test_the_cache_does_not_change_the_text(prompt):
     assert torch.equal(*texts) and texts[0].shape == (2, 30)
 
 
-def test_padding_is_never_drawn():
-    """Ids from vocab_size on are padding and do not appear, however likely the untrained model finds them."""
-    model = small(vocab_size=128).eval()
+def test_padding_tokens_are_never_sampled():
+    """Ids from the limit on are padding. They are never sampled, although the untrained model assigns them
+    probability."""
+    model = create_small_model(vocab_size=128).eval()
     text = torch.cat(list(model.generate(torch.zeros(4, 1, dtype=torch.long), 60, 5.0, None, 3)), dim=1)
     assert text.max() < 3
 
 
-def test_tokens_are_drawn_as_the_temperature_and_top_k_say():
-    """The k likeliest are drawn with softmax(logits / temperature), the others never; at 0 the likeliest alone."""
+def test_sampling_follows_temperature_and_top_k():
+    """The k most likely tokens are sampled with softmax(logits / temperature), and others never. Temperature 0 always
+    selects the most likely token."""
     logits = torch.tensor([0.3, 0.1, 0.4, 0.2]).log().expand(20_000, 4)
     torch.manual_seed(0)
-    shares = draw(logits, 0.5, 2).flatten().bincount(minlength=4) / 20_000
-    assert shares.tolist() == pytest.approx([0.09 / 0.25, 0, 0.16 / 0.25, 0], abs=0.02)
-    assert (draw(logits, 0.0, None) == 2).all() and (draw(logits, 5.0, 1) == 2).all()
+    frequencies = sample_tokens(logits, 0.5, 2).flatten().bincount(minlength=4) / 20_000
+    assert frequencies.tolist() == pytest.approx([0.09 / 0.25, 0, 0.16 / 0.25, 0], abs=0.02)
+    assert (sample_tokens(logits, 0.0, None) == 2).all() and (sample_tokens(logits, 5.0, 1) == 2).all()
 
 
 def test_dropout_follows_the_micro_batch():
-    """The generator's numbers are the same for the same seed, step and micro-batch, and others for any other."""
+    """Random numbers are the same for the same seed, step and micro-batch, and different for any other key."""
 
-    def drawn(*key: int) -> tuple[float, ...]:
+    def draw(*key: int) -> tuple[float, ...]:
         reseed(torch.device("cpu"), *key)
         return tuple(torch.rand(4).tolist())
 
     keys = [(1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3)]
-    assert len({drawn(*key) for key in keys}) == 4 and drawn(*keys[0]) == drawn(*keys[0])
+    assert len({draw(*key) for key in keys}) == 4 and draw(*keys[0]) == draw(*keys[0])
 
 
 def test_cropping_keeps_the_logits():
-    """A model cropped to a shorter context gives the same logits within it."""
-    model, idx = small().eval(), torch.randint(75, (1, 8))
+    """A model that is cropped to a shorter context returns the same logits within it."""
+    model, idx = create_small_model().eval(), torch.randint(75, (1, 8))
     before = model(idx)[0]
     model.crop_block_size(8)
     assert torch.equal(before, model(idx)[0]) and model.config.block_size == 8
 
 
-def test_flops_are_those_of_the_formula():
-    """6N + 12 L C T a token, N without the position embedding, for GPT-2 124M at T = 1024: 855.1 MFLOP."""
+def test_flops_match_the_formula():
+    """The model counts 6N + 12 L C T FLOPs per token, with N without position embeddings. For GPT-2 124M at T = 1024,
+    this is 855.1 MFLOPs."""
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50257))
     assert model.flops_per_token() == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
 
 
-def test_only_matrices_decay():
-    """Embeddings and matrices decay; gains and biases do not; every parameter is in one group."""
-    groups = param_groups(small(), 0.1)
+def test_weight_decay_applies_only_to_matrices():
+    """Weight decay applies to embeddings and matrices, not to biases and LayerNorm weights. Every parameter is in one
+    group."""
+    groups = param_groups(create_small_model(), 0.1)
     assert all(p.dim() >= 2 for p in groups[0]["params"]) and all(p.dim() < 2 for p in groups[1]["params"])
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
-    assert sum(len(g["params"]) for g in groups) == len(list(small().parameters()))
+    assert sum(len(g["params"]) for g in groups) == len(list(create_small_model().parameters()))
 
 
 def test_the_learning_rate_warms_up_and_decays():
-    """Linear warm-up, half a cosine, then min_lr."""
+    """The learning rate warms up linearly, follows half a cosine, and stays at min_lr."""
     config = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, max_iters=109)
     assert learning_rate(0, config) == pytest.approx(0.1) and learning_rate(8, config) == pytest.approx(0.9)
     assert learning_rate(9, config) == 1.0 and learning_rate(59, config) == pytest.approx(0.55)
@@ -171,8 +177,9 @@ def test_the_learning_rate_warms_up_and_decays():
     assert learning_rate(3, TrainConfig(warmup_iters=0, lr_decay_iters=3)) == TrainConfig().min_lr
 
 
-def test_the_norm_does_not_depend_on_the_cut():
-    """In fp64 the norm of a 50304 x 128 gradient is the same whole and in 8 pieces; fp32's is off by 1e-4."""
+def test_the_norm_does_not_depend_on_the_sharding():
+    """In fp64, the norm of a 50304 x 128 gradient is the same for the full tensor and for 8 shards. In fp32, it has an
+    error of 1e-4."""
     grad = torch.randn(50304, 128, generator=torch.Generator().manual_seed(0))
     exact = grad.double().norm().item()
     assert grad_norm([grad]).item() == pytest.approx(exact, rel=1e-12)
@@ -180,27 +187,28 @@ def test_the_norm_does_not_depend_on_the_cut():
     assert grad_norm([]).item() == 0.0
 
 
-def test_clipping_is_torchs():
-    """Clipped gradients equal torch.nn.utils.clip_grad_norm_'s; a norm below the limit, or limit 0, changes nothing."""
+def test_clipping_matches_torch():
+    """Clipped gradients equal those of torch.nn.utils.clip_grad_norm_. A norm below the limit, or the limit 0, changes
+    nothing."""
     for limit in (0.5, 100.0):
-        ours, theirs = [torch.randn(5, 5), torch.randn(7)], []
-        for grad in ours:
+        grads, params = [torch.randn(5, 5), torch.randn(7)], []
+        for grad in grads:
             param = nn.Parameter(torch.zeros_like(grad))
             param.grad = grad.clone()
-            theirs.append(param)
-        nn.utils.clip_grad_norm_(theirs, limit)
-        clip_grads(ours, grad_norm(ours), limit)
-        for a, b in zip(ours, theirs, strict=True):
+            params.append(param)
+        nn.utils.clip_grad_norm_(params, limit)
+        clip_grads(grads, grad_norm(grads), limit)
+        for a, b in zip(grads, params, strict=True):
             torch.testing.assert_close(a, b.grad)
-    kept = torch.randn(4)
-    before = kept.clone()
-    clip_grads([kept], grad_norm([kept]), 0.0)
-    assert torch.equal(kept, before)
+    unclipped = torch.randn(4)
+    original = unclipped.clone()
+    clip_grads([unclipped], grad_norm([unclipped]), 0.0)
+    assert torch.equal(unclipped, original)
 
 
-def test_an_update_is_adamws():
-    """One step of the configured optimizer is AdamW's formula, decay included."""
-    model, config = small(), TrainConfig(learning_rate=0.1, weight_decay=0.5)
+def test_an_update_matches_the_formula_of_adamw():
+    """One step of the configured optimizer matches the formula of AdamW with weight decay."""
+    model, config = create_small_model(), TrainConfig(learning_rate=0.1, weight_decay=0.5)
     name = "transformer.h.0.mlp.c_fc.weight"
     param = model.get_parameter(name)
     start = param.detach().clone()

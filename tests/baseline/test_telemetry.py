@@ -1,4 +1,4 @@
-"""What a run tells of itself."""
+"""The files that a run writes about itself: metrics, environment, heartbeats and stack traces."""
 
 import json
 import time
@@ -13,46 +13,53 @@ from nanoGPT.metrics.telemetry import Telemetry, drop_lines_from
 from tests.helpers.training import tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
-ONE = (0, 0, 1, 1, torch.device("cpu"), torch.float32)
-FIELDS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_ms", "mfu", "peak_memory_bytes"]
+ONE_RANK = (0, 0, 1, 1, torch.device("cpu"), torch.float32)
+METRICS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_ms", "mfu", "peak_memory_bytes"]
 
 
-def lines(out) -> list[dict]:
+def read_lines(out) -> list[dict]:
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_metrics_hold_every_field_and_no_invented_value(tmp_path):
-    """Each line has every field, mfu null on a CPU, val_loss at evaluations; the last line is an evaluation."""
+def test_every_line_of_metrics_has_every_field(tmp_path):
+    """Each line has every field. mfu is null on a CPU, val_loss is null without an evaluation, and the last line is an
+    evaluation."""
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path))
-    found = lines(tmp_path)
-    assert [line["step"] for line in found] == [*range(12), 12]
-    for line in found[:-1]:
-        assert set(FIELDS) <= line.keys() and line["mfu"] is None
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines] == [*range(12), 12]
+    for line in lines[:-1]:
+        assert set(METRICS) <= line.keys() and line["mfu"] is None
         assert line["tokens"] == (line["step"] + 1) * 8 * 2 * 16 and line["tokens_per_second"] > 0
         assert line["peak_memory_bytes"] > 50 << 20
         assert (line["val_loss"] is not None) == (line["step"] % 5 == 0)
-    assert found[-1]["loss"] is None and found[-1]["val_loss"] > 0 and found[-1]["tokens_per_second"] is None
+    assert lines[-1]["loss"] is None and lines[-1]["val_loss"] > 0 and lines[-1]["tokens_per_second"] is None
 
 
-def test_env_says_what_ran(tmp_path):
-    """env.json has versions, hardware, world size, the whole configuration and why each choice was made."""
+def test_env_describes_the_run(tmp_path):
+    """env.json has the versions, hardware, world size, full configuration, and the reason for each automatic choice."""
     train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, max_iters=1))
-    found = json.loads((tmp_path / "env.json").read_text())
-    assert found["world_size"] == 2 and found["config"]["n_embd"] == 32 and found["tokens_per_step"] == 256
-    assert found["chosen"] == {"device": "cpu (asked for)", "dtype": "torch.float32 (a cpu device)"}
-    assert found["versions"]["torch"] == torch.__version__ and found["hardware"]
+    env = json.loads((tmp_path / "env.json").read_text())
+    assert env["world_size"] == 2 and env["config"]["n_embd"] == 32 and env["tokens_per_step"] == 256
+    assert env["chosen"] == {"device": "cpu (requested)", "dtype": "torch.float32 (the default on cpu)"}
+    assert env["versions"]["torch"] == torch.__version__ and env["hardware"]
 
 
 def test_a_heartbeat_has_step_and_stage(tmp_path):
-    """Every rank's heartbeat file tells its step, its phase and when."""
+    """The heartbeat file of every rank has its step, its stage and the time."""
     train("nanoGPT", 2, tiny("nanoGPT", tmp_path, max_iters=3))
     for rank in range(2):
-        beat = json.loads((tmp_path / "heartbeat" / f"rank{rank}.json").read_text())
-        assert beat["step"] == 3 and beat["stage"] in ("evaluate", "save") and time.time() - beat["time"] < 60
+        heartbeat = json.loads((tmp_path / "heartbeat" / f"rank{rank}.json").read_text())
+        assert (
+            heartbeat["step"] == 3
+            and heartbeat["stage"] in ("evaluate", "save")
+            and time.time() - heartbeat["time"] < 60
+        )
 
 
-def test_a_torn_line_and_later_lines_go(tmp_path):
-    """Resuming from step 2 keeps steps 0 and 1 only; a torn line and one that is no object go."""
+def test_a_resume_drops_later_and_incomplete_lines(tmp_path):
+    """A resume from step 2 keeps only the lines of steps 0 and 1. It drops an incomplete line, and a line that is not a
+    JSON object."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n[3]\n{"step": 2}\n{"step": 3, "lo')
     drop_lines_from(path, 2)
@@ -61,40 +68,42 @@ def test_a_torn_line_and_later_lines_go(tmp_path):
     assert (tmp_path / "none.jsonl").read_text() == ""
 
 
-def log_by_a_clock(out: str) -> None:
-    """Rank 0 of two, with 512 FLOP/s each and 6 FLOPs a token: an evaluation of 10 s, and two steps of 3 s."""
+def log_with_a_fake_clock(out: str) -> None:
+    """Log on rank 0 of two, with a peak of 512 FLOP/s per rank and 6 FLOPs per token: an evaluation of 10 s, then two
+    steps of 3 s."""
     now = [0.0]
     telemetry.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
-    with Telemetry(tiny("nanoGPT", out), Runtime(0, 0, 2, 2, *ONE[4:]), 0, 6) as told:
-        told.peak = 512.0
-        with told.untimed("evaluate", 0):
+    with Telemetry(tiny("nanoGPT", out), Runtime(0, 0, 2, 2, *ONE_RANK[4:]), 0, 6) as run_telemetry:
+        run_telemetry.peak_flops = 512.0
+        with run_telemetry.untimed("evaluate", 0):
             now[0] += 10
         now[0] += 6
-        told.log(1, 3.0, 1e-3, float("inf"))
+        run_telemetry.log(1, 3.0, 1e-3, float("inf"))
 
 
-def test_rates_are_means_since_the_last_line(tmp_path):
-    """Without what went on aside, of all steps since; MFU is of all ranks' peaks, and a norm that is infinite null."""
-    run_on_ranks(log_by_a_clock, 1, str(tmp_path), show=False)
-    (line,) = lines(tmp_path)
+def test_rates_are_averaged_over_the_steps_since_the_last_line(tmp_path):
+    """Rates do not include the time of evaluations. MFU refers to the peak of all ranks, and an infinite norm is
+    written as null."""
+    run_on_ranks(log_with_a_fake_clock, 1, str(tmp_path), show=False)
+    (line,) = read_lines(tmp_path)
     assert line["step_ms"] == 3000 and line["tokens_per_second"] == pytest.approx(256 / 3)
     assert line["mfu"] == pytest.approx(0.5) and line["grad_norm"] is None
 
 
-def crash(out: str) -> None:
-    with Telemetry(tiny("nanoGPT", out), Runtime(*ONE), 0, 1):
+def raise_inside_telemetry(out: str) -> None:
+    with Telemetry(tiny("nanoGPT", out), Runtime(*ONE_RANK), 0, 1):
         raise ValueError("planted")
 
 
-def test_a_crash_leaves_its_stack(tmp_path):
-    """An exception inside the loop is in the rank's stacks file."""
+def test_a_crash_writes_its_stack_trace(tmp_path):
+    """An exception inside the training loop is written into the rank's stacks file."""
     with pytest.raises(RankFailed, match="planted"):
-        run_on_ranks(crash, 1, str(tmp_path), show=False)
+        run_on_ranks(raise_inside_telemetry, 1, str(tmp_path), show=False)
     assert "ValueError: planted" in (tmp_path / "stacks" / "rank0.txt").read_text()
 
 
-def test_tracking_writes_what_tensorboard_reads(tmp_path):
-    """--track=tensorboard writes an event file, where tensorboard is installed."""
+def test_tracking_writes_tensorboard_events(tmp_path):
+    """--track=tensorboard writes an event file, if tensorboard is installed."""
     pytest.importorskip("tensorboard", reason="the extra `track` is not installed")
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1, track="tensorboard"))
     assert list(tmp_path.glob("events.out.tfevents.*"))

@@ -1,4 +1,4 @@
-"""What is measured, how it is written down, and that the documents say the same."""
+"""Measurements, their result files, and the tables that the documents show."""
 
 import copy
 import json
@@ -11,121 +11,138 @@ import torch
 
 from bench.kernels import plots as kernel_plots
 from bench.kernels import tune as tune_kernels
-from bench.kernels.cases import MAKERS, cases
+from bench.kernels.cases import CASE_BUILDERS, build_cases
 from bench.kernels.kernels import Stopwatch, measure
 from bench.sharding import zero1
 from bench.tables import records as results
 from bench.tables import tables
 from bench.trainer import step_overhead, throughput
-from nanoGPT.checkpoint.manifest import seal
+from nanoGPT.checkpoint.manifest import serialize_manifest
 from nanoGPT.errors import ConfigError
-from nanoGPT.metrics.hardware import PEAK_FLOPS, hardware, peak_flops
+from nanoGPT.metrics.hardware import PEAK_FLOPS, describe_hardware, find_peak_flops
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels import core
 from tests.helpers.training import ROOT
 
 
-def test_tables_in_the_documents_are_those_of_the_results():
-    """Every table of the documents is made from the committed results and is up to date."""
+def test_tables_in_the_documents_match_the_results():
+    """Every generated table of the documents matches the committed results."""
     for name in tables.DOCUMENTS:
         text = (ROOT / name).read_text()
-        assert tables.rendered(text) == text, f"{name}: run `python -m bench.tables`"
-    assert "<!-- table:runs -->" in (ROOT / "README.md").read_text()
+        assert tables.render_document(text) == text, f"{name}: run `python -m bench.tables`"
+    assert "<!-- table:four_ranks -->" in (ROOT / "README.md").read_text()
 
 
-def test_stale_tables_are_told(tmp_path, monkeypatch, capsys):
-    """A check fails and writes nothing; without it the table is made anew, and the next check passes."""
+def test_stale_tables_are_reported(tmp_path, monkeypatch, capsys):
+    """With check=True, a stale table fails and stays. With check=False, it is updated, and the next check passes."""
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "DOCUMENTS", ["a.md"])
     stale = "<!-- table:published -->\nold\n<!-- /table -->\n"
     (tmp_path / "a.md").write_text(stale)
     assert tables.main(check=True) == 1 and (tmp_path / "a.md").read_text() == stale
-    assert tables.main(check=False) == 0 and "planned" in (tmp_path / "a.md").read_text()
-    assert tables.main(check=True) == 0 and capsys.readouterr().out == "stale: a.md\nrenewed: a.md\n"
+    assert tables.main(check=False) == 0 and "predicted" in (tmp_path / "a.md").read_text()
+    assert tables.main(check=True) == 0 and capsys.readouterr().out == "stale: a.md\nupdated: a.md\n"
 
 
 def test_a_result_names_its_hardware(tmp_path, monkeypatch):
-    """A result holds versions, hardware, commit, settings and raw samples, in a file named after the hardware."""
+    """A result file is named after the hardware. It contains versions, hardware, commit, settings and raw samples."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     path = results.write_result("some-bench", torch.device("cpu"), {"n": 1}, {"seconds": [1.0, 2.0]})
     assert path.name.startswith("some-bench-") and path.parent == tmp_path
-    found = json.loads(path.read_text())
-    assert found["hardware"] == hardware(torch.device("cpu")) and found["versions"]["torch"] == torch.__version__
-    assert found["samples"] == {"seconds": [1.0, 2.0]} and found["settings"] == {"n": 1} and "git_commit" in found
-    assert results.read_results("some-bench") == [found]
+    result = json.loads(path.read_text())
+    assert result["hardware"] == describe_hardware(torch.device("cpu"))
+    assert result["versions"]["torch"] == torch.__version__ and "git_commit" in result
+    assert result["samples"] == {"seconds": [1.0, 2.0]} and result["settings"] == {"n": 1}
+    assert results.read_results("some-bench") == [result]
 
 
-def test_committed_results_are_raw():
-    """Every committed result but that of compiling names hardware, versions and a commit, and holds raw samples."""
+def test_committed_results_are_complete():
+    """Every committed result names hardware, versions and a commit, and contains raw samples.
+
+    The exception is kernel-resources.json, which the compiler produces without a measurement.
+    """
     for path in set((ROOT / "bench" / "results").glob("*.json")) - {ROOT / "bench/results/kernel-resources.json"}:
-        found = json.loads(path.read_text())
-        assert {"name", "hardware", "versions", "git_commit", "settings", "samples"} <= found.keys(), path
+        result = json.loads(path.read_text())
+        assert {"name", "hardware", "versions", "git_commit", "settings", "samples"} <= result.keys(), path
 
 
 @pytest.fixture
 def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let clocks count the processor time of this process: other programs, which a test must not see, take none."""
+    """Make time.perf_counter return the processor time of this process, because other programs would disturb a test."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)
 
 
 @pytest.mark.heavy
 def test_the_trainer_adds_little_to_a_step(tmp_path, processor_time):
-    """In a short run the trainer's step costs less than 10% over the bare loop's, and data less than 3% of it; the
-    committed long one says how much exactly."""
+    """In a short run, the trainer is less than 10% slower than a bare loop, and data takes less than 3% of a step.
+
+    The committed result of a long run contains the precise overhead.
+    """
     shape = {"gradient_accumulation_steps": 1, "device": "cpu", "out_dir": str(tmp_path), "learning_rate": 1e-4}
     samples = step_overhead.measure(TrainConfig(**shape), 60)
-    bare, trainer, data = (min(samples[name]) for name in ("bare_ms", "trainer_ms", "data_ms"))  # least disturbed
+    # Other programs disturb the minimum least.
+    bare, trainer, data = (min(samples[name]) for name in ("bare_ms", "trainer_ms", "data_ms"))
     assert trainer < 1.10 * bare and data < 0.03 * trainer, (bare, trainer, data)
 
 
 @pytest.mark.heavy
 def test_the_ledger_slows_a_step_by_little(tmp_path, processor_time):
-    """By less than half in a few steps, whatever else the machine does; the committed measurement has at most 20%."""
+    """The ledger makes a step less than 50% slower in a short run, and at most 20% in the committed results."""
     config = TrainConfig(device="cpu", out_dir=str(tmp_path), gradient_accumulation_steps=8)
     samples = step_overhead.measure_ledger(config, 6)
     assert min(samples["watched_ms"]) < 1.5 * min(samples["unwatched_ms"]), samples
     for result in results.read_results("step-overhead"):
-        watched, unwatched = (statistics.median(result["samples"][name]) for name in ("watched_ms", "unwatched_ms"))
-        assert watched <= 1.2 * unwatched
+        with_ledger, without_ledger = (
+            statistics.median(result["samples"][name]) for name in ("watched_ms", "unwatched_ms")
+        )
+        assert with_ledger <= 1.2 * without_ledger
 
 
-# Numbers with a unit that the documents state outside of their generated tables, and where each comes from.
+# Numbers with a unit that the documents contain outside of generated tables, with the source of each number.
 SOURCES = {
     "5 percent": "asserted by tests/bench/test_plan.py",
-    "16 bytes": "4 of a parameter, 4 of its gradient, 8 of AdamW's moments",
+    "5%": "asserted by tests/bench/test_plan.py",
+    "0.2 GB": "192 MB: the wheel of torch 2.13.0+cpu for Python 3.11 on x86-64",
+    "0.25 GB": "248 MB: the wheel of Triton 3.8 for Python 3.11 on x86-64",
+    "2 GB": "754 MB of torch, 999 MB of Triton, and 0.2 GB of other packages, by du",
+    "1.5 times": "3P(N-1)/N to 2P(N-1)/N",
+    "16 bytes": "4 for a parameter, 4 for its gradient, 8 for the moments of AdamW",
     "25 MB": "the default of zero1_bucket_mb",
     "4 MB": "the setting of the timeline, in its result file",
     "6.6 GB": "65,536 x 50,304 x 2",
-    "2 bytes": "of a bfloat16",
+    "2 bytes": "size of a bfloat16 number",
     "512 MiB": "CHUNK_BYTES of the fused loss",
-    "28 bytes": "AdamW reads four and writes three numbers of 4",
-    "4 bytes": "of an fp32",
+    "28 bytes": "AdamW reads four and writes three numbers of 4 bytes",
+    "4 bytes": "size of an fp32 number",
     "25 GB": "16 x 1,556,840,000",
     "3.1 GB": "an eighth of it",
 }
 
 
 def test_every_number_with_a_unit_has_a_source():
-    """Outside of the tables that are made from result files, the documents' numbers are arithmetic, settings, or what a
-    test asserts; a measured one would go stale there."""
-    unit = r"ms|s|tokens/s|tokens a second|[kMG]i?B|TFLOP/s|%|percent|minutes|seconds|hours|times|bytes"
-    for name in tables.DOCUMENTS:
+    """Outside of generated tables, the documents contain only numbers that are computed, set, or asserted by a test.
+
+    A measured number there would become stale.
+    """
+    unit = r"ms|s|tokens/s|tokens per second|[kMG]i?B|TFLOP/s|%|percent|minutes|seconds|hours|times|bytes"
+    pages = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))
+    for name in dict.fromkeys([*tables.DOCUMENTS, *pages]):
         text = re.sub(r"<!-- (\w+):.*?<!-- /\1 -->|```.*?```|`[^`\n]*`", "", (ROOT / name).read_text(), flags=re.S)
         for number in re.finditer(rf"(?<![\w.,/-])\d[\d,.]*\s?(?:{unit})(?![\w/])", text):
             assert number[0].replace("\n", " ") in SOURCES, (name, number[0])
 
 
-def test_a_result_of_another_version_is_one_sentence(tmp_path):
-    """And so is one that is damaged."""
+def test_a_result_of_another_version_is_refused(tmp_path):
+    """A result of another format, or a damaged result, raises a ConfigError with one sentence."""
     path = tmp_path / "runs-here.json"
-    for text, said in (
+    for text, message in (
         ('{"format": 2, "settings": {"command": "make runs"}}', "has format 2.*measure again with `make runs`"),
-        ('{"format": ', "is no result file"),
-        ("[]", "is no result file"),
+        ('{"format": ', "is not a result file"),
+        ("[]", "is not a result file"),
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             results.read_result(path)
 
 
@@ -142,36 +159,36 @@ def test_a_result_of_another_version_is_one_sentence(tmp_path):
         ("matrix", '{"settings": {"steps": 1}, "hardware": "A", "versions": {"torch": "2"}, "samples": {"rows": []}}'),
     ],
 )
-def test_damaged_results_are_one_sentence(name, damaged, tmp_path, monkeypatch):
-    """A table says that its results are damaged, or gone, and no document is written before all are made."""
+def test_damaged_results_are_reported_with_one_sentence(name, damaged, tmp_path, monkeypatch):
+    """If results are damaged or missing, the table reports it, and no document is written."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     if damaged:
         (tmp_path / (f"{name}.json" if name == "kernel-resources" else f"{name}-here.json")).write_text(damaged)
     table = {"step-overhead": "overhead", "kernel-resources": "kernel_resources"}.get(name, name)
-    with pytest.raises(ConfigError, match=f"^table {table} (cannot be made|has no rows).*measure again"):
-        tables.rendered(f"<!-- table:{table} -->\n<!-- /table -->")
+    with pytest.raises(ConfigError, match=f"^table {table} (cannot be generated|has no rows).*measure again"):
+        tables.render_document(f"<!-- table:{table} -->\n<!-- /table -->")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "DOCUMENTS", ["a.md", "b.md"])
-    for document, of in (("a.md", "activations"), ("b.md", table)):
-        (tmp_path / document).write_text(f"<!-- table:{of} -->\nold\n<!-- /table -->\n")
+    for document, name in (("a.md", "activations"), ("b.md", table)):
+        (tmp_path / document).write_text(f"<!-- table:{name} -->\nold\n<!-- /table -->\n")
     with pytest.raises(ConfigError):
         tables.main(check=False)
     assert "old" in (tmp_path / "a.md").read_text()
 
 
-def test_the_peaks_of_devices(monkeypatch):
-    """MFU uses the peak of the GPU it runs on, none on a CPU, and none on a GPU that the table does not know."""
+def test_mfu_uses_the_peak_flops_of_the_gpu(monkeypatch):
+    """MFU uses the peak FLOP/s of the GPU. There is no value for a CPU or for a GPU that the table does not contain."""
     from nanoGPT.distributed.runtime import Runtime
 
-    def peak_of(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+    def get_peak_flops(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        return peak_flops(Runtime(0, 0, 1, 1, torch.device("cuda", 0), dtype))
+        return find_peak_flops(Runtime(0, 0, 1, 1, torch.device("cuda", 0), dtype))
 
-    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12 and peak_of("NVIDIA H100 PCIe") == 756e12
-    assert peak_of("NVIDIA H200") == PEAK_FLOPS["H200"] and peak_of("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_of("Some GPU") is None and peak_of("NVIDIA H200", torch.float32) is None
-    assert peak_flops(Runtime(0, 0, 1, 1, torch.device("cpu"), torch.bfloat16)) is None
+    assert get_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and get_peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert get_peak_flops("NVIDIA H200") == PEAK_FLOPS["H200"] and get_peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert get_peak_flops("Some GPU") is None and get_peak_flops("NVIDIA H200", torch.float32) is None
+    assert find_peak_flops(Runtime(0, 0, 1, 1, torch.device("cpu"), torch.bfloat16)) is None
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*/config/*.py")), ids=lambda path: path.name)
@@ -183,11 +200,11 @@ def test_named_configurations_are_valid(path):
 
     config = parse(CONFIGS[path.parent.parent.name], [str(path), "--device=cpu"], path.parent.parent / "train.py")
     validate(config, 8)
-    assert config != CONFIGS[path.parent.parent.name](), "it sets nothing"
+    assert config != CONFIGS[path.parent.parent.name](), "the file sets no value"
 
 
-def test_later_words_win(tmp_path):
-    """Flags win over files, later files over earlier ones, and files over defaults."""
+def test_later_values_override_earlier_ones(tmp_path):
+    """Flags override config files, later files override earlier ones, and files override defaults."""
     from nanoGPT.job.parse import parse
 
     (tmp_path / "a.py").write_text("n_layer = 3\nbatch_size = 5\nseed = 9\n")
@@ -198,7 +215,10 @@ def test_later_words_win(tmp_path):
 
 
 def test_a_resumed_run_has_the_configuration_that_it_was_saved_with(tmp_path):
-    """Flags win over files, and files over what the checkpoint says; a file beside the trainer over nanoGPT's."""
+    """Flags override config files, and config files override the checkpoint.
+
+    A config file next to the trainer overrides the file of nanoGPT with the same name.
+    """
     from nanoGPT.job.parse import parse
 
     folder = tmp_path / "run" / "checkpoints" / "step-00000004"
@@ -206,7 +226,7 @@ def test_a_resumed_run_has_the_configuration_that_it_was_saved_with(tmp_path):
     config = {**vars(TrainConfig()), "n_layer": 9, "batch_size": 5, "seed": 4, "out_dir": "moved since"}
     files = [{"name": "ckpt.pt", "size": 1, "sha256": ""}]
     manifest = {"config": config, "step": 4, "world_size": 1, "versions": {}, "files": files}
-    (folder / "manifest.json").write_text(seal(manifest))
+    (folder / "manifest.json").write_text(serialize_manifest(manifest))
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "train_gpt2.py").write_text("batch_size = 6\nseed = 6\n")
     words = ["config/train_gpt2.py", "--seed=7", "--init_from=resume", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
@@ -215,16 +235,18 @@ def test_a_resumed_run_has_the_configuration_that_it_was_saved_with(tmp_path):
     assert config.out_dir == str(tmp_path / "run") and config.init_from == "resume"
 
 
-def test_what_was_measured_of_zero1_keeps_its_limits():
-    """Committed: losses within 5e-6 of the baseline's over 50 steps at every rank count, traffic 2 for flat and 3 for
-    the naive version and torch's, a step within 1.05 of what its collectives leave to expect, reductions begun before
-    backward ended."""
+def test_committed_results_of_zero1_keep_their_limits():
+    """The committed results of ZeRO-1 keep the limits that the notes state.
+
+    Losses differ from the baseline by at most 5e-6. The communication volume, in multiples of the parameters, is 2 for
+    flat and 3 for naive and torch. A step takes at most 1.05 times the expected time. Reductions start during backward.
+    """
     for result in results.read_results("zero1-backends"):
         for row in result["samples"]["rows"]:
             assert row["loss_gap"] <= 5e-6, row
-            sent = row["ring_bytes"] / (4 * row["parameters"] * max(row["ranks"] - 1, 1) / row["ranks"])
-            wanted = {"DDP": 2, "flat": 2, "naive": 3, "torch": 3}[row["backend"]] * (row["ranks"] > 1)
-            assert wanted <= sent <= 1.002 * wanted, row
+            volume = row["ring_bytes"] / (4 * row["parameters"] * max(row["ranks"] - 1, 1) / row["ranks"])
+            expected = {"DDP": 2, "flat": 2, "naive": 3, "torch": 3}[row["backend"]] * (row["ranks"] > 1)
+            assert expected <= volume <= 1.002 * expected, row
     for result in results.read_results("zero1-overhead"):
         assert [row["ranks"] for row in result["samples"]["rows"]] == [2, 4]
         assert all(row["ratio"] <= 1.05 for row in result["samples"]["rows"])
@@ -236,8 +258,8 @@ def test_what_was_measured_of_zero1_keeps_its_limits():
         assert results.read_results(f"zero1-{name}"), name
 
 
-def test_zero1_is_measured_by_what_runs():
-    """On a small model the benchmark times every kind of step, and its profiler sees reductions during backward."""
+def test_the_zero1_benchmark_runs():
+    """On a small model, the benchmark times every kind of step, and its profile shows reductions during backward."""
     shape = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=16, bias=False, vocab_size=64)
     rows = zero1.measure_overhead(shape, (2,), 3, "cpu")["rows"]
     assert all(len(samples) == 3 and min(samples) > 0 for samples in rows[0]["samples_ms"].values())
@@ -246,20 +268,20 @@ def test_zero1_is_measured_by_what_runs():
     assert {"phase: forward", "phase: backward", "phase: step"} < names and samples["started_in_backward"] > 1
 
 
-@pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.parametrize("name", list(CASE_BUILDERS))
 @pytest.mark.heavy
 def test_every_kernel_is_measured(name, device):
-    """On this machine, too, each case runs for every contender, forward and backward, with times above 0."""
+    """Each case runs for every contender, forward and backward, and every time is above 0."""
     device = torch.device(device)
-    for case in cases(device, {name}, ["124M"]):
+    for case in build_cases(device, {name}, ["124M"]):
         rows = measure(case, Stopwatch(device), 1)
         assert {row["contender"] for row in rows} == set(case.contenders) and "ours" in case.contenders
         assert [row.get("error") for row in rows] == [None] * len(rows)
         assert all(row["samples_ms"][0] > 0 and row["bytes"] > 0 for row in rows)
 
 
-def test_the_kernels_plots_are_drawn(tmp_path):
-    """Roofline and ablation are drawn from results, and an interpreted one says so in its title."""
+def test_the_plots_of_the_kernels_are_drawn(tmp_path):
+    """The roofline and the ablation are drawn from results of the interpreter."""
     kernels = {"limits": {"bytes_per_second": 1e9, "flops_per_second": 1e12}, "rows": []}
     for contender, ms in (("ours", 2.0), ("eager", 3.0)):
         facts = {"kernel": "loss", "shape": "1 x 2", "pass": "step", "bytes": 10**6, "flops": 10**9}
@@ -276,41 +298,45 @@ def test_the_kernels_plots_are_drawn(tmp_path):
 
 @pytest.mark.heavy
 def test_tuning_finds_a_row_that_is_no_slower(tmp_path, monkeypatch, processor_time):
-    """The tuner walks from the table's row to a faster one and writes a whole table."""
-    if not core.interpreting():
-        pytest.skip("what is tuned here is the interpreter's row")
-    own = copy.deepcopy(core.table())
-    monkeypatch.setattr(core, "table", lambda: own)
-    monkeypatch.setattr(tune_kernels, "table", core.table)
-    core.table()["layernorm_forward"]["interpreter"] = [{"up_to": 64, "rows": 1}]  # 128 programs of one row
+    """The tuner starts from a slow row of the table, finds a faster one and writes the complete table."""
+    if not core.is_interpreted():
+        pytest.skip("this test tunes the row of the interpreter")
+    table = copy.deepcopy(core.load_config_table())
+    monkeypatch.setattr(core, "load_config_table", lambda: table)
+    monkeypatch.setattr(tune_kernels, "load_config_table", core.load_config_table)
+    core.load_config_table()["layernorm_forward"]["interpreter"] = [{"up_to": 64, "rows": 1}]  # 128 programs of one row
     tune_kernels.main(tune_kernels.Options(only="layernorm_forward", write=True, to=str(tmp_path / "table.json")))
     written = json.loads((tmp_path / "table.json").read_text())
     assert written["layernorm_forward"]["interpreter"][0]["rows"] > 1
-    assert written["layernorm_forward"]["cuda"] == core.table()["layernorm_forward"]["cuda"]
+    assert written["layernorm_forward"]["cuda"] == core.load_config_table()["layernorm_forward"]["cuda"]
 
 
 @pytest.mark.heavy
-def test_a_candidate_that_is_wrong_is_out(device):
-    """Every kernel's own rows give what torch gives, a loss and the gradients too; another gradient is seen."""
+def test_a_wrong_candidate_is_rejected(device):
+    """The rows of every kernel compute the results and gradients of torch. A wrong gradient is detected."""
     for kernel in {kernel for kernel, _ in tune_kernels.TIMED.values()} - {"adamw"}:
-        case = next(cases(torch.device(device), {kernel}, ["124M"]))
-        reference = tune_kernels.expected(case)
-        assert tune_kernels.agrees(case, reference), kernel
-        assert not tune_kernels.agrees(case, [*reference[:-1], 2 * reference[-1]]), kernel
+        case = next(build_cases(torch.device(device), {kernel}, ["124M"]))
+        reference = tune_kernels.compute_reference(case)
+        assert tune_kernels.is_correct(case, reference), kernel
+        assert not tune_kernels.is_correct(case, [*reference[:-1], 2 * reference[-1]]), kernel
 
 
-def test_the_throughput_of_a_phase(tmp_path):
-    """A short run: rates of all steps but those that warm up, memory, no MFU on a CPU; a failure is told in its row."""
-    words = {"max_iters": throughput.WARMUP + 4, "device": "cpu", "n_layer": 1, "n_embd": 32, "n_head": 2}
-    row = throughput.measure(("tiny", "phase1", 2, words), False, tmp_path / "run")
+def test_the_throughput_of_a_phase_is_measured(tmp_path):
+    """A row contains the times of all steps after the warmup, the peak memory, and the error of a failed run.
+
+    The peak memory is the maximum over all ranks. On a CPU, there is no MFU.
+    """
+    fields = {"max_iters": throughput.WARMUP + 4, "device": "cpu", "n_layer": 1, "n_embd": 32, "n_head": 2}
+    row = throughput.measure(("tiny", "phase1", 2, fields), False, tmp_path / "run")
     assert len(row["step_ms"]) == 4 and row["mfu"] is None and row["failed"] is None
-    assert row["peak_bytes"] > 10 * row["parameters"] and "phase1" in throughput.line_of(row)
+    assert row["peak_bytes"] > 10 * row["parameters"] and "phase1" in throughput.format_row(row)
     assert throughput.quartile_spread([1.0, 2.0, 3.0]) == 0.5
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
-    ledger["ranks"][0]["memory"]["peak"]["other"] += 1000  # the fullest rank counts
+    ledger["ranks"][0]["memory"]["peak"]["other"] += 1000  # the peak is the maximum over all ranks
     (tmp_path / "run" / "ledger.json").write_text(json.dumps(ledger))
-    again = throughput.measure(("tiny", "phase1", 2, words), False, tmp_path / "run")
-    assert again["peak_bytes"] == sum(ledger["ranks"][0]["memory"]["peak"].values()) > row["peak_bytes"]
-    broken = throughput.measure(("tiny", "phase3", 2, {**words, "dataset": "none"}), False, tmp_path / "broken")
-    assert "none" in broken["failed"] and broken["failed"] in throughput.line_of(broken)
-    assert {phase for _, phase, _, _ in throughput.cases(8)} == {phase for _, phase, _, _ in throughput.cases(0)}
+    second_row = throughput.measure(("tiny", "phase1", 2, fields), False, tmp_path / "run")
+    assert second_row["peak_bytes"] == sum(ledger["ranks"][0]["memory"]["peak"].values()) > row["peak_bytes"]
+    failed_row = throughput.measure(("tiny", "phase3", 2, {**fields, "dataset": "none"}), False, tmp_path / "broken")
+    assert "none" in failed_row["failed"] and failed_row["failed"] in throughput.format_row(failed_row)
+    on_cpu, on_gpus = ({phase for _, phase, _, _ in throughput.list_cases(gpus)} for gpus in (0, 8))
+    assert on_cpu == on_gpus

@@ -1,4 +1,4 @@
-"""The profile of a step: what overlaps is computed from spans, and a phase's own trainer is what is watched."""
+"""The profile of a step: the overlap is computed from spans, and the profiler runs the real trainer of a phase."""
 
 import gzip
 import json
@@ -9,65 +9,92 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from bench.trainer.profile_step import LAST, REMEMBERED, main, request, sentence, spans_of, summary, together, union
+from bench.trainer.profile_step import (
+    LAST,
+    MEMORY_STEP,
+    collect_spans,
+    format_summary,
+    intersect,
+    main,
+    merge,
+    parse_request,
+    summarize,
+)
 from nanoGPT.errors import ConfigError
 
 
 def test_overlap_is_the_hidden_part_of_the_communication():
-    """By hand: 10 ms of communication, of which 4 lie under computation."""
-    work = [("a", 0.0, 4.0), ("b", 2.0, 3.0), ("c", 10.0, 12.0)]
-    talk = [("gloo:all_reduce", 2.0, 10.0), ("gloo:all_gather", 9.0, 12.0)]
-    assert union(work) == [(0.0, 4.0), (10.0, 12.0)] and union(talk) == [(2.0, 12.0)]
-    assert together(union(work), union(talk)) == [(2.0, 4.0), (10.0, 12.0)]
-    spans = {"step": [("step 3", 0.0, 6.0), ("step 4", 6.0, 12.0)], "computation": work, "communication": talk}
+    """Of 10 ms of communication, 4 ms overlap with computation. Expected values are computed by hand."""
+    computation = [("a", 0.0, 4.0), ("b", 2.0, 3.0), ("c", 10.0, 12.0)]
+    communication = [("gloo:all_reduce", 2.0, 10.0), ("gloo:all_gather", 9.0, 12.0)]
+    assert merge(computation) == [(0.0, 4.0), (10.0, 12.0)] and merge(communication) == [(2.0, 12.0)]
+    assert intersect(merge(computation), merge(communication)) == [(2.0, 4.0), (10.0, 12.0)]
+    spans = {
+        "step": [("step 3", 0.0, 6.0), ("step 4", 6.0, 12.0)],
+        "computation": computation,
+        "communication": communication,
+    }
     expected = {"step_ms": 6.0, "computation_ms": 3.0, "communication_ms": 5.0, "exposed_ms": 3.0, "rest_ms": 0.0}
-    assert summary(spans) == {**expected, "overlap": 0.4}
-    silent = summary({**spans, "communication": []})
-    assert silent["overlap"] == 0.0 and silent["rest_ms"] == 3.0
-    assert "6 ms, of them computing 3, only communicating 3, neither 0" in sentence(summary(spans))
+    assert summarize(spans) == {**expected, "overlap": 0.4}
+    without = summarize({**spans, "communication": []})
+    assert without["overlap"] == 0.0 and without["rest_ms"] == 3.0
+    text = format_summary(summarize(spans))
+    assert "takes 6 ms: 3 ms computation, 3 ms communication without computation, 0 ms" in text
 
 
-def events_of(on_gpu: bool) -> list[Any]:
-    """Those of a step, as the profiler gives them: what computes, what waits, what another thread does, what sends."""
-    here = DeviceType.CUDA if on_gpu else DeviceType.CPU
+def make_events(on_gpu: bool) -> list[Any]:
+    """Return the events of a step as the profiler does: computation, waiting, communication and another thread."""
+    main_device = DeviceType.CUDA if on_gpu else DeviceType.CPU
 
-    def event(name: str, begin: float, end: float, thread: int = 1, named: bool = False) -> Any:
-        device = DeviceType.CPU if name == "step 2" else here
+    def event(name: str, begin: float, end: float, thread: int = 1, is_annotation: bool = False) -> Any:
+        device = DeviceType.CPU if name == "step 2" else main_device
         times = SimpleNamespace(start=1e3 * begin, end=1e3 * end)
-        return SimpleNamespace(name=name, time_range=times, thread=thread, device_type=device, is_user_annotation=named)
+        return SimpleNamespace(
+            name=name, time_range=times, thread=thread, device_type=device, is_user_annotation=is_annotation
+        )
 
     return [
-        event("step 2", 0, 10, named=True),
-        event("RegisterPostBackwardFunctionBackward" if not on_gpu else "FSDP::post_backward", 0, 9, named=on_gpu),
+        event("step 2", 0, 10, is_annotation=True),
+        event(
+            "RegisterPostBackwardFunctionBackward" if not on_gpu else "FSDP::post_backward", 0, 9, is_annotation=on_gpu
+        ),
         event("aten::mm" if not on_gpu else "gemm", 1, 3),
-        event("## Call CompiledFxGraph a ##", 4, 5, named=on_gpu),
+        event("## Call CompiledFxGraph a ##", 4, 5, is_annotation=on_gpu),
         event("gloo:all_reduce" if not on_gpu else "ncclDevKernel_AllReduce", 2, 8, thread=2),
         *([] if on_gpu else [event("aten::copy_", 6, 7, thread=2)]),
     ]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_waiting_is_no_computation(on_gpu):
-    """A span that also waits, gloo's own copies, and on a GPU the names that Python gave, are not counted."""
-    found = summary(spans_of(events_of(on_gpu)))
-    assert found["computation_ms"] == (2.0 if on_gpu else 3.0) and found["communication_ms"] == 6.0
-    assert found["overlap"] == pytest.approx((1 if on_gpu else 2) / 6) and found["step_ms"] == 10.0
-    assert LAST < REMEMBERED, "torch does not compile again what it has run under a watching mode"
+def test_waiting_does_not_count_as_computation(on_gpu):
+    """Spans that contain waiting, the copies of gloo, and on a GPU the annotations, do not count as computation."""
+    summary = summarize(collect_spans(make_events(on_gpu)))
+    assert summary["computation_ms"] == (2.0 if on_gpu else 3.0) and summary["communication_ms"] == 6.0
+    assert summary["overlap"] == pytest.approx((1 if on_gpu else 2) / 6) and summary["step_ms"] == 10.0
+    assert LAST < MEMORY_STEP, (
+        "memory is profiled last, because torch does not recompile code that ran under a dispatch mode"
+    )
 
 
-def recounted(path: Path) -> tuple[float, float]:
-    """From a rank's trace, in steps of 20 us: the share of the steps in which its main thread is inside an operator of
-    aten or FSDP, and the share of gloo's time in which it is so too."""
+def recount_overlap(path: Path) -> tuple[float, float]:
+    """Compute computation and overlap of a rank a second time, from its trace, in intervals of 20 us.
+
+    Returns:
+        The fraction of the steps during which the main thread runs an operator of aten or FSDP, and the fraction of
+        gloo's time during which it does.
+    """
     events = [each for each in json.loads(gzip.open(path).read())["traceEvents"] if each.get("ph") == "X"]
     steps = [each for each in events if each["name"].startswith("step ")]
-    zero = min(each["ts"] for each in steps)
-    marks = {kind: bytearray(int(max(each["ts"] + each["dur"] for each in steps) - zero) // 20) for kind in "csg"}
+    start = min(each["ts"] for each in steps)
+    marks = {kind: bytearray(int(max(each["ts"] + each["dur"] for each in steps) - start) // 20) for kind in "csg"}
     for each in events:
-        main = each["tid"] == steps[0]["tid"]
+        in_main_thread = each["tid"] == steps[0]["tid"]
         kind = "s" if each in steps else "g" if each["name"].startswith("gloo:") else "c"
-        if kind == "c" and not (main and each["name"].startswith(("aten::", "fsdp::", "torch::distributed::reducer"))):
+        if kind == "c" and not (
+            in_main_thread and each["name"].startswith(("aten::", "fsdp::", "torch::distributed::reducer"))
+        ):
             continue
-        first, last = (max(0, round((each["ts"] - zero + more) / 20)) for more in (0, each["dur"]))
+        first, last = (max(0, round((each["ts"] - start + offset) / 20)) for offset in (0, each["dur"]))
         last = min(last, len(marks[kind]))
         marks[kind][first:last] = bytes([1]) * (last - first)
     computing, sending = ([a & s for a, s in zip(marks[kind], marks["s"], strict=True)] for kind in "cg")
@@ -76,17 +103,18 @@ def recounted(path: Path) -> tuple[float, float]:
 
 
 def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
-    """Two ranks with small buckets: some communication is hidden, the traces open, the pictures are there."""
+    """With two ranks and small buckets, some communication overlaps. The traces open, and the figures are drawn."""
     monkeypatch.chdir(tmp_path)
     main(["phase1", "2", "--device=cpu", "--zero1_bucket_mb=0.1", "--n_layer=6"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     folder = tmp_path / "out" / "profile" / "phase1-2"
-    found = summary(json.loads((folder / "timeline.json").read_text())["spans"])
-    assert 0 < found["overlap"] <= 1 and found["communication_ms"] > 0 and found["computation_ms"] <= found["step_ms"]
-    computing, overlap = recounted(folder / "rank0.json.gz")
-    assert computing == pytest.approx(found["computation_ms"] / found["step_ms"], abs=0.05)
-    assert overlap == pytest.approx(found["overlap"], abs=0.05)
-    assert sentence(found) in said and "aten::mm" in said
+    summary = summarize(json.loads((folder / "timeline.json").read_text())["spans"])
+    assert 0 < summary["overlap"] <= 1 and summary["communication_ms"] > 0
+    assert summary["computation_ms"] <= summary["step_ms"]
+    computing, overlap = recount_overlap(folder / "rank0.json.gz")
+    assert computing == pytest.approx(summary["computation_ms"] / summary["step_ms"], abs=0.05)
+    assert overlap == pytest.approx(summary["overlap"], abs=0.05)
+    assert format_summary(summary) in output and "aten::mm" in output
     for rank in range(2):
         names = {
             each.get("name") for each in json.loads(gzip.open(folder / f"rank{rank}.json.gz").read())["traceEvents"]
@@ -98,19 +126,19 @@ def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
     assert [path.name for path in folder.parent.iterdir()] == ["phase1-2"] and (folder / "timeline.json").exists()
 
 
-def test_a_profile_takes_the_place_of_the_last(tmp_path, monkeypatch):
-    """The same command again succeeds, and none of the earlier files is left beside the new ones."""
+def test_a_new_profile_replaces_the_previous_one(tmp_path, monkeypatch):
+    """The same command succeeds a second time and replaces all files of the first profile."""
     monkeypatch.chdir(tmp_path)
     folders: list[Path] = []
 
-    def pretend(folder: Path, *_: Any) -> dict[str, float]:
+    def fake_profile(folder: Path, *_: Any) -> dict[str, float]:
         folder.mkdir()
         (folder / "operators.txt").touch()
         folders.append(folder)
         (folder / f"of run {len(folders)}").touch()
-        return summary(spans_of(events_of(False)))
+        return summarize(collect_spans(make_events(False)))
 
-    monkeypatch.setattr("bench.trainer.profile_step.profile_into", pretend)
+    monkeypatch.setattr("bench.trainer.profile_step.profile_into", fake_profile)
     for _ in range(2):
         main(["phase1", "2", "--device=cpu"])
     names = {path.name for path in (tmp_path / "out" / "profile" / "phase1-2").iterdir()}
@@ -118,16 +146,16 @@ def test_a_profile_takes_the_place_of_the_last(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["phase9", "2"], "PHASE=phase9 is unknown; did you mean phase3|PHASE=phase9 is unknown"),
-        (["phase3", "0"], "GPUS=0 cannot be"),
-        (["phase3", "2", "--max_iters=1"], "max_iters=1 cannot be given"),
+        (["phase3", "0"], "GPUS=0 is not a number of ranks"),
+        (["phase3", "2", "--max_iters=1"], "max_iters=1 cannot be used here"),
         (["phase3", "2", "--n_layers=2"], "n_layer"),
-        (["phase3", "3"], "cannot be shared out among 3 ranks"),
+        (["phase3", "3"], "is not divisible by the 3 ranks"),
     ],
 )
-def test_a_wrong_request_is_one_sentence(words, said):
-    """An unknown phase or field, or ranks that cannot be."""
-    with pytest.raises(ConfigError, match=said):
-        request(words)
+def test_a_wrong_request_is_refused_with_one_sentence(words, message):
+    """An unknown phase or field, or an invalid number of ranks, raises a ConfigError."""
+    with pytest.raises(ConfigError, match=message):
+        parse_request(words)

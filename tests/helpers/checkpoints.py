@@ -1,4 +1,4 @@
-"""Checkpoint directories without a trainer: one rank, and payloads of some bytes."""
+"""Checkpoint directories for tests without a trainer: one rank, and payloads of a few bytes."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,7 @@ from nanoGPT.model import GPTConfig
 CPU = torch.device("cpu")
 
 
-FACTS = {  # what the manifest of a training run says
+MANIFEST_FIELDS = {  # as in the manifest of a training run
     "phase": "test",
     "config": {},
     "model_args": {**dataclasses.asdict(GPTConfig(1, 1, 8, 8)), "vocab_size": 5},
@@ -24,18 +24,21 @@ FACTS = {  # what the manifest of a training run says
 
 
 class OneRank(Runtime):
-    """A Runtime of one rank without a process group."""
+    """A Runtime with one rank and no process group."""
 
     def gather(self, value):
         return [value]
 
 
-def directory(out: Path, keep: int = 3) -> CheckpointDirectory:
+def make_directory(out: Path, keep: int = 3) -> CheckpointDirectory:
+    """Return a checkpoint directory of one rank in `out`, which is created if necessary."""
     out.mkdir(exist_ok=True)
     return CheckpointDirectory(str(out), OneRank(0, 0, 1, 1, CPU, torch.float32), keep)
 
 
 def write_bytes(content: bytes):
+    """Return a function that writes `content` into a checkpoint, for `CheckpointDirectory.save`."""
+
     def write(to: NewFiles) -> None:
         with to.open("payload") as file:
             file.write(content)
@@ -43,5 +46,6 @@ def write_bytes(content: bytes):
     return write
 
 
-def names(out: Path) -> list[str]:
+def list_names(out: Path) -> list[str]:
+    """Return the sorted names of all files and directories in the checkpoint directory of a run."""
     return sorted(p.name for p in (out / "checkpoints").iterdir())

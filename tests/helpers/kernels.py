@@ -1,4 +1,4 @@
-"""What the tests of kernels share: guard bands, the tolerance rule, and tensors that are awkward to take."""
+"""Helpers for tests of kernels: guard bands, the tolerance rule, and fixed random tensors."""
 
 import ast
 import contextlib
@@ -11,56 +11,59 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from phase2_triton.kernels.core import interpreting
+from phase2_triton.kernels.core import is_interpreted
 
 BAND = 64  # elements on each side of a buffer
-BESIDE_RESULTS = -7777  # a number: NaN that was made from NaN would not be seen in a band of NaN
+RESULT_BAND = -7777  # not NaN: a NaN that a kernel writes into a band of NaN would not be detected
 
 
-def guarded(tensor: Tensor) -> Tensor:
-    """The same values in a contiguous buffer between bands of NaN: whatever is read beyond its ends shows.
+def guard(tensor: Tensor) -> Tensor:
+    """Copy a tensor into a contiguous buffer between bands of NaN, so that an out-of-bounds read makes the result NaN.
 
-    Integers stand between bands of a negative number, far from any label.
+    Around integers, the bands contain a negative number that is far from any label.
     """
-    around = float("nan") if tensor.is_floating_point() else -(10**9)
-    return Bands(around).make(tensor.shape, tensor.dtype).copy_(tensor).requires_grad_(tensor.requires_grad)
+    band_value = float("nan") if tensor.is_floating_point() else -(10**9)
+    copy = GuardedBuffers(band_value).allocate(tensor.shape, tensor.dtype).copy_(tensor)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
-class Bands:
-    """Buffers between bands of one number; they begin as NaN, so an element that is left unwritten shows."""
+class GuardedBuffers:
+    """Buffers between bands of one value. They are filled with NaN, so that an unwritten element is visible."""
 
-    def __init__(self, around: float) -> None:
-        self.around = around
+    def __init__(self, band_value: float) -> None:
+        self.band_value = band_value
         self.buffers: list[Tensor] = []
-        self.plain_empty = torch.empty  # also where torch.empty is patched
+        self.original_empty = torch.empty  # `guard_bands` patches torch.empty
 
-    def make(self, shape: Any, dtype: torch.dtype) -> Tensor:
+    def allocate(self, shape: Any, dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel()
-        buffer = self.plain_empty(size + 2 * BAND, dtype=dtype).fill_(self.around)
+        buffer = self.original_empty(size + 2 * BAND, dtype=dtype).fill_(self.band_value)
         self.buffers.append(buffer)
         inner = buffer[BAND : BAND + size]
         return (inner.fill_(float("nan")) if dtype.is_floating_point else inner).view(shape)
 
-    def intact(self) -> bool:
+    def are_bands_intact(self) -> bool:
         bands = (band for buffer in self.buffers for band in (buffer[:BAND], buffer[-BAND:]))
-        return all(bool((band == self.around).all()) for band in bands)
+        return all(bool((band == self.band_value).all()) for band in bands)
 
 
 @contextlib.contextmanager
-def guard_bands() -> Iterator[Bands]:
-    """Put bands around every buffer that is allocated inside by empty, empty_like or new_empty.
+def guard_bands() -> Iterator[GuardedBuffers]:
+    """Put bands around every buffer that empty, empty_like or new_empty allocate inside this context.
 
-    The buffers begin as NaN, so an element that a kernel leaves unwritten is seen. Fails at the end where a kernel
-    wrote into a band.
+    The buffers are filled with NaN, so that an element that a kernel does not write is visible.
+
+    Raises:
+        AssertionError: at the end of the context, if a kernel wrote into a band.
     """
-    bands = Bands(BESIDE_RESULTS)
+    buffers = GuardedBuffers(RESULT_BAND)
 
     def empty(*shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return bands.make(sizes, dtype or torch.get_default_dtype())
+        return buffers.allocate(sizes, dtype or torch.get_default_dtype())
 
     def empty_like(like: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-        return bands.make(like.shape, dtype or like.dtype)
+        return buffers.allocate(like.shape, dtype or like.dtype)
 
     def new_empty(self: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         return empty(*shape, dtype=dtype or self.dtype)
@@ -70,102 +73,103 @@ def guard_bands() -> Iterator[Bands]:
         mock.patch.object(torch, "empty_like", empty_like),
         mock.patch.object(Tensor, "new_empty", new_empty),
     ):
-        yield bands
-    assert bands.intact(), "a kernel wrote outside a buffer"
+        yield buffers
+    assert buffers.are_bands_intact(), "a kernel wrote outside of a buffer"
 
 
-def compile_whole(function: Callable[..., Any]) -> Any:
-    """torch.compile of a function as one graph.
+def compile_full_graph(function: Callable[..., Any]) -> Any:
+    """Compile a function with torch.compile as one graph.
 
-    Where kernels are interpreted, Inductor would only compile what is around them, with a C++ compiler that takes half
-    a minute; a whole run that it compiles is in tests/promises and in tests/phase2/test_training.py.
+    If kernels are interpreted, the backend is aot_eager: Inductor would compile only the code around the kernels, and
+    its C++ compiler takes half a minute. tests/promises and tests/phase2/test_training.py train with Inductor.
     """
-    return torch.compile(function, fullgraph=True, backend="aot_eager" if interpreting() else "inductor")
+    return torch.compile(function, fullgraph=True, backend="aot_eager" if is_interpreted() else "inductor")
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """The largest difference; NaN counts as infinite."""
+    """Return the max absolute difference. NaN counts as infinite."""
     if a.numel() == 0:
         return 0.0
     return (a.double() - b.double()).abs().nan_to_num(nan=float("inf")).max().item()
 
 
 def assert_as_exact_as_torch(
-    ours: Callable[..., Any],
-    torchs: Callable[..., Any],
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
     inputs: tuple[Tensor, ...],
     factor: float = 2.0,
     gradient_factor: float | None = None,
     allowed: float = 0.0,
 ) -> None:
-    """Hold the tolerance rule for results and gradients: an error at most `factor` times that of torch.
+    """Assert that the error of every result and gradient is at most `factor` times the error of torch.
 
-    Errors are measured against `torchs` in fp64, relative to the largest value; one rounding of the type is always
-    allowed. Ours runs between guard bands.
+    The error is the max difference from `reference` in fp64. One rounding error of the data type, relative to the
+    largest value, is always allowed. `function` runs between guard bands.
 
     Args:
-        ours: takes the inputs, returns a tensor or a tuple of them.
-        torchs: the same in plain torch, for the same type and for fp64.
-        inputs: leaves; gradients are taken of those that require them.
-        factor: for results.
-        gradient_factor: for gradients; default: the same.
-        allowed: an error relative to the largest value that is allowed besides, where the problem is ill-conditioned.
+        function: function of the inputs that returns a tensor or a tuple of tensors.
+        reference: the same function in plain torch; runs in the data type of the inputs and in fp64.
+        inputs: leaf tensors; gradients are computed for those that require them.
+        factor: factor for results.
+        gradient_factor: factor for gradients; default: `factor`.
+        allowed: additional error, relative to the largest value, for ill-conditioned problems.
     """
     with guard_bands():
-        mine = results_and_gradients(ours, tuple(guarded(x.detach()).requires_grad_(x.requires_grad) for x in inputs))
-    eager = results_and_gradients(torchs, tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs))
-    wide = (x.detach().double() if x.is_floating_point() else x for x in inputs)
-    exact = results_and_gradients(
-        torchs, tuple(w.requires_grad_(x.requires_grad) for w, x in zip(wide, inputs, strict=True))
+        guarded_inputs = tuple(guard(x.detach()).requires_grad_(x.requires_grad) for x in inputs)
+        actual = compute_results_and_gradients(function, guarded_inputs)
+    eager = compute_results_and_gradients(reference, tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs))
+    fp64_inputs = (x.detach().double() if x.is_floating_point() else x for x in inputs)
+    exact = compute_results_and_gradients(
+        reference, tuple(y.requires_grad_(x.requires_grad) for y, x in zip(fp64_inputs, inputs, strict=True))
     )
-    results = len(mine) - sum(x.requires_grad for x in inputs)
-    for i, (m, e, x) in enumerate(zip(mine, eager, exact, strict=True)):
-        assert m.shape == e.shape and m.dtype == e.dtype, (i, m.shape, e.shape, m.dtype, e.dtype)
-        assert_near(m, e, x, factor if i < results else gradient_factor or factor, f"output {i}", allowed)
+    num_results = len(actual) - sum(x.requires_grad for x in inputs)
+    for i, (a, e, x) in enumerate(zip(actual, eager, exact, strict=True)):
+        assert a.shape == e.shape and a.dtype == e.dtype, (i, a.shape, e.shape, a.dtype, e.dtype)
+        assert_near(a, e, x, factor if i < num_results else gradient_factor or factor, f"output {i}", allowed)
 
 
 def assert_near(
-    mine: Tensor, eager: Tensor, exact: Tensor, factor: float = 2.0, what: str = "it", allowed: float = 0.0
+    actual: Tensor, eager: Tensor, exact: Tensor, factor: float = 2.0, name: str = "the result", allowed: float = 0.0
 ) -> None:
-    """The tolerance rule for one tensor: see `assert_as_exact_as_torch`."""
+    """Assert the tolerance rule of `assert_as_exact_as_torch` for one tensor."""
     scale = exact.abs().max().item() if exact.numel() else 0.0
-    limit = factor * gap(eager, exact) + scale * (torch.finfo(mine.dtype).eps + allowed)
-    off = gap(mine, exact)
-    assert off <= limit, f"{what} is off by {off:.2e}, torch by {gap(eager, exact):.2e}, at a scale of {scale:.1e}"
+    limit = factor * gap(eager, exact) + scale * (torch.finfo(actual.dtype).eps + allowed)
+    error, torch_error = gap(actual, exact), gap(eager, exact)
+    assert error <= limit, f"error of {name}: {error:.2e}, error of torch: {torch_error:.2e}, max value: {scale:.1e}"
 
 
-def results_and_gradients(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """The function's results, then the gradients of their sum weighted by fixed random numbers."""
+def compute_results_and_gradients(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return the results of a function, then the gradients of their sum, weighted by fixed random numbers."""
     results = function(*inputs)
     results = list(results) if isinstance(results, tuple) else [results]
-    wanted = [x for x in inputs if x.requires_grad]
-    if not wanted:
+    differentiable = [x for x in inputs if x.requires_grad]
+    if not differentiable:
         return results
-    weights = [fixed_normal(r.shape).to(r.dtype) for r in results]
-    gradients = torch.autograd.grad(results, wanted, weights)
+    weights = [draw_normal(r.shape).to(r.dtype) for r in results]
+    gradients = torch.autograd.grad(results, differentiable, weights)
     return [*(r.detach() for r in results), *gradients]
 
 
-def fixed_normal(shape: Any, seed: int = 7) -> Tensor:
-    """The same numbers on every device, in fp64."""
-    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
-    return drawn.to(torch.get_default_device())
+def draw_normal(shape: Any, seed: int = 7) -> Tensor:
+    """Return normally distributed fp64 numbers, the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(torch.get_default_device())
 
 
-def fixed_integers(most: int, shape: Any, seed: int = 5) -> Tensor:
-    """The same integers below `most` on every device."""
-    drawn = torch.randint(most, shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    return drawn.to(torch.get_default_device())
+def draw_integers(high: int, shape: Any, seed: int = 5) -> Tensor:
+    """Return random integers from 0 to `high` - 1, the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(high, shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def assert_registered(op: Any, args: tuple[Any, ...]) -> None:
-    """Assert that torch's own checks of an operator pass: its schema, fake tensors, autograd and AOT tracing."""
-    found = torch.library.opcheck(op, args)
-    assert len(found) >= 4 and set(found.values()) == {"SUCCESS"}, found
+    """Assert that torch.library.opcheck passes: schema, fake tensors, autograd and AOT tracing of an operator."""
+    results = torch.library.opcheck(op, args)
+    assert len(results) >= 4 and set(results.values()) == {"SUCCESS"}, results
 
 
-def numbers_converted(kernel, args):
-    """Names of arguments that are given as Python numbers and on which the kernel calls `.to`."""
+def find_converted_numbers(kernel, args):
+    """Return the names of the arguments that are Python numbers and on which the kernel calls `.to`."""
     numbers = {name for name, value in zip(kernel.arg_names, args, strict=False) if isinstance(value, int | float)}
     source = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
     converted = {

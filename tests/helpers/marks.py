@@ -1,4 +1,4 @@
-"""Which tests start processes: found by what their code, and that of their fixtures and helpers, calls."""
+"""Find the tests that start processes, from the functions that they, their fixtures and their helpers call."""
 
 import inspect
 import subprocess
@@ -11,40 +11,49 @@ import pytest
 from tests.helpers.programs import Program
 from workshop import ranks
 
-STARTERS: list[Any] = [Program, ranks.start_ranks, subprocess]  # each test that can reach one of them starts processes
-OURS = ("tests.", "workshop.", "bench.")
+PROCESS_STARTERS: list[Any] = [Program, ranks.start_ranks, subprocess]
+SEARCHED_PACKAGES = ("tests.", "workshop.", "bench.")
 
 
-def names_in(code: CodeType) -> set[str]:
-    """The names that a function uses, and those of functions that are defined in it."""
-    return set(code.co_names).union(*(names_in(each) for each in code.co_consts if isinstance(each, CodeType)))
+def find_names(code: CodeType) -> set[str]:
+    """Return the names that a function and its inner functions use."""
+    return set(code.co_names).union(*(find_names(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
-def called(function: FunctionType) -> Iterator[Any]:
-    """What a function may call: globals that it names, and attributes of modules that it names."""
-    names = names_in(function.__code__)
+def find_references(function: FunctionType) -> Iterator[Any]:
+    """Yield the objects that a function may call: its globals, and the attributes of our modules that it names."""
+    names = find_names(function.__code__)
     for name in names & function.__globals__.keys():
-        found = function.__globals__[name]
-        yield found
-        if isinstance(found, ModuleType) and found.__name__.startswith(OURS):
-            yield from (getattr(found, each) for each in names if hasattr(found, each))
+        value = function.__globals__[name]
+        yield value
+        if isinstance(value, ModuleType) and value.__name__.startswith(SEARCHED_PACKAGES):
+            yield from (getattr(value, attribute) for attribute in names if hasattr(value, attribute))
 
 
-def starts_processes(function: Callable[..., Any], seen: set[Any]) -> bool:
-    """Whether a function can reach one of STARTERS."""
+def starts_processes(function: Callable[..., Any], visited: set[Any]) -> bool:
+    """Return whether a function can call one of PROCESS_STARTERS, directly or through other functions.
+
+    Args:
+        visited: functions that were already searched; grows.
+    """
     function = inspect.unwrap(function)
-    if not isinstance(function, FunctionType) or function in seen:
+    if not isinstance(function, FunctionType) or function in visited:
         return False
-    seen.add(function)
+    visited.add(function)
     return any(
-        each in STARTERS or (getattr(each, "__module__", None) or "").startswith(OURS) and starts_processes(each, seen)
-        for each in called(function)
-        if each is None or callable(each) or isinstance(each, ModuleType)
+        reference in PROCESS_STARTERS or is_searched(reference) and starts_processes(reference, visited)
+        for reference in find_references(function)
+        if reference is None or callable(reference) or isinstance(reference, ModuleType)
     )
 
 
-def functions_of(item: pytest.Function) -> Iterator[Callable[..., Any]]:
-    """A test's own function, and those of the fixtures that it needs."""
+def is_searched(reference: Any) -> bool:
+    """Return whether an object is defined in one of SEARCHED_PACKAGES."""
+    return (getattr(reference, "__module__", None) or "").startswith(SEARCHED_PACKAGES)
+
+
+def list_functions(item: pytest.Function) -> Iterator[Callable[..., Any]]:
+    """Yield the function of a test, and the functions of its fixtures."""
     yield item.function
     for definitions in item._fixtureinfo.name2fixturedefs.values():
-        yield from (each.func for each in definitions)
+        yield from (definition.func for definition in definitions)

@@ -1,6 +1,6 @@
-"""Programs of the repository, run as a user runs them, but from a process that has imported torch already.
+"""Run programs of the repository as a user does, but in a process that is forked from a server with torch imported.
 
-A fresh interpreter takes more than two seconds to import what a program needs, and most claims are not about that.
+A new interpreter would take more than two seconds for these imports, and most tests do not need a new interpreter.
 """
 
 import multiprocessing
@@ -19,47 +19,50 @@ from pathlib import Path
 from tests.helpers.training import ROOT, TINY
 from workshop.ranks import PRELOADED, without_main_module
 
-LONG = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
+DEADLINE = 600.0  # seconds; only a failing test waits so long, even on a busy machine
+LONG_RUN = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
 
 
 @dataclass
-class Ended:
-    """How a program ended, and what it wrote to standard output and standard error."""
+class Outcome:
+    """The exit code of a program, and its standard output and standard error."""
 
     code: int
     output: str
 
 
 class Program:
-    """A running program, with what tests use of subprocess.Popen; it writes its output into a file."""
+    """A running program with the methods of subprocess.Popen that tests use. It writes its output into a file."""
 
     def __init__(
         self,
         *words: str,
         cwd: Path = ROOT,
-        into: Callable[[], int] | None = None,
+        open_output: Callable[[], int] | None = None,
         processor_seconds: int | None = None,
         **environment: str,
     ) -> None:
-        """Start `python words...`, or `python -m words...` where the first word is no script.
+        """Start `python words...`, or `python -m words...` if the first word is not a script.
 
         Args:
-            into: called in the program's process; the descriptor that takes its output in place of the file.
+            open_output: function that the program's process calls; it returns the file descriptor for the output,
+                instead of the file.
+            processor_seconds: the program is killed after this much processor time.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.words = words
         self.file = tempfile.NamedTemporaryFile("r", errors="replace")
-        output = self.file.name if into is None else into
+        output = self.file.name if open_output is None else open_output
         with without_main_module():
-            environ = {**os.environ, **environment}
-            self.process = context.Process(target=be_program, args=(words, output, cwd, processor_seconds, environ))
+            process_args = (words, output, cwd, processor_seconds, {**os.environ, **environment})
+            self.process = context.Process(target=run_in_this_process, args=process_args)
             self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
 
     def output(self) -> str:
-        """What it has written so far."""
+        """Return the output that the program has written until now."""
         self.file.seek(0)
         return self.file.read()
 
@@ -71,16 +74,16 @@ class Program:
         assert self.process.exitcode is not None
         return self.process.exitcode
 
-    def wait(self, timeout: float = 100) -> int:
+    def wait(self, timeout: float = DEADLINE) -> int:
         self.process.join(timeout)
         alive = self.process.is_alive()
         if alive:
             self.kill()
-        assert not alive, f"{self.words} had not ended after {timeout} s:\n{self.output()}"
+        assert not alive, f"{self.words} did not exit within {timeout} s:\n{self.output()}"
         return self.returncode
 
-    def communicate(self, timeout: float = 100) -> tuple[str, None]:
-        """Wait for its end; what it has written, and None for what Popen has as standard error."""
+    def communicate(self, timeout: float = DEADLINE) -> tuple[str, None]:
+        """Wait until the program exits. Return its output, and None in the place of Popen's standard error."""
         self.wait(timeout)
         return self.output(), None
 
@@ -93,30 +96,35 @@ class Program:
         self.process.join()
 
 
-def run_program(*words: str, timeout: float = 100, processor_seconds: int | None = None, **environment: str) -> Ended:
-    """Run a program of the repository to its end, as `python words...` does.
+def run_program(
+    *words: str, timeout: float = DEADLINE, processor_seconds: int | None = None, **environment: str
+) -> Outcome:
+    """Run a program of the repository until it exits, as `python words...` does.
 
     Args:
-        processor_seconds: the program is killed when it has used so many, whatever else the machine does.
+        timeout: seconds until the program must have exited.
+        processor_seconds: the program is killed after this much processor time. Unlike `timeout`, it does not depend
+            on the load of the machine.
     """
     program = Program(*words, processor_seconds=processor_seconds, **environment)
     output, _ = program.communicate(timeout)
-    return Ended(program.returncode, output)
+    return Outcome(program.returncode, output)
 
 
-def be_program(
+def run_in_this_process(
     words: tuple[str, ...],
     output: str | Callable[[], int],
     cwd: Path,
     processor_seconds: int | None,
     environment: dict[str, str],
 ) -> None:
+    """Run a program in this forked process, and exit with its exit code."""
     if processor_seconds is not None:
         resource.setrlimit(resource.RLIMIT_CPU, (processor_seconds, processor_seconds))
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and children inherit that
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND) if isinstance(output, str) else output()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -137,40 +145,49 @@ def be_program(
     os._exit(code)
 
 
-def assert_refused(ended: Ended, *words: str) -> str:
-    """Assert that a program ended with code 2, one sentence that holds `words`, and no traceback."""
-    assert ended.code == 2, ended
-    assert "Traceback" not in ended.output, ended.output
-    sentences = [line for line in ended.output.splitlines() if line.startswith("error: ")]
-    assert len(sentences) == 1, ended.output
+def assert_refused(outcome: Outcome, *words: str) -> str:
+    """Assert that a program exited with code 2 and printed one error that contains `words`, and no traceback.
+
+    Returns:
+        The error line.
+    """
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.output, outcome.output
+    sentences = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
+    assert len(sentences) == 1, outcome.output
     for word in words:
         assert word in sentences[0], (word, sentences[0])
     return sentences[0]
 
 
-def as_flags(**fields) -> list[str]:
+def make_flags(**fields) -> list[str]:
+    """Return configuration fields as flags of the command line."""
     return [f"--{name}={value}" for name, value in fields.items()]
 
 
 def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", **fields) -> Program:
-    """`python -m nanoGPT.launch` with ranks that train until somebody ends them."""
-    words = as_flags(**{**LONG, **fields, "out_dir": out, "device": "cpu"})
+    """Start `python -m nanoGPT.launch` with ranks that train until the test stops them."""
+    words = make_flags(**{**LONG_RUN, **fields, "out_dir": out, "device": "cpu"})
     return Program("nanoGPT.launch", f"--gpus={ranks}", f"{phase}/train.py", *words)
 
 
-def wait_until(is_true: Callable[[], object], seconds: float = 120) -> None:
-    """Wait for a condition; the deadline is for a test that fails, on a machine that has other things to do."""
-    end = time.monotonic() + seconds
+def wait_until(is_true: Callable[[], object], seconds: float = DEADLINE) -> None:
+    """Wait until a condition is true.
+
+    Args:
+        seconds: deadline for a test that fails; long, because the machine may run other programs.
+    """
+    deadline = time.monotonic() + seconds
     while not is_true():
-        assert time.monotonic() < end, f"not within {seconds} s"
+        assert time.monotonic() < deadline, f"the condition was not true within {seconds} s"
         time.sleep(0.05)
 
 
 def await_steps(out: Path, steps: int, process: "Program | subprocess.Popen") -> None:
-    """Wait until a run has logged so many steps."""
+    """Wait until a run has logged at least `steps` lines."""
 
-    def logged() -> bool:
+    def has_logged() -> bool:
         assert process.poll() is None, process.communicate()[0]
         return (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text().count("\n") >= steps
 
-    wait_until(logged)
+    wait_until(has_logged)

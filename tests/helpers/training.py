@@ -1,4 +1,4 @@
-"""What several test files share: tiny configurations, training on real ranks, and programs run from the forkserver."""
+"""Helpers that many test files use: tiny configurations, training on real ranks, and reading of logged values."""
 
 import importlib
 import json
@@ -39,29 +39,30 @@ TINY: dict[str, Any] = {
 
 
 def tiny(phase: str, out_dir: Path, **changes: Any) -> TrainConfig:
-    """A configuration that trains in about a second; `changes` win."""
+    """Return a configuration that trains in about a second. `changes` replace its fields."""
     return CONFIGS[phase](**{**TINY, "out_dir": str(out_dir), **changes})
 
 
 def call_train(phase: str, config: TrainConfig) -> None:
+    """Create the output directory and train on this rank."""
     Path(config.out_dir).mkdir(parents=True, exist_ok=True)
     importlib.import_module(f"{phase}.train").train(config)
 
 
-def train(phase: str, ranks: int, config: TrainConfig, timeout: float = 120) -> dict[int, float]:
-    """Train on real ranks; the losses by step."""
+def train(phase: str, ranks: int, config: TrainConfig, timeout: float | None = None) -> dict[int, float]:
+    """Train on real ranks, and return the losses by step."""
     device = "cuda" if config.device == "cuda" else "cpu"
     run_on_ranks(call_train, ranks, phase, config, timeout=timeout, show=False, device=device)
     return losses(config.out_dir)
 
 
 def gap(a: dict[int, float], b: dict[int, float]) -> float:
-    """The largest difference of two loss curves, which must have the same steps."""
+    """Return the max difference between two loss curves. Both must have the same steps."""
     assert a.keys() == b.keys() and a, (sorted(a), sorted(b))
     return max(abs(a[step] - b[step]) for step in a)
 
 
-def logged(out: Path, name: str) -> dict[int, float]:
-    """What metrics.jsonl has under a name, by step, where it has anything."""
+def read_metric(out: Path, name: str) -> dict[int, float]:
+    """Return the values of a metric in metrics.jsonl by step, without null values."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line[name] for line in lines if line[name] is not None}

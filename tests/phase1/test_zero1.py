@@ -1,4 +1,4 @@
-"""Zero1Optimizer by itself: with any module it does what the unsharded optimizer does, and holds 1/N of its state."""
+"""Zero1Optimizer with any module: it matches the unsharded optimizer and stores 1/N of its state on each rank."""
 
 import copy
 import re
@@ -21,11 +21,12 @@ from tests.helpers.programs import Program
 from tests.helpers.training import ROOT
 from workshop.ranks import RankFailed, run_on_ranks
 
-BUCKET_MB = 2e-3  # 2 KB: the module below has several buckets, and cuts go through most of its parameters
+# 2 KB: the model below has several buckets, and most of its parameters are split between ranks.
+BUCKET_MB = 2e-3
 
 
-class Odd(nn.Module):
-    """Tied, frozen, unused, uneven and tiny parameters: sizes that 2, 4 and 8 do not divide."""
+class OddModel(nn.Module):
+    """A model with tied, frozen, unused, uneven and tiny parameters: 2, 4 and 8 do not divide their sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,59 +48,69 @@ class Odd(nn.Module):
         return self.head(h) * self.scale.sum()
 
 
-def loss_of(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
+def compute_loss(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
     return nn.functional.cross_entropy(model(x, **options).flatten(0, 1).float(), x.roll(1, 1).flatten())
 
 
-def groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+def make_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": lr / 2}]
 
 
-def place(device: str) -> torch.device:
+def select_device(device: str) -> torch.device:
     return torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
 
 
-def both(make: Callable[..., Zero1Optimizer], kind: type, options: dict[str, Any], device: str) -> dict[str, Any]:
-    """Train 20 steps of 2 micro-batches a rank, sharded; and on rank 0 those of all ranks together, unsharded."""
-    rank, ranks, where = dist.get_rank(), dist.get_world_size(), place(device)
+def compare_with_unsharded(
+    make_optimizer: Callable[..., Zero1Optimizer], optimizer_class: type, options: dict[str, Any], device: str
+) -> dict[str, Any]:
+    """Train 20 steps of 2 micro-batches per rank with a sharded optimizer.
+
+    Rank 0 also trains an unsharded model on the micro-batches of all ranks.
+    """
+    rank, ranks, rank_device = dist.get_rank(), dist.get_world_size(), select_device(device)
     torch.manual_seed(0)
-    sharded = Odd().to(where)
-    whole = copy.deepcopy(sharded)
-    ours, theirs = make(groups(sharded, options["lr"]), kind, **options), kind(groups(whole, options["lr"]), **options)
+    model = OddModel().to(rank_device)
+    unsharded = copy.deepcopy(model)
+    optimizer, reference = (
+        make_optimizer(make_groups(model, options["lr"]), optimizer_class, **options),
+        optimizer_class(make_groups(unsharded, options["lr"]), **options),
+    )
     generator = torch.Generator().manual_seed(1)
     norms = []
     for step in range(20):
         for micro_batch in range(2):
-            ours.require_backward_grad_sync = micro_batch == 1
-            xs = torch.randint(0, 33, (ranks, 4, 6), generator=generator).to(where)
-            # The first rank alone uses a parameter in the first 10 steps, no rank does after.
-            used = [{"with_sometimes": r == 0 and step < 10} for r in range(ranks)]
-            (loss_of(sharded, xs[rank], **used[rank]) / 2).backward()
+            optimizer.require_backward_grad_sync = micro_batch == 1
+            xs = torch.randint(0, 33, (ranks, 4, 6), generator=generator).to(rank_device)
+            # In the first 10 steps only the first rank uses this parameter. Later, no rank uses it.
+            forward_options = [{"with_sometimes": r == 0 and step < 10} for r in range(ranks)]
+            (compute_loss(model, xs[rank], **forward_options[rank]) / 2).backward()
             for r in range(ranks if rank == 0 else 0):
-                (loss_of(whole, xs[r], **used[r]) / 2 / ranks).backward()
-        norms.append(ours.clip_grad_norm_(0.5).item())
+                (compute_loss(unsharded, xs[r], **forward_options[r]) / 2 / ranks).backward()
+        norms.append(optimizer.clip_grad_norm_(0.5).item())
         if rank == 0:
-            assert norms[-1] == pytest.approx(float(nn.utils.clip_grad_norm_(whole.parameters(), 0.5)), rel=1e-5)
-            theirs.step()
-            theirs.zero_grad()
-        ours.step()
-        ours.zero_grad()
-    pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
+            assert norms[-1] == pytest.approx(float(nn.utils.clip_grad_norm_(unsharded.parameters(), 0.5)), rel=1e-5)
+            reference.step()
+            reference.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(model.parameters(), unsharded.parameters(), strict=True)
     gap = max((a - b).abs().max().item() for a, b in pairs) if rank == 0 else None
-    held = sum(v.numel() for s in ours.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim())
-    same = torch.equal(sharded.unused.weight, whole.unused.weight)
+    num_moments = sum(
+        v.numel() for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()
+    )
+    is_unused_unchanged = torch.equal(model.unused.weight, unsharded.unused.weight)
     return {
         "gap": gap,
-        "params": [p.detach().cpu() for p in sharded.parameters()],
+        "params": [p.detach().cpu() for p in model.parameters()],
         "norms": norms,
-        "held": held,
-        "unused": same,
-        "tied": sharded.head.weight is sharded.embedding.weight,
+        "num_moments": num_moments,
+        "is_unused_unchanged": is_unused_unchanged,
+        "is_tied": model.head.weight is model.embedding.weight,
     }
 
 
-def sharded(*args: Any, **kwargs: Any) -> Zero1Optimizer:
+def make_sharded(*args: Any, **kwargs: Any) -> Zero1Optimizer:
     return Zero1Optimizer(*args, bucket_mb=BUCKET_MB, **kwargs)
 
 
@@ -108,104 +119,113 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 1e-2}),
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}),
 }
-OTHERS = {kind.__name__: (kind, {"lr": 1e-3}) for kind in ELEMENTWISE if kind.__name__ not in CASES}
+OTHER_CASES = {c.__name__: (c, {"lr": 1e-3}) for c in ELEMENTWISE if c.__name__ not in CASES}
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"), [("AdamW", 1), ("AdamW", 2), ("AdamW", 4), ("AdamW", 8), ("SGD", 2), ("SGD", 4), ("Adam", 4)]
 )
 def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
-    """After 20 clipped and accumulated steps of SGD, Adam and AdamW all parameters are those of one process; tied ones
-    stay tied, and one without a gradient on any rank stays as it was."""
+    """After 20 clipped and accumulated steps of SGD, Adam and AdamW, all parameters match those of one process.
+
+    Tied parameters stay tied. A parameter without a gradient on any rank does not change.
+    """
     need_ranks(ranks)
-    kind, options = CASES[name]
-    found = run_on_ranks(both, ranks, sharded, kind, options, device, device=device)
+    optimizer_class, options = CASES[name]
+    results = run_on_ranks(compare_with_unsharded, ranks, make_sharded, optimizer_class, options, device, device=device)
     moments = {"SGD": 1}.get(name, 2)
-    trained = sum(p.numel() for n, p in Odd().named_parameters() if p.requires_grad and "unused" not in n)
-    assert sum(each["held"] for each in found) == moments * trained  # no moment is held twice, none is missing
-    assert found[0]["gap"] <= 1e-6
-    for each in found:
-        assert each["unused"] and each["tied"]
-        assert each["norms"] == found[0]["norms"]  # to the last digit, as the parameters are
-        assert all(torch.equal(a, b) for a, b in zip(each["params"], found[0]["params"], strict=True))
+    trained = sum(p.numel() for n, p in OddModel().named_parameters() if p.requires_grad and "unused" not in n)
+    assert sum(result["num_moments"] for result in results) == moments * trained  # each moment is stored once
+    assert results[0]["gap"] <= 1e-6
+    for result in results:
+        assert result["is_unused_unchanged"] and result["is_tied"]
+        assert result["norms"] == results[0]["norms"]  # identical on all ranks, like the parameters
+        assert all(torch.equal(a, b) for a, b in zip(result["params"], results[0]["params"], strict=True))
 
 
-def every_other() -> dict[str, float]:
-    return {name: both(sharded, kind, options, "cpu")["gap"] for name, (kind, options) in OTHERS.items()}
+def train_other_cases() -> dict[str, float]:
+    return {
+        name: compare_with_unsharded(make_sharded, optimizer_class, options, "cpu")["gap"]
+        for name, (optimizer_class, options) in OTHER_CASES.items()
+    }
 
 
-def test_every_elementwise_optimizer_is_one():
-    """Each class in ELEMENTWISE gives the unsharded parameters on 2 ranks, so its shards may be cut anywhere."""
-    gaps = run_on_ranks(every_other, 2)[0]
+def test_every_listed_optimizer_is_elementwise():
+    """Each class in ELEMENTWISE gives the unsharded parameters on 2 ranks, so a shard can begin inside a parameter."""
+    gaps = run_on_ranks(train_other_cases, 2)[0]
     assert len(gaps) == 8 and max(gaps.values()) <= 2e-6, gaps
 
 
-def flat_against_naive() -> tuple[float, int]:
+def compare_flat_with_naive() -> tuple[float, int]:
+    """Return the max parameter difference of the two versions, and the number of moments of the naive version."""
     torch.manual_seed(0)
-    models = [Odd(), Odd()]
+    models = [OddModel(), OddModel()]
     models[1].load_state_dict(models[0].state_dict())
-    made = [
-        sharded(models[0].parameters(), torch.optim.AdamW),
+    optimizers = [
+        make_sharded(models[0].parameters(), torch.optim.AdamW),
         NaiveZero1Optimizer(models[1].parameters(), torch.optim.AdamW),
     ]
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(5):
         x = torch.randint(0, 33, (4, 6), generator=generator)
-        for model, optimizer in zip(models, made, strict=True):
-            if step == 2:  # gradients that are reduced, and dropped
-                loss_of(model, x).backward()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if step == 2:  # reduce gradients, then drop them
+                compute_loss(model, x).backward()
                 optimizer.reduce_gradients()
                 optimizer.zero_grad()
-            loss_of(model, x).backward()
+            compute_loss(model, x).backward()
             optimizer.step()
             (model if step < 2 else optimizer).zero_grad()
-    held = sum(v.numel() for s in made[1].state.values() for v in s.values() if v.dim())
-    return max((a - b).abs().max().item() for a, b in zip(*(m.parameters() for m in models), strict=True)), held
+    num_moments = sum(v.numel() for s in optimizers[1].state.values() for v in s.values() if v.dim())
+    return max((a - b).abs().max().item() for a, b in zip(*(m.parameters() for m in models), strict=True)), num_moments
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_naive_version_is_right_too(ranks):
-    """The first draft gives the flat version's parameters, also after a step that was dropped, and its moments too are
-    held once over all ranks."""
-    found = run_on_ranks(flat_against_naive, ranks)
-    assert max(gap for gap, _ in found) <= 1e-6
-    used = sum(p.numel() for n, p in Odd().named_parameters() if p.requires_grad and n[:5] not in ("unuse", "somet"))
-    assert sum(held for _, held in found) == 2 * used
+def test_the_naive_version_matches_the_flat_version(ranks):
+    """The parameters match, also after a dropped step. All ranks together store each moment of naive once."""
+    results = run_on_ranks(compare_flat_with_naive, ranks)
+    assert max(gap for gap, _ in results) <= 1e-6
+    num_used = sum(
+        p.numel() for n, p in OddModel().named_parameters() if p.requires_grad and n[:5] not in ("unuse", "somet")
+    )
+    assert sum(num_moments for _, num_moments in results) == 2 * num_used
 
 
-def in_groups() -> float:
-    """Ranks 0 and 2 train one model together, ranks 1 and 3 another; one of a group has another seed than its first."""
+def train_in_two_groups() -> float:
+    """Train one model on ranks 0 and 2 and another on ranks 1 and 3; return the max difference from one process.
+
+    The second rank of each group has another seed than the first.
+    """
     rank = dist.get_rank()
     group = [dist.new_group([first, first + 2]) for first in range(2)][rank % 2]
     torch.manual_seed(rank % 2)
-    whole = Odd()
+    single = OddModel()
     torch.manual_seed(rank)
-    model = Odd()
-    model.frozen.load_state_dict(whole.frozen.state_dict())
-    ours = sharded(model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-2)
-    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    model = OddModel()
+    model.frozen.load_state_dict(single.frozen.state_dict())
+    sharded = make_sharded(model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-2)
+    reference = torch.optim.AdamW(single.parameters(), lr=1e-2)
     for step in range(5):
         for r in (rank % 2, rank % 2 + 2):
             x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(10 * step + r))
-            (loss_of(whole, x, with_sometimes=r == 0) / 2).backward()
+            (compute_loss(single, x, with_sometimes=r == 0) / 2).backward()
             if r == rank:
-                loss_of(model, x, with_sometimes=r == 0).backward()
-        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        assert ours.clip_grad_norm_(0.5).item() == pytest.approx(norm.item(), rel=1e-5)
-        for optimizer in (ours, theirs):
+                compute_loss(model, x, with_sometimes=r == 0).backward()
+        norm = nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+        assert sharded.clip_grad_norm_(0.5).item() == pytest.approx(norm.item(), rel=1e-5)
+        for optimizer in (sharded, reference):
             optimizer.step()
             optimizer.zero_grad()
-    return max((a - b).abs().max().item() for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    return max((a - b).abs().max().item() for a, b in zip(model.parameters(), single.parameters(), strict=True))
 
 
-def test_groups_of_ranks_train_models_of_their_own():
-    """Each of two process groups begins with its first rank's weights, and ends with those of one process that had the
-    group's micro-batches: nothing of the other group's gets in."""
-    assert max(run_on_ranks(in_groups, 4, timeout=30)) <= 1e-6
+def test_groups_of_ranks_train_separate_models():
+    """Each of two groups starts with its first rank's weights and matches one process with the data of the group."""
+    assert max(run_on_ranks(train_in_two_groups, 4)) <= 1e-6
 
 
 def test_a_bucket_has_one_dtype():
-    """Interleaved parameters of two dtypes lie in a bucket for each, keep their dtypes, and are all updated."""
+    """Interleaved parameters of two dtypes get one bucket per dtype, keep their dtypes, and are all updated."""
     params = [nn.Parameter(torch.ones(40, dtype=(torch.float32, torch.bfloat16)[i % 2])) for i in range(6)]
     optimizer = Zero1Optimizer(params, torch.optim.SGD, lr=0.5)
     torch.stack([p.float().sum() for p in params]).sum().backward()
@@ -215,58 +235,68 @@ def test_a_bucket_has_one_dtype():
     assert all(p.eq(0.5).all() for p in params)
 
 
-# ---- what is sent, and when
+# ---- overlap of communication and computation
 
 
-def sent_in_backward() -> dict[str, Any]:
+def record_reductions_in_backward() -> dict[str, Any]:
+    """Record how many reductions have started before the first layer's gradient is complete.
+
+    Also count the collectives of the micro-batches that do not synchronize gradients.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1.2e-3)
-    early = []
-    model[0].bias.register_post_accumulate_grad_hook(lambda _: early.append(optimizer._sent))
-    silent = []
+    started_counts = []
+    model[0].bias.register_post_accumulate_grad_hook(lambda _: started_counts.append(optimizer._num_started))
+    unsynced_collectives = []
     for _ in range(3):
         optimizer.require_backward_grad_sync = False
         with Traffic() as traffic:
             model(torch.ones(2, 16)).sum().backward()
-        silent.append(len(traffic.rows))
+        unsynced_collectives.append(len(traffic.rows))
         optimizer.require_backward_grad_sync = True
         model(torch.ones(2, 16)).sum().backward()
         optimizer.step()
-    return {"early": early, "silent": silent, "buckets": len(optimizer.buckets)}
+    return {"started": started_counts, "unsynced": unsynced_collectives, "buckets": len(optimizer.buckets)}
 
 
 def test_reduction_overlaps_with_backward():
-    """From the first backward on, all buckets but the last are on their way before the first layer's gradient is
-    there; a micro-batch that is not the last sends nothing."""
-    for found in run_on_ranks(sent_in_backward, 2):
-        assert found["buckets"] == 6
-        assert found["early"] == [0, 5] * 3
-        assert found["silent"] == [0, 0, 0]
+    """From the first step on, all reductions but the last start before the first layer's gradient is complete.
+
+    A micro-batch that is not the last communicates nothing.
+    """
+    for counts in run_on_ranks(record_reductions_in_backward, 2):
+        assert counts["buckets"] == 6
+        assert counts["started"] == [0, 5] * 3
+        assert counts["unsynced"] == [0, 0, 0]
 
 
-def sent_in_step() -> list[tuple[int, int]]:
-    """When a bucket is updated: its number, and how many others are being gathered by then."""
+def record_all_gathers_in_step() -> list[tuple[int, int]]:
+    """Return the number of each updated bucket, and how many other buckets are being all-gathered then."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1.2e-3)
-    seen = []
+    updates = []
     for number, bucket in enumerate(optimizer.buckets):
         assert bucket.inner is not None
         bucket.inner.register_step_pre_hook(
-            lambda *_, number=number: seen.append((number, sum(b.work is not None for b in optimizer.buckets)))
+            lambda *_, number=number: updates.append((number, sum(b.work is not None for b in optimizer.buckets)))
         )
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
-    return seen
+    return updates
 
 
-def test_gathering_overlaps_with_the_update():
-    """A bucket is on its way while the next is updated, and what the forward needs first, the last bucket, is first."""
-    assert run_on_ranks(sent_in_step, 2) == [[(5, 0), (4, 1), (3, 2), (2, 3), (1, 4), (0, 5)]] * 2
+def test_all_gather_overlaps_with_the_update():
+    """A bucket is all-gathered while the next one is updated. The last bucket is first: the forward needs it first."""
+    assert run_on_ranks(record_all_gathers_in_step, 2) == [[(5, 0), (4, 1), (3, 2), (2, 3), (1, 4), (0, 5)]] * 2
 
 
-def orders_differ() -> tuple[list[int], list[float]]:
-    """Each rank uses its layers in another order, and leaves another one out."""
+def train_with_different_orders() -> tuple[list[int], list[float]]:
+    """Train on ranks that use the layers in different orders; each rank omits a different layer.
+
+    Returns:
+        The order in which buckets are reduced, and how far each layer moved.
+    """
     rank = dist.get_rank()
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
@@ -280,46 +310,53 @@ def orders_differ() -> tuple[list[int], list[float]]:
             x = torch.tanh(layers[i](x))
         x.sum().backward()
         optimizer.step()
-    return optimizer._order, [
+    return optimizer._bucket_order, [
         float((layer.weight - old).abs().sum()) for layer, old in zip(layers, before, strict=True)
     ]
 
 
-def test_ranks_may_fill_their_buckets_in_different_orders():
-    """Ranks that use layers in different orders, and each leave another one out, still reduce the same buckets
-    together, in rank 0's order, and end with the same parameters."""
-    found = run_on_ranks(orders_differ, 3)
-    assert all(each == found[0] for each in found)
-    assert found[0][0] == [0, 1, 2, 3, 4, 5] and all(moved > 0 for moved in found[0][1])
+def test_ranks_can_fill_their_buckets_in_different_orders():
+    """Ranks that use layers in different orders, and omit different layers, end with the same parameters.
+
+    They still reduce the same buckets together, in rank 0's order.
+    """
+    results = run_on_ranks(train_with_different_orders, 3)
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == [0, 1, 2, 3, 4, 5] and all(distance > 0 for distance in results[0][1])
 
 
-def gathered_in_forward() -> tuple[list[float], bool]:
+def compare_gather_in_forward_and_in_step() -> tuple[list[float], bool]:
+    """Return the difference of each parameter, and whether parameters are pending after every step."""
     torch.manual_seed(0)
-    model = Odd()
-    other = copy.deepcopy(model)
-    ours, theirs = (sharded(m.parameters(), torch.optim.AdamW, lr=1e-2) for m in (model, other))
-    ours.gather_during_forward(model)
+    model = OddModel()
+    other_model = copy.deepcopy(model)
+    in_forward, in_step = (make_sharded(m.parameters(), torch.optim.AdamW, lr=1e-2) for m in (model, other_model))
+    in_forward.gather_during_forward(model)
     pending = []
     for step in range(6):
         x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(step + 100 * dist.get_rank()))
-        for m, optimizer in ((model, ours), (other, theirs)):
-            loss_of(m, x).backward()
+        for m, optimizer in ((model, in_forward), (other_model, in_step)):
+            compute_loss(m, x).backward()
             optimizer.step()
-        pending.append(any(bucket.work is not None for bucket in ours.buckets))
-    ours.wait_for_params()
-    return [(a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters(), strict=True)], all(
+        pending.append(any(bucket.work is not None for bucket in in_forward.buckets))
+    in_forward.wait_for_params()
+    return [(a - b).abs().max().item() for a, b in zip(model.parameters(), other_model.parameters(), strict=True)], all(
         pending
     )
 
 
 def test_parameters_can_be_gathered_during_the_next_forward():
-    """With gather_during_forward, step returns while parameters are on their way, and nothing else differs."""
-    for gaps, pending in run_on_ranks(gathered_in_forward, 4):
+    """With gather_during_forward, step returns while parameters are being all-gathered. Their values do not change."""
+    for gaps, pending in run_on_ranks(compare_gather_in_forward_and_in_step, 4):
         assert max(gaps) == 0.0 and pending
 
 
-def gathered_late(read: str) -> bool:
-    """Rank 1 sends its part of a layer that the next forward leaves out half a second late."""
+def read_after_late_gather(reader: str) -> bool:
+    """Delay rank 1's shard of a layer that the next forward does not use, then read that layer.
+
+    Returns:
+        Whether the all-gather of the layer is complete after the read.
+    """
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
     optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=2e-4)
@@ -330,51 +367,54 @@ def gathered_late(read: str) -> bool:
         unused.inner.register_step_post_hook(lambda *_: time.sleep(0.5))
     model[1](model[0](torch.ones(1, 8))).sum().backward()
     optimizer.step()
-    on_its_way = unused.work
-    if read == "backward":
+    pending_work = unused.work
+    if reader == "backward":
         model[0](torch.ones(1, 8)).sum().backward()
     else:
         training_state(model, optimizer)
-    assert on_its_way is not None
-    return on_its_way.is_completed()
+    assert pending_work is not None
+    return pending_work.is_completed()
 
 
-@pytest.mark.parametrize("read", ["backward", "checkpoint"])
-def test_a_gather_is_waited_for_where_no_forward_does(read):
-    """A bucket that the forward left out is whole before its gradients are sent, and before it is saved."""
-    assert all(run_on_ranks(gathered_late, 2, read))
+@pytest.mark.parametrize("reader", ["backward", "checkpoint"])
+def test_backward_and_checkpoint_wait_for_a_pending_gather(reader):
+    """A bucket that the forward does not use is complete before its gradients are reduced and before it is saved."""
+    assert all(run_on_ranks(read_after_late_gather, 2, reader))
 
 
 # ---- bfloat16
 
 
-def low_precision(device: str) -> dict[str, Any]:
+def train_in_bf16(device: str) -> dict[str, Any]:
+    """Train 30 steps in bf16, sharded and unsharded, and compare parameters, bytes of state and dtypes."""
     torch.manual_seed(0)
-    rank, ranks, where = dist.get_rank(), dist.get_world_size(), place(device)
-    model = nn.Sequential(nn.Embedding(33, 17), nn.Linear(17, 33)).to(where, torch.bfloat16)
-    whole = copy.deepcopy(model)
-    optimizer = sharded(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    masters = [p.detach().float() for p in whole.parameters()]
+    rank, ranks, rank_device = dist.get_rank(), dist.get_world_size(), select_device(device)
+    model = nn.Sequential(nn.Embedding(33, 17), nn.Linear(17, 33)).to(rank_device, torch.bfloat16)
+    reference_model = copy.deepcopy(model)
+    optimizer = make_sharded(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    masters = [p.detach().float() for p in reference_model.parameters()]
     reference = torch.optim.AdamW(masters, lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     for _ in range(30):
-        xs = torch.randint(0, 33, (ranks, 4, 6), generator=generator).to(where)
-        loss_of(model, xs[rank]).backward()
+        xs = torch.randint(0, 33, (ranks, 4, 6), generator=generator).to(rank_device)
+        compute_loss(model, xs[rank]).backward()
         optimizer.step()
         sums = [torch.zeros_like(m) for m in masters]
         for x in xs:
-            whole.zero_grad()
-            loss_of(whole, x).backward()
-            for total, param in zip(sums, whole.parameters(), strict=True):
+            reference_model.zero_grad()
+            compute_loss(reference_model, x).backward()
+            for total, param in zip(sums, reference_model.parameters(), strict=True):
                 total += param.grad.float() / ranks
         for master, grad in zip(masters, sums, strict=True):
             master.grad = grad
         reference.step()
-        for param, master in zip(whole.parameters(), masters, strict=True):
+        for param, master in zip(reference_model.parameters(), masters, strict=True):
             param.data.copy_(master)
     shards = list(optimizer.shards())
     return {
-        "gap": max((a - b).abs().max().item() for a, b in zip(model.parameters(), whole.parameters(), strict=True)),
+        "gap": max(
+            (a - b).abs().max().item() for a, b in zip(model.parameters(), reference_model.parameters(), strict=True)
+        ),
         "bytes": sum(v.nbytes for _, items in shards for v in items.values() if v.dim()),
         "dtypes": {str(v.dtype) for _, items in shards for v in items.values()},
     }
@@ -382,28 +422,31 @@ def low_precision(device: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_bf16_parameters_have_an_fp32_master(ranks, device, need_ranks):
-    """bf16 parameters are updated through an fp32 copy of each shard: 12P/N bytes, and updates too small for bf16 add
-    up as they do in one process."""
+    """bf16 parameters are updated through an fp32 copy of each shard, so updates that are too small for bf16 add up.
+
+    The state is 12P/N bytes per rank.
+    """
     need_ranks(ranks)
-    found = run_on_ranks(low_precision, ranks, device, device=device)
+    results = run_on_ranks(train_in_bf16, ranks, device, device=device)
     params = 33 * 17 + 17 * 33 + 33
-    assert sum(each["bytes"] for each in found) == 12 * params
-    for each in found:
-        assert each["dtypes"] == {"torch.float32"}
-        assert each["gap"] <= 1e-2  # one step of bf16 at 1 is 7.8e-3; 30 updates of 1e-3 would vanish without a master
+    assert sum(result["bytes"] for result in results) == 12 * params
+    for result in results:
+        assert result["dtypes"] == {"torch.float32"}
+        assert result["gap"] <= 1e-2  # bf16 spacing at 1: 7.8e-3; without a master, 30 updates of 1e-3 would be lost
 
 
-# ---- as any optimizer of torch
+# ---- the interface of torch.optim.Optimizer
 
 
-def as_any_optimizer(dtype: torch.dtype) -> dict[str, Any]:
+def use_torch_optimizer_interface(dtype: torch.dtype) -> dict[str, Any]:
+    """Use groups, a scheduler, closures, hooks and state_dict, and return what the test checks."""
     torch.manual_seed(0)
-    model = Odd().to(dtype)
-    optimizer = sharded(
+    model = OddModel().to(dtype)
+    optimizer = make_sharded(
         [p for n, p in model.named_parameters() if "head" not in n and "scale" not in n], torch.optim.Adam
     )
     optimizer.add_param_group({"params": [model.scale], "lr": 0.5})
-    at_first = optimizer.state_dict()
+    initial_state = optimizer.state_dict()
     with pytest.raises(ValueError, match="share memory"):
         optimizer.add_param_group({"params": [nn.Parameter(model.scale.data)]})
     with pytest.raises(RuntimeError, match="no rank has a gradient"):
@@ -414,7 +457,7 @@ def as_any_optimizer(dtype: torch.dtype) -> dict[str, Any]:
     x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def closure() -> Tensor:
-        loss = loss_of(model, x)
+        loss = compute_loss(model, x)
         loss.backward()
         return loss.detach()
 
@@ -423,93 +466,95 @@ def as_any_optimizer(dtype: torch.dtype) -> dict[str, Any]:
         losses.append(float(optimizer.step(closure)))
         scheduler.step()
         optimizer.zero_grad()
-    saved = copy.deepcopy(optimizer.state_dict())
-    at_save = [p.detach().clone() for p in model.parameters()]
-    after = float(optimizer.step(closure))
-    moved = [p.detach().clone() for p in model.parameters()]
-    same = []
-    for _ in range(2):  # what was loaded is not used up
+    saved_state = copy.deepcopy(optimizer.state_dict())
+    saved_params = [p.detach().clone() for p in model.parameters()]
+    next_loss = float(optimizer.step(closure))
+    next_params = [p.detach().clone() for p in model.parameters()]
+    matches = []
+    for _ in range(2):  # loading does not change the saved state
         with torch.no_grad():
-            for param, value in zip(model.parameters(), at_save, strict=True):
+            for param, value in zip(model.parameters(), saved_params, strict=True):
                 param.copy_(value)
         for group in optimizer.param_groups:
             group["lr"] = 9.0
-        optimizer.load_state_dict(saved)
-        same.append(after == float(optimizer.step(closure)))
-        same += [torch.equal(a, b) for a, b in zip(moved, model.parameters(), strict=True)]
+        optimizer.load_state_dict(saved_state)
+        matches.append(next_loss == float(optimizer.step(closure)))
+        matches += [torch.equal(a, b) for a, b in zip(next_params, model.parameters(), strict=True)]
     rates = [group["lr"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(at_first)
+    optimizer.load_state_dict(initial_state)
     return {
         "losses": losses,
         "rates": rates,
         "calls": len(calls),
-        "same": all(same),
-        "empty": not any(optimizer.state.values()),
+        "is_restored": all(matches),
+        "is_state_empty": not any(optimizer.state.values()),
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_an_optimizer_like_any_other(dtype):
-    """Groups added later, schedulers, closures, hooks and state_dict work, masters and learning rates included, and it
-    goes on after a group and a step that it refused."""
-    for each in run_on_ranks(as_any_optimizer, 2, dtype):
-        assert each["rates"] == [1e-3 / 8, 0.5 / 8] and each["same"] and each["empty"]
-        assert each["losses"][2] < each["losses"][0] and each["calls"] == 6
+def test_it_has_the_interface_of_torch_optimizers(dtype):
+    """Groups added later, schedulers, closures, hooks and state_dict work; masters and learning rates are restored.
+
+    The optimizer still works after it has refused a group and a step.
+    """
+    for result in run_on_ranks(use_torch_optimizer_interface, 2, dtype):
+        assert result["rates"] == [1e-3 / 8, 0.5 / 8] and result["is_restored"] and result["is_state_empty"]
+        assert result["losses"][2] < result["losses"][0] and result["calls"] == 6
 
 
 def test_a_state_of_another_rank_or_model_is_refused():
-    """load_state_dict takes what this rank gave, and no other's."""
+    """load_state_dict accepts only the state that the same rank saved for the same model."""
 
-    def take_the_others(other: int) -> None:
+    def load_other_state(index: int) -> None:
         model = nn.Linear(16, 16, bias=False)
-        optimizers = [sharded(m.parameters(), torch.optim.Adam) for m in (model, nn.Linear(8, 8, bias=False))]
+        optimizers = [make_sharded(m.parameters(), torch.optim.Adam) for m in (model, nn.Linear(8, 8, bias=False))]
         for optimizer in optimizers:
             for param in optimizer.param_groups[0]["params"]:
                 param.sum().backward()
             optimizer.step()
         states: list[Any] = [None, None]
         dist.all_gather_object(states, optimizers[0].state_dict())
-        optimizers[0].load_state_dict(states[dist.get_rank()])  # its own
-        optimizers[other].load_state_dict(states[dist.get_rank() if other else 0])
+        optimizers[0].load_state_dict(states[dist.get_rank()])  # this rank's state
+        optimizers[index].load_state_dict(states[dist.get_rank() if index else 0])
 
-    for other in (0, 1):  # rank 0's on rank 1; another model's
-        with pytest.raises(RankFailed, match="of another model, rank or number of ranks"):
-            run_on_ranks(take_the_others, 2, other)
+    for index in (0, 1):  # the state of rank 0 on rank 1; the state of another model
+        with pytest.raises(RankFailed, match="belongs to another model, rank or number of ranks"):
+            run_on_ranks(load_other_state, 2, index)
 
 
-def run_the_script(text: str) -> list[Tensor]:
+def run_script(script: str) -> list[Tensor]:
     names: dict[str, Any] = {}
-    exec(compile(text, "mine.py", "exec"), names)
+    exec(compile(script, "mine.py", "exec"), names)
     return [names["loss"].detach(), *(p.detach() for p in names["model"].parameters())]
 
 
 def test_the_script_in_the_notes_runs():
-    """The script in IMPLEMENTATION.md learns, and leaves the same parameters on every rank."""
+    """The script in IMPLEMENTATION.md reduces the loss and ends with the same parameters on every rank."""
     text = (ROOT / "phase1_zero1/IMPLEMENTATION.md").read_text()
     (script,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    found = run_on_ranks(run_the_script, 4, script, show=False)
-    assert found[0][0] < 1.0
-    assert all(torch.equal(a, b) for each in found for a, b in zip(each[1:], found[0][1:], strict=True))
+    results = run_on_ranks(run_script, 4, script, show=False)
+    assert results[0][0] < 1.0
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result[1:], results[0][1:], strict=True))
 
 
-def test_the_script_ends_well(tmp_path):
-    """As a program, right after whose last step Python ends: nothing of gloo's threads may want Python any more."""
+def test_the_script_exits_cleanly(tmp_path):
+    """As a program, the script exits right after its last step. No thread of gloo may call Python after that."""
     text = (ROOT / "phase1_zero1/IMPLEMENTATION.md").read_text()
     (tmp_path / "mine.py").write_text(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0])
-    words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "mine.py"]
-    for program in [Program(*words, cwd=tmp_path, PYTHONPATH=str(ROOT)) for _ in "123"]:
+    arguments = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "mine.py"]
+    for program in [Program(*arguments, cwd=tmp_path, PYTHONPATH=str(ROOT)) for _ in range(3)]:
         output, _ = program.communicate()
         assert program.returncode == 0 and "loss 0." in output, output
 
 
-def without_a_group() -> float:
-    """In a process that never made a process group."""
-    model = Odd()
-    optimizer = sharded(model.parameters(), torch.optim.AdamW, lr=1e-2)
+def train_without_process_group() -> float:
+    """Train 5 steps in a process without a process group, and return how much the loss decreases."""
+    model = OddModel()
+    optimizer = make_sharded(model.parameters(), torch.optim.AdamW, lr=1e-2)
     x = torch.arange(24).view(4, 6)
     losses = []
     for _ in range(5):
-        loss = loss_of(model, x)
+        loss = compute_loss(model, x)
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -518,94 +563,99 @@ def without_a_group() -> float:
 
 
 def test_one_process_needs_no_process_group():
-    """A plain script without ranks uses the same class."""
-    assert not dist.is_initialized() and without_a_group() > 0
+    """A plain script without ranks can use the same class."""
+    assert not dist.is_initialized() and train_without_process_group() > 0
 
 
-def test_a_second_optimizer_may_follow_the_first():
-    """A model keeps no optimizer alive: the first one's memory is given back, and the next one has the gradients."""
-    model = Odd()
-    first = sharded(model.parameters(), torch.optim.SGD, lr=0.1)
-    gone = weakref.ref(first)
+def test_a_second_optimizer_can_replace_the_first():
+    """A model keeps no optimizer alive: deleting the first frees its memory, and the second receives the gradients."""
+    model = OddModel()
+    first = make_sharded(model.parameters(), torch.optim.SGD, lr=0.1)
+    first_reference = weakref.ref(first)
     del first
-    assert gone() is None
+    assert first_reference() is None
     before = model.up.weight.detach().clone()
-    second = sharded(model.parameters(), torch.optim.SGD, lr=0.1)
-    loss_of(model, torch.arange(24).view(4, 6)).backward()
+    second = make_sharded(model.parameters(), torch.optim.SGD, lr=0.1)
+    compute_loss(model, torch.arange(24).view(4, 6)).backward()
     second.step()
     assert not torch.equal(model.up.weight, before)
 
 
-def skipped_steps(uneven: bool) -> tuple[float, list[int]]:
-    """Backward passes whose gradients are dropped, before the first step and later; `uneven`: of other parameters on
-    each rank."""
+def train_with_dropped_gradients(is_uneven: bool) -> tuple[float, list[int]]:
+    """Train, and run backward passes whose gradients are dropped, before the first step and later.
+
+    If `is_uneven`, the dropped gradients belong to different parameters on each rank.
+    """
     torch.manual_seed(0)
-    model = Odd()
-    other = copy.deepcopy(model)
-    ours, theirs = sharded(model.parameters(), torch.optim.AdamW), sharded(other.parameters(), torch.optim.AdamW)
+    model = OddModel()
+    plain = copy.deepcopy(model)
+    skipping, reference = (
+        make_sharded(model.parameters(), torch.optim.AdamW),
+        make_sharded(plain.parameters(), torch.optim.AdamW),
+    )
     for step in range(4):
         x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
         for _ in range(2 if step in (0, 2) else 0):
-            if uneven and dist.get_rank():
+            if is_uneven and dist.get_rank():
                 model.unused(torch.ones(1, 5)).sum().backward()
             else:
-                loss_of(model, x).backward()
-            ours.zero_grad()
-        for m, optimizer in ((model, ours), (other, theirs)):
-            loss_of(m, x).backward()
+                compute_loss(model, x).backward()
+            skipping.zero_grad()
+        for m, optimizer in ((model, skipping), (plain, reference)):
+            compute_loss(m, x).backward()
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
-    gap = max((a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    return gap, sorted(ours._order)
+    gap = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    return gap, sorted(skipping._bucket_order)
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_steps_may_be_skipped(uneven):
-    """zero_grad drops a backward that has sent its gradients, before the first step too; nothing of it is left."""
-    for gap, order in run_on_ranks(skipped_steps, 2, uneven):
+@pytest.mark.parametrize("is_uneven", [False, True])
+def test_zero_grad_drops_reduced_gradients(is_uneven):
+    """zero_grad drops gradients that are being reduced, also before the first step. Later steps are not affected."""
+    for gap, order in run_on_ranks(train_with_dropped_gradients, 2, is_uneven):
         assert gap == 0.0 and order == list(range(len(order)))
 
 
-def others_talk_too() -> float:
-    """A layer that rank 1 does not use, and an all-reduce of the user's between backward and step."""
+def train_with_user_all_reduce() -> float:
+    """Train with a layer that rank 1 does not use, and call an all-reduce between backward and step."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
-    whole = copy.deepcopy(layers)
+    unsharded = copy.deepcopy(layers)
     optimizer = Zero1Optimizer(layers.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=2e-4)
-    reference = torch.optim.SGD(whole.parameters(), lr=0.1)
+    reference = torch.optim.SGD(unsharded.parameters(), lr=0.1)
     for _ in range(3):
         total = torch.zeros(64)
         for r in range(2):
             x = torch.full((1, 8), 0.1 * (1 + r))
             for i in (0, 2) if r else (0, 1, 2):
-                x = torch.tanh(whole[i](x))
+                x = torch.tanh(unsharded[i](x))
             (x.sum() / 2).backward()
         x = torch.full((1, 8), 0.1 * (1 + rank))
         for i in (0, 2) if rank else (0, 1, 2):
             x = torch.tanh(layers[i](x))
         x.sum().backward()
         total += 1 + rank
-        dist.all_reduce(total)  # as large as a bucket: mixed up with one, it would pass unnoticed
+        dist.all_reduce(total)  # as large as a bucket: if it paired with one, no error would be raised
         optimizer.step()
         reference.step()
         reference.zero_grad()
         assert total.eq(3).all()
-    return max((a - b).abs().max().item() for a, b in zip(layers.parameters(), whole.parameters(), strict=True))
+    return max((a - b).abs().max().item() for a, b in zip(layers.parameters(), unsharded.parameters(), strict=True))
 
 
-def test_all_is_sent_when_backward_ends():
-    """What a user sends between backward and step does not meet the buckets of a rank that left a parameter out."""
-    assert max(run_on_ranks(others_talk_too, 2)) <= 1e-6
+def test_all_reductions_have_started_when_backward_ends():
+    """A user's all-reduce between backward and step never pairs with the bucket of a rank that omits a parameter."""
+    assert max(run_on_ranks(train_with_user_all_reduce, 2)) <= 1e-6
 
 
-def a_group_joins_later() -> float:
+def add_group_after_gather_during_forward() -> float:
     torch.manual_seed(0)
-    models = [Odd(), Odd()]
+    models = [OddModel(), OddModel()]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = []
     for m in models:
-        optimizers.append(sharded([p for n, p in m.named_parameters() if "up" not in n], torch.optim.SGD, lr=0.1))
+        optimizers.append(make_sharded([p for n, p in m.named_parameters() if "up" not in n], torch.optim.SGD, lr=0.1))
         if m is models[0]:
             optimizers[0].gather_during_forward(m)
     for step in range(4):
@@ -614,21 +664,21 @@ def a_group_joins_later() -> float:
                 optimizer.add_param_group({"params": list(m.up.parameters())})
         x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
         for m, optimizer in zip(models, optimizers, strict=True):
-            loss_of(m, x).backward()
+            compute_loss(m, x).backward()
             optimizer.step()
-            assert not any(b.work for b in optimizer.buckets if b not in optimizer._awaited)
+            assert not any(b.work for b in optimizer.buckets if b not in optimizer._deferred_buckets)
             optimizer.zero_grad()
-            m.zero_grad()  # of what is not in a group yet
+            m.zero_grad()  # for parameters that are not in a group yet
     optimizers[0].wait_for_params()
     return max((a - b).abs().max().item() for a, b in zip(*(m.parameters() for m in models), strict=True))
 
 
-def test_a_group_may_join_after_the_forward_gathers():
-    """step waits for whatever no module's forward waits for."""
-    assert run_on_ranks(a_group_joins_later, 2) == [0.0, 0.0]
+def test_a_group_can_be_added_after_gather_during_forward():
+    """step waits for the buckets that no module's forward waits for."""
+    assert run_on_ranks(add_group_after_gather_during_forward, 2) == [0.0, 0.0]
 
 
-def bf16_muon() -> bool:
+def update_bf16_model_with_muon() -> bool:
     from nanoGPT.model import GPT, GPTConfig
     from nanoGPT.train_config import TrainConfig
     from phase1_zero1.muon import Zero1Muon
@@ -639,33 +689,36 @@ def bf16_muon() -> bool:
     x = torch.arange(8)[None]
     model(x, x)[1].backward()
     optimizer.step()
-    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-    return all(moved) and all(p.isfinite().all() for p in model.parameters())
+    changes = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    return all(changes) and all(p.isfinite().all() for p in model.parameters())
 
 
 def test_muon_has_masters_too():
-    """A bf16 model's matrices are updated by their owners through fp32 masters."""
-    assert all(run_on_ranks(bf16_muon, 2))
+    """The owner of a bf16 matrix updates it through an fp32 master."""
+    assert all(run_on_ranks(update_bf16_model_with_muon, 2))
 
 
-def muon_in_groups() -> float:
-    """Ranks 0 and 2 train one model with Muon, ranks 1 and 3 another, from the same micro-batches within a group."""
+def train_muon_in_two_groups() -> float:
+    """Train one model with Muon on ranks 0 and 2 and another on ranks 1 and 3; compare each with one process.
+
+    The ranks of a group have the same micro-batches.
+    """
     from nanoGPT.model import GPT, GPTConfig
     from nanoGPT.optim import configure_muon
     from nanoGPT.train_config import TrainConfig
     from phase1_zero1.muon import Zero1Muon
 
-    which = dist.get_rank() % 2
-    group = [dist.new_group([first, first + 2]) for first in range(2)][which]
+    group_index = dist.get_rank() % 2
+    group = [dist.new_group([first, first + 2]) for first in range(2)][group_index]
     models = [GPT(GPTConfig(1, 2, 16, 8, False, 32)) for _ in range(2)]
     for model in models:
-        model.init_weights(which)
+        model.init_weights(group_index)
     config = TrainConfig(learning_rate=0.1)
     for model, optimizer in zip(
         models, (Zero1Muon(models[0], config, process_group=group), configure_muon(models[1], config)), strict=True
     ):
         for _ in range(2):
-            x = torch.arange(8)[None] + which
+            x = torch.arange(8)[None] + group_index
             model(x, x)[1].backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -673,74 +726,74 @@ def muon_in_groups() -> float:
 
 
 def test_muon_works_in_a_group_of_ranks():
-    """Owners are ranks of the process group: each of two groups ends with the parameters of one process."""
-    assert max(run_on_ranks(muon_in_groups, 4, timeout=30)) <= 1e-5
+    """Owners are ranks of the process group: each of two groups matches the parameters of one process."""
+    assert max(run_on_ranks(train_muon_in_two_groups, 4)) <= 1e-5
 
 
 # ---- wrong use
 
 
-class Mine(torch.optim.AdamW):
+class CustomAdamW(torch.optim.AdamW):
     pass
 
 
-def wrong(case: str) -> None:
-    model = Odd()
+def trigger_error(case: str) -> None:
+    model = OddModel()
     x = torch.zeros(2, 6, dtype=torch.long)
     params = list(model.parameters())
     if case == "class":
-        sharded(params, torch.optim.Adafactor)
+        make_sharded(params, torch.optim.Adafactor)
     elif case == "unknown class":
-        sharded(params, Mine)
+        make_sharded(params, CustomAdamW)
     elif case == "devices":
-        sharded([*params, nn.Parameter(torch.zeros(3, device="meta"))], torch.optim.SGD)
+        make_sharded([*params, nn.Parameter(torch.zeros(3, device="meta"))], torch.optim.SGD)
     elif case == "complex":
-        sharded([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], torch.optim.SGD)
+        make_sharded([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], torch.optim.SGD)
     elif case == "memory":
-        sharded([nn.Parameter(params[0].data), *params], torch.optim.SGD)
+        make_sharded([nn.Parameter(params[0].data), *params], torch.optim.SGD)
     elif case == "ranks":
-        sharded(params[: 3 + dist.get_rank()], torch.optim.SGD)
+        make_sharded(params[: 3 + dist.get_rank()], torch.optim.SGD)
     elif case == "outsider":
         first = dist.new_group([0])
-        sharded(params, torch.optim.SGD, process_group=first if dist.get_rank() else None)
+        make_sharded(params, torch.optim.SGD, process_group=first if dist.get_rank() else None)
     elif case == "lr":
-        sharded(params, torch.optim.SGD, lr=-1.0)
+        make_sharded(params, torch.optim.SGD, lr=-1.0)
     elif case == "keyword":
-        sharded(params, torch.optim.SGD, learning_rate=1.0)
+        make_sharded(params, torch.optim.SGD, learning_rate=1.0)
     elif case == "sparse":
         embedding = nn.Embedding(5, 3, sparse=True)
-        sharded_one = sharded(embedding.parameters(), torch.optim.SGD)
+        optimizer = make_sharded(embedding.parameters(), torch.optim.SGD)
         embedding(torch.tensor([1])).sum().backward()
-        sharded_one.step()
+        optimizer.step()
     else:
-        optimizer = sharded(params, torch.optim.SGD)
+        optimizer = make_sharded(params, torch.optim.SGD)
         if case == "no backward":
             optimizer.step()
         elif case == "twice":
-            loss_of(model, x).backward()
-            loss_of(model, x).backward()
+            compute_loss(model, x).backward()
+            compute_loss(model, x).backward()
         elif case == "after reducing":
-            loss_of(model, x).backward()
+            compute_loss(model, x).backward()
             optimizer.reduce_gradients()
             model.unused(torch.ones(1, 5)).sum().backward()
         elif case == "late group":
-            loss_of(model, x).backward()
+            compute_loss(model, x).backward()
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         elif case == "moved":
             model.double()
-            loss_of(model, x).backward()
+            compute_loss(model, x).backward()
             optimizer.step()
 
 
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("class", "Adafactor is not known to treat every element by itself.*elementwise=True"),
-        ("unknown class", "Mine is not known"),
+        ("class", "Adafactor is not known to be elementwise.*elementwise=True"),
+        ("unknown class", "CustomAdamW is not known"),
         ("devices", "parameters are on cpu and meta"),
         ("complex", "torch.complex64 cannot be sharded"),
         ("memory", "two parameters share memory"),
-        ("ranks", "ranks give different parameters"),
+        ("ranks", "ranks have different parameters"),
         ("lr", "Invalid learning rate"),
         ("keyword", "unexpected keyword argument 'learning_rate'"),
         ("sparse", "a gradient is sparse.*sparse=False"),
@@ -748,20 +801,21 @@ def wrong(case: str) -> None:
         ("twice", "a second backward.*require_backward_grad_sync"),
         ("after reducing", "a second backward.*require_backward_grad_sync"),
         ("late group", "between backward.. and step"),
-        ("moved", "has left its bucket"),
+        ("moved", "no longer points into its bucket"),
         ("outsider", "not in the process group"),
     ],
 )
-def test_wrong_use_is_one_clear_error(case, words):
-    """Each wrong use raises at once, with a sentence that says what to do."""
+def test_wrong_use_raises_one_clear_error(case, words):
+    """Each wrong use raises an error immediately, with a sentence that states what to do."""
     with pytest.raises(RankFailed, match=words):
-        run_on_ranks(wrong, 2, case)
+        run_on_ranks(trigger_error, 2, case)
 
 
-def test_a_class_may_be_said_to_be_elementwise():
-    """elementwise=True lets in a class that torch does not have."""
+def test_a_class_can_be_declared_elementwise():
+    """elementwise=True accepts a class that torch does not have."""
 
-    def said(params: Any, kind: type, **options: Any) -> Zero1Optimizer:
-        return sharded(params, kind, elementwise=True, **options)
+    def make_declared(params: Any, optimizer_class: type, **options: Any) -> Zero1Optimizer:
+        return make_sharded(params, optimizer_class, elementwise=True, **options)
 
-    assert run_on_ranks(both, 2, said, Mine, {"lr": 1e-2}, "cpu")[0]["gap"] <= 1e-6
+    result, _ = run_on_ranks(compare_with_unsharded, 2, make_declared, CustomAdamW, {"lr": 1e-2}, "cpu")
+    assert result["gap"] <= 1e-6

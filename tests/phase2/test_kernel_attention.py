@@ -1,4 +1,4 @@
-"""Causal attention's kernels, interpreted, against plain torch in fp64."""
+"""Tests of the causal attention kernels in the interpreter, against plain torch in fp64."""
 
 import contextlib
 import importlib.util
@@ -10,44 +10,44 @@ from torch.nn import functional as F
 
 from phase2_triton.kernels import attention
 from phase2_triton.kernels.attention import causal_attention, reference, store_rows
-from phase2_triton.kernels.core import KernelError, jit, launch, tile, tl
+from phase2_triton.kernels.core import KernelError, jit, launch, next_power_of_2, tl
 from tests.helpers.kernels import (
     assert_as_exact_as_torch,
     assert_registered,
-    compile_whole,
-    fixed_normal,
+    compile_full_graph,
+    draw_normal,
     gap,
+    guard,
     guard_bands,
-    guarded,
 )
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
 
-def projection(B, nh, T, hs, dtype=torch.float32):
-    """What the model's heads are views of: (B, T, 3, nh, hs)."""
-    return fixed_normal((B, T, 3, nh, hs), 1).to(dtype).requires_grad_()
+def make_projection(B, nh, T, hs, dtype=torch.float32):
+    """Return a random projection (B, T, 3, nh, hs). As in the model, the heads are views of it."""
+    return draw_normal((B, T, 3, nh, hs), 1).to(dtype).requires_grad_()
 
 
-def heads(qkv):
-    """q, k and v, (B, nh, T, hs), without a copy."""
+def split_heads(qkv):
+    """Return q, k and v of shape (B, nh, T, hs) without a copy."""
     return qkv.permute(2, 0, 3, 1, 4).unbind()
 
 
-def ours(qkv):
-    return causal_attention(*heads(qkv))
+def run_kernels(qkv):
+    return causal_attention(*split_heads(qkv))
 
 
-def torchs(qkv):
-    return F.scaled_dot_product_attention(*heads(qkv), is_causal=True)
+def run_sdpa(qkv):
+    return F.scaled_dot_product_attention(*split_heads(qkv), is_causal=True)
 
 
-def same(many, others):
-    return all(torch.equal(a, b) for a, b in zip(many, others, strict=True))
+def are_equal(tensors, others):
+    return all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
 
 
-def philox(seed, *counters):
-    """Philox4x32-7's first word, by int64 whose low 32 bits count (Salmon et al. 2011)."""
+def compute_philox(seed, *counters):
+    """Return the first word of Philox4x32-7, computed in the low 32 bits of int64 (Salmon et al. 2011)."""
     low = 2**32 - 1
     k0, k1 = seed & low, seed >> 32
     c0, c1, c2, c3 = counters
@@ -58,194 +58,204 @@ def philox(seed, *counters):
     return c0
 
 
-def dropout_mask(seed, B, nh, T, p):
-    """What the kernels must keep, (B, nh, T, T), by plain torch."""
-    which = torch.arange(B * nh).view(B, nh, 1, 1)
-    bits = philox(seed, torch.arange(T), torch.arange(T)[:, None], which, torch.tensor(0))
-    folded = torch.where(bits < 2**31, bits, 2**32 - 1 - bits)  # 31 bits, as Triton makes a number in [0, 1) of it
+def compute_dropout_mask(seed, B, nh, T, p):
+    """Return the elements that the kernels must keep, (B, nh, T, T), computed in plain torch."""
+    head_index = torch.arange(B * nh).view(B, nh, 1, 1)
+    bits = compute_philox(seed, torch.arange(T), torch.arange(T)[:, None], head_index, torch.tensor(0))
+    folded = torch.where(bits < 2**31, bits, 2**32 - 1 - bits)  # Triton computes a number in [0, 1) from 31 bits
     return folded.float() * 4.6566127342e-10 >= p
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 3, 1, 16), (2, 2, 257, 24), (1, 1, 257, 64), (1, 3, 97, 80), (2, 1, 65, 128)])
 def test_attention_is_as_exact_as_torch(shape, dtype):
-    """Results and gradients, for ragged lengths and widths, from views into one projection."""
-    assert_as_exact_as_torch(ours, torchs, (projection(*shape, dtype),), gradient_factor=3.0)
+    """Results and gradients are as exact as torch's, for ragged lengths and widths, with views of one projection."""
+    assert_as_exact_as_torch(run_kernels, run_sdpa, (make_projection(*shape, dtype),), gradient_factor=3.0)
 
 
-@pytest.mark.parametrize(("block", "step", "together"), [(16, 64, 1), (64, 16, 2)])
-def test_any_tiles(block, step, together, monkeypatch):
-    """Blocks and steps of other sizes meet the diagonal elsewhere; a program may take one head or several."""
-    monkeypatch.setattr(attention, "config", lambda *_: {"block": block, "step": step, "heads": together})
-    assert_as_exact_as_torch(ours, torchs, (projection(1, 2, 97, 17),), gradient_factor=3.0)
+@pytest.mark.parametrize(("block", "step", "num_heads"), [(16, 64, 1), (64, 16, 2)])
+def test_any_tile_size_works(block, step, num_heads, monkeypatch):
+    """Other block and step sizes divide the diagonal differently. A program can compute one head or multiple heads."""
+    monkeypatch.setattr(attention, "select_config", lambda *_: {"block": block, "step": step, "heads": num_heads})
+    assert_as_exact_as_torch(run_kernels, run_sdpa, (make_projection(1, 2, 97, 17),), gradient_factor=3.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_large_scores(dtype):
-    """Scores of 1e4 and of -1e4 overflow nothing. A score that is rounded once in fp32 changes a result by as much as
-    the score is large, and how torch's own sums are rounded depends on the processor."""
-    qkv = projection(1, 2, 65, 64, dtype).detach()
+def test_large_scores_do_not_overflow(dtype):
+    """Scores of 1e4 and -1e4 do not overflow.
+
+    Rounding a score once in fp32 changes a result in proportion to the score. How torch rounds its own sums depends on
+    the processor, so the test allows this additional error.
+    """
+    qkv = make_projection(1, 2, 65, 64, dtype).detach()
     qkv[:, :, :2] *= 60
     largest = float(qkv[:, :, 0].double().norm(dim=-1).max() * qkv[:, :, 1].double().norm(dim=-1).max() / 8)
     assert largest > 1e4
     rounding = torch.finfo(torch.float32).eps * largest
-    assert_as_exact_as_torch(ours, torchs, (qkv.requires_grad_(),), gradient_factor=3.0, allowed=rounding)
+    assert_as_exact_as_torch(run_kernels, run_sdpa, (qkv.requires_grad_(),), gradient_factor=3.0, allowed=rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_dropout_is_the_reference_with_the_same_mask(dtype):
-    """Forward and both backward kernels drop what Philox in plain torch drops, and scale what is kept."""
+def test_dropout_matches_the_reference_with_the_same_mask(dtype):
+    """The forward and both backward kernels drop what Philox in plain torch drops, and scale the other elements."""
     B, nh, T, hs = 2, 2, 97, 24
     seed = torch.tensor([2**62 + 12345])
-    keep = dropout_mask(seed, B, nh, T, 0.2)
+    mask = compute_dropout_mask(seed, B, nh, T, 0.2)
 
-    def mine(qkv):
-        return attention.forward_op(*heads(qkv), seed, 0.2, 0.25)[0]
+    def run_with_dropout(qkv):
+        return attention.forward_op(*split_heads(qkv), seed, 0.2, 0.25)[0]
 
-    def plain(qkv):
-        return reference(*heads(qkv), 0.2, 0.25, keep)
+    def run_reference(qkv):
+        return reference(*split_heads(qkv), 0.2, 0.25, mask)
 
-    assert_as_exact_as_torch(mine, plain, (projection(B, nh, T, hs, dtype),), gradient_factor=3.0)
+    assert_as_exact_as_torch(
+        run_with_dropout, run_reference, (make_projection(B, nh, T, hs, dtype),), gradient_factor=3.0
+    )
 
 
 def test_the_masks_look_random():
-    """A fifth is dropped, in every head, and neighbours in each direction are dropped independently."""
+    """A fifth of the elements is dropped in every head, and neighbours in each direction are dropped independently."""
     B, nh, T, p = 2, 4, 128, 0.2
     torch.manual_seed(3)
     flat = torch.zeros(B, nh, T, T)
-    y = causal_attention(flat, flat, torch.eye(T).expand(B, nh, T, T), p)  # row i is its mask over i + 1
-    seen = torch.ones(T, T, dtype=torch.bool).tril()
-    kept = (y > 0).float()
-    assert not kept[..., ~seen].any()
-    share = kept[..., seen].mean(-1)  # (B, nh), of 8,256 pairs each: 5 sigma are 0.022
-    assert gap(share, torch.full_like(share, 1 - p)) < 0.022 and len(share.unique()) > 1
-    off = (kept - (1 - p)) * seen
+    y = causal_attention(flat, flat, torch.eye(T).expand(B, nh, T, T), p)  # row i is its mask, divided by i + 1
+    visible = torch.ones(T, T, dtype=torch.bool).tril()
+    keep_mask = (y > 0).float()
+    assert not keep_mask[..., ~visible].any()
+    kept_fraction = keep_mask[..., visible].mean(-1)  # (B, nh), each over 8,256 pairs: 5 sigma are 0.022
+    assert gap(kept_fraction, torch.full_like(kept_fraction, 1 - p)) < 0.022 and len(kept_fraction.unique()) > 1
+    deviation = (keep_mask - (1 - p)) * visible
     pairs = [
-        (off[..., 1:], off[..., :-1]),
-        (off[..., 1:, :], off[..., :-1, :]),
-        (off[:, 1:], off[:, :-1]),
-        (off[1:], off[:-1]),
+        (deviation[..., 1:], deviation[..., :-1]),
+        (deviation[..., 1:, :], deviation[..., :-1, :]),
+        (deviation[:, 1:], deviation[:, :-1]),
+        (deviation[1:], deviation[:-1]),
     ]
     for a, b in pairs:
         assert abs((a * b).sum() / (a * b).count_nonzero() / (p * (1 - p))) < 0.04  # at least 5 sigma of each
 
 
 def test_torchs_seed_decides_the_mask():
-    """The same manual_seed gives the same bits, another one does not, and without dropout no number is drawn."""
-    qkv = projection(1, 2, 33, 16).detach()
+    """The same manual_seed gives the same bits, and another one does not. Without dropout no random number is drawn."""
+    qkv = make_projection(1, 2, 33, 16).detach()
 
-    def seeded(seed):
+    def run_with_seed(seed):
         torch.manual_seed(seed)
-        return causal_attention(*heads(qkv), 0.3)
+        return causal_attention(*split_heads(qkv), 0.3)
 
-    assert torch.equal(seeded(1), seeded(1)) and not torch.equal(seeded(1), seeded(2))
+    assert torch.equal(run_with_seed(1), run_with_seed(1)) and not torch.equal(run_with_seed(1), run_with_seed(2))
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    causal_attention(*heads(qkv))
+    causal_attention(*split_heads(qkv))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_nothing_is_copied_in_the_model():
-    """Views of one projection reach the kernel as they are, and the result is (B, T, C) without a copy."""
-    q, k, v = heads(projection(2, 3, 20, 16).detach())
-    seen = []
+def test_the_model_needs_no_copies():
+    """The kernel reads views of one projection directly, and the result is (B, T, C) without a copy."""
+    q, k, v = split_heads(make_projection(2, 3, 20, 16).detach())
+    launches = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "launch", lambda *args, **options: seen.append(args) or launch(*args, **options))
+        patch.setattr(attention, "launch", lambda *args, **options: launches.append(args) or launch(*args, **options))
         y = causal_attention(q, k, v)
-    assert [x.data_ptr() for x in seen[0][2:5]] == [x.data_ptr() for x in (q, k, v)]
+    assert [x.data_ptr() for x in launches[0][2:5]] == [x.data_ptr() for x in (q, k, v)]
     rows = y.transpose(1, 2)
     assert rows.is_contiguous() and rows.contiguous().view(2, 20, 48).data_ptr() == y.data_ptr()
 
 
-def test_any_layout_and_expanded_gradients():
-    """Three different layouts, one without whole rows, and a gradient of stride 0 give what contiguous ones give."""
+def test_any_layout_and_expanded_gradients_work():
+    """Three layouts, one without contiguous rows, and a gradient of stride 0 match contiguous tensors."""
     B, nh, T, hs = 2, 3, 33, 24
-    q, k, v = (x.detach() for x in heads(projection(B, nh, T, hs)))
+    q, k, v = (x.detach() for x in split_heads(make_projection(B, nh, T, hs)))
     q, k, v = q, k.contiguous(), v.transpose(2, 3).contiguous().transpose(2, 3)
     leaves = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k, v)]
     views = [x.requires_grad_() for x in (q, k, v)]
-    for total in (torch.sum, lambda y: y[..., 0].sum(), lambda y: (y.transpose(2, 3).contiguous() ** 2).sum()):
-        mine, plain = causal_attention(*views), causal_attention(*leaves)
-        assert torch.equal(mine, plain)
-        assert same(torch.autograd.grad(total(mine), views), torch.autograd.grad(total(plain), leaves))
+    for reduce in (torch.sum, lambda y: y[..., 0].sum(), lambda y: (y.transpose(2, 3).contiguous() ** 2).sum()):
+        from_views, from_contiguous = causal_attention(*views), causal_attention(*leaves)
+        assert torch.equal(from_views, from_contiguous)
+        assert are_equal(
+            torch.autograd.grad(reduce(from_views), views), torch.autograd.grad(reduce(from_contiguous), leaves)
+        )
     exact = [x.detach().double().requires_grad_() for x in leaves]
     gradients = torch.autograd.grad(causal_attention(*views).sum(), views)
-    for ours, theirs in zip(gradients, torch.autograd.grad(reference(*exact).sum(), exact), strict=True):
-        assert gap(ours, theirs) <= 1e-5
+    for actual, expected in zip(gradients, torch.autograd.grad(reference(*exact).sum(), exact), strict=True):
+        assert gap(actual, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.heavy
 def test_gradcheck(p):
-    """In fp64, finite differences agree with the backward, with dropout too."""
-    q, k, v = (fixed_normal((1, 2, 4, 2), seed).requires_grad_() for seed in (1, 2, 3))
+    """In fp64, finite differences match the backward pass, with and without dropout."""
+    q, k, v = (draw_normal((1, 2, 4, 2), seed).requires_grad_() for seed in (1, 2, 3))
     seed = torch.tensor([11]) if p else None
     assert torch.autograd.gradcheck(lambda *x: attention.forward_op(*x, seed, p, 0.7)[0], (q, k, v))
 
 
-def huge(dtype=torch.float16):
-    """q, k, v and dy of (1, 1, 3, 16) whose third rows lie 2^31 numbers behind their first ones.
+def make_distant_rows(dtype=torch.float16):
+    """Return q, k, v and dy of shape (1, 1, 3, 16), whose third rows lie 2^31 numbers after their first rows.
 
-    As much memory lies before them, so that an offset that wraps around stays inside; what is not touched is not there.
+    As much memory lies before them, so that an offset that wraps around stays inside the buffer. Pages that are not
+    touched use no memory.
     """
     rows = torch.empty(2**32 + 64, dtype=dtype)[2**31 :]
-    found = []
+    results = []
     for i in range(4):
         x = rows.as_strided((1, 1, 3, 16), (2**31, 2**31, 2**30, 1), rows.storage_offset() + 16 * i)
-        found.append(x.copy_(fixed_normal((1, 1, 3, 16), i)))
-    return found
+        results.append(x.copy_(draw_normal((1, 1, 3, 16), i)))
+    return results
 
 
-def far_and_near(kernels):
-    """Whether results and gradients of `huge` tensors are those of their contiguous copies."""
+def are_distant_rows_equal(kernels):
+    """Return whether distant rows give the results and gradients of their contiguous copies."""
     results = []
-    for q, k, v, dy in (huge(), [x.contiguous() for x in huge()]):
+    for q, k, v, dy in (make_distant_rows(), [x.contiguous() for x in make_distant_rows()]):
         y, lse = kernels.forward_op(q, k, v, None, 0.0, 0.25)
         results.append((y, lse, *kernels.backward_op(dy, q, k, v, y, lse, None, 0.0, 0.25)))
-    return same(*results)
+    return are_equal(*results)
 
 
 def test_offsets_past_2_31():
-    """Rows more than 2^31 numbers apart are read where they are."""
-    assert far_and_near(attention)
+    """Rows that are more than 2^31 numbers apart are read correctly."""
+    assert are_distant_rows_equal(attention)
 
 
 @jit
-def far_kernel(out, stride, ROWS: tl.constexpr):
-    """Store ones into three rows of 16, by the kernels' own helper."""
+def store_rows_kernel(out, stride, ROWS: tl.constexpr):
+    """Store ones into three rows of 16 with the helper of the attention kernels."""
     store_rows(out, tl.full((ROWS, 16), 1.0, tl.float32), 0, stride, 3, 16, 16, ROWS)
 
 
 def test_rows_are_stored_past_2_31():
-    """A row more than 2^31 numbers behind the first is written where it belongs."""
-    out, *_ = huge()
-    launch(far_kernel, (1,), out, 2**30, ROWS=16)
+    """A row that is more than 2^31 numbers after the first row is written to the right place."""
+    out, *_ = make_distant_rows()
+    launch(store_rows_kernel, (1,), out, 2**30, ROWS=16)
     assert (out == 1).all()
 
 
-def test_saved_tensors_may_change_their_layout():
-    """Offloaded to memory without strides and back, what was saved gives the same gradients."""
-    qkv = projection(2, 3, 33, 16)
+def test_saved_tensors_can_change_their_layout():
+    """save_on_cpu does not preserve strides. Tensors that it offloads and restores give the same gradients."""
+    qkv = make_projection(2, 3, 33, 16)
     with torch.autograd.graph.save_on_cpu():
-        y = ours(qkv)
-    assert same(torch.autograd.grad(y.square().sum(), qkv), torch.autograd.grad(ours(qkv).square().sum(), qkv))
+        y = run_kernels(qkv)
+    assert are_equal(
+        torch.autograd.grad(y.square().sum(), qkv), torch.autograd.grad(run_kernels(qkv).square().sum(), qkv)
+    )
 
 
-def test_fp32_products_are_as_exact_as_torch_allows(monkeypatch):
-    """Tensor cores may round fp32 to tf32 where torch.set_float32_matmul_precision lets torch's own products."""
-    seen = []
-    monkeypatch.setattr(attention, "launch", lambda *_, **options: seen.append(options["PRECISION"]))
-    ours(projection(1, 1, 4, 16)).sum().backward()
+def test_fp32_products_follow_torchs_matmul_precision(monkeypatch):
+    """Tensor cores use tf32 for fp32 products only if torch.set_float32_matmul_precision allows it."""
+    precisions = []
+    monkeypatch.setattr(attention, "launch", lambda *_, **options: precisions.append(options["PRECISION"]))
+    run_kernels(make_projection(1, 1, 4, 16)).sum().backward()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-        ours(projection(1, 1, 4, 16)).sum().backward()
-    assert seen == ["ieee"] * 3 + ["tf32"] * 3
+        run_kernels(make_projection(1, 1, 4, 16)).sum().backward()
+    assert precisions == ["ieee"] * 3 + ["tf32"] * 3
 
 
 @pytest.mark.heavy
-def test_the_ops_are_registered_well():
-    """opcheck: schemas, fake tensors, autograd and AOT tracing hold, with dropout and without."""
-    q, k, v = heads(projection(2, 2, 5, 4))
+def test_the_operators_pass_opcheck():
+    """Schemas, fake tensors, autograd and AOT tracing are correct, with and without dropout."""
+    q, k, v = split_heads(make_projection(2, 2, 5, 4))
     for seed, p in ((None, 0.0), (torch.tensor([5]), 0.2)):
         assert_registered(attention.forward_op, (q, k, v, seed, p, 0.5))
         plain = [x.detach() for x in (q, k, v)]
@@ -254,141 +264,149 @@ def test_the_ops_are_registered_well():
 
 
 @pytest.mark.heavy
-def test_compiled_whole():
-    """torch.compile(fullgraph=True) gives eager's results and gradients, also for other lengths."""
+def test_compiled_results_match_eager():
+    """torch.compile(fullgraph=True) gives the results and gradients of eager mode, also for other lengths."""
 
     def f(qkv):
-        return ours(qkv * 2).transpose(1, 2).reshape(2, -1, 32) + 1
+        return run_kernels(qkv * 2).transpose(1, 2).reshape(2, -1, 32) + 1
 
-    compiled = compile_whole(f)
+    compiled = compile_full_graph(f)
     for T in (5, 8, 9):
-        qkv = projection(2, 2, T, 16)
-        mine, plain = compiled(qkv), f(qkv)
-        assert gap(mine, plain) <= 1e-5
-        gradients = (torch.autograd.grad(y.square().sum(), qkv)[0] for y in (mine, plain))
+        qkv = make_projection(2, 2, T, 16)
+        y, expected = compiled(qkv), f(qkv)
+        assert gap(y, expected) <= 1e-5
+        gradients = (torch.autograd.grad(z.square().sum(), qkv)[0] for z in (y, expected))
         assert gap(*gradients) <= 1e-4
 
 
 @pytest.mark.heavy
-def test_compiled_dropout():
-    """Compiled, torch's seed decides the mask too, and the backward uses the forward's."""
-    compiled = compile_whole(lambda q, k, v: causal_attention(q, k, v, 0.3) * 1)
-    q, k, v = (x.detach().requires_grad_() for x in heads(projection(2, 2, 9, 16)))
+def test_compiled_dropout_follows_torchs_seed():
+    """In compiled code, torch's seed also decides the mask, and the backward pass uses the forward's mask."""
+    compiled = compile_full_graph(lambda q, k, v: causal_attention(q, k, v, 0.3) * 1)
+    q, k, v = (x.detach().requires_grad_() for x in split_heads(make_projection(2, 2, 9, 16)))
 
-    def seeded(seed):
+    def run_with_seed(seed):
         torch.manual_seed(seed)
         return compiled(q, k, v)
 
-    y = seeded(1)
-    assert torch.equal(y, seeded(1)) and not torch.equal(y, seeded(2))
-    dy = fixed_normal(y.shape).float()
+    y = run_with_seed(1)
+    assert torch.equal(y, run_with_seed(1)) and not torch.equal(y, run_with_seed(2))
+    dy = draw_normal(y.shape).float()
     (dv,) = torch.autograd.grad(y, v, dy)
     assert abs((dv * v).sum() - (dy * y).sum()) <= 1e-5 * (dy * y).abs().sum()  # y is linear in v
 
 
-def test_autocast():
-    """Under autocast fp32 heads are taken in bfloat16, as SDPA takes them, and gradients come back in fp32."""
+def test_autocast_matches_sdpa():
+    """Under autocast, fp32 heads are converted to bfloat16, as in SDPA, and gradients are returned in fp32."""
 
-    def under(function):
-        def cast(qkv):
+    def with_autocast(function):
+        def run_under_autocast(qkv):
             with torch.autocast(torch.get_default_device().type, torch.bfloat16):
                 return function(qkv)
 
-        return cast
+        return run_under_autocast
 
-    assert ours(projection(1, 1, 3, 16)).dtype == torch.float32
-    assert under(ours)(projection(1, 1, 3, 16)).dtype == torch.bfloat16
-    assert_as_exact_as_torch(under(ours), under(torchs), (projection(1, 2, 65, 32),), gradient_factor=3.0)
+    assert run_kernels(make_projection(1, 1, 3, 16)).dtype == torch.float32
+    assert with_autocast(run_kernels)(make_projection(1, 1, 3, 16)).dtype == torch.bfloat16
+    assert_as_exact_as_torch(
+        with_autocast(run_kernels), with_autocast(run_sdpa), (make_projection(1, 2, 65, 32),), gradient_factor=3.0
+    )
 
 
-def test_under_activation_checkpointing():
-    """Recomputed in the backward, dropout drops the same: gradients are the same to the last bit."""
-    qkv = projection(2, 2, 33, 16)
+def test_activation_checkpointing_gives_the_same_gradients():
+    """Recomputation in the backward pass draws the same dropout mask: gradients are bitwise identical."""
+    qkv = make_projection(2, 2, 33, 16)
 
-    def gradient(recompute):
+    def compute_gradient(recompute):
         torch.manual_seed(5)
         f = torch.utils.checkpoint.checkpoint if recompute else lambda f, *args, **_: f(*args)
-        y = f(lambda x: causal_attention(*heads(x), 0.2), qkv, use_reentrant=False)
+        y = f(lambda x: causal_attention(*split_heads(x), 0.2), qkv, use_reentrant=False)
         return torch.autograd.grad(y.square().sum(), qkv)
 
-    assert same(gradient(True), gradient(False))
+    assert are_equal(compute_gradient(True), compute_gradient(False))
 
 
-def test_twice_is_bitwise_the_same():
-    """Two runs give the same bits: each sum has one order."""
-    qkv = projection(1, 2, 260, 32)
+def test_two_runs_are_bitwise_identical():
+    """Two runs give the same bits, because the order of each sum is fixed."""
+    qkv = make_projection(1, 2, 260, 32)
 
-    def there_and_back():
-        y = ours(qkv)
+    def run_forward_and_backward():
+        y = run_kernels(qkv)
         return y, *torch.autograd.grad(y.square().sum(), qkv)
 
-    assert same(there_and_back(), there_and_back())
+    assert are_equal(run_forward_and_backward(), run_forward_and_backward())
 
 
-def test_steps_agree():
-    """All keys at once, and the mask on every block, give what the shipped forward gives."""
-    q, k, v = (x.contiguous() for x in heads(projection(2, 1, 97, 24).detach()))
+def test_the_steps_match_the_reference():
+    """A kernel that loads all keys at once, and one that masks every block, match the reference."""
+    q, k, v = (x.contiguous() for x in split_heads(make_projection(2, 1, 97, 24).detach()))
     exact = reference(*(x.double() for x in (q, k, v)))
     with guard_bands():
-        given = tuple(guarded(x) for x in (q, k, v))
+        guarded = tuple(guard(x) for x in (q, k, v))
         y, lse, step_1 = torch.empty(2, 97, 1, 24).transpose(1, 2), torch.empty(2, 1, 97), torch.empty_like(q)
-        sizes = {"HS": 24, "BLOCK_D": 32, "BLOCK": 32, "KEYS": tile(97)}
-        launch(attention.all_keys_kernel, (4, 2), *given, step_1, 97, 24**-0.5, **sizes)
-        attention.run(attention.forward_kernel, "attention_forward", given, (y, lse), None, 0.0, 24**-0.5, SPLIT=False)
+        sizes = {"HS": 24, "BLOCK_D": 32, "BLOCK": 32, "KEYS": next_power_of_2(97)}
+        launch(attention.all_keys_kernel, (4, 2), *guarded, step_1, 97, 24**-0.5, **sizes)
+        attention.launch_blocks(
+            attention.forward_kernel, "attention_forward", guarded, (y, lse), None, 0.0, 24**-0.5, SPLIT=False
+        )
     assert gap(step_1, exact) <= 1e-6 and gap(y, exact) <= 1e-6
 
 
-def test_nothing_to_do():
-    """No sequences, and sequences of no tokens, give empty results and gradients."""
+def test_empty_inputs_give_empty_results():
+    """A batch of no sequences, and sequences of no tokens, give empty results and gradients."""
     for shape in ((0, 2, 5, 16), (2, 2, 0, 16)):
         q = torch.zeros(shape, requires_grad=True)
         y = causal_attention(q, q, q, 0.1)
         assert y.shape == shape and torch.autograd.grad(y.sum(), q)[0].shape == shape
 
 
-def test_flops_and_bytes():
-    """FlopCounterMode counts all pairs, as for SDPA; `cost` the half that is computed, and each tensor once."""
-    qkv = projection(2, 3, 64, 16)
+def test_counted_flops_and_bytes():
+    """FlopCounterMode counts all pairs, as for SDPA. `cost` counts the half that is computed, and each tensor once."""
+    qkv = make_projection(2, 3, 64, 16)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        y = ours(qkv)
+        y = run_kernels(qkv)
         assert counter.get_total_flops() == 4 * 2 * 3 * 64 * 64 * 16
         y.sum().backward()
     assert counter.get_total_flops() == 14 * 2 * 3 * 64 * 64 * 16
-    there, back = attention.cost(2, 3, 64, 16, 4)
+    forward, backward = attention.cost(2, 3, 64, 16, 4)
     size = 4 * y.numel()
-    assert (there.read, there.written, there.workspace) == (3 * size, size + 4 * 2 * 3 * 64, 0)
-    assert (back.read, back.written, back.workspace) == (5 * size + 4 * 2 * 3 * 64, 3 * size, 4 * 2 * 3 * 64)
-    assert there.flops == 4 * 16 * 2 * 3 * sum(range(65)) and back.flops == 2.5 * there.flops
+    assert (forward.read, forward.written, forward.workspace) == (3 * size, size + 4 * 2 * 3 * 64, 0)
+    assert (backward.read, backward.written, backward.workspace) == (
+        5 * size + 4 * 2 * 3 * 64,
+        3 * size,
+        4 * 2 * 3 * 64,
+    )
+    assert forward.flops == 4 * 16 * 2 * 3 * sum(range(65)) and backward.flops == 2.5 * forward.flops
 
 
-WRONG = [
+INVALID_CALLS = [
     (
         lambda good: (good, good[:, :, :4], good),
-        r"float32 \(1, 2, 4, 16\).*give three of one type and one shape \(B, nh, T, hs\)",
+        r"float32 \(1, 2, 4, 16\).*pass three tensors of one type and one shape \(B, nh, T, hs\)",
     ),
     (lambda good: (good[0], good[0], good[0]), r"float32 \(2, 5, 16\).*one shape \(B, nh, T, hs\)"),
-    (lambda good: (good, good, good.half()), "torch.float16 .*give three of one type"),
-    (lambda good: (good.long(),) * 3, "q is torch.int64: give float32"),
-    (lambda good: (good.to("meta"),) * 3, "q is on meta, where it cannot run"),
+    (lambda good: (good, good, good.half()), "torch.float16 .*pass three tensors of one type"),
+    (lambda good: (good.long(),) * 3, "q is torch.int64: pass float32"),
+    (lambda good: (good.to("meta"),) * 3, "q is on meta, where kernels cannot run"),
     (
         lambda good: (torch.zeros(1, 1, 2, 160),) * 3,
-        "heads are 160 wide, above 128: use F.scaled_dot_product_attention",
+        "heads have 160 channels, and the kernel supports up to 128: use F.scaled_dot_product_attention",
     ),
-    (lambda good: (good, good, good, 1.0), "dropout_p is 1.0: give a probability from 0 to below 1"),
-    (lambda good: (good, good, good, 0.0, -1.0), "scale is -1.0: give a positive number"),
+    (lambda good: (good, good, good, 1.0), r"dropout_p=1.0 is out of range: use a probability in \[0, 1\)"),
+    (lambda good: (good, good, good, 0.0, -1.0), "scale=-1.0 is out of range: use a positive number"),
 ]
 
 
-@pytest.mark.parametrize(("args", "sentence"), WRONG, ids=[sentence[:30] for _, sentence in WRONG])
-def test_one_sentence(args, sentence):
-    """What the kernels cannot take is refused in one sentence that says what to give."""
-    with pytest.raises(KernelError, match=sentence) as caught:
+@pytest.mark.parametrize(("args", "words"), INVALID_CALLS, ids=[words[:30] for _, words in INVALID_CALLS])
+def test_invalid_input_is_refused_with_one_sentence(args, words):
+    """Input that the kernels do not support is refused with one sentence that states what to pass."""
+    with pytest.raises(KernelError, match=words) as error:
         causal_attention(*args(torch.zeros(1, 2, 5, 16)))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-def planted(folder, name, right, wrong):
-    """The kernels' file with one thing made wrong, as a module of its own."""
+def plant_bug(folder, name, right, wrong):
+    """Replace `right` by `wrong` in the kernels' source file, and import the result as a separate module."""
     source = Path(attention.__file__).read_text()
     assert right in source
     path = folder / f"{name}.py"
@@ -399,36 +417,36 @@ def planted(folder, name, right, wrong):
     return module
 
 
-PLANTED = {
+PLANTED_BUGS = {
     "nothing": ("queries >= keys, scores", "queries >= keys, scores"),
-    "sees_the_next": ("queries >= keys, scores", "queries + 1 >= keys, scores"),
-    "misses_itself": ("queries >= keys, scores", "queries > keys, scores"),
-    "masked_by_zero": ('scores, -float("inf"))', "scores, 0.0)"),
-    "never_shrinks": ("acc * shrink, input", "acc, input"),
+    "attends_to_next_token": ("queries >= keys, scores", "queries + 1 >= keys, scores"),
+    "ignores_own_token": ("queries >= keys, scores", "queries > keys, scores"),
+    "masks_with_zero": ('scores, -float("inf"))', "scores, 0.0)"),
+    "no_rescaling": ("acc * correction, input", "acc, input"),
     "reads_the_next_head": ("(first + rows < T) & (cols < HS), other", "(first + rows < T), other"),
-    "dkv_sees_all": ("own >= others if DQ else others >= own", "own >= others if DQ else others >= 0"),
-    "dkv_drops_others": ("own if DQ else others, others if DQ else own", "own, others"),
-    "no_delta": ("(dp - slope)", "dp"),
+    "dkv_without_mask": ("a_rows >= b_rows if DQ else b_rows >= a_rows", "a_rows >= b_rows if DQ else b_rows >= 0"),
+    "dkv_drops_other_elements": ("a_rows if DQ else b_rows, b_rows if DQ else a_rows", "a_rows, b_rows"),
+    "no_delta": ("(dp - row_delta)", "dp"),
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", PLANTED_BUGS)
 def test_a_planted_bug_is_caught(name, tmp_path):
-    """Kernels that are wrong in one place do not pass for exact; with nothing planted the same check passes."""
-    kernels = planted(tmp_path, name, *PLANTED[name])
-    kernels.config = lambda *_: {"block": 32, "step": 32, "heads": 2}
+    """Kernels with one planted bug fail the check of exactness. With nothing planted, the same check passes."""
+    kernels = plant_bug(tmp_path, name, *PLANTED_BUGS[name])
+    kernels.select_config = lambda *_: {"block": 32, "step": 32, "heads": 2}
     seed = torch.tensor([7])
-    keep = dropout_mask(seed, 1, 2, 97, 0.2)
-    with contextlib.nullcontext() if name == "nothing" else pytest.raises(AssertionError, match="off by"):
+    keep = compute_dropout_mask(seed, 1, 2, 97, 0.2)
+    with contextlib.nullcontext() if name == "nothing" else pytest.raises(AssertionError, match="error of"):
         assert_as_exact_as_torch(
-            lambda qkv: kernels.forward_op(*heads(qkv), seed, 0.2, 0.2)[0],
-            lambda qkv: reference(*heads(qkv), 0.2, 0.2, keep),
-            (projection(1, 2, 97, 24),),
+            lambda qkv: kernels.forward_op(*split_heads(qkv), seed, 0.2, 0.2)[0],
+            lambda qkv: reference(*split_heads(qkv), 0.2, 0.2, keep),
+            (make_projection(1, 2, 97, 24),),
             gradient_factor=3.0,
         )
 
 
 def test_a_planted_overflow_is_caught(tmp_path):
-    """Offsets of 32 bits wrap around at 2^31."""
-    kernels = planted(tmp_path, "wraps", "rows.to(tl.int64) * stride", "rows * stride")
-    assert not far_and_near(kernels)
+    """With 32-bit offsets, which wrap around at 2^31, the check of distant rows fails."""
+    kernels = plant_bug(tmp_path, "wraps", "rows.to(tl.int64) * stride", "rows * stride")
+    assert not are_distant_rows_equal(kernels)

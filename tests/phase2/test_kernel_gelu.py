@@ -1,4 +1,4 @@
-"""Bias + GELU and the product that ends in it, interpreted, against plain torch in fp64."""
+"""Tests of bias + GELU and of linear + GELU in the interpreter, against plain torch in fp64."""
 
 import math
 
@@ -12,8 +12,8 @@ from tests.helpers.kernels import (
     assert_as_exact_as_torch,
     assert_near,
     assert_registered,
-    compile_whole,
-    fixed_normal,
+    compile_full_graph,
+    draw_normal,
     gap,
 )
 
@@ -27,19 +27,19 @@ TILES = {
 }
 
 
-def leaves(*shapes, dtype=torch.float32, scale=1.0):
-    return tuple((scale * fixed_normal(s, seed)).to(dtype).requires_grad_() for seed, s in enumerate(shapes))
+def make_leaves(*shapes, dtype=torch.float32, scale=1.0):
+    return tuple((scale * draw_normal(s, seed)).to(dtype).requires_grad_() for seed, s in enumerate(shapes))
 
 
-def plain(approximate):
+def make_reference(approximate):
     return lambda x, b=None: F.gelu(x if b is None else x + b, approximate=approximate)
 
 
-def plain_linear(approximate):
+def make_linear_reference(approximate):
     return lambda x, w, b=None: F.gelu(F.linear(x, w, b), approximate=approximate)
 
 
-def ours(function, approximate):
+def bind_approximation(function, approximate):
     return lambda *tensors: function(*tensors, approximate=approximate)
 
 
@@ -48,9 +48,10 @@ def ours(function, approximate):
     ("M", "N", "bias", "approximate"), [(1, 769, True, "none"), (33, 1023, False, "tanh"), (129, 1600, True, "tanh")]
 )
 def test_bias_gelu_is_as_exact_as_torch(M, N, bias, approximate, dtype):
-    """Results and gradients, at ragged widths and odd numbers of rows, with and without bias."""
-    tensors = leaves((M, N), (N,), dtype=dtype, scale=2.0)[: 1 + bias]
-    assert_as_exact_as_torch(ours(gelu.bias_gelu, approximate), plain(approximate), tensors)
+    """Results and gradients are as exact as torch's, at ragged widths and odd numbers of rows, with and without
+    bias."""
+    tensors = make_leaves((M, N), (N,), dtype=dtype, scale=2.0)[: 1 + bias]
+    assert_as_exact_as_torch(bind_approximation(gelu.bias_gelu, approximate), make_reference(approximate), tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -59,21 +60,29 @@ def test_bias_gelu_is_as_exact_as_torch(M, N, bias, approximate, dtype):
     [(1, 769, 65, True, "tanh"), (33, 40, 1023, False, "none"), (129, 64, 1600, True, "none")],
 )
 def test_linear_gelu_is_as_exact_as_torch(M, K, N, bias, approximate, dtype):
-    """Results and gradients of the product that ends in GELU: no tile is full in any direction."""
-    tensors = leaves((M, K), (N, K), (N,), dtype=dtype, scale=0.5)[: 2 + bias]
-    assert_as_exact_as_torch(ours(gelu.linear_gelu, approximate), plain_linear(approximate), tensors)
+    """Results and gradients of the fused linear layer are as exact as torch's, with no full tile in any direction."""
+    tensors = make_leaves((M, K), (N, K), (N,), dtype=dtype, scale=0.5)[: 2 + bias]
+    assert_as_exact_as_torch(
+        bind_approximation(gelu.linear_gelu, approximate), make_linear_reference(approximate), tensors
+    )
 
 
-def test_tiles_and_programs_share_the_work_out(monkeypatch):
-    """With tiles of 16 x 32 in groups of 2, the last of which is lower, and 3 programs for dB, nothing is left out."""
-    monkeypatch.setattr(gelu, "config", lambda name, _: dict(TILES[name]))
-    assert_as_exact_as_torch(ours(gelu.linear_gelu, "none"), plain_linear("none"), leaves((75, 50), (100, 50), (100,)))
-    assert_as_exact_as_torch(ours(gelu.bias_gelu, "none"), plain("none"), leaves((75, 100), (100,)))
+def test_tiles_and_programs_cover_all_elements(monkeypatch):
+    """With tiles of 16 x 32, groups of 2 whose last one is smaller, and 3 programs for dB, results are exact."""
+    monkeypatch.setattr(gelu, "select_config", lambda name, _: dict(TILES[name]))
+    assert_as_exact_as_torch(
+        bind_approximation(gelu.linear_gelu, "none"),
+        make_linear_reference("none"),
+        make_leaves((75, 50), (100, 50), (100,)),
+    )
+    assert_as_exact_as_torch(
+        bind_approximation(gelu.bias_gelu, "none"), make_reference("none"), make_leaves((75, 100), (100,))
+    )
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_large_and_tiny_values(approximate):
-    """1e30 either way overflows nothing; where GELU is nearly 0, its digits are right, which torch's are not."""
+def test_large_values_do_not_overflow_and_tiny_values_are_exact(approximate):
+    """1e30 and -1e30 do not overflow. Where GELU is nearly 0, its digits are correct, which torch's are not."""
     x = torch.tensor([-1e30, -1e4, -7.0, -5.0, -3.0, -1e-6, 0.0, 1e-6, 3.0, 7.0, 1e4, 1e30], requires_grad=True)
     y = gelu.bias_gelu(x, approximate=approximate)
     (slope,) = torch.autograd.grad(y.sum(), x)
@@ -86,48 +95,51 @@ def test_large_and_tiny_values(approximate):
     assert slope[6] == 0.5 and not slope.isnan().any()
 
 
-def test_the_fitted_normal_distribution():
-    """GELU by the polynomial keeps 5 digits down to -10, where torch's has none, and 6 digits from -3 upwards."""
+def test_the_fitted_polynomial_is_exact():
+    """The polynomial gives 5 correct digits of GELU down to -10, where torch has none, and 6 digits from -3 upwards."""
     x = torch.linspace(-10, 10, 4000)
     exact = x.double() * torch.special.erfc(-x.double() / math.sqrt(2)) / 2
-    mine, torchs = ((y - exact).abs() / exact.abs() for y in (gelu.bias_gelu(x), F.gelu(x)))
-    assert mine.max() < 5e-6 and mine[x > -3].max() < 1e-6 and torchs.max() > 0.5
+    our_error, torch_error = ((y - exact).abs() / exact.abs() for y in (gelu.bias_gelu(x), F.gelu(x)))
+    assert our_error.max() < 5e-6 and our_error[x > -3].max() < 1e-6 and torch_error.max() > 0.5
 
 
-def test_no_rows():
+def test_no_rows_give_empty_results():
     """M = 0 gives an empty result and gradients of 0."""
-    x, w, b = leaves((0, 40), (7, 40), (7,))
+    x, w, b = make_leaves((0, 40), (7, 40), (7,))
     y = gelu.bias_gelu(gelu.linear_gelu(x, w, b), b)
     y.sum().backward()
     assert y.shape == (0, 7) and x.grad.shape == (0, 40) and not w.grad.any() and not b.grad.any()
 
 
-def test_any_layout_and_shape():
-    """Transposed, sliced and three-dimensional inputs, a strided bias and an expanded gradient are no different."""
+def test_any_layout_and_shape_work():
+    """Transposed, sliced and 3-dimensional inputs, a strided bias and an expanded gradient give exact results."""
     w, b = torch.randn(14, 6).t()[:, :12], torch.randn(12)[::2]
     for x in (torch.randn(12, 40).t(), torch.randn(4, 5, 24)[..., ::2]):
         leaf = x.detach().requires_grad_()
         y = gelu.bias_gelu(gelu.linear_gelu(leaf, w, b), b)
         exact = F.gelu(F.gelu(F.linear(leaf.double(), w.double(), b.double())) + b.double())
         assert y.shape == (*x.shape[:-1], 6) and gap(y, exact) <= 1e-5
-        ours_dx, expected = (torch.autograd.grad(z.sum(), leaf)[0] for z in (y, exact))  # of stride 0
-        assert gap(ours_dx, expected) <= 1e-5
+        # The gradient of z.sum() has a stride of 0.
+        actual, expected = (torch.autograd.grad(z.sum(), leaf)[0] for z in (y, exact))
+        assert gap(actual, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.heavy
 def test_gradcheck(approximate, monkeypatch):
-    """In fp64, finite differences agree with the backwards."""
-    monkeypatch.setattr(gelu, "config", lambda name, _: dict(TILES[name]))
-    tensors = leaves((3, 5), (4, 5), (4,), dtype=torch.float64)
-    assert torch.autograd.gradcheck(ours(gelu.linear_gelu, approximate), tensors)
-    assert torch.autograd.gradcheck(ours(gelu.bias_gelu, approximate), leaves((3, 5), (5,), dtype=torch.float64))
+    """In fp64, finite differences match the backward passes."""
+    monkeypatch.setattr(gelu, "select_config", lambda name, _: dict(TILES[name]))
+    tensors = make_leaves((3, 5), (4, 5), (4,), dtype=torch.float64)
+    assert torch.autograd.gradcheck(bind_approximation(gelu.linear_gelu, approximate), tensors)
+    assert torch.autograd.gradcheck(
+        bind_approximation(gelu.bias_gelu, approximate), make_leaves((3, 5), (5,), dtype=torch.float64)
+    )
 
 
 @pytest.mark.heavy
-def test_the_ops_are_registered_well():
-    """opcheck: schemas, fake tensors, autograd and AOT tracing hold."""
-    x, w, b = leaves((3, 5), (4, 5), (4,))
+def test_the_operators_pass_opcheck():
+    """Schemas, fake tensors, autograd and AOT tracing are correct."""
+    x, w, b = make_leaves((3, 5), (4, 5), (4,))
     pre = torch.randn(3, 4)
     assert_registered(gelu.linear_op, (x, w, b, True, torch.float32, True))
     assert_registered(gelu.linear_op, (x.detach(), w.detach(), None, False, torch.bfloat16, False))
@@ -136,92 +148,92 @@ def test_the_ops_are_registered_well():
 
 
 @pytest.mark.heavy
-def test_compiled_whole():
-    """torch.compile(fullgraph=True) gives eager's results and gradients, also with another number of rows."""
-    _, w, b = leaves((1, 20), (30, 20), (30,))
+def test_compiled_results_match_eager():
+    """torch.compile(fullgraph=True) gives eager mode's results and gradients, also with another number of rows."""
+    _, w, b = make_leaves((1, 20), (30, 20), (30,))
 
     def f(x):
         return gelu.bias_gelu(gelu.linear_gelu(x * 2, w, b, "tanh"), b)
 
-    compiled = compile_whole(f)
+    compiled = compile_full_graph(f)
     for M in (4, 7, 9):
-        (x,) = leaves((M, 20))
+        (x,) = make_leaves((M, 20))
         y, expected = compiled(x), f(x)
         assert gap(y, expected) <= 1e-5
         pairs = zip(*(torch.autograd.grad(z.square().sum(), (x, w, b)) for z in (y, expected)), strict=True)
         assert all(gap(a, b) <= 1e-4 for a, b in pairs)
 
 
-def test_autocast():
-    """Under autocast the result is bfloat16, as exact as torch's, and gradients come in the master weights' fp32."""
-    x, w, b = leaves((33, 64), (100, 64), (100,))
-    dy = fixed_normal((33, 100))
-    found = []
-    for function in (gelu.linear_gelu, plain_linear("none")):
+def test_autocast_is_as_exact_as_torch():
+    """Under autocast the result is bfloat16 and as exact as torch's. Gradients have the fp32 type of the weights."""
+    x, w, b = make_leaves((33, 64), (100, 64), (100,))
+    dy = draw_normal((33, 100))
+    results = []
+    for function in (gelu.linear_gelu, make_linear_reference("none")):
         with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             y = function(x, w, b)
-        found.append([y, *torch.autograd.grad(y, (x, w, b), dy.to(y.dtype))])
-    exact = plain_linear("none")(*(t.double() for t in (x, w, b)))
+        results.append([y, *torch.autograd.grad(y, (x, w, b), dy.to(y.dtype))])
+    exact = make_linear_reference("none")(*(t.double() for t in (x, w, b)))
     exact = [exact, *torch.autograd.grad(exact, (x, w, b), dy)]
-    assert [t.dtype for t in found[0]] == [torch.bfloat16, *[torch.float32] * 3] == [t.dtype for t in found[1]]
-    for mine, torchs, true in zip(*found, exact, strict=True):
-        assert_near(mine, torchs, true)
+    assert [t.dtype for t in results[0]] == [torch.bfloat16, *[torch.float32] * 3] == [t.dtype for t in results[1]]
+    for actual, eager, exact_tensor in zip(*results, exact, strict=True):
+        assert_near(actual, eager, exact_tensor)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y = gelu.bias_gelu(x.detach())
-    assert torch.equal(y, gelu.bias_gelu(x.detach()).bfloat16())  # rounded to the nearest
+    assert torch.equal(y, gelu.bias_gelu(x.detach()).bfloat16())  # rounded to nearest
 
 
-def test_under_activation_checkpointing():
-    """Recomputed in the backward, gradients are the same to the last bit."""
-    x, w, b = leaves((9, 20), (30, 20), (30,))
+def test_activation_checkpointing_gives_the_same_gradients():
+    """With recomputation in the backward pass, gradients are bitwise identical."""
+    x, w, b = make_leaves((9, 20), (30, 20), (30,))
 
-    def gradients(recompute):
+    def compute_gradients(recompute):
         f = torch.utils.checkpoint.checkpoint if recompute else lambda f, *args, **_: f(*args)
         y = f(lambda *t: gelu.bias_gelu(gelu.linear_gelu(*t), b), x, w, b, use_reentrant=False)
         return torch.autograd.grad(y.square().sum(), (x, w, b))
 
-    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(compute_gradients(True), compute_gradients(False), strict=True))
 
 
-def test_twice_is_bitwise_the_same():
-    """Two backwards over several programs give the same bits: the sums have one order."""
-    x, b = leaves((1301, 70), (70,))
+def test_two_runs_are_bitwise_identical():
+    """Two backward passes with multiple programs give the same bits: the order of the sums is fixed."""
+    x, b = make_leaves((1301, 70), (70,))
 
-    def gradients():
+    def compute_gradients():
         return torch.autograd.grad(gelu.bias_gelu(x, b).square().sum(), (x, b))
 
-    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(compute_gradients(), compute_gradients(), strict=True))
 
 
-def test_what_is_saved():
-    """Without a gradient the pre-activation is not written and the result is the same; each gradient is optional."""
-    x, w, b = leaves((9, 20), (30, 20), (30,))
+def test_only_the_needed_tensors_are_computed():
+    """Without gradients, the result is the same and the pre-activation is not written. Each gradient is optional."""
+    x, w, b = make_leaves((9, 20), (30, 20), (30,))
     with torch.no_grad():
-        without = gelu.linear_gelu(x, w, b)
-    assert torch.equal(without, gelu.linear_gelu(x, w, b))
+        without_gradients = gelu.linear_gelu(x, w, b)
+    assert torch.equal(without_gradients, gelu.linear_gelu(x, w, b))
     assert gelu.linear_op(x, w, b, False, torch.float32, False)[1].numel() == 0
-    for wanted in ((x,), (w,), (b,)):
-        inputs = [t if t is wanted[0] else t.detach() for t in (x, w, b)]
-        (alone,) = torch.autograd.grad(gelu.linear_gelu(*inputs).sum(), wanted)
-        (together,) = torch.autograd.grad(gelu.linear_gelu(x, w, b).sum(), wanted)
-        assert torch.equal(alone, together)
+    for leaves in ((x,), (w,), (b,)):
+        inputs = [t if t is leaves[0] else t.detach() for t in (x, w, b)]
+        (single,) = torch.autograd.grad(gelu.linear_gelu(*inputs).sum(), leaves)
+        (joint,) = torch.autograd.grad(gelu.linear_gelu(x, w, b).sum(), leaves)
+        assert torch.equal(single, joint)
 
 
-def test_flops_are_counted():
-    """FlopCounterMode sees one product there and two back, as many as torch's own layer has."""
-    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton, which phase2_triton must do first
+def test_counted_flops_match_torchs():
+    """FlopCounterMode counts one matrix product forward and two backward, as for torch's linear layer."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton; phase2_triton must import it first
 
-    x, w, b = leaves((9, 20), (30, 20), (30,))
+    x, w, b = make_leaves((9, 20), (30, 20), (30,))
     counts = []
-    for f in (gelu.linear_gelu, plain_linear("none")):
+    for f in (gelu.linear_gelu, make_linear_reference("none")):
         with FlopCounterMode(display=False) as counter:
             f(x, w, b).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts == [3 * 2 * 9 * 20 * 30] * 2
 
 
-def test_past_2_to_the_31():
-    """Rows that begin 2^30 elements apart are read and written where they are."""
+def test_offsets_past_2_to_the_31():
+    """Rows that begin 2^30 elements apart are read and written correctly."""
     stride = 2**30
     x, y, dx, pre = (torch.empty(2 * stride + 8, dtype=torch.float16).as_strided((3, 8), (stride, 1)) for _ in range(4))
     x.copy_(torch.arange(24).view(3, 8) / 8 - 1)
@@ -242,40 +254,46 @@ def test_past_2_to_the_31():
     assert gap(pre, a.double() @ w.double().t()) <= 1e-2 and gap(y, F.gelu(pre.double())) <= 2e-3
 
 
-def test_what_a_call_costs():
-    """Bytes that are read and written are those of the tensors, and the roofline is the slower of memory and FLOPs."""
+def test_cost_of_a_call():
+    """`cost` counts the bytes of the tensors. The roofline is the larger of the times for memory and FLOPs."""
     M, N, K = 8, 12, 20
-    there, back = gelu.cost(M, N, 2)
-    assert (there.read, there.written) == (2 * M * N + 4 * N, 2 * M * N)
-    assert (back.read, back.written) == (4 * M * N + 4 * N, 2 * M * N + 4 * N)
-    there, back = gelu.linear_cost(M, N, K, 2)
-    assert there.read == 2 * (M * K + N * K) + 4 * N and there.written == 2 * 2 * M * N
-    assert 0 <= there.flops - 2 * M * N * K <= 50 * M * N and 0 <= back.flops - 4 * M * N * K <= 50 * M * N
-    assert there.seconds(1.0, 1e30) == there.read + there.written and there.seconds(1e30, 1.0) == there.flops
+    forward, backward = gelu.cost(M, N, 2)
+    assert (forward.read, forward.written) == (2 * M * N + 4 * N, 2 * M * N)
+    assert (backward.read, backward.written) == (4 * M * N + 4 * N, 2 * M * N + 4 * N)
+    forward, backward = gelu.linear_cost(M, N, K, 2)
+    assert forward.read == 2 * (M * K + N * K) + 4 * N and forward.written == 2 * 2 * M * N
+    assert 0 <= forward.flops - 2 * M * N * K <= 50 * M * N and 0 <= backward.flops - 4 * M * N * K <= 50 * M * N
+    assert forward.seconds(1.0, 1e30) == forward.read + forward.written and forward.seconds(1e30, 1.0) == forward.flops
 
 
-WRONG = [
-    (lambda: gelu.bias_gelu(torch.zeros(3, 5), torch.zeros(4)), r"bias is \(4,\): give \(5,\), as the result is wide"),
+INVALID_CALLS = [
+    (
+        lambda: gelu.bias_gelu(torch.zeros(3, 5), torch.zeros(4)),
+        r"bias has shape \(4,\): pass \(5,\), the width of the result",
+    ),
     (lambda: gelu.bias_gelu(torch.zeros(())), "no last dimension"),
-    (lambda: gelu.bias_gelu(torch.zeros(3, 5), approximate="sigmoid"), "'sigmoid' is unknown: give none or tanh"),
-    (lambda: gelu.bias_gelu(torch.zeros(3, 5).long()), "x is torch.int64: give float32"),
-    (lambda: gelu.linear_gelu(torch.zeros(3, 5), torch.zeros(5, 4)), r"weight is \(5, 4\): give \(N, 5\), as x is"),
-    (lambda: gelu.linear_gelu(torch.zeros(3, 5), torch.zeros(4, 5).half()), "give one type, or use autocast"),
-    (lambda: gelu.linear_gelu(torch.zeros(3, 5, device="meta"), torch.zeros(4, 5)), "on meta, where it cannot run"),
+    (lambda: gelu.bias_gelu(torch.zeros(3, 5), approximate="sigmoid"), "'sigmoid' is unknown: use none or tanh"),
+    (lambda: gelu.bias_gelu(torch.zeros(3, 5).long()), "x is torch.int64: pass float32"),
+    (lambda: gelu.linear_gelu(torch.zeros(3, 5), torch.zeros(5, 4)), r"weight has shape \(5, 4\): pass \(N, 5\)"),
+    (lambda: gelu.linear_gelu(torch.zeros(3, 5), torch.zeros(4, 5).half()), "use one type, or autocast"),
+    (
+        lambda: gelu.linear_gelu(torch.zeros(3, 5, device="meta"), torch.zeros(4, 5)),
+        "on meta, where kernels cannot run",
+    ),
 ]
 
 
-def test_wrong_input_is_one_sentence():
-    """A shape, type, device or option that does not fit is refused, and the sentence says what to give."""
-    for call, words in WRONG:
-        with pytest.raises(KernelError, match=words) as refused:
+def test_invalid_input_is_refused_with_one_sentence():
+    """An unsuitable shape, type, device or option is refused with one sentence that states what to pass."""
+    for call, words in INVALID_CALLS:
+        with pytest.raises(KernelError, match=words) as error:
             call()
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(error.value)
 
 
 def test_a_second_derivative_is_refused():
-    """Neither operator is differentiable twice, and says so instead of giving half of it."""
-    x, w = fixed_normal((4, 6), 1).float().requires_grad_(), fixed_normal((5, 6), 2).float().requires_grad_()
+    """Neither operator has a second derivative. Both raise an error instead of returning a part of it."""
+    x, w = draw_normal((4, 6), 1).float().requires_grad_(), draw_normal((5, 6), 2).float().requires_grad_()
     for y in (gelu.linear_gelu(x, w), gelu.bias_gelu(x)):
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="no autograd formula"):

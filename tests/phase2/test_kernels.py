@@ -1,4 +1,4 @@
-"""What holds for every kernel: how it is launched, and what it compiles to for three architectures with no GPU."""
+"""Tests of properties that all kernels share: launches, and compilation for three architectures without a GPU."""
 
 import json
 import os
@@ -7,123 +7,132 @@ import sys
 
 import pytest
 
-from bench.kernels.resources import ARCHITECTURES, calls, recorded, sources
+from bench.kernels.resources import ARCHITECTURES, build_calls, hash_sources, record_call
 from bench.tables.records import RESULTS
-from phase2_triton.kernels.core import table
-from tests.helpers.kernels import numbers_converted
+from phase2_triton.kernels.core import load_config_table
+from tests.helpers.kernels import find_converted_numbers
+from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
 
 REPORT = RESULTS / "kernel-resources.json"
 
 
-@pytest.mark.parametrize("call", calls(4096))
-def test_a_call_never_looks_at_the_device_nor_compiles_for_its_rows(call):
-    """On meta tensors, which hold no numbers, every call runs; 4,096 and 4,160 tokens are compiled for alike."""
-    launches = recorded("sm_90", calls(4096)[call])
-    more = recorded("sm_90", calls(4160)[call])
+@pytest.mark.parametrize("call", build_calls(4096))
+def test_a_call_neither_waits_for_the_device_nor_compiles_for_its_rows(call):
+    """Every call runs on meta tensors, which contain no numbers. 4,096 and 4,160 tokens use the same compiled
+    kernels."""
+    launches = record_call("sm_90", build_calls(4096)[call])
+    other_launches = record_call("sm_90", build_calls(4160)[call])
     assert launches
-    assert [(k.__name__, options) for k, _, options in launches] == [(k.__name__, options) for k, _, options in more]
+    assert [(k.__name__, options) for k, _, options in launches] == [
+        (k.__name__, options) for k, _, options in other_launches
+    ]
     for kernel, args, _ in launches:
-        assert numbers_converted(kernel, args) == set()
+        assert find_converted_numbers(kernel, args) == set()
 
 
-def test_the_committed_report_is_fresh():
-    """bench/results/kernel-resources.json was made from these kernels, and for an H100 they compile to it again; with
-    another Triton, to what does not spill either."""
+def test_the_committed_report_is_up_to_date():
+    """Compiled again for an H100, the kernels match bench/results/kernel-resources.json.
+
+    With another version of Triton the numbers can differ, but no kernel may spill registers.
+    """
     committed = json.loads(REPORT.read_text())
-    again = "run: python -m bench.kernels.resources --write"
-    assert committed["sources"] == sources(), again
-    words = [sys.executable, "-m", "bench.kernels.resources", "--json", "sm_90"]
+    command = "run: python -m bench.kernels.resources --write"
+    assert committed["sources"] == hash_sources(), command
+    arguments = [sys.executable, "-m", "bench.kernels.resources", "--json", "sm_90"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    found = report["kernels"]["sm_90"]
-    assert report["triton"] != committed["triton"] or found == committed["kernels"]["sm_90"], again
-    assert not [name for name, facts in found.items() if facts["stack_bytes"] or facts["spill_instructions"]]
+    process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert process.returncode == 0, process.stderr[-3000:]
+    report = json.loads(process.stdout)
+    kernels = report["kernels"]["sm_90"]
+    assert report["triton"] != committed["triton"] or kernels == committed["kernels"]["sm_90"], command
+    assert not [name for name, facts in kernels.items() if facts["stack_bytes"] or facts["spill_instructions"]]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_gates(architecture):
-    """Nothing spills, shared memory fits, and wherever there is a dot the tensor cores do it."""
+def test_compiled_kernels_stay_within_limits(architecture):
+    """No kernel spills registers, shared memory fits, and every tl.dot uses tensor cores, except in fp32."""
     kernels = json.loads(REPORT.read_text())["kernels"][architecture]
     assert len(kernels) >= 20
     for name, facts in kernels.items():
         assert facts["stack_bytes"] == 0 and facts["spill_instructions"] == 0, name
         assert facts["shared_bytes"] <= ARCHITECTURES[architecture] * 1024, name
         assert facts["registers"] <= 255, name
-        if facts["has_dot"] and "fp32" not in name:  # whose products are exact, by the ordinary units
+        if facts["has_dot"] and "fp32" not in name:  # exact fp32 products do not use tensor cores
             assert facts["tensor_cores"], name
     assert any(facts["has_dot"] for facts in kernels.values())
 
 
-def test_a_planted_spill_is_seen():
-    """A tile of 65,536 numbers in 4 warps cannot be held in registers: the report says so."""
-    words = [sys.executable, "-c", PLANTED]
+def test_a_planted_spill_is_reported():
+    """A tile of 65,536 numbers in 4 warps does not fit into registers, and the report shows the spill."""
+    arguments = [sys.executable, "-c", SPILL_PROGRAM]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
-    facts = json.loads(done.stdout)
-    assert facts["stack_bytes"] > 0 and facts["spill_instructions"] > 0, done.stderr
+    process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    facts = json.loads(process.stdout)
+    assert facts["stack_bytes"] > 0 and facts["spill_instructions"] > 0, process.stderr
 
 
-PLANTED = """
+SPILL_PROGRAM = """
 import json, torch
-from bench.kernels.resources import compiled
+from bench.kernels.resources import compile_launch
 from phase2_triton.kernels.layernorm import one_row_kernel
 x = torch.empty(65536, device="meta")
 args = (x, x, x, x, x, x, 65536, 1e-5)
-print(json.dumps(compiled(one_row_kernel, args, {"HAS_BIAS": True, "BLOCK": 65536}, "sm_90")))
+print(json.dumps(compile_launch(one_row_kernel, args, {"HAS_BIAS": True, "BLOCK": 65536}, "sm_90")))
 """
 
 
-def test_the_table_is_sound():
-    """Each kernel has rows for a GPU and for the interpreter, by rising width, with the same tile sizes."""
-    for kernel, rows in table().items():
-        assert {"cuda", "interpreter"} <= rows.keys(), kernel
-        one_sided = {"num_warps", "num_stages", "up_to", "heads"}
-        names = {frozenset(row) - one_sided for where in rows.values() for row in where}
+def test_the_configuration_table_is_consistent():
+    """Each kernel has rows for a GPU and for the interpreter, sorted by width, with the same tile sizes."""
+    for kernel, rows_by_device in load_config_table().items():
+        assert {"cuda", "interpreter"} <= rows_by_device.keys(), kernel
+        optional_fields = {"num_warps", "num_stages", "up_to", "heads"}
+        names = {frozenset(row) - optional_fields for device_rows in rows_by_device.values() for row in device_rows}
         assert len(names) == 1, kernel
-        for where in rows.values():
-            assert [row["up_to"] for row in where] == sorted(row["up_to"] for row in where), kernel
+        for device_rows in rows_by_device.values():
+            assert [row["up_to"] for row in device_rows] == sorted(row["up_to"] for row in device_rows), kernel
 
 
-def test_the_model_is_one_graph_for_a_gpu_too():
-    """Traced for a GPU with none at hand, the model with all kernels is one graph, and they write to results alone."""
-    words = [sys.executable, "-c", GRAPH]
+def test_the_model_is_one_graph_for_a_gpu():
+    """Traced for a GPU on a machine without one, the model with all kernels is one graph.
+
+    Each kernel writes only to its results.
+    """
+    arguments = [sys.executable, "-c", GRAPH_PROGRAM]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    norm, norm_back = ["mean", "rstd", "y"], ["layernorm", "backward_kernel", ["db", "dw", "dx"]]
-    assert found["forward"] == [
+    process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert process.returncode == 0, process.stderr[-3000:]
+    launches = json.loads(process.stdout.splitlines()[-1])
+    norm_results, norm_backward = ["mean", "rstd", "y"], ["layernorm", "backward_kernel", ["db", "dw", "dx"]]
+    assert launches["forward"] == [
         ["embedding", "forward_kernel", ["out"]],
-        ["layernorm", "forward_kernel", norm],
+        ["layernorm", "forward_kernel", norm_results],
         ["attention", "forward_kernel", ["lse", "y"]],
         ["layernorm", "forward_kernel", ["mean", "rstd", "total", "y"]],
         ["gelu", "forward_kernel", ["y"]],
-        ["layernorm", "forward_kernel", norm],
+        ["layernorm", "forward_kernel", norm_results],
         ["cross_entropy", "forward_kernel", ["logits", "losses", "peaks", "totals"]],
     ]
-    assert found["backward"] == [
-        norm_back,
+    assert launches["backward"] == [
+        norm_backward,
         ["gelu", "backward_kernel", ["db", "dx"]],
-        norm_back,
+        norm_backward,
         ["attention", "backward_kernel", ["delta", "out"]],
         ["attention", "backward_kernel", ["out", "out_v"]],
-        norm_back,
+        norm_backward,
         ["embedding", "windows_kernel", ["sums"]],
         ["embedding", "tokens_kernel", ["dwte"]],
         ["embedding", "positions_kernel", ["dwpe"]],
     ]
 
 
-GRAPH = """
+GRAPH_PROGRAM = """
 import json
 import torch, triton
 from triton.backends.compiler import GPUTarget
 
 
-class Driver:  # a GPU that is only asked for its kind
+class FakeDriver:  # a GPU that only reports its type
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
@@ -131,7 +140,7 @@ class Driver:  # a GPU that is only asked for its kind
         return 0
 
 
-triton.runtime.driver.set_active(Driver())
+triton.runtime.driver.set_active(FakeDriver())
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
@@ -139,29 +148,29 @@ from nanoGPT.model import GPT, GPTConfig
 from phase2_triton import apply
 from phase2_triton.kernels import checks, core
 
-core.architecture = lambda: "sm_90"
+core.current_architecture = lambda: "sm_90"
 checks.unavailable_reason = apply.unavailable_reason = lambda _: None
-found = {"forward": [], "backward": []}
+launches = {"forward": [], "backward": []}
 
 
-def look(name):
-    def compiler(graph, _):
+def make_recorder(direction):
+    def record(graph, _):
         for node in graph.graph.nodes:
             if "triton_kernel_wrapper" in str(node.target):
                 kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
                 kernel = getattr(kernel, "fn", kernel)
                 module = kernel.__module__.split(".")[-1]
-                found[name].append((module, kernel.__name__, sorted(node.kwargs["tensors_to_clone"])))
+                launches[direction].append((module, kernel.__name__, sorted(node.kwargs["tensors_to_clone"])))
         return graph
 
-    return compiler
+    return record
 
 
 with torch.device("meta"):
     net = GPT(GPTConfig(1, 2, 32, 16, True, 75))
     apply.apply_kernels(net)
     idx = torch.zeros(2, 16, dtype=torch.int64)
-backend = aot_autograd(fw_compiler=look("forward"), bw_compiler=look("backward"))
+backend = aot_autograd(fw_compiler=make_recorder("forward"), bw_compiler=make_recorder("backward"))
 torch.compile(net, backend=backend, fullgraph=True)(idx, idx)[1].backward()
-print(json.dumps(found))
+print(json.dumps(launches))
 """

@@ -1,4 +1,4 @@
-"""DDP and activation checkpointing: "marked as ready twice", reproduced, with the ways out of it."""
+"""Activation checkpointing with DDP and FSDP: the DDP error "marked as ready twice", and ways to avoid it."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from phase3_fsdp.activation_checkpointing import checkpoint_activations
 from workshop.ranks import run_on_ranks
 
 
-class Twice(nn.Module):
-    """A stem, and a block that is used once or twice, computed again in the backward by either form of checkpoint."""
+class ModuleWithReusedBlock(nn.Module):
+    """A stem, and a block that is used once or twice and recomputed by either form of checkpoint."""
 
     def __init__(self, uses: int, reentrant: bool) -> None:
         super().__init__()
@@ -30,9 +30,12 @@ class Twice(nn.Module):
         return x
 
 
-def gradients(uses: int, reentrant: bool, how: str) -> tuple[str, list[Tensor]]:
-    """What one backward says, and this rank's averaged gradients; every rank has the same input."""
-    module = Twice(uses, reentrant)
+def compute_gradients(uses: int, reentrant: bool, how: str) -> tuple[str, list[Tensor]]:
+    """Run one backward pass. Return its error message and this rank's averaged gradients.
+
+    Every rank has the same input, so the expected gradients are those of one process.
+    """
+    module = ModuleWithReusedBlock(uses, reentrant)
     if how == "fsdp":
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(module.block, mesh=mesh)
@@ -47,36 +50,40 @@ def gradients(uses: int, reentrant: bool, how: str) -> tuple[str, list[Tensor]]:
     return "", [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
-FAILS = [(True, 2, "plain"), (True, 1, "find_unused_parameters"), (True, 2, "find_unused_parameters")]
-SILENT = (True, 2, "fsdp")  # torch 2.13: no error, and the gradient of one of the two uses is lost
+FAILING_CASES = [(True, 2, "plain"), (True, 1, "find_unused_parameters"), (True, 2, "find_unused_parameters")]
+SILENT_CASE = (True, 2, "fsdp")  # torch 2.13: no error, but the gradient of one use is lost
 
 
 @pytest.mark.parametrize("how", ["plain", "static_graph", "find_unused_parameters", "fsdp"])
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_ready_twice(reentrant, uses, how):
-    """The reentrant form fails on DDP where a block is used twice, unless the graph is said to be static, and wherever
-    unused parameters are looked for; the other form is right everywhere. FSDP marks no parameter ready, so it does not
-    fail; but with the reentrant form and a block used twice it is no longer right either."""
-    _, expected = gradients(uses, reentrant, "none")
-    for said, found in run_on_ranks(gradients, 2, uses, reentrant, how, show=False):
-        if (reentrant, uses, how) in FAILS:
-            assert "marked as ready twice" in said or "mark a variable ready only once" in said.lower(), said
+    """The reentrant form fails on DDP if a block is used twice, unless static_graph is set.
+
+    With find_unused_parameters it fails even if the block is used once. The non-reentrant form is always correct. FSDP
+    does not mark parameters as ready, so it never fails. But with the reentrant form and a block used twice, its
+    gradients are wrong.
+    """
+    _, expected = compute_gradients(uses, reentrant, "none")
+    for message, gradients in run_on_ranks(compute_gradients, 2, uses, reentrant, how, show=False):
+        if (reentrant, uses, how) in FAILING_CASES:
+            assert "marked as ready twice" in message or "mark a variable ready only once" in message.lower(), message
         else:
-            assert not said
-            if (reentrant, uses, how) != SILENT:
-                torch.testing.assert_close(found, expected)
+            assert not message
+            if (reentrant, uses, how) != SILENT_CASE:
+                torch.testing.assert_close(gradients, expected)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "every_2"])
-def test_checkpointing_changes_no_number(mode):
-    """With dropout, the loss and gradients of blocks that are computed again are those of others, to the bit."""
+def test_checkpointing_gives_bitwise_identical_results(mode):
+    """With dropout, the loss and gradients of recomputed blocks are identical to those of blocks without
+    checkpointing."""
     shape = GPTConfig(3, 2, 32, 16, True, 80, dropout=0.3)
     results = []
-    for again in ("none", mode):
+    for recomputation in ("none", mode):
         model = GPT(shape)
         model.init_weights(1)
-        checkpoint_activations(model, again)
+        checkpoint_activations(model, recomputation)
         torch.manual_seed(2)
         x = torch.randint(80, (2, 16))
         loss = model(x, x)[1]

@@ -1,4 +1,4 @@
-"""What bad input gets: one sentence that says what to do, exit code 2, no traceback, nothing lost."""
+"""Bad input gets one sentence that says what to do and exit code 2. It prints no traceback and loses no data."""
 
 import json
 import os
@@ -30,7 +30,8 @@ SHAPE = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=8"]
 FLAGS = ["--device=cpu", "--max_iters=2", "--eval_iters=1", *SHAPE]
 
 
-def attempt(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environment: str):
+def run_trainer(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environment: str):
+    """Run a trainer with a tiny configuration on the CPU."""
     return run_program(trainer, f"--out_dir={out}", *FLAGS, *words, **environment)
 
 
@@ -49,8 +50,8 @@ def attempt(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environ
         ("--max_iters=-5", ["--max_iters=-5"]),
         ("--learning_rate=-1", ["above 0"]),
         ("--learning_rate=nan", ["above 0"]),
-        ("--dropout=1.5", ["from 0 up to"]),
-        ("--beta2=1", ["--beta2=1", "from 0 up to"]),
+        ("--dropout=1.5", ["in [0, 1)"]),
+        ("--beta2=1", ["--beta2=1", "in [0, 1)"]),
         ("--min_lr=-1e-5", ["--min_lr=-1e-05", "0 or more"]),
         ("--keep_checkpoints=1", ["3 or more"]),
         ("--n_embd=130", ["--n_embd=130", "--n_head=4"]),
@@ -62,21 +63,21 @@ def attempt(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environ
         ("--init_from=nosuch", ["neither scratch, resume"]),
         ("--init_from=gpt2x", ["did you mean gpt2?"]),
         ("--init_from=", ["neither scratch, resume"]),
-        ("--seed=46116860184273879040000000", ["--seed=", "up to"]),
-        ("--batch_size=999999999999", ["--batch_size=", "up to"]),
+        ("--seed=46116860184273879040000000", ["--seed=", "from 0 to"]),
+        ("--batch_size=999999999999", ["--batch_size=", "from 1 to"]),
         ("--init_from=resume", ["no checkpoint under", "--out_dir"]),
         ("--track=wandb", ["[track]"]),
         ("config/nope.py", ["there is no config file config/nope.py"]),
     ],
 )
-def test_a_wrong_flag_is_one_sentence(flag, words, tmp_path):
-    """A flag or file that cannot be is refused before anything starts, with what would work."""
+def test_a_wrong_flag_is_refused_with_one_sentence(flag, words, tmp_path):
+    """An invalid flag or config file is refused before training starts, and the error says what would work."""
     extra = ["--n_head=4"] if "n_embd" in flag else []
-    assert_refused(attempt(tmp_path / "run", flag, *extra), *words)
+    assert_refused(run_trainer(tmp_path / "run", flag, *extra), *words)
 
 
 def test_a_config_file_may_set_known_fields_only(tmp_path):
-    """A misspelt, mistyped or broken line in a config file names the file and the field."""
+    """If a config file has an unknown field, a wrong type or a syntax error, the message names file or field."""
     for line, words in [
         ("batch_sise = 4", ["batch_sise", "did you mean batch_size?"]),
         ("batch_size = 'x'", ["--batch_size", "bad.py"]),
@@ -84,18 +85,18 @@ def test_a_config_file_may_set_known_fields_only(tmp_path):
         ("import nothing_here", ["ModuleNotFoundError"]),
     ]:
         (tmp_path / "bad.py").write_text(line + "\n")
-        assert_refused(attempt(tmp_path / "run", str(tmp_path / "bad.py")), *words)
+        assert_refused(run_trainer(tmp_path / "run", str(tmp_path / "bad.py")), *words)
 
 
 def test_a_config_file_sets_values_of_the_fields_type(tmp_path):
-    """A string in a config file becomes what the flag would have become."""
+    """A string in a config file is parsed like the value of the flag."""
     (tmp_path / "good.py").write_text('compile = "False"\nlearning_rate = "6e-4"\nn_layer = 3\n')
     config = parse(TrainConfig, [str(tmp_path / "good.py"), "--device", "cpu"], ROOT / "nanoGPT" / "train.py")
     assert (config.compile, config.learning_rate, config.n_layer, config.device) == (False, 6e-4, 3, "cpu")
 
 
 def test_a_flag_may_be_two_words(monkeypatch):
-    """`--device cpu` is `--device=cpu`, also for the defaults that follow the device."""
+    """`--device cpu` means `--device=cpu`, also for the defaults that depend on the device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = parse(TrainConfig, ["--device", "cpu", "--out_dir", "/x/conf.py"], ROOT / "nanoGPT" / "train.py")
     assert config.n_embd == 128 and not config.compile and config.out_dir == "/x/conf.py"
@@ -103,67 +104,67 @@ def test_a_flag_may_be_two_words(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "place",
+    "variables",
     [{"RANK": "5", "WORLD_SIZE": "2"}, {"RANK": "abc"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "0"}],
 )
-def test_nonsense_in_the_environment(place, tmp_path):
-    """RANK and WORLD_SIZE that cannot be are one sentence, not a wait for ranks that never come."""
-    assert_refused(attempt(tmp_path / "run", **place), "the environment has")
+def test_an_invalid_rank_in_the_environment_is_refused(variables, tmp_path):
+    """Invalid values of RANK and WORLD_SIZE are refused with one sentence, before ranks wait for each other."""
+    assert_refused(run_trainer(tmp_path / "run", **variables), "the environment has")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat", "env.json", "checkpoints"])
-def test_something_in_the_way(name, tmp_path):
-    """A directory where a file goes, or the other way round, is named."""
+def test_a_blocked_path_is_named(name, tmp_path):
+    """If a directory is in the place of a file, or a file in the place of a directory, the error names it."""
     (tmp_path / "run").mkdir()
     path = tmp_path / "run" / name
     path.mkdir() if "." in name else path.touch()
-    assert_refused(attempt(tmp_path / "run"), name)
+    assert_refused(run_trainer(tmp_path / "run"), name)
 
 
-@pytest.mark.parametrize("harm", ["shape", "missing", "heads", "layers", "no model_args", "a list"])
-def test_weights_that_do_not_fit(harm, tmp_path):
-    """Weights of another shape than their own description, or a description of no GPT-2, are refused, not broadcast."""
+@pytest.mark.parametrize("damage", ["shape", "missing", "heads", "layers", "no model_args", "a list"])
+def test_weights_that_do_not_fit_are_refused(damage, tmp_path):
+    """Weights that do not fit their model_args, and invalid model_args, are refused. No weight is broadcast."""
     from nanoGPT.model import GPT, GPTConfig
 
     shape = GPTConfig(1, 2, 16, 8, False, 75)
     content: Any = {"model": dict(GPT(shape).state_dict()), "model_args": dict(shape.__dict__)}
-    if harm == "shape":
+    if damage == "shape":
         content["model"]["transformer.h.0.ln_1.weight"] = torch.ones(1)
-    elif harm == "missing":
+    elif damage == "missing":
         del content["model"]["transformer.wpe.weight"]
-    elif harm == "heads":
+    elif damage == "heads":
         content["model_args"]["n_head"] = 3
-    elif harm == "layers":
+    elif damage == "layers":
         content["model_args"]["n_layer"] = "x"
-    elif harm == "no model_args":
+    elif damage == "no model_args":
         del content["model_args"]
     else:
         content = [content]
     torch.save(content, tmp_path / "ckpt.pt")
-    assert_refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"), str(tmp_path))
+    assert_refused(run_trainer(tmp_path / "run", f"--init_from={tmp_path}"), str(tmp_path))
 
 
-def test_accumulation_lists_what_works():
-    """Micro-batches that do not divide among the ranks: the sentence lists the numbers that do."""
+def test_an_indivisible_accumulation_lists_what_works():
+    """If the micro-batches are not divisible by the ranks, the error lists numbers of both that work."""
     with pytest.raises(ConfigError, match=r"multiple of 3, such as 9, or one of \[1, 2, 4, 8\] ranks"):
         validate(TrainConfig(gradient_accumulation_steps=8), world_size=3)
 
 
 def test_a_huge_accumulation_is_refused_at_once():
-    """Of two thousand million micro-batches the numbers of ranks that work are not looked for one by one."""
+    """With two billion micro-batches, the check does not try every number of ranks one by one."""
     with pytest.raises(ConfigError, match=r"one of \[1\] ranks"):
         validate(TrainConfig(gradient_accumulation_steps=2**31 - 1), world_size=2)
 
 
 def test_accumulation_is_checked_before_ranks_start():
-    """`make baseline GPUS=3` with 16 micro-batches fails with the sentence and starts no rank."""
-    ended = run_program("nanoGPT.launch", "--gpus=3", "nanoGPT/train.py", "--device=cpu", "--out_dir=/tmp/never-made")
-    assert_refused(ended, "multiple of 3")
-    assert "rank(s)" not in ended.output
+    """`make baseline GPUS=3` with 16 micro-batches prints the error and starts no rank."""
+    outcome = run_program("nanoGPT.launch", "--gpus=3", "nanoGPT/train.py", "--device=cpu", "--out_dir=/tmp/never-made")
+    assert_refused(outcome, "multiple of 3")
+    assert "rank(s)" not in outcome.output
 
 
 def test_more_ranks_than_gpus_names_both_remedies(monkeypatch):
-    """Four ranks on a machine with one GPU: use one, or the CPU."""
+    """Four ranks on a machine with one GPU are refused, and the error suggests one rank or the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="GPUS=1, or --device=cpu"):
@@ -173,27 +174,27 @@ def test_more_ranks_than_gpus_names_both_remedies(monkeypatch):
     assert [pick_device("auto", rank, 4, 8)[0].index for rank in range(4)] == [0, 1, 2, 3]
 
 
-def test_apples_gpu_is_for_one_process(monkeypatch):
-    """On a Mac one process takes its GPU by itself; several take the CPU, and cannot be given the GPU."""
+def test_mps_supports_one_process(monkeypatch):
+    """On a Mac, one process uses the GPU by default. Multiple processes use the CPU, and --device=mps is refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert [pick_device("auto", 0, ranks, ranks)[0].type for ranks in (1, 2)] == ["mps", "cpu"]
-    with pytest.raises(ConfigError, match="--device=mps runs one process"):
+    with pytest.raises(ConfigError, match="--device=mps supports only one process"):
         pick_device("mps", 0, 1, 2)
 
 
-def test_cuda_without_a_gpu(monkeypatch):
-    """--device=cuda on a machine without a GPU says so."""
+def test_cuda_without_a_gpu_is_refused(monkeypatch):
+    """--device=cuda on a machine without a GPU is refused, and the error gives the reason."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="no GPU that torch can use"):
+    with pytest.raises(ConfigError, match="torch finds no GPU on this machine"):
         pick_device("cuda", 0, 1, 1)
 
 
-def test_bfloat16_on_hardware_without_it(monkeypatch):
-    """A GPU without bfloat16 is named, with float16 as the way out; auto takes float16 there by itself."""
+def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
+    """On a GPU without bfloat16, the error names the GPU and suggests float16. There, --dtype=auto selects float16."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(ConfigError, match="Tesla T4 lacks: use --dtype=float16"):
+    with pytest.raises(ConfigError, match=r"not supported by this GPU \(Tesla T4\): use --dtype=float16"):
         pick_dtype("bfloat16", torch.device("cuda", 0))
     assert pick_dtype("auto", torch.device("cuda", 0))[0] == torch.float16
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: not including_emulation)
@@ -201,48 +202,49 @@ def test_bfloat16_on_hardware_without_it(monkeypatch):
     assert pick_dtype("auto", torch.device("cpu"))[0] == torch.float32
 
 
-def copy_of_dataset(tmp_path: Path) -> Path:
+def copy_dataset(tmp_path: Path) -> Path:
+    """Copy the prepared dataset shakespeare_char and return the new directory."""
     folder = tmp_path / "my_data"
     shutil.copytree(DATA / "shakespeare_char", folder)
     return folder
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": "x"}, {"vocab_size": -1}, {"name": "bert"}, {"sha256": None}])
-def test_a_tokenizer_that_cannot_be(change, tmp_path):
-    """A meta.json whose tokenizer is unknown or not described is refused before it is needed."""
-    folder = copy_of_dataset(tmp_path)
+def test_an_invalid_tokenizer_is_refused(change, tmp_path):
+    """A meta.json with an unknown or incomplete tokenizer is refused at the start, before the tokenizer is needed."""
+    folder = copy_dataset(tmp_path)
     meta = json.loads((folder / "meta.json").read_text())
     meta["tokenizer"] |= change
     (folder / "meta.json").write_text(json.dumps(meta))
-    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), "meta.json is not that of a dataset")
+    assert_refused(run_trainer(tmp_path / "run", f"--dataset={folder}"), "meta.json does not describe a dataset")
 
 
-@pytest.mark.parametrize("harm", ["truncated", "foreign", "missing", "meta"])
-def test_a_damaged_dataset_is_named(harm, tmp_path):
-    """A truncated, foreign or missing .bin, or a broken meta.json, is named with the command that mends it."""
-    folder = copy_of_dataset(tmp_path)
-    if harm == "truncated":
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "missing", "meta"])
+def test_a_damaged_dataset_is_named(damage, tmp_path):
+    """If a .bin is truncated, changed or missing, or meta.json is broken, the error names the file."""
+    folder = copy_dataset(tmp_path)
+    if damage == "truncated":
         os.truncate(folder / "train.bin", 1001)
         words = ["train.bin has 1,001 bytes", "prepare it again"]
-    elif harm == "foreign":
+    elif damage == "foreign":
         content = bytearray((folder / "val.bin").read_bytes())
         content[7] ^= 1
         (folder / "val.bin").write_bytes(content)
         words = ["val.bin is not the file that was prepared"]
-    elif harm == "missing":
+    elif damage == "missing":
         (folder / "val.bin").unlink()
         words = ["val.bin is missing"]
     else:
         (folder / "meta.json").write_text("{}")
-        words = ["meta.json is not that of a dataset"]
-    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), *words)
+        words = ["meta.json does not describe a dataset"]
+    assert_refused(run_trainer(tmp_path / "run", f"--dataset={folder}"), *words)
 
 
-def test_a_token_beyond_the_vocabulary(tmp_path):
-    """A dataset whose ids go beyond its tokenizer's vocabulary is refused with the id, not with an index error."""
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
+    """If a token id exceeds the vocabulary of the tokenizer, the error names the id. The model raises no IndexError."""
     import hashlib
 
-    folder = copy_of_dataset(tmp_path)
+    folder = copy_dataset(tmp_path)
     ids = np.full(2000, 75, dtype=np.uint16)
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "val.bin").write_bytes(ids.tobytes())
@@ -250,51 +252,51 @@ def test_a_token_beyond_the_vocabulary(tmp_path):
         {"name": "val.bin", "tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
     ]
     (folder / "meta.json").write_text(json.dumps(meta))
-    assert_refused(attempt(tmp_path / "run", f"--dataset={folder}"), "token id 75", "vocabulary of 75")
+    assert_refused(run_trainer(tmp_path / "run", f"--dataset={folder}"), "token id 75", "vocabulary of 75")
 
 
 def test_a_dataset_that_is_not_prepared_names_the_command():
-    """openwebtext, which nobody prepared here, is refused with the command that prepares it."""
+    """If openwebtext is not prepared, the error contains the command that prepares it."""
     if (DATA / "openwebtext" / "meta.json").exists():
         pytest.skip("openwebtext is prepared on this machine")
-    ended = run_program("nanoGPT/train.py", "--device=cpu", "--dataset=openwebtext", "--out_dir=/tmp/never-made")
-    assert_refused(ended, "make data DATASET=openwebtext")
+    outcome = run_program("nanoGPT/train.py", "--device=cpu", "--dataset=openwebtext", "--out_dir=/tmp/never-made")
+    assert_refused(outcome, "make data DATASET=openwebtext")
 
 
 def test_out_dir_must_be_writable():
-    """An out_dir that cannot be made is refused."""
-    assert_refused(attempt(Path("/proc/x")), "/proc/x cannot be written")
+    """An out_dir that cannot be created is refused."""
+    assert_refused(run_trainer(Path("/proc/x")), "/proc/x is not writable")
 
 
 def test_a_new_run_does_not_touch_an_old_one(tmp_path):
-    """Starting from scratch where checkpoints are stops, and leaves them."""
+    """A run from scratch is refused if out_dir contains checkpoints, and the checkpoints stay."""
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1))
-    assert_refused(attempt(tmp_path), "holds checkpoints up to step-00000001", "--init_from=resume")
+    assert_refused(run_trainer(tmp_path), "contains checkpoints up to step-00000001", "--init_from=resume")
     assert (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").exists()
 
 
-def test_resume_with_another_shape_or_tokenizer(tmp_path):
-    """Resuming with another depth, context or tokenizer names the flag and what the checkpoint has."""
+def test_resume_with_another_shape_or_tokenizer_is_refused(tmp_path):
+    """Resuming with another depth, context or tokenizer is refused. The error names the flag and the saved value."""
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1, eval_iters=1))
     resume = ("nanoGPT/train.py", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=2")
     assert_refused(run_program(*resume, "--n_layer=3"), "--n_layer=3", "n_layer=2")
     assert_refused(run_program(*resume, "--block_size=8"), "--block_size=8", "block_size=16")
-    assert_refused(run_program(*resume, "--dataset=shakespeare"), "another tokenizer", "--dataset=shakespeare_char")
+    assert_refused(run_program(*resume, "--dataset=shakespeare"), "different tokenizer", "--dataset=shakespeare_char")
     assert_refused(run_program(*resume[:-1], "--max_iters=1", "--n_head=4"), "--n_head=4")
     assert run_program(*resume).code == 0
-    assert_refused(run_program(*resume[:-1], "--max_iters=1"), "beyond it: raise --max_iters")
+    assert_refused(run_program(*resume[:-1], "--max_iters=1"), "is past it: raise --max_iters")
 
 
 def test_an_empty_checkpoint_directory_falls_back(tmp_path):
-    """A newest checkpoint that is an empty directory is skipped with the reason, and the one before is resumed."""
+    """If the newest checkpoint is an empty directory, the run reports the reason and resumes from the one before."""
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1, eval_iters=1))
     (tmp_path / "checkpoints" / "step-00000007").mkdir()
-    ended = run_program("nanoGPT/train.py", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=2")
-    assert ended.code == 0 and "skipping step-00000007: it has no manifest.json" in ended.output, ended
+    outcome = run_program("nanoGPT/train.py", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=2")
+    assert outcome.code == 0 and "skipping step-00000007: it has no manifest.json" in outcome.output, outcome
 
 
-class Runs:
-    """A pickle that would run a command when opened."""
+class MaliciousPickle:
+    """A pickle that would run a command when it is opened."""
 
     def __init__(self, witness: Path) -> None:
         self.witness = witness
@@ -304,117 +306,118 @@ class Runs:
 
 
 def test_a_malicious_ckpt_is_not_opened(tmp_path):
-    """A ckpt.pt that would run code is refused, and runs none."""
+    """A ckpt.pt that would run code is refused, and its code does not run."""
     witness = tmp_path / "ran"
-    torch.save({"model": Runs(witness)}, tmp_path / "ckpt.pt")
-    assert_refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"), "could run code")
-    (tmp_path / "ckpt.pt").write_bytes(pickle.dumps(Runs(witness)))
-    assert_refused(attempt(tmp_path / "run", f"--init_from={tmp_path}"))
+    torch.save({"model": MaliciousPickle(witness)}, tmp_path / "ckpt.pt")
+    assert_refused(run_trainer(tmp_path / "run", f"--init_from={tmp_path}"), "could run code")
+    (tmp_path / "ckpt.pt").write_bytes(pickle.dumps(MaliciousPickle(witness)))
+    assert_refused(run_trainer(tmp_path / "run", f"--init_from={tmp_path}"))
     assert not witness.exists()
 
 
 def test_a_malicious_index_of_shards_is_not_opened(tmp_path):
-    """A `.metadata` of a sharded checkpoint that would run code is refused, and runs none."""
+    """A sharded checkpoint whose `.metadata` would run code is refused, and the code does not run."""
     from nanoGPT.checkpoint.shards import SafeReader
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(tmp_path / "ran")))
     with pytest.raises(ConfigError, match="posix.system, which could run code"):
         SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("content", ["nothing", "text", "other"])
-def test_a_directory_that_is_no_model(content, tmp_path):
-    """--init_from a directory without a model, or with a broken one, says what it should hold."""
+def test_a_directory_without_a_model_is_refused(content, tmp_path):
+    """--init_from=DIRECTORY is refused if the directory contains no model, or a broken or unsupported one."""
     folder = tmp_path / "model"
     folder.mkdir()
     if content == "text":
         (folder / "ckpt.pt").write_text("not a checkpoint")
     if content == "other":
         (folder / "config.json").write_text('{"model_type": "llama"}')
-    assert_refused(attempt(tmp_path / "run", f"--init_from={folder}"))
+    assert_refused(run_trainer(tmp_path / "run", f"--init_from={folder}"))
 
 
-def test_weights_that_cannot_be_downloaded(tmp_path):
-    """--init_from=gpt2 without a network is one sentence."""
+def test_a_failed_download_is_one_error(tmp_path):
+    """--init_from=gpt2 without a network fails with one sentence."""
     assert_refused(
-        attempt(tmp_path / "run", "--init_from=gpt2", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)), "gpt2 could not be"
+        run_trainer(tmp_path / "run", "--init_from=gpt2", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)),
+        "gpt2 could not be",
     )
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
-        ("--n_layer=x", "--n_layer=x cannot be: give None or a whole number"),
-        ("--gpus=x", "--gpus=x cannot be: give a whole number"),
-        ("--price=x", "--price=x cannot be: give None or a number"),
+        ("--n_layer=x", "--n_layer=x is invalid: use None or an integer"),
+        ("--gpus=x", "--gpus=x is invalid: use an integer"),
+        ("--price=x", "--price=x is invalid: use None or a number"),
         ("--blocksize=1", "--blocksize=1 is unknown; did you mean --block_size?"),
         ("--zzz=1", "--zzz=1 is unknown; --help lists all flags"),
         ("--gpus", "--gpus needs a value: write --gpus=VALUE"),
-        ("--json=maybe", "--json=maybe cannot be: give one of 'True', 'False'"),
+        ("--json=maybe", "--json=maybe is invalid: use one of 'True', 'False'"),
     ],
 )
-def test_what_tyro_says_is_said_in_a_sentence(word, said):
-    """A wrong type, an unknown flag, or one without its value."""
-    with pytest.raises(ConfigError) as refused:
+def test_errors_of_tyro_become_one_sentence(word, message):
+    """A wrong type, an unknown flag, or a flag without its value raises a ConfigError with one sentence."""
+    with pytest.raises(ConfigError) as error:
         command_line(PlanConfig, [word])
-    assert str(refused.value) == said
+    assert str(error.value) == message
 
 
-def test_the_flag_of_a_switch_needs_no_value():
-    """Alone it turns on; and a command whose flag is missing says which."""
+def test_a_boolean_flag_needs_no_value():
+    """A boolean flag without a value means True. If a required flag is missing, the error names it."""
     assert command_line(PlanConfig, ["--json"]).json and command_line(PlanConfig, ["--json", "--gpus=2"]).gpus == 2
     assert not command_line(PlanConfig, ["--json", "False"]).json
-    with pytest.raises(ConfigError, match="^--out_dir is missing: give --out_dir=VALUE, the run$"):
+    with pytest.raises(ConfigError, match=r"^--out_dir is missing: add --out_dir=VALUE \(directory of the run\)$"):
         command_line(export.main, ["--to=x"])
 
 
 @pytest.mark.parametrize("port", ["http", "0", "65536"])
-def test_a_port_that_cannot_be(port, monkeypatch):
-    """A MASTER_PORT that no socket takes is one sentence."""
+def test_an_invalid_port_is_refused(port, monkeypatch):
+    """A MASTER_PORT that is not a valid port is refused with one sentence."""
     monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is no port"):
+    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is not a port"):
         master_port()
 
 
-def test_a_port_in_use(tmp_path):
-    """When the rendezvous port of a job of several nodes is taken, the sentence names it and MASTER_PORT."""
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
+def test_a_port_in_use_is_named(tmp_path):
+    """If the rendezvous port of a multi-node job is in use, the error names the port and MASTER_PORT."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
         words = ["nanoGPT.launch", "--gpus=1", "--nnodes=2", "nanoGPT/train.py", f"--out_dir={tmp_path}"]
-        port = str(taken.getsockname()[1])
+        port = str(listener.getsockname()[1])
         assert_refused(run_program(*words, MASTER_PORT=port), f"port {port} is in use", "MASTER_PORT")
 
 
-def test_a_port_in_use_under_torchrun(tmp_path):
-    """The same for ranks that torchrun started with a fixed port."""
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        assert_refused(attempt(tmp_path / "run", **place), f"port {port} is in use")
+def test_a_port_in_use_under_torchrun_is_named(tmp_path):
+    """If a rank started by torchrun finds its fixed port in use, the error names the port."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert_refused(run_trainer(tmp_path / "run", **variables), f"port {port} is in use")
 
 
-def test_the_launcher_refuses_what_is_no_trainer():
-    """A phase without a trainer, a wrong node rank, or no trainer at all: one sentence."""
+def test_the_launcher_refuses_wrong_arguments():
+    """The launcher refuses a missing trainer and an invalid node rank with one sentence."""
     assert_refused(run_program("nanoGPT.launch", "phase9_none/train.py"), "give nanoGPT/train.py")
     assert_refused(run_program("nanoGPT.launch", "--nnodes=2", "--node_rank=2", "nanoGPT/train.py"), "NODE_RANK")
 
 
 @pytest.mark.parametrize("address", ["", "nowhere.invalid"])
-def test_a_node_that_cannot_be_found(address):
-    """A MASTER_ADDR that is no host is one sentence, before anything waits for it."""
+def test_an_unknown_master_address_is_refused(address):
+    """A MASTER_ADDR that is not a host is refused with one sentence, before the node waits for it."""
     words = ["nanoGPT.launch", "--nnodes=2", "--node_rank=1", f"--master_addr={address}", "nanoGPT/train.py"]
-    assert_refused(run_program(*words), f"MASTER_ADDR={address} is no host")
+    assert_refused(run_program(*words), f"MASTER_ADDR={address} cannot be resolved to an address")
     assert_refused(run_program("nanoGPT.launch", "--gpus=0", "nanoGPT/train.py"), "at least 1")
     assert_refused(run_program("nanoGPT.launch", "--gpus=1"), "name the trainer")
     assert_refused(run_program("nanoGPT.launch", "--gpsu=1", "nanoGPT/train.py"))
 
 
-def test_prepare_refuses_what_is_no_text(tmp_path):
-    """One's own text that is missing, binary or too short is refused."""
+def test_prepare_refuses_an_unusable_text(tmp_path):
+    """prepare.py refuses an --input that is missing, binary or too short."""
     prepare = "nanoGPT/data/shakespeare_char/prepare.py"
     assert_refused(run_program(prepare, f"--input={tmp_path}/none.txt"), "cannot be read")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 200)
@@ -424,22 +427,24 @@ def test_prepare_refuses_what_is_no_text(tmp_path):
 
 
 def test_help_lists_every_field_with_underscores():
-    """--help exits 0 and lists every field of the dataclass."""
+    """--help exits with code 0 and lists every field of the dataclass."""
     import dataclasses
 
-    ended = run_program("phase3_fsdp/train.py", "--help", COLUMNS="200")
-    assert ended.code == 0
+    outcome = run_program("phase3_fsdp/train.py", "--help", COLUMNS="200")
+    assert outcome.code == 0
     for field in dataclasses.fields(TrainConfig):
-        assert f"--{field.name} " in ended.output, field.name
+        assert f"--{field.name} " in outcome.output, field.name
 
 
-def test_through_make_it_is_a_sentence_and_a_failure():
-    """`make` passes a bad flag's sentence and failure on, without a traceback."""
+def test_make_prints_the_error_and_fails():
+    """With a bad flag, `make` prints the error of the trainer and fails, without a traceback."""
     environment = {**os.environ, "MAKEFLAGS": "", "MAKELEVEL": "0"}
-    wrong = [(["baseline", "ARGS=--bach_size=3"], "did you mean"), (["phase2", "ARGS=--kernels=x"], "give all, none")]
-    for words, said in wrong:
+    cases = [(["baseline", "ARGS=--bach_size=3"], "did you mean"), (["phase2", "ARGS=--kernels=x"], "use all, none")]
+    for words, message in cases:
         if not Path(sys.executable).is_relative_to(ROOT / ".venv"):
             pytest.skip("make uses .venv, and these tests run from another environment")
-        words = ["--old-file=.venv/.core", *words]  # a test installs nothing
-        done = subprocess.run(["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, done
+        words = ["--old-file=.venv/.core", *words]  # so that make does not install packages
+        completed = subprocess.run(["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert completed.returncode != 0 and message in completed.stderr and "Traceback" not in completed.stderr, (
+            completed
+        )

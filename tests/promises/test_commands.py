@@ -14,27 +14,27 @@ from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
-from nanoGPT.launch import Place, load_trainer, split_words
+from nanoGPT.launch import NodeConfig, load_trainer, split_arguments
 from nanoGPT.train_config import TrainConfig, validate
-from tests.helpers.repository import tracked
+from tests.helpers.repository import list_files
 from tests.helpers.training import CONFIGS, ROOT
 
 PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
-RANKS = (1, 2, 4, 8, 16)  # that a default and a configuration file must work on
+RANKS = (1, 2, 4, 8, 16)  # every default and every configuration file must work with each of these
 VARIABLES = {"GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "DEVICE", "CONFIG", "DATASET", "ARGS", "PHASE", "PYTHON"}
-STARTS = (rf"make (?:{'|'.join(PHASES)}|profile)\b", r"sbatch .*slurm\.sh", r"(?:\S*/)?torchrun -")
-STARTS += (r"(?:\S*/)?python3? -m nanoGPT\.launch\b", r"(?:\S*/)?python3? \S*(?:train|evaluate)\.py\b")
-BEGIN = re.compile(rf"(?:cd \S+ && )?(?:{'|'.join(STARTS)})")
+START_PATTERNS = (rf"make (?:{'|'.join(PHASES)}|profile)\b", r"sbatch .*slurm\.sh", r"(?:\S*/)?torchrun -")
+START_PATTERNS += (r"(?:\S*/)?python3? -m nanoGPT\.launch\b", r"(?:\S*/)?python3? \S*(?:train|evaluate)\.py\b")
+COMMAND_START = re.compile(rf"(?:cd \S+ && )?(?:{'|'.join(START_PATTERNS)})")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A line or a piece of inline code that starts a training.
+    """A line or a piece of inline code that starts a training run.
 
     Attributes:
         path: the document.
-        text: as it stands there, without the marks around it.
-        inline: whether it is a piece of a sentence, which may name a command without its words.
+        text: the command, without backticks or comment characters.
+        inline: whether it is inline code of a sentence, which may name a command without its arguments.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command asks for: a trainer, the trainer's own words, and a number of ranks."""
+    """A parsed command: the trainer, the arguments for the trainer, and the number of ranks."""
 
     kind: str
     trainer: Path
@@ -55,8 +55,8 @@ class Request:
     ranks: int
 
 
-def texts(path: Path) -> Iterator[str]:
-    """The text of a document; of a notebook the text of its cells."""
+def read_texts(path: Path) -> Iterator[str]:
+    """Yield the text of a document, or the text of each cell of a notebook."""
     if path.suffix != ".ipynb":
         yield path.read_text()
         return
@@ -64,89 +64,89 @@ def texts(path: Path) -> Iterator[str]:
         yield "".join(cell["source"])
 
 
-def commands_in(path: Path) -> Iterator[Command]:
-    """The training commands of a document: lines that begin with one, also as a comment, and inline code."""
-    for text in texts(path):
+def find_commands(path: Path) -> Iterator[Command]:
+    """Yield the training commands of a document: lines and comments that begin with a command, and inline code."""
+    for text in read_texts(path):
         prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-        lines = [re.sub(r"^\s*(#\s*)?|\s+#\s.*", "", line) for line in text.splitlines()]  # without a remark
+        lines = [re.sub(r"^\s*(#\s*)?|\s+#\s.*", "", line) for line in text.splitlines()]  # without comments
         spans = [re.sub(r"\s*\n\s*(#\s*)?", " ", span) for span in re.findall(r"`([^`]+)`", prose)]
-        for found, inline in ((lines, False), (spans, True)):
-            for line in found:
-                if BEGIN.match(line) and "..." not in line and (inline or "`" not in line):
+        for candidates, inline in ((lines, False), (spans, True)):
+            for line in candidates:
+                if COMMAND_START.match(line) and "..." not in line and (inline or "`" not in line):
                     yield Command(path, line, inline)
 
 
-def documents() -> list[Path]:
-    """Every tracked text that a reader may take a command from."""
+def list_documents() -> list[Path]:
+    """Return all tracked text files from which a reader may copy a command."""
     patterns = ("*.md", "*.py", "*.sh", "*.ipynb", "Makefile")
-    found = [path for pattern in patterns for path in tracked(pattern)]
-    return [path for path in found if path.relative_to(ROOT).parts[0] != "tests"]
+    paths = [path for pattern in patterns for path in list_files(pattern)]
+    return [path for path in paths if path.relative_to(ROOT).parts[0] != "tests"]
 
 
-def requests_of(command: Command) -> list[Request]:
-    """What a command asks for; nothing if it starts no training.
+def parse_command(command: Command) -> list[Request]:
+    """Parse a command. Return an empty list if it starts no training run.
 
     Raises:
-        ConfigError, SystemExit, ValueError: it is malformed.
+        ConfigError, SystemExit, ValueError: the command is malformed.
     """
     home, text = command.path.parent, command.text
-    if found := re.match(r"cd (\S+) && ", text):
-        home, text = ROOT / found[1], text[found.end() :]
+    if match := re.match(r"cd (\S+) && ", text):
+        home, text = ROOT / match[1], text[match.end() :]
     program, *words = shlex.split(text)
     name = Path(program).name
     if name == "make":
-        return [requested_by_make(words)]
+        return [parse_make(words)]
     if name == "sbatch":
-        return [requested_by_sbatch(words)]
+        return [parse_sbatch(words)]
     if name == "torchrun":
-        return requested_by_torchrun(words, home, command.inline)
+        return parse_torchrun(words, home, command.inline)
     if words[:2] == ["-m", "nanoGPT.launch"]:
-        words, trainer, rest = split_words(words[2:])
-        place = command_line(Place, words)
-        return [Request("launch", trainer_at(trainer, home), rest, ranks_of(place))]
-    return [Request("python", trainer_at(Path(words[0]), home), words[1:], 1)]
+        words, trainer, rest = split_arguments(words[2:])
+        node = command_line(NodeConfig, words)
+        return [Request("launch", find_trainer(trainer, home), rest, count_ranks(node))]
+    return [Request("python", find_trainer(Path(words[0]), home), words[1:], 1)]
 
 
-def requested_by_make(words: list[str]) -> Request:
+def parse_make(words: list[str]) -> Request:
     target, *rest = words
-    given = dict(word.split("=", 1) for word in rest)
-    assert given.keys() <= VARIABLES, f"make ignores {sorted(given.keys() - VARIABLES)}"
-    place = Place(int(given.get("GPUS", 1)), int(given.get("NNODES", 1)), int(given.get("NODE_RANK", 0)))
-    flags = [*shlex.split(given.get("CONFIG", "")), *shlex.split(given.get("ARGS", ""))]
-    flags += [f"--{name.lower()}={given[name]}" for name in ("DATASET", "DEVICE") if name in given]
-    phase = given.get("PHASE", "phase3") if target == "profile" else target
-    return Request("make", ROOT / PHASES[phase] / "train.py", flags, ranks_of(place))
+    values = dict(word.split("=", 1) for word in rest)
+    assert values.keys() <= VARIABLES, f"make ignores {sorted(values.keys() - VARIABLES)}"
+    node = NodeConfig(int(values.get("GPUS", 1)), int(values.get("NNODES", 1)), int(values.get("NODE_RANK", 0)))
+    flags = [*shlex.split(values.get("CONFIG", "")), *shlex.split(values.get("ARGS", ""))]
+    flags += [f"--{name.lower()}={values[name]}" for name in ("DATASET", "DEVICE") if name in values]
+    phase = values.get("PHASE", "phase3") if target == "profile" else target
+    return Request("make", ROOT / PHASES[phase] / "train.py", flags, count_ranks(node))
 
 
-def requested_by_sbatch(words: list[str]) -> Request:
-    """slurm.sh's own `#SBATCH` lines count where the command line does not say otherwise."""
-    at = next(i for i, word in enumerate(words) if word.endswith("slurm.sh"))
-    script = ROOT / words[at]
-    own = re.findall(r"^#SBATCH (--\S+)", script.read_text(), re.MULTILINE)
-    options = dict(word.split("=", 1) for word in (*own, *words[:at]) if "=" in word)
+def parse_sbatch(words: list[str]) -> Request:
+    """Parse an sbatch command. Its options override the `#SBATCH` lines of slurm.sh."""
+    index = next(i for i, word in enumerate(words) if word.endswith("slurm.sh"))
+    script = ROOT / words[index]
+    defaults = re.findall(r"^#SBATCH (--\S+)", script.read_text(), re.MULTILINE)
+    options = dict(word.split("=", 1) for word in (*defaults, *words[:index]) if "=" in word)
     ranks = int(options["--nodes"]) * int(options["--gpus-per-node"])
-    return Request("sbatch", ROOT / "phase3_fsdp" / "train.py", words[at + 1 :], ranks)
+    return Request("sbatch", ROOT / "phase3_fsdp" / "train.py", words[index + 1 :], ranks)
 
 
-def requested_by_torchrun(words: list[str], home: Path, inline: bool) -> list[Request]:
+def parse_torchrun(words: list[str], home: Path, inline: bool) -> list[Request]:
     if inline and not any(word.endswith(".py") for word in words):
-        return []  # a sentence about one of its flags
-    given = get_args_parser().parse_args(words)
-    ranks = parse_min_max_nnodes(given.nnodes)[1] * int(given.nproc_per_node)
-    return [Request("torchrun", trainer_at(Path(given.training_script), home), given.training_script_args, ranks)]
+        return []  # the sentence is about a flag of torchrun
+    options = get_args_parser().parse_args(words)
+    ranks = parse_min_max_nnodes(options.nnodes)[1] * int(options.nproc_per_node)
+    return [Request("torchrun", find_trainer(Path(options.training_script), home), options.training_script_args, ranks)]
 
 
-def ranks_of(place: Place) -> int:
-    assert 0 <= place.node_rank < place.nnodes and place.gpus > 0, place
-    return place.gpus * place.nnodes
+def count_ranks(node: NodeConfig) -> int:
+    assert 0 <= node.node_rank < node.nnodes and node.gpus > 0, node
+    return node.gpus * node.nnodes
 
 
-def trainer_at(path: Path, home: Path) -> Path:
-    """A script that a command names, from the repository's root or from where the command stands."""
+def find_trainer(path: Path, home: Path) -> Path:
+    """Return the script that a command names, relative to the root of the repository or to `home`."""
     return next(each for each in (ROOT / path, home / path) if each.is_file())
 
 
-def config_class_of(trainer: Path) -> type[TrainConfig]:
+def get_config_class(trainer: Path) -> type[TrainConfig]:
     if trainer.name == "evaluate.py":
         from phase3_fsdp.evaluate import EvaluateConfig
 
@@ -155,46 +155,49 @@ def config_class_of(trainer: Path) -> type[TrainConfig]:
     return config_class
 
 
-def check(request: Request) -> None:
-    """Check a configuration with the defaults of a CPU and of a GPU, or of the device that the command names.
+def check_request(request: Request) -> None:
+    """Check a configuration with the defaults for the CPU and for a GPU, or for the device that the command names.
 
     Raises:
-        ConfigError: it cannot be parsed, or does not work on so many ranks.
+        ConfigError: the configuration cannot be parsed, or does not work with this number of ranks.
     """
-    named = any(word.startswith("--device") for word in request.words)
-    for device in [[]] if named else [["--device=cpu"], ["--device=cuda"]]:
+    names_device = any(word.startswith("--device") for word in request.words)
+    for device in [[]] if names_device else [["--device=cpu"], ["--device=cuda"]]:
         try:
-            config = parse(config_class_of(request.trainer), [*request.words, *device], request.trainer)
+            config = parse(get_config_class(request.trainer), [*request.words, *device], request.trainer)
         except SystemExit as stop:
             assert stop.code == 0 and "--help" in request.words
             return
         validate(config, request.ranks)
 
 
-COMMANDS = list(dict.fromkeys(command for path in documents() for command in commands_in(path)))
+COMMANDS = list(dict.fromkeys(command for path in list_documents() for command in find_commands(path)))
 
 
 def test_commands_are_found():
-    """The documents hold as many training commands as a reader sees there, in each of the forms that are explained."""
-    where = Counter(str(command.path.relative_to(ROOT)) for command in COMMANDS)
-    kinds = Counter(request.kind for command in COMMANDS for request in requests_of(command))
-    notes = [where[f"{phase}/IMPLEMENTATION.md"] for phase in ("phase1_zero1", "phase2_triton", "phase3_fsdp")]
-    assert where["README.md"] >= 30 and notes[0] >= 11 and notes[1] >= 4 and notes[2] >= 12, where
-    assert where["phase3_fsdp/slurm.sh"] == 2
+    """`find_commands` finds the training commands of the documents, in every form that the documents explain."""
+    counts = Counter(str(command.path.relative_to(ROOT)) for command in COMMANDS)
+    kinds = Counter(request.kind for command in COMMANDS for request in parse_command(command))
+    notes = [counts[f"{phase}/IMPLEMENTATION.md"] for phase in ("phase1_zero1", "phase2_triton", "phase3_fsdp")]
+    assert counts["README.md"] >= 6 and counts["docs/running.md"] >= 17 and counts["docs/measuring.md"] >= 2
+    assert notes[0] >= 11 and notes[1] >= 4 and notes[2] >= 12, counts
+    assert counts["phase3_fsdp/slurm.sh"] == 2
     for phase in CONFIGS:
-        assert where[f"{phase}/train.py"] >= 5
-        assert all(where[str(path.relative_to(ROOT))] == 1 for path in tracked(f"{phase}/config/*.py"))
-    assert where["notebooks/03_triton.py"] == where["notebooks/03_triton.ipynb"] > 0 and where["nanoGPT/launch.py"] >= 2
-    least_of_kind = {"make": 60, "torchrun": 10, "python": 9, "launch": 3, "sbatch": 3}
-    assert all(kinds[kind] >= least for kind, least in least_of_kind.items()), kinds
+        assert counts[f"{phase}/train.py"] >= 5
+        assert all(counts[str(path.relative_to(ROOT))] == 1 for path in list_files(f"{phase}/config/*.py"))
+    assert (
+        counts["notebooks/03_triton.py"] == counts["notebooks/03_triton.ipynb"] > 0 and counts["nanoGPT/launch.py"] >= 2
+    )
+    minimum_of_kind = {"make": 60, "torchrun": 10, "python": 9, "launch": 3, "sbatch": 3}
+    assert all(kinds[kind] >= minimum for kind, minimum in minimum_of_kind.items()), kinds
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_a_command_of_a_document_works_on_its_ranks(command, monkeypatch):
-    """It is well-formed, and the trainer starts with its configuration on so many ranks of CPUs and of GPUs."""
+    """Every command is well-formed, and its configuration is valid on its number of ranks, on CPUs and on GPUs."""
     monkeypatch.chdir(ROOT)
-    for request in requests_of(command):
-        check(request)
+    for request in parse_command(command):
+        check_request(request)
 
 
 MALFORMED = [
@@ -224,22 +227,22 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("text", MALFORMED)
-def test_a_malformed_command_is_found(text, tmp_path, monkeypatch):
-    """What a reader could not run is seen as a command and fails."""
+def test_a_malformed_command_fails_the_check(text, tmp_path, monkeypatch):
+    """A malformed command is found in the document, and its check fails."""
     monkeypatch.chdir(ROOT)
-    (tmp_path / "README.md").write_text(f"So:\n\n```bash\n{text}    # a remark\n```\n")
-    (command,) = commands_in(tmp_path / "README.md")
+    (tmp_path / "README.md").write_text(f"So:\n\n```bash\n{text}    # a comment\n```\n")
+    (command,) = find_commands(tmp_path / "README.md")
     with pytest.raises((ConfigError, AssertionError, ValueError, StopIteration, SystemExit)):
-        for request in requests_of(command):
-            check(request)
+        for request in parse_command(command):
+            check_request(request)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("phase", CONFIGS)
 def test_defaults_and_configuration_files_work_on_every_number_of_ranks(phase, device, monkeypatch):
-    """With no configuration and with each file that a phase finds, 1 to 16 ranks share the micro-batches of a step."""
+    """The defaults and every configuration file of a phase are valid on 1, 2, 4, 8 and 16 ranks."""
     monkeypatch.chdir(ROOT)
-    files = {f"config/{path.name}" for home in ("nanoGPT", phase) for path in tracked(f"{home}/config/*.py")}
+    files = {f"config/{path.name}" for home in ("nanoGPT", phase) for path in list_files(f"{home}/config/*.py")}
     assert len(files) >= 3
     for words in ([], *([name] for name in files)):
         config = parse(CONFIGS[phase], [*words, f"--device={device}"], ROOT / phase / "train.py")
@@ -247,14 +250,15 @@ def test_defaults_and_configuration_files_work_on_every_number_of_ranks(phase, d
             validate(config, ranks)
 
 
-def test_tokens_per_step_are_those_of_the_documents():
-    """The default step has 6,144 tokens, and GPT-2's reproduction 491,520, however they are divided among the ranks."""
+def test_tokens_per_step_match_the_documents():
+    """A step has 6,144 tokens by default and 491,520 in the reproduction of GPT-2, on any number of ranks."""
 
-    def tokens(words: list[str]) -> int:
+    def tokens_per_step(words: list[str]) -> int:
         config = parse(TrainConfig, words, ROOT / "nanoGPT" / "train.py")
         return config.batch_size * config.gradient_accumulation_steps * config.block_size
 
-    assert tokens(["--device=cpu"]) == 6_144 and "6,144 tokens a step" in (ROOT / "README.md").read_text()
-    assert tokens(["config/train_gpt2.py", "--device=cuda"]) == 491_520 == 12 * 40 * 1024  # as nanoGPT's
-    assert tokens(["config/train_shakespeare_char.py", "--device=cuda"]) == 64 * 8 * 256
-    assert tokens(["--device=cuda"]) == 16 * 12 * 1024
+    assert tokens_per_step(["--device=cpu"]) == 6_144
+    assert "6,144 tokens per step" in (ROOT / "docs/running.md").read_text()
+    assert tokens_per_step(["config/train_gpt2.py", "--device=cuda"]) == 491_520 == 12 * 40 * 1024  # as in nanoGPT
+    assert tokens_per_step(["config/train_shakespeare_char.py", "--device=cuda"]) == 64 * 8 * 256
+    assert tokens_per_step(["--device=cuda"]) == 16 * 12 * 1024

@@ -1,4 +1,4 @@
-"""A job that hangs: who is named, whose stacks are written, how it ends; and what is no hang."""
+"""Hangs: the rank that causes a hang is named, all ranks write their stacks and exit, and slow work is not a hang."""
 
 import gc
 import json
@@ -16,150 +16,162 @@ import torch
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
-from nanoGPT.job.heartbeat import Heart, whereabouts
-from nanoGPT.job.watchdog import Watch
-from tests.helpers.programs import Program, launch
+from nanoGPT.job.heartbeat import HeartbeatThread, inspect_threads
+from nanoGPT.job.watchdog import StallDetector
+from tests.helpers.programs import DEADLINE, Program, launch
 from tests.helpers.training import call_train, tiny
 from workshop.ranks import start_ranks
 
-PATIENCE = 4.0  # seconds without progress, in these tests
-BEAT = {"step": 4, "stage": "micro-batch 3", "places": 30, "marks": 0, "waits": False, "line": "data.py:1, batch"}
-BEAT |= {"run": "new", "host": "here", "pid": 1, "parent": 0, "ended": False, "time": 0.0}
+STALL_SECONDS = 8.0  # seconds without progress; a step takes far less, also on a busy machine
+HEARTBEAT = {"step": 4, "stage": "micro-batch 3", "places": 30, "marks": 0, "waits": False, "line": "data.py:1, batch"}
+HEARTBEAT |= {"run": "new", "host": "here", "pid": 1, "parent": 0, "ended": False, "time": 0.0}
 
 
-class Job:
-    """Heartbeats as ranks write them, and rank 0's watch over them, by a clock that the test turns."""
+class SimulatedJob:
+    """Heartbeat files as ranks write them, and the stall detector of rank 0, with a clock that the test advances."""
 
     def __init__(self, out: Path, ranks: int, stall_seconds: float = 10.0) -> None:
         self.out, self.now = out, time.monotonic()
         for folder in ("heartbeat", "stacks"):
             (out / folder).mkdir()
-        self.watch = Watch(out, ranks, stall_seconds, 0, "new")
+        self.detector = StallDetector(out, ranks, stall_seconds, 0, "new")
 
-    def beat(self, rank: int, **changes) -> None:
-        beat = {**BEAT, "time": self.now, **changes}
+    def write_heartbeat(self, rank: int, **changes) -> None:
+        heartbeat = {**HEARTBEAT, "time": self.now, **changes}
         if rank == 0:
-            self.watch.note(0, beat)
-        (self.out / "heartbeat" / f"rank{rank}.json").write_text(json.dumps(beat))
+            self.detector.record(0, heartbeat)
+        (self.out / "heartbeat" / f"rank{rank}.json").write_text(json.dumps(heartbeat))
 
-    def seconds(self, count: int, beats: dict[int, dict]) -> str | None:
-        """Let time go by; each second every rank in `beats` tells of itself."""
-        for _ in range(count):
+    def advance(self, seconds: int, heartbeats: dict[int, dict]) -> str | None:
+        """Advance the clock. Each second, every rank in `heartbeats` writes one. Return the message of the detector."""
+        for _ in range(seconds):
             self.now += 1.0
-            for rank, changes in beats.items():
-                self.beat(rank, **changes)
-            if said := self.watch.look(self.now):
-                return said
+            for rank, changes in heartbeats.items():
+                self.write_heartbeat(rank, **changes)
+            if message := self.detector.check(self.now):
+                return message
         return None
 
 
-WAITS = {"places": 31, "waits": True, "line": "runtime.py:80, any"}
+WAITING = {"places": 31, "waits": True, "line": "runtime.py:80, any"}
 
 
 @pytest.mark.parametrize(
-    ("beats", "words"),
+    ("heartbeats", "words"),
     [
-        ({0: WAITS, 1: {}, 2: WAITS}, ["rank 1 ", "in step 4, micro-batch 3 (in data.py:1, batch), while the others"]),
-        ({0: {"step": 5, "places": 9}, 1: WAITS}, ["rank 1 ", "in step 4", "waiting for the others"]),
-        ({0: {**WAITS, "places": 30}, 1: {}}, ["rank 1 ", "while the others waited"]),
-        ({0: {}, 1: {}}, ["and ranks [0, 1] stand alike"]),
+        (
+            {0: WAITING, 1: {}, 2: WAITING},
+            ["rank 1 ", "in step 4, micro-batch 3 (at data.py:1, batch), while the other ranks"],
+        ),
+        ({0: {"step": 5, "places": 9}, 1: WAITING}, ["rank 1 ", "in step 4", "waiting for the other ranks"]),
+        ({0: {**WAITING, "places": 30}, 1: {}}, ["rank 1 ", "while the other ranks waited"]),
+        ({0: {}, 1: {}}, ["; ranks [0, 1] all stopped there"]),
         ({0: {}}, ["rank 0 ", "batch); stacks of all ranks are in"]),
     ],
-    ids=["least marks", "earlier step", "not waiting", "alike", "alone"],
+    ids=["fewest places", "earlier step", "not waiting", "same place", "single rank"],
 )
-def test_the_rank_at_fault_is_named(beats, words, tmp_path):
-    """Of the ranks that have come least far, the one that waits for nobody is named, with its step and its line."""
-    said = Job(tmp_path, len(beats)).seconds(13, beats)
-    assert said and all(word in said for word in [*words, "silent for 1"]), said
+def test_the_rank_at_fault_is_named(heartbeats, words, tmp_path):
+    """Of the ranks with the least progress, the one that does not wait is named, with its step and its line of code."""
+    message = SimulatedJob(tmp_path, len(heartbeats)).advance(13, heartbeats)
+    assert message and all(word in message for word in [*words, "no progress for 1"]), message
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
-    """Of ranks that are equally far, one whose heartbeats have stopped is named, whatever the last of them said."""
-    job = Job(tmp_path, 2)
-    assert job.seconds(3, {0: {**WAITS, "marks": 1}, 1: WAITS}) is None
-    said = job.seconds(13, {0: {**WAITS, "marks": 1}})
-    assert said and said.startswith("rank 1 has been silent for 1") and "it does not answer" in said
-    assert (tmp_path / "stacks" / "stalled-new.txt").read_text() == said + "\n"
+    """Of ranks with equal progress, the one whose heartbeats have stopped is named."""
+    job = SimulatedJob(tmp_path, 2)
+    assert job.advance(3, {0: {**WAITING, "marks": 1}, 1: WAITING}) is None
+    message = job.advance(13, {0: {**WAITING, "marks": 1}})
+    assert (
+        message
+        and message.startswith("rank 1 has made no progress for 1")
+        and "the process does not respond" in message
+    )
+    assert (tmp_path / "stacks" / "stalled-new.txt").read_text() == message + "\n"
 
 
-def test_of_ranks_that_stand_alike_the_one_silent_longest_is_named(tmp_path):
-    """Of two ranks in the same place, the one whose last sign of progress is older is at fault."""
-    job = Job(tmp_path, 2)
-    assert job.seconds(5, {0: {}, 1: {}}) is None
-    said = job.seconds(13, {0: {"marks": 1}, 1: {}})
-    assert said and said.startswith("rank 1 has been silent for 1") and "ranks [0, 1] stand alike" in said, said
+def test_of_ranks_in_the_same_place_the_one_with_the_oldest_progress_is_named(tmp_path):
+    """Of two ranks in the same place, the one whose last progress is older is named."""
+    job = SimulatedJob(tmp_path, 2)
+    assert job.advance(5, {0: {}, 1: {}}) is None
+    message = job.advance(13, {0: {"marks": 1}, 1: {}})
+    assert (
+        message
+        and message.startswith("rank 1 has made no progress for 1")
+        and "ranks [0, 1] all stopped there" in message
+    ), message
 
 
-def test_what_is_no_hang(tmp_path):
-    """A paused machine, a rank that writes, one that has not begun, one of an earlier run and one that has ended."""
-    job = Job(tmp_path, 2)
-    assert job.seconds(30, {0: WAITS}) is None, "rank 1 has not begun"
-    assert job.seconds(30, {0: WAITS, 1: {"run": "old"}}) is None, "rank 1's heartbeat is an earlier run's"
+def test_no_false_hang_is_reported(tmp_path):
+    """No hang is reported while a rank starts or writes a file, after it has ended, or after a pause of the computer.
+
+    A heartbeat file of an earlier run is ignored.
+    """
+    job = SimulatedJob(tmp_path, 2)
+    assert job.advance(30, {0: WAITING}) is None, "rank 1 has not started"
+    assert job.advance(30, {0: WAITING, 1: {"run": "old"}}) is None, "the heartbeat of rank 1 is from an earlier run"
     for pause in range(5):
-        assert job.seconds(3, {0: WAITS, 1: {"marks": pause}}) is None
-        job.now += 10_000  # a closed laptop
+        assert job.advance(3, {0: WAITING, 1: {"marks": pause}}) is None
+        job.now += 10_000  # the computer was suspended
     for mark in range(40):
-        assert job.seconds(1, {0: WAITS, 1: {"marks": 100 + mark}}) is None, "rank 1 writes a file"
-    assert job.seconds(30, {0: WAITS, 1: {"ended": True, "marks": 200}}) is None, "rank 1 has ended"
-    assert job.seconds(13, {0: WAITS, 1: {}}), "and now it hangs"
+        assert job.advance(1, {0: WAITING, 1: {"marks": 100 + mark}}) is None, "rank 1 is writing a file"
+    assert job.advance(30, {0: WAITING, 1: {"ended": True, "marks": 200}}) is None, "rank 1 has ended"
+    assert job.advance(13, {0: WAITING, 1: {}}), "rank 1 hangs"
 
 
-def test_compiling_is_progress_and_a_compiled_model_is_none(tmp_path):
-    """A main thread that compiles keeps its own pace, and every heartbeat counts it as progress; one that runs what was
-    compiled does not."""
+def test_compiling_counts_as_progress(tmp_path):
+    """While the main thread compiles, every heartbeat counts as progress. While a compiled model runs, none counts."""
     (tmp_path / "heartbeat").mkdir()
     run = Runtime(0, 0, 1, 1, torch.device("cpu"), torch.float32)
     with open(tmp_path / "rank0.txt", "w") as file:
-        heart = Heart(run, tmp_path, 10.0, file)
-    found = []
+        heartbeat = HeartbeatThread(run, tmp_path, 10.0, file)
+    exemptions = []
 
     def backend(module, _inputs):
-        found.append(whereabouts()["own_pace"])
-        heart.beat()
+        exemptions.append(inspect_threads()["is_exempt"])
+        heartbeat.write_heartbeat()
         return module.forward
 
     @torch.compiler.disable
-    def look(x):
-        found.append(whereabouts()["own_pace"])
+    def record(x):
+        exemptions.append(inspect_threads()["is_exempt"])
         return x
 
     @torch.compile(backend=backend)
     def model(x):
-        return look(x + 1) * 2
+        return record(x + 1) * 2
 
     model(torch.ones(2))
-    compiled = len(found)
+    count = len(exemptions)
     model(torch.ones(2))
-    assert True in found[:compiled] and found[compiled:] == [False]
+    assert True in exemptions[:count] and exemptions[count:] == [False]
     marks = run.progress.marks
-    heart.beat()
+    heartbeat.write_heartbeat()
     assert run.progress.marks == marks == json.loads((tmp_path / "heartbeat" / "rank0.json").read_text())["marks"] > 0
 
 
-def test_looking_at_the_stacks_keeps_nothing_alive():
-    """What a function held while another thread looked at its frame is freed when it returns, at once: no tensor waits
-    for the garbage collector."""
+def test_inspecting_the_stacks_keeps_no_tensor_alive():
+    """A tensor of a function is freed as soon as the function returns, even if another thread inspected its frame."""
 
-    def hold():
+    def inspect_while_a_tensor_exists():
         tensor = torch.ones(4)
-        died = weakref.ref(tensor)
-        looker = threading.Thread(target=whereabouts)
-        looker.start()
-        looker.join()
-        whereabouts()
-        return died
+        reference = weakref.ref(tensor)
+        thread = threading.Thread(target=inspect_threads)
+        thread.start()
+        thread.join()
+        inspect_threads()
+        return reference
 
     gc.collect()
     gc.disable()
     try:
-        assert hold()() is None
+        assert inspect_while_a_tensor_exists()() is None
     finally:
         gc.enable()
 
 
-# What keeps Python's lock: a C call that waits for a mutex that is taken. After two minutes it returns, in case that
-# the test fails.
-KEEPS_THE_LOCK = """
+# A hang in C code that does not release Python's global interpreter lock: rank 1 waits for a mutex that it has already
+# locked. The wait ends after two minutes, in case the test fails.
+HANG_WITH_THE_GIL = """
 import os
 
 if os.environ.get("RANK") == "1":
@@ -182,7 +194,7 @@ if os.environ.get("RANK") == "1":
 
 
 def train_with_a_fault(phase: str, config, faulty: int, fault: str) -> None:
-    """Train; in step 4 the faulty rank does not come back from reading a batch."""
+    """Train. In step 4, the faulty rank hangs while it reads a batch."""
     read = TokenData.batch
 
     def batch(self, split, purpose, step, micro_batch):
@@ -196,53 +208,60 @@ def train_with_a_fault(phase: str, config, faulty: int, fault: str) -> None:
 
 
 def start_job(phase: str, ranks: int, faulty: int, fault: str, out: Path) -> list[Any]:
-    """Start ranks that train, one of them with a fault; each one's process, and the connection to which it prints."""
+    """Start ranks that train, one of them with a fault. Return the process and the connection of each rank."""
     out.mkdir()
-    config = tiny(phase, out, stall_seconds=PATIENCE, gradient_accumulation_steps=6, max_iters=100)
+    config = tiny(phase, out, stall_seconds=STALL_SECONDS, gradient_accumulation_steps=6, max_iters=100)
     return start_ranks(train_with_a_fault, ranks, phase, config, faulty, fault, folder=out)
 
 
-def stacks(out: Path, ranks: int) -> list[str]:
+def read_stacks(out: Path, ranks: int) -> list[str]:
     return [(out / "stacks" / f"rank{rank}.txt").read_text() for rank in range(ranks)]
 
 
-def check_job(started: list[Any], faulty: int, out: Path) -> str:
-    """All ranks have ended, with their stacks; the sentence on which they did."""
-    deadline = time.monotonic() + 150  # for a test that fails
-    for process, _ in started:
+def check_stalled_job(ranks: list[Any], faulty: int, out: Path) -> str:
+    """Check that all ranks have exited and written their stacks. Return the message about the stall."""
+    deadline = time.monotonic() + DEADLINE
+    for process, _ in ranks:
         process.join(deadline - time.monotonic())
         process.kill()
         process.join()
-    codes = [process.exitcode for process, _ in started]
+    codes = [process.exitcode for process, _ in ranks]
     assert set(codes) <= {STALLED, -signal.SIGKILL} and codes.count(STALLED) >= len(codes) - 1, codes
-    written = stacks(out, len(started))
-    assert all("train.py" in text for text in written) and "in batch" in written[faulty], written
-    (said,) = [path.read_text() for path in (out / "stacks").glob("stalled-*.txt")]
-    assert said.startswith(f"rank {faulty} has been silent for ") and "while the others waited for it" in said, said
-    return said
+    stacks = read_stacks(out, len(ranks))
+    assert all("train.py" in text for text in stacks) and "in batch" in stacks[faulty], stacks
+    (message,) = [path.read_text() for path in (out / "stacks").glob("stalled-*.txt")]
+    assert message.startswith(f"rank {faulty} has made no progress for "), message
+    assert "while the other ranks waited for it" in message, message
+    return message
 
 
-def check_launched(process: Program, faulty: int, out: Path) -> None:
-    """The launcher has ended, with code 4 and one sentence, and all ranks have written their stacks."""
-    output, _ = process.communicate(timeout=150)
+def check_stalled_launcher(process: Program, faulty: int, out: Path) -> None:
+    """Check that the launcher has exited with code 4 and one sentence, and that all ranks have written their stacks."""
+    output, _ = process.communicate()
     assert process.returncode == STALLED and output.count("error:") == 1 and "Traceback" not in output, output
-    said = output.splitlines()[-1]
-    assert said.startswith(f"error: rank {faulty} has been silent for ") and "it does not answer" in said, output
-    written = stacks(out, 2)
-    assert all("train.py" in text for text in written) and "sitecustomize.py" in written[faulty], written
+    message = output.splitlines()[-1]
+    assert message.startswith(f"error: rank {faulty} has made no progress for "), output
+    assert "the process does not respond" in message, output
+    stacks = read_stacks(out, 2)
+    assert all("train.py" in text for text in stacks) and "sitecustomize.py" in stacks[faulty], stacks
 
 
 def test_a_rank_that_hangs_ends_the_job(tmp_path, monkeypatch):
-    """Asleep (DDP), stopped (FSDP), in C with Python's lock (launched): it is named, all write stacks, all end."""
-    (tmp_path / "sitecustomize.py").write_text(KEEPS_THE_LOCK)
+    """If one rank hangs, it is named, and all ranks write their stacks and exit.
+
+    The rank sleeps (DDP), is stopped (FSDP), or runs C code that does not release the GIL (with the launcher).
+    """
+    (tmp_path / "sitecustomize.py").write_text(HANG_WITH_THE_GIL)
     with monkeypatch.context() as environment:
         environment.setenv("PYTHONPATH", str(tmp_path))
-        launched = launch(tmp_path / "locked", 2, stall_seconds=PATIENCE)
+        launcher = launch(tmp_path / "locked", 2, stall_seconds=STALL_SECONDS)
     try:
-        asleep = start_job("nanoGPT", 3, 2, "sleeps", tmp_path / "asleep")
-        stopped = start_job("phase3_fsdp", 2, 0, "stops", tmp_path / "stopped")
-        assert "in step 4, micro-batch 2 (in promises/test_hangs.py" in check_job(asleep, 2, tmp_path / "asleep")
-        assert "it is stopped" in check_job(stopped, 0, tmp_path / "stopped")
-        check_launched(launched, 1, tmp_path / "locked")
+        sleeping_job = start_job("nanoGPT", 3, 2, "sleeps", tmp_path / "asleep")
+        stopped_job = start_job("phase3_fsdp", 2, 0, "stops", tmp_path / "stopped")
+        assert "in step 4, micro-batch 2 (at promises/test_hangs.py" in check_stalled_job(
+            sleeping_job, 2, tmp_path / "asleep"
+        )
+        assert "the process is stopped" in check_stalled_job(stopped_job, 0, tmp_path / "stopped")
+        check_stalled_launcher(launcher, 1, tmp_path / "locked")
     finally:
-        launched.kill()
+        launcher.kill()

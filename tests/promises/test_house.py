@@ -1,4 +1,4 @@
-"""The house's own rules: the diff contract, the size of files, and that what is written down is true."""
+"""The rules of this repository: the diff contract, file sizes, and links and commands in the documents that work."""
 
 import ast
 import re
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
-from tests.helpers.repository import tracked
+from tests.helpers.repository import list_files
 from tests.helpers.training import ROOT
 from workshop import diff
-from workshop.diff import MAX_ADDED, MAX_HUNKS, Hunk, hunks, problems, rendered
+from workshop.diff import MAX_ADDED, MAX_HUNKS, Hunk, find_hunks, find_problems, render_notes
 
 PHASES = [p.name for p in sorted(ROOT.glob("phase*")) if (p / "train.py").is_file()]
 
@@ -19,83 +19,86 @@ PHASES = [p.name for p in sorted(ROOT.glob("phase*")) if (p / "train.py").is_fil
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_diff_contract_is_kept(phase):
     """A phase's train.py is the baseline's plus a few tagged hunks, and nothing else."""
-    assert problems(hunks(phase)) == []
+    assert find_problems(find_hunks(phase)) == []
 
 
-def test_the_diff_contract_catches_a_breach():
-    """An untagged change, an untagged deletion, too many lines or too many hunks are each found."""
+def test_the_diff_contract_rejects_violations():
+    """`find_problems` reports untagged changes and deletions, too many added lines and too many hunks."""
     tagged = Hunk(1, [], ["x = 1  # [fsdp:x]"])
-    assert problems([tagged]) == []
-    assert "no tag" in problems([Hunk(1, ["old"], ["new"])])[0]
-    assert "no tag" in problems([Hunk(1, ["old"], [])])[0]
-    assert "lines are added" in problems([Hunk(1, [], ["x  # [fsdp:x]"] * (MAX_ADDED + 1))])[0]
-    assert "hunks" in problems([tagged] * (MAX_HUNKS + 1))[0]
+    assert find_problems([tagged]) == []
+    assert "no tag" in find_problems([Hunk(1, ["old"], ["new"])])[0]
+    assert "no tag" in find_problems([Hunk(1, ["old"], [])])[0]
+    assert "added lines" in find_problems([Hunk(1, [], ["x  # [fsdp:x]"] * (MAX_ADDED + 1))])[0]
+    assert "hunks" in find_problems([tagged] * (MAX_HUNKS + 1))[0]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_diff_says_where_it_is(phase, capsys):
-    """Every hunk is printed with the line of the phase's train.py on which what it adds begins."""
+def test_every_hunk_is_printed_with_its_line(phase, capsys):
+    """Every hunk is printed with the line number in the phase's train.py at which its added lines begin."""
     lines = (ROOT / phase / "train.py").read_text().splitlines()
     assert diff.main(phase, write=False) == 0
-    said = capsys.readouterr().out
-    for hunk in hunks(phase):
+    output = capsys.readouterr().out
+    for hunk in find_hunks(phase):
         assert lines[hunk.line - 1 :][: len(hunk.added)] == hunk.added
-        assert f"{phase}/train.py:{hunk.line}\n{hunk.text()}\n" in said
+        assert f"{phase}/train.py:{hunk.line}\n{hunk.text()}\n" in output
 
 
-def test_the_diff_is_written_when_asked_and_a_breach_is_exit_code_1(tmp_path, monkeypatch, capsys):
-    """Stale blocks stay until --write renews them; a change without a tag ends with 1 and one sentence."""
+def test_write_updates_the_diff_and_a_violation_returns_1(tmp_path, monkeypatch, capsys):
+    """Only --write updates stale diff blocks. A change without a tag returns exit code 1 and prints one error."""
     folder = tmp_path / "phase1_zero1"
     folder.mkdir()
     for name in ("train.py", "IMPLEMENTATION.md"):
         shutil.copy(ROOT / "phase1_zero1" / name, folder)
     monkeypatch.setattr(diff, "ROOT", tmp_path)
-    notes, fresh = folder / "IMPLEMENTATION.md", (folder / "IMPLEMENTATION.md").read_text()
-    notes.write_text(stale := fresh.replace("```diff\n", "```diff\n-what was\n"))
-    assert (diff.main("phase1_zero1", write=False), notes.read_text()) == (0, stale)
-    assert (diff.main("phase1_zero1", write=True), notes.read_text()) == (0, fresh)
+    notes, fresh_text = folder / "IMPLEMENTATION.md", (folder / "IMPLEMENTATION.md").read_text()
+    notes.write_text(stale_text := fresh_text.replace("```diff\n", "```diff\n-what was\n"))
+    assert (diff.main("phase1_zero1", write=False), notes.read_text()) == (0, stale_text)
+    assert (diff.main("phase1_zero1", write=True), notes.read_text()) == (0, fresh_text)
     code = (folder / "train.py").read_text()
     (folder / "train.py").write_text(code + "# no tag\n")
     assert diff.main("phase1_zero1", write=False) == 1
-    assert f"error: line {code.count(chr(10)) + 1}: this change carries no tag" in capsys.readouterr().err
+    assert f"error: line {code.count(chr(10)) + 1}: this change has no tag" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_diff_blocks_are_fresh(phase):
-    """The diff blocks in IMPLEMENTATION.md are those of today's train.py, and every tag is shown."""
+def test_diff_blocks_are_up_to_date(phase):
+    """The diff blocks in IMPLEMENTATION.md match train.py, and every tag has a block."""
     text = (ROOT / phase / "IMPLEMENTATION.md").read_text()
-    assert text == rendered(phase), f"run: python -m workshop.diff {phase} --write"
-    assert set(re.findall(r"<!-- diff:(\w+) -->", text)) == {tag for hunk in hunks(phase) for tag in hunk.tags}
+    assert text == render_notes(phase), f"run: python -m workshop.diff {phase} --write"
+    assert set(re.findall(r"<!-- diff:(\w+) -->", text)) == {tag for hunk in find_hunks(phase) for tag in hunk.tags}
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_phase_shares_the_data(phase):
-    """`data` in a phase directory is a link to nanoGPT's."""
+    """`data` in the directory of a phase is a symbolic link to nanoGPT/data."""
     assert (ROOT / phase / "data").is_symlink() and (ROOT / phase / "data").resolve() == ROOT / "nanoGPT" / "data"
 
 
 def test_files_and_functions_stay_small():
-    """No file over 400 lines but model.py, tests and notebooks; no function over 60 but the training page."""
-    large = []
-    for path in tracked("*.py"):
+    """Files have at most 400 lines, and functions at most 60.
+
+    Exceptions are model.py, the tests, the notebooks, and the function `train` of train.py.
+    """
+    problems = []
+    for path in list_files("*.py"):
         home = path.relative_to(ROOT).parts[0]
         if home in ("tests", "notebooks"):
             continue
         lines = path.read_text().count("\n")
         if lines > 400 and path.name != "model.py":
-            large.append(f"{path.relative_to(ROOT)}: {lines} lines")
+            problems.append(f"{path.relative_to(ROOT)}: {lines} lines")
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and not (path.name == "train.py" and node.name == "train"):
                 size = (node.end_lineno or 0) - node.lineno + 1
                 if size > 60:
-                    large.append(f"{path.relative_to(ROOT)}:{node.name}: {size} lines")
-    assert large == []
+                    problems.append(f"{path.relative_to(ROOT)}:{node.name}: {size} lines")
+    assert problems == []
 
 
-def test_public_functions_have_types_and_words():
-    """Every module says what it is, and every public function but a Triton kernel annotates what it returns."""
-    silent = []
-    for path in tracked("*.py"):
+def test_modules_have_docstrings_and_functions_return_types():
+    """Every module has a docstring, and every public function except Triton kernels has a return type."""
+    problems = []
+    for path in list_files("*.py"):
         if path.relative_to(ROOT).parts[0] in ("tests", "notebooks") or "/config/" in str(path):
             continue
         tree = ast.parse(path.read_text())
@@ -103,21 +106,21 @@ def test_public_functions_have_types_and_words():
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue
             if node.returns is None and "jit" not in [ast.unparse(decorator) for decorator in node.decorator_list]:
-                silent.append(f"{path.name}:{node.name} has no return type")
+                problems.append(f"{path.name}:{node.name} has no return type")
         if ast.get_docstring(tree) is None and path.read_text():
-            silent.append(f"{path} has no docstring")
-    assert silent == []
+            problems.append(f"{path} has no docstring")
+    assert problems == []
 
 
-@pytest.mark.parametrize("path", tracked("*.md"), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", list_files("*.md"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_commands_in_the_documents_exist(path):
-    """Relative links point to files, and every `make target` that a document names is in the Makefile."""
+    """Relative links point to existing files, and the Makefile has every target that a document names."""
     text = path.read_text()
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (path.parent / target).exists(), target
-    known = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for target in re.findall(r"`make ([a-z0-9-]+)", text) + re.findall(r"^make ([a-z0-9-]+)", text, flags=re.MULTILINE):
-        assert target in known, f"{path}: make {target}"
+        assert target in targets, f"{path}: make {target}"
 
 
 COMMANDS = [
@@ -129,15 +132,15 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("phase", "words"), COMMANDS)
 def test_verification_lists_name_tests_that_exist(phase, words):
-    """Every `make test ARGS=...` in a phase's notes selects tests that this suite runs."""
+    """Every `make test ARGS=...` in the notes of a phase selects existing tests."""
     words = words.strip("'")
     if not words.startswith("-k"):
         assert all((ROOT / name).is_file() for name in words.strip('"').split())
         return
     expression = Expression.compile(words.removeprefix("-k ").strip('"'))
-    names = {f"{path.name}::{name}" for path in tracked("tests/*/test_*.py") for name in names_of_tests(path)}
+    names = {f"{path.name}::{name}" for path in list_files("tests/*/test_*.py") for name in list_test_names(path)}
     assert any(expression.evaluate(lambda word, name=name: word.lower() in name.lower()) for name in names), words
 
 
-def names_of_tests(path: Path) -> list[str]:
+def list_test_names(path: Path) -> list[str]:
     return re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Who imports whom: only downward from room to room, and never in a circle."""
+"""Imports go only from higher layers to lower layers, and never in a cycle."""
 
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -25,51 +25,55 @@ LAYERS = [
     ["bench"],
     ["tests", "notebooks"],
 ]
-DOOR = "phase2_triton.apply"  # the one module of a phase that other phases may import, for --kernels
-MOST_AT_THE_TOP = 14  # modules that a student finds when listing nanoGPT/
+SHARED_MODULE = "phase2_triton.apply"  # the only module of a phase that other phases may import, for --kernels
+MAX_TOP_LEVEL_MODULES = 14  # that a student sees in nanoGPT/
 
 
 MODULES = find_modules()
 IMPORTS = {name: find_imports(path, MODULES) for name, path in MODULES.items()}
 
 
-def layer_of(name: str) -> int:
-    """Return the number of a module's layer; the empty `nanoGPT` package itself is at the bottom."""
+def find_layer(name: str) -> int:
+    """Return the layer number of a module. The empty package `nanoGPT` itself is in layer 0."""
     matches = [i for i, layer in enumerate(LAYERS) for part in layer if name == part or name.startswith(f"{part}.")]
-    assert matches or name == "nanoGPT", f"{name} belongs to no layer: add its room to LAYERS"
+    assert matches or name == "nanoGPT", f"{name} belongs to no layer: add it to LAYERS"
     return matches[0] if matches else 0
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_imports_go_downward(name):
-    """A module imports from its own layer and from those below; a phase never imports another, but for one door."""
+    """A module imports only from its own layer and from lower layers. Phases share only `SHARED_MODULE`."""
     for imported in IMPORTS[name]:
-        assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which is above it"
+        assert find_layer(imported) <= find_layer(name), f"{name} imports {imported}, which is above it"
         home, other = name.split(".")[0], imported.split(".")[0]
         if home.startswith("phase") and other.startswith("phase") and home != other:
-            assert imported == DOOR and home != "phase2_triton", f"{name} imports {imported}"
+            assert imported == SHARED_MODULE and home != "phase2_triton", f"{name} imports {imported}"
 
 
-def test_no_import_goes_in_a_circle():
-    """No module imports itself through others, not even lazily or for type checkers alone."""
+def test_imports_have_no_cycle():
+    """No module imports itself through other modules, not even lazily or only for type checkers."""
+    cycle = []
     try:
-        TopologicalSorter({name: found - {name} for name, found in IMPORTS.items()}).prepare()
+        TopologicalSorter({name: imported - {name} for name, imported in IMPORTS.items()}).prepare()
     except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+        cycle = error.args[1]
+    assert cycle == [], " -> ".join(cycle)
 
 
 def test_no_test_file_imports_another():
-    """What several test files need is in tests/helpers."""
-    of_tests = {name: [f for f in found if f.split(".")[-1].startswith("test_")] for name, found in IMPORTS.items()}
-    assert {name: found for name, found in of_tests.items() if found} == {}
+    """Helpers that several test files need are in tests/helpers."""
+    imported_tests = [
+        (name, other) for name in IMPORTS for other in IMPORTS[name] if other.split(".")[-1].startswith("test_")
+    ]
+    assert imported_tests == []
 
 
 def test_the_top_of_the_baseline_is_short():
-    """A student who lists nanoGPT/ finds few modules."""
-    assert len(list((ROOT / "nanoGPT").glob("*.py"))) <= MOST_AT_THE_TOP
+    """nanoGPT/ has few modules at the top level, so that a student can find them."""
+    assert len(list((ROOT / "nanoGPT").glob("*.py"))) <= MAX_TOP_LEVEL_MODULES
 
 
-def test_no_path_is_edited():
-    """No file changes sys.path: packages are installed."""
-    changed = [name for name, path in MODULES.items() if "sys.path." in path.read_text()]
-    assert changed == [module_name(Path(__file__))]
+def test_no_module_changes_sys_path():
+    """No module changes sys.path, because the packages are installed."""
+    names = [name for name, path in MODULES.items() if "sys.path." in path.read_text()]
+    assert names == [module_name(Path(__file__))]

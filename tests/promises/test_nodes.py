@@ -1,4 +1,4 @@
-"""Jobs on several nodes: two hosts with a network between them, and the Slurm script."""
+"""Jobs on multiple nodes: two hosts with a network between them, and the Slurm script."""
 
 import contextlib
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoGPT.distributed.network import address_of, interface_towards
-from tests.helpers.programs import as_flags
+from nanoGPT.distributed.network import find_interface, interface_address
+from tests.helpers.programs import DEADLINE, make_flags
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses
@@ -22,28 +22,28 @@ SLURM = ROOT / "phase3_fsdp" / "slurm.sh"
 
 
 def run(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    assert done.returncode == 0, (command, done.stderr)
+    completed = subprocess.run(command.split(), capture_output=True, text=True)
+    assert completed.returncode == 0, (command, completed.stderr)
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[list[list[str]]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable; for each the words that run a command in it.
+    """Create two connected network namespaces, 10.77.0.1 and 10.77.0.2. Yield the command prefix of each.
 
-    In each, as Debian has it, the machine's own name is 127.0.1.1, and so is the master's on the master.
+    As on Debian, each host resolves its own name to 127.0.1.1. On the first host, `master` is 127.0.1.1, too.
     """
     names = [f"nano{os.getpid()}{letter}" for letter in "ab"]
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("network namespaces need root and `ip`")
-    made = [subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True) for name in names]
+    results = [subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True) for name in names]
     try:
-        if wrong := [each.stderr for each in made if each.returncode]:
-            pytest.skip(f"no network namespace can be made: {wrong[0].strip()}")
+        if errors := [each.stderr for each in results if each.returncode]:
+            pytest.skip(f"cannot create a network namespace: {errors[0].strip()}")
         run(f"ip link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}")
         for i, name in enumerate(names):
-            for what in (f"address add 10.77.0.{i + 1}/24 dev {name}", f"link set {name} up", "link set lo up"):
-                run(f"ip -n {name} {what}")
-            hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` shows it as /etc/hosts
+            for arguments in (f"address add 10.77.0.{i + 1}/24 dev {name}", f"link set {name} up", "link set lo up"):
+                run(f"ip -n {name} {arguments}")
+            hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` mounts it as /etc/hosts
             hosts.parent.mkdir(parents=True)
             hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()} {'master' * (i == 0)}\n")
         yield [["ip", "netns", "exec", name] for name in names]
@@ -53,8 +53,8 @@ def two_hosts() -> Iterator[list[list[str]]]:
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
-def outputs(nodes: list[subprocess.Popen], timeout: float) -> list[str]:
-    """What each node's launcher prints, when all have ended; none is left."""
+def collect_outputs(nodes: list[subprocess.Popen], timeout: float) -> list[str]:
+    """Wait for the launchers of all nodes, and return their outputs. Kill launchers that exceed the timeout."""
     try:
         return [node.communicate(timeout=timeout)[0] for node in nodes]
     finally:
@@ -64,15 +64,18 @@ def outputs(nodes: list[subprocess.Popen], timeout: float) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of the same run in one process, with the baseline."""
+    """The losses of the same run with the baseline in one process."""
     return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("one"), **SHORT))
 
 
-def test_two_hosts_are_one_job(one_process, tmp_path):
-    """Two hosts whose names are the loopback, two ranks on each, told only where the master is: the losses of one."""
+def test_two_hosts_form_one_job(one_process, tmp_path):
+    """Two hosts with two ranks each have the losses of one process.
+
+    The hosts know only the address of the master, and their own names resolve to loopback addresses.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in ("GLOO_SOCKET_IFNAME", "MASTER_PORT")}
     launcher = [sys.executable, "-m", "nanoGPT.launch", "--gpus=2", "--nnodes=2"]
-    fields = as_flags(**{**SHORT, "out_dir": tmp_path / "run", "device": "cpu"})
+    fields = make_flags(**{**SHORT, "out_dir": tmp_path / "run", "device": "cpu"})
     with two_hosts() as hosts:
         nodes = [
             subprocess.Popen(
@@ -85,41 +88,46 @@ def test_two_hosts_are_one_job(one_process, tmp_path):
             )
             for rank, (host, master) in enumerate(zip(hosts, ("master", "10.77.0.1"), strict=True))
         ]
-        said = outputs(nodes, 100)
-    assert [node.returncode for node in nodes] == [0, 0], said
+        outputs = collect_outputs(nodes, 100)
+    assert [node.returncode for node in nodes] == [0, 0], outputs
     assert gap(losses(tmp_path / "run"), one_process) < 1e-5
 
 
-def test_the_interface_towards_the_master():
-    """A loopback address is reached by the loopback; this machine's own by the interface that has it; no IPv6."""
+def test_the_interface_of_the_master_is_found():
+    """A loopback address uses the loopback interface, and another local address the interface that has it.
+
+    For an IPv6 address, the result is None.
+    """
     if not sys.platform.startswith("linux"):
-        pytest.skip("interfaces are looked up on Linux")
-    assert interface_towards("127.0.0.1") == interface_towards("localhost") == "lo"
-    assert interface_towards("fd00::1") is None
+        pytest.skip("interfaces are looked up only on Linux")
+    assert find_interface("127.0.0.1") == find_interface("localhost") == "lo"
+    assert find_interface("fd00::1") is None
     for _, name in socket.if_nameindex():
-        if address := address_of(name):
-            assert interface_towards(address) == name
+        if address := interface_address(name):
+            assert find_interface(address) == name
 
 
-# What a Slurm job finds in its environment, and the two programs of Slurm that it calls, for two nodes on one machine.
+# The environment of a Slurm job with two nodes. The test runs both nodes on this machine.
 JOB = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
 
 
 def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
-    """sbatch's script starts a launcher a node and trains to the end; the same job, started again, resumes. It becomes
-    srun, which signals for it reach, and which has the job's processors."""
+    """The sbatch script starts one launcher per node and trains to the end. The same job resumes when it starts again.
+
+    The script replaces itself with srun, so that srun receives its signals. srun gets the processors of the job.
+    """
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {**JOB, "SLURM_JOB_ID": str(os.getpid()), "OUT_DIR": str(tmp_path / "run"), "PY": sys.executable}
     job |= {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = ["bash", SLURM, *as_flags(**{**SHORT, "device": "cpu"})]
-    done = subprocess.run(script, cwd=ROOT, env=job, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("A sample from") == 1, "one node writes it"
+    script = ["bash", SLURM, *make_flags(**{**SHORT, "device": "cpu"})]
+    completed = subprocess.run(script, cwd=ROOT, env=job, capture_output=True, text=True, timeout=DEADLINE)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert completed.stdout.count("A sample from") == 1, "only one node writes the sample"
     assert gap(losses(tmp_path / "run"), one_process) < 1e-5
-    job |= {"ONLY_SAY": "", "SLURM_CPUS_PER_TASK": "64"}
-    with subprocess.Popen(script, cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True) as again:
-        said, _ = again.communicate(timeout=20)
-    assert again.returncode == 0 and said.startswith(f"{again.pid} 64 ")
-    assert said.rstrip().endswith(f"--out_dir={tmp_path}/run --init_from=resume")
+    job |= {"ONLY_PRINT": "", "SLURM_CPUS_PER_TASK": "64"}
+    with subprocess.Popen(script, cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True) as process:
+        output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0 and output.startswith(f"{process.pid} 64 ")
+    assert output.rstrip().endswith(f"--out_dir={tmp_path}/run --init_from=resume")

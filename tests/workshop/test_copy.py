@@ -1,4 +1,4 @@
-"""`make copy`: a phase and what it imports, as a directory that runs where this package is not installed."""
+"""`make copy`: a copied phase, with the modules that it imports, trains without this package."""
 
 import json
 import os
@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 
 from nanoGPT.errors import ConfigError
-from tests.helpers.programs import as_flags
+from tests.helpers.programs import DEADLINE, make_flags
 from tests.helpers.training import TINY, tiny, train
 from workshop.copy_phase import PHASES, copy_phase
-from workshop.imports import ROOT, find_modules, find_needed
+from workshop.imports import ROOT, find_modules, find_needed_modules
 from workshop.ranks import losses
 
-# Runs before the program: the editable installation of this repository is taken away, and at the end every module of
-# the same names must have come from the copy.
+# Python runs this before the program. It removes the editable installation of this repository. At exit, it records all
+# modules of this repository that were not imported from the copy.
 SITECUSTOMIZE = """
 import atexit, os, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in repr(finder)]
 
 def check():
-    ours = {name: module.__file__ for name, module in sys.modules.items() if name.startswith(("nanoGPT", "phase"))}
-    elsewhere = [name for name, file in ours.items() if file and not file.startswith(os.environ["COPY"])]
+    modules = {name: module.__file__ for name, module in sys.modules.items() if name.startswith(("nanoGPT", "phase"))}
+    elsewhere = [name for name, file in modules.items() if file and not file.startswith(os.environ["COPY"])]
     with open(os.environ["COPY"] + "/elsewhere.txt", "a") as file:
-        file.write(f"{len(ours)} modules, elsewhere: {elsewhere}\\n")
+        file.write(f"{len(modules)} modules, elsewhere: {elsewhere}\\n")
 
 exit_now = os._exit
 os._exit = lambda code: (check(), exit_now(code))
@@ -37,29 +37,34 @@ FIELDS = {**TINY, "max_iters": 4, "eval_interval": 4}
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", PHASES)
 def test_a_copied_phase_trains_alone(name, tmp_path):
-    """Where this package is not installed, a copied phase trains to the same losses on two ranks, by torchrun; all of
-    its modules are the copy's."""
+    """Without this package, a copied phase trains with torchrun on two ranks, with the same losses as the original.
+
+    All of its modules are imported from the copy.
+    """
     copy, phase = tmp_path / "copy", PHASES[name]
     copy_phase(name, copy)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COPY": str(copy), "OMP_NUM_THREADS": "1"}
     fields = {**FIELDS, **({"kernels": "gelu"} if name == "phase2" else {})}
-    command = [sys.executable, *TORCHRUN, "train.py", *as_flags(**{**fields, "out_dir": tmp_path / "alone"})]
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, *TORCHRUN, "train.py", *make_flags(**{**fields, "out_dir": tmp_path / "alone"})]
+    completed = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert losses(tmp_path / "alone") == train(phase, 2, tiny(phase, tmp_path / "here", **fields))
     lines = (copy / "elsewhere.txt").read_text().splitlines()
     assert len(lines) >= 2 and all(line.endswith("elsewhere: []") for line in lines), lines
     assert json.loads((tmp_path / "alone" / "env.json").read_text())["config"]["out_dir"] == str(tmp_path / "alone")
 
 
-def test_what_is_copied(tmp_path):
-    """The copy has what the phase imports, directly or lazily, and no other module; its requirements name torch."""
+def test_the_copy_contains_only_needed_modules(tmp_path):
+    """The copy contains the modules that the phase imports, directly or lazily, and no others.
+
+    Its requirements contain torch.
+    """
     copy_phase("phase1", tmp_path / "copy")
     files = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*.py")}
-    own = [name for name in find_modules() if name.startswith("phase1_zero1")]
-    expected = {str(path.relative_to(ROOT)) for path in find_needed(own).values()} - {"phase1_zero1/train.py"}
+    names = [name for name in find_modules() if name.startswith("phase1_zero1")]
+    expected = {str(path.relative_to(ROOT)) for path in find_needed_modules(names).values()} - {"phase1_zero1/train.py"}
     assert {file for file in files if not file.startswith("config/")} == expected | {"train.py"}
     assert "nanoGPT/launch.py" not in files and "nanoGPT/train.py" not in files and "nanoGPT/optim.py" in files
     assert not any(file.startswith(("phase2", "phase3", "bench", "workshop")) for file in files)
@@ -68,13 +73,13 @@ def test_what_is_copied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("phase", "taken", "words"),
+    ("phase", "existing", "words"),
     [("phase9", "", "PHASE=phase9 is unknown; did you mean"), ("phase1", "note.txt", "is not an empty directory")],
 )
-def test_wrong_copies_are_one_sentence(phase, taken, words, tmp_path):
-    """An unknown phase and a directory with content are refused, and nothing is written."""
-    if taken:
-        (tmp_path / taken).write_text("mine")
+def test_wrong_copies_are_refused(phase, existing, words, tmp_path):
+    """An unknown phase and a directory that is not empty are refused, and nothing is written."""
+    if existing:
+        (tmp_path / existing).write_text("mine")
     with pytest.raises(ConfigError, match=words):
         copy_phase(phase, Path(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == [taken] * bool(taken)
+    assert [path.name for path in tmp_path.iterdir()] == [existing] * bool(existing)

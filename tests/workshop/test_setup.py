@@ -1,4 +1,4 @@
-"""`make setup` recovers from every interruption: real environments and a real pip, with a tiny project and wheels."""
+"""`make setup` recovers from every interruption. The tests use real environments and pip, with a tiny project."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.programs import Ended
+from tests.helpers.programs import DEADLINE, Outcome
 from tests.helpers.training import ROOT
 
 PROJECT = """
@@ -31,7 +31,8 @@ import shutil
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     return shutil.copy("lesson-1-py3-none-any.whl", wheel_directory).rpartition("/")[2]
 """
-# Python imports this first. At the point that POINT describes it signals the whole set-up, or waits until GO exists.
+# Python imports this first. At the event that matches POINT, it sends SIGNAL to the process group of the set-up. If
+# GO is set, it sends no signal and waits until the file GO exists.
 SITECUSTOMIZE = """
 import os, re, sys, time
 def stop(event, args):
@@ -40,8 +41,8 @@ def stop(event, args):
             os.kill(0, int(os.environ.get("SIGNAL", 9)))
             return
         open(os.environ["GO"] + ".reached", "w").close()
-        end = time.monotonic() + 60  # for a test that fails before it writes GO
-        while not os.path.exists(os.environ["GO"]) and time.monotonic() < end:
+        deadline = time.monotonic() + 60  # in case the test fails before it creates GO
+        while not os.path.exists(os.environ["GO"]) and time.monotonic() < deadline:
             time.sleep(0.01)
 if os.environ.get("POINT"):
     sys.addaudithook(stop)
@@ -54,33 +55,36 @@ BETWEEN_DELTA_AND_GAMMA = r"gamma/__init__\.py', 'w"
 INSIDE_GAMMA = r"gamma/second\.py', 'w"
 BEFORE_THE_STAMP = r"\.core'\)?, -1, -1\)"  # os.replace
 AFTER_THE_STAMP = r"^\(\S+\.unfinished'\)?, -1\)"  # os.unlink
-AGAIN = ".venv was left unfinished: making it again."
-INSTALLING = "Installing into .venv, once: about two minutes."
+UNFINISHED = ".venv is unfinished: creating it again."
+INSTALLING = "Installing PyTorch and other packages into .venv, once. This takes about two minutes plus downloads."
 WAITING = "Another make is setting up .venv: waiting for it to finish."
 
 
-def write_wheel(folder: Path, name: str, *needs: str, size: int = 0) -> None:
-    """Write the wheel of a package: two modules and, if asked, a file of `size` bytes."""
+WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def write_wheel(folder: Path, name: str, *requirements: str, size: int = 0) -> None:
+    """Write the wheel of a package with two modules and, if `size` is not 0, a file of `size` bytes."""
     with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
         for module in ("__init__", "second"):
             wheel.writestr(f"{name}/{module}.py", "")
         if size:
             wheel.writestr(f"{name}/large.bin", bytes(size))
         lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", "Provides-Extra: dev"]
-        lines += [f"Requires-Dist: {need}" for need in needs]
+        lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
         wheel.writestr(f"{name}-1.dist-info/METADATA", "\n".join(lines) + "\n")
-        wheel.writestr(f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}-1.dist-info/WHEEL", WHEEL)
         wheel.writestr(f"{name}-1.dist-info/RECORD", "")
 
 
-def change_needs(project: Path, *needs: str) -> None:
-    """Make the project need these packages, and those of its tests."""
-    write_wheel(project, "lesson", *needs, "delta; extra == 'dev'")
+def set_requirements(project: Path, *requirements: str) -> None:
+    """Make the project require these packages, and delta for its tests."""
+    write_wheel(project, "lesson", *requirements, "delta; extra == 'dev'")
     (project / "pyproject.toml").write_text(PROJECT)
 
 
 def write_project(parent: Path) -> Path:
-    """Write a project that has this repository's Makefile and set-up, and needs local wheels."""
+    """Write a project with the Makefile and the set-up of this repository. It requires only local wheels."""
     project = parent / "project"
     (project / "workshop").mkdir(parents=True)
     for name in ("Makefile", "workshop/set_up.py"):
@@ -91,13 +95,13 @@ def write_project(parent: Path) -> Path:
     for name in ("alpha", "beta", "delta"):
         write_wheel(parent, name)
     write_wheel(parent, "gamma", "delta")
-    change_needs(project, "alpha", "beta")
+    set_requirements(project, "alpha", "beta")
     return project
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project that was never set up."""
+    """A project without a .venv."""
     return write_project(tmp_path)
 
 
@@ -109,8 +113,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def finished(template: Path, tmp_path: Path) -> Path:
-    """A project that is set up: a copy of another one, with the stamp that a set-up in this place writes."""
+def ready_project(template: Path, tmp_path: Path) -> Path:
+    """A project that is set up. It is a copy of `template`, and its stamp names its own directory."""
     shutil.copytree(template.parent, tmp_path / "here", symlinks=True)
     project = tmp_path / "here" / "project"
     move_stamp(project, template, project)
@@ -126,7 +130,7 @@ def move_stamp(project: Path, old: Path, new: Path) -> None:
 
 
 def start_make(project: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
-    """Start make in a process group of its own. pip finds only the wheels beside the project."""
+    """Start make in a new process group. pip finds only the wheels in the parent directory of the project."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE"))}
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project.parent), "PIP_CONFIG_FILE": os.devnull}
     return subprocess.Popen(
@@ -137,70 +141,71 @@ def start_make(project: Path, *words: str, **environment: str) -> subprocess.Pop
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores SIGINT
     )
 
 
-def finish(process: subprocess.Popen[str]) -> Ended:
-    output, _ = process.communicate(timeout=100)
-    return Ended(process.returncode, output)
+def finish(process: subprocess.Popen[str]) -> Outcome:
+    output, _ = process.communicate(timeout=DEADLINE)
+    return Outcome(process.returncode, output)
 
 
-def make(project: Path, *words: str, **environment: str) -> Ended:
+def make(project: Path, *words: str, **environment: str) -> Outcome:
     return finish(start_make(project, *words, **environment))
 
 
-def packages(project: Path) -> set[str]:
-    """Return the packages that are installed, by their names and versions."""
+def list_packages(project: Path) -> set[str]:
+    """Return the installed packages as NAME-VERSION."""
     return {path.stem for path in project.glob(".venv/lib/python*/site-packages/*.dist-info") if path.stem[-2:] == "-1"}
 
 
-def assert_set_up(project: Path, ended: Ended) -> None:
+def assert_set_up(project: Path, outcome: Outcome) -> None:
     """Assert that make succeeded, that .venv's Python imports the packages, and that make finds nothing left to do."""
-    assert ended.code == 0, ended
+    assert outcome.code == 0, outcome
     subprocess.run([".venv/bin/python", "-c", "import lesson, alpha.second, beta, pip"], cwd=project, check=True)
     assert "Nothing to be done" in make(project, "setup").output
 
 
-def assert_begins_again(project: Path, said: str, *words: str) -> None:
-    """Assert that make says this line and makes .venv from the start: what it does first is to delete the packages."""
-    ended = make(project, "setup", *words, POINT=BEFORE_PIP)
-    assert ended.code == -signal.SIGKILL and ended.output.splitlines()[:2] == [said, INSTALLING], ended
-    assert (project / ".venv/bin/python").exists() and packages(project) == set()
+def assert_starts_again(project: Path, message: str, *words: str) -> None:
+    """Assert that make prints this message and creates .venv again. It first deletes the packages."""
+    outcome = make(project, "setup", *words, POINT=BEFORE_PIP)
+    assert outcome.code == -signal.SIGKILL and outcome.output.splitlines()[:2] == [message, INSTALLING], outcome
+    assert (project / ".venv/bin/python").exists() and list_packages(project) == set()
 
 
-def assert_refused(ended: Ended, *words: str) -> None:
-    """Assert that make failed with one sentence that holds these words."""
-    sentences = [line for line in ended.output.splitlines() if line.startswith("error: ")]
-    assert ended.code == 2 and len(sentences) == 1 and "Traceback" not in ended.output, ended
+def assert_refused(outcome: Outcome, *words: str) -> None:
+    """Assert that make failed with one error that contains these words, and without a traceback."""
+    sentences = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
+    assert outcome.code == 2 and len(sentences) == 1 and "Traceback" not in outcome.output, outcome
     for word in words:
         assert word in sentences[0]
 
 
 def wait_for(process: subprocess.Popen[str], path: Path) -> None:
-    """Wait until a file appears, which a process writes."""
+    """Wait until a process has written a file."""
     while not path.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 
 
 def test_a_killed_set_up_starts_again(project):
-    """SIGKILL while .venv is made, before pip is in it, and inside a package: the next set-up succeeds."""
+    """After SIGKILL while .venv is created, before pip is installed, or inside a package, the next set-up succeeds."""
     for count, point in enumerate([BEFORE_THE_MARKER, WRITING_SETTINGS, BEFORE_PIP, INSIDE_A_PACKAGE]):
-        killed = make(project, "setup", POINT=point)
-        assert killed.code == -signal.SIGKILL and (AGAIN in killed.output) == (count > 1), killed
-    ended = make(project, "setup")
-    assert AGAIN in ended.output
-    assert_set_up(project, ended)
+        outcome = make(project, "setup", POINT=point)
+        assert outcome.code == -signal.SIGKILL and (UNFINISHED in outcome.output) == (count > 1), outcome
+    outcome = make(project, "setup")
+    assert UNFINISHED in outcome.output
+    assert_set_up(project, outcome)
 
 
-def test_ctrl_c_is_one_line_and_the_next_set_up_starts_again(project, finished):
-    """SIGINT to every process of a set-up ends it without a traceback, while .venv is made and inside a package."""
-    change_needs(finished, "alpha", "beta", "gamma")
-    for folder, point in ((project, WRITING_SETTINGS), (project, BEFORE_PIP), (finished, INSIDE_GAMMA)):
-        ended = make(folder, "setup", POINT=point, SIGNAL="2")
-        assert ended.code != 0 and "\nstopped: the same command" in ended.output, ended
-        assert "Traceback" not in ended.output, ended
-        assert_begins_again(folder, AGAIN)
+def test_ctrl_c_is_one_line_and_the_next_set_up_starts_again(project, ready_project):
+    """SIGINT while .venv is created or inside a package ends the set-up with one line, without a traceback."""
+    set_requirements(ready_project, "alpha", "beta", "gamma")
+    for folder, point in ((project, WRITING_SETTINGS), (project, BEFORE_PIP), (ready_project, INSIDE_GAMMA)):
+        outcome = make(folder, "setup", POINT=point, SIGNAL="2")
+        assert outcome.code != 0 and "\nstopped: run the same command again" in outcome.output, outcome
+        assert "Traceback" not in outcome.output, outcome
+        assert_starts_again(folder, UNFINISHED)
 
 
 @pytest.mark.parametrize(
@@ -208,70 +213,70 @@ def test_ctrl_c_is_one_line_and_the_next_set_up_starts_again(project, finished):
     [BETWEEN_DELTA_AND_GAMMA, INSIDE_GAMMA, BEFORE_THE_STAMP, AFTER_THE_STAMP],
     ids=["between-packages", "package", "before-the-stamp", "after-the-stamp"],
 )
-def test_a_killed_update_starts_again(finished, point):
-    """SIGKILL while packages are added to a finished .venv, or around the stamp, is an interrupted set-up, too."""
-    change_needs(finished, "alpha", "beta", "gamma")
-    assert make(finished, "setup", POINT=point).code == -signal.SIGKILL
-    assert_begins_again(finished, AGAIN)
+def test_a_killed_update_starts_again(ready_project, point):
+    """After SIGKILL while packages are added to a finished .venv, or around the stamp, the next set-up starts again."""
+    set_requirements(ready_project, "alpha", "beta", "gamma")
+    assert make(ready_project, "setup", POINT=point).code == -signal.SIGKILL
+    assert_starts_again(ready_project, UNFINISHED)
 
 
-def test_a_killed_installation_of_the_tests_needs_starts_again(finished):
-    """After it every command makes .venv again, not only `make test`: pip may have been replacing a shared package."""
-    assert make(finished, ".venv/.dev", POINT=r"delta/second\.py', 'w").code == -signal.SIGKILL
-    assert_begins_again(finished, AGAIN)
+def test_a_killed_installation_of_the_test_packages_starts_again(ready_project):
+    """After this kill, every command creates .venv again, not only `make test`, because packages may be shared."""
+    assert make(ready_project, ".venv/.dev", POINT=r"delta/second\.py', 'w").code == -signal.SIGKILL
+    assert_starts_again(ready_project, UNFINISHED)
 
 
-def test_a_set_up_from_inside_the_environment_starts_again(finished):
-    """Where .venv is activated, `python3` is the one that the set-up deletes: .venv is made by the Python below it."""
-    (finished / ".venv/.unfinished").touch()
-    assert_begins_again(finished, AGAIN, "PYTHON=.venv/bin/python3")
+def test_a_set_up_from_inside_the_environment_starts_again(ready_project):
+    """If .venv is activated, the set-up deletes its own `python3`. It creates .venv with the base Python instead."""
+    (ready_project / ".venv/.unfinished").touch()
+    assert_starts_again(ready_project, UNFINISHED, "PYTHON=.venv/bin/python3")
 
 
 def test_of_two_set_ups_one_waits(project, tmp_path):
-    """The second make says that it waits, then finds the work done."""
+    """The second make reports that it waits. Then it has nothing left to install."""
     go = tmp_path / "go"
     first = start_make(project, "setup", POINT=INSIDE_A_PACKAGE, GO=str(go))
     wait_for(first, Path(f"{go}.reached"))
     second = start_make(project, "setup")
     assert second.stdout and second.stdout.readline().strip() == WAITING
     go.touch()
-    assert finish(first) == Ended(0, f"{INSTALLING}\n")
-    assert_set_up(project, Ended(second.wait(timeout=100), ""))
+    assert finish(first) == Outcome(0, f"{INSTALLING}\n")
+    assert_set_up(project, Outcome(second.wait(DEADLINE), ""))
     assert second.stdout.read() == ""
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").is_file(), reason="processes are looked up in /proc")
-def test_a_pip_that_outlives_its_make_keeps_the_lock(finished, tmp_path):
-    """After a SIGKILL of make and the set-up alone, the next one waits for their pip, and then starts again."""
+@pytest.mark.skipif(not Path("/proc/self/cmdline").is_file(), reason="the test needs /proc")
+def test_a_pip_that_outlives_its_make_keeps_the_lock(ready_project, tmp_path):
+    """After SIGKILL of make and the set-up, but not of pip, the next set-up waits for pip and then starts again."""
     go = tmp_path / "go"
-    change_needs(finished, "alpha", "beta", "gamma")
-    first = start_make(finished, "setup", POINT=INSIDE_GAMMA, GO=str(go))
+    set_requirements(ready_project, "alpha", "beta", "gamma")
+    first = start_make(ready_project, "setup", POINT=INSIDE_GAMMA, GO=str(go))
     wait_for(first, Path(f"{go}.reached"))
-    for path in processes_of(first.pid):
+    for path in list_processes(first.pid):
         if "-m\0pip" not in path.read_text():
             os.kill(int(path.parent.name), signal.SIGKILL)
-    second = start_make(finished, "setup", POINT=BEFORE_PIP)
+    second = start_make(ready_project, "setup", POINT=BEFORE_PIP)
     assert second.stdout and second.stdout.readline().strip() == WAITING
     go.touch()
-    assert finish(second) == Ended(-signal.SIGKILL, f"{AGAIN}\n{INSTALLING}\n")
+    assert finish(second) == Outcome(-signal.SIGKILL, f"{UNFINISHED}\n{INSTALLING}\n")
     assert finish(first).code == -signal.SIGKILL
 
 
-def processes_of(group: int) -> list[Path]:
-    """Return /proc/PID/cmdline of every process of a group."""
-    found = []
+def list_processes(group: int) -> list[Path]:
+    """Return /proc/PID/cmdline of every process of a process group."""
+    paths = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if os.getpgid(int(path.parent.name)) == group:
-                found.append(path)
+                paths.append(path)
         except ProcessLookupError:
             pass
-    return found
+    return paths
 
 
 @contextlib.contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Let no process that starts here write a larger file. To a program that is like a full disk."""
+    """Limit the file size of all processes that start in this context. A program then fails as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -280,136 +285,164 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_an_unfinished_environment_that_fills_the_disk_is_deleted(finished):
-    """Its packages are deleted before anything is written, so that they cannot be what fills the disk for ever."""
-    (finished / ".venv/.unfinished").touch()
+def test_an_unfinished_environment_that_fills_the_disk_is_deleted(ready_project):
+    """The set-up deletes the packages before it writes files, because these packages may fill the disk."""
+    (ready_project / ".venv/.unfinished").touch()
     with file_size_limit(0):
-        assert_refused(make(finished, "setup"), ".venv cannot be set up", "free space")
-    assert os.listdir(finished / ".venv") == [".unfinished"]
-    assert_begins_again(finished, AGAIN)
+        assert_refused(make(ready_project, "setup"), ".venv cannot be set up", "free disk space")
+    assert os.listdir(ready_project / ".venv") == [".unfinished"]
+    assert_starts_again(ready_project, UNFINISHED)
 
 
-def test_a_disk_that_is_full_before_pip_arrives_is_one_sentence(project):
-    """What `venv` and `ensurepip` print is left out but for their reason."""
+def test_a_full_disk_before_the_installation_of_pip_is_one_error(project):
+    """The error contains only the reason from the output of `venv` and `ensurepip`."""
     with file_size_limit(1 << 16):
-        ended = make(project, "setup")
-    assert_refused(ended, "installing pip into .venv failed (", "[Errno 27] File too large")
-    assert ended.output.splitlines()[0] == INSTALLING and ended.output.count("\n") == 3
+        outcome = make(project, "setup")
+    assert_refused(outcome, "installing pip into .venv failed (", "[Errno 27] File too large")
+    assert outcome.output.splitlines()[0] == INSTALLING and outcome.output.count("\n") == 3
 
 
-def test_a_full_disk_is_one_sentence_and_the_next_set_up_starts_again(finished):
-    """Where a package cannot be written, pip's reason arrives in one sentence, and the next make starts again."""
-    write_wheel(finished.parent, "gamma", size=3 << 20)
-    change_needs(finished, "alpha", "beta", "gamma")
+def test_a_full_disk_is_one_error_and_the_next_set_up_starts_again(ready_project):
+    """If a package cannot be written, the error contains pip's reason, and the next set-up starts again."""
+    write_wheel(ready_project.parent, "gamma", size=3 << 20)
+    set_requirements(ready_project, "alpha", "beta", "gamma")
     with file_size_limit(2 << 20):
-        ended = make(finished, "setup")
-    assert_refused(ended, "[Errno 27] File too large", "free disk space", "run the same command again")
-    assert_begins_again(finished, AGAIN)
+        outcome = make(ready_project, "setup")
+    assert_refused(outcome, "[Errno 27] File too large", "free disk space", "run the same command again")
+    assert_starts_again(ready_project, UNFINISHED)
 
 
-def test_a_pip_that_is_killed_is_one_sentence(finished):
-    """When the system kills pip alone, as it does when memory is full, the sentence names the signal."""
-    (finished / "backend.py").write_text("import os\nos.kill(os.getppid(), 9)\n")
-    (finished / "constraints.txt").touch()
-    assert_refused(make(finished, "setup"), "pip install failed (it was ended by SIGKILL)")
+def test_a_killed_pip_is_one_error(ready_project):
+    """If only pip is killed, as the system does when memory is full, the error names the signal."""
+    (ready_project / "backend.py").write_text("import os\nos.kill(os.getppid(), 9)\n")
+    (ready_project / "constraints.txt").touch()
+    assert_refused(make(ready_project, "setup"), "pip install failed (it was stopped by SIGKILL)")
 
 
-def test_a_failed_update_leaves_a_finished_environment(finished):
-    """A new package that pip cannot find is one sentence, and nothing is deleted; later it is installed."""
-    change_needs(finished, "alpha", "beta", "late")
+def test_a_failed_update_keeps_the_environment(ready_project):
+    """If pip cannot find a new package, the error says so, and nothing is deleted. A later set-up installs it."""
+    set_requirements(ready_project, "alpha", "beta", "late")
     for _ in range(2):
         assert_refused(
-            make(finished, "setup"), "pip install failed (Could not find a version that satisfies the requirement late"
+            make(ready_project, "setup"),
+            "pip install failed (Could not find a version that satisfies the requirement late",
         )
-    assert packages(finished) == {"lesson-1", "alpha-1", "beta-1"} and not (finished / ".venv/.unfinished").exists()
-    write_wheel(finished.parent, "late")
-    ended = make(finished, "setup")
-    assert packages(finished) == {"lesson-1", "alpha-1", "beta-1", "late-1"}
-    assert_set_up(finished, ended)
+    assert list_packages(ready_project) == {"lesson-1", "alpha-1", "beta-1"}
+    assert not (ready_project / ".venv/.unfinished").exists()
+    write_wheel(ready_project.parent, "late")
+    outcome = make(ready_project, "setup")
+    assert list_packages(ready_project) == {"lesson-1", "alpha-1", "beta-1", "late-1"}
+    assert_set_up(ready_project, outcome)
 
 
-def test_an_unreachable_index_is_one_sentence(finished):
-    """Without a connection the sentence says that the index cannot be reached, not only that a package is missing."""
-    (finished / "constraints.txt").write_text("alpha==2\n")
-    dead = {"PIP_NO_INDEX": "0", "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1"}
-    assert_refused(make(finished, "setup", **dead), "the package index cannot be reached", "check the network")
+def test_an_unreachable_index_is_one_error(ready_project):
+    """Without a connection, the error says that the index cannot be reached, not only that a package is missing."""
+    (ready_project / "constraints.txt").write_text("alpha==2\n")
+    unreachable = {"PIP_NO_INDEX": "0", "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1"}
+    assert_refused(
+        make(ready_project, "setup", **unreachable), "the package index cannot be reached", "check the network"
+    )
 
 
-def test_the_needs_of_the_tests_are_installed_once(finished):
-    """`.venv/.dev` installs the extra, and then make finds nothing to do, until pyproject.toml changes."""
-    ended = make(finished, ".venv/.dev")
-    assert ended == Ended(0, "Installing what the tests and notebooks need into .venv, once.\n")
-    assert "delta-1" in packages(finished)
+def test_the_test_packages_are_installed_once(ready_project):
+    """`.venv/.dev` installs the extra `dev` once. Then make finds nothing to do until pyproject.toml changes."""
+    outcome = make(ready_project, ".venv/.dev")
+    assert outcome == Outcome(0, "Installing the packages for the tests into .venv, once.\n")
+    assert "delta-1" in list_packages(ready_project)
     for goal in (".venv/.core", ".venv/.dev"):
-        assert "up to date" in make(finished, goal).output
-    change_needs(finished, "alpha")
-    assert make(finished, ".venv/.dev").output == f"{INSTALLING}\n{ended.output}"
+        assert "up to date" in make(ready_project, goal).output
+    set_requirements(ready_project, "alpha")
+    assert make(ready_project, ".venv/.dev").output == f"{INSTALLING}\n{outcome.output}"
 
 
-def test_a_moved_or_copied_environment_is_made_again(finished, tmp_path):
-    """Its scripts and its editable install name the old place. Another name of the same place is no other place."""
-    (tmp_path / "link").symlink_to(finished)
-    move_stamp(finished, finished, tmp_path / "link")
-    assert "Nothing to be done" in make(finished, "setup").output
-    moved = finished.rename(finished.with_name("moved"))
+def test_a_moved_or_copied_environment_is_created_again(ready_project, tmp_path):
+    """A moved .venv is created again, because its scripts name the old directory. A link to it changes nothing."""
+    (tmp_path / "link").symlink_to(ready_project)
+    move_stamp(ready_project, ready_project, tmp_path / "link")
+    assert "Nothing to be done" in make(ready_project, "setup").output
+    moved_project = ready_project.rename(ready_project.with_name("moved"))
     (tmp_path / "link").unlink()
-    assert_begins_again(moved, ".venv was made for another directory: making it again.")
+    assert_starts_again(moved_project, ".venv was created for another directory: creating it again.")
 
 
-def test_an_environment_whose_python_is_gone_is_made_again(finished):
-    """A system upgrade removed the Python that .venv links to."""
-    python = finished / ".venv/bin/python"
+def test_an_environment_whose_python_is_missing_is_created_again(ready_project):
+    """If a system upgrade has removed the Python that .venv links to, .venv is created again."""
+    python = ready_project / ".venv/bin/python"
     python.unlink()
     python.symlink_to("/usr/bin/python3.1")
-    assert_begins_again(finished, ".venv has lost its Python or its pip: making it again.")
+    assert_starts_again(ready_project, ".venv has no working Python or no pip: creating it again.")
 
 
-def test_an_environment_whose_python_was_replaced_is_made_again(finished):
-    """The Python that .venv links to now looks for its packages elsewhere, as after an upgrade from 3.11 to 3.13."""
-    (packages_folder,) = finished.glob(".venv/lib/python*")
+def test_an_environment_whose_python_was_replaced_is_created_again(ready_project):
+    """If Python now searches another directory for packages, as after an upgrade to 3.13, .venv is created again."""
+    (packages_folder,) = ready_project.glob(".venv/lib/python*")
     packages_folder.rename(packages_folder.with_name("python3.1"))
-    stamp = finished / ".venv/.core"
-    stamp.write_text(f"{finished}\n/usr/bin/env\n")
-    assert_begins_again(finished, ".venv has lost its Python or its pip: making it again.")
+    stamp = ready_project / ".venv/.core"
+    stamp.write_text(f"{ready_project}\n/usr/bin/env\n")
+    assert_starts_again(ready_project, ".venv has no working Python or no pip: creating it again.")
 
 
 def test_an_environment_of_another_program_is_never_deleted(project):
-    """A .venv without pip that make did not make, such as uv's, is one sentence."""
+    """A .venv without pip that another program created, such as uv, is refused and stays."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True)
-    assert_refused(make(project, "setup"), "was not made by make", "has no pip", "rm -rf .venv")
+    assert_refused(make(project, "setup"), "was not created by make", "has no pip", "rm -rf .venv")
     assert (project / ".venv/bin/python").exists()
 
 
-def test_an_environment_of_another_program_that_has_pip_is_used(finished):
-    """The project is installed into it, and what was there stays."""
-    (finished / ".venv/.core").unlink()
-    (finished / ".venv/mine").touch()
-    assert_set_up(finished, make(finished, "setup"))
-    assert (finished / ".venv/mine").exists()
+FAKE_UV = """
+import pathlib, sys
+packages = next(pathlib.Path(".venv").glob("lib/python*/site-packages"))
+(packages / "torch-2.dist-info").mkdir()
+(packages / "torch-2.dist-info" / "uv.txt").write_text(" ".join(sys.argv[1:]))
+"""
 
 
-def test_a_link_to_an_environment_of_another_directory_is_refused(finished, project):
-    """Nothing is installed into it or deleted from it: that would change the other directory's environment."""
-    (project / ".venv").symlink_to(finished / ".venv")
-    for stamp in (finished / ".venv/.core", finished / ".venv/.unfinished"):
-        before = packages(finished)
-        assert_refused(make(project, "setup"), f".venv is a link to {finished}/.venv", "rm .venv")
-        assert packages(finished) == before and stamp.parent.exists()
-        (finished / ".venv/.unfinished").touch()
+def test_the_cpu_build_of_torch_is_installed_first(project):
+    """TORCH=cpu installs the CPU build of PyTorch once, with uv, before pip installs the project."""
+    with zipfile.ZipFile(project.parent / "uv-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("uv/__main__.py", FAKE_UV)
+        for name in ("METADATA", "WHEEL", "RECORD"):
+            text = {"METADATA": "Metadata-Version: 2.1\nName: uv\nVersion: 1\n", "WHEEL": WHEEL, "RECORD": ""}[name]
+            wheel.writestr(f"uv-1.dist-info/{name}", text)
+    assert_set_up(project, make(project, "setup", "TORCH=cpu"))
+    (arguments_file,) = project.glob(".venv/lib/python*/site-packages/torch-2.dist-info/uv.txt")
+    words = arguments_file.read_text().split()
+    assert words[:2] == ["pip", "install"] and words[words.index("--torch-backend") + 1] == "cpu"
+    assert words[-1] == "torch" and words[words.index("--constraint") + 1] == "constraints.txt"
+    assert make(project, ".venv/.dev", "TORCH=cpu").code == 0, "a second goal installs PyTorch again"
+    assert_refused(make(project, ".venv/.notebooks", "TORCH=tpu"), "TORCH=tpu is unknown: use default or cpu")
+
+
+def test_an_environment_of_another_program_that_has_pip_is_used(ready_project):
+    """The project is installed into this environment, and its existing files stay."""
+    (ready_project / ".venv/.core").unlink()
+    (ready_project / ".venv/mine").touch()
+    assert_set_up(ready_project, make(ready_project, "setup"))
+    assert (ready_project / ".venv/mine").exists()
+
+
+def test_a_link_to_an_environment_of_another_directory_is_refused(ready_project, project):
+    """The set-up neither installs into this environment nor deletes from it, because another directory uses it."""
+    (project / ".venv").symlink_to(ready_project / ".venv")
+    for stamp in (ready_project / ".venv/.core", ready_project / ".venv/.unfinished"):
+        before = list_packages(ready_project)
+        assert_refused(make(project, "setup"), f".venv is a link to {ready_project}/.venv", "rm .venv")
+        assert list_packages(ready_project) == before and stamp.parent.exists()
+        (ready_project / ".venv/.unfinished").touch()
 
 
 def test_a_link_to_an_empty_directory_is_used(project, tmp_path):
-    """.venv may be on another disk, also after an interruption."""
+    """.venv can be a link to a directory on another disk, also after an interruption."""
     (tmp_path / "disk").mkdir()
     (project / ".venv").symlink_to(tmp_path / "disk")
     assert make(project, "setup", POINT=BEFORE_PIP).code == -signal.SIGKILL
     assert (tmp_path / "disk/pyvenv.cfg").exists()
-    assert_begins_again(project, AGAIN)
+    assert_starts_again(project, UNFINISHED)
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
-def test_something_else_named_venv_is_one_sentence(project, kind):
-    """A file or a dangling link in the place of .venv is named and stays."""
+def test_a_file_or_a_dangling_link_named_venv_is_refused(project, kind):
+    """A file or a dangling link in the place of .venv is refused and stays."""
     if kind == "file":
         (project / ".venv").touch()
     else:
@@ -418,39 +451,39 @@ def test_something_else_named_venv_is_one_sentence(project, kind):
     assert os.path.lexists(project / ".venv")
 
 
-def test_a_python_without_ensurepip_is_one_sentence(project):
-    """Debian's Python has no ensurepip without python3-venv: the sentence says so, and no .venv is left."""
+def test_a_python_without_ensurepip_is_one_error(project):
+    """Without python3-venv, Debian's Python has no ensurepip. The error says so, and leaves no .venv."""
     (project.parent / "ensurepip.py").write_text("raise ModuleNotFoundError('no', name='ensurepip')")
-    named = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
-    assert_refused(make(project, "setup"), "no module ensurepip", f"apt install {named}", "PYTHON=/path")
+    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+    assert_refused(make(project, "setup"), "no module ensurepip", f"apt install {package}", "PYTHON=/path")
     (project.parent / "ensurepip.py").unlink()
     assert make(project, "setup", POINT=BEFORE_PIP).output == f"{INSTALLING}\n"
 
 
 @pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python3"])
-def test_an_old_or_missing_python_is_one_sentence(project, python):
-    """A Python before 3.11, or none at all, is answered before anything is made."""
-    ended = make(project, "setup", f"PYTHON={python}")
-    assert ended.code == 2 and "Python 3.11 or newer is needed: make setup PYTHON=/path/to/python3.11" in ended.output
+def test_an_old_or_missing_python_is_refused(project, python):
+    """A Python before 3.11, or a missing Python, is refused before .venv is created."""
+    outcome = make(project, "setup", f"PYTHON={python}")
+    assert outcome.code == 2 and f"{python} is missing or older than Python 3.11: run make setup" in outcome.output
     assert not (project / ".venv").exists()
 
 
-def test_prepared_data_outlives_a_failure_after_it(finished):
-    """When prepare.py fails or is interrupted after its last write, which is atomic, make keeps meta.json."""
-    folder = finished / "nanoGPT/data/shakespeare"
+def test_make_keeps_prepared_data_after_a_late_failure(ready_project):
+    """If prepare.py fails after its last write, which is atomic, make keeps meta.json."""
+    folder = ready_project / "nanoGPT/data/shakespeare"
     folder.mkdir(parents=True)
-    (finished / "nanoGPT/prepare").mkdir()
-    (finished / "nanoGPT/prepare/text.py").touch()
+    (ready_project / "nanoGPT/prepare").mkdir()
+    (ready_project / "nanoGPT/prepare/text.py").touch()
     (folder / "prepare.py").write_text(f"open('{folder}/meta.json', 'w').close()\nraise SystemExit(1)\n")
-    assert make(finished, "data").code == 2
+    assert make(ready_project, "data").code == 2
     assert (folder / "meta.json").exists()
 
 
-def test_clean_deletes_caches_and_nothing_else(project):
-    """Nothing below .venv and out/, where other programs may be at work, is deleted."""
+def test_clean_deletes_only_caches(project):
+    """`make clean` deletes caches, but nothing below .venv and out/, which other programs may use."""
     kept, deleted = [".venv/lib", "out/run", "nanoGPT/data"], ["nanoGPT/__pycache__", ".mypy_cache", "x.egg-info"]
     for name in (*deleted, *kept, ".venv/lib/__pycache__", "out/run/__pycache__"):
         (project / name).mkdir(parents=True)
-    assert make(project, "clean") == Ended(0, "")
+    assert make(project, "clean") == Outcome(0, "")
     assert [name for name in deleted if (project / name).exists()] == []
     assert all((project / name).is_dir() for name in (*kept, ".venv/lib/__pycache__", "out/run/__pycache__"))

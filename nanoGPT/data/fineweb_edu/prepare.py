@@ -1,10 +1,11 @@
-"""FineWeb-Edu's sample of 10 billion GPT-2 tokens, streamed from the Hugging Face hub: 20 GB in shards.
+"""Prepare FineWeb-Edu's sample of 10 billion GPT-2 tokens, streamed from the Hugging Face hub: 20 GB in shards.
 
     python nanoGPT/data/fineweb_edu/prepare.py
-    python nanoGPT/data/fineweb_edu/prepare.py --max_tokens=50000000        # enough to try things out
-    python nanoGPT/data/fineweb_edu/prepare.py --input='folder/*.parquet'   # files of one's own, offline
+    python nanoGPT/data/fineweb_edu/prepare.py --max_tokens=50000000        # a small part, for a first try
+    python nanoGPT/data/fineweb_edu/prepare.py --input='folder/*.parquet'   # your own files, offline
 
-Run it again after an interruption: it goes on after the last whole shard. The first shard is the val split.
+After an interruption, run the command again: it continues after the last complete shard. The first shard is the val
+split.
 """
 
 import sys
@@ -17,11 +18,11 @@ from nanoGPT.prepare.streaming import SHARD_TOKENS, prepare_stream
 
 
 def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:
-    """Prepare FineWeb-Edu's sample, or one's own parquet files in its place.
+    """Prepare FineWeb-Edu's sample, or your own parquet files instead.
 
     Args:
-        input: pattern of local parquet files with a column `text`, instead of the hub.
-        shard_tokens: tokens of each shard file.
+        input: glob pattern of local parquet files with a column `text`; default: download from the hub.
+        shard_tokens: tokens per shard file.
         max_tokens: stop after this many tokens.
     """
     corpus = parquet_corpus(input) if input is not None else hub_corpus("HuggingFaceFW/fineweb-edu", "sample-10BT")

@@ -1,9 +1,9 @@
-"""Shakespeare's plays as GPT-2 tokens.
+"""Prepare Shakespeare's plays as GPT-2 tokens.
 
     python nanoGPT/data/shakespeare/prepare.py
-    python nanoGPT/data/shakespeare/prepare.py --input=my.txt    # one's own text, as dataset my
+    python nanoGPT/data/shakespeare/prepare.py --input=my.txt    # your own text, as dataset my
 
-The first nine tenths are the train split, the rest is val.
+The first 90% of the text is the train split, the rest is the val split.
 """
 
 import sys
@@ -14,10 +14,10 @@ from nanoGPT.prepare.text import prepare_text
 
 
 def main(input: str | None = None) -> None:
-    """Prepare Shakespeare, or one's own text.
+    """Prepare Shakespeare, or your own text.
 
     Args:
-        input: path of a UTF-8 text file; its dataset is named after it, and never overwrites another one.
+        input: path of a UTF-8 text file. Its dataset is named after the file, and never overwrites another dataset.
     """
     prepare_text("shakespeare", input, tokenizer="gpt2")
 

@@ -1,9 +1,9 @@
-"""Shakespeare's plays as characters: 4.8 million tokens, 75 different ones.
+"""Prepare Shakespeare's plays as characters: 4.8 million tokens, a vocabulary of 75 characters.
 
     python nanoGPT/data/shakespeare_char/prepare.py
-    python nanoGPT/data/shakespeare_char/prepare.py --input=my.txt    # one's own text, as dataset my_char
+    python nanoGPT/data/shakespeare_char/prepare.py --input=my.txt    # your own text, as dataset my_char
 
-The first nine tenths are the train split, the rest is val.
+The first 90% of the text is the train split, the rest is the val split.
 """
 
 import sys
@@ -14,10 +14,10 @@ from nanoGPT.prepare.text import prepare_text
 
 
 def main(input: str | None = None) -> None:
-    """Prepare Shakespeare, or one's own text.
+    """Prepare Shakespeare, or your own text.
 
     Args:
-        input: path of a UTF-8 text file; its dataset is named after it, and never overwrites another one.
+        input: path of a UTF-8 text file. Its dataset is named after the file, and never overwrites another dataset.
     """
     prepare_text("shakespeare_char", input, tokenizer="char")
 
