@@ -20,6 +20,7 @@ from nanoGPT.files import DATA
 from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
+from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
 
@@ -214,17 +215,8 @@ def test_concurrent_preparations_prepare_a_text_once(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(prepare, "write_tokens", slow_write)
     arguments = ("", str(tmp_path / "poem.txt"), "char")
-    threads = [threading.Thread(target=prepare.prepare_text, args=arguments) for _ in range(2)]
-    threads[0].start()
-    assert has_started.wait(DEADLINE)
-    threads[1].start()
-    output = ""
-    while "waiting" not in output and len(written) == 1 and threads[1].is_alive():
-        output += capsys.readouterr().out
-    may_continue.set()
-    for thread in threads:
-        thread.join(60)
-    output += capsys.readouterr().out
+    prepare_twice_at_once(lambda: prepare.prepare_text(*arguments), has_started, may_continue, monkeypatch)
+    output = capsys.readouterr().out
     assert written == ["train.bin", "val.bin"] and "poem_char: another process is preparing it; waiting" in output
     assert output.endswith("poem_char: already prepared\n")
     TokenData(str(tmp_path / "poem_char"), 8, 1, 1)

@@ -27,6 +27,7 @@ from nanoGPT.prepare import streaming
 from nanoGPT.prepare.corpus import Corpus, hub_corpus, parquet_corpus
 from nanoGPT.prepare.streaming import prepare_stream
 from nanoGPT.tokenizer import Gpt2Tokenizer
+from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE
 
 DOCUMENTS = 300
@@ -462,17 +463,10 @@ def test_concurrent_runs_prepare_a_dataset_once(
         real_replace(source, target)
 
     monkeypatch.setattr(os, "replace", slow_replace)
-    threads = [threading.Thread(target=prepare_stream, args=(tmp_path / "web", corpus, SHARD_SIZE)) for _ in range(2)]
-    threads[0].start()
-    assert has_started.wait(DEADLINE)
-    threads[1].start()
-    output = ""
-    while "waiting" not in output and len(written) == 3 and threads[1].is_alive():
-        output += capsys.readouterr().out
-    may_continue.set()
-    for thread in threads:
-        thread.join(60)
-    output += capsys.readouterr().out
+    prepare_twice_at_once(
+        lambda: prepare_stream(tmp_path / "web", corpus, SHARD_SIZE), has_started, may_continue, monkeypatch
+    )
+    output = capsys.readouterr().out
     shards = [name for name in written if name.endswith(".bin")]
     assert len(shards) == len(set(shards)) and output.endswith("web: already prepared\n")
     monkeypatch.undo()
