@@ -18,7 +18,7 @@ class TrainConfig:
     # data
     dataset: str = "shakespeare_char"
     """name of a dataset under nanoGPT/data, or path of a prepared dataset"""
-    batch_size: int = 6
+    batch_size: int = 2
     """sequences per micro-batch"""
     block_size: int = 64
     """tokens per sequence"""
@@ -40,17 +40,17 @@ class TrainConfig:
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices of the blocks, AdamW for all other parameters"""
-    learning_rate: float = 2e-3
+    learning_rate: float = 6e-3
     """peak learning rate"""
-    max_iters: int = 200
+    max_iters: int = 420
     """total number of optimizer steps"""
-    warmup_iters: int = 20
+    warmup_iters: int = 40
     """steps of linear learning rate warm-up"""
     lr_decay_iters: int | None = None
     """step at which the cosine decay reaches min_lr; None: max_iters"""
     decay_lr: bool = True
     """False: a constant learning rate, without warm-up"""
-    min_lr: float = 2e-4
+    min_lr: float = 3e-4
     """learning rate after the cosine decay"""
     weight_decay: float = 0.1
     """weight decay; applied to matrices and embeddings only"""
@@ -61,9 +61,9 @@ class TrainConfig:
     grad_clip: float = 1.0
     """maximum global gradient norm; 0: no clipping"""
     # evaluation and checkpoints
-    eval_interval: int = 50
+    eval_interval: int = 70
     """steps between evaluations"""
-    eval_iters: int = 32
+    eval_iters: int = 64
     """micro-batches per evaluation, in total over all ranks"""
     log_interval: int = 10
     """steps between logged lines"""

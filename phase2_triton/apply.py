@@ -36,23 +36,23 @@ class TritonConfig(TrainConfig):
 
     kernels: str = "all"
     """kernels to use: all, none, or a list such as layernorm,loss from adamw,attention,embedding,gelu,layernorm,loss"""
+    batch_size: int = 8
+    """sequences per micro-batch"""
     block_size: int = 32
     """tokens per sequence"""
     n_layer: int = 2
-    """transformer blocks"""
+    """number of transformer blocks"""
     n_head: int = 2
     """attention heads per block"""
-    n_embd: int = 64
-    """channels; a multiple of n_head"""
     learning_rate: float = 5e-3
     """peak learning rate"""
     min_lr: float = 5e-4
-    """learning rate at the end of the cosine"""
-    max_iters: int = 20
-    """optimizer steps of the full run"""
-    warmup_iters: int = 5
-    """steps of linear warm-up"""
-    eval_interval: int = 10
+    """learning rate after the cosine decay"""
+    max_iters: int = 30
+    """total number of optimizer steps"""
+    warmup_iters: int = 6
+    """steps of linear learning rate warm-up"""
+    eval_interval: int = 15
     """steps between evaluations"""
     eval_iters: int = 16
     """micro-batches per evaluation, in total over all ranks"""

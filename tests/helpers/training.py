@@ -29,6 +29,8 @@ TINY: dict[str, Any] = {
     "batch_size": 2,
     "gradient_accumulation_steps": 8,
     "dropout": 0.2,
+    "learning_rate": 2e-3,
+    "min_lr": 2e-4,
     "max_iters": 12,
     "warmup_iters": 2,
     "eval_interval": 5,

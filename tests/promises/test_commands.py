@@ -251,14 +251,14 @@ def test_defaults_and_configuration_files_work_on_every_number_of_ranks(phase, d
 
 
 def test_tokens_per_step_match_the_documents():
-    """A step has 6,144 tokens by default and 491,520 in the reproduction of GPT-2, on any number of ranks."""
+    """A step has 2,048 tokens by default and 491,520 in the reproduction of GPT-2, on any number of ranks."""
 
     def tokens_per_step(words: list[str]) -> int:
         config = parse(TrainConfig, words, ROOT / "nanoGPT" / "train.py")
         return config.batch_size * config.gradient_accumulation_steps * config.block_size
 
-    assert tokens_per_step(["--device=cpu"]) == 6_144
-    assert "6,144 tokens per step" in (ROOT / "docs/running.md").read_text()
+    assert tokens_per_step(["--device=cpu"]) == 2_048
+    assert "2,048 tokens per step" in (ROOT / "docs/running.md").read_text()
     assert tokens_per_step(["config/train_gpt2.py", "--device=cuda"]) == 491_520 == 12 * 40 * 1024  # as in nanoGPT
     assert tokens_per_step(["config/train_shakespeare_char.py", "--device=cuda"]) == 64 * 8 * 256
     assert tokens_per_step(["--device=cuda"]) == 16 * 12 * 1024
