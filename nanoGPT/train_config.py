@@ -44,7 +44,7 @@ class TrainConfig:
     """peak learning rate"""
     max_iters: int = 420
     """total number of optimizer steps"""
-    warmup_iters: int = 40
+    warmup_iters: int = 60
     """steps of linear learning rate warm-up"""
     lr_decay_iters: int | None = None
     """step at which the cosine decay reaches min_lr; None: max_iters"""
