@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 4. FSDP: shard parameters, gradients and optimizer state
 #
-# With ZeRO-1 every rank still keeps all parameters and gradients: 8P of its 8P + 8P/N bytes. FSDP shards these as well.
-# P is the number of parameters, and N is the number of ranks.
+# Let P be the number of parameters and N the number of ranks. With ZeRO-1 each rank stores 8P + 8P/N bytes. The 8P bytes
+# are the full parameters and the full gradients. FSDP shards these as well.
 #
 # A layer needs its full weights. FSDP therefore all-gathers the weights of a layer shortly before the layer runs and
 # frees them afterwards. The notebook tests three claims:
 #
-# - **Between steps the model state takes 16P/N bytes per rank.**
+# - **Just before the update, the model state takes 16P/N bytes per rank.**
 # - **The communication volume is larger than with DDP or ZeRO-1.**
 # - **The losses stay the same.**
 #
@@ -236,8 +236,8 @@ assert max_difference(by_torch[2]["weights"], by_hand[2]["weights"]) < 1e-7
 # unit.)
 #
 # **Predict first:** `wte` has 75 rows, and 75 is not divisible by 4. How many rows does each of 4 ranks store? In
-# [notebook 2](02_zero1.ipynb) a shard could begin anywhere in a bucket, so many parameters were stored completely on
-# one rank. Which parameters does one rank store completely here?
+# [notebook 2](02_zero1.ipynb) a shard could begin anywhere in a bucket, so many parameters had their optimizer state on
+# a single rank. Which parameters does FSDP store completely on one rank?
 
 # %%
 def build_sharded_model(config: FsdpConfig) -> tuple[GPT, Runtime]:
@@ -299,10 +299,9 @@ plt.show()
 # %% [markdown]
 # No parameter is stored completely on one rank. Every rank stores a part of every parameter. (The part of a LayerNorm
 # is 16 elements per rank, too few to be visible here.) All ranks but the last store ⌈75/4⌉ = 19 rows of `wte`. The last
-# rank stores the remaining 18 rows. For the all-gather it adds a row of padding, because the collective needs shards of
-# equal size.
+# rank stores the remaining 18 rows and one row of padding, because the collectives need shards of equal size.
 #
-# At its start a run prints the communication volume of a step. You can predict it from these facts:
+# When a run starts, it prints the communication volume of one step. You can predict it from these facts:
 #
 # - Each rank computes M = 2 micro-batches per step.
 # - Each block is all-gathered in the forward pass and again in the backward pass.
@@ -335,10 +334,10 @@ assert f"reduce-scatter {4 * P / 1e6:,.1f} MB" in layout[0]["message"]
 # 3. `init_shards` allocates memory for the local rows and fills them. It draws each full parameter from a generator
 #    keyed by (seed, name of the parameter), and keeps the local rows.
 #
-# A shorter way looks tempting: call `to_empty`, set the same seed on all ranks, and call `nn.init.normal_`.
+# A shortcut looks tempting: call `to_empty`, set the same seed on all ranks, and call `nn.init.normal_`.
 #
-# **Predict first:** with the first way, how do the weights on 4 ranks differ from those of one process? With the second
-# way, what do rows 0, 19, 38 and 57 of `wte` have in common on 4 ranks?
+# **Predict first:** with the three steps above, how do the weights on 4 ranks differ from those of one process? With
+# the shortcut, what do rows 0, 19, 38 and 57 of `wte` have in common on 4 ranks?
 
 # %%
 def init_as_trainer(config: FsdpConfig) -> dict[str, Tensor]:
@@ -401,21 +400,22 @@ plt.show()
 # prefetching change.
 #
 # `nanoGPT.memory.tracker.MemoryTracker` records every tensor that is created, resized or freed, and assigns its bytes
-# to a category. This section shows the category *gathered* on rank 0. It contains the full parameters, and the flat
+# to a category. This section shows the category *gathered* on one rank. It contains the full parameters, and the flat
 # buffers in which they arrive.
 #
 # A unit is unsharded in two steps. First the all-gather fills a flat buffer with the data of rank 0, then rank 1, and
 # so on. Then the *copy-out* copies each parameter out of the buffer, because the rows of a parameter must be
 # contiguous. For a short time a unit therefore takes twice its size.
 #
-# Two options change this pattern:
+# To *reshard* a unit means to free its full parameters and to keep only this rank's shard. Two options change this
+# pattern:
 #
 # - `fsdp_reshard_after_forward=False` keeps the blocks unsharded from their forward to their backward pass.
 # - `fsdp_prefetch=2` all-gathers the next two blocks while the current block computes. On GPUs this hides the time of
 #   the communication.
 #
-# **Predict first:** combine the two options in each of the four ways, with 4 blocks. Draw the curve of the gathered bytes, in
-# units of one block. How high is each maximum?
+# **Predict first:** there are four combinations of the two options. For each of them, sketch the gathered bytes during a
+# step of a model with 4 blocks. How high is each maximum, in blocks?
 
 # %%
 def record_blocks(model: GPT, memory: MemoryTracker, marks: list) -> list:
@@ -442,7 +442,7 @@ def record_blocks(model: GPT, memory: MemoryTracker, marks: list) -> list:
 
 
 def measure_steps(config: FsdpConfig, micro_batches: int = 1, steps: int = 2) -> dict:
-    """Train on this rank, and measure memory and communication of each step after a first one.
+    """Train on this rank, and train one warm-up step, then measure memory and communication of each further step.
 
     Returns:
         `bytes` of each unit with padding, the root first; the `expected` communication by the formula; and for each
@@ -554,11 +554,12 @@ plt.show()
 #
 # Block 3 is freed after its forward pass and all-gathered again directly afterwards. This all-gather could be saved.
 #
-# So the full data of several units exists at once, as parameters or in buffers. By default this takes at most the bytes
+# Several units are therefore in memory at the same time, as full parameters or as flat buffers. By default they take at most the bytes
 # of 3 blocks and the root, whether the model has 4 blocks or 100.
 #
 # Without resharding after the forward pass, the curve climbs by one block per block. When the backward pass starts, the
-# full model is there, and no block is all-gathered again. Prefetching adds the buffers that arrive early: the maximum
+# full model is there, and no block is all-gathered again. The maximum is 6 blocks: 4 unsharded blocks and 2 flat buffers.
+# Prefetching adds the buffers that arrive early: the maximum
 # of the default rises by one block. Without resharding the maximum stays the same, because all blocks are there anyway.
 #
 # ## d. Memory per rank
@@ -624,9 +625,8 @@ plt.show()
 # `wte` on the ranks that store one more row. (The peak is at the start of the backward pass, so it contains no
 # gradients yet.)
 #
-# Gathered weights and activations do not shrink. One rank needs no buffers, so its gathered bytes are lower. From 2 to
-# 4 ranks there is no difference, and more ranks do not change this. With a very large number of ranks only these two
-# remain. Next we reduce the activations.
+# Gathered weights and activations do not shrink when you add ranks. (A single rank needs no buffers, so its value is
+# lower.) With very many ranks, almost only these two remain. Next we reduce the activations.
 #
 # ## e. Activation checkpointing
 #
@@ -646,7 +646,8 @@ for row in saved_activations(larger_shape, B, T):
     print(f"{row.bytes / btc_bytes:10.2f}  {row.name:28} {row.why:60} {modes}")
 
 # %% [markdown]
-# A block saves 16 tensors of the size (B, T, C), plus a few small ones. The last column shows which of them remain with
+# A block saves 8 large tensors, and a few small ones. Their total size is 16 times that of one (B, T, C) tensor, or 16
+# BTC for short. The last column shows which of them remain with
 # activation checkpointing (recomputation):
 #
 # - `full` saves only the input of the block. The backward pass first runs the forward pass of the block again.
@@ -657,9 +658,9 @@ for row in saved_activations(larger_shape, B, T):
 # Do not confuse `selective` with the selective recomputation of Korthikanti et al. (2022). Their method recomputes only
 # the attention core (scores, softmax, dropout, and the product with the values) and saves the rest.
 #
-# **Predict first:** which of the 16 sizes remain for a block with `full`, and which with `selective`? (The saved matrix
+# **Predict first:** how many of the 16 BTC remain for a block with `full`, and how many with `selective`? (The saved matrix
 # products are `c_attn`, `c_fc` and the two `c_proj`. The outputs of the two `c_proj` are not in the list above, because
-# the backward pass does not need them. `selective` saves them anyway, because its policy saves every matrix product.)
+# the backward pass does not need them. `selective` saves them anyway, because it saves the output of every matrix product.)
 # A forward pass takes half the FLOPs of a backward pass. How much longer does a step take with `full`, at most?
 
 # %%
@@ -722,13 +723,13 @@ print("gradients bitwise identical in every mode:", is_same)
 assert all(torch.equal(each, gradients["none"]) for each in gradients.values())
 
 # %% [markdown]
-# Count FLOPs first. `full` runs the forward pass of every block a second time, so a step takes at most 4/3 of its time.
+# Count FLOPs first. `full` runs the forward pass of every block a second time, so a step takes at most 4/3 of the time without checkpointing.
 # `every_2` adds half of that, at most 7/6. `selective` recomputes attention and elementwise operations, but none of the
 # large matrix products. By FLOPs it should be the fastest of the three.
 #
-# The measurement shows the opposite. **In our runs `selective` is slower and larger than `every_2`**: it saves 10 BTC
+# The measurement shows the opposite. **In our runs `selective` is slower and needs more memory than `every_2`**: it saves 10 BTC
 # per block, and `every_2` saves 8.5 on average. Two costs are missing in the FLOP count: elementwise operations are
-# limited by memory bandwidth, and a Python policy decides for every operator whether to save its output. For this model
+# limited by memory bandwidth, and a Python function decides for every operator whether to save its output. For this model
 # on a CPU, `every_2` is the better choice. On a GPU or for a larger model the order of the times may change, so measure
 # your own model.
 #
@@ -798,7 +799,7 @@ print(message.splitlines()[-1])
 assert "marked as ready twice" in message
 
 # %% [markdown]
-# The hook runs twice: each inner backward pass ends at the weight and adds its part of the gradient. The next cell
+# The hook runs twice: each use of the block has an inner backward pass, and each of them accumulates into the same weight. The next cell
 # shows three solutions, and then FSDP.
 #
 # **Predict first:** FSDP does not count gradients. Does it raise an error? Is its gradient correct?
@@ -840,7 +841,7 @@ if torch.__version__.startswith("2.13"):
     assert is_first_part
 
 # %% [markdown]
-# FSDP loses the gradient from the second use, which the backward pass computes first. Training would continue with the
+# FSDP keeps only the gradient of the first use. The gradient of the second use, which is computed earlier, is lost. Training would continue with the
 # wrong gradient, and its loss curve would look normal. This is one more reason why `checkpoint_activations` uses the
 # non-reentrant form. Remember the first solution: `use_reentrant=False`.
 #
@@ -903,7 +904,7 @@ print(f"default with M = 1, as in section (d): a rank sends {per_rank:.3f} P")
 assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 
 # %% [markdown]
-# DDP communicates least and needs the most memory. Its volume does not depend on M, because it all-reduces once per
+# DDP communicates least per rank and needs the most memory. Its volume does not depend on M, because it all-reduces once per
 # step. FSDP all-gathers for every micro-batch, so a few large micro-batches cost less communication than many small
 # ones. With M = 1 FSDP sends 1.5 times as much as DDP.
 #
@@ -968,13 +969,13 @@ plt.show()
 # add up numbers in another order. FSDP only changes where tensors are stored, and when.
 #
 # The checkpoints of such a run are sharded as well. `sharded_checkpoint.py` writes them with the protocol of notebooks
-# 1 and 2.
+# 1 and 2, and notebook 5 explains them.
 #
 # ## Exercises
 #
 # **1. No resharding, by hand.** Change `ShardedLinear` of section (a) so that the full weight stays from the forward to
 # the backward pass. Predict first: how many of the 4 all-gathers remain, and are the weights still the same? Then go
-# back to the first version and find an all-gather whose result is never used.
+# back to the first version: one of its all-gathers is unnecessary. Which one?
 #
 # <details><summary>Hint</summary>
 #

@@ -2,8 +2,8 @@
 
 `shard_model` applies torch's `fully_shard` (FSDP2) to an unmodified `GPT`. The model is divided into units, by default
 its blocks. FSDP all-gathers the parameters of a unit before its forward and before its backward, and frees them after
-each. After the backward of a unit it reduce-scatters the gradients. Between steps a rank stores 1/N of 16 bytes per
-parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
+each (the root unit stays until its backward). After the backward of a unit it reduce-scatters the gradients. Before the
+update a rank stores 1/N of 16 bytes per parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
 
     with init_device(config, run):
         model = GPT(model_args)                        # names and shapes only, no memory
@@ -122,7 +122,7 @@ def resolve_kernels(config: FsdpConfig) -> str:
     """Return the names of the Triton kernels that the model uses, in the format of `phase2_triton.apply`.
 
     Raises:
-        ConfigError: a name is not that of a kernel, or it is adamw, whose kernel updates full tensors and not shards.
+        ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards.
     """
     if config.kernels.lower() == "none":
         return "none"
@@ -250,7 +250,7 @@ def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[s
     parameter.
 
     Args:
-        weights: full parameters by name; None: draw them like the baseline.
+        weights: full parameters by name; None: draw them like the baseline, or leave them empty for a resume.
     """
     if next(model.parameters()).is_meta:
         model.to_empty(device="cpu" if config.fsdp_cpu_offload else run.device)

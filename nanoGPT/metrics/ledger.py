@@ -120,7 +120,7 @@ class Ledger:
         self.gradient_bytes = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of parameters, gradients and optimizer state that this rank stores between steps."""
+        """Return the bytes of parameters, gradients and optimizer state on this rank, just before the update."""
         state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
         return {
             "parameters": storage_bytes(self.model.parameters()),
