@@ -3,7 +3,8 @@
 `shard_model` applies torch's `fully_shard` (FSDP2) to an unmodified `GPT`. The model is divided into units, by default
 its blocks. FSDP all-gathers the parameters of a unit before its forward and before its backward, and frees them after
 each (the root unit stays until its backward). After the backward of a unit it reduce-scatters the gradients. Before the
-update a rank stores 1/N of 16 bytes per parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
+update a rank stores 1/N of 16 bytes per parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3; Zhao et al.
+2023).
 
     with init_device(config, run):
         model = GPT(model_args)                        # names and shapes only, no memory

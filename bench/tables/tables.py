@@ -37,20 +37,26 @@ EMPTY = re.compile(r"^\| --- .*\n(?!\|)", re.M)  # a table with a header and no 
 
 
 def runs_table() -> str:
-    """Return the commands with their times and losses: one table per hardware."""
+    """Return the commands with their times and losses: one table per hardware.
+
+    The first six logged losses are those of steps 0, 10, ..., 50. They are compared with those of the first command.
+    """
     parts = []
     for result in read_results("runs"):
+        reference = result["samples"]["rows"][0]["losses"]
         rows = [
             [
                 f"`make {row['target']} GPUS={row['ranks']}`",
                 f"{row['seconds'] / 60:.1f}",
                 f"{row['first_step_seconds']:.0f}",
-                f"{row['first_loss']:.2f} to {row['last_loss']:.4f}",
-                f"{row['val_loss']:.4f}",
+                f"{row['first_loss']:.2f} to {row['last_loss']:.2f}",
+                f"{row['val_loss']:.2f}",
+                f"{max(abs(a - b) for a, b in list(zip(reference, row['losses'], strict=True))[:6]):.1e}",
             ]
             for row in result["samples"]["rows"]
         ]
         head = ["command", "total time (min)", "time to the first step (s)", "training loss", "validation loss"]
+        head += ["max loss difference, steps 0 to 50"]
         parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
     return "\n".join(parts)
 
