@@ -69,9 +69,7 @@ def phase2_runs_table() -> str:
         rows = []
         for row in [base, *others]:
             difference = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
-            name = f"`make {row['target']} GPUS={row['ranks']}`" + (", compiled" if "compile" in row["flags"] else "")
-            if row is base:
-                name += ", same configuration"
+            name = f"`make {row['target']} GPUS={row['ranks']}`" + (", same configuration" if row is base else "")
             minutes, losses = f"{row['seconds'] / 60:.1f}", f"{row['first_loss']:.2f} to {row['last_loss']:.4f}"
             cells = [minutes, losses, f"{row['val_loss']:.4f}", "-" if row is base else f"{difference:.1e}"]
             rows.append([name, *cells])
