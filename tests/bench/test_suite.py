@@ -340,7 +340,7 @@ def test_the_learning_rate_scales_only_on_request(tmp_path):
 
     By default, it does not scale.
     """
-    config = {**TINY, "learning_rate": 1e-3, "gradient_accumulation_steps": 4}
+    config = {**TINY, "learning_rate": 1e-3, "min_lr": 2e-4, "gradient_accumulation_steps": 4}
     base = {"about": "", "phases": ["baseline"], "ranks": [1, 4], "metric": "loss", "config": config}
     (deep, _) = build_runs(Suite("a", **base, variants={"deep": {"n_layer": 3}}), tmp_path, "cpu")
     assert deep.config.n_layer == 3 != TINY["n_layer"], "a variant does not override the shared configuration"
