@@ -139,7 +139,8 @@ def open_split(folder: Path, name: str, files: Sequence[TokenFile], dtype: np.dt
             f"use --block_size={max_block_size} or less"
         )
     paths, end_windows = [folder / file["name"] for file in files], np.cumsum(windows)
-    return Split(paths, [open_regular(path) for path in paths], end_windows - windows, end_windows)
+    open_files = [retry_reads(path, partial(open_regular, path)) for path in paths]
+    return Split(paths, open_files, end_windows - windows, end_windows)
 
 
 class TokenData:

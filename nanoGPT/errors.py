@@ -15,8 +15,14 @@ import torch
 
 STALLED = 4  # exit code
 MAX_MESSAGE_LENGTH = 1500  # characters
-# Messages of gloo and of this project from a rank that fails only because another rank has failed.
-LOST_PEER_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "PeerFailed")
+# Messages of gloo, NCCL and this project from a rank that fails only because another rank has failed.
+LOST_PEER_MESSAGES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "ncclRemoteError",
+    "PeerFailed",
+)
 # Out-of-memory messages of errors that are neither torch.OutOfMemoryError nor MemoryError. "Not initialized" is one of
 # them: it nearly always means that cuBLAS or cuDNN found no memory for its workspace.
 GPU_OUT_OF_MEMORY_MESSAGES = (

@@ -250,7 +250,7 @@ def show_sample(config: TrainConfig) -> None:
     print(f"\nA sample from {config.out_dir} (more: make sample ARGS=--out_dir={config.out_dir}):\n", flush=True)
     try:
         sample.main(sample.SampleConfig(out_dir=config.out_dir, max_new_tokens=300, device=config.device))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the handler of a signal raises SystemExit
         print(f"no sample: {error}", flush=True)
 
 
@@ -286,17 +286,18 @@ def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> Tra
     config_class: type[TrainConfig] = load_trainer(trainer).Config
     if meeting.node.node_rank == 0:
         from_files = read_config_files(config_class, arguments, trainer)
-        config = parse(config_class, arguments, trainer, from_files)
+        config = parse(config_class, arguments, trainer, meeting.node.world_size, from_files)
         meeting.open(config.timeout_minutes)
         meeting.publish("config files", from_files)
         return config
-    config = parse(config_class, arguments, trainer, file_values={})  # reports a misspelt flag before the nodes meet
+    ranks = meeting.node.world_size
+    config = parse(config_class, arguments, trainer, ranks, file_values={})  # reports a misspelt flag before they meet
     meeting.open(config.timeout_minutes)
     (from_node_0,) = meeting.fetch("config files", [0])
     if from_node_0 is None:
         (refusal,) = meeting.fetch("error", [0])
         raise ConfigError(f"node 0 cannot start: {refusal}")
-    return parse(config_class, arguments, trainer, from_node_0)
+    return parse(config_class, arguments, trainer, ranks, from_node_0)
 
 
 def config_to_env(config: TrainConfig) -> dict[str, str]:

@@ -8,7 +8,7 @@ While the text fits into the model's context, the keys and values of earlier tok
 """
 
 import codecs
-import contextlib
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,5 +156,8 @@ def main(config: SampleConfig) -> None:
 
 
 if __name__ == "__main__":
-    with report_errors(output_is_optional=False), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        main(command_line(SampleConfig, sys.argv[1:]))
+    with report_errors(output_is_optional=False):
+        try:
+            main(command_line(SampleConfig, sys.argv[1:]))
+        except BrokenPipeError:  # `| head` has read enough; Python must not write the rest at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

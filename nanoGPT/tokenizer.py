@@ -74,7 +74,7 @@ class Gpt2Tokenizer:
     def __init__(self) -> None:
         import tiktoken
 
-        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(DOWNLOADS / "tiktoken"))
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(DOWNLOADS / "tiktoken")
         try:
             self.bpe = tiktoken.get_encoding("gpt2")
         except Exception as error:
@@ -91,7 +91,7 @@ class Gpt2Tokenizer:
         files = {"6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": "vocab.json"}  # the names in tiktoken's cache
         files["6d1cbeee0f20b3d9449abfede4726ed8212e3aee"] = "merges.txt"
         for name, target in files.items():
-            shutil.copyfile(Path(os.environ["TIKTOKEN_CACHE_DIR"]) / name, folder / target)
+            shutil.copyfile(DOWNLOADS / "tiktoken" / name, folder / target)
 
 
 def load_tokenizer(identity: TokenizerIdentity) -> Tokenizer:

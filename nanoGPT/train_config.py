@@ -18,11 +18,11 @@ class TrainConfig:
     # data
     dataset: str = "shakespeare_char"
     """name of a dataset under nanoGPT/data, or path of a prepared dataset"""
-    batch_size: int = 2
+    batch_size: int = 4
     """sequences per micro-batch"""
     block_size: int = 64
     """tokens per sequence"""
-    gradient_accumulation_steps: int = 16
+    gradient_accumulation_steps: int = 8
     """micro-batches per optimizer step, in total over all ranks"""
     # model
     n_layer: int = 4
@@ -40,9 +40,9 @@ class TrainConfig:
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices of the blocks, AdamW for all other parameters"""
-    learning_rate: float = 6e-3
+    learning_rate: float = 4e-3
     """peak learning rate"""
-    max_iters: int = 420
+    max_iters: int = 560
     """total number of optimizer steps"""
     warmup_iters: int = 60
     """steps of linear learning rate warm-up"""
@@ -50,7 +50,7 @@ class TrainConfig:
     """step at which the cosine decay reaches min_lr; None: max_iters"""
     decay_lr: bool = True
     """False: a constant learning rate, without warm-up"""
-    min_lr: float = 3e-4
+    min_lr: float = 2e-4
     """learning rate after the cosine decay"""
     weight_decay: float = 0.1
     """weight decay; applied to matrices and embeddings only"""
@@ -61,9 +61,9 @@ class TrainConfig:
     grad_clip: float = 1.0
     """maximum global gradient norm; 0: no clipping"""
     # evaluation and checkpoints
-    eval_interval: int = 70
+    eval_interval: int = 80
     """steps between evaluations"""
-    eval_iters: int = 64
+    eval_iters: int = 32
     """micro-batches per evaluation, in total over all ranks"""
     log_interval: int = 10
     """steps between logged lines"""
@@ -127,6 +127,18 @@ GPU_DEFAULTS = {
     "eval_iters": 64,
     "compile": True,
 }
+
+
+def cpu_defaults(config_class: type[TrainConfig], world_size: int) -> dict[str, object]:
+    """Return the defaults on CPUs that differ from those of the class.
+
+    With more ranks than micro-batches, a step has twice as many micro-batches of half as many sequences.
+    """
+    batch_size, micro_batches = config_class.batch_size, config_class.gradient_accumulation_steps
+    if world_size <= micro_batches:
+        return {}
+    return {"batch_size": batch_size // 2, "gradient_accumulation_steps": 2 * micro_batches}
+
 
 MAX_TIMEOUT_MINUTES = 60 * 24 * 30  # 30 days
 

@@ -44,15 +44,15 @@ class TritonConfig(TrainConfig):
     """number of transformer blocks"""
     n_head: int = 2
     """attention heads per block"""
-    learning_rate: float = 5e-3
+    learning_rate: float = 4e-3
     """peak learning rate"""
-    min_lr: float = 5e-4
+    min_lr: float = 4e-4
     """learning rate after the cosine decay"""
-    max_iters: int = 30
+    max_iters: int = 70
     """total number of optimizer steps"""
-    warmup_iters: int = 6
+    warmup_iters: int = 14
     """steps of linear learning rate warm-up"""
-    eval_interval: int = 15
+    eval_interval: int = 35
     """steps between evaluations"""
     eval_iters: int = 16
     """micro-batches per evaluation, in total over all ranks"""

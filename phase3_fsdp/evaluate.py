@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanoGPT.checkpoint.state import read_full_state
-from nanoGPT.checkpoint.weights import find_newest_on_all, read_starting_point
+from nanoGPT.checkpoint.weights import find_newest, read_starting_point
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
@@ -66,7 +66,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
         source, checkpoint = config.init_from, None
         if source == "resume":
-            checkpoint = find_newest_on_all(Path(config.out_dir), run)
+            checkpoint = run.call_on_rank0(lambda: find_newest(Path(config.out_dir)))
             source = str(checkpoint.path)
         config, model_args, weights = read_starting_point(config, data, checkpoint, run, trains=False)
         if checkpoint:

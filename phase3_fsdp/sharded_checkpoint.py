@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from nanoGPT.checkpoint.manifest import list_files
 from nanoGPT.checkpoint.shards import read_index, read_shards, write_shards
-from nanoGPT.checkpoint.state import FullState, allocate_state, optimizer_state_by_name, read_full_state
+from nanoGPT.checkpoint.state import (
+    FullState,
+    allocate_state,
+    clear_missing_state,
+    optimizer_state_by_name,
+    read_full_state,
+)
 from nanoGPT.checkpoint.writer import NewFiles
 from phase3_fsdp.fsdp import copy_shard
 
@@ -78,7 +84,9 @@ def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     allocate_state(optimizer)
     state = training_state(model, optimizer)
     if "ckpt.pt" in list_files(path) or {key: value[0] for key, value in read_index(path).items()} != get_sizes(state):
-        copy_shards(read_full_state(path), state)
+        full = read_full_state(path)
+        copy_shards(full, state)
+        clear_missing_state(model, optimizer, full.optimizer)
     else:
         read_shards(path, state)
 
@@ -96,4 +104,5 @@ def copy_shards(full: FullState, target: dict[str, Tensor]) -> None:
             copy_shard(value, full.model[name])
         else:
             name, item = name.rsplit(".", 1)
-            copy_shard(value, full.optimizer[name][item])
+            if name in full.optimizer:
+                copy_shard(value, full.optimizer[name][item])

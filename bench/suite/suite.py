@@ -109,7 +109,7 @@ def build_run(suite: Suite, phase: str, ranks: int, variant: str, values: dict[s
         ConfigError: the phase does not accept the configuration.
     """
     trainer = ROOT / PHASES[phase] / "train.py"
-    config = parse(load_config_class(phase), format_flags(values), trainer)
+    config = parse(load_config_class(phase), format_flags(values), trainer, ranks)
     scaled: dict[str, Any] = {}
     if suite.scale_batch:
         scaled["gradient_accumulation_steps"] = config.gradient_accumulation_steps * ranks
@@ -120,7 +120,6 @@ def build_run(suite: Suite, phase: str, ranks: int, variant: str, values: dict[s
         scaled |= {name: getattr(config, name) * factor for name in ("learning_rate", "min_lr")}
         config = replace(config, **scaled)
     validate(config, ranks)
-    config.check(ranks)
     TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     if suite.metric == "peak_bytes" and not config.ledger:
         raise ConfigError("the metric peak_bytes needs the ledger: add ledger = true to config")

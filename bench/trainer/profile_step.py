@@ -258,9 +258,9 @@ def parse_request(words: list[str]) -> tuple[str, int, TrainConfig]:
     folder = Path("out") / "profile" / f"{phase}-{ranks}"
     trainer = ROOT / PHASES[phase] / "train.py"
     fixed = [f"--max_iters={MEMORY_STEP + 1}", "--log_interval=1", "--eval_iters=8", f"--out_dir={folder / 'run'}"]
-    config: TrainConfig = parse(importlib.import_module(f"{PHASES[phase]}.train").Config, [*rest, *fixed], trainer)
+    config_class: type[TrainConfig] = importlib.import_module(f"{PHASES[phase]}.train").Config
+    config = parse(config_class, [*rest, *fixed], trainer, int(ranks))
     validate(config, int(ranks))
-    config.check(int(ranks))
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device={config.device} needs a GPU, and torch finds none: leave out --device")
     return phase, int(ranks), config

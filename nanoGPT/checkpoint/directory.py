@@ -47,13 +47,14 @@ class CheckpointDirectory:
         out_dir: the run's directory, on a file system that all ranks share.
         run: this rank's Runtime.
         keep_checkpoints: number of newest checkpoints to keep.
+        reads_only: rename no checkpoint; `save` is not called.
 
     Raises:
         ConfigError: a rank cannot see a file that rank 0 writes.
     """
 
-    def __init__(self, out_dir: str, run: Runtime, keep_checkpoints: int) -> None:
-        self.root, self.keep_checkpoints = Path(out_dir) / "checkpoints", keep_checkpoints
+    def __init__(self, out_dir: str, run: Runtime, keep_checkpoints: int, reads_only: bool = False) -> None:
+        self.root, self.keep_checkpoints, self.reads_only = Path(out_dir) / "checkpoints", keep_checkpoints, reads_only
         self.run = run.with_own_group()  # an asynchronous save must not interfere with collectives of the training
         self.save_thread: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -89,14 +90,10 @@ class CheckpointDirectory:
             return self._find_step(f"step-{step:08d}", names)
         for name in names:
             path = self.root / name
-            reasons = [reason for reason in self._run_on_all(partial(self._find_damage, path)) if reason]
-            if not reasons:
-                manifest = read_manifest(path)
-                self.own_tokens.add(manifest.get("run"))
-                return Checkpoint(path, manifest)
-            bad_path = self._find_free_path(f".bad-{name}")
-            self.run.print0(f"skipping {name}: {reasons[0]} (kept as {bad_path.name})")
-            self._run_on_main(partial(path.rename, bad_path))
+            if reason := self._find_damage_on_all(path):
+                self._set_aside(path, f".bad-{name}", f"skipping {name}: {reason}")
+            else:
+                return self._open(path)
         raise ConfigError(f"no checkpoint under {self.root} can be used: start a new run with another --out_dir")
 
     def _find_step(self, wanted: str, names: list[str]) -> Checkpoint:
@@ -104,15 +101,34 @@ class CheckpointDirectory:
         if wanted not in names:
             raise ConfigError(f"there is no checkpoint {wanted} under {self.root}: choose one of {', '.join(names)}")
         path = self.root / wanted
-        if reasons := [reason for reason in self._run_on_all(partial(self._find_damage, path)) if reason]:
-            raise ConfigError(f"{path} is damaged ({reasons[0]}): choose another --resume_step")
+        if reason := self._find_damage_on_all(path):
+            raise ConfigError(f"{path} is damaged ({reason}): choose another --resume_step")
         for name in names[: names.index(wanted)]:
-            new_path = self._find_free_path(f".newer-{name}")
-            self.run.print0(f"{name} is newer than --resume_step: kept as {new_path.name}")
-            self._run_on_main(partial((self.root / name).rename, new_path))
+            self._set_aside(self.root / name, f".newer-{name}", f"{name} is newer than --resume_step")
+        return self._open(path)
+
+    def _open(self, path: Path) -> Checkpoint:
+        """Return a verified checkpoint, which this run continues."""
         manifest = read_manifest(path)
         self.own_tokens.add(manifest.get("run"))
         return Checkpoint(path, manifest)
+
+    def _set_aside(self, path: Path, new_name: str, reason: str) -> None:
+        """Rename a checkpoint that this run does not use, and print the reason. Collective."""
+
+        def rename() -> None:
+            new_path = self._find_free_path(new_name)
+            path.rename(new_path)
+            self.run.print0(f"{reason} (kept as {new_path.name})")
+
+        if self.reads_only:
+            self.run.print0(reason)
+        else:
+            self._run_on_main(rename)
+
+    def _find_damage_on_all(self, path: Path) -> str | None:
+        """Return what is damaged in a checkpoint, whose files are divided among the ranks; None if nothing is."""
+        return next((reason for reason in self._run_on_all(partial(self._find_damage, path)) if reason), None)
 
     def _find_damage(self, path: Path) -> str | None:
         """Verify this rank's part of a checkpoint's files.

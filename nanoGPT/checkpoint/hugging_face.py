@@ -23,6 +23,7 @@ from nanoGPT.model import GPTConfig
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
 GPT2_VOCAB = 50257
+PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models, by size
 INDEX = "model.safetensors.index.json"
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 # The default of `transformers` for a field that is not in config.json.
@@ -55,9 +56,7 @@ def download_gpt2(name: str) -> Path:
 
         return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"]))
     except ImportError:
-        raise ConfigError(
-            f"--init_from={name} needs the extra `web`: run `.venv/bin/pip install -e '.[web]'`"
-        ) from None
+        raise ConfigError(f"{name} needs the extra `web`: run `.venv/bin/pip install -e '.[web]'`") from None
     except Exception as error:
         raise ConfigError(
             f"{name} could not be downloaded ({type(error).__name__}): check the network, or use a local directory"

@@ -13,6 +13,7 @@ import pickle
 import pickletools
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +28,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, PeerFailed, is_out_of_memory
-from nanoGPT.files import open_regular, size_of
+from nanoGPT.files import open_regular, retry_reads, size_of
 
 MAX_CHECKED_BYTES = 64 << 20  # of the pickle in an index
 # The exceptions that torch raises if an index or a shard is damaged.
@@ -112,7 +113,8 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], no_d
             raise  # these errors do not mean that the shards are damaged
         raise ConfigError(
             f"the shards in {reader.path} do not match their index or the model ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no reason'}): use another checkpoint"
+            f"{str(error).splitlines()[0] if str(error) else 'no reason'}): use another checkpoint",
+            on_one_rank=True,
         ) from None
 
 
@@ -153,7 +155,7 @@ class SafeReader(FileSystemReader):
             return self.index
         path = Path(self.path) / ".metadata"
         try:
-            with io.BufferedReader(open_regular(path)) as file:
+            with io.BufferedReader(retry_reads(path, partial(open_regular, path))) as file:
                 check_memo(file)
                 file.seek(0)
                 index = RestrictedUnpickler(file).load()

@@ -8,7 +8,7 @@ that could run code is refused.
 import dataclasses
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -222,9 +222,8 @@ def are_tied(head: Tensor, embedding: Tensor) -> bool:
         return False
     if head.data_ptr() == embedding.data_ptr() and head.stride() == embedding.stride():
         return True
-    return torch.equal(
-        head.contiguous().view(torch.uint8), embedding.contiguous().view(torch.uint8)
-    )  # as bytes, so NaN equals NaN
+    # Compare bytes, so that NaN equals NaN.
+    return torch.equal(head.contiguous().view(torch.uint8), embedding.contiguous().view(torch.uint8))
 
 
 def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -239,8 +238,22 @@ def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.opt
     for name, param in model.named_parameters():
         for key, value in state.optimizer.get(name, {}).items():
             if key not in optimizer.state[param]:
-                raise ConfigError(f"{path} has an optimizer state {key} for {name}, which this optimizer lacks")
+                raise ConfigError(
+                    f"{path} has an optimizer state {key} for {name}, which this optimizer lacks: use --optimizer and "
+                    "--kernels as in that run"
+                )
             copy_tensor(f"{key} of {name}", value, optimizer.state[param][key])
+    clear_missing_state(model, optimizer, state.optimizer)
+
+
+def clear_missing_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Container[str]) -> None:
+    """Clear the optimizer state of each parameter whose name is not in `stored`.
+
+    A float16 run that has skipped all its steps saves no optimizer state.
+    """
+    for name, param in model.named_parameters():
+        if name not in stored:
+            optimizer.state[param].clear()
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB, download_gpt2, read_hf
+from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB, PRETRAINED, download_gpt2, read_hf
 from nanoGPT.checkpoint.manifest import Checkpoint, DamagedCheckpoint, check_training, read_manifests, verify_files
 from nanoGPT.checkpoint.state import SHAPE, LazyTensors, check_resume, read_ckpt, read_full_state
 from nanoGPT.dataset import TokenData
@@ -28,8 +28,6 @@ from nanoGPT.tokenizer import TokenizerIdentity
 from nanoGPT.train_config import C
 
 PADDED_VOCAB = 50304
-
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -108,24 +106,6 @@ def find_newest(out_dir: Path) -> Checkpoint:
     )
 
 
-def find_newest_on_all(out_dir: Path, run: Runtime) -> Checkpoint:
-    """Return the newest complete checkpoint of a run on every rank; only rank 0 reads it. Collective.
-
-    Raises:
-        ConfigError: there is no complete checkpoint, or one could not be read.
-    """
-    result: tuple[Checkpoint | None, str] = (None, "")
-    if run.is_main:
-        try:
-            result = find_newest(out_dir), ""
-        except ConfigError as error:
-            result = None, str(error)
-    checkpoint, message = run.gather(result)[0]
-    if checkpoint is None:
-        raise ConfigError(message)
-    return checkpoint
-
-
 def read_weights(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapping[str, Tensor]]:
     """Read weights from a run, a nanoGPT directory, a Hugging Face directory, or a GPT-2 that is given by name.
 
@@ -141,10 +121,10 @@ def read_weights(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Ma
         ConfigError: the source is none of these, or is not valid.
     """
     folder = Path(source)
-    if source.startswith("gpt2") and not folder.is_dir():
+    if source in PRETRAINED and not folder.is_dir():
         folder = download_gpt2(source)
     if is_present(folder / "checkpoints"):
-        checkpoint = find_newest_on_all(folder, run) if run else find_newest(folder)
+        checkpoint = run.call_on_rank0(partial(find_newest, folder)) if run else find_newest(folder)
         return check_weights_fit(source, checkpoint.manifest["model_args"], read_full_state(checkpoint.path).model)
     if size_of(folder / "ckpt.pt") is not None:
         state, rest = read_ckpt(folder / "ckpt.pt")

@@ -19,6 +19,7 @@ from nanoGPT.distributed.network import choose_interface
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 
+CONNECT_TIMEOUT = datetime.timedelta(seconds=30)  # of one attempt to connect to a store
 REFUSAL_TIMEOUT = datetime.timedelta(seconds=20)  # how long a rank that cannot start tries to report it to the others
 
 
@@ -87,13 +88,19 @@ def connect(address: str, port: int, is_server: bool, timeout: datetime.timedelt
     Raises:
         DistNetworkError: no process serves the store within the timeout.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not is_server and not is_served(address, port):
-        if time.monotonic() > deadline:
-            raise dist.DistNetworkError(f"no answer within {timeout}")
-        time.sleep(0.2)
     # multi_tenant: an elastic agent in this process may serve a store on the same port.
-    return dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True)
+    create_store = partial(dist.TCPStore, address, port, None, wait_for_workers=False, multi_tenant=True)
+    if is_server:
+        return create_store(is_master=True, timeout=timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        with contextlib.suppress(dist.DistNetworkError):  # the process that listened there has exited: wait again
+            if is_served(address, port):
+                store = create_store(is_master=False, timeout=min(timeout, CONNECT_TIMEOUT))
+                store.set_timeout(timeout)
+                return store
+        time.sleep(0.2)
+    raise dist.DistNetworkError(f"no answer within {timeout}")
 
 
 def is_served(address: str, port: int) -> bool:

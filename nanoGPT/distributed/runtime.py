@@ -10,12 +10,14 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nanoGPT.errors import ConfigError
+
+T = TypeVar("T")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -114,9 +116,32 @@ class Runtime:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def call_on_rank0(self, task: Callable[[], T]) -> T:
+        """Call a function on rank 0 and return its small picklable result on every rank. Collective.
+
+        Raises:
+            ConfigError: the function raised it. Every rank raises the same error.
+        """
+        result: Any = None
+        message = ""
+        if self.is_main:
+            try:
+                result = task()
+            except ConfigError as error:
+                message = str(error)
+        result, message = self.gather((result, message))[0]
+        if message:
+            raise ConfigError(message)
+        return result
+
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         self.any(False)
+
+    def finish(self) -> None:
+        """Wait for work in other threads, such as an asynchronous save. Collective."""
+        for callback in self.end_callbacks:
+            callback()
 
     def with_own_group(self) -> "Runtime":
         """Return a Runtime of the same ranks with a separate gloo group, for use in another thread. Collective."""

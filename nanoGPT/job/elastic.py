@@ -5,13 +5,14 @@ import dataclasses
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.distributed.environment import environment_number, may_restart
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
-from nanoGPT.job.out_dir import DirectoryLock, check_out_dir
+from nanoGPT.job.out_dir import DirectoryLock, check_out_dir, check_writable
 from nanoGPT.job.parse import load_saved_config
 from nanoGPT.train_config import C, TrainConfig
 
@@ -54,7 +55,7 @@ def enter_out_dir(run: Runtime, config: TrainConfig) -> DirectoryLock | None:
     if not may_restart():
         check_out_dir(out_dir, resume=config.init_from == "resume")
     elif run.is_main:
-        check_out_dir(out_dir, resume=bool(step_directories(out_dir)))  # only that it is writable
+        check_writable(out_dir)
     if not run.is_main:
         return None
     run.lock = lock = DirectoryLock(out_dir)
@@ -85,13 +86,15 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
     restarts = environment_number("TORCHELASTIC_RESTART_COUNT")
     tokens, agents, restart_counts = zip(*run.gather((run.token, agent, restarts)), strict=True)
     run.token = tokens[0]
+    if any(restart_counts):  # the first start has resumed from --resume_step already
+        config = dataclasses.replace(config, resume_step=None)
     if may_restart():
-        saved = run.gather(find_saved_config(agents, lock, config) if any(restart_counts) else None)[0]
+        saved = run.call_on_rank0(lambda: find_saved_config(agents, lock, config)) if any(restart_counts) else None
         if saved is not None and config.init_from != "resume":
             run.print0("torchrun has restarted the job: it resumes from its newest checkpoint")
-            config = dataclasses.replace(config, **{**saved, "out_dir": config.out_dir, "init_from": "resume"})
-        if problem := run.gather(out_dir_problem(run, config))[0]:
-            raise ConfigError(problem)
+            values: dict[str, Any] = {**saved, "out_dir": config.out_dir, "init_from": "resume"}
+            config = dataclasses.replace(config, **values)
+        run.call_on_rank0(partial(check_out_dir, Path(config.out_dir), resume=config.init_from == "resume"))
     if lock:
         with contextlib.nullcontext() if may_restart() else contextlib.suppress(OSError):  # the disk may be full
             lock.write("\n".join(agents))
@@ -104,18 +107,8 @@ def find_saved_config(
     """Return the configuration in the newest checkpoint, on rank 0.
 
     Returns:
-        None if there is no checkpoint, if the lock file names none of these agents, or on another rank.
+        None if there is no checkpoint, or if the lock file names none of these agents.
     """
     if not lock or not step_directories(Path(config.out_dir)):
         return None
     return load_saved_config(type(config), config.out_dir) if {*agents} & {*lock.read().splitlines()} else None
-
-
-def out_dir_problem(run: Runtime, config: TrainConfig) -> str | None:
-    """Return what is wrong with the run's directory, on rank 0; None if nothing is."""
-    try:
-        if run.is_main:
-            check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
-    except ConfigError as error:
-        return str(error)
-    return None

@@ -160,21 +160,27 @@ class Rendezvous:
             self.publish("error", None)
             for node, message in enumerate(self.fetch("error", list(range(self.node.nnodes)))):
                 if message:
-                    self.publish("acknowledgement", None)
+                    self._acknowledge_error()
                     raise ConfigError(f"node {node} cannot start: {message}")
 
     def _publish_error(self, message: str) -> None:
         """Publish why this node cannot start, to all nodes that connect within ERROR_SECONDS."""
-        others = [node for node in range(self.node.nnodes) if node != self.node.node_rank]
         with contextlib.suppress(dist.DistError, ConfigError):
             self.deadline = time.monotonic() + ERROR_SECONDS
             if not self.store:
                 self._connect()
             self.publish("error", message)
-            self.publish("acknowledgement", None)
-            if self.node.node_rank == 0:  # the store exits with this process: let the other nodes read it first
+            if self.node.node_rank == 0:  # the other nodes may wait for the config files before they read the error
                 self.publish("config files", None)
-                self.fetch("acknowledgement", others)
+            self._acknowledge_error()
+
+    def _acknowledge_error(self) -> None:
+        """Report that this node knows the error. Node 0 waits for all nodes, because the store exits with it."""
+        self.publish("acknowledgement", None)
+        if self.node.node_rank == 0:
+            self.deadline = time.monotonic() + ERROR_SECONDS
+            with contextlib.suppress(dist.DistError, ConfigError):
+                self.fetch("acknowledgement", list(range(1, self.node.nnodes)))
 
     def _wait_for_nodes(self, find_missing: Callable[[], list[int]]) -> None:
         """Wait until no node is missing, and print the missing nodes every REMINDER_SECONDS.

@@ -28,6 +28,15 @@ def check_out_dir(out_dir: Path, resume: bool) -> None:
             f"{out_dir} contains checkpoints up to {checkpoints[0].name}: continue with --init_from=resume, "
             "or choose another --out_dir"
         )
+    check_writable(out_dir)
+
+
+def check_writable(out_dir: Path) -> None:
+    """Create a run's directory, and check that it is writable.
+
+    Raises:
+        ConfigError: it is not.
+    """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         probe = out_dir / unique_name("probe")

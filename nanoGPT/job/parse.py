@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoGPT.checkpoint.manifest import find_newest_run, read_manifests, step_directories
+from nanoGPT.checkpoint.manifest import find_newest_run, read_manifests
 from nanoGPT.cli.command_line import command_line, join_flag_values
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.schema import SchemaError, check_schema
-from nanoGPT.train_config import GPU_DEFAULTS, C, TrainConfig, field_names
+from nanoGPT.train_config import GPU_DEFAULTS, C, TrainConfig, cpu_defaults, field_names
 
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only"}  # apply to one start of a run, and are not resumed
 NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what to use instead
@@ -29,16 +29,25 @@ NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what 
     "wandb_project": "use --track=wandb and the environment variable WANDB_PROJECT instead",
     "wandb_run_name": "use --track=wandb and the environment variable WANDB_NAME instead",
 }
+# The directory of a trainer, and the name of its phase in a manifest.
+PHASES = {"nanoGPT": "baseline", "phase1_zero1": "zero1", "phase2_triton": "triton", "phase3_fsdp": "fsdp"}
 CONFIG_VARIABLE = "NANOGPT_CONFIG"  # environment variable with the configuration as JSON
 
 
-def parse(config_class: type[C], argv: list[str], trainer: Path, file_values: Mapping[str, object] | None = None) -> C:
+def parse(
+    config_class: type[C],
+    argv: list[str],
+    trainer: Path,
+    world_size: int = 1,
+    file_values: Mapping[str, object] | None = None,
+) -> C:
     """Build the configuration of a run from config files and flags.
 
     Args:
         config_class: `TrainConfig` or a phase's extension of it.
         argv: the command-line arguments: config files and `--key=value` flags.
         trainer: the train.py that runs; config files are also looked up in its directory.
+        world_size: number of ranks. The defaults are the same on 1, 2, 4 and 8 ranks.
         file_values: the values that the config files set, if they have been executed already; None executes them.
 
     Raises:
@@ -49,10 +58,11 @@ def parse(config_class: type[C], argv: list[str], trainer: Path, file_values: Ma
     check_names(config_class, flags)
     if file_values is None:
         file_values = read_config_files(config_class, argv, trainer)
-    config = parse_flags(config_class, {**device_defaults(flags, file_values), **file_values}, flags)
+    defaults = GPU_DEFAULTS if uses_gpu(flags, file_values) else cpu_defaults(config_class, world_size)
+    config = parse_flags(config_class, {**defaults, **file_values}, flags)
     if config.init_from == "resume":
         out_dir = find_run_to_resume(config.out_dir, trainer)
-        saved = load_saved_config(config_class, out_dir, config.resume_step)
+        saved = load_saved_config(config_class, out_dir, config.resume_step) or load_saved_config(config_class, out_dir)
         values = {**saved, **file_values, "init_from": "resume"}
         config = dataclasses.replace(parse_flags(config_class, values, flags), out_dir=out_dir)
     return config
@@ -61,11 +71,16 @@ def parse(config_class: type[C], argv: list[str], trainer: Path, file_values: Ma
 def find_run_to_resume(out_dir: str, trainer: Path) -> str:
     """Return the directory to resume from: out_dir; if that is the default, the newest run of the trainer's phase.
 
-    The launcher names the directories of runs without an out_dir `out/<phase>-<time>`. Plain torchrun uses `out`.
+    The launcher names the directories of runs without an out_dir `out/<phase>-<time>`. Plain torchrun uses `out` for
+    its first run, of any phase.
     """
-    if out_dir != TrainConfig.out_dir or step_directories(Path(out_dir)):
+    if out_dir != TrainConfig.out_dir:
         return out_dir
-    return str(find_newest_run(Path(out_dir).glob(f"{trainer.resolve().parent.name}-*")) or out_dir)
+    folder, phase = Path(out_dir), trainer.resolve().parent.name
+    runs = [*folder.glob(f"{phase}-*")]
+    if any(manifest.get("phase") == PHASES.get(phase) for _, manifest in read_manifests(folder)):
+        runs.append(folder)
+    return str(find_newest_run(runs) or out_dir)
 
 
 def check_names(config_class: type, flags: list[str]) -> None:
@@ -142,8 +157,8 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
     return values
 
 
-def device_defaults(flags: list[str], file_values: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults for the device of this run: `GPU_DEFAULTS` on a GPU."""
+def uses_gpu(flags: list[str], file_values: Mapping[str, object]) -> bool:
+    """Return whether this run uses a GPU."""
     device = str(file_values.get("device", "auto"))
     for flag in flags:
         if flag.startswith("--device="):
@@ -152,7 +167,7 @@ def device_defaults(flags: list[str], file_values: Mapping[str, object]) -> dict
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return dict(GPU_DEFAULTS) if device.startswith("cuda") else {}
+    return device.startswith("cuda")
 
 
 def load_saved_config(config_class: type[TrainConfig], out_dir: str, step: int | None = None) -> dict[str, object]:

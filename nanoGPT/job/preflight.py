@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
+from nanoGPT.checkpoint.hugging_face import PRETRAINED
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.memory.device import check_parameters_fit
 from nanoGPT.train_config import TrainConfig, validate
-
-PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from nanoGPT.cli.program import unbreakable_output
 from nanoGPT.distributed.agreement import find_disagreement
+from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group, report_to_other_nodes
 from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, NonFiniteLoss, SaveError
@@ -69,16 +70,10 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     try:
         yield run, config
     except NonFiniteLoss:
-        finish(run)  # all ranks raise this at the same step, and a save in progress is of an earlier step
+        run.finish()  # all ranks raise this at the same step, and a save in progress is of an earlier step
         raise
-    finish(run)
+    run.finish()
     run.barrier()
-
-
-def finish(run: Runtime) -> None:
-    """Wait for work in other threads, such as an asynchronous save. Collective."""
-    for callback in run.end_callbacks:
-        callback()
 
 
 def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str, costs: CostsModule) -> None:
@@ -99,7 +94,8 @@ def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], tr
     """Parse the command line and train. Report an error in one sentence, and return the exit code."""
     memory_report = MemoryReport(costs)
     try:
-        train(config_from_launcher(config_class) or parse(config_class, sys.argv[1:], Path(trainer)))
+        world_size = environment_number("WORLD_SIZE") or 1
+        train(config_from_launcher(config_class) or parse(config_class, sys.argv[1:], Path(trainer), world_size))
         code = 0
     except ConfigError as error:
         code = report_failure(2, str(error), is_same_on_all_ranks=not error.on_one_rank)

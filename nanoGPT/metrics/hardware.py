@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def find_peak_flops(run: Runtime) -> float | None:
     if run.device.type != "cuda" or run.dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(run.device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    slower_variants = "(?! (NVL|Laptop|D\\b))"  # parts with the same name, but another peak
+    return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b{slower_variants}", name)), None)
 
 
 def read_peak_memory(device: torch.device) -> int:

@@ -97,7 +97,9 @@ class Ledger:
     ) -> None:
         self.config, self.run, self.step, self.model, self.optimizer = config, run, step, model, optimizer
         self.step_costs = step_costs
-        self.gradient_bytes = 0
+        self.gradient_bytes: int | None = None
+        if config.ledger and step >= config.max_iters:
+            run.print0(f"--ledger measures step {step}, and this run ends before it: use a larger --max_iters")
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
@@ -105,6 +107,7 @@ class Ledger:
         if not self.config.ledger or step != self.step:
             yield
             return
+        self.gradient_bytes = None
         hook = self.optimizer.register_step_pre_hook(self._count_gradients)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
@@ -112,14 +115,17 @@ class Ledger:
         with MemoryTracker(self.model, self.optimizer, self.run.device, on_operator=traffic.record) as memory:
             yield
         hook.remove()
-        self._write(Path(self.config.out_dir), traffic, memory)
+        if self.gradient_bytes is None:  # a float16 step that was skipped: measure the next one
+            self.step += 1
+        else:
+            self._write(Path(self.config.out_dir), traffic, memory)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
 
     def _count_gradients(self, *_: Any) -> None:
         self.gradient_bytes = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
 
-    def state_bytes(self) -> dict[str, int]:
+    def state_bytes(self) -> dict[str, int | None]:
         """Return the bytes of parameters, gradients and optimizer state on this rank, just before the update."""
         state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
         return {

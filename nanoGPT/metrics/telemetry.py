@@ -13,7 +13,6 @@ import dataclasses
 import faulthandler
 import json
 import math
-import os
 import signal
 import sys
 import threading
@@ -29,6 +28,7 @@ from tqdm import tqdm
 from nanoGPT.checkpoint.manifest import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
+from nanoGPT.files import write_atomically
 from nanoGPT.job.heartbeat import HeartbeatThread
 from nanoGPT.metrics.hardware import describe_hardware, find_peak_flops, read_git_commit, read_peak_memory
 from nanoGPT.metrics.trackers import Tracker
@@ -47,9 +47,7 @@ def drop_lines_from(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] < step:
                 lines.append(line + "\n")
-    temporary = path.with_name(".tmp-metrics.jsonl")
-    temporary.write_text("".join(lines))
-    os.replace(temporary, path)
+    write_atomically(path, "".join(lines).encode())
 
 
 class Telemetry:
@@ -72,7 +70,8 @@ class Telemetry:
         try:
             self._open_files(first_step)
         except OSError as error:
-            raise ConfigError(f"{error.filename} is not writable ({error.strerror}): move it away") from None
+            message = f"{error.filename} is not writable ({error.strerror}): move it away"
+            raise ConfigError(message, on_one_rank=True) from None
         self.heartbeat = HeartbeatThread(run, self.out_dir, config.stall_seconds, self.stack_file)
         self.tracker = Tracker(config, run) if run.is_main and config.track != "none" else None
 
@@ -84,6 +83,9 @@ class Telemetry:
             self._open_metrics(first_step)
 
     def _open_metrics(self, first_step: int) -> None:
+        self.run.print0(f"{self.tokens_per_step:,} tokens per step, on any number of ranks; writing to {self.out_dir}")
+        if self.config.eval_only:  # the files describe the run that trains
+            return
         path = self.out_dir / "metrics.jsonl"
         drop_lines_from(path, first_step)
         self.metrics = open(path, "a", buffering=1)
@@ -98,16 +100,14 @@ class Telemetry:
             "tokens_per_step": self.tokens_per_step,
         }
         (self.out_dir / "env.json").write_text(json.dumps(environment, indent=1) + "\n")
-        self.run.print0(f"{self.tokens_per_step:,} tokens per step, on any number of ranks; writing to {self.out_dir}")
 
     def __enter__(self) -> "Telemetry":
         faulthandler.enable(self.stack_file)
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, self.stack_file)
         self.heartbeat.start()
-        tqdm.set_lock(
-            threading.RLock()
-        )  # tqdm's default lock is shared by all processes, and leaks if ranks are forked
+        # tqdm's default lock is shared by all processes, and leaks if ranks are forked.
+        tqdm.set_lock(threading.RLock())
         self.bar = tqdm(
             total=self.config.max_iters,
             initial=self.run.progress.step,
@@ -118,14 +118,18 @@ class Telemetry:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.heartbeat.close()
-        self.bar.close()
-        if error is not None:
-            with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
-                self.stack_file.write("".join(traceback.format_exception(error)))
-                self.stack_file.flush()
-        if self.tracker:
-            self.tracker.close()
+        try:
+            if error is None:
+                self.run.finish()  # with the heartbeat, so that the watchdog sees an asynchronous save that hangs
+        finally:
+            self.heartbeat.close()
+            self.bar.close()
+            if error is not None:
+                with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
+                    self.stack_file.write("".join(traceback.format_exception(error)))
+                    self.stack_file.flush()
+            if self.tracker:
+                self.tracker.close()
 
     @contextlib.contextmanager
     def untimed(self, stage: str, step: int) -> Iterator[None]:
@@ -157,22 +161,23 @@ class Telemetry:
             "peak_memory_bytes": read_peak_memory(self.run.device),
             **more,
         }
-        try:
-            self._reopen_metrics()
-            self.metrics.write(json.dumps(line) + "\n")
-        except OSError as error:  # the disk is full: continue, because a user may free space before the next save
-            self.run.print0(f"step {step} is missing in metrics.jsonl ({error.strerror}): free some space")
+        if not self.config.eval_only:
+            self._write_metrics(line)
         if self.tracker:
             self.tracker.log(line)
         self.bar.update(min(step + 1, self.config.max_iters) - self.bar.n)
         tqdm.write(format_line(line), file=sys.stdout)
         sys.stdout.flush()
 
-    def _reopen_metrics(self) -> None:
-        """Open a new file if the run's directory was deleted or moved away, and then created again."""
+    def _write_metrics(self, line: dict[str, Any]) -> None:
+        """Write a line. Open a new file if the run's directory was deleted or moved away, and then created again."""
         path = self.out_dir / "metrics.jsonl"
-        if self.out_dir.is_dir() and not path.exists():
-            self.metrics = open(path, "a", buffering=1)
+        try:
+            if self.out_dir.is_dir() and not path.exists():
+                self.metrics = open(path, "a", buffering=1)
+            self.metrics.write(json.dumps(line) + "\n")
+        except OSError as error:  # the disk is full: continue, because a user may free space before the next save
+            self.run.print0(f"step {line['step']} is missing in metrics.jsonl ({error.strerror}): free some space")
 
 
 def format_line(line: dict[str, Any]) -> str:

@@ -84,6 +84,15 @@ def test_every_node_prints_the_error_of_a_node_that_cannot_start(node, wrong_fla
     assert other_error == own_error.replace("error: ", f"error: node {node} cannot start: ")
 
 
+def test_all_of_three_nodes_print_the_error_of_one(tmp_path):
+    """Node 0 serves the store, and exits only when node 2 has read the error of node 1 too."""
+    flags_per_node = [make_run_flags(tmp_path, gradient_accumulation_steps=3) for _ in range(3)]
+    flags_per_node[1].append("--dataset=nosuch")
+    outcomes = collect_outcomes(start_nodes("nanoGPT/train.py", flags_per_node))
+    assert [code for code, _ in outcomes] == [2, 2, 2]
+    assert all("there is no dataset nosuch" in error for _, (error,) in outcomes), outcomes
+
+
 def test_a_config_file_is_executed_once(tmp_path):
     """A launch executes a config file once, for two nodes and for two ranks of one node. All ranks train with the same
     values, even if each execution computes another seed."""

@@ -157,7 +157,7 @@ def test_a_huge_accumulation_is_refused_at_once():
 
 
 def test_accumulation_is_checked_before_ranks_start():
-    """`make baseline GPUS=3` with 16 micro-batches prints the error and starts no rank."""
+    """`make baseline GPUS=3` with 8 micro-batches prints the error and starts no rank."""
     outcome = run_program("nanoGPT.launch", "--gpus=3", "nanoGPT/train.py", "--device=cpu", "--out_dir=/tmp/never-made")
     assert_refused(outcome, "multiple of 3")
     assert "rank(s)" not in outcome.output

@@ -164,7 +164,8 @@ def check_request(request: Request) -> None:
     names_device = any(word.startswith("--device") for word in request.words)
     for device in [[]] if names_device else [["--device=cpu"], ["--device=cuda"]]:
         try:
-            config = parse(get_config_class(request.trainer), [*request.words, *device], request.trainer)
+            words = [*request.words, *device]
+            config = parse(get_config_class(request.trainer), words, request.trainer, request.ranks)
         except SystemExit as stop:
             assert stop.code == 0 and "--help" in request.words
             return
@@ -245,19 +246,18 @@ def test_defaults_and_configuration_files_work_on_every_number_of_ranks(phase, d
     files = {f"config/{path.name}" for home in ("nanoGPT", phase) for path in list_files(f"{home}/config/*.py")}
     assert len(files) >= 3
     for words in ([], *([name] for name in files)):
-        config = parse(CONFIGS[phase], [*words, f"--device={device}"], ROOT / phase / "train.py")
         for ranks in RANKS:
-            validate(config, ranks)
+            validate(parse(CONFIGS[phase], [*words, f"--device={device}"], ROOT / phase / "train.py", ranks), ranks)
 
 
 def test_tokens_per_step_match_the_documents():
     """A step has 2,048 tokens by default and 491,520 in the reproduction of GPT-2, on any number of ranks."""
 
-    def tokens_per_step(words: list[str]) -> int:
-        config = parse(TrainConfig, words, ROOT / "nanoGPT" / "train.py")
+    def tokens_per_step(words: list[str], ranks: int = 1) -> int:
+        config = parse(TrainConfig, words, ROOT / "nanoGPT" / "train.py", ranks)
         return config.batch_size * config.gradient_accumulation_steps * config.block_size
 
-    assert tokens_per_step(["--device=cpu"]) == 2_048
+    assert {tokens_per_step(["--device=cpu"], ranks) for ranks in RANKS} == {2_048}
     assert "2,048 tokens per step" in (ROOT / "docs/running.md").read_text()
     assert tokens_per_step(["config/train_gpt2.py", "--device=cuda"]) == 491_520 == 12 * 40 * 1024  # as in nanoGPT
     assert tokens_per_step(["config/train_shakespeare_char.py", "--device=cuda"]) == 64 * 8 * 256

@@ -11,14 +11,20 @@ from nanoGPT.optim import learning_rate
 from nanoGPT.train_config import TrainConfig, validate
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import Program, make_flags
-from tests.helpers.training import ROOT, TINY, read_metric, tiny, train
-from workshop.ranks import losses
+from tests.helpers.training import ROOT, TINY, call_train, read_metric, tiny, train
+from workshop.ranks import run_on_ranks
 
 TRAINER = ROOT / "nanoGPT" / "train.py"
 
 
 def steps_saved(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+
+
+def read_run_files(out: Path) -> dict[str, bytes]:
+    """Return the content of a run's files, apart from heartbeats, locks and the stacks of a crash."""
+    files = [out / "metrics.jsonl", out / "env.json", *(out / "checkpoints").rglob("*")]
+    return {str(path): path.read_bytes() for path in files if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -70,13 +76,15 @@ def test_a_constant_learning_rate():
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
-def test_an_evaluation_alone(phase, tmp_path):
-    """With eval_only=True a resumed run prints the validation loss of its checkpoint, and trains and saves nothing."""
-    train(phase, 2, tiny(phase, tmp_path, max_iters=5))
-    before, expected = steps_saved(tmp_path), read_metric(tmp_path, "val_loss")[5]
-    train(phase, 2, tiny(phase, tmp_path, init_from="resume", eval_only=True))
-    assert steps_saved(tmp_path) == before and max(losses(tmp_path)) == 4
-    assert read_metric(tmp_path, "val_loss")[5] == expected
+def test_an_evaluation_alone(phase, tmp_path, capsys):
+    """With eval_only=True a run prints the validation loss of a checkpoint, and changes no file of the run."""
+    train(phase, 2, tiny(phase, tmp_path, max_iters=7))
+    val_losses, before = read_metric(tmp_path, "val_loss"), read_run_files(tmp_path)
+    for step, more in ((7, {}), (5, {"resume_step": 5})):
+        config = tiny(phase, tmp_path, init_from="resume", eval_only=True, **more)
+        run_on_ranks(call_train, 2, phase, config)
+        assert f"[0] step     {step}  val loss {val_losses[step]:.4f}\n" in capsys.readouterr().out
+    assert read_run_files(tmp_path) == before
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
@@ -101,17 +109,21 @@ def test_a_step_to_resume_needs_a_resume():
 
 
 def test_a_resume_without_a_directory_takes_the_newest_run_of_the_phase(tmp_path, monkeypatch):
-    """init_from=resume finds the newest run under out/ whose directory has the name of the phase."""
+    """init_from=resume finds the newest run of the phase, in a directory under out/ or in out itself."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["nanoGPT-1", "nanoGPT-2", "phase3_fsdp-3"]):
         phase = name.split("-")[0]
         train(phase, 1, tiny(phase, tmp_path / "out" / name, max_iters=1, seed=seed))
     config = parse(TrainConfig, ["--init_from=resume", "--device=cpu"], TRAINER)
     assert (config.out_dir, config.seed) == ("out/nanoGPT-2", 1)
+    train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path / "out", max_iters=1, seed=3))
+    assert parse(TrainConfig, ["--init_from=resume", "--device=cpu"], TRAINER) == config, "out is of another phase"
+    fsdp_trainer = ROOT / "phase3_fsdp" / "train.py"
+    assert parse(FsdpConfig, ["--init_from=resume", "--device=cpu"], fsdp_trainer).out_dir == "out"
 
 
 def test_a_second_torchrun_gets_a_new_directory(tmp_path):
-    """Two runs by plain torchrun without out_dir do not share a directory; a third resumes the first."""
+    """Two runs by plain torchrun without out_dir do not share a directory; a third resumes the newest."""
     words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", str(TRAINER)]
     words += make_flags(**{**TINY, "max_iters": 2, "device": "cpu"})
     outputs = []
@@ -121,6 +133,6 @@ def test_a_second_torchrun_gets_a_new_directory(tmp_path):
         assert program.returncode == 0, outputs[-1]
     (second,) = (tmp_path / "out").glob("nanoGPT-*")
     assert f"this run writes into out/{second.name}" in outputs[1]
-    assert steps_saved(tmp_path / "out") == ["step-00000002", "step-00000003"]
-    assert steps_saved(second) == ["step-00000002"]
+    assert steps_saved(tmp_path / "out") == ["step-00000002"]
+    assert steps_saved(second) == ["step-00000002", "step-00000003"]
     assert json.loads((second / "env.json").read_text())["config"]["out_dir"] == f"out/{second.name}"

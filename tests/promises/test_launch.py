@@ -216,21 +216,24 @@ def test_a_run_continues_after_torchrun_restarts_it(tmp_path):
     assert losses(tmp_path / "cut") == train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "whole", **fields))
 
 
-def start_again(out: Path, counts: tuple[int, int], agent: str = "this job") -> tuple[str, int] | str:
-    """Start a rank as torchrun with restarts does. Return its init_from and n_layer, or the error message.
+def start_again(
+    out: Path, counts: tuple[int, int], agent: str = "this job", **fields
+) -> tuple[str, int, int | None] | str:
+    """Start a rank as torchrun with restarts does. Return its init_from, n_layer and resume_step, or the error message.
 
     Args:
         counts: torchrun's restart count on each of the two ranks.
         agent: the run id of torchrun.
+        fields: of the configuration.
     """
     os.environ |= {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": agent}
-    config = tiny("nanoGPT", out)
+    config = tiny("nanoGPT", out, **fields)
     run = create_runtime(config.device, config.dtype)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[run.rank])
     try:
         lock = enter_out_dir(run, config)
         config = resume_after_restart(run, config, lock)
-        return config.init_from, config.n_layer
+        return config.init_from, config.n_layer, config.resume_step
     except ConfigError as error:
         return str(error)
     finally:
@@ -239,8 +242,8 @@ def start_again(out: Path, counts: tuple[int, int], agent: str = "this job") -> 
         run.barrier()
 
 
-def start_repeatedly(out: Path) -> list[tuple[str, int] | str]:
-    """Start a rank six times: first without a checkpoint, then with a checkpoint of a model with 12 layers."""
+def start_repeatedly(out: Path) -> list[tuple[str, int, int | None] | str]:
+    """Start a rank eight times: twice without a checkpoint, then with a checkpoint of a model with 12 layers."""
     results = [start_again(out, (0, 0)), start_again(out, (0, 1))]
     folder = out / "checkpoints" / "step-00000004"
     if os.environ["RANK"] == "0":
@@ -249,16 +252,21 @@ def start_repeatedly(out: Path) -> list[tuple[str, int] | str]:
         files = [{"name": "ckpt.pt", "size": 1, "sha256": ""}]
         manifest = {"config": config, "step": 4, "world_size": 2, "versions": {}, "files": files}
         (folder / "manifest.json").write_text(serialize_manifest(manifest))
-    results += [start_again(out, (0, 1)), start_again(out, (2, 2)), start_again(out, (0, 0))]
-    return [*results, start_again(out, (1, 1), "another job")]
+    results += [start_again(out, (0, 1)), start_again(out, (2, 2))]
+    results += [start_again(out, (n, n), init_from="resume", resume_step=4) for n in (0, 1)]
+    return [*results, start_again(out, (0, 0)), start_again(out, (1, 1), "another job")]
 
 
 def test_only_a_restart_by_torchrun_resumes_automatically(tmp_path):
-    """If torchrun has restarted any rank and a checkpoint exists, all ranks resume. No other start resumes."""
+    """If torchrun has restarted any rank and a checkpoint exists, all ranks resume from the newest checkpoint.
+
+    No other start resumes automatically, and only the first start uses --resume_step.
+    """
     results, others = run_on_ranks(start_repeatedly, 2, tmp_path, show=False)
     assert results == others
-    assert results[:4] == [("scratch", 2), ("scratch", 2), ("resume", 12), ("resume", 12)]
-    assert len(results[4:]) == 2 and all("contains checkpoints up to step-00000004" in error for error in results[4:])
+    assert results[:4] == [("scratch", 2, None)] * 2 + [("resume", 12, None)] * 2
+    assert results[4:6] == [("resume", 2, 4), ("resume", 2, None)]
+    assert len(results[6:]) == 2 and all("contains checkpoints up to step-00000004" in error for error in results[6:])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
