@@ -131,12 +131,13 @@ def resolve_kernels(config: FsdpConfig) -> str:
 
     supported = ",".join(name for name in KERNELS if name != "adamw")
     names = supported if config.kernels.lower() == "triton" else config.kernels
-    if "adamw" in parse_kernels(names, f"triton, none, or some of {supported}"):
+    parsed = parse_kernels(names, f"triton, none, or some of {supported}")
+    if "adamw" in parsed:
         raise ConfigError(
             f"--kernels={config.kernels}: AdamW's kernel does not update shards: use --kernels={supported}"
         )
     TritonConfig(n_embd=config.n_embd, n_head=config.n_head, kernels=names).check(1)
-    return names
+    return ",".join(sorted(parsed))
 
 
 def init_device(config: FsdpConfig, run: Runtime) -> torch.device:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
-from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from workshop.imports import ROOT, find_modules, find_needed_modules
+from workshop.phases import find_package
 
-PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
 MAX_DATASET_BYTES = 64 << 20
 
 
@@ -88,13 +88,9 @@ def copy_phase(phase: str, to: Path) -> None:
     Raises:
         ConfigError: the phase is unknown, or the directory cannot be used.
     """
-    if phase not in PHASES:
-        raise ConfigError(
-            f"PHASE={phase} is unknown{did_you_mean(phase, list(PHASES)) or ': use ' + ', '.join(PHASES)}"
-        )
+    package = find_package(phase)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"TO={to} exists and is not an empty directory: use a new directory")
-    package = PHASES[phase]
     to.mkdir(parents=True, exist_ok=True)
     copied = copy_modules(package, to)
     shutil.copytree(ROOT / package / "config", to / "config", ignore=shutil.ignore_patterns("__pycache__"))

@@ -15,6 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanoGPT.cli.program import report_errors
+from workshop.phases import find_package
+
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = ROOT / "nanoGPT" / "train.py"
 MAX_ADDED, MAX_HUNKS = 60, 8
@@ -104,4 +107,5 @@ def main(phase: str, write: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], "--write" in sys.argv))
+    with report_errors():
+        sys.exit(main(find_package(sys.argv[1] if sys.argv[1:] else ""), "--write" in sys.argv))

@@ -110,7 +110,13 @@ def main(ranks: int = 2, rounds: int = 15, n_layer: int = 12, n_embd: int = 512,
     print(f"throughput of a verified save: {medians['bare_s'] / medians['ours_s']:.0%} of a bare save")
     print(f"an asynchronous save stops training for {medians['stop_s'] / medians['ours_s']:.1%} of a synchronous save")
     if write:
-        settings = {"command": "make bench-save", "ranks": ranks, "rounds": rounds, "bytes": size, "shape": vars(shape)}
+        settings = {
+            "command": "make bench-save ARGS=--write",
+            "ranks": ranks,
+            "rounds": rounds,
+            "bytes": size,
+            "shape": vars(shape),
+        }
         print(f"wrote {write_result('save-speed', torch.device('cpu'), settings, samples)}")
 
 

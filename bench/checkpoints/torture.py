@@ -136,7 +136,11 @@ def main(kills: int = 500, flipped: int = 200, seed: int = 1, write: bool = Fals
     detected = count_detected_flips(flipped, seed)
     print(f"{flipped} flipped bits, {detected} detected")
     if write:
-        settings = {"command": f"make torture ARGS='--kills={kills} --flipped={flipped}'", "ranks": RANKS, "seed": seed}
+        settings = {
+            "command": f"make torture ARGS='--kills={kills} --flipped={flipped} --write'",
+            "ranks": RANKS,
+            "seed": seed,
+        }
         samples = {"sweep": rows, "random": random_kills, "flips": {"flipped": flipped, "refused": detected}}
         print(f"wrote {write_result('torture', CPU, settings, samples)}")
     if detected < flipped:

@@ -218,16 +218,18 @@ def build_report(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> dict[st
 def main(words: list[str]) -> None:
     if unknown := set(words) - {*ARCHITECTURES, "--json", "--write"}:
         raise ConfigError(f"{min(unknown)} is unknown: use --json, --write or one of {', '.join(ARCHITECTURES)}")
-    requested = [name for name in ARCHITECTURES if name in words and "--write" not in words]
+    requested = [name for name in ARCHITECTURES if name in words]
+    if requested and "--write" in words:
+        raise ConfigError(f"--write needs all architectures: remove {requested[0]}")
     report = build_report(requested or list(ARCHITECTURES))
+    if "--write" in words:
+        (RESULTS / "kernel-resources.json").write_text(json.dumps(report, indent=1) + "\n")
     if "--json" in words:
         print(json.dumps(report))
         return
     for architecture, kernels in report["kernels"].items():
         for name, resources in kernels.items():
             print(f"{architecture} {name:60} {resources}")
-    if "--write" in words:
-        (RESULTS / "kernel-resources.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.train_config import TrainConfig
+from workshop.phases import find_package, load_config_class
 from workshop.ranks import losses, run_on_ranks
-
-PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,7 @@ def matches_formula(ledger: dict[str, Any]) -> bool:
 
 def make_config(phase: str, out_dir: Path, **fields: Any) -> TrainConfig:
     """Return a phase's configuration with these fields, the ledger on, and every step logged."""
-    config_class = importlib.import_module(f"{PHASES[phase]}.train").Config
-    config: TrainConfig = config_class(**{"log_interval": 1, "ledger": True, "out_dir": str(out_dir), **fields})
-    return config
+    return load_config_class(phase)(**{"log_interval": 1, "ledger": True, "out_dir": str(out_dir), **fields})
 
 
 def run_cell(phase: str, ranks: int, config: TrainConfig, timeout: float = 600) -> RunResult:
@@ -73,7 +70,7 @@ def run_cell(phase: str, ranks: int, config: TrainConfig, timeout: float = 600) 
     if not (out_dir / "ledger.json").exists():
         out_dir.mkdir(parents=True)
         device = "cuda" if config.device == "cuda" else "cpu"
-        run_on_ranks(train, ranks, PHASES[phase], config, timeout=timeout, show=False, device=device)
+        run_on_ranks(train, ranks, find_package(phase), config, timeout=timeout, show=False, device=device)
     ledger = json.loads((out_dir / "ledger.json").read_text())
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     untimed = {lines[0]["step"], ledger["step"]}

@@ -6,8 +6,8 @@
 
 Each cell of the matrix trains the same small model. It measures the max loss difference from the baseline, the model
 state and the communication volume per rank (compared with the formula), peak memory and time. The command prints one
-row after each cell. At the end it writes the table to bench/results/matrix-<hardware>.json, to a .png and to the
-README. When ranks share cores, the times show only what a phase adds to a step, not what it saves.
+row after each cell. At the end it writes bench/results/matrix-<hardware>.json and a figure, and `make matrix` updates
+the tables of the documents. When ranks share cores, the times show only what a phase adds to a step, not what it saves.
 
 GPT-2 124M trains on few tokens, and its result is gpt2-matrix-<hardware>.json. Cells are skipped if the planner
 predicts that all ranks together need more memory than this machine has.

@@ -122,7 +122,14 @@ def extrapolate_peak(
 
 
 def estimate_communication(
-    row: Row, traffic: Numbers, params: int, units: int, micro_batches: int, gpu: Gpu, compiled: bool
+    row: Row,
+    traffic: Numbers,
+    params: int,
+    units: int,
+    micro_batches: int,
+    gpu: Gpu,
+    compiled: bool,
+    bytes_per_param: int = 2,
 ) -> tuple[CommunicationByStage, CommunicationByStage]:
     """Return the communication of each micro-batch, and the communication that happens once per step.
 
@@ -132,13 +139,14 @@ def estimate_communication(
 
     Args:
         units: FSDP units of the model; each is one all-gather.
+        bytes_per_param: in the dtype of the all-gathers.
     """
     phase, options = row
     every, once = ({"forward": Communication(), "backward": Communication()} for _ in range(2))
     for (kind, ranks), size in traffic.items():
         calls = 1 if size < SCALAR_BYTES else units if phase == "phase3" else math.ceil(size / BUCKET_BYTES)
         if kind == "all-gather" and phase == "phase3":
-            forward = min(2 * params, size / micro_batches)
+            forward = min(bytes_per_param * params, size / micro_batches)
             for stage, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
                 seconds = collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0
                 every[stage] += Communication(seconds, seconds / calls)

@@ -251,7 +251,7 @@ def main(write: bool = False) -> None:
     if write:
         efficiency = {"matmul": MATMUL_EFFICIENCY, "attention": ATTENTION_EFFICIENCY}
         efficiency |= {"memory": MEMORY_EFFICIENCY, "link": LINK_EFFICIENCY}
-        settings = {"command": "python -m bench.plan.published", "shares_of_the_peak": efficiency}
+        settings = {"command": "python -m bench.plan.published --write", "shares_of_the_peak": efficiency}
         print(f"wrote {write_result('published', torch.device('cpu'), settings, {'rows': rows})}")
 
 

@@ -70,7 +70,7 @@ def main(steps: int = 12, write: bool = False) -> None:
             rows.append(run_case(ranks, options, Path(folder) / str(i), steps))
             print(json.dumps(rows[-1]), flush=True)
     if write:
-        settings = {"command": "python -m bench.sharding.fsdp_memory", "steps": steps}
+        settings = {"command": "python -m bench.sharding.fsdp_memory --write", "steps": steps}
         print(f"wrote {write_result('fsdp-memory', torch.device('cpu'), settings, {'rows': rows})}")
 
 

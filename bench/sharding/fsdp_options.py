@@ -179,7 +179,7 @@ def main(steps: int = 50, write: bool = False) -> None:
             rows.append(run_row(row, Path(folder) / str(i), steps))
             print(json.dumps(rows[-1]), flush=True)
     if write:
-        settings = {"command": "make bench-fsdp", "steps": steps, "model": SMALL}
+        settings = {"command": "make bench-fsdp ARGS=--write", "steps": steps, "model": SMALL}
         print(f"wrote {write_result('fsdp-options', torch.device('cpu'), settings, {'rows': rows})}")
 
 

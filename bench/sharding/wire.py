@@ -64,7 +64,7 @@ def main(write: bool = False) -> None:
             rows.append({"ranks": ranks, "kind": kind, "sent_per_tensor_byte": measured, "ring": ring})
             print(f"{ranks} ranks, {kind}: bytes sent / tensor bytes = {measured:.3f}, in a ring {ring:.3f}")
     if write:
-        settings = {"command": "python -m bench.sharding.wire", "tensor_bytes": 4 * ELEMENTS, "times": TIMES}
+        settings = {"command": "python -m bench.sharding.wire --write", "tensor_bytes": 4 * ELEMENTS, "times": TIMES}
         print(f"wrote {write_result('wire', torch.device('cpu'), settings, {'rows': rows})}")
 
 

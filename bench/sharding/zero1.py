@@ -281,7 +281,7 @@ def main(names: list[str], write: bool) -> None:
         samples = MEASURES[name](ranks)
         if write:
             device = torch.device("cuda", 0) if gpus else torch.device("cpu")
-            settings = {"command": f"python -m bench.sharding.zero1 {name}"}
+            settings = {"command": f"python -m bench.sharding.zero1 {name} --write"}
             print(f"wrote {write_result(f'zero1-{name}', device, settings, samples)}")
 
 

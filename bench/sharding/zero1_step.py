@@ -64,7 +64,7 @@ def main(write: bool = False) -> None:
     samples = measure(100)
     if write:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        settings = {"command": "python -m bench.sharding.zero1_step"}
+        settings = {"command": "python -m bench.sharding.zero1_step --write"}
         print(f"wrote {write_result('zero1-step', device, settings, samples)}")
 
 

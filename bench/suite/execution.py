@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from bench.matrix.cells import PHASES
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, read_json
 from nanoGPT.schema import Range, SchemaError
 from nanoGPT.train_config import TrainConfig
+from workshop.phases import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = "phase3_fsdp/slurm.sh"

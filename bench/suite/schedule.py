@@ -14,6 +14,7 @@ from bench.plan.speed import GPUS, STAGES, Gpu, apply_launch_bound, step_seconds
 from bench.plan.trace import trace
 from nanoGPT.checkpoint.weights import tokenizer_rows
 from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.runtime import DTYPES
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
@@ -71,17 +72,27 @@ def fastest_of(work: Any, times: int = 5) -> float:
 def estimate_seconds(config: TrainConfig | None, phase: str, ranks: int, gpu: Gpu) -> float:
     """Return the estimated duration of a run in seconds, with its startup and its evaluations."""
     assert config is not None
-    model = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
-    traced = trace(replace(config, compile=False), model, ranks, gpu)  # its roofline has eager and compiled times
+    shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
+    is_cpu = gpu not in GPUS.values()
+    dtype = config.dtype if config.dtype != "auto" else "float32" if is_cpu else "bfloat16"
+    # The roofline of an eager trace has eager and compiled times.
+    traced = trace(replace(config, compile=False, dtype=dtype), shape, ranks, gpu)
     roofline, micro_batches = traced.roofline, max(1, config.gradient_accumulation_steps // ranks)
     times = roofline.compiled if config.compile else apply_launch_bound(roofline.eager, roofline.kernels)
     stages = {stage: times[stage] / (1 if stage == "update" else traced.micro_batches) for stage in STAGES}
-    is_cpu = gpu not in GPUS.values()
     ranks_per_core = max(1.0, ranks / (os.cpu_count() or 1)) if is_cpu else 1.0
-    params = traced.costs.state["parameters"] // 4
-    units = config.n_layer + 1
+    names = ("fsdp_shard_size", "fsdp_cpu_offload")
+    options = {name: value for name in names if (value := getattr(config, name, None)) not in (None, "all", False)}
+    params, units = shape.count_params(), config.n_layer + 1
     communication = estimate_communication(
-        (phase, {}), traced.costs.traffic, params, units, micro_batches, gpu, config.compile
+        (phase, options),
+        traced.costs.traffic,
+        params,
+        units,
+        micro_batches,
+        gpu,
+        config.compile,
+        DTYPES[dtype].itemsize,
     )
     evaluations = (config.max_iters // config.eval_interval + 1) * -(-config.eval_iters // ranks)
     seconds = config.max_iters * step_seconds(stages, *communication, micro_batches) + evaluations * stages["forward"]

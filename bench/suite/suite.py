@@ -11,7 +11,6 @@ skips the runs that are finished and resumes a run from its last checkpoint. At 
 """
 
 import hashlib
-import importlib
 import itertools
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 
-from bench.matrix.cells import PHASES
 from bench.plan.plan import check_amount
 from bench.suite.execution import FINISHED_STATES, ROOT, Run, directory_lock, execute, read_status, reset_run
 from bench.suite.file import SCALINGS, SUITES, Suite, load_suite
@@ -29,7 +27,8 @@ from bench.suite.slurm import check_nodes, create_scripts
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.job.parse import parse
-from nanoGPT.train_config import TrainConfig, validate
+from nanoGPT.train_config import validate
+from workshop.phases import PHASES, load_config_class
 
 
 @dataclass
@@ -52,11 +51,6 @@ class SuiteConfig:
     """GPU for the time estimate, such as h100; None: the hardware of this machine"""
     price: float | None = None
     """price of a GPU per hour, to estimate the cost"""
-
-
-def load_config_class(phase: str) -> type[TrainConfig]:
-    config_class: type[TrainConfig] = importlib.import_module(f"{PHASES[phase]}.train").Config
-    return config_class
 
 
 def build_runs(suite: Suite, out_dir: Path, device: str) -> list[Run]:

@@ -49,10 +49,13 @@ def draw_timeline(path: Path) -> None:
     samples = read_results("zero1-timeline")[0]["samples"]
     colors = {"phase: forward": "#9ad1d4", "phase: backward": "#00798c", "phase: step": "#edae49"}
     names = {"all_reduce": "reduce-scatter (gloo: all-reduce)", "all_gather": "all-gather", "step": "optimizer step"}
-    collectives = {"all_reduce": "#d1495b", "all_gather": "#5b3758"}
+    collectives = {"all_reduce": "#d1495b", "_reduce_scatter_base": "#d1495b"}
+    collectives |= {"all_gather": "#5b3758", "_allgather_base": "#5b3758"}
     figure, axes = plt.subplots(figsize=(10, 2.6))
     for name, begin, end in samples["events_ms"]:
         kind = name.split(":")[-1].strip()
+        if name not in colors and kind not in collectives:
+            continue
         color, row = (colors[name], 1) if name in colors else (collectives[kind], 0)
         axes.broken_barh([(begin, max(end - begin, 0.2))], (row, 0.8), facecolor=color, label=names.get(kind, kind))
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))

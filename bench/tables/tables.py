@@ -225,6 +225,9 @@ def kernels_table() -> str:
             if "error" not in row:
                 groups.setdefault((row["kernel"], row["shape"], row["pass"]), {})[row["contender"]] = row
         for (kernel, shape, which), contenders in groups.items():
+            if "ours" not in contenders:
+                rows.append([kernel, shape, which, "failed", "", "", ""])
+                continue
             times = {name: statistics.median(row["samples_ms"]) for name, row in contenders.items()}
             ours = contenders["ours"]
             floor = max(ours["bytes"] / limit["bytes_per_second"], ours["flops"] / limit["flops_per_second"])

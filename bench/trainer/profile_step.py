@@ -31,13 +31,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from bench.matrix.cells import PHASES
 from nanoGPT.cli.program import report_errors
-from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.memory.tracker import CATEGORIES, MemoryTracker
 from nanoGPT.metrics.ledger import Ledger
 from nanoGPT.train_config import TrainConfig, validate
+from workshop.phases import find_package, load_config_class
 from workshop.ranks import RankFailed, run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,21 +245,19 @@ def parse_request(words: list[str]) -> tuple[str, int, TrainConfig]:
     Raises:
         ConfigError: one of them is invalid.
     """
-    phase, ranks, *rest = [*words, *["phase3", "1"][len(words) :]]
-    if phase not in PHASES:
-        raise ConfigError(
-            f"PHASE={phase} is unknown{did_you_mean(phase, list(PHASES)) or ': use ' + ', '.join(PHASES)}"
-        )
+    if len(words) < 2:
+        raise ConfigError("give a phase and a number of ranks, such as phase3 4")
+    phase, ranks, *rest = words
+    package = find_package(phase)
     if not (ranks.isascii() and ranks.isdigit() and int(ranks)):
         raise ConfigError(f"GPUS={ranks} is not a number of ranks: use 1 or more")
     if fixed_flags := [word for word in rest if word.split("=")[0].lstrip("-") in FIXED_FIELDS]:
         names = ", ".join(sorted(FIXED_FIELDS))
         raise ConfigError(f"{fixed_flags[0]} cannot be used here: make profile sets {names}; leave it out")
     folder = Path("out") / "profile" / f"{phase}-{ranks}"
-    trainer = ROOT / PHASES[phase] / "train.py"
+    trainer = ROOT / package / "train.py"
     fixed = [f"--max_iters={MEMORY_STEP + 1}", "--log_interval=1", "--eval_iters=8", f"--out_dir={folder / 'run'}"]
-    config_class: type[TrainConfig] = importlib.import_module(f"{PHASES[phase]}.train").Config
-    config = parse(config_class, [*rest, *fixed], trainer, int(ranks))
+    config = parse(load_config_class(phase), [*rest, *fixed], trainer, int(ranks))
     validate(config, int(ranks))
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device={config.device} needs a GPU, and torch finds none: leave out --device")
@@ -278,7 +276,7 @@ def main(words: list[str]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
         new_folder = Path(temporary) / folder.name
-        summary = profile_into(new_folder, PHASES[phase], ranks, config)
+        summary = profile_into(new_folder, find_package(phase), ranks, config)
         shutil.rmtree(folder, ignore_errors=True)  # only now: a failed profile does not delete the previous one
         new_folder.rename(folder)
     print((folder / "operators.txt").read_text())

@@ -90,7 +90,8 @@ def main(phase2: bool = False, write: bool = False) -> None:
         print(json.dumps(rows[-1]), flush=True)
     if write:
         device = torch.device("cuda", 0) if gpus else torch.device("cpu")
-        settings = {"command": "make TARGET GPUS=N", "cores": os.cpu_count()}
+        command = f"python -m bench.trainer.runs{' --phase2' if phase2 else ''} --write"
+        settings = {"command": command, "cores": os.cpu_count()}
         print(f"wrote {write_result(name, device, settings, {'rows': rows})}")
 
 

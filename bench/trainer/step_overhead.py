@@ -146,7 +146,14 @@ def main(write: bool = False) -> None:
     print(f"step with the ledger / step without it: {medians['watched_ms'] / medians['unwatched_ms']:.3f}")
     print(f"data loading: {data:.3f} ms, {data / trainer:.2%} of a step")
     if write:
-        settings = {"steps": STEPS, "threads": torch.get_num_threads(), "batch_size": 12, "block_size": 64}
+        command = "python -m bench.trainer.step_overhead --write"
+        settings = {
+            "command": command,
+            "steps": STEPS,
+            "threads": torch.get_num_threads(),
+            "batch_size": 12,
+            "block_size": 64,
+        }
         print(f"wrote {write_result('step-overhead', torch.device('cpu'), settings, samples)}")
 
 

@@ -102,13 +102,13 @@ def main(write: bool = False) -> None:
     rows = []
     columns = f"{'size':<18}{'phase':<10}{'ranks':>5}  {'':<9}{'tokens/s':>12}{'':>7}{'step':>12}{'peak memory':>15}"
     print(f"{columns}    MFU")
-    with tempfile.TemporaryDirectory() as folder:
-        for i, case in enumerate(list_cases(gpus)):
-            for is_compiled in (False, True):
-                rows.append(measure(case, is_compiled, Path(folder) / f"{i}-{is_compiled}"))
-                print(format_row(rows[-1]), flush=True)
+    for case in list_cases(gpus):
+        for is_compiled in (False, True):
+            with tempfile.TemporaryDirectory() as folder:  # a run saves a checkpoint at its end
+                rows.append(measure(case, is_compiled, Path(folder) / "run"))
+            print(format_row(rows[-1]), flush=True)
     if write:
-        settings = {"command": "python -m bench.trainer.throughput", "warmup_steps": WARMUP}
+        settings = {"command": "python -m bench.trainer.throughput --write", "warmup_steps": WARMUP}
         print(f"wrote {write_result('throughput', device, settings, {'rows': rows})}")
 
 

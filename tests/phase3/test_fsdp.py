@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from bench.matrix.cells import PHASES
 from bench.sharding.fsdp_options import (
     MAX_LOSS_DIFFERENCE,
     OPTIONS,
@@ -38,6 +37,7 @@ from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import FsdpConfig, create_mesh, find_units, init_device, init_shards, shard_model
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
 from tests.helpers.training import ROOT, call_train, gap, tiny, train
+from workshop.phases import PHASES
 from workshop.ranks import RankFailed, run_on_ranks
 
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)

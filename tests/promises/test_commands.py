@@ -18,8 +18,8 @@ from nanoGPT.launch import NodeConfig, load_trainer, split_arguments
 from nanoGPT.train_config import TrainConfig, validate
 from tests.helpers.repository import list_files
 from tests.helpers.training import CONFIGS, ROOT
+from workshop.phases import PHASES
 
-PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
 RANKS = (1, 2, 4, 8, 16)  # every default and every configuration file must work with each of these
 VARIABLES = {"GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "DEVICE", "CONFIG", "DATASET", "ARGS", "PHASE", "PYTHON"}
 START_PATTERNS = (rf"make (?:{'|'.join(PHASES)}|profile)\b", r"sbatch .*slurm\.sh", r"(?:\S*/)?torchrun -")

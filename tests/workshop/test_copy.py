@@ -11,8 +11,9 @@ import pytest
 from nanoGPT.errors import ConfigError
 from tests.helpers.programs import DEADLINE, make_flags
 from tests.helpers.training import TINY, tiny, train
-from workshop.copy_phase import PHASES, copy_phase
+from workshop.copy_phase import copy_phase
 from workshop.imports import ROOT, find_modules, find_needed_modules
+from workshop.phases import PHASES
 from workshop.ranks import losses
 
 # Python runs this before the program. It removes the editable installation of this repository. At exit, it records all

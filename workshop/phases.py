@@ -1,0 +1,35 @@
+"""The names of the phases: each phase on the command line, and its package."""
+
+import importlib
+
+from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.train_config import TrainConfig
+
+PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
+
+
+def find_package(phase: str) -> str:
+    """Return the name of a phase's package.
+
+    Args:
+        phase: a key of `PHASES`, or the package itself.
+
+    Raises:
+        ConfigError: the phase is unknown.
+    """
+    if phase in PHASES.values():
+        return phase
+    if phase not in PHASES:
+        advice = did_you_mean(phase, list(PHASES)) or f": use {', '.join(PHASES)}"
+        raise ConfigError(f"PHASE={phase} is unknown{advice}")
+    return PHASES[phase]
+
+
+def load_config_class(phase: str) -> type[TrainConfig]:
+    """Return the class of a phase's configuration.
+
+    Raises:
+        ConfigError: the phase is unknown.
+    """
+    config_class: type[TrainConfig] = importlib.import_module(f"{find_package(phase)}.train").Config
+    return config_class
