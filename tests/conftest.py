@@ -11,6 +11,7 @@ import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else each rank that compiles tests the processor for seconds
 torch.set_num_threads(1)  # two tests run at a time, and many of them start ranks
 
 

@@ -154,7 +154,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], 
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = run_tool(BINARIES / "cuobjdump", "--dump-resource-usage", file.name)
-        assembly = run_tool(BINARIES / "nvdisasm", "-c", file.name)
+        assembly = run_tool(BINARIES / "nvdisasm", "-c", "--no-dataflow", file.name)
     return {
         "tiles": {
             key: value for key, value in options.items() if isinstance(value, int) and key not in compile_options

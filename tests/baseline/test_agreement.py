@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from nanoGPT.job import run_description
 from nanoGPT.job.parse import config_from_launcher
 from nanoGPT.job.run_description import describe_run
 from nanoGPT.launch import config_to_env
-from tests.helpers.programs import Program, assert_refused, run_program
+from tests.helpers.programs import Program, assert_refused, find_free_port, run_program
 from tests.helpers.training import CONFIGS, TINY, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
@@ -25,12 +24,6 @@ seed = _time.time_ns() % 2**31
 with open({count!r}, "a") as _file:
     _file.write("executed\\n")
 """
-
-
-def find_free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
 
 
 def start_nodes(trainer: str, flags_per_node: list[list[str]]) -> list[Program]:

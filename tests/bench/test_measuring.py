@@ -74,11 +74,12 @@ def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.heavy
-def test_the_trainer_adds_little_to_a_step(tmp_path, processor_time):
+def test_the_trainer_adds_little_to_a_step(tmp_path, processor_time, monkeypatch):
     """In a short run, the trainer is less than 10% slower than a bare loop, and data takes less than 3% of a step.
 
     The committed result of a long run contains the precise overhead.
     """
+    monkeypatch.setattr(step_overhead, "WARMUP", 2)  # a slow first step does not change the minimum
     shape = {"gradient_accumulation_steps": 1, "batch_size": 6, "device": "cpu", "out_dir": str(tmp_path)}
     samples = step_overhead.measure(TrainConfig(**shape, learning_rate=1e-4), 60)
     # Other programs disturb the minimum least.
@@ -88,13 +89,14 @@ def test_the_trainer_adds_little_to_a_step(tmp_path, processor_time):
 
 @pytest.mark.heavy
 def test_the_ledger_slows_a_step_by_little(tmp_path, processor_time):
-    """The ledger makes a step less than twice as slow in a short run, and at most 20% slower in the committed results.
+    """The ledger slows a step by less than 50% in a short run, and by at most 20% in the committed results.
 
-    The limit of the short run is wide, because other programs on the machine also compete for its caches.
+    Its cost is per operator, so the short run has few, large micro-batches. Other programs on the machine, which
+    compete for its caches, then change the ratio little.
     """
-    config = TrainConfig(device="cpu", out_dir=str(tmp_path), gradient_accumulation_steps=8, batch_size=6)
+    config = TrainConfig(device="cpu", out_dir=str(tmp_path), gradient_accumulation_steps=2, batch_size=24)
     samples = step_overhead.measure_ledger(config, 6)
-    assert min(samples["watched_ms"]) < 2 * min(samples["unwatched_ms"]), samples
+    assert min(samples["watched_ms"]) < 1.5 * min(samples["unwatched_ms"]), samples
     for result in results.read_results("step-overhead"):
         with_ledger, without_ledger = (
             statistics.median(result["samples"][name]) for name in ("watched_ms", "unwatched_ms")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -17,6 +18,7 @@ from matplotlib.figure import Figure
 from bench.suite import execution as suite_run
 from bench.suite.execution import (
     SLURM,
+    Run,
     build_command,
     classify_exit,
     directory_lock,
@@ -33,7 +35,7 @@ from bench.suite.slurm import format_script
 from bench.suite.suite import SuiteConfig, build_runs, main, print_introduction
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.errors import ConfigError
-from tests.helpers.programs import DEADLINE
+from tests.helpers.programs import DEADLINE, Program, run_program
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT
 
@@ -101,20 +103,19 @@ def test_the_suite_in_the_documents_can_be_run(tmp_path):
 def test_a_killed_suite_continues(tmp_path):
     """After SIGKILL in the middle of a suite, a second start runs only the unfinished runs and writes the report."""
     path = write_suite(tmp_path, SUITE.replace('"baseline", ', ""), max_iters=30, eval_interval=5)
-    words = [sys.executable, "-m", "bench.suite", f"--suite={path}", f"--out_dir={tmp_path}/out", "--device=cpu"]
-    first = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    words = ["bench.suite", f"--suite={path}", f"--out_dir={tmp_path}/out", "--device=cpu"]
+    first = Program(*words)
     directory = tmp_path / "out" / "tiny"
     wait_for(
         lambda: len(read_states(directory)) >= 2 and sorted(read_states(directory).values()) == ["done", "running"]
     )
     first.kill()
-    first.wait()
     finished = next(name for name, state in read_states(directory).items() if state == "done")
     status = (directory / finished / "status.json").read_text()
     wait_for(lambda: is_unlocked(directory))  # the run outlives the suite and keeps the lock
-    second = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "2 runs, 1 already finished" in second.stdout
+    second = run_program(*words)
+    assert second.code == 0, second.output
+    assert "2 runs, 1 already finished" in second.output
     assert (directory / finished / "status.json").read_text() == status
     assert set(read_states(directory).values()) == {"done"} and len(read_states(directory)) == 2
     (row,) = json.loads((directory / "results.json").read_text())["rows"]
@@ -142,17 +143,24 @@ def wait_for(is_true, seconds: float = 120) -> None:
         time.sleep(0.1)
 
 
+def execute_as_program(run: Run) -> dict[str, Any]:
+    """Execute a run with `python -m bench.suite.execution`, and return its status."""
+    run.save()
+    run_program("bench.suite.execution", str(run.directory))
+    return read_status(run.directory)
+
+
 def test_the_state_of_a_run_reports_how_it_ended(tmp_path):
     """A run is done, failed with an error, or stopped by its time limit. SIGKILL counts as out of memory."""
     run = make_run(tmp_path)
-    assert execute(run)["state"] == "done" and read_run(run.directory) == run
+    assert execute_as_program(run)["state"] == "done" and read_run(run.directory) == run
     broken_run = dataclasses.replace(make_run(tmp_path, learning_rate=1e30, grad_clip=0.0), words=["--learning_rate=x"])
-    status = execute(broken_run)
+    status = execute_as_program(broken_run)
     assert status["state"] == "failed" and "learning_rate" in status["reason"]
     long_run = make_run(tmp_path, max_iters=100_000, eval_interval=50)
     steps = 0
-    for minutes in (0.15, 1.0, 3.0):  # enough for some steps, also on a busy machine
-        status = execute(dataclasses.replace(long_run, minutes=minutes))
+    for minutes in (0.05, 0.3, 3.0):  # enough for some steps, also on a busy machine
+        status = execute_as_program(dataclasses.replace(long_run, minutes=minutes))
         assert status["state"] == "timeout" and "of 100000" in status["reason"]
         steps = int(status["reason"].split("at step ")[1].split()[0])
         if steps > 0:
@@ -160,10 +168,10 @@ def test_the_state_of_a_run_reports_how_it_ended(tmp_path):
     assert steps > 0 and list((long_run.out_dir / "checkpoints").glob("step-*"))
     killed_run = dataclasses.replace(long_run, minutes=2)
     killed_run.save()
-    process = subprocess.Popen([sys.executable, "-m", "bench.suite.execution", killed_run.directory], cwd=ROOT)
+    process = Program("bench.suite.execution", str(killed_run.directory))
     wait_for(lambda: read_last_step(killed_run) > steps)  # it has resumed from its checkpoint
     os.kill(json.loads((killed_run.out_dir / "heartbeat" / "rank0.json").read_text())["pid"], signal.SIGKILL)
-    assert process.wait(DEADLINE) == 1
+    assert process.wait() == 1
     status = read_status(killed_run.directory)
     assert status["state"] == "oom" and "SIGKILL" in status["reason"]
     assert group_runs([killed_run], "val_loss")[0]["mean"] is None

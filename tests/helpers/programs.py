@@ -1,25 +1,36 @@
 """Run programs of the repository as a user does, but in a process that is forked from a server with torch imported.
 
 A new interpreter would take more than two seconds for these imports, and most tests do not need a new interpreter.
+The ranks of a launcher are forked from the launcher for the same reason, unless a test asks for new interpreters.
 """
 
+import contextlib
+import gc
 import multiprocessing
 import os
+import random
 import resource
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests.helpers.training import ROOT, TINY
 from workshop.ranks import PRELOADED, without_main_module
 
 DEADLINE = 600.0  # seconds; only a failing test waits so long, even on a busy machine
+CAN_FORK_RANKS = sys.platform == "linux" and torch.cuda.device_count() == 0  # a forked process cannot use CUDA
 LONG_RUN = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
 
 
@@ -40,6 +51,7 @@ class Program:
         cwd: Path = ROOT,
         open_output: Callable[[], int] | None = None,
         processor_seconds: int | None = None,
+        new_interpreters: bool = False,
         **environment: str,
     ) -> None:
         """Start `python words...`, or `python -m words...` if the first word is not a script.
@@ -48,6 +60,7 @@ class Program:
             open_output: function that the program's process calls; it returns the file descriptor for the output,
                 instead of the file.
             processor_seconds: the program is killed after this much processor time.
+            new_interpreters: the program starts its ranks in new interpreters, as it does for a user.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -55,7 +68,8 @@ class Program:
         self.file = tempfile.NamedTemporaryFile("r", errors="replace")
         output = self.file.name if open_output is None else open_output
         with without_main_module():
-            process_args = (words, output, cwd, processor_seconds, {**os.environ, **environment})
+            forks = not new_interpreters and CAN_FORK_RANKS
+            process_args = (words, output, cwd, processor_seconds, forks, {**os.environ, **environment})
             self.process = context.Process(target=run_in_this_process, args=process_args)
             self.process.start()
         assert self.process.pid is not None
@@ -116,19 +130,31 @@ def run_in_this_process(
     output: str | Callable[[], int],
     cwd: Path,
     processor_seconds: int | None,
+    forks: bool,
     environment: dict[str, str],
 ) -> None:
-    """Run a program in this forked process, and exit with its exit code."""
+    """Run a program in this forked process, and exit with its exit code.
+
+    Args:
+        forks: fork the Python programs that this program starts from this process.
+    """
     if processor_seconds is not None:
         resource.setrlimit(resource.RLIMIT_CPU, (processor_seconds, processor_seconds))
-    os.environ.clear()
-    os.environ.update(environment)
+    if forks:
+        subprocess.Popen = subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
     os.chdir(cwd)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and children inherit that
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND) if isinstance(output, str) else output()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    run_as_main(words, environment)
+
+
+def run_as_main(words: tuple[str, ...], environment: dict[str, str]) -> None:
+    """Run a program with this environment in this process, and exit with its exit code."""
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and children inherit that
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     sys.argv = list(words)
@@ -143,6 +169,72 @@ def run_in_this_process(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class ForkingPopen(subprocess.Popen):
+    """A subprocess.Popen that forks this process to run a Python program. It starts all other commands as usual."""
+
+    def __init__(self, args: Any, **options: Any) -> None:
+        self.options = options
+        super().__init__(args, **options)
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        words = tuple(word for word in args[1:] if word not in ("-u", "-m")) if args[0] == sys.executable else ()
+        outputs = [self.options.get(name) for name in ("stdout", "stderr")]
+        if not words or words[0].startswith("-") or any(isinstance(output, int) for output in outputs):
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self.pid = os.fork()
+        if self.pid == 0:
+            run_in_fork(words, unblocked, **self.options)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        self._child_created = True
+
+
+def run_in_fork(
+    words: tuple[str, ...],
+    signal_mask: set[signal.Signals],
+    env: dict[str, str],
+    cwd: Path | str = ".",
+    stdout: Any = None,
+    stderr: Any = None,
+    pass_fds: tuple[int, ...] = (),
+    start_new_session: bool = False,
+) -> None:
+    """Run a program in this fork, with the arguments of subprocess.Popen. Remove what a new interpreter has not."""
+    try:
+        gc.freeze()  # a destructor of the parent's objects could close a descriptor of this process
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        for output, descriptor in ((stdout, 1), (stderr, 2)):
+            if output is not None:
+                os.dup2(output.fileno(), descriptor)
+        for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, *pass_fds}:
+            with contextlib.suppress(OSError):  # the descriptor of the listed directory
+                os.close(descriptor)
+        if start_new_session:
+            os.setsid()
+        os.chdir(cwd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+        run_as_main(words, env)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def find_free_port() -> str:
+    """Return a port that no process uses.
+
+    It is below the ports that Linux gives to programs that ask for any port, so that no other test gets it meanwhile.
+    """
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            port = random.SystemRandom().randrange(20000, 32000)
+            probe.bind(("", port))
+            return str(port)
 
 
 def assert_refused(outcome: Outcome, *words: str) -> str:
@@ -165,10 +257,11 @@ def make_flags(**fields) -> list[str]:
     return [f"--{name}={value}" for name, value in fields.items()]
 
 
-def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", **fields) -> Program:
+def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", new_interpreters: bool = False, **fields) -> Program:
     """Start `python -m nanoGPT.launch` with ranks that train until the test stops them."""
     words = make_flags(**{**LONG_RUN, **fields, "out_dir": out, "device": "cpu"})
-    return Program("nanoGPT.launch", f"--gpus={ranks}", f"{phase}/train.py", *words)
+    trainer = f"{phase}/train.py"
+    return Program("nanoGPT.launch", f"--gpus={ranks}", trainer, *words, new_interpreters=new_interpreters)
 
 
 def wait_until(is_true: Callable[[], object], seconds: float = DEADLINE) -> None:

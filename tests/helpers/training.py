@@ -58,6 +58,19 @@ def train(phase: str, ranks: int, config: TrainConfig, timeout: float | None = N
     return losses(config.out_dir)
 
 
+def train_all(ranks: int, cells: list[tuple[str, TrainConfig]]) -> list[dict[int, float]]:
+    """Train configurations, each with its phase, one after another on the same ranks. Return the losses of each."""
+    device = "cuda" if cells[0][1].device == "cuda" else "cpu"
+    run_on_ranks(call_train_all, ranks, cells, show=False, device=device)
+    return [losses(config.out_dir) for _, config in cells]
+
+
+def call_train_all(cells: list[tuple[str, TrainConfig]]) -> None:
+    """Train configurations one after another on this rank."""
+    for phase, config in cells:
+        call_train(phase, config)
+
+
 def gap(a: dict[int, float], b: dict[int, float]) -> float:
     """Return the max difference between two loss curves. Both must have the same steps."""
     assert a.keys() == b.keys() and a, (sorted(a), sorted(b))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from phase1_zero1.parallelize import data_parallel, shard_optimizer
 from phase1_zero1.sharded_checkpoint import load_shards, save_shards
 from phase1_zero1.zero1 import Zero1Optimizer
 from tests.helpers.programs import assert_refused, run_program
-from tests.helpers.training import call_train, gap, tiny, train
+from tests.helpers.training import call_train, gap, tiny, train, train_all
 from workshop.ranks import RankFailed, losses, run_on_ranks
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -32,22 +33,24 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "torch": {"zero1_backend": "torch"},
     "ddp": {"use_zero1": False},
 }
+STEPS = {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 3}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_prints_the_same_losses(backend, tmp_path, device, need_ranks):
+def test_every_backend_prints_the_same_losses(tmp_path, device, need_ranks):
     """With dropout, clipping and accumulation, flat, naive, torch's ZeroRedundancyOptimizer and DDP print the
     baseline's losses."""
     need_ranks(4)
-    options = {"device": device, "dtype": "float32", "compile": False}
+    options = {**STEPS, "device": device, "dtype": "float32", "compile": False}
     baseline = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **options))
-    config = tiny("phase1_zero1", tmp_path / backend, **options, **BACKENDS[backend])
-    assert gap(baseline, train("phase1_zero1", 4, config)) <= 1e-6
+    configs = [tiny("phase1_zero1", tmp_path / name, **options, **fields) for name, fields in BACKENDS.items()]
+    curves = train_all(4, [("phase1_zero1", config) for config in configs])
+    for backend, curve in zip(BACKENDS, curves, strict=True):
+        assert gap(baseline, curve) <= 1e-6, backend
 
 
 def test_one_rank_without_clipping_is_bitwise_identical_to_the_baseline(tmp_path, device):
     """Every loss is identical: AdamW is elementwise, so it computes the same values in flat buckets."""
-    options = {"device": device, "grad_clip": 0.0}
+    options = {**STEPS, "device": device, "grad_clip": 0.0}
     baseline = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **options))
     config = tiny("phase1_zero1", tmp_path / "z", zero1_bucket_mb=0.01, **options)
     assert train("phase1_zero1", 1, config) == baseline
@@ -83,7 +86,8 @@ def test_flat_communicates_as_much_as_ddp(ranks, tmp_path):
     Two small all-reduces follow: a scalar for the norm, and one byte per parameter that reports whether it has a
     gradient. All ranks together store the optimizer state of 8P bytes once.
     """
-    train("phase1_zero1", ranks, tiny("phase1_zero1", tmp_path, ledger=True, max_iters=3))
+    options = {"ledger": True, "max_iters": 3, "gradient_accumulation_steps": 4}
+    train("phase1_zero1", ranks, tiny("phase1_zero1", tmp_path, **options))
     params, states, rows = read_ledger(tmp_path)
     model = GPT(GPTConfig(2, 2, 32, 16, False, 75))
     groups = [sum(p.numel() for p in group["params"]) for group in param_groups(model, 0.1)]
@@ -107,14 +111,16 @@ def test_flat_communicates_as_much_as_ddp(ranks, tmp_path):
     assert set(rows) == {"reduce-scatter", "all-gather", "all-reduce"}
 
 
-@pytest.mark.parametrize("backend", ["naive", "torch"])
-def test_naive_and_torch_backends_communicate_half_as_much_again(backend, tmp_path):
+def test_naive_and_torch_backends_communicate_half_as_much_again(tmp_path):
     """An all-reduce and then a broadcast communicate 3P(N-1)/N elements. The optimizer state is sharded as in flat."""
-    train("phase1_zero1", 4, tiny("phase1_zero1", tmp_path, ledger=True, max_iters=3, **BACKENDS[backend]))
-    params, states, rows = read_ledger(tmp_path)
-    assert rows["all-reduce"]["tensor_bytes"] == rows["broadcast"]["tensor_bytes"] == 4 * params
-    assert sum(row["ring_bytes"] for row in rows.values()) == 3 * 4 * params * 3 / 4
-    assert 8 * params < sum(state["optimizer_state"] for state in states) < 8 * params + 500
+    options = {"ledger": True, "max_iters": 3, "gradient_accumulation_steps": 4}
+    configs = [tiny("phase1_zero1", tmp_path / name, **options, **BACKENDS[name]) for name in ("naive", "torch")]
+    train_all(4, [("phase1_zero1", config) for config in configs])
+    for backend in ("naive", "torch"):
+        params, states, rows = read_ledger(tmp_path / backend)
+        assert rows["all-reduce"]["tensor_bytes"] == rows["broadcast"]["tensor_bytes"] == 4 * params, backend
+        assert sum(row["ring_bytes"] for row in rows.values()) == 3 * 4 * params * 3 / 4, backend
+        assert 8 * params < sum(state["optimizer_state"] for state in states) < 8 * params + 500, backend
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -131,35 +137,38 @@ def test_a_run_saved_at_8_ranks_resumes_at_2_then_4_then_in_the_baseline(tmp_pat
     """A run in four parts, on 8, 2 and 4 ranks of phase 1 and then in the baseline, has an uninterrupted run's
     losses."""
     need_ranks(8)
-    uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", device=device))
-    parts = [("phase1_zero1", 8, 3), ("phase1_zero1", 2, 6), ("phase1_zero1", 4, 9), ("nanoGPT", 1, 12)]
+    steps = {"max_iters": 8, "lr_decay_iters": 8, "device": device}
+    uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **steps))
+    parts = [("phase1_zero1", 8, 2), ("phase1_zero1", 2, 4), ("phase1_zero1", 4, 6), ("nanoGPT", 1, 8)]
     for phase, ranks, max_iters in parts:
-        first = {} if max_iters > 3 else {"init_from": "scratch"}
-        options = {"device": device, "max_iters": max_iters, "lr_decay_iters": 12, "init_from": "resume", **first}
+        options = {**steps, "max_iters": max_iters, "init_from": "resume" if max_iters > 2 else "scratch"}
         train(phase, ranks, tiny(phase, tmp_path / "parts", **options))
-    assert sorted(losses(tmp_path / "parts")) == list(range(12))
+    assert sorted(losses(tmp_path / "parts")) == list(range(8))
     assert gap(uninterrupted, losses(tmp_path / "parts")) <= 1e-6
 
 
 def test_a_run_can_change_its_backend(tmp_path):
     """A backend resumes the checkpoint that another backend saved on another number of ranks."""
-    uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted"))
-    parts = [("naive", 4, 2), ("flat", 2, 4), ("torch", 4, 6), ("flat", 1, 8), ("ddp", 2, 10), ("flat", 4, 12)]
-    for backend, ranks, max_iters in parts:
-        options = {"max_iters": max_iters, "lr_decay_iters": 12, "init_from": "resume" if max_iters > 2 else "scratch"}
+    uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **STEPS))
+    parts = [("naive", 4), ("flat", 2), ("torch", 4), ("flat", 1), ("ddp", 2), ("flat", 4)]
+    for step, (backend, ranks) in enumerate(parts):
+        options = {**STEPS, "max_iters": step + 1, "init_from": "resume" if step else "scratch"}
         train("phase1_zero1", ranks, tiny("phase1_zero1", tmp_path / "parts", **options, **BACKENDS[backend]))
-    assert sorted(losses(tmp_path / "parts")) == list(range(12))
+    assert sorted(losses(tmp_path / "parts")) == list(range(6))
     assert gap(uninterrupted, losses(tmp_path / "parts")) <= 1e-6
 
 
-@pytest.mark.parametrize("backend", ["naive", "torch"])
-def test_fsdp_shards_load_where_a_rank_owns_no_matrix(backend, tmp_path):
+def test_fsdp_shards_load_where_a_rank_owns_no_matrix(tmp_path):
     """Every backend loads phase 3's shards and continues the run, even with fewer matrices than ranks."""
-    shape = {"n_layer": 1, "lr_decay_iters": 12}
-    uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **shape))
-    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "run", max_iters=6, **shape))
-    config = tiny("phase1_zero1", tmp_path / "run", init_from="resume", **shape, **BACKENDS[backend])
-    assert gap(uninterrupted, train("phase1_zero1", 8, config)) <= 1e-5
+    options = {**STEPS, "n_layer": 1}
+    uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **options))
+    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "run", **{**options, "max_iters": 3}))
+    cells = []
+    for backend in ("naive", "torch"):
+        out = shutil.copytree(tmp_path / "run", tmp_path / backend)
+        cells.append(("phase1_zero1", tiny("phase1_zero1", out, init_from="resume", **options, **BACKENDS[backend])))
+    for (_, config), curve in zip(cells, train_all(8, cells), strict=True):
+        assert gap(uninterrupted, curve) <= 1e-5, config.out_dir
 
 
 class PartlyUsedModel(torch.nn.Module):
@@ -212,19 +221,25 @@ def test_a_parameter_that_never_had_a_gradient_is_saved_and_loaded(dtype, tmp_pa
 
 # ---- Muon
 
+MUON = {**STEPS, "dtype": "float32", "compile": False, "optimizer": "muon"}
+
+
+@pytest.fixture(scope="module")
+def muon_losses(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, float]:
+    options = {**MUON, "device": request.config.getoption("--device")}
+    return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("muon"), **options))
+
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_sharded_muon_matches_muon(ranks, tmp_path, device, need_ranks):
+def test_sharded_muon_matches_muon(ranks, muon_losses, tmp_path, device, need_ranks):
     """With --optimizer=muon, phase 1 prints the baseline's losses: identical on 1 rank, to 1e-4 on more ranks.
 
     Torch orthogonalises in bf16, where the last digit of a gradient can change a rounding.
     """
     need_ranks(ranks)
-    options = {"device": device, "dtype": "float32", "compile": False, "optimizer": "muon", "ledger": True}
-    baseline = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **options))
-    sharded = train("phase1_zero1", ranks, tiny("phase1_zero1", tmp_path / "z", zero1_bucket_mb=0.01, **options))
-    assert gap(baseline, sharded) <= (0 if ranks == 1 else 1e-4)
-    params, states, rows = read_ledger(tmp_path / "z")
+    config = tiny("phase1_zero1", tmp_path, device=device, zero1_bucket_mb=0.01, ledger=True, **MUON)
+    assert gap(muon_losses, train("phase1_zero1", ranks, config)) <= (0 if ranks == 1 else 1e-4)
+    params, states, rows = read_ledger(tmp_path)
     matrices = 2 * 12 * 32**2
     moments = 4 * matrices + 8 * (params - matrices)
     assert moments < sum(state["optimizer_state"] for state in states) <= moments + 4 * 8 * ranks
@@ -246,13 +261,13 @@ def test_matrices_are_assigned_evenly():
 
 def test_a_run_with_muon_resumes_on_other_ranks(tmp_path):
     """Muon's momentum loads on another number of ranks and in the baseline. Another optimizer is refused."""
-    muon = {"optimizer": "muon", "lr_decay_iters": 12}
+    muon = {**STEPS, "optimizer": "muon"}
     uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **muon))
     out_dir = tmp_path / "resumed"
-    train("phase1_zero1", 4, tiny("phase1_zero1", out_dir, max_iters=4, **muon))
+    train("phase1_zero1", 4, tiny("phase1_zero1", out_dir, **{**muon, "max_iters": 2}))
     outcome = run_program("phase1_zero1/train.py", f"--out_dir={out_dir}", "--init_from=resume", "--optimizer=adamw")
     assert_refused(outcome, "--optimizer=adamw", "trained with --optimizer=muon")
-    train("phase1_zero1", 2, tiny("phase1_zero1", out_dir, max_iters=8, init_from="resume", **muon))
+    train("phase1_zero1", 2, tiny("phase1_zero1", out_dir, init_from="resume", **{**muon, "max_iters": 4}))
     train("nanoGPT", 1, tiny("nanoGPT", out_dir, init_from="resume", **muon))
     assert gap(uninterrupted, losses(out_dir)) <= 1e-4
 
@@ -316,29 +331,28 @@ class CollectiveRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record_collectives(phase: str, config: Any) -> list[tuple[str, int]]:
-    with CollectiveRecorder() as recorder:
-        call_train(phase, config)
-    return recorder.calls
+def record_collectives(cells: list[tuple[str, Any]]) -> list[list[tuple[str, int]]]:
+    """Train one configuration after another, and return the collectives of each."""
+    calls = []
+    for phase, config in cells:
+        with CollectiveRecorder() as recorder:
+            call_train(phase, config)
+        calls.append(recorder.calls)
+    return calls
 
 
-@pytest.mark.parametrize(
-    ("phase", "options"),
-    [
-        ("nanoGPT", {}),
-        ("phase1_zero1", {"optimizer": "muon"}),  # Muon uses flat buckets too
-        ("phase3_fsdp", {}),
-    ],
-)
-def test_all_ranks_call_the_same_collectives(phase, options, tmp_path):
+def test_all_ranks_call_the_same_collectives(tmp_path):
     """In a run that evaluates 3 batches on 4 ranks, clips, saves and resumes, all ranks call the same collectives with
     the same sizes in the same order."""
-    train(phase, 4, tiny(phase, tmp_path, max_iters=6, lr_decay_iters=12, **options))
-    config = tiny(phase, tmp_path, init_from="resume", **options)
-    calls = run_on_ranks(record_collectives, 4, phase, config, show=False)
-    assert len(calls[0]) > 30
-    for rank in range(1, 4):
-        assert calls[rank] == calls[0]
+    optimizers = {"nanoGPT": "adamw", "phase1_zero1": "muon", "phase3_fsdp": "adamw"}  # Muon uses flat buckets too
+    fields = {phase: {**STEPS, "optimizer": optimizer} for phase, optimizer in optimizers.items()}
+    train_all(4, [(phase, tiny(phase, tmp_path / phase, **{**fields[phase], "max_iters": 2})) for phase in fields])
+    cells = [(phase, tiny(phase, tmp_path / phase, init_from="resume", **fields[phase])) for phase in fields]
+    calls_by_rank = run_on_ranks(record_collectives, 4, cells, show=False)
+    for phase, *calls in zip(fields, *calls_by_rank, strict=True):
+        assert len(calls[0]) > 30, phase
+        for rank in range(1, 4):
+            assert calls[rank] == calls[0], (phase, rank)
 
 
 def read_grad_norms(out: Path) -> list[float]:
@@ -346,18 +360,21 @@ def read_grad_norms(out: Path) -> list[float]:
     return [line["grad_norm"] for line in lines if line["grad_norm"] is not None]
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "muon"])
-def test_the_norm_is_that_of_the_full_gradient(backend, tmp_path):
+def test_the_norm_is_that_of_the_full_gradient(tmp_path):
     """Every backend on 2 ranks logs the baseline's gradient norm. In flat, each rank has only half of the gradient.
 
     A learning rate of 1e-30 keeps the models equal, so that the test compares only the norms.
     """
     settings = {"max_iters": 4, "learning_rate": 1e-30, "min_lr": 0.0, "grad_clip": 0.01}
+    settings |= {"gradient_accumulation_steps": 4}
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **settings))
-    options = {"optimizer": "muon"} if backend == "muon" else BACKENDS[backend]
-    train("phase1_zero1", 2, tiny("phase1_zero1", tmp_path / "two", **settings, **options))
-    assert read_grad_norms(tmp_path / "two") == pytest.approx(read_grad_norms(tmp_path / "one"), rel=1e-7)
-    assert len(read_grad_norms(tmp_path / "one")) == 4
+    expected = read_grad_norms(tmp_path / "one")
+    assert len(expected) == 4
+    backends: dict[str, dict[str, Any]] = {**BACKENDS, "muon": {"optimizer": "muon"}}
+    configs = [tiny("phase1_zero1", tmp_path / name, **settings, **fields) for name, fields in backends.items()]
+    train_all(2, [("phase1_zero1", config) for config in configs])
+    for backend in backends:
+        assert read_grad_norms(tmp_path / backend) == pytest.approx(expected, rel=1e-7), backend
 
 
 def compute_global_and_local_norm() -> tuple[float, float]:

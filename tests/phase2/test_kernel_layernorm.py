@@ -111,7 +111,7 @@ def test_any_layout_and_shape_work():
 @pytest.mark.heavy
 def test_gradcheck(bias):
     """In fp64, finite differences match the backward pass, through both results."""
-    assert torch.autograd.gradcheck(layernorm.add_layer_norm, make_inputs(3, 5, torch.float64, bias))
+    assert torch.autograd.gradcheck(layernorm.add_layer_norm, make_inputs(2, 3, torch.float64, bias))
 
 
 @pytest.mark.heavy

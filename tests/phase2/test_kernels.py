@@ -64,7 +64,7 @@ def test_compiled_kernels_stay_within_limits(architecture):
 
 
 def test_a_planted_spill_is_reported():
-    """A tile of 65,536 numbers in 4 warps does not fit into registers, and the report shows the spill."""
+    """A tile of 32,768 numbers in 4 warps does not fit into registers, and the report shows the spill."""
     arguments = [sys.executable, "-c", SPILL_PROGRAM]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
@@ -76,9 +76,9 @@ SPILL_PROGRAM = """
 import json, torch
 from bench.kernels.resources import compile_launch
 from phase2_triton.kernels.layernorm import one_row_kernel
-x = torch.empty(65536, device="meta")
-args = (x, x, x, x, x, x, 65536, 1e-5)
-print(json.dumps(compile_launch(one_row_kernel, args, {"HAS_BIAS": True, "BLOCK": 65536}, "sm_90")))
+x = torch.empty(32768, device="meta")
+args = (x, x, x, x, x, x, 32768, 1e-5)
+print(json.dumps(compile_launch(one_row_kernel, args, {"HAS_BIAS": True, "BLOCK": 32768}, "sm_90")))
 """
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 
@@ -153,7 +154,7 @@ def test_a_hundred_steps_match_the_baseline(tmp_path, device):
 def test_losses_do_not_depend_on_ranks(ranks, tmp_path, device, need_ranks):
     """Without the attention kernel, dropout masks are the baseline's: any number of ranks prints its losses."""
     need_ranks(ranks)
-    small = {"dropout": 0.2, "gradient_accumulation_steps": 4, "max_iters": 3}
+    small = {"dropout": 0.2, "gradient_accumulation_steps": 4, "max_iters": 2}
     base = train_small_model("nanoGPT", 1, tmp_path / "base", device, **small)
     ours = train_small_model("phase2_triton", ranks, tmp_path / "ours", device, kernels=WITHOUT_ATTENTION, **small)
     assert gap(base, ours) <= 1e-5
@@ -162,18 +163,20 @@ def test_losses_do_not_depend_on_ranks(ranks, tmp_path, device, need_ranks):
 def test_attentions_masks_do_not_depend_on_ranks(tmp_path, device, need_ranks):
     """Dropout in the attention kernel gives losses other than the baseline's, but equal ones on 1 and 2 ranks."""
     need_ranks(2)
-    small = {"dropout": 0.2, "max_iters": 3}
+    small = {"dropout": 0.2, "max_iters": 2}
     one, two = (train_small_model("phase2_triton", n, tmp_path / str(n), device, **small) for n in (1, 2))
     assert gap(one, two) <= 1e-6
     assert gap(one, train_small_model("nanoGPT", 1, tmp_path / "base", device, **small)) > 1e-3
 
 
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_run(tmp_path, device):
-    """A run resumed after 3 of 6 steps has identical losses, or nearly identical ones if the baseline resumes it."""
-    uninterrupted = train_small_model("phase2_triton", 1, tmp_path / "uninterrupted", device)
-    for out, phase, is_identical in (("same", "phase2_triton", True), ("other", "nanoGPT", False)):
-        train_small_model("phase2_triton", 1, tmp_path / out, device, max_iters=3, lr_decay_iters=6)
-        resumed = train_small_model(phase, 1, tmp_path / out, device, init_from="resume", lr_decay_iters=6)
+    """A run resumed after 2 of 4 steps has identical losses, or nearly identical ones if the baseline resumes it."""
+    small = {"max_iters": 4, "lr_decay_iters": 4}
+    uninterrupted = train_small_model("phase2_triton", 1, tmp_path / "uninterrupted", device, **small)
+    train_small_model("phase2_triton", 1, tmp_path / "cut", device, **{**small, "max_iters": 2})
+    for phase, is_identical in (("phase2_triton", True), ("nanoGPT", False)):
+        out = shutil.copytree(tmp_path / "cut", tmp_path / phase)
+        resumed = train_small_model(phase, 1, out, device, init_from="resume", **small)
         assert resumed == uninterrupted if is_identical else gap(resumed, uninterrupted) <= 1e-5
 
 
@@ -308,40 +311,47 @@ def test_an_unknown_kernel_is_refused(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("setup", "reason"),
-    [
-        ("import sys; sys.modules['triton'] = None", "Triton is not installed"),
-        ("import os; os.environ['TRITON_INTERPRET'] = '0'", "compiled kernels run on cuda and not on cpu"),
-        ("import triton.language", "Triton was imported before phase2_triton"),
-        (
-            "import os, numpy; os.environ['TRITON_INTERPRET'] = '1'; import triton\n"
-            "triton.__version__, numpy.__version__ = '3.6.0', '2.4.0'",
-            "Triton 3.6 cannot interpret with numpy 2.4",
-        ),
-    ],
-)
-def test_torch_runs_where_triton_cannot(setup, reason):
-    """If Triton is missing or cannot run, the model does not change, one line states the reason, and training works."""
-    program = f"""
-{setup}
+# For each way in which Triton cannot run: code that creates it, and the reason that is printed.
+UNUSABLE_TRITON = {
+    "import sys; sys.modules['triton'] = None": "Triton is not installed",
+    "import os; os.environ['TRITON_INTERPRET'] = '0'": "compiled kernels run on cuda and not on cpu",
+    "import triton.language": "Triton was imported before phase2_triton",
+    "import os, numpy; os.environ['TRITON_INTERPRET'] = '1'; import triton\n"
+    "triton.__version__, numpy.__version__ = '3.6.0', '2.4.0'": "Triton 3.6 cannot interpret with numpy 2.4",
+}
+UNUSABLE_TRITON_PROGRAM = """
+import os, sys
 import torch
 from nanoGPT.model import GPT, GPTConfig
-from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer
-net = GPT(GPTConfig(1, 1, 8, 8, vocab_size=9))
-print(apply_kernels(net))
-optimizer = kernel_optimizer(net, TritonConfig())
-net(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))[1].backward()
-optimizer.step()
-print(type(net).__name__, type(optimizer).__name__)
+assert "triton" not in sys.modules
+for setup in sys.argv[1:]:
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0, setup
+        continue
+    exec(setup)
+    from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer
+    net = GPT(GPTConfig(1, 1, 8, 8, vocab_size=9))
+    lines = apply_kernels(net)
+    optimizer = kernel_optimizer(net, TritonConfig())
+    net(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))[1].backward()
+    optimizer.step()
+    print(lines, type(net).__name__, type(optimizer).__name__, flush=True)
+    os._exit(0)
 """
+
+
+def test_torch_runs_where_triton_cannot():
+    """If Triton is missing or cannot run, the model does not change, one line states the reason, and training works.
+
+    One program imports torch, and a forked process of it runs each case.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    arguments = [sys.executable, "-c", program]
+    arguments = [sys.executable, "-c", UNUSABLE_TRITON_PROGRAM, *UNUSABLE_TRITON]
     process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
-    lines = process.stdout.splitlines()
     assert process.returncode == 0, process.stderr
-    assert reason in lines[0] and lines[0].count("kernels:") == 1 and lines[1] == "GPT AdamW"
+    for reason, line in zip(UNUSABLE_TRITON.values(), process.stdout.splitlines(), strict=True):
+        assert reason in line and line.count("kernels:") == 1 and line.endswith("] GPT AdamW"), line
 
 
 def test_the_launcher_runs_phase_2(tmp_path, device, need_ranks):
@@ -366,8 +376,6 @@ def test_the_script_in_the_notes_runs(tmp_path):
         "print(abs(torch.nn.functional.cross_entropy(exact, torch.arange(33, device=device)) - loss).item() < 1e-4)\n"
     )
     (tmp_path / "mine.py").write_text(script + check)
-    process = subprocess.run(
-        [sys.executable, tmp_path / "mine.py"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith("loss ") and process.stdout.endswith("True\n"), process.stdout
+    outcome = run_program(str(tmp_path / "mine.py"))
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.startswith("loss ") and outcome.output.endswith("True\n"), outcome.output

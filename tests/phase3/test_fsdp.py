@@ -36,17 +36,11 @@ from phase3_fsdp.costs import count_padded_elements, describe_sharding, own_para
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import FsdpConfig, create_mesh, find_units, init_device, init_shards, shard_model
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
-from tests.helpers.training import ROOT, call_train, gap, tiny, train
+from tests.helpers.training import ROOT, gap, tiny, train, train_all
 from workshop.phases import PHASES
 from workshop.ranks import RankFailed, run_on_ranks
 
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
-
-
-def train_all(cells: list[tuple[str, TrainConfig]]) -> None:
-    """Train one configuration after another on the same ranks."""
-    for phase, config in cells:
-        call_train(phase, config)
 
 
 @pytest.mark.parametrize("ranks", OPTIONS["ranks"])
@@ -56,16 +50,17 @@ def test_every_option_with_every_other(ranks, tmp_path):
     Communication matches the formula exactly. The state is 16 bytes for each element that a rank stores. Only
     `make bench-fsdp` also combines the options with compilation.
     """
+    model = {**TINY, "gradient_accumulation_steps": min(2 * ranks, 8), "eval_iters": 1}
     rows = {tmp_path / str(i): row for i, row in enumerate(list_rows(is_quick=True)) if row["ranks"] == ranks}
     # All runs on the same number of ranks are in one call of run_on_ranks, so that ranks start only once.
     cells_by_ranks: dict[int, dict[str, tuple[str, TrainConfig]]] = {}
     for folder, row in rows.items():
-        for phase, size, config in make_cells(row, folder, steps=3, model=TINY):
+        for phase, size, config in make_cells(row, folder, steps=3, model=model):
             cells_by_ranks.setdefault(size, {})[config.out_dir] = (PHASES[phase], config)
     for size, cells in cells_by_ranks.items():
-        run_on_ranks(train_all, size, list(cells.values()), show=False)
+        train_all(size, list(cells.values()))
     for folder, row in rows.items():
-        result = run_row(row, folder, steps=3, model=TINY)  # reads the results of these runs
+        result = run_row(row, folder, steps=3, model=model)  # reads the results of these runs
         assert result["gap"] <= MAX_LOSS_DIFFERENCE[result.get("dtype", "float32")], result
         assert result["traffic"] == result["expected"], result
         assert result["state"] == result["expected_state"], result

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from nanoGPT.errors import NonFiniteLoss, check_finite
 from nanoGPT.optim import LossScaler
 from nanoGPT.train_config import TrainConfig
-from tests.helpers.training import gap, read_metric, tiny, train
+from tests.helpers.training import gap, read_metric, tiny, train, train_all
 from workshop.ranks import run_on_ranks
 
 # Phases and options that distribute the gradients over the ranks in different ways.
@@ -35,27 +35,32 @@ def test_float16_trains_and_resumes(kind, tmp_path, device, need_ranks):
     """
     need_ranks(2)
     phase, options = KINDS[kind]
-    shape = {"device": device, "max_iters": 6, "eval_interval": 3, **options}
-    curves = {
-        dtype: train(phase, 2, tiny(phase, tmp_path / dtype, dtype=dtype, **shape)) for dtype in ("float16", "float32")
-    }
-    assert 0 < gap(*curves.values()) <= 2e-2
+    shape = {"device": device, "max_iters": 4, "lr_decay_iters": 4, "eval_interval": 2, **options}
+    shape |= {"gradient_accumulation_steps": 4}
+    configs = [tiny(phase, tmp_path / dtype, dtype=dtype, **shape) for dtype in ("float16", "float32")]
+    configs += [tiny(phase, tmp_path / "cut", dtype="float16", **{**shape, "max_iters": 2})]
+    float16, float32, _ = train_all(2, [(phase, config) for config in configs])
+    assert 0 < gap(float16, float32) <= 2e-2
     norms = [read_metric(tmp_path / dtype, "grad_norm") for dtype in ("float16", "float32")]
     assert norms[0] == pytest.approx(norms[1], rel=5e-2)
-    interrupted = {**shape, "dtype": "float16", "lr_decay_iters": 6}
-    train(phase, 2, tiny(phase, tmp_path / "cut", **{**interrupted, "max_iters": 3}))
-    manifest = json.loads((tmp_path / "cut/checkpoints/step-00000003/manifest.json").read_text())
-    assert manifest["grad_scaler"] == {"scale": 2.0**16, "_growth_tracker": 3}
-    assert train(phase, 2, tiny(phase, tmp_path / "cut", init_from="resume", **interrupted)) == curves["float16"]
+    manifest = json.loads((tmp_path / "cut/checkpoints/step-00000002/manifest.json").read_text())
+    assert manifest["grad_scaler"] == {"scale": 2.0**16, "_growth_tracker": 2}
+    resumed = tiny(phase, tmp_path / "cut", dtype="float16", init_from="resume", **shape)
+    assert train(phase, 2, resumed) == float16
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
-def test_float16_has_one_curve(phase, tmp_path, device, need_ranks):
+def test_float16_has_one_curve(tmp_path, device, need_ranks):
     """In float16, the losses on 1, 2 and 4 ranks differ by at most 2e-3."""
     need_ranks(4)
-    config = {"device": device, "dtype": "float16", "max_iters": 6, "eval_interval": 6}
-    curves = [train(phase, n, tiny(phase, tmp_path / str(n), **config)) for n in (1, 2, 4)]
-    assert max(gap(curves[0], curve) for curve in curves[1:]) <= 2e-3
+    options = {"device": device, "dtype": "float16", "max_iters": 6, "eval_interval": 6}
+    options |= {"gradient_accumulation_steps": 4}
+    phases = ["nanoGPT", "phase1_zero1", "phase3_fsdp"]
+    curves_by_ranks = [
+        train_all(ranks, [(phase, tiny(phase, tmp_path / f"{phase} {ranks}", **options)) for phase in phases])
+        for ranks in (1, 2, 4)
+    ]
+    for phase, *curves in zip(phases, *curves_by_ranks, strict=True):
+        assert max(gap(curves[0], curve) for curve in curves[1:]) <= 2e-3, phase
 
 
 def copy_local_params(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -96,7 +101,8 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(kind, tmp_path, device, n
     """If a gradient of one rank overflows, all ranks skip the step and halve the scale, and training continues."""
     need_ranks(2)
     phase, options = KINDS[kind]
-    config = tiny(phase, tmp_path, device=device, dtype="float16", max_iters=4, eval_interval=4, **options)
+    fields = {"device": device, "dtype": "float16", "max_iters": 4, "eval_interval": 4, **options}
+    config = tiny(phase, tmp_path, gradient_accumulation_steps=4, **fields)
     steps = run_on_ranks(overflow_on_rank_1, 2, phase, config, show=False, device=device)
     full, half = 2.0**16, 2.0**15
     assert steps == [[(True, full), (True, full), (False, half), (True, half)]] * 2

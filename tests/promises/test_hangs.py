@@ -254,7 +254,7 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(HANG_WITH_THE_GIL)
     with monkeypatch.context() as environment:
         environment.setenv("PYTHONPATH", str(tmp_path))
-        launcher = launch(tmp_path / "locked", 2, stall_seconds=STALL_SECONDS)
+        launcher = launch(tmp_path / "locked", 2, new_interpreters=True, stall_seconds=STALL_SECONDS)
     try:
         sleeping_job = start_job("nanoGPT", 3, 2, "sleeps", tmp_path / "asleep")
         stopped_job = start_job("phase3_fsdp", 2, 0, "stops", tmp_path / "stopped")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,17 @@ from nanoGPT.job.signals import listen_for_signals
 from nanoGPT.job.start import start
 from nanoGPT.job.watchdog import list_children
 from nanoGPT.launch import explain_exit, find_root_cause
-from tests.helpers.programs import DEADLINE, LONG_RUN, Program, await_steps, launch, make_flags, run_program, wait_until
+from tests.helpers.programs import (
+    DEADLINE,
+    LONG_RUN,
+    Program,
+    await_steps,
+    find_free_port,
+    launch,
+    make_flags,
+    run_program,
+    wait_until,
+)
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses, run_on_ranks
 
@@ -77,9 +86,7 @@ def test_a_job_trains_and_writes_a_sample(tmp_path, monkeypatch):
 
 def test_sigterm_ends_a_launcher_that_waits_for_other_nodes(tmp_path):
     """SIGTERM ends a launcher that waits in C++ code of torch, where Python runs no signal handlers."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
+    port = find_free_port()
     process = Program("nanoGPT.launch", "--nnodes=2", "nanoGPT/train.py", f"--out_dir={tmp_path}", MASTER_PORT=port)
     wait_until(lambda: f"rendezvous at 127.0.0.1:{port}" in process.output() and is_waiting(process.pid))
     process.send_signal(signal.SIGTERM)
@@ -146,7 +153,8 @@ def assert_ended_early(code: int, output: str, number: signal.Signals) -> None:
 @pytest.mark.parametrize(("ranks", "name"), [(1, "SIGTERM"), (1, "SIGINT"), (2, "SIGTERM"), (2, "SIGINT")])
 def test_a_signal_while_ranks_start_ends_the_job(ranks, name, tmp_path):
     """SIGTERM or Ctrl-C right after the launcher has started a rank ends the job and leaves no rank."""
-    process, number = launch(tmp_path, ranks, phase="nanoGPT"), signal.Signals[name]
+    process = launch(tmp_path, ranks, phase="nanoGPT", new_interpreters=True)
+    number = signal.Signals[name]
     wait_until(lambda: list_children(process.pid))
     pids = list_children(process.pid)
     process.send_signal(number)

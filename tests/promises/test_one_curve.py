@@ -1,6 +1,7 @@
 """One loss curve: the same losses on any number of ranks, in every phase, and across a resume."""
 
 import json
+import shutil
 from itertools import permutations
 
 import pytest
@@ -11,41 +12,44 @@ from nanoGPT.checkpoint.hugging_face import read_hf
 from nanoGPT.checkpoint.weights import read_weights
 from nanoGPT.dataset import EVALUATE, TokenData
 from nanoGPT.model import GPT, GPTConfig
-from tests.helpers.training import gap, read_metric, tiny, train
+from tests.helpers.training import gap, read_metric, tiny, train, train_all
 from workshop.ranks import RankFailed, losses
 
 PHASES = ["nanoGPT", "phase1_zero1", "phase3_fsdp"]
+STEPS = {"max_iters": 8, "lr_decay_iters": 8}
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, float]:
-    device = request.config.getoption("--device")
-    config = tiny("nanoGPT", tmp_path_factory.mktemp("reference"), device=device, dtype="float32", compile=False)
-    return train("nanoGPT", 1, config)
+    options = {"device": request.config.getoption("--device"), "dtype": "float32", "compile": False}
+    return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("reference"), **STEPS, **options))
 
 
-@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_losses_do_not_depend_on_ranks_or_phase(phase, ranks, reference, tmp_path, device, need_ranks):
+def test_losses_do_not_depend_on_ranks_or_phase(ranks, reference, tmp_path, device, need_ranks):
     """With dropout, clipping and accumulation, each phase has the losses of the baseline on 1, 2, 4 and 8 ranks."""
     need_ranks(ranks)
-    config = tiny(phase, tmp_path, device=device, dtype="float32", compile=False)
-    assert gap(reference, train(phase, ranks, config)) <= (1e-6 if phase == "nanoGPT" else 1e-5)
+    options = {**STEPS, "device": device, "dtype": "float32", "compile": False}
+    curves = train_all(ranks, [(phase, tiny(phase, tmp_path / phase, **options)) for phase in PHASES])
+    for phase, curve in zip(PHASES, curves, strict=True):
+        assert gap(reference, curve) <= (1e-6 if phase == "nanoGPT" else 1e-5), phase
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_the_validation_loss_is_the_mean_without_dropout(phase, tmp_path):
+def test_the_validation_loss_is_the_mean_without_dropout(tmp_path):
     """The first evaluation is the mean loss of the initial model over 3 batches of the val split, without dropout.
 
     The test uses 2 ranks, because 3 batches are not divisible by 2.
     """
-    config = tiny(phase, tmp_path, max_iters=1, dropout=0.5)
-    train(phase, 2, config)
+    configs = {phase: tiny(phase, tmp_path / phase, max_iters=1, dropout=0.5) for phase in PHASES}
+    train_all(2, list(configs.items()))
+    config = configs["nanoGPT"]
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     model = GPT(GPTConfig(2, 2, 32, 16, False, 75)).eval()
     model.init_weights(config.seed)
     batch_losses = [model(*data.batch("val", EVALUATE, 0, index))[1].item() for index in range(3)]
-    assert read_metric(tmp_path, "val_loss")[0] == pytest.approx(sum(batch_losses) / 3, abs=1e-6)
+    for phase in PHASES:
+        val_loss = read_metric(tmp_path / phase, "val_loss")[0]
+        assert val_loss == pytest.approx(sum(batch_losses) / 3, abs=1e-6), phase
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -55,7 +59,7 @@ def test_only_better_models_and_the_last_one_are_saved(phase, tmp_path):
     The last step is always saved. Each checkpoint contains the lowest loss so far.
     """
     fields = {"always_save_checkpoint": False, "eval_interval": 1, "learning_rate": 0.1, "warmup_iters": 0}
-    fields |= {"keep_checkpoints": 50, "lr_decay_iters": 100}
+    fields |= {"keep_checkpoints": 50, "lr_decay_iters": 100, "gradient_accumulation_steps": 2}
     train(phase, 1, tiny(phase, tmp_path, max_iters=6, **fields))
     train(phase, 1, tiny(phase, tmp_path, init_from="resume", max_iters=12, **fields))
     val_loss = read_metric(tmp_path, "val_loss")
@@ -69,14 +73,15 @@ def test_only_better_models_and_the_last_one_are_saved(phase, tmp_path):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_resume_at_the_same_ranks_is_exact(phase, tmp_path, device, need_ranks):
-    """A run that stops after 7 of 12 steps and resumes has exactly the losses of an uninterrupted run."""
+    """A run that stops after 5 of 8 steps and resumes has exactly the losses of an uninterrupted run."""
     need_ranks(2)
-    uninterrupted = train(phase, 2, tiny(phase, tmp_path / "whole", device=device))
-    out = tmp_path / "cut"
-    train(phase, 2, tiny(phase, out, device=device, max_iters=7, lr_decay_iters=12))
-    resumed = train(phase, 2, tiny(phase, out, device=device, init_from="resume", lr_decay_iters=12))
+    options = {**STEPS, "device": device}
+    whole = tiny(phase, tmp_path / "whole", **options)
+    cut = tiny(phase, tmp_path / "cut", **{**options, "max_iters": 5})
+    uninterrupted, _ = train_all(2, [(phase, whole), (phase, cut)])
+    resumed = train(phase, 2, tiny(phase, tmp_path / "cut", init_from="resume", **options))
     assert resumed == uninterrupted
-    assert sorted(resumed) == list(range(12))
+    assert sorted(resumed) == list(range(8))
 
 
 def test_a_checkpoint_saved_at_8_ranks_opens_on_every_mesh(reference, tmp_path, device, need_ranks):
@@ -93,7 +98,7 @@ def test_a_checkpoint_saved_at_8_ranks_opens_on_every_mesh(reference, tmp_path, 
     ]
     meshes += [("nanoGPT", 1, {})]
     for i, (phase, ranks, options) in enumerate(meshes):
-        steps = {"max_iters": 12 if phase == "nanoGPT" else i + 2, "lr_decay_iters": 12}
+        steps = {**STEPS, "max_iters": 8 if phase == "nanoGPT" else i + 1}
         config = tiny(phase, tmp_path, device=device, init_from="resume" if i else "scratch", **steps, **options)
         train(phase, ranks, config)
     assert gap(reference, losses(tmp_path)) <= 1e-5
@@ -105,29 +110,37 @@ def test_a_checkpoint_saved_at_8_ranks_opens_on_every_mesh(reference, tmp_path, 
     assert not any(exported[name].any() for name in exported.keys() - trained.keys())
 
 
-@pytest.mark.parametrize(("first", "second"), permutations(PHASES, 2))
-def test_a_checkpoint_opens_in_another_phase(first, second, reference, tmp_path, device, need_ranks):
+def test_a_checkpoint_opens_in_another_phase(reference, tmp_path, device, need_ranks):
     """A run that starts in one phase continues in any other phase with the same losses."""
     need_ranks(2)
-    train(first, 2, tiny(first, tmp_path, device=device, max_iters=7, lr_decay_iters=12))
-    assert gap(reference, train(second, 2, tiny(second, tmp_path, device=device, init_from="resume"))) <= 1e-5
+    options = {**STEPS, "device": device}
+    train_all(2, [(first, tiny(first, tmp_path / first, **{**options, "max_iters": 5})) for first in PHASES])
+    pairs = list(permutations(PHASES, 2))
+    cells = []
+    for first, second in pairs:
+        out = shutil.copytree(tmp_path / first, tmp_path / f"{first} {second}")
+        cells.append((second, tiny(second, out, init_from="resume", **options)))
+    for pair, curve in zip(pairs, train_all(2, cells), strict=True):
+        assert gap(reference, curve) <= 1e-5, pair
 
 
 def test_empty_shards_do_not_change_the_losses(tmp_path):
     """If a parameter has fewer rows than ranks, some shards are empty. Losses and clipping stay the same."""
-    shape = {"block_size": 3, "max_iters": 4}
+    shape = {"block_size": 3, "max_iters": 3}
     one = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **shape))
     assert gap(one, train("phase3_fsdp", 8, tiny("phase3_fsdp", tmp_path / "eight", **shape))) <= 1e-5
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_bfloat16_has_one_curve(phase, tmp_path, device, need_ranks):
+def test_bfloat16_has_one_curve(tmp_path, device, need_ranks):
     """In bfloat16, the losses on 1 and 2 ranks differ by at most 2e-3."""
     need_ranks(2)
+    options = {"device": device, "dtype": "bfloat16", "max_iters": 6, "gradient_accumulation_steps": 4}
     one, two = (
-        train(phase, n, tiny(phase, tmp_path / str(n), device=device, dtype="bfloat16", max_iters=6)) for n in (1, 2)
+        train_all(ranks, [(phase, tiny(phase, tmp_path / f"{phase} {ranks}", **options)) for phase in PHASES])
+        for ranks in (1, 2)
     )
-    assert gap(one, two) <= 2e-3
+    for i, phase in enumerate(PHASES):
+        assert gap(one[i], two[i]) <= 2e-3, phase
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -153,7 +166,9 @@ def test_a_loss_that_is_not_finite_stops_every_rank(phase, tmp_path):
 
 def test_a_run_learns(tmp_path):
     """Within 120 steps on Shakespeare, the loss falls from that of random guesses to a much lower value."""
-    curve = train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=120, dropout=0.0, learning_rate=1e-2))
+    options = {"max_iters": 120, "dropout": 0.0, "learning_rate": 1e-2}
+    options |= {"batch_size": 64, "gradient_accumulation_steps": 1, "eval_interval": 1000}
+    curve = train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **options))
     assert 4.2 < curve[0] < 4.45  # ln 75 = 4.32
     assert curve[119] < 3.2
 

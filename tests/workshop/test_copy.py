@@ -1,15 +1,12 @@
 """`make copy`: a copied phase, with the modules that it imports, trains without this package."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from nanoGPT.errors import ConfigError
-from tests.helpers.programs import DEADLINE, make_flags
+from tests.helpers.programs import Program, make_flags
 from tests.helpers.training import TINY, tiny, train
 from workshop.copy_phase import copy_phase
 from workshop.imports import ROOT, find_modules, find_needed_modules
@@ -31,7 +28,7 @@ def check():
 exit_now = os._exit
 os._exit = lambda code: (check(), exit_now(code))
 """
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
 FIELDS = {**TINY, "max_iters": 4, "eval_interval": 4}
 
 
@@ -46,11 +43,11 @@ def test_a_copied_phase_trains_alone(name, tmp_path):
     copy_phase(name, copy)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COPY": str(copy), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "COPY": str(copy), "OMP_NUM_THREADS": "1"}
     fields = {**FIELDS, **({"kernels": "gelu"} if name == "phase2" else {})}
-    command = [sys.executable, *TORCHRUN, "train.py", *make_flags(**{**fields, "out_dir": tmp_path / "alone"})]
-    completed = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=DEADLINE)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    words = [*TORCHRUN, *make_flags(**{**fields, "out_dir": tmp_path / "alone"})]
+    program = Program(*words, cwd=copy, new_interpreters=True, **environment)  # the ranks import only the copy
+    assert program.wait() == 0, program.output()
     assert losses(tmp_path / "alone") == train(phase, 2, tiny(phase, tmp_path / "here", **fields))
     lines = (copy / "elsewhere.txt").read_text().splitlines()
     assert len(lines) >= 2 and all(line.endswith("elsewhere: []") for line in lines), lines
