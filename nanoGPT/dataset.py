@@ -5,7 +5,6 @@ little-endian token ids without a header, as in nanoGPT. A batch is a pure funct
 The data loader therefore has no state to save, and a resumed run reads the same batches as an uninterrupted run.
 """
 
-import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import numpy as np
 import torch
 
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import DATA, is_present, open_regular, read_json, retry_reads, sha256_of, size_of
 from nanoGPT.schema import Count, FileName, Range, SchemaError, Sha256
 from nanoGPT.tokenizer import TokenizerIdentity, check_tokenizer
@@ -89,8 +88,7 @@ def find_dataset(name: str) -> Path:
     if (folder / "prepare.py").is_file():
         raise ConfigError(f"dataset {name} is not prepared: run `make data DATASET={name}`")
     known = sorted({p.parent.name for pattern in ("*/prepare.py", "*/meta.json") for p in DATA.glob(pattern)})
-    closest = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {closest[0]}?" if closest else f" (known: {', '.join(known)})"
+    hint = did_you_mean(name, known) or f" (known: {', '.join(known)})"
     raise ConfigError(f"there is no dataset {name}{hint}")
 
 

@@ -72,15 +72,16 @@ class SaveError(Exception):
     """A checkpoint could not be saved. Earlier checkpoints remain valid. Every rank raises it. Exit code 1."""
 
 
-def check_finite(step: int, loss: float, grad_norm: float = 0.0) -> None:
+def check_finite(step: int, loss: float, grad_norm: float | None = None) -> None:
     """Check that the loss and the gradient norm are finite, before the step can be saved in a checkpoint.
 
     Raises:
         NonFiniteLoss: one of them is not. Every rank raises it at the same step, because the values are the same.
     """
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    if not (math.isfinite(loss) and math.isfinite(grad_norm or 0.0)):
+        values = f"the loss ({loss})" if grad_norm is None else f"the loss ({loss}) or the gradient norm ({grad_norm})"
         raise NonFiniteLoss(
-            f"step {step}: the loss ({loss}) or the gradient norm ({grad_norm}) is not finite, and training stopped "
+            f"step {step}: {values} is not finite, and training stopped "
             "without saving: resume from the last checkpoint with a lower --learning_rate or --grad_clip"
         )
 

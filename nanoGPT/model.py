@@ -184,15 +184,6 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             param.copy_(initial_value(name, param.shape, self.config.n_layer, seed))
 
-    def crop_block_size(self, block_size: int) -> None:
-        """Shorten the context: drop the last rows of the position embedding."""
-        wpe = self.transformer["wpe"]
-        assert isinstance(wpe, nn.Embedding) and block_size <= self.config.block_size
-        wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
-        wpe.num_embeddings = self.config.block_size = block_size
-        for block in self.blocks:
-            block.attn.block_size = block_size  # type: ignore[union-attr]
-
     def flops_per_token(self) -> int:
         """Return the FLOPs of forward and backward per token: 6N + 12 L C T (PaLM, appendix B).
 

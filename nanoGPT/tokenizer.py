@@ -54,7 +54,9 @@ class CharTokenizer:
     def encode(self, text: str) -> list[int]:
         unknown = sorted(set(text) - set(self.ids))
         if unknown:
-            raise ConfigError(f"the character {unknown[0]!r} is not in this model's vocabulary: {self.characters!r}")
+            raise ConfigError(
+                f"the character {unknown[0]!r} is not in this model's vocabulary: use only {self.characters!r}"
+            )
         return [self.ids[c] for c in text]
 
     def decode(self, ids: list[int]) -> str:

@@ -30,7 +30,7 @@ PHASE = "baseline"
 
 
 def train_step(
-    replica: torch.nn.Module,
+    parallel_model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: LossScaler,
     data: TokenData,
@@ -43,16 +43,16 @@ def train_step(
     micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # of this rank
     for micro_batch in micro_batches:
         run.enter_stage(f"micro-batch {micro_batch}", step)
-        if isinstance(replica, DDP):  # average the gradients over the ranks only in the last backward pass
-            replica.require_backward_grad_sync = micro_batch == micro_batches[-1]
+        if isinstance(parallel_model, DDP):  # average the gradients over the ranks only in the last backward pass
+            parallel_model.require_backward_grad_sync = micro_batch == micro_batches[-1]
         x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
         reseed(run.device, config.seed, step, micro_batch)
         with run.autocast():
-            loss = replica(x, y)[1]  # keep no reference to the logits, which need much memory
+            loss = parallel_model(x, y)[1]  # keep no reference to the logits, which need much memory
         loss_sum += loss.detach()
         scaler.scale_loss(loss / len(micro_batches)).backward()
     run.enter_stage("update", step)
-    grads = [p.grad for p in replica.parameters() if p.grad is not None]
+    grads = [p.grad for p in parallel_model.parameters() if p.grad is not None]
     norm = grad_norm(grads) / scaler.scale
     scaler.unscale_grads(grads)
     clip_grads(grads, norm, config.grad_clip)
@@ -83,9 +83,9 @@ def train(config: Config) -> None:
             scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
             first_step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
             run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-        replica: torch.nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+        parallel_model: torch.nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
         if run.world_size > 1:
-            replica = DDP(replica, gradient_as_bucket_view=True)
+            parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
 
         def save(step: int) -> None:
             fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
@@ -113,14 +113,14 @@ def train(config: Config) -> None:
                 lr = learning_rate(step, config)
                 set_learning_rate(optimizer, lr)
                 with ledger.watch(step):
-                    loss_sum, norm = train_step(replica, optimizer, scaler, data, step, config, run)
+                    loss_sum, norm = train_step(parallel_model, optimizer, scaler, data, step, config, run)
 
                 # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
                 should_stop = run.should_stop()
                 saves_next = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or should_stop
                 if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
-                    check_finite(step, mean_loss, 0.0 if scaler.is_enabled else norm.item())
+                    check_finite(step, mean_loss, None if scaler.is_enabled else norm.item())
                     telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
                 if should_stop:
                     save(step + 1)

@@ -140,6 +140,28 @@ def cpu_defaults(config_class: type[TrainConfig], world_size: int) -> dict[str, 
     return {"batch_size": batch_size // 2, "gradient_accumulation_steps": 2 * micro_batches}
 
 
+MINIMUMS = {
+    "batch_size": 1,
+    "block_size": 1,
+    "gradient_accumulation_steps": 1,
+    "n_layer": 1,
+    "n_head": 1,
+    "n_embd": 1,
+    "vocab_size": 1,
+    "max_iters": 1,
+    "warmup_iters": 0,
+    "lr_decay_iters": 1,
+    "min_lr": 0,
+    "weight_decay": 0,
+    "grad_clip": 0,
+    "eval_interval": 1,
+    "eval_iters": 1,
+    "log_interval": 1,
+    "keep_checkpoints": 3,
+    "resume_step": 1,
+    "seed": 0,
+}
+MAXIMUMS = {"n_layer": 10_000, "seed": 2**63 - 1}  # of the other integers: 2**31 - 1
 MAX_TIMEOUT_MINUTES = 60 * 24 * 30  # 30 days
 
 C = TypeVar("C", bound=TrainConfig)
@@ -165,13 +187,9 @@ def validate(config: TrainConfig, world_size: int) -> None:
     Raises:
         ConfigError: a value cannot be used. The message has the field, its value and what to use instead.
     """
-    minimums = {"batch_size": 1, "block_size": 1, "gradient_accumulation_steps": 1, "n_layer": 1, "n_head": 1}
-    minimums |= {"n_embd": 1, "max_iters": 1, "warmup_iters": 0, "eval_interval": 1, "eval_iters": 1}
-    minimums |= {"log_interval": 1, "keep_checkpoints": 3, "min_lr": 0, "weight_decay": 0, "grad_clip": 0}
-    minimums |= {"seed": 0, "vocab_size": 1, "lr_decay_iters": 1, "resume_step": 1}
-    for name, minimum in minimums.items():
+    for name, minimum in MINIMUMS.items():
         value = getattr(config, name)
-        maximum = {"seed": 2**63 - 1, "n_layer": 10_000}.get(name, 2**31 - 1)
+        maximum = MAXIMUMS.get(name, 2**31 - 1)
         if value is not None and not minimum <= value <= maximum:
             valid_values = f"a value from {minimum} to {maximum}" if value > maximum else f"{minimum} or more"
             raise ConfigError(f"--{name}={value} is out of range: use {valid_values}")
@@ -197,8 +215,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
     for name, value in vars(config).items():
         if isinstance(value, str) and not is_text(value):
             raise ConfigError(f"--{name}={value!r} is not valid UTF-8 text: use another value")
-    package = {"none": "json", "tensorboard": "tensorboard", "wandb": "wandb"}[config.track]
-    if importlib.util.find_spec(package) is None:
+    if config.track != "none" and importlib.util.find_spec(config.track) is None:
         raise ConfigError(
             f"--track={config.track} needs a package that is not installed: run `.venv/bin/pip install -e '.[track]'`"
         )

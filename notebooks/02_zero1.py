@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.metrics.ledger import Traffic
+from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
@@ -101,8 +101,8 @@ def measure_state_bytes(config: Zero1Config, is_sharded: bool) -> dict[str, int]
     """Run one training step, and return the bytes of model state on the calling rank."""
     model, data = create_model_and_data(config)
     optimizer = make_flat_zero1(model) if is_sharded else make_adamw(model)
-    replica = model if is_sharded else DDP(model, gradient_as_bucket_view=True)
-    _, loss = replica(*data.batch("train", TRAIN, 0, dist.get_rank()))
+    parallel_model = model if is_sharded else DDP(model, gradient_as_bucket_view=True)
+    _, loss = parallel_model(*data.batch("train", TRAIN, 0, dist.get_rank()))
     loss.backward()
     gradients = storage_bytes(p.grad for p in model.parameters())
     optimizer.step()
@@ -279,7 +279,7 @@ def train_by_hand(config: Zero1Config, make_optimizer, before_step=None, steps: 
     curve, norms = [], []
     for step in range(steps):
         loss_sum = torch.zeros((), dtype=torch.float64)
-        with Traffic() as traffic:
+        with CollectiveCounter() as traffic:
             for micro_batch in micro_batches:
                 # Zero1Optimizer reduces gradients in the backward pass of the last micro-batch only, as DDP does.
                 optimizer.require_backward_grad_sync = micro_batch == micro_batches[-1]
@@ -324,7 +324,7 @@ assert max_param_difference(naive_results[0], adamw_results[0]) == 0
 # parameters can differ more than the losses, because AdamW amplifies rounding where a gradient is close to zero.
 #
 # Now we measure the communication. In the ring algorithm, a rank sends 2n(N-1)/N bytes for an all-reduce of n bytes,
-# and n(N-1)/N bytes for a broadcast. The runs above used `nanoGPT.metrics.ledger.Traffic` in every step. It records
+# and n(N-1)/N bytes for a broadcast. The runs above used `nanoGPT.metrics.ledger.CollectiveCounter` in every step. It records
 # each collective call with its tensor size, and computes the communication volume with these formulas.
 #
 # **Predict first:** how many calls does one step make? How many elements does a rank send, in units of P(N-1)/N? Each
@@ -439,7 +439,7 @@ print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of th
 # all-reduces have other purposes. One has one byte per tensor and finds out which tensors have a gradient on at least
 # one rank. The other sums the gradient norm, 8 bytes.
 #
-# Note that `Traffic` counts calls and tensor sizes, and multiplies them by the cost of the ring algorithm. NCCL's rings
+# Note that `CollectiveCounter` counts calls and tensor sizes, and multiplies them by the cost of the ring algorithm. NCCL's rings
 # really send this volume. gloo, which these ranks use, does not: it implements a reduce-scatter as a full all-reduce.
 # On CPUs `flat` therefore sends more bytes than DDP. Use CPUs to study the algorithm, and GPUs to measure its traffic.
 #

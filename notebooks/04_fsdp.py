@@ -35,7 +35,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.metrics.ledger import Traffic
+from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.memory.tracker import CATEGORIES, STATE, MemoryTracker
 from nanoGPT.model import GPT, GPTConfig
@@ -146,7 +146,7 @@ def train_five_steps(forward, parameters) -> list[dict]:
     optimizer = AdamW(parameters, lr=1e-2)
     for step in range(5):
         x, y = (tensor.chunk(ranks)[rank] for tensor in make_examples(step))
-        with Traffic() as traffic:
+        with CollectiveCounter() as traffic:
             (forward(x) - y).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -454,20 +454,20 @@ def measure_steps(config: FsdpConfig, micro_batches: int = 1, steps: int = 2) ->
     rank, ranks = dist.get_rank(), dist.get_world_size()
     config = dataclasses.replace(config, gradient_accumulation_steps=ranks * micro_batches)
     model, run = build_sharded_model(config)
-    replica = data_parallel(model, config, run)
+    parallel_model = data_parallel(model, config, run)
     optimizer, data = configure_optimizer(model, config), load_data(config)
     results = []
     for step in range(1 + steps):
         marks = []
-        with Traffic() as traffic, MemoryTracker(model, optimizer) as memory:
+        with CollectiveCounter() as traffic, MemoryTracker(model, optimizer) as memory:
             handles = record_blocks(model, memory, marks)
             for i in range(micro_batches):
-                set_gradient_sync(replica, config, i == micro_batches - 1)
-                logits, loss = replica(*data.batch("train", TRAIN, step, i * ranks + rank))
+                set_gradient_sync(parallel_model, config, i == micro_batches - 1)
+                logits, loss = parallel_model(*data.batch("train", TRAIN, step, i * ranks + rank))
                 (loss / micro_batches).backward()
                 marks.append(("backward ends", None, memory.timeline[-1][0]))
                 del logits, loss
-            grad_norm(local_grads(replica), shard_group(replica))
+            grad_norm(local_grads(parallel_model), shard_group(parallel_model))
             before_update = memory.snapshot()
             optimizer.step()
             optimizer.zero_grad()
@@ -781,9 +781,9 @@ def compute_block_gradients(mode: str, parallel: str, **options) -> tuple[str, l
     if parallel == "FSDP":
         fully_shard(module.block)
         fully_shard(module)
-    replica = DDP(module, **options) if parallel == "DDP" else module
+    parallel_model = DDP(module, **options) if parallel == "DDP" else module
     try:
-        replica(INPUT).sum().backward()
+        parallel_model(INPUT).sum().backward()
     except RuntimeError as error:
         return str(error), []
     grads = [p.grad for p in module.block.parameters()]

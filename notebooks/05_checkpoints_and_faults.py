@@ -440,7 +440,7 @@ def show_directory(root: Path) -> None:
 
 
 out_dir = new_directory()
-run_until_killed(1, save_and_die, str(out_dir), "before its files", 1, False)
+run_until_killed(1, save_and_die, str(out_dir), "before it opens a file", 1, False)
 show_directory(out_dir / "checkpoints")
 step_2 = out_dir / "checkpoints" / "step-00000002"
 verify_files(step_2, read_manifest(step_2))
@@ -467,7 +467,12 @@ assert not (out_dir / "checkpoints" / "step-00000003").exists()
 # 4. rank 0, after the rename, before it replaces `LATEST`.
 
 # %%
-POINTS = [("in a file", 1), ("before the manifest", 0), ("before the rename", 0), ("before LATEST", 0)]
+POINTS = [
+    ("while it writes a file", 1),
+    ("before it writes the manifest", 0),
+    ("before the final rename", 0),
+    ("before it replaces LATEST", 0),
+]
 loaded_steps = {}
 for point, victim in POINTS:
     out_dir = new_directory()
@@ -478,7 +483,7 @@ for point, victim in POINTS:
     print(f"    -> step {loaded_steps[point]} is loaded")
     assert not list((out_dir / "checkpoints").glob(".tmp-*")), "the next save should remove temporary directories"
 
-assert loaded_steps == {"in a file": 2, "before the manifest": 2, "before the rename": 2, "before LATEST": 3}
+assert list(loaded_steps.values()) == [2, 2, 2, 3]
 
 # %% [markdown]
 # (The size of a file that was being written depends on how much Python and the operating system had written before the
@@ -493,13 +498,13 @@ assert loaded_steps == {"in a file": 2, "before the manifest": 2, "before the re
 
 # %%
 STAGES = ["create .tmp-", "files, hashes", "flush", "manifest", "flush", "rename", "LATEST", "delete old ones"]
-KILL_POSITIONS = {"in a file": 1.5, "before the manifest": 3.0, "before the rename": 5.0, "before LATEST": 6.0}
+POSITIONS = (1.5, 3.0, 5.0, 6.0)  # of the points, in units of a stage
 
 figure, axes = plt.subplots(figsize=(10, 2.3))
 for number, stage in enumerate(STAGES):
     axes.add_patch(Rectangle((number, 0), 1, 1, facecolor="#eeeeee" if number < 5 else "#a7c957", edgecolor="black"))
     axes.text(number + 0.5, 0.5, stage, ha="center", va="center", fontsize=9)
-for point, x in KILL_POSITIONS.items():
+for point, x in zip(loaded_steps, POSITIONS):
     axes.annotate(f"killed\n{point}:\nstep {loaded_steps[point]} is loaded", (x, 1), (x, 1.6), ha="center", fontsize=8,
                   arrowprops={"arrowstyle": "->", "color": "#d1495b"})  # fmt: skip
 axes.set(xlim=(-0.1, len(STAGES) + 0.1), ylim=(-0.1, 2.7))
@@ -739,7 +744,7 @@ def copy_during_save(out_dir: str, waits: bool) -> None:
     else:
         for tensor in training_state(saver.model, saver.optimizer).values():
             tensor.detach().fill_(2)
-        saver.shards.copy()  # the bug: step 1 is still being written
+        saver.shard_writer.copy()  # the bug: step 1 is still being written
         may_continue.set()
     saver.checkpoints.drain()
 

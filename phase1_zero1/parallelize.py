@@ -70,12 +70,12 @@ def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Con
             for block in model.blocks:  # one graph for the full model would return all gradients at its end
                 block.compile()
             return model
-    replica: Any = torch.compile(model) if config.compile else model
+    parallel_model: Any = torch.compile(model) if config.compile else model
     needs_ddp = run.world_size > 1 and not optimizer.averages_gradients
-    return DDP(replica, gradient_as_bucket_view=True) if needs_ddp else replica
+    return DDP(parallel_model, gradient_as_bucket_view=True) if needs_ddp else parallel_model
 
 
-def set_gradient_sync(replica: nn.Module, optimizer: DataParallelOptimizer, last: bool) -> None:
+def set_gradient_sync(parallel_model: nn.Module, optimizer: DataParallelOptimizer, last: bool) -> None:
     """Average gradients only in the last micro-batch of a step. Before it, each rank accumulates its gradients."""
-    averager: Any = optimizer if optimizer.averages_gradients else replica
+    averager: Any = optimizer if optimizer.averages_gradients else parallel_model
     averager.require_backward_grad_sync = last

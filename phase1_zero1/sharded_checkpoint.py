@@ -90,11 +90,11 @@ def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) 
     else:
         full = read_full_state(path)
         load_weights(model, full.model)
-        stored = copy_shards(full, model, optimizer)
+        stored = copy_full_optimizer_state(full, model, optimizer)
     clear_missing_state(stored, model, optimizer)
 
 
-def copy_shards(full: FullState, model: nn.Module, optimizer: DataParallelOptimizer) -> dict[str, Any]:
+def copy_full_optimizer_state(full: FullState, model: nn.Module, optimizer: DataParallelOptimizer) -> dict[str, Any]:
     """Copy this rank's shards out of full tensors, and return the keys of the optimizer state in `full`."""
     names = {param: name for name, param in model.named_parameters()}
     for param, offset, items in optimizer.local_state():

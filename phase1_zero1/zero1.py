@@ -288,7 +288,7 @@ class Zero1Optimizer(DataParallelOptimizer):
 
     def local_state(self) -> Iterator[tuple[nn.Parameter, int, dict[str, Any]]]:
         """Yield this rank's state: a parameter, the offset of the state in the flattened parameter, and the state."""
-        for shard, items in self.shards():
+        for shard, items in self.shards_with_state():
             yield shard.param, shard.offset, items
 
     def inner_optimizers(self) -> list[optim.Optimizer]:
@@ -299,7 +299,7 @@ class Zero1Optimizer(DataParallelOptimizer):
         """Return the bytes of optimizer state on this rank after a step."""
         return sum(bucket.expected_state_bytes() for bucket in self.buckets)
 
-    def shards(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
+    def shards_with_state(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         """Yield this rank's shard of each parameter, and its optimizer state including the fp32 master if any."""
         for bucket in self.buckets:
             for shard in bucket.shards:
@@ -313,8 +313,12 @@ class Zero1Optimizer(DataParallelOptimizer):
         """
         content = super().state_dict()
         param_ids = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        content["state"] = {param_ids[shard.param]: items for shard, items in self.shards() if items}
-        content["place"] = (self.rank, self.world_size, [(s.offset, s.tensor.numel()) for s, _ in self.shards()])
+        content["state"] = {param_ids[shard.param]: items for shard, items in self.shards_with_state() if items}
+        content["place"] = (
+            self.rank,
+            self.world_size,
+            [(s.offset, s.tensor.numel()) for s, _ in self.shards_with_state()],
+        )
         return content
 
     @torch.no_grad()
@@ -328,7 +332,7 @@ class Zero1Optimizer(DataParallelOptimizer):
             raise ValueError("this state belongs to another model, rank or number of ranks: use sharded_checkpoint.py")
         params = [p for group in self.param_groups for p in group["params"]]
         saved = {params[i]: items for i, items in state_dict["state"].items()}
-        for shard, _ in self.shards():
+        for shard, _ in self.shards_with_state():
             items = dict(saved.get(shard.param, {}))
             shard.tensor.copy_(items.pop("master", shard.tensor))
             self.state[shard.param].clear()

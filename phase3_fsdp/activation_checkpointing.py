@@ -29,9 +29,8 @@ def select_checkpointed_blocks(mode: str, n_layer: int) -> list[int]:
     """
     if mode == "none":
         return []
-    every = (
-        1 if mode in ("full", "selective") else int(match[1]) if (match := re.fullmatch(r"every_(\d+)", mode)) else 0
-    )
+    match = re.fullmatch(r"every_(\d+)", mode)
+    every = 1 if mode in ("full", "selective") else int(match[1]) if match else 0
     if not 1 <= every <= n_layer:
         raise ConfigError(
             f"--fsdp_activation_checkpointing={mode} is not a mode: use none, full, selective, or every_2 for every "

@@ -1,6 +1,6 @@
 """Formulas for the cost of an FSDP step: model state and communication per rank. The ledger measures the same numbers.
 
-There are P parameters, P_root of them in the root unit, M micro-batches per rank, and R copies of the model, each
+There are P parameters, P_root of them in the root unit, M micro-batches per rank, and R replicas of the model, each
 sharded over S ranks. A rank stores 16P/S bytes of state. Its communication volume (ring algorithm), in elements, is
 (S-1)/S times
 
@@ -8,7 +8,7 @@ sharded over S ranks. A rank stores 16P/S bytes of state. Its communication volu
                        M P                with fsdp_reshard_after_forward=False
     reduce-scatter     P, or M P          once per step, or with fsdp_sync_every_micro_batch after every backward
 
-and with R > 1 copies also 2 (R-1)/R times P/S for the all-reduce. An all-gathered element has the bytes of `dtype`, a
+and with R > 1 replicas also 2 (R-1)/R times P/S for the all-reduce. An all-gathered element has the bytes of `dtype`, a
 reduced one 4 bytes. `fully_shard` shards parameters by rows and pads them to a multiple of S rows, which makes P
 slightly larger. The first step after an evaluation all-gathers less: units that FSDP does not free after a forward are
 still unsharded.
@@ -29,7 +29,7 @@ from nanoGPT.model import GPT
 from phase3_fsdp.activation_bytes import activation_bytes
 from phase3_fsdp.fsdp import FsdpConfig, resolve_kernels
 
-Traffic = Counter[tuple[str, int]]  # bytes of the full tensors, by collective and number of ranks
+CollectiveBytes = Counter[tuple[str, int]]  # bytes of the full tensors, by collective and number of ranks
 
 
 def step_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtime) -> Costs:
@@ -42,10 +42,14 @@ def step_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtim
     if not config.use_fsdp:
         return costs
     params = [p for p in model.parameters() if isinstance(p, DTensor)]
-    shards = params[0].device_mesh.size(-1)
-    elements = sum(count_padded_elements(unit, shards) for unit in model.modules() if isinstance(unit, FSDPModule))
+    num_shards = params[0].device_mesh.size(-1)
+    elements = sum(count_padded_elements(unit, num_shards) for unit in model.modules() if isinstance(unit, FSDPModule))
     moments = sum(8 * p.to_local().numel() + 4 for p in params)
-    state = {"parameters": 4 * elements // shards, "gradients": 4 * elements // shards, "optimizer_state": moments}
+    state = {
+        "parameters": 4 * elements // num_shards,
+        "gradients": 4 * elements // num_shards,
+        "optimizer_state": moments,
+    }
     if config.fsdp_cpu_offload and run.device.type == "cuda":  # each gradient is copied to the CPU without padding
         state["gradients"] = 4 * sum(p.to_local().numel() for p in params)
     return Costs(state, expected_traffic(model, config, run), elements - sum(p.numel() for p in params))
@@ -57,39 +61,39 @@ def own_params(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if id(p) not in inner]
 
 
-def count_padded_elements(module: nn.Module, shards: int) -> int:
-    """Return the number of elements of a unit's parameters, with rows padded to a multiple of `shards`."""
-    return sum(-(-len(p) // shards) * shards * (p.numel() // len(p)) for p in own_params(module))
+def count_padded_elements(module: nn.Module, num_shards: int) -> int:
+    """Return the number of elements of a unit's parameters, with rows padded to a multiple of `num_shards`."""
+    return sum(-(-len(p) // num_shards) * num_shards * (p.numel() // len(p)) for p in own_params(module))
 
 
-def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Traffic:
+def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> CollectiveBytes:
     """Return the bytes of the full tensors in the collectives of one step, before the factors of the ring algorithm.
 
     Args:
-        model: from `shard_model`.
+        model: from `shard_model`, sharded.
     """
     micro_batches = config.gradient_accumulation_steps // run.world_size
-    traffic: Traffic = Counter()
-    if not config.use_fsdp:
-        if run.world_size > 1:
-            traffic["all-reduce", run.world_size] = 4 * sum(p.numel() for p in model.parameters())
-        return traffic
+    traffic: CollectiveBytes = Counter()
     mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    shards, copies = mesh.size(-1), mesh.size() // mesh.size(-1)
+    num_shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)
     for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
-        size = count_padded_elements(unit, shards)
+        size = count_padded_elements(unit, num_shards)
         gathers = 1 if unit is model or not config.fsdp_reshard_after_forward else 2
-        if shards > 1:
-            traffic["all-gather", shards] += micro_batches * gathers * size * run.dtype.itemsize
-            traffic["reduce-scatter", shards] += 4 * size * (micro_batches if config.fsdp_sync_every_micro_batch else 1)
-        if copies > 1:
-            traffic["all-reduce", copies] += 4 * size // shards
-    traffic["all-reduce", shards] += 8  # the squared norm, one fp64
+        if num_shards > 1:
+            traffic["all-gather", num_shards] += micro_batches * gathers * size * run.dtype.itemsize
+            traffic["reduce-scatter", num_shards] += (
+                4 * size * (micro_batches if config.fsdp_sync_every_micro_batch else 1)
+            )
+        if replicas > 1:
+            traffic["all-reduce", replicas] += 4 * size // num_shards
+    traffic["all-reduce", num_shards] += 8  # the squared norm, one fp64
     return traffic
 
 
 def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
     """Return what rank 0 prints at the start: the units, its shards, and the communication of one step."""
+    if not config.use_fsdp:
+        return f"not sharded: each of {run.world_size} rank(s) stores the full model state"
     params = sum(p.numel() for p in model.parameters())
     traffic = expected_traffic(model, config, run)
     volume = sum(ring_bytes(kind, size, ranks) for (kind, ranks), size in traffic.items())
@@ -100,17 +104,15 @@ def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
         f"per step: {collectives or 'no collectives'}; "
         f"communication volume per rank {volume / 1e6:,.1f} MB (ring algorithm)"
     )
-    if not config.use_fsdp:
-        return f"not sharded: {16 * params / 1e6:,.1f} MB of state on each of {run.world_size} rank(s)\n{step}"
     parts = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     sizes = Counter(sum(p.numel() for p in own_params(m)) for m in parts)
     local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
-    shards = next(p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor))
+    num_shards = next(p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor))
     units = [f"{count} unit{'s' * (count > 1)} of {size:,} parameters" for size, count in sizes.items()]
     root = sum(p.numel() for p in own_params(model))
     return (
-        f"sharded over {shards} of {run.world_size} rank(s): {', '.join([*units, f'a root unit of {root:,}'])}; rank 0 "
-        f"stores {local:,} of {params:,} parameters, {16 * local / 1e6:,.1f} MB of state\n{step}"
+        f"sharded over {num_shards} of {run.world_size} rank(s): {', '.join([*units, f'a root unit of {root:,}'])}; "
+        f"rank 0 stores {local:,} of {params:,} parameters, {16 * local / 1e6:,.1f} MB of state\n{step}"
     )
 
 
@@ -137,27 +139,27 @@ def checkpointing_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dic
 
 def sharding_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
     """Return the bytes that sharding over more ranks, or moving the model state to other memory, frees."""
-    N, shards = run.world_size, config.shards(run.world_size, run.local_world_size)
+    N, num_shards = run.world_size, config.ranks_per_replica(run.world_size, run.local_world_size)
     is_on_gpu = run.device.type != "cpu" and not config.fsdp_cpu_offload
     state = sum(needs.state.values()) if is_on_gpu == needs.is_gpu else 0  # 0: it is in the memory that is not short
     savings = {f"`make phase3` on {name_ranks(2 * N, needs, run)}": state / 2}
-    if shards < N:
-        savings["--fsdp_shard_size=all"] = state * (1 - shards / N)
+    if num_shards < N:
+        savings["--fsdp_shard_size=all"] = state * (1 - num_shards / N)
     if run.device.type != "cpu":
         savings[f"--fsdp_cpu_offload={is_on_gpu}"] = state
     if config.async_save and not needs.is_gpu:
         savings["--async_save=False"] = needs.state["parameters"] + needs.state["optimizer_state"]
     computes_here = needs.is_gpu or run.device.type == "cpu"
-    return savings | (unsharded_savings(config, needs, run) if computes_here and shards > 1 else {})
+    return savings | (unsharded_savings(config, needs, run) if computes_here and num_shards > 1 else {})
 
 
 def unsharded_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
     """Return the bytes that options free of parameters and gradients that are unsharded during a step."""
-    shape, shards = needs.shape, config.shards(run.world_size, run.local_world_size)
+    shape, num_shards = needs.shape, config.ranks_per_replica(run.world_size, run.local_world_size)
     block = 12 * shape.n_embd**2 * run.dtype.itemsize
     savings = {}
     if config.gradient_accumulation_steps > run.world_size and not config.fsdp_sync_every_micro_batch:
-        savings["--fsdp_sync_every_micro_batch=True"] = 4 * shape.count_params() * (1 - 1 / shards)
+        savings["--fsdp_sync_every_micro_batch=True"] = 4 * shape.count_params() * (1 - 1 / num_shards)
     if not config.fsdp_reshard_after_forward:
         savings["--fsdp_reshard_after_forward=True"] = block * (shape.n_layer - 1)
     if config.fsdp_prefetch:

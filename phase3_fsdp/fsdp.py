@@ -99,14 +99,14 @@ class FsdpConfig(TrainConfig):
         """Whether the units are modules of a minimum size, and not blocks."""
         return self.fsdp_wrap == "size" or (self.fsdp_wrap == "auto" and self.fsdp_min_num_params is not None)
 
-    def shards(self, world_size: int, local_world_size: int) -> int:
+    def ranks_per_replica(self, world_size: int, local_world_size: int) -> int:
         """Return the number of ranks over which one copy of the model is sharded."""
         return {"all": world_size, "node": local_world_size}.get(self.fsdp_shard_size) or int(self.fsdp_shard_size)
 
     def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
         if not self.use_fsdp:
             return 1.0
-        return 0.0 if on_gpu and self.fsdp_cpu_offload else 1 / self.shards(world_size, local_world_size)
+        return 0.0 if on_gpu and self.fsdp_cpu_offload else 1 / self.ranks_per_replica(world_size, local_world_size)
 
     def _check_ddp(self) -> None:
         default = FsdpConfig()
@@ -192,16 +192,18 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
 
 
 def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
-    """Return a mesh of (shards,) ranks for one copy of the model, or of (replicas, shards) ranks for several."""
-    shards = config.shards(run.world_size, run.local_world_size)
-    if run.world_size % shards:
+    """Return a mesh of (shards,) ranks for one replica of the model, or of (replicas, shards) ranks for several."""
+    num_shards = config.ranks_per_replica(run.world_size, run.local_world_size)
+    if run.world_size % num_shards:
         raise ConfigError(
             f"--fsdp_shard_size=node needs the same number of ranks on every node, but {run.world_size} is not a "
-            f"multiple of {shards}: use --fsdp_shard_size=all"
+            f"multiple of {num_shards}: use --fsdp_shard_size=all"
         )
-    if shards == run.world_size:
-        return init_device_mesh(run.device.type, (shards,), mesh_dim_names=("shard",))
-    return init_device_mesh(run.device.type, (run.world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    if num_shards == run.world_size:
+        return init_device_mesh(run.device.type, (num_shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        run.device.type, (run.world_size // num_shards, num_shards), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def find_units(model: GPT, config: FsdpConfig) -> list[nn.Module]:
@@ -260,19 +262,19 @@ def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[s
         return  # load_shards sets every value
     for name, param in model.named_parameters():
         if weights is None:
-            copy_shard(param, initial_value(name, param.shape, model.config.n_layer, config.seed))
+            copy_own_rows(param, initial_value(name, param.shape, model.config.n_layer, config.seed))
         else:
-            copy_shard(param, weights[name])
+            copy_own_rows(param, weights[name])
 
 
 @torch.no_grad()
-def copy_shard(target: Tensor, full: Tensor) -> None:
+def copy_own_rows(target: Tensor, full: Tensor) -> None:
     """Copy this rank's rows of a full tensor to `target`, or all of it if `target` is not sharded."""
     if isinstance(target, DTensor) and target.dim():
         local = target.to_local()
         mesh = target.device_mesh
-        shards, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-        begin = min(index * -(-len(full) // shards), len(full))  # ceil(rows / shards) rows, fewer at the end
+        num_shards, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+        begin = min(index * -(-len(full) // num_shards), len(full))  # ceil(rows / num_shards) rows, fewer at the end
         local.copy_(full[begin : begin + len(local)])
     else:
         (target.to_local() if isinstance(target, DTensor) else target).copy_(full)
@@ -282,32 +284,34 @@ def data_parallel(model: GPT, config: FsdpConfig, run: Runtime) -> nn.Module:
     """Return the module to call: the sharded model itself, or with `use_fsdp=False` the model in DDP."""
     if config.use_fsdp:
         return model
-    replica: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
-    return DDP(replica, gradient_as_bucket_view=True) if run.world_size > 1 else replica
+    parallel_model: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+    return DDP(parallel_model, gradient_as_bucket_view=True) if run.world_size > 1 else parallel_model
 
 
-def set_gradient_sync(replica: nn.Module, config: FsdpConfig, last: bool) -> None:
+def set_gradient_sync(parallel_model: nn.Module, config: FsdpConfig, last: bool) -> None:
     """Set whether the next backward reduces gradients; call it before each micro-batch.
 
     By default only the last micro-batch reduces gradients, and before it each rank accumulates full gradients. With
-    `fsdp_sync_every_micro_batch` every micro-batch reduces, and a rank accumulates shards. The copies of a model are
+    `fsdp_sync_every_micro_batch` every micro-batch reduces, and a rank accumulates shards. The replicas of a model are
     all-reduced once per step in both cases.
     """
-    if isinstance(replica, FSDPModule):
-        replica.set_requires_gradient_sync(last or config.fsdp_sync_every_micro_batch)
-        replica.set_requires_all_reduce(last)
-    elif isinstance(replica, DDP):
-        replica.require_backward_grad_sync = last
+    if isinstance(parallel_model, FSDPModule):
+        parallel_model.set_requires_gradient_sync(last or config.fsdp_sync_every_micro_batch)
+        parallel_model.set_requires_all_reduce(last)
+    elif isinstance(parallel_model, DDP):
+        parallel_model.require_backward_grad_sync = last
 
 
-def local_grads(replica: nn.Module) -> list[Tensor]:
+def local_grads(parallel_model: nn.Module) -> list[Tensor]:
     """Return this rank's shards of the gradients. The shard of a parameter with few rows may be empty."""
     return [
-        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in replica.parameters() if p.grad is not None
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        for p in parallel_model.parameters()
+        if p.grad is not None
     ]
 
 
-def shard_group(replica: nn.Module) -> dist.ProcessGroup | None:
+def shard_group(parallel_model: nn.Module) -> dist.ProcessGroup | None:
     """Return the ranks whose shards make up the full model, or None if the model is not sharded."""
-    param = next(replica.parameters())
+    param = next(parallel_model.parameters())
     return param.device_mesh.get_group(-1) if isinstance(param, DTensor) else None

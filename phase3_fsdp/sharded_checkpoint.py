@@ -21,7 +21,7 @@ from nanoGPT.checkpoint.state import (
     read_full_state,
 )
 from nanoGPT.checkpoint.writer import NewFiles
-from phase3_fsdp.fsdp import copy_shard
+from phase3_fsdp.fsdp import copy_own_rows
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     state = training_state(model, optimizer)
     if "ckpt.pt" in list_files(path) or {key: value[0] for key, value in read_index(path).items()} != get_sizes(state):
         full = read_full_state(path)
-        copy_shards(full, state)
+        copy_full_state(full, state)
         clear_missing_state(model, optimizer, full.optimizer)
     else:
         read_shards(path, state)
@@ -96,13 +96,13 @@ def get_sizes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {key: value.size() for key, value in state.items()}
 
 
-def copy_shards(full: FullState, target: dict[str, Tensor]) -> None:
+def copy_full_state(full: FullState, target: dict[str, Tensor]) -> None:
     """Copy this rank's shard of every full tensor, one tensor at a time."""
     for key, value in target.items():
         kind, name = key.split(".", 1)
         if kind == "model":
-            copy_shard(value, full.model[name])
+            copy_own_rows(value, full.model[name])
         else:
             name, item = name.rsplit(".", 1)
             if name in full.optimizer:
-                copy_shard(value, full.optimizer[name][item])
+                copy_own_rows(value, full.optimizer[name][item])

@@ -30,7 +30,7 @@ PHASE = "fsdp"  # [fsdp:phase] recorded in every checkpoint
 
 
 def train_step(
-    replica: torch.nn.Module,
+    parallel_model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: LossScaler,
     data: TokenData,
@@ -43,16 +43,16 @@ def train_step(
     micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # of this rank
     for micro_batch in micro_batches:
         run.enter_stage(f"micro-batch {micro_batch}", step)
-        fsdp.set_gradient_sync(replica, config, last=micro_batch == micro_batches[-1])  # [fsdp:sync]
+        fsdp.set_gradient_sync(parallel_model, config, last=micro_batch == micro_batches[-1])  # [fsdp:sync]
         x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
         reseed(run.device, config.seed, step, micro_batch)
         with run.autocast():
-            loss = replica(x, y)[1]  # keep no reference to the logits, which need much memory
+            loss = parallel_model(x, y)[1]  # keep no reference to the logits, which need much memory
         loss_sum += loss.detach()
         scaler.scale_loss(loss / len(micro_batches)).backward()
     run.enter_stage("update", step)
-    grads = fsdp.local_grads(replica)  # [fsdp:clip] gradients of this rank's shards
-    norm = grad_norm(grads, fsdp.shard_group(replica)) / scaler.scale  # [fsdp:clip] norm of the full gradient
+    grads = fsdp.local_grads(parallel_model)  # [fsdp:clip] gradients of this rank's shards
+    norm = grad_norm(grads, fsdp.shard_group(parallel_model)) / scaler.scale  # [fsdp:clip] norm of the full gradient
     scaler.unscale_grads(grads)
     clip_grads(grads, norm, config.grad_clip)
     scaler.step(optimizer, norm)
@@ -82,13 +82,13 @@ def train(config: Config) -> None:
             scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
             first_step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
             run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-        replica = fsdp.data_parallel(model, config, run)  # [fsdp:replica] DDP only if use_fsdp is False
-        shards = ShardWriter(model, optimizer)
+        parallel_model = fsdp.data_parallel(model, config, run)  # [fsdp:parallel] DDP only if use_fsdp is False
+        writer = ShardWriter(model, optimizer)
 
         def save(step: int) -> None:
             fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
             with telemetry.untimed("save", step):
-                checkpoints.save(step, shards.write, fields, shards.copy if config.async_save else None)  # [fsdp:save]
+                checkpoints.save(step, writer.write, fields, writer.copy if config.async_save else None)  # [fsdp:save]
 
         ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)
         with Telemetry(config, run, first_step, model.flops_per_token()) as telemetry:
@@ -111,14 +111,14 @@ def train(config: Config) -> None:
                 lr = learning_rate(step, config)
                 set_learning_rate(optimizer, lr)
                 with ledger.watch(step):
-                    loss_sum, norm = train_step(replica, optimizer, scaler, data, step, config, run)
+                    loss_sum, norm = train_step(parallel_model, optimizer, scaler, data, step, config, run)
 
                 # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
                 should_stop = run.should_stop()
                 saves_next = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or should_stop
                 if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
-                    check_finite(step, mean_loss, 0.0 if scaler.is_enabled else norm.item())
+                    check_finite(step, mean_loss, None if scaler.is_enabled else norm.item())
                     telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
                 if should_stop:
                     save(step + 1)

@@ -27,15 +27,15 @@ from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards, training_st
 from workshop.ranks import run_on_ranks, start_ranks
 
 # The points at which any rank can be killed, then those that only rank 0 reaches.
-POINTS_OF_EVERY_RANK = ("before its files", "in a file", "after a file")
+POINTS_OF_EVERY_RANK = ("before it opens a file", "while it writes a file", "after it closes a file")
 POINTS_OF_RANK_0 = (
-    "before the manifest",
-    "in the manifest",
-    "before the rename",
-    "after the rename",
-    "before LATEST",
-    "after LATEST",
-    "in the retention",
+    "before it writes the manifest",
+    "while it writes the manifest",
+    "before the final rename",
+    "after the final rename",
+    "before it replaces LATEST",
+    "after it replaces LATEST",
+    "while it deletes an old checkpoint",
 )
 RANKS = 2
 CPU = torch.device("cpu")
@@ -54,15 +54,18 @@ class Saver:
         init_shards(self.model, config, run)
         self.optimizer = configure_optimizer(self.model, config)
         allocate_state(self.optimizer)
-        self.checkpoints, self.shards = CheckpointDirectory(out_dir, run, keep), ShardWriter(self.model, self.optimizer)
-        self.copy_state = self.shards.copy if is_async else None
+        self.checkpoints, self.shard_writer = (
+            CheckpointDirectory(out_dir, run, keep),
+            ShardWriter(self.model, self.optimizer),
+        )
+        self.copy_state = self.shard_writer.copy if is_async else None
 
     @torch.no_grad()
     def save(self, step: int) -> None:
         """Set every number of the training state to `step` and save it."""
         for tensor in training_state(self.model, self.optimizer).values():
             tensor.fill_(step)
-        self.checkpoints.save(step, self.shards.write, {"phase": "torture"}, self.copy_state)
+        self.checkpoints.save(step, self.shard_writer.write, {"phase": "torture"}, self.copy_state)
 
     def load_newest(self) -> int:
         """Load the newest complete checkpoint and return its step.
@@ -134,16 +137,24 @@ def arm_kill(point: str) -> None:
 
     files, path = writer.HashedFile, Path
     patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-        "before its files": (writer.NewFiles, "open", kill_before(writer.NewFiles.open)),
-        "in a file": (files, "write", kill_after(files.write, lambda file, _: file.tell() > 2000)),
-        "after a file": (files, "close", kill_after(files.close)),
-        "before the manifest": (checkpoint, "write_and_sync", kill_before(writer.write_and_sync, is_manifest)),
-        "in the manifest": (checkpoint, "write_and_sync", write_half_of_manifest),
-        "before the rename": (path, "rename", kill_before(path.rename, is_final_rename)),
-        "after the rename": (path, "rename", kill_after(path.rename, is_final_rename)),
-        "before LATEST": (os, "replace", kill_before(os.replace)),
-        "after LATEST": (os, "replace", kill_after(os.replace)),
-        "in the retention": (shutil, "rmtree", kill_before(shutil.rmtree, lambda folder: ".tmp-old-" in folder.name)),
+        "before it opens a file": (writer.NewFiles, "open", kill_before(writer.NewFiles.open)),
+        "while it writes a file": (files, "write", kill_after(files.write, lambda file, _: file.tell() > 2000)),
+        "after it closes a file": (files, "close", kill_after(files.close)),
+        "before it writes the manifest": (
+            checkpoint,
+            "write_and_sync",
+            kill_before(writer.write_and_sync, is_manifest),
+        ),
+        "while it writes the manifest": (checkpoint, "write_and_sync", write_half_of_manifest),
+        "before the final rename": (path, "rename", kill_before(path.rename, is_final_rename)),
+        "after the final rename": (path, "rename", kill_after(path.rename, is_final_rename)),
+        "before it replaces LATEST": (os, "replace", kill_before(os.replace)),
+        "after it replaces LATEST": (os, "replace", kill_after(os.replace)),
+        "while it deletes an old checkpoint": (
+            shutil,
+            "rmtree",
+            kill_before(shutil.rmtree, lambda folder: ".tmp-old-" in folder.name),
+        ),
     }
     owner, name, replacement = patches[point]
     setattr(owner, name, replacement)

@@ -50,7 +50,7 @@ def measure(folder: str, rounds: int, shape: GPTConfig) -> tuple[int, Samples]:
     optimizer = configure_optimizer(model, config)
     allocate_state(optimizer)
     state = training_state(model, optimizer)
-    checkpoints, shards = CheckpointDirectory(folder, run, keep_checkpoints=3), ShardWriter(model, optimizer)
+    checkpoints, shard_writer = CheckpointDirectory(folder, run, keep_checkpoints=3), ShardWriter(model, optimizer)
     samples: Samples = {kind: [] for kind in ("bare_s", "ours_s", "deletion_s", "stop_s", "background_s")}
 
     def record_seconds(kind: str, work: Callable[[], object]) -> None:
@@ -70,11 +70,13 @@ def measure(folder: str, rounds: int, shape: GPTConfig) -> tuple[int, Samples]:
             shutil.rmtree(target)
 
     def save_verified(number: int) -> None:
-        record_seconds("ours_s", lambda: checkpoints.save(number, shards.write, {"phase": "bench"}))
+        record_seconds("ours_s", lambda: checkpoints.save(number, shard_writer.write, {"phase": "bench"}))
         record_seconds("deletion_s", checkpoints.drain)
 
     def save_async(number: int) -> None:
-        record_seconds("stop_s", lambda: checkpoints.save(number, shards.write, {"phase": "bench"}, shards.copy))
+        record_seconds(
+            "stop_s", lambda: checkpoints.save(number, shard_writer.write, {"phase": "bench"}, shard_writer.copy)
+        )
         record_seconds("background_s", checkpoints.drain)
 
     kinds = [save_bare, save_verified, save_async]

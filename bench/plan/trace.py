@@ -40,7 +40,7 @@ from nanoGPT.checkpoint.state import allocate_state
 from nanoGPT.distributed.runtime import DTYPES, Runtime
 from nanoGPT.memory.costs import Costs
 from nanoGPT.memory.tracker import MemoryTracker
-from nanoGPT.metrics.ledger import StepCosts, Traffic
+from nanoGPT.metrics.ledger import CollectiveCounter, StepCosts
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm
 from nanoGPT.train_config import TrainConfig
@@ -141,11 +141,11 @@ def set_up_zero1(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime) -> T
     """Set up phase 1."""
     model = GPT(shape)
     optimizer = zero1.shard_optimizer(model, config, run)
-    replica = zero1.data_parallel(model, optimizer, config, run) if optimizer.averages_gradients else model
+    parallel_model = zero1.data_parallel(model, optimizer, config, run) if optimizer.averages_gradients else model
     return TrainingSetup(
-        replica,
+        parallel_model,
         optimizer,
-        lambda is_last: zero1.set_gradient_sync(replica, optimizer, is_last),
+        lambda is_last: zero1.set_gradient_sync(parallel_model, optimizer, is_last),
         optimizer.reduce_gradients,
         optimizer.shard_group,
     )
@@ -258,7 +258,7 @@ class TracedStep:
     """Results of a trace: memory, traffic and time of rank 0 in `micro_batches` micro-batches, and the cost formula."""
 
     memory: MemoryTracker
-    traffic: Traffic
+    traffic: CollectiveCounter
     costs: Costs
     roofline: Roofline
     micro_batches: int
@@ -279,7 +279,7 @@ def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h1
     with suppress_output(), fake_process_group(ranks), FakeTensorMode(allow_non_fake_inputs=True):
         setup = set_up_training(config, shape, run)
         allocate_optimizer_state(setup.optimizer)
-        traffic = Traffic()
+        traffic = CollectiveCounter()
         memory = MemoryTracker(setup.model, setup.optimizer, on_operator=traffic.record)
         with memory, track_stages(setup.model, memory), Roofline(gpu) as roofline:
 

@@ -142,8 +142,8 @@ def measure_overhead_on_rank(shape: GPTConfig, count: int) -> dict[str, list[flo
     """
     device = current_device()
     batch = torch.randint(shape.vocab_size, (2, shape.block_size), device=device)
-    replica = DDP(build_model(device, shape), gradient_as_bucket_view=True)
-    adamw = torch.optim.AdamW(param_groups(replica, 0.1), **ADAMW)
+    parallel_model = DDP(build_model(device, shape), gradient_as_bucket_view=True)
+    adamw = torch.optim.AdamW(param_groups(parallel_model, 0.1), **ADAMW)
     model, model_forward = build_model(device, shape), build_model(device, shape)
     flat = Zero1Optimizer(param_groups(model, 0.1), torch.optim.AdamW, **ADAMW)
     flat_forward = Zero1Optimizer(param_groups(model_forward, 0.1), torch.optim.AdamW, **ADAMW)
@@ -156,7 +156,7 @@ def measure_overhead_on_rank(shape: GPTConfig, count: int) -> dict[str, list[flo
         optimizer.zero_grad(set_to_none=True)
 
     works: dict[str, Callable[[], None]] = {
-        "ddp": lambda: step(replica, adamw),
+        "ddp": lambda: step(parallel_model, adamw),
         "flat": lambda: step(model, flat),
         "flat_forward": lambda: step(model_forward, flat_forward),
         **make_collectives(flat),

@@ -84,12 +84,12 @@ def torture_table() -> str:
     for result in read_results("torture"):
         samples = result["samples"]
         rows = [[str(row["rank"]), row["point"], str(row["sync"]), str(row["async"])] for row in samples["sweep"]]
-        head = ["killed rank", "point of the kill in the save of step 3", "step that opens: synchronous save"]
-        head += ["step that opens: asynchronous save"]
+        head = ["killed rank", "when it is killed, in the save of step 3", "step that loads after a synchronous save"]
+        head += ["step that loads after an asynchronous save"]
         kills, flips = samples["random"], samples["flips"]
         left = "; ".join(f"{LEFTOVERS.get(name, name)} ({count})" for name, count in sorted(kills["left"].items()))
         text = (
-            f"\n{kills['kills']} kills at random moments: after each one, every finished checkpoint opened with the "
+            f"\n{kills['kills']} kills at random moments: after each one, every finished checkpoint loaded with the "
             f"values of its step. The kills left of the save in progress: {left}. "
             f"{flips['refused']} of {flips['flipped']} checkpoints with one flipped bit were rejected.\n"
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.tables.fsdp_tables import FSDP_TABLES
-from bench.tables.records import RESULTS, format_table, hardware_of, read_results
+from bench.tables.records import RESULTS, TRAINERS, format_table, hardware_of, read_results
 from bench.tables.zero1_tables import ZERO1_TABLES
 from bench.trainer.throughput import quartile_spread
 from nanoGPT.errors import ConfigError
@@ -106,7 +106,7 @@ def throughput_table() -> str:
     for result in read_results("throughput"):
         rows = []
         for row in result["samples"]["rows"]:
-            start = [row["size"], row["phase"], str(row["ranks"]), "compiled" if row["compiled"] else "eager"]
+            start = [row["size"], TRAINERS[row["phase"]], str(row["ranks"]), "compiled" if row["compiled"] else "eager"]
             if row["failed"]:
                 rows.append([*start, row["failed"], *[""] * 4])
                 continue
@@ -114,7 +114,7 @@ def throughput_table() -> str:
             mfu = "null" if row["mfu"] is None else f"{row['mfu']:.1%}"
             step, peak = f"{statistics.median(row['step_ms']):,.0f}", f"{row['peak_bytes'] / 1e6:,.1f}"
             rows.append([*start, f"{rate:,.0f}", f"{spread:.0%}", step, peak, mfu])
-        head = ["model", "phase", "ranks", "mode", "tokens/s", "spread", "step (ms)"]
+        head = ["model", "trainer", "ranks", "mode", "tokens/s", "spread", "step (ms)"]
         head += ["peak memory per rank (MB)", "MFU"]
         parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
     return "\n".join(parts)
@@ -131,8 +131,10 @@ def matrix_table(name: str = "matrix") -> str:
             sizes = [f"{size / 1e6:.2f}" for size in (state, row["sent_bytes"], peak)]
             exact = "yes" if row["as_expected"] else "NO"
             speed = [f"{row['step_ms']:.0f}", f"{row['tokens_per_second']:,.0f}"]
-            rows.append([row["phase"], str(row["ranks"]), options, f"{row['gap']:.1e}", *sizes, exact, *speed])
-        head = ["phase", "ranks", "options", "max loss difference", "state per rank (MB)"]
+            rows.append(
+                [TRAINERS[row["phase"]], str(row["ranks"]), options, f"{row['gap']:.1e}", *sizes, exact, *speed]
+            )
+        head = ["trainer", "ranks", "options", "max loss difference", "state per rank (MB)"]
         head += ["communication per rank (MB)", "peak memory per rank (MB)", "matches the formula"]
         head += ["step (ms)", "tokens/s"]
         lead = f"Measured on {hardware_of(result)}, {result['settings']['steps']} steps each, bytes of rank 0:\n\n"
@@ -149,8 +151,8 @@ def four_ranks_table() -> str:
             sizes = (sum(row["state_bytes"].values()), row["sent_bytes"], sum(row["peak"].values()))
             cells = [f"{size / 1e6:.2f}" for size in sizes]
             exact = "yes" if row["as_expected"] else "NO"
-            rows.append([row["phase"], f"{row['gap']:.1e}", *cells, exact])
-    head = ["phase", "max loss difference", "state per rank (MB)", "communication per rank (MB)"]
+            rows.append([TRAINERS[row["phase"]], f"{row['gap']:.1e}", *cells, exact])
+    head = ["trainer", "max loss difference", "state per rank (MB)", "communication per rank (MB)"]
     head += ["peak memory per rank (MB)", "matches the formula"]
     return f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows)
 

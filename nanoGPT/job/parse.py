@@ -8,7 +8,6 @@ resumed run needs only its `--out_dir`.
 """
 
 import dataclasses
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -95,11 +94,8 @@ def check_names(config_class: type, flags: list[str]) -> None:
         if flag.startswith("--") and name in NANOGPT_FLAGS:
             raise ConfigError(f"--{name} is a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
         if flag.startswith("--") and name not in [*names, "help"]:
-            matches = difflib.get_close_matches(name, names, n=1)
-            raise ConfigError(
-                f"unknown flag --{name}"
-                + (f"; did you mean --{matches[0]}?" if matches else "; --help lists all flags")
-            )
+            advice = did_you_mean(f"--{name}", [f"--{each}" for each in names]) or "; --help lists all flags"
+            raise ConfigError(f"unknown flag --{name}{advice}")
 
 
 def is_config_file(word: str) -> bool:

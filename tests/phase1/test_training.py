@@ -191,7 +191,9 @@ def save_and_load(folder: str, dtype: torch.dtype) -> bool:
     new_model = PartlyUsedModel().to(dtype)
     new_optimizer = Zero1Optimizer(new_model.parameters(), torch.optim.AdamW, lr=0.1)
     load_shards(Path(folder), new_model, new_optimizer)
-    for (_, saved_state), (shard, loaded_state) in zip(optimizer.shards(), new_optimizer.shards(), strict=True):
+    for (_, saved_state), (shard, loaded_state) in zip(
+        optimizer.shards_with_state(), new_optimizer.shards_with_state(), strict=True
+    ):
         if "master" in loaded_state:  # the checkpoint of the fp32 model has no master
             part = shard.param.detach().flatten()[shard.offset : shard.offset + loaded_state["master"].numel()]
             assert torch.equal(loaded_state.pop("master"), part.float())
@@ -294,9 +296,9 @@ def count_pending_buckets(config: Any) -> tuple[int, int]:
     model, run = GPT(GPTConfig(2, 2, 32, 16, False, 75)), create_runtime(config.device, config.dtype)
     optimizer = shard_optimizer(model, config, run)
     assert isinstance(optimizer, Zero1Optimizer)
-    replica = data_parallel(model, optimizer, config, run)
+    parallel_model = data_parallel(model, optimizer, config, run)
     x = torch.zeros(1, 16, dtype=torch.int64)
-    replica(x, x)[1].backward()
+    parallel_model(x, x)[1].backward()
     optimizer.step()
     return len(optimizer.buckets), sum(bucket.work is not None for bucket in optimizer.buckets)
 
@@ -383,7 +385,7 @@ def compute_global_and_local_norm() -> tuple[float, float]:
     optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     model(torch.randn(8, 64)).square().sum().backward()
     global_norm = optimizer.clip_grad_norm_(1.0).item()
-    gradients = [s.tensor.grad for s, _ in optimizer.shards()]
+    gradients = [s.tensor.grad for s, _ in optimizer.shards_with_state()]
     local_norm = float(torch.nn.utils.get_total_norm(gradients))  # type: ignore[arg-type]
     return global_norm, local_norm
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanoGPT.metrics.ledger import Traffic
+from nanoGPT.metrics.ledger import CollectiveCounter
 from phase1_zero1.buckets import ELEMENTWISE
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.sharded_checkpoint import training_state
@@ -251,7 +251,7 @@ def record_reductions_in_backward() -> dict[str, Any]:
     unsynced_collectives = []
     for _ in range(3):
         optimizer.require_backward_grad_sync = False
-        with Traffic() as traffic:
+        with CollectiveCounter() as traffic:
             model(torch.ones(2, 16)).sum().backward()
         unsynced_collectives.append(len(traffic.rows))
         optimizer.require_backward_grad_sync = True
@@ -410,7 +410,7 @@ def train_in_bf16(device: str) -> dict[str, Any]:
         reference.step()
         for param, master in zip(reference_model.parameters(), masters, strict=True):
             param.data.copy_(master)
-    shards = list(optimizer.shards())
+    shards = list(optimizer.shards_with_state())
     return {
         "gap": max(
             (a - b).abs().max().item() for a, b in zip(model.parameters(), reference_model.parameters(), strict=True)

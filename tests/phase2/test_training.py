@@ -222,12 +222,12 @@ def run_data_parallel_step(how: str, device: str) -> tuple[float, float]:
     plain, net = make_model(), make_model()
     apply_kernels(net)
     if how == "ddp":
-        replica: nn.Module = DDP(net)
+        parallel_model: nn.Module = DDP(net)
     else:
         for block in net.blocks:
             fully_shard(block)
-        replica = fully_shard(net)
-    loss, grads = run_step(replica, *make_batch(rank))
+        parallel_model = fully_shard(net)
+    loss, grads = run_step(parallel_model, *make_batch(rank))
     expected = [run_step(plain, *make_batch(r)) for r in range(2)]
     max_error = 0.0
     for name, g in grads.items():

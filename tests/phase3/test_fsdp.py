@@ -29,7 +29,7 @@ from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.parse import parse
-from nanoGPT.metrics.ledger import Traffic
+from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.costs import count_padded_elements, describe_sharding, own_params
@@ -184,7 +184,7 @@ def count_prefetched_all_gathers(prefetch: int) -> tuple[list[int], list[int]]:
     """
     model, _ = make_sharded_model(dataclasses.replace(MEDIUM, n_layer=5), n_layer=5, fsdp_prefetch=prefetch)
     counts: tuple[list[int], list[int]] = [], []
-    with Traffic() as traffic:
+    with CollectiveCounter() as traffic:
 
         def record(pass_counts: list[int]) -> None:
             pass_counts.append(traffic.rows["all-gather", 2]["calls"])

@@ -80,13 +80,15 @@ def overflow_on_rank_1(phase: str, config: TrainConfig) -> list[tuple[bool, floa
     trainer = importlib.import_module(f"{phase}.train")
     train_step, steps = trainer.train_step, []
 
-    def train_step_with_overflow(replica, optimizer, scaler, data, step, config, run):
-        before = copy_local_params(replica, optimizer)
+    def train_step_with_overflow(parallel_model, optimizer, scaler, data, step, config, run):
+        before = copy_local_params(parallel_model, optimizer)
         scale_loss, overflows = scaler.scale_loss, [step == 2 and run.rank == 1]
         scaler.scale_loss = lambda loss: scale_loss(loss) * (float("inf") if overflows[0] else 1.0)
-        result = train_step(replica, optimizer, scaler, data, step, config, run)
+        result = train_step(parallel_model, optimizer, scaler, data, step, config, run)
         del scaler.scale_loss
-        changed = any(not torch.equal(a, b) for a, b in zip(before, copy_local_params(replica, optimizer), strict=True))
+        changed = any(
+            not torch.equal(a, b) for a, b in zip(before, copy_local_params(parallel_model, optimizer), strict=True)
+        )
         steps.append((changed, scaler.scale))
         return result
 
