@@ -15,6 +15,7 @@ from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.state import load_training_state, load_weights, manifest_fields, write_ckpt
 from nanoGPT.checkpoint.weights import read_starting_point
 from nanoGPT.dataset import TRAIN, TokenData, to_device
+from nanoGPT.distributed.ddp import fix_bucket_order
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
 from nanoGPT.evaluate import evaluate
@@ -86,6 +87,7 @@ def train(config: Config) -> None:
         parallel_model: torch.nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
         if run.world_size > 1:
             parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
+            fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
 
         def save(step: int) -> None:
             fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)

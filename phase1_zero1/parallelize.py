@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
+from nanoGPT.distributed.ddp import fix_bucket_order
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT
@@ -71,8 +72,10 @@ def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Con
                 block.compile()
             return model
     parallel_model: Any = torch.compile(model) if config.compile else model
-    needs_ddp = run.world_size > 1 and not optimizer.averages_gradients
-    return DDP(parallel_model, gradient_as_bucket_view=True) if needs_ddp else parallel_model
+    if run.world_size > 1 and not optimizer.averages_gradients:
+        parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
+        fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
+    return parallel_model
 
 
 def set_gradient_sync(parallel_model: nn.Module, optimizer: DataParallelOptimizer, last: bool) -> None:

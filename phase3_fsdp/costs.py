@@ -70,10 +70,14 @@ def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Collective
     """Return the bytes of the full tensors in the collectives of one step, before the factors of the ring algorithm.
 
     Args:
-        model: from `shard_model`, sharded.
+        model: from `shard_model`.
     """
     micro_batches = config.gradient_accumulation_steps // run.world_size
     traffic: CollectiveBytes = Counter()
+    if not config.use_fsdp:
+        if run.world_size > 1:
+            traffic["all-reduce", run.world_size] = 4 * sum(p.numel() for p in model.parameters())
+        return traffic
     mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     num_shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)
     for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):

@@ -75,7 +75,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)
-        loss = evaluate(fsdp.data_parallel(model, config, run), data, config, run)
+        loss = evaluate(model, data, config, run)
         tokens = config.eval_iters * config.batch_size * config.block_size
         run.print0(f"{source}: validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens")
         return loss

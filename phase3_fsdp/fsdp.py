@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from nanoGPT.distributed.ddp import fix_bucket_order
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, initial_value
@@ -285,7 +286,10 @@ def data_parallel(model: GPT, config: FsdpConfig, run: Runtime) -> nn.Module:
     if config.use_fsdp:
         return model
     parallel_model: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
-    return DDP(parallel_model, gradient_as_bucket_view=True) if run.world_size > 1 else parallel_model
+    if run.world_size > 1:
+        parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
+        fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
+    return parallel_model
 
 
 def set_gradient_sync(parallel_model: nn.Module, config: FsdpConfig, last: bool) -> None:

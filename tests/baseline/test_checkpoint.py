@@ -330,7 +330,8 @@ def test_a_resume_skips_a_checkpoint_with_a_flipped_bit(phase, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("phase", "ranks", "extra_fields"), [("nanoGPT", 1, {}), ("phase3_fsdp", 2, {"async_save": True})]
+    ("phase", "ranks", "extra_fields"),
+    [("nanoGPT", 1, {}), ("phase3_fsdp", 2, {"async_save": True, "dtype": "float16"})],
 )
 def test_a_killed_run_resumes_with_identical_losses(phase, ranks, extra_fields, tmp_path):
     """A run that saves at every step is killed at random moments and resumed each time. Its losses are identical to
