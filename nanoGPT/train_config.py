@@ -42,7 +42,7 @@ class TrainConfig:
     """muon: Muon for the matrices of the blocks, AdamW for all other parameters"""
     learning_rate: float = 4e-3
     """peak learning rate"""
-    max_iters: int = 560
+    max_iters: int = 520
     """total number of optimizer steps"""
     warmup_iters: int = 60
     """steps of linear learning rate warm-up"""
@@ -61,7 +61,7 @@ class TrainConfig:
     grad_clip: float = 1.0
     """maximum global gradient norm; 0: no clipping"""
     # evaluation and checkpoints
-    eval_interval: int = 80
+    eval_interval: int = 65
     """steps between evaluations"""
     eval_iters: int = 32
     """micro-batches per evaluation, in total over all ranks"""
