@@ -96,12 +96,12 @@ def find_dataset(name: str) -> Path:
 class Split:
     """The open files of one split, and the windows of block_size + 1 tokens in them.
 
-    Windows are numbered from 0 through all files.
+    The windows have consecutive numbers, from 0 for the first window of the first file to window_count - 1.
 
     Attributes:
         paths, files: the files.
-        first_windows: number of the first window in each file.
-        end_windows: number of the last window in each file, plus 1.
+        first_windows: for each file, the number of its first window.
+        end_windows: for each file, the number of its last window, plus 1.
     """
 
     paths: list[Path]
@@ -181,7 +181,7 @@ class TokenData:
 
         Args:
             split: "train" or "val".
-            purpose: `TRAIN` or `EVALUATE`. With step and micro_batch it is the counter of a counter-based generator.
+            purpose: `TRAIN` or `EVALUATE`. Training and evaluation batches draw from separate random streams.
             step: optimizer step; 0 for evaluations, which read the same batches each time.
             micro_batch: index within the step, counted over all ranks.
 
@@ -192,6 +192,8 @@ class TokenData:
             ConfigError: a file cannot be read, or a token id is not in the tokenizer's vocabulary.
         """
         source = self.splits[split]
+        # Philox is counter-based: it computes random numbers directly from its key (the seed) and a counter (purpose,
+        # step and micro-batch), so no state is kept between calls.
         generator = np.random.Generator(np.random.Philox(key=[self.seed, 0], counter=[0, purpose, step, micro_batch]))
         windows = generator.integers(source.window_count, size=self.batch_size)
         file_indices = np.searchsorted(source.end_windows, windows, side="right")

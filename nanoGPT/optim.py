@@ -42,7 +42,7 @@ def configure_muon(model: nn.Module, config: TrainConfig) -> "MuonWithAdamW":
 def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the parameter group of Muon, and the parameter groups of AdamW.
 
-    Muon orthogonalises the update of a full matrix. It is not used for embeddings, whose rows are looked up one by one.
+    Muon orthogonalizes the update of a full matrix. It is not used for embeddings, whose rows are looked up one by one.
     Its update is scaled to the size of AdamW's update (Liu et al. 2025), so both use the same learning rate and weight
     decay.
     """

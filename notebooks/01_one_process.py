@@ -56,7 +56,7 @@ config = TrainConfig(
 #
 # You will see what the model trains on, and why every process can compute any batch without a data loader.
 #
-# The data set is the text of Shakespeare's plays as one long sequence of token ids, here one id per character. A
+# The dataset is the text of Shakespeare's plays as one long sequence of token ids, here one id per character. A
 # training example is a window of this sequence. `x` contains T tokens, and `y` contains the same window shifted by one
 # token. Position i of `y` is therefore the target for position i of `x`, and one window gives T predictions to learn
 # from.
@@ -220,8 +220,9 @@ for step in range(5):
 # The loss falls, but each step uses the same 16 sequences, so the model only memorizes them. The trainer reads new
 # micro-batches in each step. Every `eval_interval` steps it also measures the loss on text that it never trains on.
 #
-# Now open `nanoGPT/train.py` and find the lines of this section in its training loop. The other lines are the learning
-# rate schedule, gradient clipping, mixed precision, monitoring, and a few lines for multiple processes.
+# Now open `nanoGPT/train.py` and find the lines of this section in the function `train_step`. The other lines of the
+# file are for the learning rate schedule, gradient clipping, mixed precision, monitoring, checkpoints, and multiple
+# processes.
 #
 # ## d. The same training on multiple ranks
 #
@@ -238,7 +239,7 @@ for step in range(5):
 # %%
 def local_micro_batches(micro_batches: int) -> list[int]:
     """Return the numbers of the micro-batches that the calling rank runs."""
-    import torch.distributed as dist  # runs in other processes, so the function imports what it needs
+    import torch.distributed as dist  # imported here, because only the processes of the ranks use it
 
     return list(range(dist.get_rank(), micro_batches, dist.get_world_size()))
 
@@ -455,7 +456,7 @@ assert resumed_curve == uninterrupted_curve
 # Every digit agrees. A different number of ranks changes the order of the sums, and with it the last digit. Here
 # every sum is computed in the same order as before.
 #
-# You have now seen the two tests that every phase of this workshop must pass: *the same loss curve on any number of
+# You have now seen the two tests that every trainer in this repository must pass: *the same loss curve on any number of
 # ranks*, and *the same loss curve after a kill and a resume*. In this notebook every rank stores the full training
 # state. The next notebooks shard it.
 #

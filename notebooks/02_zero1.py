@@ -157,9 +157,9 @@ print("".join(f",  ZeRO-1 on {ranks} ranks {(8 + 8 / ranks) * large_P / 1e9:.1f}
 # N equal *slices*, one per rank. A slice may begin or end inside a parameter. The part of a parameter that lies in the
 # slice of a rank is a *shard*.
 #
-# With `bucket_mb=0.2`, each block of our model fills one bucket. Bucket 0 contains the last block, because the backward
-# pass computes its gradients first: `mlp.c_proj` with 16,384 elements, `mlp.c_fc` with 16,384, `attn.c_proj` with 4,096
-# and `attn.c_attn` with 12,288.
+# With `bucket_mb=0.2`, each of the two blocks gets its own bucket; bucket 1 also contains `wpe`. Bucket 0 contains the
+# last block, because the backward pass computes its gradients first: `mlp.c_proj` with 16,384 elements, `mlp.c_fc` with
+# 16,384, `attn.c_proj` with 4,096 and `attn.c_attn` with 12,288.
 #
 # **Predict first:** where are the slice boundaries of this bucket on 4 ranks? Which ranks have a shard of `mlp.c_fc`?
 # Which matrices lie completely in the slice of one rank?
@@ -324,8 +324,8 @@ assert max_param_difference(naive_results[0], adamw_results[0]) == 0
 # parameters can differ more than the losses, because AdamW amplifies rounding where a gradient is close to zero.
 #
 # Now we measure the communication. In the ring algorithm, a rank sends 2n(N-1)/N bytes for an all-reduce of n bytes,
-# and n(N-1)/N bytes for a broadcast. The runs above used `nanoGPT.metrics.ledger.CollectiveCounter` in every step. It records
-# each collective call with its tensor size, and computes the communication volume with these formulas.
+# and n(N-1)/N bytes for a broadcast. The runs above used `nanoGPT.metrics.ledger.CollectiveCounter` in every step. It
+# records each collective call with its tensor size, and computes the communication volume with these formulas.
 #
 # **Predict first:** how many calls does one step make? How many elements does a rank send, in units of P(N-1)/N? Each
 # of the 4 ranks owns full parameters: how evenly are the elements distributed?
@@ -425,8 +425,9 @@ for name, ledger in ledgers.items():
     assert loss_difference < 1e-5
 
 # %% [markdown]
-# All four implementations produce the same loss curve. Except for the padding, `flat` communicates as much as DDP, and
-# its model state matches the formula on every rank. These are its collective calls:
+# All four implementations produce the same loss curve. Except for padding and a few bytes of control data, `flat`
+# communicates as much as DDP. Except for padding and step counts, its model state matches the formula on every rank.
+# These are its collective calls:
 
 # %%
 rows = ledgers["flat"]["ranks"][0]["collectives"]
@@ -437,11 +438,12 @@ print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of th
 # %% [markdown]
 # There are only two buckets now, because all matrices fit into one bucket of the default size, 25 MB. The two small
 # all-reduces have other purposes. One has one byte per tensor and finds out which tensors have a gradient on at least
-# one rank. The other sums the gradient norm, 8 bytes.
+# one rank. The other sums the squared norms of all ranks' shards, one scalar of 8 bytes.
 #
-# Note that `CollectiveCounter` counts calls and tensor sizes, and multiplies them by the cost of the ring algorithm. NCCL's rings
-# really send this volume. gloo, which these ranks use, does not: it implements a reduce-scatter as a full all-reduce.
-# On CPUs `flat` therefore sends more bytes than DDP. Use CPUs to study the algorithm, and GPUs to measure its traffic.
+# Note that `CollectiveCounter` counts calls and tensor sizes, and multiplies them by the cost of the ring algorithm.
+# NCCL's rings really send this volume. gloo, which these ranks use, does not: it implements a reduce-scatter as a full
+# all-reduce. On CPUs `flat` therefore sends more bytes than DDP. Use CPUs to study the algorithm, and GPUs to measure
+# its traffic.
 #
 # ## e. Overlap communication with the backward pass
 #
@@ -458,11 +460,11 @@ print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of th
 # another rank. In the first step this order is the order of the bucket numbers. Rank 0 then broadcasts the order in
 # which its buckets became full, and all ranks use this order from the second step on.
 #
-# Below we use smaller buckets. We wrap the methods of each bucket, so that we record the time of each call and how many
-# of the 15 gradients were ready.
+# Below, buckets of at most 0.07 MB give 8 buckets, numbered 0 to 7. The last one contains the LayerNorm weights. We
+# wrap the methods of each bucket, so that we record the time of each call and how many of the 15 gradients were ready.
 #
-# **Predict first:** the LayerNorm weights are in the last bucket. After which gradient does its reduce-scatter start in
-# step 0, and after which in step 1? How many of the 8 buckets start before `backward()` returns?
+# **Predict first:** how many gradients are ready when the reduce-scatter of bucket 7 starts in step 0, and how many in
+# step 1? How many of the 8 buckets start their reduce-scatter before `backward()` returns?
 
 # %%
 def record_timeline(config: Zero1Config, bucket_mb: float, steps: int) -> dict:
@@ -473,7 +475,7 @@ def record_timeline(config: Zero1Config, bucket_mb: float, steps: int) -> dict:
     model, data = create_model_and_data(config)
     names = {p: name.removeprefix("transformer.").removesuffix(".weight") for name, p in model.named_parameters()}
     events, ready_times = [], []
-    for p in model.parameters():  # registered before the optimizer's hooks, so that these hooks run first
+    for p in model.parameters():  # registered before the optimizer's hooks, so that the time is recorded first
         p.register_post_accumulate_grad_hook(lambda p: ready_times.append(time.perf_counter()))
     optimizer = make_flat_zero1(model, bucket_mb)
 
@@ -593,8 +595,8 @@ draw_timeline(timeline["buckets"], min(timeline["steps"][1:], key=duration))
 # after the reduce-scatter no rank has the full gradient. We try two wrong versions:
 #
 # - *local*: each rank computes the norm of its own shards, and scales them by this norm;
-# - *torch*: each rank calls `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` after the reduce-scatter, as most
-#   other trainers do.
+# - *torch*: each rank calls `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` after the reduce-scatter. This is
+#   the usual function for clipping, and has nothing to do with the implementation `torch` in (d).
 #
 # **Predict first:** is a local norm smaller or larger than the right norm? What do the other slices of `.grad` contain
 # after a reduce-scatter? Does `torch` return the same number on all ranks?
@@ -640,7 +642,7 @@ print(f"square root of the sum of the squared local norms: {sum_of_squares**0.5:
 # Both mistakes produce four different norms on the four ranks. A local norm is too small, so *local* clips too little,
 # and it scales each slice by a different factor. This changes the direction of the gradient. After the reduce-scatter,
 # the `.grad` of a rank contains the mean in its own slice only. The other slices contain the rank's own gradient, or
-# whatever the backend left there. *torch* adds these values to the norm.
+# whatever gloo or NCCL left there. *torch* adds these values to the norm.
 #
 # The last line shows the solution. The squares of the shards add up, so each rank only has to communicate one number.
 # `optimizer.clip_grad_norm_(max_norm)` sums the squares of its shards in fp64 and all-reduces this scalar. All ranks
@@ -673,7 +675,8 @@ assert max(abs(a - b) for a, b in zip(results["right"][0]["curve"], reference["c
 # A check that compares the ranks with each other therefore finds no error. The loss curves look normal, too. In steps 0
 # and 1 even the losses are almost right, because AdamW's first update hardly depends on the scale of the gradient.
 #
-# Only the comparison with one process shows the mistake. It can, because the right version agrees to about 1e-7.
+# Only the comparison with one process shows the mistake. This comparison is sensitive, because the right version agrees
+# with one process to about 1e-7.
 #
 # ## g. A sharded checkpoint
 #
@@ -696,7 +699,8 @@ for ranks in (4, 2):
 # the flattened moment of this parameter*. It uses PyTorch's distributed checkpoint (DCP), which writes one file per
 # rank and an index. The index records which file contains which elements. DCP calls such a saved part a *chunk*.
 #
-# Below, 4 ranks run 7 steps of the run of (d) and save. Then 2 ranks resume, train until step 12, and save again.
+# Below, 4 ranks run 7 steps of the run of (d) and save. Then 2 ranks resume, train until step 12, and save again. We
+# set `lr_decay_iters=12`, because otherwise the learning rate of the first run would decay over 7 steps.
 #
 # **Predict first:** bucket 0 begins with `h.1.mlp.c_proj` and `h.1.mlp.c_fc`, 16,384 elements each. In how many chunks
 # do 4 ranks save the first moment of `h.1.mlp.c_fc`, and in how many do 2 ranks? After the change to 2 ranks, what is
@@ -735,8 +739,8 @@ print(f"max loss difference: {max_loss_difference(resumed_curve, uninterrupted_c
 assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 
 # %% [markdown]
-# The two runs are identical up to step 6. After that, 2 ranks compute sums in a different order than 4 ranks. During
-# the load, no rank read the moments of another rank: the reader uses the index to find the elements of its own shards.
+# The two runs are identical up to step 6. After that, 2 ranks compute sums in a different order than 4 ranks. Each of
+# the 2 ranks read only the moments of its own shards: the reader uses the index to find them in the 4 files.
 #
 # The crash-safe protocol is the one of notebook 1: the manifest is written last, and then the directory is renamed.
 # Only the files in the directory are different.
@@ -757,8 +761,10 @@ assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 # `Zero1Optimizer` keeps the full gradient in `flat_grads` for gradient accumulation: each micro-batch adds to every
 # element, and only the last one starts the reduce-scatter. Without the full gradient, each micro-batch needs a
 # reduce-scatter, and each rank accumulates its own slice. This sends (M + 1) P(N-1)/N elements instead of 2 P(N-1)/N,
-# so with M = 1 ZeRO-2 has no extra communication. To implement it in `buckets.py`, allocate `flat_grads` when the first
-# gradient of a bucket is ready, and free it in `finish_reduce` after its slice is copied.
+# so with M = 1 ZeRO-2 has no extra communication. To implement it in `buckets.py`, allocate `flat_grads` and its views
+# when the first gradient of a bucket is ready, and free them as soon as the reduce-scatter has ended and the slice is
+# copied. (`finish_reduce` runs only after the backward pass, when all buckets are full. Freeing memory there does not
+# lower the peak.)
 #
 # </details>
 #

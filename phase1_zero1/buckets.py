@@ -5,7 +5,7 @@ need equal slices. A bucket therefore stores its parameters one after another in
 second buffer with the same layout. Both are padded to N equal slices, one per rank. A slice may begin or end inside a
 parameter. The part of a parameter that is in this rank's slice is this rank's *shard* of it:
 
-    params     | c_proj ........ | c_fc ............................ | ln | pad
+    params     | mlp.c_proj ......... | mlp.c_fc ........... | attn.c_proj | pad |
     slices     | rank 0              | rank 1              | rank 2              |
 
 The model does not change: each parameter, and its `.grad`, is a view into its buffer. Both collectives work in place.
@@ -27,7 +27,7 @@ from nanoGPT.optim import adamw_bytes
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-ALIGN = 32  # elements; vectorised kernels and NCCL are faster on aligned slices
+ALIGN = 32  # elements; vectorized kernels and NCCL are faster on aligned slices
 
 Options = dict[str, Any]  # a parameter group: its "params", and the arguments of the optimizer
 
@@ -81,7 +81,7 @@ class Bucket:
         group: the process group over which the bucket is sharded.
     """
 
-    COLLECTIVES = ("reduce-scatter", "all-gather")  # of one step, under the names of the ledger
+    COLLECTIVES = ("reduce-scatter", "all-gather")  # the collectives of one step, with the names that the ledger uses
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Bucket:
             dist.broadcast(self.flat_params, group=group, group_src=0)
         self.shards = self._create_shards()
         self.inner = make_inner([shard.tensor for shard in self.shards], options) if self.shards else None
-        self.has_grad = [False] * len(params)  # on this rank; after the reduction, on any rank
+        self.has_grad = [False] * len(params)  # per parameter: on this rank; after the reduction, on at least one rank
         self.ready_params: set[int] = set()  # indices of the parameters whose gradient is complete in this step
         self.work: dist.Work | None = None  # the collective in flight
         # Keep the previous collective alive. Otherwise gloo's thread frees it and waits for Python's GIL, and a
@@ -122,7 +122,7 @@ class Bucket:
         return slice_length * self.world_size, slice(self.rank * slice_length, (self.rank + 1) * slice_length)
 
     def _create_shards(self) -> list[Shard]:
-        """Return the shards in this rank's slice. No shard contains padding, so no norm and no state does."""
+        """Return the shards in this rank's slice. They contain no padding, so the state and the norm do not either."""
         shards, begin = [], 0
         for index, param in enumerate(self.params):
             elements = slice(max(begin, self.local_slice.start), min(begin + param.numel(), self.local_slice.stop))

@@ -1,6 +1,6 @@
 """Sharded Muon: each matrix belongs to one rank; all other parameters are sharded as in `zero1.py`.
 
-Muon orthogonalises the update of a matrix by multiplying the full matrix with itself, so a part of it is not enough.
+Muon orthogonalizes the update of a matrix by multiplying the full matrix with itself, so a part of it is not enough.
 Each rank therefore owns full matrices and stores the momentum of these only. A gradient is reduced to its owner, and
 the owner broadcasts the updated matrix. The total is again 2P(N-1)/N elements. The multiplications are the expensive
 part, so matrices are assigned to ranks by their number of multiplications and not by their size.

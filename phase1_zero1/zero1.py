@@ -46,23 +46,23 @@ class Zero1Optimizer(DataParallelOptimizer):
 
     1. *reduce*, in the backward pass: reduce-scatter the gradients of a bucket as soon as all of them are complete,
        while autograd computes those of earlier layers. All ranks reduce their buckets in the same order.
-    2. *update*, in `step`: the inner optimizer updates this rank's shard of each parameter. It skips a parameter if no
-       rank has a gradient of it.
+    2. *update*, in `step`: the inner optimizer, a torch optimizer over this rank's shards, updates them. It skips a
+       parameter if no rank has a gradient of it.
     3. *gather*, in `step`: all-gather the parameters of a bucket as soon as they are updated, while the next bucket is
        being updated.
 
         optimizer = Zero1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         for i, micro_batch in enumerate(micro_batches):
-            optimizer.require_backward_grad_sync = i == len(micro_batches) - 1  # DDP's name for it
+            optimizer.require_backward_grad_sync = i == len(micro_batches) - 1  # the same attribute as in DDP
             (loss(model, micro_batch) / len(micro_batches)).backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
 
     `step` sets `.grad` to None. Gradients are reduced and parameters all-gathered in the dtype of the parameter. For a
-    parameter in bf16 or fp16 a rank also stores its shard in fp32, the master: 12P/N bytes with AdamW. Load the weights
-    and move the model to its device before you create the optimizer. Buffers of the model, such as BatchNorm's, are not
-    synchronised. torch's GradScaler does not work with this optimizer: it checks `.grad` for infinities, but after
-    the reduction `.grad` is valid only inside this rank's slice.
+    parameter in bf16 or fp16, a rank also stores a master copy of its shard in fp32. Master copies and AdamW's moments
+    then take 12P/N bytes per rank. Load the weights and move the model to its device before you create the optimizer.
+    Buffers of the model, such as BatchNorm's, are not synchronized. torch's GradScaler does not work with this
+    optimizer: it checks `.grad` for infinities, but after the reduction `.grad` is valid only inside this rank's slice.
 
     Args:
         params: parameters or parameter groups, the same on every rank. Parameters that need no gradient are ignored.
@@ -93,11 +93,11 @@ class Zero1Optimizer(DataParallelOptimizer):
         self.rank, self.world_size = rank_and_world_size(process_group)
         self.require_backward_grad_sync = True
         self.buckets: list[Bucket] = []
-        self._bucket_order: list[int] = []  # in which buckets are reduced, the same on every rank
-        self._fill_order: list[int] | None = []  # in which buckets fill on this rank; None once all ranks use rank 0's
+        self._bucket_order: list[int] = []  # the order in which all ranks reduce the buckets
+        self._fill_order: list[int] | None = []  # the order in which they fill here; None once rank 0's order is used
         self._num_started = 0  # the number of buckets whose reduction has started in this step
         self._is_reduced = self._has_final_callback = False
-        self._deferred_buckets: set[Bucket] = set()  # a module's forward waits for them, and `step` does not
+        self._deferred_buckets: set[Bucket] = set()  # `step` does not wait for these; the modules' forward passes do
         prototype = optimizer_class([torch.zeros(1)], **defaults)
         super().__init__(params, prototype.defaults)
 
@@ -128,7 +128,7 @@ class Zero1Optimizer(DataParallelOptimizer):
 
     def _register_hooks(self, bucket: Bucket) -> None:
         """Register a hook for each parameter of a bucket. Autograd calls it once per backward pass and parameter."""
-        bucket_index, optimizer_ref = len(self.buckets), weakref.ref(self)  # so that the model does not keep it alive
+        bucket_index, optimizer_ref = len(self.buckets), weakref.ref(self)  # weak: hooks must not keep it alive
         self.buckets.append(bucket)
         self._bucket_order, self._fill_order = list(range(len(self.buckets))), []
         for index, param in enumerate(bucket.params):
@@ -219,10 +219,10 @@ class Zero1Optimizer(DataParallelOptimizer):
             bucket.has_grad, flags = flags[: len(bucket.params)], flags[len(bucket.params) :]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradient so that its norm over all ranks is at most `max_norm`; 0 leaves it. Collective.
+        """Clip the gradient: scale it so that its global norm is at most `max_norm`; 0 turns clipping off. Collective.
 
-        `torch.nn.utils.clip_grad_norm_` does not work here. When the backward pass ends, the reduction has already
-        started, and after it `.grad` is valid only inside this rank's slice.
+        `torch.nn.utils.clip_grad_norm_` does not work here, because the reduction starts during the backward pass.
+        After the reduction, `.grad` is valid only inside this rank's slice.
 
         Returns:
             The norm before clipping, a scalar in fp64, the same on every rank.
@@ -251,7 +251,7 @@ class Zero1Optimizer(DataParallelOptimizer):
         return loss
 
     def wait_for_params(self) -> None:
-        """Wait until every parameter is complete. Needed before reading them only after `gather_during_forward`."""
+        """Wait until every parameter is complete. After `gather_during_forward`, call it before reading parameters."""
         for bucket in self.buckets:
             bucket.wait()
 

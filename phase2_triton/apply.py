@@ -48,11 +48,11 @@ class TritonConfig(TrainConfig):
     """peak learning rate"""
     min_lr: float = 4e-4
     """learning rate after the cosine decay"""
-    max_iters: int = 70
+    max_iters: int = 50
     """total number of optimizer steps"""
-    warmup_iters: int = 14
+    warmup_iters: int = 15
     """steps of linear learning rate warm-up"""
-    eval_interval: int = 35
+    eval_interval: int = 25
     """steps between evaluations"""
     eval_iters: int = 16
     """micro-batches per evaluation, in total over all ranks"""

@@ -3,8 +3,8 @@
 The communication volume is counted, not estimated: a dispatch mode intercepts every collective of the step, with its
 tensors. The bytes per rank are those of the ring algorithm (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n
 bytes over N ranks, and n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast with a full tensor of n bytes.
-NCCL's rings send exactly these bytes. gloo's algorithms send more, and gloo copies the tensors that it reduces; the
-ledger counts neither. `nanoGPT/memory/tracker.py` measures the memory.
+NCCL's rings send exactly these bytes. gloo's reduce-scatter sends as much as an all-reduce, and gloo copies the tensors
+that it reduces; the ledger counts neither. `nanoGPT/memory/tracker.py` measures the memory.
 """
 
 import contextlib
@@ -80,8 +80,7 @@ class Ledger:
     Args:
         config: if its field `ledger` is False, nothing is measured. `ledger.json` is written into its out_dir.
         run: this rank's Runtime.
-        step: the step to measure. It is the third step of a run: the first allocates memory, and in the second DDP
-            rebuilds its buckets.
+        step: the step to measure. It is the third step of a run, because the first steps also allocate memory.
         model, optimizer: their bytes are counted; gradients are counted just before the update.
         step_costs: the trainer's formula for these costs.
     """

@@ -83,9 +83,11 @@ class Telemetry:
             self._open_metrics(first_step)
 
     def _open_metrics(self, first_step: int) -> None:
-        self.run.print0(f"{self.tokens_per_step:,} tokens per step, on any number of ranks; writing to {self.out_dir}")
+        tokens = f"{self.tokens_per_step:,} tokens per step, on any number of ranks"
         if self.config.eval_only:  # the files describe the run that trains
+            self.run.print0(tokens)
             return
+        self.run.print0(f"{tokens}; writing to {self.out_dir}")
         path = self.out_dir / "metrics.jsonl"
         drop_lines_from(path, first_step)
         self.metrics = open(path, "a", buffering=1)

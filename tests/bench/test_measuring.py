@@ -1,8 +1,10 @@
 """Measurements, their result files, and the tables that the documents show."""
 
 import copy
+import importlib.util
 import json
 import re
+import shlex
 import statistics
 import time
 
@@ -58,13 +60,16 @@ def test_a_result_names_its_hardware(tmp_path, monkeypatch):
 
 
 def test_committed_results_are_complete():
-    """Every committed result names hardware, versions and a commit, and contains raw samples.
+    """Every committed result names hardware, versions, a commit and a command that exists, and contains raw samples.
 
     The exception is kernel-resources.json, which the compiler produces without a measurement.
     """
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for path in set((ROOT / "bench" / "results").glob("*.json")) - {ROOT / "bench/results/kernel-resources.json"}:
         result = json.loads(path.read_text())
         assert {"name", "hardware", "versions", "git_commit", "settings", "samples"} <= result.keys(), path
+        program, *words = shlex.split(result["settings"]["command"])
+        assert words[0] in targets if program == "make" else importlib.util.find_spec(words[1]), path
 
 
 @pytest.fixture

@@ -236,7 +236,7 @@ def muon_losses(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
 def test_sharded_muon_matches_muon(ranks, muon_losses, tmp_path, device, need_ranks):
     """With --optimizer=muon, phase 1 prints the baseline's losses: identical on 1 rank, to 1e-4 on more ranks.
 
-    Torch orthogonalises in bf16, where the last digit of a gradient can change a rounding.
+    Torch orthogonalizes in bf16, where the last digit of a gradient can change a rounding.
     """
     need_ranks(ranks)
     config = tiny("phase1_zero1", tmp_path, device=device, zero1_bucket_mb=0.01, ledger=True, **MUON)
