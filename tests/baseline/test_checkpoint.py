@@ -71,7 +71,8 @@ def test_every_flipped_bit_is_detected(tmp_path, capsys):
             with pytest.raises(DamagedCheckpoint):
                 verify_files(newest, read_manifest(newest))
         (newest / name).write_bytes(content)
-    (newest / "payload").write_bytes(b"\0" + contents["payload"][1:])
+    payload = contents["payload"]
+    (newest / "payload").write_bytes(bytes([payload[0] ^ 1]) + payload[1:])
     assert directory.find_newest().step == 1
     assert "skipping step-00000002: the sha256 of payload differs" in capsys.readouterr().out
     assert ".bad-step-00000002" in list_names(tmp_path)
