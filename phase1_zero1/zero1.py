@@ -314,11 +314,8 @@ class Zero1Optimizer(DataParallelOptimizer):
         content = super().state_dict()
         param_ids = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         content["state"] = {param_ids[shard.param]: items for shard, items in self.shards_with_state() if items}
-        content["place"] = (
-            self.rank,
-            self.world_size,
-            [(s.offset, s.tensor.numel()) for s, _ in self.shards_with_state()],
-        )
+        ranges = [(shard.offset, shard.tensor.numel()) for shard, _ in self.shards_with_state()]
+        content["place"] = (self.rank, self.world_size, ranges)
         return content
 
     @torch.no_grad()

@@ -80,14 +80,13 @@ def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Collective
         return traffic
     mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     num_shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)
+    reductions = micro_batches if config.fsdp_sync_every_micro_batch else 1
     for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
         size = count_padded_elements(unit, num_shards)
         gathers = 1 if unit is model or not config.fsdp_reshard_after_forward else 2
         if num_shards > 1:
             traffic["all-gather", num_shards] += micro_batches * gathers * size * run.dtype.itemsize
-            traffic["reduce-scatter", num_shards] += (
-                4 * size * (micro_batches if config.fsdp_sync_every_micro_batch else 1)
-            )
+            traffic["reduce-scatter", num_shards] += reductions * size * 4
         if replicas > 1:
             traffic["all-reduce", replicas] += 4 * size // num_shards
     traffic["all-reduce", num_shards] += 8  # the squared norm, one fp64

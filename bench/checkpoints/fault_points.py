@@ -54,10 +54,8 @@ class Saver:
         init_shards(self.model, config, run)
         self.optimizer = configure_optimizer(self.model, config)
         allocate_state(self.optimizer)
-        self.checkpoints, self.shard_writer = (
-            CheckpointDirectory(out_dir, run, keep),
-            ShardWriter(self.model, self.optimizer),
-        )
+        self.checkpoints = CheckpointDirectory(out_dir, run, keep)
+        self.shard_writer = ShardWriter(self.model, self.optimizer)
         self.copy_state = self.shard_writer.copy if is_async else None
 
     @torch.no_grad()

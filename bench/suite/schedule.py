@@ -74,7 +74,9 @@ def estimate_seconds(config: TrainConfig | None, phase: str, ranks: int, gpu: Gp
     assert config is not None
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
     is_cpu = gpu not in GPUS.values()
-    dtype = config.dtype if config.dtype != "auto" else "float32" if is_cpu else "bfloat16"
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if is_cpu else "bfloat16"
     # The roofline of an eager trace has eager and compiled times.
     traced = trace(replace(config, compile=False, dtype=dtype), shape, ranks, gpu)
     roofline, micro_batches = traced.roofline, max(1, config.gradient_accumulation_steps // ranks)

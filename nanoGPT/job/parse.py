@@ -28,8 +28,8 @@ NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what 
     "wandb_project": "use --track=wandb and the environment variable WANDB_PROJECT instead",
     "wandb_run_name": "use --track=wandb and the environment variable WANDB_NAME instead",
 }
-# The directory of a trainer, and the name of its phase in a manifest.
-PHASES = {"nanoGPT": "baseline", "phase1_zero1": "zero1", "phase2_triton": "triton", "phase3_fsdp": "fsdp"}
+# For the directory of each trainer, the name of its phase in a manifest.
+PHASE_OF_DIRECTORY = {"nanoGPT": "baseline", "phase1_zero1": "zero1", "phase2_triton": "triton", "phase3_fsdp": "fsdp"}
 CONFIG_VARIABLE = "NANOGPT_CONFIG"  # environment variable with the configuration as JSON
 
 
@@ -75,9 +75,9 @@ def find_run_to_resume(out_dir: str, trainer: Path) -> str:
     """
     if out_dir != TrainConfig.out_dir:
         return out_dir
-    folder, phase = Path(out_dir), trainer.resolve().parent.name
-    runs = [*folder.glob(f"{phase}-*")]
-    if any(manifest.get("phase") == PHASES.get(phase) for _, manifest in read_manifests(folder)):
+    folder, name = Path(out_dir), trainer.resolve().parent.name
+    runs = [*folder.glob(f"{name}-*")]
+    if any(manifest.get("phase") == PHASE_OF_DIRECTORY.get(name) for _, manifest in read_manifests(folder)):
         runs.append(folder)
     return str(find_newest_run(runs) or out_dir)
 
