@@ -982,7 +982,7 @@ assert all((facts["spill_instructions"] > 0) == ("half" in name) for (name, _), 
 print()
 for name in ("dk and dv", "dk and dv, half the warps"):  # sums (BLOCK, 64) for dk and dv; products (BLOCK, STEP)
     facts = attention_facts[name, "sm_90"]
-    BLOCK, STEP = facts["tiles"]["BLOCK"], facts["tiles"]["STEP"]
+    BLOCK, STEP = facts["constants"]["BLOCK"], facts["constants"]["STEP"]
     elements = 2 * BLOCK * (64 + STEP) // (32 * facts["num_warps"])
     print(f"{name}: two sums and two products have {elements} elements per thread")
     assert (elements > 255) == ("half" in name)

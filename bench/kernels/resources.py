@@ -12,10 +12,7 @@ bytes and instructions of spilled registers, the shared memory, and which tensor
 import hashlib
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.kernels.machine_code import inspect_machine_code
 from bench.tables.records import RESULTS
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
@@ -47,8 +45,6 @@ from phase2_triton.kernels.core import record_launches
 
 ARCHITECTURES = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # maximum shared memory per program, in KiB
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "float64": "fp64"}
-TENSOR_CORES = ("mma.sync", "wgmma", "tcgen05")
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def meta_leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -150,35 +146,8 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], 
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     source = ASTSource(kernel, types, constants, attributes)
     compiled = triton.compile(source, target=target, options=compile_options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = run_tool(BINARIES / "cuobjdump", "--dump-resource-usage", file.name)
-        assembly = run_tool(BINARIES / "nvdisasm", "-c", "--no-dataflow", file.name)
-    return {
-        "tiles": {
-            key: value for key, value in options.items() if isinstance(value, int) and key not in compile_options
-        },
-        **compile_options,
-        "registers": read_usage("REG", usage),
-        "stack_bytes": read_usage("STACK", usage),
-        "spill_instructions": len(re.findall(r"\b(?:STL|LDL)\b", assembly)),
-        "shared_bytes": compiled.metadata.shared,
-        "has_dot": "tt.dot" in compiled.asm["ttir"],
-        "tensor_cores": [name for name in TENSOR_CORES if name in compiled.asm["ptx"]],
-        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]+\*/", assembly, flags=re.MULTILINE)),
-    }
-
-
-def run_tool(*command: str | Path) -> str:
-    """Run a command and return what it prints."""
-    words = [str(word) for word in command]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
-
-
-def read_usage(name: str, usage: str) -> int:
-    """Return the largest value of a resource in the output of `cuobjdump --dump-resource-usage`."""
-    return max(int(value) for value in re.findall(rf"\b{name}:(\d+)", usage))
+    constants = {key: value for key, value in options.items() if key not in compile_options}
+    return {"constants": constants, **compile_options, **inspect_machine_code(compiled)}
 
 
 def record_call(architecture: str, call: Callable[[], None]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:

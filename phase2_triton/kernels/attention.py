@@ -86,7 +86,8 @@ def store_rows(x, values, first, stride, T, HS: tl.constexpr, BLOCK_D: tl.conste
 
 @jit
 def all_keys_kernel(
-    q, k, v, y, T, scale, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr
+    q, k, v, y, T,
+    SCALE: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
     """Step 1: a block of queries attends to all keys at once. Long rows of scores do not fit into registers."""
     first = tl.program_id(0) * BLOCK
@@ -94,7 +95,7 @@ def all_keys_kernel(
     query = load_rows(q + head_offset, first, HS, T, HS, BLOCK_D, BLOCK, True)  # (BLOCK, BLOCK_D)
     key = load_rows(k + head_offset, 0, HS, T, HS, BLOCK_D, KEYS, True)  # (KEYS, BLOCK_D)
     visible = first + tl.arange(0, BLOCK)[:, None] >= tl.arange(0, KEYS)[None, :]  # (BLOCK, KEYS)
-    scores = tl.where(visible, tl.dot(query, tl.trans(key), input_precision="ieee") * scale, -float("inf"))
+    scores = tl.where(visible, tl.dot(query, tl.trans(key), input_precision="ieee") * SCALE, -float("inf"))
     p = tl.exp(scores - tl.max(scores, 1, keep_dims=True))
     value = load_rows(v + head_offset, 0, HS, T, HS, BLOCK_D, KEYS, True)
     out = tl.dot(p.to(value.dtype), value, input_precision="ieee") / tl.sum(p, 1, keep_dims=True)
@@ -128,19 +129,19 @@ def store_block(
 
 
 @jit
-def dropout_mask(seed, queries, keys, head, dropout):
+def dropout_mask(seed, queries, keys, head, DROPOUT: tl.constexpr):
     """Return which weights dropout keeps, by Philox with 7 rounds (Salmon et al. 2011).
 
     The mask depends only on (seed, head, query, key), so the forward and both backward kernels compute the same mask.
     """
     bits, _, _, _ = tl.philox(seed, keys, queries, head, 0, n_rounds=7)
-    return tl.uint_to_uniform_float(bits) >= dropout
+    return tl.uint_to_uniform_float(bits) >= DROPOUT
 
 
 @jit
 def forward_kernel(
     q, k, v, y, lse, seed, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    T, heads, scale, dropout, SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    T, heads, SCALE: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 and 3: a program computes y for BLOCK queries and loops over the keys, STEP at a time.
@@ -151,7 +152,7 @@ def forward_kernel(
     blocks = (T + BLOCK - 1) // BLOCK
     head = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
     first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK  # the last queries have the most keys, so they start first
-    seed = tl.load(seed) if DROPOUT else 0
+    seed = tl.load(seed) if DROPOUT > 0 else 0
     query = load_block(q, head, heads, q_batch, q_head, q_row, first, T, HS, BLOCK_D, BLOCK)
     k = head_pointer(k, head, heads, k_batch, k_head)
     v = head_pointer(v, head, heads, v_batch, v_head)
@@ -159,7 +160,7 @@ def forward_kernel(
     row_sum = tl.sum(acc, -1, keep_dims=True)  # zeros, (BLOCK, 1)
     row_max = row_sum - float("inf")
     queries = first + tl.arange(0, BLOCK)[:, None]
-    score_scale = scale * LOG2E
+    score_scale: tl.constexpr = SCALE * LOG2E
     diagonal = first // STEP * STEP if SPLIT else 0  # the first key block that needs a mask
     for MASKED in tl.static_range(2):
         for start in range(diagonal if MASKED else 0, tl.minimum(first + BLOCK, T) if MASKED else diagonal, STEP):
@@ -172,13 +173,13 @@ def forward_kernel(
             p = tl.exp2(scores * score_scale - new_max)  # scaling here is part of one multiply-add
             correction = tl.exp2(row_max - new_max)
             row_sum = row_sum * correction + tl.sum(p, -1, keep_dims=True)
-            if DROPOUT:
-                p = tl.where(dropout_mask(seed, queries, keys, head, dropout), p, 0.0)
+            if DROPOUT > 0:
+                p = tl.where(dropout_mask(seed, queries, keys, head, DROPOUT), p, 0.0)
             value = load_rows(v, start, v_row, T, HS, BLOCK_D, STEP, MASKED)  # (STEP, BLOCK_D)
             acc = tl.dot(p.to(value.dtype), value, acc * correction, input_precision=PRECISION, out_dtype=acc.dtype)
             row_max = new_max
     y = head_pointer(y, head, heads, tl.cast(T, tl.int64) * heads * HS, HS)  # (B, T, nh, hs) in memory
-    store_rows(y, acc * (1 / (row_sum * (1 - dropout))), first, heads * HS, T, HS, BLOCK_D, BLOCK)
+    store_rows(y, acc * (1 / (row_sum * (1 - DROPOUT))), first, heads * HS, T, HS, BLOCK_D, BLOCK)
     tl.store(lse + (head.to(tl.int64) * T + queries), row_max + tl.log2(row_sum), mask=queries < T)
 
 
@@ -192,8 +193,8 @@ def forward_kernel(
 @jit
 def backward_kernel(
     a_s, a_dp, b_s, b_dp, y, lse, delta, out, out_v, seed, a_s_batch, a_s_head, a_s_row, a_dp_batch, a_dp_head,
-    a_dp_row, b_s_batch, b_s_head, b_s_row, b_dp_batch, b_dp_head, b_dp_row, T, heads, scale, dropout,
-    DQ: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    a_dp_row, b_s_batch, b_s_head, b_s_row, b_dp_batch, b_dp_head, b_dp_row, T, heads, SCALE: tl.constexpr, DROPOUT: tl.constexpr,
+    DQ: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of BLOCK rows in a loop over tiles of STEP rows; the comment above explains a and b."""
@@ -203,7 +204,7 @@ def backward_kernel(
     first = tl.program_id(0) % blocks * BLOCK
     if DQ:
         first = (blocks - 1) * BLOCK - first
-    seed = tl.load(seed) if DROPOUT else 0
+    seed = tl.load(seed) if DROPOUT > 0 else 0
     a_rows = first + tl.arange(0, BLOCK)[:, None]
     row, batch = heads * HS, tl.cast(T, tl.int64) * heads * HS  # strides of y, dq, dk and dv: (B, T, nh, hs) in memory
     a_s = load_block(a_s, head, heads, a_s_batch, a_s_head, a_s_row, first, T, HS, BLOCK_D, BLOCK)
@@ -231,22 +232,22 @@ def backward_kernel(
             if not DQ:
                 row_lse = tl.load(lse + b_rows, mask=b_rows < T, other=0.0)  # (1, STEP)
                 row_delta = tl.load(delta + b_rows, mask=b_rows < T, other=0.0)
-            p = tl.dot(a_s, tl.trans(b_s_tile), input_precision=PRECISION) * (scale * LOG2E) - row_lse  # (BLOCK, STEP)
+            p = tl.dot(a_s, tl.trans(b_s_tile), input_precision=PRECISION) * (SCALE * LOG2E) - row_lse  # (BLOCK, STEP)
             if (UPPER == 1) == DQ:  # on the diagonal
                 p = tl.where(a_rows >= b_rows if DQ else b_rows >= a_rows, p, -float("inf"))
             p = tl.exp2(p)
             dp = tl.dot(a_dp, tl.trans(b_dp_tile), input_precision=PRECISION)  # (BLOCK, STEP)
-            if DROPOUT:
-                keep = dropout_mask(seed, a_rows if DQ else b_rows, b_rows if DQ else a_rows, head, dropout)
-                dp = tl.where(keep, dp * (1 / (1 - dropout)), 0.0)
+            if DROPOUT > 0:
+                keep = dropout_mask(seed, a_rows if DQ else b_rows, b_rows if DQ else a_rows, head, DROPOUT)
+                dp = tl.where(keep, dp * (1 / (1 - DROPOUT)), 0.0)
             if not DQ:
-                kept_p = (tl.where(keep, p, 0.0) if DROPOUT else p).to(b_dp_tile.dtype)
+                kept_p = (tl.where(keep, p, 0.0) if DROPOUT > 0 else p).to(b_dp_tile.dtype)
                 acc_v = tl.dot(kept_p, b_dp_tile, acc_v, input_precision=PRECISION, out_dtype=acc.dtype)
             ds = (p * (dp - row_delta)).to(b_s_tile.dtype)
             acc = tl.dot(ds, b_s_tile, acc, input_precision=PRECISION, out_dtype=acc.dtype)
-    store_block(out, acc * scale, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
+    store_block(out, acc * SCALE, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
     if not DQ:
-        acc_v = acc_v * (1 / (1 - dropout))
+        acc_v = acc_v * (1 / (1 - DROPOUT))
         store_block(out_v, acc_v, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
 
 
@@ -280,9 +281,9 @@ def launch_blocks(
     fp32_precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"  # no effect on half types
     strides = [stride for x in strided for stride in x.stride()[:3]]
     launch(
-        kernel, (B * nh // heads * -(-T // block),), *strided, *others, seed, *strides, T, nh, scale, dropout_p,
-        DROPOUT=seed is not None, PRECISION=fp32_precision, HEADS=heads, HS=hs, BLOCK_D=next_power_of_2(hs, 16),
-        BLOCK=block, STEP=step, **flags, **options,
+        kernel, (B * nh // heads * -(-T // block),), *strided, *others, seed, *strides, T, nh,
+        SCALE=scale, DROPOUT=0.0 if seed is None else dropout_p, PRECISION=fp32_precision, HEADS=heads, HS=hs,
+        BLOCK_D=next_power_of_2(hs, 16), BLOCK=block, STEP=step, **flags, **options,
     )  # fmt: skip
 
 

@@ -63,8 +63,8 @@ def reference(
 
 def reduce(losses: Tensor, is_counted: Tensor, reduction: str) -> Tensor:
     """Return the sum of the losses, or their mean over the targets that count (0 if no target counts)."""
-    total = losses.sum(dtype=torch.float64)
-    return (total if reduction == "sum" else total / is_counted.sum().clamp(min=1)).to(losses.dtype)
+    total = losses.sum()
+    return total if reduction == "sum" else total / is_counted.sum().clamp(min=1)
 
 
 @jit
@@ -88,8 +88,8 @@ def two_pass_kernel(logits, targets, losses, V, stride, ignore_index, BLOCK: tl.
 
 @jit
 def forward_kernel(
-    logits, targets, losses, peaks, totals, M, V, padded_V, stride, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, losses, peaks, totals, M, V, padded_V, stride, ignore_index,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step 2, and with GRADIENT step 3: the losses of ROWS rows.
 
@@ -110,16 +110,16 @@ def forward_kernel(
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # if all logits so far are -inf, avoid -inf - -inf
         total = total * tl.exp(peak - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
         peak = new_peak
-        if SMOOTH:
+        if SMOOTHING > 0:
             shifted_sum += tl.sum(tl.where(cols < V, z - origin[:, None], 0.0), 1)
     lse = peak + tl.log(total)
     target = tl.load(targets + rows, mask=rows < M, other=0)
     is_counted = target != ignore_index
     is_class = (target >= 0) & (target < V)
     target_logit = to_fp32(tl.load(base + tl.where(is_class, target, 0)[:, None]))  # (ROWS, 1)
-    loss = tl.log(total) - (1 - smoothing) * (tl.max(target_logit, 1) - peak) + z_loss * lse * lse
-    if SMOOTH:
-        loss -= smoothing * (shifted_sum / V + (origin - peak))
+    loss = tl.log(total) - (1 - SMOOTHING) * (tl.max(target_logit, 1) - peak) + Z_LOSS * lse * lse
+    if SMOOTHING > 0:
+        loss -= SMOOTHING * (shifted_sum / V + (origin - peak))
     loss = tl.where(is_class, loss, float("nan"))
     tl.store(losses + rows, tl.where(is_counted, loss, 0.0), mask=rows < M)
     tl.store(peaks + rows, peak, mask=rows < M)
@@ -129,28 +129,28 @@ def forward_kernel(
         for first in range(0, padded_V, BLOCK):
             cols = first + tl.arange(0, BLOCK)[None, :]
             z = to_fp32(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first"))
-            dz = compute_gradient(z, cols, target[:, None], peak[:, None], total[:, None], V, smoothing, z_loss, SMOOTH)
+            dz = compute_gradient(z, cols, target[:, None], peak[:, None], total[:, None], V, SMOOTHING, Z_LOSS)
             dz = tl.where(is_counted[:, None], dz, 0.0)
             tl.store(base + cols, dz, mask=(rows < M)[:, None] & (cols < padded_V))
 
 
 @jit
-def compute_gradient(z, cols, target, peak, total, V, smoothing, z_loss, SMOOTH: tl.constexpr):
+def compute_gradient(z, cols, target, peak, total, V, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr):
     """Return dz of one loss in fp32.
 
     dz is 0 where z is -inf, as in padding columns. It is NaN if the target is not in [0, V).
     """
-    dz = tl.exp(z - peak) / total * (1 + 2 * z_loss * (peak + tl.log(total)))
-    dz -= tl.where(cols == target, 1 - smoothing, 0.0)
-    if SMOOTH:
-        dz -= tl.where(cols < V, smoothing / V, 0.0)
+    dz = tl.exp(z - peak) / total * (1 + 2 * Z_LOSS * (peak + tl.log(total)))
+    dz -= tl.where(cols == target, 1 - SMOOTHING, 0.0)
+    if SMOOTHING > 0:
+        dz -= tl.where(cols < V, SMOOTHING / V, 0.0)
     return tl.where((target >= 0) & (target < V), dz, float("nan"))
 
 
 @jit
 def backward_kernel(
-    logits, targets, peaks, totals, dlosses, out, M, V, padded_V, stride, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, peaks, totals, dlosses, out, M, V, padded_V, stride, ignore_index,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a tile of logits, multiplied by the gradient of each row's loss.
 
@@ -163,7 +163,7 @@ def backward_kernel(
     target = tl.load(targets + rows, mask=rows < M, other=ignore_index)[:, None]
     peak = tl.load(peaks + rows, mask=rows < M, other=0.0)[:, None]
     total = tl.load(totals + rows, mask=rows < M, other=1.0)[:, None]
-    dz = compute_gradient(z, cols, target, peak, total, V, smoothing, z_loss, SMOOTH)
+    dz = compute_gradient(z, cols, target, peak, total, V, SMOOTHING, Z_LOSS)
     dz *= tl.load(dlosses + rows, mask=rows < M, other=0.0)[:, None]
     tl.store(out + offs, tl.where(target != ignore_index, dz, 0.0), mask=(rows < M)[:, None] & (cols < padded_V))
 
@@ -190,7 +190,7 @@ def run_forward(
     options, rows = select_tiles("cross_entropy_forward", M, padded_V)
     launch(
         forward_kernel, (-(-M // rows),), logits, targets, losses, peaks, totals, M, vocab_size, padded_V, padded_V,
-        ignore_index, smoothing, z_loss, SMOOTH=smoothing > 0, GRADIENT=gradient, ROWS=rows, **options,
+        ignore_index, SMOOTHING=smoothing, Z_LOSS=z_loss, GRADIENT=gradient, ROWS=rows, **options,
     )  # fmt: skip
     return losses, peaks, totals
 
@@ -232,7 +232,7 @@ def run_backward(
     launch(
         backward_kernel, (-(-M // rows), -(-padded_V // options["BLOCK"])),
         logits, targets, peaks, totals, dlosses, out, M, vocab_size, padded_V, padded_V,
-        ignore_index, smoothing, z_loss, SMOOTH=smoothing > 0, ROWS=rows, **options,
+        ignore_index, SMOOTHING=smoothing, Z_LOSS=z_loss, ROWS=rows, **options,
     )  # fmt: skip
     return out
 

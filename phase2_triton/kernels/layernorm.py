@@ -52,7 +52,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
 
 
 @jit
-def one_row_kernel(x, weight, bias, y, mean, rstd, N, eps, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def one_row_kernel(x, weight, bias, y, mean, rstd, N, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """Step 1 of the forward: one row per program. A short row gives a program too little work."""
     row = tl.program_id(0).to(tl.int64)  # the offset of a row can exceed 2^31
     cols = tl.arange(0, BLOCK)
@@ -60,7 +60,7 @@ def one_row_kernel(x, weight, bias, y, mean, rstd, N, eps, HAS_BIAS: tl.constexp
     v = to_fp32(tl.load(x + row * N + cols, mask=mask, other=0.0))
     row_mean = tl.sum(v, 0) / N
     centred = tl.where(mask, v - row_mean, 0.0)  # lanes beyond the row must not count in the variance
-    row_rstd = 1 / tl.sqrt(tl.sum(centred * centred, 0) / N + eps)
+    row_rstd = 1 / tl.sqrt(tl.sum(centred * centred, 0) / N + EPS)
     out = centred * row_rstd * to_fp32(tl.load(weight + cols, mask=mask, other=0.0))
     if HAS_BIAS:
         out += to_fp32(tl.load(bias + cols, mask=mask, other=0.0))
@@ -71,8 +71,8 @@ def one_row_kernel(x, weight, bias, y, mean, rstd, N, eps, HAS_BIAS: tl.constexp
 
 @jit
 def forward_kernel(
-    x, branch, weight, bias, total, y, mean, rstd, M, N, eps,
-    HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, branch, weight, bias, total, y, mean, rstd, M, N,
+    EPS: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step 2 of the forward: a tile of rows per program. HAS_BRANCH: first compute and store total = x + branch."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -87,7 +87,7 @@ def forward_kernel(
         v = to_fp32(rounded)  # the backward reads the rounded sum, so the forward must use it too
     row_mean = tl.sum(v, 1) / N  # (ROWS,)
     centred = tl.where(mask, v - row_mean[:, None], 0.0)
-    row_rstd = 1 / tl.sqrt(tl.sum(centred * centred, 1) / N + eps)
+    row_rstd = 1 / tl.sqrt(tl.sum(centred * centred, 1) / N + EPS)
     out = centred * row_rstd[:, None] * to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))[None, :]
     if HAS_BIAS:
         out += to_fp32(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
@@ -159,7 +159,7 @@ def forward_op(
     rstd = allocate_per_row(x)
     total = x.new_empty(0) if branch is None else torch.empty_like(x)
     launch(
-        forward_kernel, (-(-M // rows),), x, branch, weight, bias, total, y, mean, rstd, M, N, eps,
+        forward_kernel, (-(-M // rows),), x, branch, weight, bias, total, y, mean, rstd, M, N, EPS=eps,
         HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, ROWS=rows, BLOCK=next_power_of_2(N), **options,
     )  # fmt: skip
     return y, total, mean, rstd
@@ -289,7 +289,7 @@ def run_one_row_step(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps:
     mean = allocate_per_row(x)
     rstd = allocate_per_row(x)
     launch(
-        one_row_kernel, (M,), x, weight, bias, y, mean, rstd, N, eps,
+        one_row_kernel, (M,), x, weight, bias, y, mean, rstd, N, EPS=eps,
         HAS_BIAS=bias is not None, BLOCK=next_power_of_2(N),
     )  # fmt: skip
     return y

@@ -72,7 +72,7 @@ def forward_op(
             dx.append((z @ w).to(x.dtype))
         if need_dw:
             add_product(dw, z, h)
-    return torch.cat(losses).sum(dtype=torch.float64).to(sum_dtype), torch.cat(dx), dw.to(weight.dtype)
+    return torch.cat(losses).sum(), torch.cat(dx), dw.to(weight.dtype)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
