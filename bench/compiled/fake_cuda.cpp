@@ -1,7 +1,7 @@
-// A CUDA device that exists only by name, for a CPU build of torch.
+// A CUDA device that exists only by name.
 //
 // torch asks these two interfaces for the number of GPUs, the current device and its streams. With these answers it
-// traces a model whose fake tensors are on cuda:0. No operator exists for the device, so nothing can run on it.
+// traces a model whose fake tensors are on cuda:0. Nothing can run on the device.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -31,7 +31,11 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
 
 }  // namespace
 
-C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard);
+// To be called after torch is imported: a CUDA build of torch registers a guard that needs a driver.
+extern "C" void register_fake_guard() {
+  static const FakeGuard guard;
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
+}
 
 namespace at {
 
@@ -48,6 +52,7 @@ struct CUDAHooks : public CUDAHooksInterface {
   int getNumGPUs() const override { return 1; }
 };
 
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks);
+// A CUDA build of torch registers its hooks too, later and without this priority, and torch ignores them then.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, CUDAHooks);
 
 }  // namespace at

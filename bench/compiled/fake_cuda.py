@@ -2,9 +2,9 @@
 
     install_fake_gpu("sm_90")       # before torch is imported; torch then reports one H100
 
-A CPU build of torch refuses every tensor on a CUDA device, fake tensors too, because nobody has registered the two
-interfaces of `fake_cuda.cpp`. This module compiles and loads that file. Nothing can run on the device: only the traced
-graph and the code that Inductor generates for it are of use.
+Without a GPU, torch refuses every tensor on a CUDA device, fake tensors too: its CPU build has not registered the two
+interfaces of `fake_cuda.cpp`, and its CUDA build asks a driver. This module compiles and loads that file. Nothing can
+run on the device: only the traced graph and the code that Inductor generates for it are of use.
 """
 
 import ctypes
@@ -26,8 +26,8 @@ GPUS = {
 }
 
 
-def load_fake_cuda() -> None:
-    """Compile fake_cuda.cpp for the installed torch and load it.
+def load_fake_cuda() -> ctypes.CDLL:
+    """Compile fake_cuda.cpp for the installed torch, load it, and return the library.
 
     Raises:
         RuntimeError: torch was imported before, or the compiler failed.
@@ -42,12 +42,15 @@ def load_fake_cuda() -> None:
         library = Path(folder) / "fake_cuda.so"
         command = ["g++", "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{headers}"]
         command += [f"-I{headers / 'torch/csrc/api/include'}", str(SOURCE), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise RuntimeError("g++ is missing: install it, for example with apt install g++") from None
         if done.returncode:
             raise RuntimeError(f"g++ could not compile {SOURCE.name}:\n{done.stderr[-2000:]}")
         for name in ("libc10.so", "libtorch_cpu.so"):
             ctypes.CDLL(str(torch_folder / "lib" / name), ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(library))
+        return ctypes.CDLL(str(library))
 
 
 def build_properties(architecture: str) -> SimpleNamespace:
@@ -98,9 +101,20 @@ def install_fake_gpu(architecture: str) -> None:
     Raises:
         RuntimeError: torch was imported before, or the compiler failed.
     """
-    load_fake_cuda()
+    library = load_fake_cuda()
     import torch
     import triton
+    from torch._subclasses import fake_tensor
+
+    library.register_fake_guard()
+
+    class FakeGenerator(torch.Generator):
+        """The GPU's generator of random numbers; the code of a recomputed attention refers to it."""
+
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+        def clone_state(self) -> "FakeGenerator":
+            return self
 
     properties = build_properties(architecture)
     # Dynamo identifies these functions by their objects, so each name needs a function of its own.
@@ -114,7 +128,7 @@ def install_fake_gpu(architecture: str) -> None:
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8, device="cpu"),
         "set_rng_state": lambda state, device="cuda": None,
-        "default_generators": (torch.Generator(),),
+        "default_generators": (FakeGenerator(),),
         "_lazy_init": lambda: None,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
@@ -122,4 +136,5 @@ def install_fake_gpu(architecture: str) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch.version.cuda = "13.0"
+    fake_tensor.init_gpu_context = lambda device: None  # it would create a tensor on the GPU
     triton.runtime.driver.set_active(FakeDriver(architecture))

@@ -53,7 +53,7 @@ def constexpr(value: Any) -> Any:
 
 def is_interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels of this process, on CPU tensors."""
-    return triton is not None and type(to_fp32).__name__ == "InterpretedFunction"
+    return IS_INTERPRETED
 
 
 def patch_language_once() -> None:
@@ -283,5 +283,8 @@ def to_fp32(x):
     return x if x.dtype == tl.float64 else x.to(tl.float32)
 
 
-if is_interpreted():
+# A constant, because torch.compile of torch 2.11 cannot trace a question about the type of a kernel.
+IS_INTERPRETED = type(to_fp32).__name__ == "InterpretedFunction"
+
+if IS_INTERPRETED:
     patch_language_once()
