@@ -967,7 +967,7 @@ attention_variants = call_in_compiling_process(compile_attention_kernels, inspec
 attention_facts = {(name, architecture): facts for name, architecture, facts in attention_variants}
 print("kernel                    target  tile      warps  registers  shared (KiB)  spill instructions")
 for (name, architecture), facts in attention_facts.items():
-    tile = f"{facts['tiles']['BLOCK']} x {facts['tiles']['STEP']}"
+    tile = f"{facts['constants']['BLOCK']} x {facts['constants']['STEP']}"
     print(f"{name:25} {architecture:7} {tile:10}{facts['num_warps']:5}{facts['registers']:11}", end="")
     print(f"{facts['shared_bytes'] // 1024:14}{facts['spill_instructions']:20}")
     instructions = TENSOR_CORE.findall(facts["texts"]["ptx"])

@@ -1,4 +1,7 @@
-"""Check the code that torch.compile generates for one GPU architecture: `python -m bench.compiled.check sm_90`.
+"""Check the code that torch.compile generates for one GPU architecture.
+
+    python -m bench.compiled.check sm_90                            # all graphs
+    python -m bench.compiled.check sm_90 "phase 3: one block"       # only this graph
 
 Each compiled graph of each phase is generated as on the GPU, and all of its Triton kernels are compiled to machine
 code: ours and those that Inductor writes. A kernel fails the check if it does not compile, computes in fp64, has no
@@ -12,7 +15,9 @@ import os
 import sys
 from typing import Any
 
-from bench.compiled.fake_cuda import install_fake_gpu# Inductor uses a configuration of its own kernels only if it has at most 16 spill instructions, of 4 bytes each.
+from bench.compiled.fake_cuda import install_fake_gpu
+
+# Inductor uses a configuration of its own kernels only if it has at most 16 spill instructions, of 4 bytes each.
 MAX_INDUCTOR_SPILL = 64
 
 
@@ -57,8 +62,13 @@ def check_graph(graph: Any) -> tuple[int, int, list[str]]:
     return len(kernels), sum(not is_from_inductor(name) for name, _ in kernels), problems
 
 
-def check_architecture(architecture: str) -> int:
-    """Check all graphs for one architecture in this process. Print the results, and return the number of problems."""
+def check_architecture(architecture: str, names: list[str]) -> int:
+    """Check graphs for one architecture in this process. Print the results, and return the number of problems.
+
+    Args:
+        architecture: a key of `fake_cuda.GPUS`.
+        names: the names of the graphs; all graphs if this is empty.
+    """
     os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled; Triton reads it at its import
     install_fake_gpu(architecture)
     logging.disable()  # Inductor prints the sources of kernels that fail
@@ -69,7 +79,7 @@ def check_architecture(architecture: str) -> int:
 
     print(f"{architecture} with torch {torch.__version__} and Triton {triton.__version__}", flush=True)
     total = 0
-    for graph in GRAPHS:
+    for graph in [graph for graph in GRAPHS if graph.name in names or not names]:
         kernels, custom, problems = check_graph(graph)
         total += len(problems)
         print(f"  {graph.name}: {kernels} kernels, {custom} of them custom: {len(problems)} problems", flush=True)
@@ -79,4 +89,9 @@ def check_architecture(architecture: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(1 if check_architecture(sys.argv[1]) else 0)
+    try:
+        problems = check_architecture(sys.argv[1], sys.argv[2:])
+    except Exception as error:  # the check itself failed
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(1 if problems else 0)

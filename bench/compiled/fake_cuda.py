@@ -111,7 +111,7 @@ def install_fake_gpu(architecture: str) -> None:
     class FakeGenerator(torch.Generator):
         """The GPU's generator of random numbers; the code of a recomputed attention refers to it."""
 
-        device = torch.device("cuda", 0)  # type: ignore[assignment]
+        device = torch.device("cuda", 0)
 
         def clone_state(self) -> "FakeGenerator":
             return self
@@ -136,5 +136,5 @@ def install_fake_gpu(architecture: str) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch.version.cuda = "13.0"
-    fake_tensor.init_gpu_context = lambda device: None  # it would create a tensor on the GPU
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]  # it would use the GPU
     triton.runtime.driver.set_active(FakeDriver(architecture))

@@ -18,7 +18,7 @@ SERIALIZED_WGMMA = re.compile(r"\(C75\d\d\)")  # the numbers of ptxas's warnings
 
 
 def count_spilled_bytes(compiled: Any) -> int:
-    """Return the bytes of stack per thread, which are 0 if all values stay in registers. Faster than the full report."""
+    """Return the bytes of stack per thread, which are 0 if all values stay in registers."""
     return read_usage("STACK", dump_usage(compiled))
 
 
@@ -39,6 +39,7 @@ def inspect_machine_code(compiled: Any) -> dict[str, Any]:
         shared_bytes: shared memory per program.
         has_dot: whether the kernel contains a tl.dot.
         tensor_cores: the kinds of tensor-core instructions.
+        serialized_wgmma: whether its wgmma instructions wait for each other.
         instructions: number of machine instructions.
     """
     usage = dump_usage(compiled)
@@ -53,6 +54,7 @@ def inspect_machine_code(compiled: Any) -> dict[str, Any]:
         "shared_bytes": compiled.metadata.shared,
         "has_dot": "tt.dot" in compiled.asm["ttir"],
         "tensor_cores": [name for name in TENSOR_CORES if name in compiled.asm["ptx"]],
+        "serialized_wgmma": has_serialized_wgmma(compiled),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]+\*/", assembly, flags=re.MULTILINE)),
     }
 

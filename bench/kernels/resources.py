@@ -2,7 +2,7 @@
 
     python -m bench.kernels.resources                # print the report
     python -m bench.kernels.resources --json sm_90   # print it as JSON, and only for an H100
-    python -m bench.kernels.resources --write        # write bench/results/kernel-resources.json
+    python -m bench.kernels.resources --write        # write them into bench/results/kernel-resources.json
 
 Each public function is called on meta tensors with the shapes of GPT-2, so its own code selects tiles, warps and types.
 The launches are recorded and compiled ahead of time. From the machine code we read the registers per thread, the stack
@@ -43,6 +43,7 @@ from phase2_triton.kernels import (
 )
 from phase2_triton.kernels.core import record_launches
 
+REPORT = RESULTS / "kernel-resources.json"  # one report for each version of Triton
 ARCHITECTURES = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # maximum shared memory per program, in KiB
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "float64": "fp64"}
 
@@ -181,7 +182,7 @@ def build_report(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> dict[st
     kernels: dict[str, dict[str, Any]] = {architecture: {} for architecture in architectures}
     for (architecture, name), launch in jobs.items():
         kernels[architecture][name] = resources[repr((architecture, compilation_key(*launch)))]
-    return {"triton": triton.__version__, "sources": hash_sources(), "kernels": kernels}
+    return {"sources": hash_sources(), "kernels": kernels}
 
 
 def main(words: list[str]) -> None:
@@ -192,7 +193,8 @@ def main(words: list[str]) -> None:
         raise ConfigError(f"--write needs all architectures: remove {requested[0]}")
     report = build_report(requested or list(ARCHITECTURES))
     if "--write" in words:
-        (RESULTS / "kernel-resources.json").write_text(json.dumps(report, indent=1) + "\n")
+        reports = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+        REPORT.write_text(json.dumps({**reports, triton.__version__: report}, indent=1) + "\n")
     if "--json" in words:
         print(json.dumps(report))
         return

@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from torch.torch_version import TorchVersion
+
 from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.records import RESULTS, TRAINERS, format_table, hardware_of, read_results
 from bench.tables.zero1_tables import ZERO1_TABLES
@@ -198,7 +200,9 @@ def format_cost(cost: Cost) -> list[str]:
 
 def kernel_resources_table() -> str:
     """Return the compiled resources of each kernel on three architectures. Rows with equal resources appear once."""
-    kernels = json.loads((RESULTS / "kernel-resources.json").read_text())["kernels"]
+    reports = json.loads((RESULTS / "kernel-resources.json").read_text())
+    newest = max(reports, key=TorchVersion)
+    kernels = reports[newest]["kernels"]
     architectures = list(kernels)
     rows: list[list[str]] = []
     for name in kernels[architectures[0]]:

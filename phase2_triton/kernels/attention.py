@@ -86,8 +86,16 @@ def store_rows(x, values, first, stride, T, HS: tl.constexpr, BLOCK_D: tl.conste
 
 @jit
 def all_keys_kernel(
-    q, k, v, y, T,
-    SCALE: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    q,
+    k,
+    v,
+    y,
+    T,
+    SCALE: tl.constexpr,
+    HS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """Step 1: a block of queries attends to all keys at once. Long rows of scores do not fit into registers."""
     first = tl.program_id(0) * BLOCK
@@ -193,8 +201,8 @@ def forward_kernel(
 @jit
 def backward_kernel(
     a_s, a_dp, b_s, b_dp, y, lse, delta, out, out_v, seed, a_s_batch, a_s_head, a_s_row, a_dp_batch, a_dp_head,
-    a_dp_row, b_s_batch, b_s_head, b_s_row, b_dp_batch, b_dp_head, b_dp_row, T, heads, SCALE: tl.constexpr, DROPOUT: tl.constexpr,
-    DQ: tl.constexpr, PRECISION: tl.constexpr,
+    a_dp_row, b_s_batch, b_s_head, b_s_row, b_dp_batch, b_dp_head, b_dp_row, T, heads,
+    SCALE: tl.constexpr, DROPOUT: tl.constexpr, DQ: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of BLOCK rows in a loop over tiles of STEP rows; the comment above explains a and b."""

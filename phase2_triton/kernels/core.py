@@ -237,6 +237,12 @@ class Cost:
         return max((self.read + self.written) / bytes_per_second, self.flops / flops_per_second)
 
 
+def architecture_with_version(architecture: str) -> str:
+    """Return the name of rows that are only for this version of Triton, such as "sm_90 with Triton 3.6"."""
+    major, minor = triton.__version__.split(".")[:2]
+    return f"{architecture} with Triton {major}.{minor}"
+
+
 @functools.cache
 def load_config_table() -> dict[str, dict[str, list[dict[str, int]]]]:
     """Load configs.json: kernel name -> architecture -> rows of tile sizes, sorted by `up_to`."""
@@ -253,10 +259,18 @@ def current_architecture() -> str:
     return f"sm_{major}{minor}"
 
 
+def find_rows(kernel: str) -> list[dict[str, int]]:
+    """Return the rows of a kernel in configs.json that apply to this process."""
+    rows, architecture = load_config_table()[kernel], current_architecture()
+    names = (architecture_with_version(architecture), architecture, "cuda")
+    return next(rows[name] for name in names if name in rows)
+
+
 def select_config(kernel: str, size: int) -> dict[str, int]:
     """Return the tile sizes and warps for a kernel: the first row of its table whose `up_to` is at least `size`.
 
-    Architectures that have not been tuned use the rows of `cuda`.
+    Rows for this architecture with this version of Triton come before those for all versions, because versions compile
+    a kernel differently. Architectures that have not been tuned use the rows of `cuda`.
 
     Args:
         kernel: a key of configs.json.
@@ -265,8 +279,7 @@ def select_config(kernel: str, size: int) -> dict[str, int]:
     Raises:
         KernelError: the table has no row for this size.
     """
-    rows = load_config_table()[kernel]
-    for row in rows.get(current_architecture(), rows["cuda"]):
+    for row in find_rows(kernel):
         if size <= row["up_to"]:
             return {key: value for key, value in row.items() if key != "up_to"}
     raise KernelError(f"{kernel}: size {size} is larger than this kernel supports: use the reference function")

@@ -430,6 +430,7 @@ PLANTED_BUGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # one of the bugs computes -inf - -inf
 @pytest.mark.parametrize("name", PLANTED_BUGS)
 def test_a_planted_bug_is_caught(name, tmp_path):
     """Kernels with one planted bug fail the check of exactness. With nothing planted, the same check passes."""

@@ -1,0 +1,95 @@
+"""The check of the code that torch.compile generates for a GPU, on a machine without one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.compiled.__main__ import Options, main
+from nanoGPT.errors import ConfigError
+from tests.helpers.programs import DEADLINE
+from tests.helpers.training import ROOT
+
+
+def run_python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a new interpreter, because torch can be told only once which GPU there is. Kernels are not interpreted."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+
+
+def test_compiled_graphs_compile_for_an_h100():
+    """The model with all kernels, and a checkpointed block, are one graph each, and every kernel compiles for an H100.
+
+    No kernel computes in fp64, spills registers or has serialized wgmma instructions, and no tensor is copied because a
+    kernel writes into it. `make check-ptx` checks all graphs, also for an A100.
+    """
+    names = ["phase 2, --kernels=all", "phase 3: one block, checkpointed"]
+    done = run_python("-m", "bench.compiled.check", "sm_90", *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+    model, block = done.stdout.splitlines()[1:]
+    assert model.endswith("14 of them custom: 0 problems") and block.endswith("0 of them custom: 0 problems")
+
+
+PLANTED = """
+from bench.compiled.fake_cuda import install_fake_gpu
+install_fake_gpu("sm_90")
+import torch, triton
+import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
+from bench.compiled.check import check_graph
+from bench.compiled.generate import generate_code
+
+
+@triton.jit
+def scale_kernel(x, y, factor, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    values = tl.load(x + i)
+    tl.store(y + i, values * factor)
+    tl.store(y + BLOCK + i, values / tl.sum(values, 0))
+
+
+class Graph:
+    def __init__(self, function):
+        self.function = function
+
+    def generate(self):
+        with FakeTensorMode(), torch.device("cuda:0"):
+            return generate_code(self.function, torch.zeros(32768))
+
+
+def scale(x, size):
+    y = torch.empty(2 * size, device=x.device)
+    scale_kernel[(1,)](x, y, 0.1, BLOCK=size)
+    return y
+
+
+
+
+def branch(x):
+    return x + 1 if x.sum() > 0 else x
+
+
+for function in (lambda x: scale(x, 128), lambda x: scale(x, 32768), branch):
+    print(check_graph(Graph(function)))
+"""
+
+
+def test_planted_problems_are_found(tmp_path: Path):
+    """The check finds a Python float that Inductor passes as fp64, spilled registers, and a graph break."""
+    program = tmp_path / "planted.py"
+    program.write_text(PLANTED)
+    done = run_python(str(program))
+    assert done.returncode == 0, done.stderr[-3000:]
+    with_float, spilling, broken = done.stdout.splitlines()
+    assert with_float == "(1, 1, ['scale_kernel computes in fp64'])"
+    assert "scale_kernel computes in fp64" in spilling and "bytes of registers" in spilling
+    assert "torch.compile fails" in broken
+
+
+def test_an_unknown_architecture_is_refused():
+    """An unknown architecture is one error that names the known ones."""
+    with pytest.raises(ConfigError, match=r"sm_75 is unknown: use sm_80, sm_90, sm_100"):
+        main(Options(architectures="sm_90,sm_75"))
