@@ -1,10 +1,13 @@
-"""Helpers for tests of kernels: guard bands, the tolerance rule, and fixed random tensors."""
+"""Helpers for tests of kernels: guard bands, the tolerance rule, random tensors, and changed copies of kernels."""
 
 import ast
 import contextlib
+import importlib.util
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -179,3 +182,25 @@ def find_converted_numbers(kernel, args):
         if isinstance(node.func.value, ast.Name)
     }
     return numbers & converted
+
+
+def import_variant(folder: Path, module: ModuleType, name: str, replacements: list[tuple[str, str]]) -> Any:
+    """Copy a kernel's file, replace text in it, and import the copy as a separate module.
+
+    Args:
+        folder: directory for the copy.
+        module: the module to copy.
+        name: unique name of the copy, and prefix of its operators.
+        replacements: pairs of the text in the file and the text to put in its place.
+    """
+    source = Path(str(module.__file__)).read_text()
+    for old, new in replacements:
+        assert old in source, old
+        source = source.replace(old, new)
+    path = folder / f"{name}.py"
+    path.write_text(source.replace('kernel_op("', f'kernel_op("{name}_'))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy

@@ -1,8 +1,6 @@
 """Tests of the causal attention kernels in the interpreter, against plain torch in fp64."""
 
 import contextlib
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from tests.helpers.kernels import (
     gap,
     guard,
     guard_bands,
+    import_variant,
 )
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -96,9 +95,10 @@ def test_large_scores_do_not_overflow(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_dropout_matches_the_reference_with_the_same_mask(dtype):
+@pytest.mark.parametrize(("B", "nh"), [(2, 2), (1, 3)])  # an odd number of heads: one head per program, as on a GPU
+def test_dropout_matches_the_reference_with_the_same_mask(B, nh, dtype):
     """The forward and both backward kernels drop what Philox in plain torch drops, and scale the other elements."""
-    B, nh, T, hs = 2, 2, 97, 24
+    T, hs = 97, 24
     seed = torch.tensor([2**62 + 12345])
     mask = compute_dropout_mask(seed, B, nh, T, 0.2)
 
@@ -405,18 +405,6 @@ def test_invalid_input_is_refused_with_one_sentence(args, words):
     assert "\n" not in str(error.value)
 
 
-def plant_bug(folder, name, right, wrong):
-    """Replace `right` by `wrong` in the kernels' source file, and import the result as a separate module."""
-    source = Path(attention.__file__).read_text()
-    assert right in source
-    path = folder / f"{name}.py"
-    path.write_text(source.replace(right, wrong).replace('kernel_op("', f'kernel_op("{name}_'))
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 PLANTED_BUGS = {
     "nothing": ("queries >= keys, scores", "queries >= keys, scores"),
     "attends_to_next_token": ("queries >= keys, scores", "queries + 1 >= keys, scores"),
@@ -427,27 +415,33 @@ PLANTED_BUGS = {
     "dkv_without_mask": ("a_rows >= b_rows if DQ else b_rows >= a_rows", "a_rows >= b_rows if DQ else b_rows >= 0"),
     "dkv_drops_other_elements": ("a_rows if DQ else b_rows, b_rows if DQ else a_rows", "a_rows, b_rows"),
     "no_delta": ("(dp - row_delta)", "dp"),
+    "one_mask_for_all_heads": ("queries, keys, head, DROPOUT)", "queries, keys, head if HEADS > 1 else 0, DROPOUT)"),
+    "dp_is_not_rescaled": ("dp * (1 / (1 - DROPOUT))", "dp * (1 / (1 - (DROPOUT if HEADS > 1 else 0)))"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # one of the bugs computes -inf - -inf
 @pytest.mark.parametrize("name", PLANTED_BUGS)
 def test_a_planted_bug_is_caught(name, tmp_path):
-    """Kernels with one planted bug fail the check of exactness. With nothing planted, the same check passes."""
-    kernels = plant_bug(tmp_path, name, *PLANTED_BUGS[name])
+    """Kernels with one planted bug fail the check of exactness. With nothing planted, the same check passes.
+
+    A program computes two heads, or one head where their number is odd.
+    """
+    kernels = import_variant(tmp_path, attention, name, [PLANTED_BUGS[name]])
     kernels.select_config = lambda *_: {"block": 32, "step": 32, "heads": 2}
     seed = torch.tensor([7])
-    keep = compute_dropout_mask(seed, 1, 2, 97, 0.2)
     with contextlib.nullcontext() if name == "nothing" else pytest.raises(AssertionError, match="error of"):
-        assert_as_exact_as_torch(
-            lambda qkv: kernels.forward_op(*split_heads(qkv), seed, 0.2, 0.2)[0],
-            lambda qkv: reference(*split_heads(qkv), 0.2, 0.2, keep),
-            (make_projection(1, 2, 97, 24),),
-            gradient_factor=3.0,
-        )
+        for num_heads in (3, 2):
+            keep = compute_dropout_mask(seed, 1, num_heads, 97, 0.2)
+            assert_as_exact_as_torch(
+                lambda qkv: kernels.forward_op(*split_heads(qkv), seed, 0.2, 0.2)[0],
+                lambda qkv, keep=keep: reference(*split_heads(qkv), 0.2, 0.2, keep),
+                (make_projection(1, num_heads, 97, 24),),
+                gradient_factor=3.0,
+            )
 
 
 def test_a_planted_overflow_is_caught(tmp_path):
     """With 32-bit offsets, which wrap around at 2^31, the check of distant rows fails."""
-    kernels = plant_bug(tmp_path, "wraps", "rows.to(tl.int64) * stride", "rows * stride")
+    kernels = import_variant(tmp_path, attention, "wraps", [("rows.to(tl.int64) * stride", "rows * stride")])
     assert not are_distant_rows_equal(kernels)

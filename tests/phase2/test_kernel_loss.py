@@ -78,7 +78,7 @@ def test_maximum_and_sum_are_carried_over_tiles():
         z = guard(logits)
         launch(
             unfused.forward_kernel, (4,), z, labels, losses, peaks, totals, 7, 1000, 1000, 1000, -1, 0.0, 0.0,
-            SMOOTH=False, GRADIENT=True, ROWS=2, BLOCK=64,
+            GRADIENT=True, ROWS=2, BLOCK=64,
         )  # fmt: skip
     leaf = logits.double().requires_grad_()
     exact = F.cross_entropy(leaf, labels, ignore_index=-1, reduction="none")
@@ -385,7 +385,7 @@ def test_an_unknown_label_reads_nothing_and_gives_nan():
     labels, z = torch.tensor([2**40, 1]), guard(torch.zeros(2, 9))
     launch(
         unfused.forward_kernel, (1,), z, labels, losses, peaks, totals, 2, 9, 9, 9, -1, 0.0, 0.0,
-        SMOOTH=False, GRADIENT=True, ROWS=2, BLOCK=next_power_of_2(9),
+        GRADIENT=True, ROWS=2, BLOCK=next_power_of_2(9),
     )  # fmt: skip
     assert losses[0].isnan() and losses[1].item() == pytest.approx(torch.tensor(9.0).log().item())
     assert z[0].isnan().all() and z[1].isfinite().all()  # NaN prevents a step with the gradient of half a batch
