@@ -21,6 +21,9 @@ LOST_PEER_MESSAGES = (
     "Connection reset by peer",
     "Broken pipe",
     "ncclRemoteError",
+    "Connection closed by remote peer",
+    "remote process exited or there was a network error",
+    "NCCL communicator was aborted",
     "PeerFailed",
 )
 # Out-of-memory messages of errors that are neither torch.OutOfMemoryError nor MemoryError. "Not initialized" is one of

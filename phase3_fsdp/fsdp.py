@@ -12,6 +12,7 @@ update a rank stores 1/N of 16 bytes per parameter (ZeRO stage 3, Rajbhandari et
     init_shards(model, config, run)                    # each rank allocates and fills its shards
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -178,6 +179,8 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     if config.compile:
         for block in model.blocks:
             block.compile()
+    if config.fsdp_cpu_offload and run.device.type == "cuda":
+        torch.set_num_threads(count_update_threads(os.cpu_count() or 1, run.local_world_size))
     run.uses_autocast = False  # FSDP casts parameters before the all-gather, which halves its bytes in bf16
     shard_options: dict[str, Any] = {
         "mesh": create_mesh(config, run),
@@ -190,6 +193,14 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     fully_shard(model, **shard_options)  # FSDP keeps the root unsharded after the forward: its backward comes next
     set_prefetching([model, *units], config.fsdp_prefetch)
     return model
+
+
+def count_update_threads(cores: int, local_world_size: int) -> int:
+    """Return the number of threads of a rank whose optimizer runs on the CPU: its share of the node's cores.
+
+    The launcher gives each rank one thread, which is right for ranks that compute on a GPU.
+    """
+    return max(1, cores // local_world_size)
 
 
 def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:

@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanoGPT.checkpoint.manifest import (
     Checkpoint,
     DamagedCheckpoint,
@@ -227,6 +229,8 @@ class CheckpointDirectory:
 
         def store_failure() -> None:
             try:
+                if self.run.device.type == "cuda":  # a new thread would use GPU 0, and create a context on it
+                    torch.cuda.set_device(self.run.device)
                 for task in tasks:
                     task()
             except BaseException as failure:

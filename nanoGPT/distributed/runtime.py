@@ -224,6 +224,9 @@ def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     if name == "bfloat16" and not has_bf16:
         gpu = torch.cuda.get_device_name(device)
         raise ConfigError(f"--dtype=bfloat16 is not supported by this GPU ({gpu}): use --dtype=float16")
+    if name == "float32" and device.type == "cuda":
+        uses_tf32 = torch.get_float32_matmul_precision() != "highest"
+        return torch.float32, f"requested; matrix products {'use' if uses_tf32 else 'do not use'} TF32"
     if name != "auto":
         return DTYPES[name], "requested"
     if device.type != "cuda":

@@ -14,16 +14,24 @@ import torch
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import PACKAGE
 
-# Peak FLOP/s of dense bfloat16 (T4: float16), without sparsity, from the data sheets of the manufacturers.
+# Peak FLOP/s of dense bfloat16 (T4 and V100: float16), without sparsity, from the data sheets of the manufacturers.
 PEAK_FLOPS = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
+    "H20": 148e12,
     "A100": 312e12,
+    "A10": 125e12,
     "L40S": 362e12,
+    "L4": 121e12,
     "RTX 6000 Ada": 364e12,
+    "RTX 5090": 209.5e12,
     "RTX 4090": 165e12,
+    "V100-PCIE": 112e12,
+    "V100": 125e12,
     "T4": 65e12,
 }
 
@@ -33,7 +41,7 @@ def find_peak_flops(run: Runtime) -> float | None:
     if run.device.type != "cuda" or run.dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(run.device)
-    slower_variants = "(?! (NVL|Laptop|D\\b))"  # parts with the same name, but another peak
+    slower_variants = "(?! (Laptop|D\\b))"  # parts with the same name, but another peak
     return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b{slower_variants}", name)), None)
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -40,6 +41,21 @@ def test_a_saved_checkpoint_is_the_newest(tmp_path):
     assert checkpoint.step == 5 and (checkpoint.path / "payload").read_bytes() == b"five"
     assert [(f["name"], f["size"]) for f in checkpoint.manifest["files"]] == [("payload", 4)]
     assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step-00000005\n"
+
+
+def test_an_asynchronous_save_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
+    """The saving thread selects its rank's GPU before it writes. A new thread would use GPU 0.
+
+    The selected GPU is recorded and not set, because this also runs where there is no GPU.
+    """
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((threading.get_ident(), device)))
+    directory = make_directory(tmp_path)
+    directory.run.device = torch.device("cuda", 3)
+    directory.save(5, lambda files: calls.append("write"), MANIFEST_FIELDS, lambda: None)
+    directory.drain()
+    (thread, device), written = calls[:2]
+    assert device == torch.device("cuda", 3) and thread != threading.get_ident() and written == "write"
 
 
 def test_retention_keeps_the_newest_complete_checkpoints(tmp_path):

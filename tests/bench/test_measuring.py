@@ -197,7 +197,13 @@ def test_mfu_uses_the_peak_flops_of_the_gpu(monkeypatch):
 
     assert get_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and get_peak_flops("NVIDIA H100 PCIe") == 756e12
     assert get_peak_flops("NVIDIA H200") == PEAK_FLOPS["H200"] and get_peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert get_peak_flops("NVIDIA GH200 480GB") is None and get_peak_flops("NVIDIA H100 NVL") is None
+    assert get_peak_flops("NVIDIA H100 NVL") == 835e12 and get_peak_flops("NVIDIA H20") == 148e12
+    assert get_peak_flops("NVIDIA L4") == 121e12 and get_peak_flops("NVIDIA L40S") == 362e12
+    assert get_peak_flops("NVIDIA A10") == 125e12 and get_peak_flops("NVIDIA A10G") is None
+    assert get_peak_flops("Tesla V100-PCIE-16GB", torch.float16) == 112e12
+    assert get_peak_flops("Tesla V100-SXM2-32GB", torch.float16) == 125e12
+    assert get_peak_flops("NVIDIA GH200 480GB") is None and get_peak_flops("NVIDIA GeForce RTX 4090 D") is None
+    assert get_peak_flops("NVIDIA GeForce RTX 5090 Laptop GPU") is None
     assert get_peak_flops("Some GPU") is None and get_peak_flops("NVIDIA H200", torch.float32) is None
     assert find_peak_flops(Runtime(0, 0, 1, 1, torch.device("cpu"), torch.bfloat16)) is None
 

@@ -1,14 +1,18 @@
 """Tests of properties that all kernels share: launches, and compilation for three architectures without a GPU."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 import triton
 
 from bench.kernels.resources import ARCHITECTURES, REPORT, build_calls, hash_sources, record_call
+from phase2_triton.kernels import adamw, core
 from phase2_triton.kernels.core import load_config_table
 from tests.helpers.kernels import find_converted_numbers
 from tests.helpers.programs import DEADLINE
@@ -95,3 +99,101 @@ def test_the_configuration_table_is_consistent():
         assert len(names) == 1, kernel
         for device_rows in rows_by_device.values():
             assert [row["up_to"] for row in device_rows] == sorted(row["up_to"] for row in device_rows), kernel
+
+
+def test_a_launch_selects_the_device_of_its_tensors(monkeypatch):
+    """A compiled kernel is launched on the GPU of its tensors, even if another GPU is the current one.
+
+    There may be no GPU here, so the test records the selected device and the launch instead.
+    """
+    events = []
+
+    @contextlib.contextmanager
+    def select(device):
+        events.append(device)
+        yield
+        events.append("end")
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: events.append(grid)
+
+    x = torch.zeros(3)
+    monkeypatch.setattr(core, "is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_of", select)
+    monkeypatch.setattr(torch.cuda, "device", select)
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: kernel)
+    core.launch(Kernel(), (7,), x)
+    assert events[0] is x and events[1:] == [(7,), "end"]
+    events.clear()
+    on_gpu_1 = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    adamw.launch_update(Kernel(), (7,), on_gpu_1)
+    assert events == [torch.device("cuda", 1), (7,), "end"]
+
+
+def test_what_the_interpreter_cannot_show_is_in_the_machine_code(tmp_path):
+    """AdamW tests its addresses before it uses 16-byte accesses, and cross-entropy waits before it overwrites logits.
+
+    Without either, the interpreter computes the same numbers. Planted copies of the kernels lack it in their code.
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    arguments = [sys.executable, "-c", CODE_PROGRAM, str(tmp_path)]
+    process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert json.loads(process.stdout) == {
+        "adamw": {"tests addresses": True, "16-byte accesses": True},
+        "adamw without test": {"tests addresses": False, "16-byte accesses": True},
+        "cross_entropy": True,
+        "cross_entropy without barrier": False,
+    }
+
+
+CODE_PROGRAM = """
+import json, re, sys
+from pathlib import Path
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from bench.kernels.resources import build_signature
+from phase2_triton.kernels import adamw, cross_entropy
+from phase2_triton.kernels.core import record_launches
+from tests.helpers.kernels import import_variant
+
+
+def compile_first_launch(call):
+    with record_launches("sm_90") as recorder:
+        call()
+    kernel, args, options = recorder.launches[0]
+    types, constants, attributes = build_signature(kernel, args, options)
+    source = ASTSource(kernel, types, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": options["num_warps"]}).asm
+
+
+def inspect_adamw(module):
+    def step():
+        p = torch.empty(4096, device="meta", requires_grad=True)
+        p.grad = torch.empty_like(p)
+        module.TritonAdamW([p]).step()
+
+    ptx = compile_first_launch(step)["ptx"]
+    tests = re.search(r"and\\.b64\\s+%rd\\d+, %rd\\d+, 15;", ptx)
+    return {"tests addresses": tests is not None, "16-byte accesses": "ld.global.v4" in ptx}
+
+
+def has_barrier(module):
+    logits, targets = torch.empty(64, 50304, device="meta"), torch.empty(64, dtype=torch.int64, device="meta")
+    ir = compile_first_launch(lambda: module.run_forward(logits, targets, 50304, -1, 0.0, 0.0, True))["ttir"]
+    before_gradient = ir[: ir.rindex("tt.load")]
+    return "barrier" in before_gradient
+
+
+folder = Path(sys.argv[1])
+bare_adamw = import_variant(folder, adamw, "bare_adamw", [("((p | g | m | v) % 16 == 0) & ", "")])
+bare_loss = import_variant(folder, cross_entropy, "bare_loss", [("        tl.debug_barrier()", "        pass")])
+print(json.dumps({
+    "adamw": inspect_adamw(adamw),
+    "adamw without test": inspect_adamw(bare_adamw),
+    "cross_entropy": has_barrier(cross_entropy),
+    "cross_entropy without barrier": has_barrier(bare_loss),
+}))
+"""

@@ -34,7 +34,15 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.costs import count_padded_elements, describe_sharding, own_params
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
-from phase3_fsdp.fsdp import FsdpConfig, create_mesh, find_units, init_device, init_shards, shard_model
+from phase3_fsdp.fsdp import (
+    FsdpConfig,
+    count_update_threads,
+    create_mesh,
+    find_units,
+    init_device,
+    init_shards,
+    shard_model,
+)
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
 from tests.helpers.training import ROOT, gap, tiny, train, train_all
 from workshop.phases import PHASES
@@ -122,6 +130,11 @@ def test_the_padding_of_50257_rows():
 def gather_weights_by_name(shape: GPTConfig, options: dict) -> dict[str, torch.Tensor]:
     model, _ = make_sharded_model(shape, **options)
     return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
+
+
+def test_an_optimizer_on_the_cpu_gets_its_share_of_the_cores():
+    """With --fsdp_cpu_offload on GPUs, the ranks of a node divide its cores, and each rank has at least one thread."""
+    assert [count_update_threads(64, 8), count_update_threads(16, 1), count_update_threads(2, 8)] == [8, 16, 1]
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,14 @@ def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
     assert pick_dtype("auto", torch.device("cpu"))[0] == torch.float32
 
 
+def test_float32_on_a_gpu_says_whether_tf32_is_used(monkeypatch):
+    """With --dtype=float32 on a GPU, the reason for the dtype says whether matrix products use TF32."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert pick_dtype("float32", torch.device("cuda", 0))[1] == "requested; matrix products do not use TF32"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert pick_dtype("float32", torch.device("cuda", 0))[1] == "requested; matrix products use TF32"
+
+
 def copy_dataset(tmp_path: Path) -> Path:
     """Copy the prepared dataset shakespeare_char and return the new directory."""
     folder = tmp_path / "my_data"

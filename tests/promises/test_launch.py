@@ -299,7 +299,15 @@ def test_each_run_has_a_new_directory(ranks, tmp_path):
     assert len(set(names)) == 3 and all(name.startswith("out/nanoGPT-") for name in names)
 
 
-def test_the_root_cause_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "lost_message",
+    [
+        "RuntimeError: Connection closed by peer [127.0.0.1]",
+        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0",
+    ],
+)
+def test_the_root_cause_is_named(lost_message, tmp_path):
     """Of several failed ranks, the root cause is a killed rank, otherwise the first rank that raised an error itself.
 
     A rank that lost its peer, was stopped by the launcher or was aborted by NCCL's watchdog is not the root cause.
@@ -310,7 +318,7 @@ def test_the_root_cause_is_named(tmp_path):
         error_file.write_text(json.dumps({"message": message, "timestamp": when}))
         return ProcessFailure(rank, 1, code, str(error_file))
 
-    lost = failure(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]", 1)
+    lost = failure(0, 1, lost_message, 1)
     terminated = failure(1, -signal.SIGTERM, "Signal 15 (SIGTERM) received by PID 1", 2)
     late, early = failure(2, 1, "OSError: late", 4), failure(3, 1, "OSError: early", 3)
     killed = failure(4, -signal.SIGKILL, "Signal 9 (SIGKILL) received by PID 1", 5)
