@@ -15,7 +15,7 @@ def evaluate(model: torch.nn.Module, data: TokenData, config: TrainConfig, run: 
     model, because a sharded model needs all ranks, but they do not count the loss.
 
     Args:
-        model: takes (x, y) and returns (logits, loss). It is in training mode again on return.
+        model: takes (x, y) and returns the loss. It is in training mode again on return.
         data: the data; the validation split is used.
         config: only `eval_iters` is used.
         run: this rank's Runtime.
@@ -27,7 +27,7 @@ def evaluate(model: torch.nn.Module, data: TokenData, config: TrainConfig, run: 
         run.enter_stage(f"evaluation, micro-batch {index}")
         x, y = to_device(data.batch("val", EVALUATE, 0, index), run.device)
         with run.autocast():
-            loss = model(x, y)[1]
+            loss = model(x, y)
         if index < config.eval_iters:
             total += loss
     model.train()

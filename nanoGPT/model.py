@@ -130,10 +130,11 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = wte.weight
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the logits and the loss.
+    def forward(self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None) -> Tensor:
+        """Compute the loss, or without targets the logits of the last token.
+
+        With targets, only the loss is returned. If the logits were returned too, torch.compile would have to add a
+        gradient of their size, which is zero, in the backward.
 
         Args:
             idx: int64 token ids, (B, T), T at most block_size.
@@ -141,9 +142,14 @@ class GPT(nn.Module):
             caches: one per layer when generating; idx then contains only the tokens that are not cached yet.
 
         Returns:
-            The logits: (B, T, V) with targets, else (B, 1, V) for the last token only. The loss: the mean
-            cross-entropy in nats, computed in fp32; None without targets.
+            With targets the mean cross-entropy in nats, a scalar, computed in fp32. Without targets the logits,
+            (B, 1, V).
         """
+        x = self.compute_features(idx, caches)  # (B, T, C)
+        return self.lm_head(x[:, [-1]]) if targets is None else self.compute_loss(x, targets)
+
+    def compute_features(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """Return the input of the head, (B, T, C), for (B, T) token ids."""
         T = idx.size(1)
         first_position = caches[0].length if caches else 0
         if first_position + T > self.config.block_size:
@@ -151,21 +157,17 @@ class GPT(nn.Module):
         x = self.transformer["drop"](self.embed(idx, first_position))  # (B, T, C)
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
-        x = self.transformer["ln_f"](x)
-        if targets is None:
-            return self.lm_head(x[:, [-1]]), None  # (B, 1, V)
-        return self.head(x, targets)
+        return self.transformer["ln_f"](x)
 
     def embed(self, idx: Tensor, first_position: int) -> Tensor:
         """Embed (B, T) token ids and their positions, which begin at `first_position`: (B, T, C)."""
         positions = torch.arange(first_position, first_position + idx.size(1), device=idx.device)  # (T,)
         return self.transformer["wte"](idx) + self.transformer["wpe"](positions)
 
-    def head(self, x: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the logits (B, T, V) of (B, T, C) activations, and their mean cross-entropy with (B, T) targets."""
-        logits = self.lm_head(x)
-        loss = F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
-        return logits, loss
+    def compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of (B, T, C) activations with (B, T) targets."""
+        logits = self.lm_head(x)  # (B, T, V)
+        return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -220,7 +222,7 @@ class GPT(nn.Module):
             if caches and idx.size(1) > self.config.block_size:
                 caches = None
             context = idx[:, caches[0].length :] if caches else idx[:, -self.config.block_size :]
-            logits = self(context, caches=caches)[0][:, -1, :vocab_size].float()  # (B, V)
+            logits = self(context, caches=caches)[:, -1, :vocab_size].float()  # (B, V)
             column = sample_tokens(logits, temperature, top_k)
             idx = torch.cat((idx, column), dim=1)
             yield column

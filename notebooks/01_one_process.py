@@ -144,8 +144,8 @@ print(f"{'2 blocks x 12C² + VC + TC':47} {2 * 12 * C * C + V * C + T * C:7,}")
 
 # %%
 with torch.no_grad():
-    logits, loss = model(x, y)
-print(f"logits {tuple(logits.shape)}, loss {loss.item():.3f}, ln({vocab_size}) = {math.log(vocab_size):.3f}")
+    logits, loss = model(x), model(x, y)
+print(f"logits of the last token {tuple(logits.shape)}, loss {loss.item():.3f}, ln({vocab_size}) = {math.log(vocab_size):.3f}")
 
 # %% [markdown]
 # If the first loss of a run from scratch is well above ln(V), the trainer has a bug, often in the initialization. This
@@ -177,16 +177,16 @@ def pop_gradient() -> torch.Tensor:
 
 
 for xs, ys in micro_batches:
-    _, loss = model(xs, ys)
+    loss = model(xs, ys)
     (loss / 4).backward()
 accumulated_gradient = pop_gradient()
 
 for xs, ys in micro_batches:
-    _, loss = model(xs, ys)
+    loss = model(xs, ys)
     loss.backward()
 undivided_gradient = pop_gradient()
 
-_, loss = model(torch.cat([xs for xs, _ in micro_batches]), torch.cat([ys for _, ys in micro_batches]))
+loss = model(torch.cat([xs for xs, _ in micro_batches]), torch.cat([ys for _, ys in micro_batches]))
 loss.backward()
 large_batch_gradient = pop_gradient()
 
@@ -208,7 +208,7 @@ optimizer = configure_adamw(model, config)
 for step in range(5):
     mean_loss = 0.0
     for xs, ys in micro_batches:
-        _, loss = model(xs, ys)
+        loss = model(xs, ys)
         (loss / 4).backward()
         mean_loss += loss.item() / 4
     norm = grad_norm([p.grad for p in model.parameters()])
@@ -493,7 +493,7 @@ assert resumed_curve == uninterrupted_curve
 #     model = GPT(model_config)
 #     model.init_weights(config.seed)
 #     for i in range(dist.get_rank(), 4, dist.get_world_size()):
-#         _, loss = model(*data.batch("train", TRAIN, 0, i))
+#         loss = model(*data.batch("train", TRAIN, 0, i))
 #         (loss / 2).backward()
 #     flat_gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
 #     dist.all_reduce(flat_gradient)

@@ -102,7 +102,7 @@ def measure_state_bytes(config: Zero1Config, is_sharded: bool) -> dict[str, int]
     model, data = create_model_and_data(config)
     optimizer = make_flat_zero1(model) if is_sharded else make_adamw(model)
     parallel_model = model if is_sharded else DDP(model, gradient_as_bucket_view=True)
-    _, loss = parallel_model(*data.batch("train", TRAIN, 0, dist.get_rank()))
+    loss = parallel_model(*data.batch("train", TRAIN, 0, dist.get_rank()))
     loss.backward()
     gradients = storage_bytes(p.grad for p in model.parameters())
     optimizer.step()
@@ -283,7 +283,7 @@ def train_by_hand(config: Zero1Config, make_optimizer, before_step=None, steps: 
             for micro_batch in micro_batches:
                 # Zero1Optimizer reduces gradients in the backward pass of the last micro-batch only, as DDP does.
                 optimizer.require_backward_grad_sync = micro_batch == micro_batches[-1]
-                _, loss = model(*data.batch("train", TRAIN, step, micro_batch))
+                loss = model(*data.batch("train", TRAIN, step, micro_batch))
                 (loss / len(micro_batches)).backward()
                 loss_sum += loss.detach()
             if before_step:
@@ -495,7 +495,7 @@ def record_timeline(config: Zero1Config, bucket_mb: float, steps: int) -> dict:
         x, y = data.batch("train", TRAIN, step, dist.get_rank())
         events.clear(), ready_times.clear()
         dist.barrier()
-        _, loss = record("forward", None, model)(x, y)
+        loss = record("forward", None, model)(x, y)
         record("backward", None, loss.backward)()
         record("step", None, optimizer.step)()
         recorded_steps.append({"events": list(events), "ready_times": list(ready_times)})

@@ -1139,7 +1139,7 @@ def train_6_steps(use_kernels: bool) -> tuple[list[float], list[str]]:
     optimizer = kernel_optimizer(model, config) if use_kernels else configure_adamw(model, config)
     losses = []
     for step in range(6):
-        _, loss = model(*data.batch("train", TRAIN, step, 0))
+        loss = model(*data.batch("train", TRAIN, step, 0))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

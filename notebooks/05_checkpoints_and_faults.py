@@ -319,7 +319,7 @@ def evaluate_loss(state: dict[str, torch.Tensor]) -> float:
     model.load_state_dict({**weights, "lm_head.weight": weights["transformer.wte.weight"]})
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     with torch.no_grad():
-        return model(*data.batch("val", EVALUATE, 0, 0))[1].item()
+        return model(*data.batch("val", EVALUATE, 0, 0)).item()
 
 
 fraction_state = {key: value.clone() for key, value in state.items()}

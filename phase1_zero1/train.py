@@ -49,7 +49,7 @@ def train_step(
         x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
         reseed(run.device, config.seed, step, micro_batch)
         with run.autocast():
-            loss = parallel_model(x, y)[1]  # keep no reference to the logits, which need much memory
+            loss = parallel_model(x, y)
         loss_sum += loss.detach()
         scaler.scale_loss(loss / len(micro_batches)).backward()
     run.enter_stage("update", step)

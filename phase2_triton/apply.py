@@ -134,7 +134,7 @@ class KernelBlock(Block):
 
 
 class KernelGPT(GPT):
-    """The `embedding` and `loss` kernels, if they are in `kernels`. With the loss kernel, `head` returns no logits."""
+    """The `embedding` and `loss` kernels, if they are in `kernels`. The loss kernel never stores all logits."""
 
     kernels: frozenset[str]
 
@@ -145,10 +145,10 @@ class KernelGPT(GPT):
         assert isinstance(wte, nn.Embedding) and isinstance(wpe, nn.Embedding)
         return embedding(idx, wte.weight, wpe.weight, first_position)
 
-    def head(self, x: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
+    def compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if "loss" not in self.kernels:
-            return super().head(x, targets)
-        return None, linear_cross_entropy(x, self.lm_head.weight, targets, ignore_index=-1)
+            return super().compute_loss(x, targets)
+        return linear_cross_entropy(x, self.lm_head.weight, targets, ignore_index=-1)
 
 
 def check_model(model: GPT) -> None:

@@ -117,9 +117,6 @@ def saved_activations_outside_blocks(
         SavedTensor("the last block's output", "(B, T, C)", x, "ln_f's backward", ALL_MODES),
         SavedTensor("ln_f's mean and rstd", "2 (B, T, 1)", stats, "ln_f's backward", ALL_MODES),
         SavedTensor("ln_f's output", "(B, T, C)", x, "the gradient of lm_head's weight", ALL_MODES),
-        SavedTensor(
-            "logits", "(B, T, V)", logits * dtype.itemsize, "the caller, to whom the model returns them", ALL_MODES
-        ),
         SavedTensor("log-probabilities", "(B T, V) fp32", 4 * logits, "the loss's backward", ALL_MODES),
     ]
 

@@ -113,13 +113,13 @@ class Llama(nn.Module):
         self.wte, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.norm, self.blocks = nn.RMSNorm(WIDTH), nn.ModuleList(LlamaBlock() for _ in range(n_layer))
 
-    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         x, rotation = self.wte(idx), torch.zeros(idx.shape[1], WIDTH // HEADS // 2, dtype=torch.complex64)
         for block in self.blocks:
             context_fn = partial(create_selective_checkpoint_contexts, save_every_second_matmul())
             x = checkpoint(block, x, rotation, use_reentrant=False, context_fn=context_fn)
         logits = self.head(self.norm(x))
-        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
@@ -139,7 +139,7 @@ class Run:
     """A published run.
 
     Attributes:
-        make: returns a model with the given number of blocks; the model maps tokens and targets to logits and loss.
+        make: returns a model with the given number of blocks; the model maps tokens and targets to the loss.
         dtype: of the parameters used in compute; autocast casts fp32 parameters.
         rate: the published speed in tokens/s per GPU.
     """
@@ -195,7 +195,7 @@ def trace_model(run: Run, n_layer: int) -> tuple[Roofline, int]:
             optimizer.zero_grad()
             with Roofline(run.gpu) as roofline:
                 with torch.autocast("cpu", torch.bfloat16, enabled=is_gpt2):
-                    loss = model(x, x)[1]
+                    loss = model(x, x)
                 loss.backward()
                 del loss
                 roofline.stage = "update"

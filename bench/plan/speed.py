@@ -1,7 +1,7 @@
 """Estimate the time of a training step on a GPU that you do not have, with a roofline model of every traced operator.
 
     with Roofline(GPUS["h100"]) as roofline:      # real or fake tensors
-        loss = model(x, y)[1]
+        loss = model(x, y)
         loss.backward()
     roofline.compiled["forward"], roofline.compiled["backward"]   # seconds
 

@@ -150,7 +150,7 @@ def measure_overhead_on_rank(shape: GPTConfig, count: int) -> dict[str, list[flo
     flat_forward.gather_during_forward(model_forward)
 
     def step(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        _, loss = module(batch, batch)
+        loss = module(batch, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -201,7 +201,7 @@ def record_timeline_on_rank(shape: GPTConfig) -> list[tuple[str, float, float]]:
     def step() -> None:
         record = torch.profiler.record_function
         with record("phase: forward"):
-            _, loss = model(batch, batch)
+            loss = model(batch, batch)
         with record("phase: backward"):
             loss.backward()
         with record("phase: step"):

@@ -49,7 +49,7 @@ def run_bare_steps(config: TrainConfig, data: TokenData) -> Generator[None]:
     model, optimizer = build_model(config)
     x, y = data.batch("train", TRAIN, 0, 0)
     while True:
-        loss = model(x, y)[1]
+        loss = model(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()

@@ -14,11 +14,11 @@ def fix_bucket_order(model: DDP, batch_size: int, block_size: int, run: Runtime)
     Without this call, the first step of a resumed run would round differently than in an uninterrupted run.
 
     Args:
-        model: takes (x, y) and returns (logits, loss); its parameters have no gradients afterwards.
+        model: takes (x, y) and returns the loss; its parameters have no gradients afterwards.
         batch_size, block_size: the shape of a micro-batch, so that a compiled model is not compiled twice.
     """
     tokens = torch.zeros(batch_size, block_size, dtype=torch.int64, device=run.device)
     with run.autocast():
-        loss = model(tokens, tokens)[1]
+        loss = model(tokens, tokens)
     loss.backward()
     model.zero_grad(set_to_none=True)

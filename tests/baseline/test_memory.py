@@ -33,12 +33,12 @@ def random_tokens(shape: GPTConfig, batch_size: int, tokens: int) -> torch.Tenso
 def run_step(
     model: GPT, optimizer: torch.optim.Optimizer | None, x: torch.Tensor, micro_batches: int = 1
 ) -> MemoryTracker:
-    """Run one step inside a MemoryTracker. The last logits and loss are freed before it ends."""
+    """Run one step inside a MemoryTracker. The last loss is freed before it ends."""
     with MemoryTracker(model, optimizer) as memory:
         for _ in range(micro_batches):
-            logits, loss = model(x, x)
+            loss = model(x, x)
             loss.backward()
-            del logits, loss
+            del loss
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -90,9 +90,9 @@ def measure_peaks(mode: str) -> tuple[int, int]:
         tracker = MemTracker()
         tracker.track_external(model, optimizer, x)
         with tracker:
-            logits, loss = model(x, x)
+            loss = model(x, x)
             loss.backward()
-            del logits, loss
+            del loss
             optimizer.step()
         peaks.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
     return peaks[0], peaks[1]
@@ -247,7 +247,7 @@ def measure_fsdp_step(reshard: bool) -> dict[str, Any]:
     with MemoryTracker(model, optimizer) as memory:
         for is_last in (False, True):
             model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-            model(x, x)[1].backward()
+            model(x, x).backward()
     measured["accumulated_gradients"], measured["state"] = (memory.after_forward or {})["gradients"], memory.snapshot()
     measured["gradients"] = max(totals["gradients"] for m in steps for _, totals in m.timeline)
     moments = [(m.after_forward or {}, m.peak, max(t["gathered"] for _, t in m.timeline)) for m in steps]

@@ -78,7 +78,7 @@ def test_the_loss_ignores_targets_of_minus_one():
     idx = torch.randint(75, (2, 16))
     targets = torch.randint(75, (2, 16))
     targets[0, :9] = -1
-    logits, loss = model(idx, targets)
+    loss, logits = model(idx, targets), model.lm_head(model.compute_features(idx))
     log_probs = logits.double().log_softmax(-1)
     picked = log_probs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     assert loss.item() == pytest.approx(-picked[targets != -1].mean().item(), abs=1e-5)
@@ -90,18 +90,18 @@ def test_attention_is_causal():
     idx = torch.randint(75, (1, 16))
     changed = idx.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 75
-    a, b = (model(i, torch.zeros_like(i))[0][0] for i in (idx, changed))
+    a, b = (model.lm_head(model.compute_features(i))[0] for i in (idx, changed))
     assert torch.equal(a[:10], b[:10]) and not torch.equal(a[10:], b[10:])
 
 
 def test_accumulated_gradients_equal_those_of_the_full_batch():
     """Four micro-batches, each with a quarter of its loss, accumulate the gradient of the full batch."""
     model, idx, targets = create_small_model(), torch.randint(75, (8, 16)), torch.randint(75, (8, 16))
-    model(idx, targets)[1].backward()
+    model(idx, targets).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     for x, y in zip(idx.split(2), targets.split(2), strict=True):
-        (model(x, y)[1] / 4).backward()
+        (model(x, y) / 4).backward()
     for a, p in zip(expected, model.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, atol=1e-6, rtol=1e-4)
 
@@ -155,7 +155,7 @@ def test_a_shorter_context_keeps_the_logits(tmp_path):
     _, shape, weights = read_starting_point(config, data, None, create_runtime("cpu", "float32"))
     shorter = GPT(shape).eval()
     load_weights(shorter, weights)
-    assert torch.equal(shorter(idx)[0], model(idx)[0]) and shorter.config.block_size == 8
+    assert torch.equal(shorter(idx), model(idx)) and shorter.config.block_size == 8
 
 
 def test_flops_match_the_formula():
@@ -219,7 +219,7 @@ def test_an_update_matches_the_formula_of_adamw():
     name = "transformer.h.0.mlp.c_fc.weight"
     param = model.get_parameter(name)
     start = param.detach().clone()
-    model(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))[1].backward()
+    model(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).backward()
     grad = param.grad.clone()
     configure_adamw(model, config).step()
     expected = start * (1 - 0.1 * 0.5) - 0.1 * grad / (grad.abs() + 1e-8 * math.sqrt(1))

@@ -298,7 +298,7 @@ def count_pending_buckets(config: Any) -> tuple[int, int]:
     assert isinstance(optimizer, Zero1Optimizer)
     parallel_model = data_parallel(model, optimizer, config, run)
     x = torch.zeros(1, 16, dtype=torch.int64)
-    parallel_model(x, x)[1].backward()
+    parallel_model(x, x).backward()
     optimizer.step()
     return len(optimizer.buckets), sum(bucket.work is not None for bucket in optimizer.buckets)
 
