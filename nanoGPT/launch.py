@@ -308,10 +308,9 @@ def config_to_env(config: TrainConfig) -> dict[str, str]:
 def run_one_rank(command: list[str], config: TrainConfig, watch: StallDetector) -> int:
     """Run the trainer as one process without the elastic agent, forward signals to it, and return the exit code.
 
-    The process has one thread per core. GOMP_SPINCOUNT limits how long a thread spins while it waits for the others.
-    With libgomp's default, a forward and backward pass took twice as long next to two other busy processes.
+    The process has one thread per core.
     """
-    environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "NANOGPT_PARENT": str(os.getpid()), **config_to_env(config)}
+    environment = {**os.environ, "NANOGPT_PARENT": str(os.getpid()), **config_to_env(config)}
     received_signals: list[int] = []
     forward_signals(received_signals)
     code = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True).wait()
