@@ -146,10 +146,10 @@ class GPT(nn.Module):
             (B, 1, V).
         """
         x = self.compute_features(idx, caches)  # (B, T, C)
-        return self.lm_head(x[:, [-1]]) if targets is None else self.compute_loss(x, targets)
+        return self.compute_logits(x[:, [-1]]) if targets is None else self.compute_loss(x, targets)
 
     def compute_features(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
-        """Return the input of the head, (B, T, C), for (B, T) token ids."""
+        """Return the output of the last block, (B, T, C), for (B, T) token ids."""
         T = idx.size(1)
         first_position = caches[0].length if caches else 0
         if first_position + T > self.config.block_size:
@@ -157,17 +157,32 @@ class GPT(nn.Module):
         x = self.transformer["drop"](self.embed(idx, first_position))  # (B, T, C)
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
-        return self.transformer["ln_f"](x)
+        return x
 
     def embed(self, idx: Tensor, first_position: int) -> Tensor:
         """Embed (B, T) token ids and their positions, which begin at `first_position`: (B, T, C)."""
         positions = torch.arange(first_position, first_position + idx.size(1), device=idx.device)  # (T,)
         return self.transformer["wte"](idx) + self.transformer["wpe"](positions)
 
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return the logits (B, T, V) for (B, T, C) outputs of the last block."""
+        return self.lm_head(self.transformer["ln_f"](x))
+
     def compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of (B, T, C) activations with (B, T) targets."""
-        logits = self.lm_head(x)  # (B, T, V)
+        """Return the mean cross-entropy of (B, T, C) outputs of the last block with (B, T) targets."""
+        logits = self.compute_logits(x)  # (B, T, V)
         return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
+
+    def compile_by_block(self) -> None:
+        """Compile the embedding, each block, and the head with the loss, as separate graphs.
+
+        Between these graphs, hooks can start collectives and wait for them. One graph for the full model would return
+        all gradients at its end. All blocks share the compiled code of one block.
+        """
+        for block in self.blocks:
+            block.compile()
+        self.embed = torch.compile(self.embed)  # type: ignore[method-assign]
+        self.compute_loss = torch.compile(self.compute_loss)  # type: ignore[method-assign]
 
     @property
     def blocks(self) -> nn.ModuleList:

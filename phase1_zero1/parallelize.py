@@ -68,8 +68,7 @@ def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Con
         if not config.compile:  # compiled code cannot wait for a collective in its middle
             optimizer.gather_during_forward(model)
         elif run.world_size > 1:
-            for block in model.blocks:  # one graph for the full model would return all gradients at its end
-                block.compile()
+            model.compile_by_block()
             return model
     parallel_model: Any = torch.compile(model) if config.compile else model
     if run.world_size > 1 and not optimizer.averages_gradients:

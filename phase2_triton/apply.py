@@ -148,7 +148,7 @@ class KernelGPT(GPT):
     def compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if "loss" not in self.kernels:
             return super().compute_loss(x, targets)
-        return linear_cross_entropy(x, self.lm_head.weight, targets, ignore_index=-1)
+        return linear_cross_entropy(self.transformer["ln_f"](x), self.lm_head.weight, targets, ignore_index=-1)
 
 
 def check_model(model: GPT) -> None:

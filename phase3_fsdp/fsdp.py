@@ -177,8 +177,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     if not config.use_fsdp:
         return model
     if config.compile:
-        for block in model.blocks:
-            block.compile()
+        model.compile_by_block()
     if config.fsdp_cpu_offload and run.device.type == "cuda":
         torch.set_num_threads(count_update_threads(os.cpu_count() or 1, run.local_world_size))
     run.uses_autocast = False  # FSDP casts parameters before the all-gather, which halves its bytes in bf16

@@ -1,7 +1,7 @@
 """Check the code that torch.compile generates for one GPU architecture.
 
     python -m bench.compiled.check sm_90                            # all graphs
-    python -m bench.compiled.check sm_90 "phase 3: one block"       # only this graph
+    python -m bench.compiled.check sm_90 "phase 3: block"           # only this graph
 
 Each compiled graph of each phase is generated as on the GPU, and all of its Triton kernels are compiled to machine
 code: ours and those that Inductor writes. A kernel fails the check if it does not compile, computes in fp64, has no

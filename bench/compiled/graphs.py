@@ -1,13 +1,14 @@
 """The compiled graphs of the trainers: what torch.compile sees in each phase, with GPT-2's shapes and fake tensors.
 
 The baseline, phase 1 on one rank and phase 2 compile the model as one graph, under autocast. Phase 3, and phase 1 on
-several ranks, compile each block on its own, so that no graph contains a collective. In phase 3, FSDP has cast the
-parameters of the block to bfloat16 before.
+several ranks, compile the embedding, a block, and the head with the loss on their own, so that no graph contains a
+collective. In phase 3, FSDP has cast the parameters to bfloat16 before.
 """
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -38,7 +39,7 @@ class Graph:
     Attributes:
         name: who compiles it.
         kernels: the value of `--kernels`.
-        is_block: the graph is one block, and not the model.
+        part: the part of the model that is one graph: model, embedding, block or loss.
         is_cast: the parameters are in the type of the matrix products, as FSDP passes them; otherwise autocast is on.
         dropout: the value of `--dropout`.
         checkpointing: the value of `--fsdp_activation_checkpointing`.
@@ -48,7 +49,7 @@ class Graph:
 
     name: str
     kernels: str = "none"
-    is_block: bool = False
+    part: str = "model"
     is_cast: bool = False
     dropout: float = 0.0
     checkpointing: str = "none"
@@ -64,8 +65,14 @@ class Graph:
                 x = torch.zeros(*idx.shape, model.config.n_embd, requires_grad=True)  # (B, T, C)
             apply_kernels(model, self.kernels)
             checkpoint_activations(model, self.checkpointing)
+            calls: dict[str, tuple[Any, ...]] = {
+                "model": (model, idx, idx),
+                "embedding": (model.embed, idx, 0),
+                "block": (model.blocks[0], x),
+                "loss": (model.compute_loss, x, idx),
+            }
             with torch.autocast("cuda", self.dtype, enabled=not self.is_cast):
-                return generate_code(model.blocks[0], x) if self.is_block else generate_code(model, idx, idx)
+                return generate_code(*calls[self.part])
 
 
 GRAPHS = [
@@ -76,15 +83,21 @@ GRAPHS = [
     Graph("phase 2, --kernels=all", "all"),
     Graph("phase 2, --kernels=all with bias and dropout", "all", bias=True, dropout=0.1),
     Graph("phase 2, --kernels=all in float16", "all", dtype=torch.float16),
-    Graph("phase 1 on several ranks: one block", is_block=True),
-    Graph("phase 3: one block", is_block=True, is_cast=True),
-    Graph("phase 3: one block, checkpointed", is_block=True, is_cast=True, checkpointing="full"),
-    Graph("phase 3: one block, selective checkpointing", is_block=True, is_cast=True, checkpointing="selective"),
-    Graph("phase 3, --kernels=all: one block", "all", is_block=True, is_cast=True),
+    Graph("phase 1 on several ranks: embedding", part="embedding"),
+    Graph("phase 1 on several ranks: block", part="block"),
+    Graph("phase 1 on several ranks: head and loss", part="loss"),
+    Graph("phase 3: embedding", part="embedding", is_cast=True),
+    Graph("phase 3: block", part="block", is_cast=True),
+    Graph("phase 3: head and loss", part="loss", is_cast=True),
+    Graph("phase 3: checkpointed block", part="block", is_cast=True, checkpointing="full"),
+    Graph("phase 3: block with selective checkpointing", part="block", is_cast=True, checkpointing="selective"),
+    Graph("phase 3, --kernels=all: embedding", "all", part="embedding", is_cast=True),
+    Graph("phase 3, --kernels=all: block", "all", part="block", is_cast=True),
+    Graph("phase 3, --kernels=all: head and loss", "all", part="loss", is_cast=True),
     Graph(
-        "phase 3, --kernels=all: one block, checkpointed, with bias and dropout",
+        "phase 3, --kernels=all: checkpointed block with bias and dropout",
         "all",
-        is_block=True,
+        part="block",
         is_cast=True,
         checkpointing="full",
         bias=True,

@@ -46,7 +46,7 @@ def compute_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torc
 
     model = GPT(shape)
     load_weights(model, weights)
-    return model.lm_head(model.eval().compute_features(idx))
+    return model.compute_logits(model.eval().compute_features(idx))
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])

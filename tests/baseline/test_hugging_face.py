@@ -39,7 +39,7 @@ def compute_logits(folder: Path) -> torch.Tensor:
     model = GPT(shape)
     load_weights(model, weights)
     with torch.no_grad():
-        logits = model.lm_head(model.eval().compute_features(IDX))
+        logits = model.compute_logits(model.eval().compute_features(IDX))
     assert logits is not None
     return logits
 

@@ -78,7 +78,7 @@ def test_the_loss_ignores_targets_of_minus_one():
     idx = torch.randint(75, (2, 16))
     targets = torch.randint(75, (2, 16))
     targets[0, :9] = -1
-    loss, logits = model(idx, targets), model.lm_head(model.compute_features(idx))
+    loss, logits = model(idx, targets), model.compute_logits(model.compute_features(idx))
     log_probs = logits.double().log_softmax(-1)
     picked = log_probs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     assert loss.item() == pytest.approx(-picked[targets != -1].mean().item(), abs=1e-5)
@@ -90,7 +90,7 @@ def test_attention_is_causal():
     idx = torch.randint(75, (1, 16))
     changed = idx.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 75
-    a, b = (model.lm_head(model.compute_features(i))[0] for i in (idx, changed))
+    a, b = (model.compute_logits(model.compute_features(i))[0] for i in (idx, changed))
     assert torch.equal(a[:10], b[:10]) and not torch.equal(a[10:], b[10:])
 
 

@@ -26,7 +26,7 @@ def test_compiled_graphs_compile_for_an_h100():
     No kernel computes in fp64, spills registers or has serialized wgmma instructions, and no tensor is copied because a
     kernel writes into it. `make check-ptx` checks all graphs, also for an A100.
     """
-    names = ["phase 2, --kernels=all", "phase 3: one block, checkpointed"]
+    names = ["phase 2, --kernels=all", "phase 3: checkpointed block"]
     done = run_python("-m", "bench.compiled.check", "sm_90", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     model, block = done.stdout.splitlines()[1:]
