@@ -130,7 +130,7 @@ def test_generation_matches_the_plain_model():
     ours = copy.deepcopy(plain)
     apply_kernels(ours)
     lengths = []
-    ours.transformer["ln_f"].register_forward_hook(lambda module, inputs, output: lengths.append(output.size(1)))
+    ours.blocks[-1].register_forward_hook(lambda module, inputs, output: lengths.append(output.size(1)))
     for use_cache in (True, False):
         texts = [
             torch.cat(list(net.eval().generate(torch.tensor([[5, 7]]), 8, temperature=0.0, use_cache=use_cache)), 1)
