@@ -22,7 +22,12 @@ from bench.kernels.cases import GPT2_WIDTHS, Case, build_cases
 from bench.kernels.kernels import Stopwatch, build_passes, kernel_device, parse_names
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
-from phase2_triton.kernels.core import CONFIG_FILE, current_architecture, load_config_table
+from phase2_triton.kernels.core import (
+    CONFIG_FILE,
+    architecture_with_version,
+    current_architecture,
+    load_config_table,
+)
 
 Row = dict[str, int]
 TIMED = {  # key of configs.json: the case, and the pass of it, that run this kernel
@@ -79,9 +84,14 @@ def neighbours(row: Row) -> Iterator[Row]:
 
 
 def architecture_rows(key: str) -> list[Row]:
-    """Return the rows of this architecture in the loaded table; the first call copies the rows of `cuda`."""
-    rows = load_config_table()[key]
-    return rows.setdefault(current_architecture(), [dict(row) for row in rows["cuda"]])
+    """Return the rows of this architecture in the loaded table; the first call copies the rows of `cuda`.
+
+    If there are rows for this version of Triton only, the kernel uses those, and they are tuned.
+    """
+    rows, architecture = load_config_table()[key], current_architecture()
+    if (name := architecture_with_version(architecture)) in rows:
+        return rows[name]
+    return rows.setdefault(architecture, [dict(row) for row in rows["cuda"]])
 
 
 def set_row(key: str, row: Row) -> None:

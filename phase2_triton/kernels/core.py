@@ -239,8 +239,8 @@ class Cost:
 
 def architecture_with_version(architecture: str) -> str:
     """Return the name of rows that are only for this version of Triton, such as "sm_90 with Triton 3.6"."""
-    major, minor = triton.__version__.split(".")[:2]
-    return f"{architecture} with Triton {major}.{minor}"
+    version = "none" if triton is None else ".".join(triton.__version__.split(".")[:2])
+    return f"{architecture} with Triton {version}"
 
 
 @functools.cache
