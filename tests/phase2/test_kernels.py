@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 
+from bench.kernels import tune
 from bench.kernels.resources import ARCHITECTURES, REPORT, build_calls, hash_sources, record_call
 from phase2_triton.kernels import adamw, core
 from phase2_triton.kernels.core import load_config_table
@@ -99,6 +100,15 @@ def test_the_configuration_table_is_consistent():
         assert len(names) == 1, kernel
         for device_rows in rows_by_device.values():
             assert [row["up_to"] for row in device_rows] == sorted(row["up_to"] for row in device_rows), kernel
+
+
+def test_rows_can_be_for_one_version_of_triton(monkeypatch):
+    """With Triton 3.6 on an H100, dk and dv have a row of their own, which tuning changes. Others use that of sm_90."""
+    rows = load_config_table()["attention_dkv"]
+    with core.record_launches("sm_90"):
+        for version, name in (("3.6.0", "sm_90 with Triton 3.6"), ("3.9.0", "sm_90")):
+            monkeypatch.setattr(triton, "__version__", version)
+            assert core.find_rows("attention_dkv") is rows[name] is tune.architecture_rows("attention_dkv")
 
 
 def test_a_launch_selects_the_device_of_its_tensors(monkeypatch):
