@@ -133,8 +133,8 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None) -> Tensor:
         """Compute the loss, or without targets the logits of the last token.
 
-        With targets, only the loss is returned. If the logits were returned too, torch.compile would have to add a
-        gradient of their size, which is zero, in the backward.
+        With targets, it returns only the loss. If it returned the logits too, torch.compile would pass a gradient of
+        zeros of their size to the backward pass.
 
         Args:
             idx: int64 token ids, (B, T), T at most block_size.

@@ -1,8 +1,10 @@
 """Check, without a GPU, the code that torch.compile generates for one: `make check-ptx`.
 
-python -m bench.compiled                            # for A100 and H100, with the installed torch and Triton
-python -m bench.compiled --architectures=sm_90      # only for H100
-python -m bench.compiled --torch=2.11               # with torch 2.11 and its Triton, in an environment of their own
+    python -m bench.compiled                            # for A100 and H100, with the installed torch and Triton
+    python -m bench.compiled --architectures=sm_90      # only for H100
+    python -m bench.compiled --torch=2.11               # with torch 2.11 and its Triton, in a separate environment
+
+`check.py` does the work, in one process for each architecture.
 """
 
 import os
@@ -51,7 +53,7 @@ def find_python(version: str) -> Path:
 
 
 def run_check(python: Path, architecture: str) -> subprocess.CompletedProcess[str]:
-    """Check one architecture in a process of its own: torch can be told only once which GPU there is."""
+    """Check one architecture in a separate process, because torch looks for GPUs only once."""
     command = [str(python), "-m", "bench.compiled.check", architecture]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -86,17 +86,9 @@ def store_rows(x, values, first, stride, T, HS: tl.constexpr, BLOCK_D: tl.conste
 
 @jit
 def all_keys_kernel(
-    q,
-    k,
-    v,
-    y,
-    T,
-    SCALE: tl.constexpr,
-    HS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    q, k, v, y, T,
+    SCALE: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Step 1: a block of queries attends to all keys at once. Long rows of scores do not fit into registers."""
     first = tl.program_id(0) * BLOCK
     head_offset = tl.cast(tl.program_id(1), tl.int64) * T * HS

@@ -14,7 +14,7 @@ from tests.helpers.training import ROOT
 
 
 def run_python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a new interpreter, because torch can be told only once which GPU there is. Kernels are not interpreted."""
+    """Run a new interpreter, because torch looks for GPUs only once. Kernels are not interpreted."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
@@ -64,8 +64,6 @@ def scale(x, size):
     y = torch.empty(2 * size, device=x.device)
     scale_kernel[(1,)](x, y, 0.1, BLOCK=size)
     return y
-
-
 
 
 def branch(x):

@@ -169,7 +169,7 @@ FORWARD_ROWS = "tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)"
 def test_layer_norm_past_2_to_the_31(is_wide, tmp_path):
     """LayerNorm reads and writes rows past 2^31 in its forward and its backward. With int32 offsets it uses row 0.
 
-    The kernels begin at the last row here, because the interpreter would need hours for the rows before it.
+    The kernels begin at the last row here, because the interpreter is too slow for all rows before it.
     """
     forward_rows = f"(tl.program_id(0) + {FAR_ROW}) * ROWS + tl.arange(0, ROWS)"
     backward_rows = "(first + tl.arange(0, ROWS))"
