@@ -4,9 +4,9 @@
     python -m bench.compiled.check sm_90 "phase 3: block"           # only this graph
 
 Each compiled graph of each phase is generated as on the GPU, and all of its Triton kernels are compiled to machine
-code: the custom kernels and those that Inductor writes. A kernel fails the check if it does not compile, computes in fp64, has no
-configuration without spilled registers, or if ptxas had to serialize its wgmma instructions. A graph fails if Inductor
-copies a tensor only because it could not let a kernel write into it.
+code: the custom kernels and those that Inductor writes. A kernel fails the check if it does not compile, computes in
+fp64, has no configuration without spilled registers, or if ptxas had to serialize its wgmma instructions. A graph fails
+if Inductor copies a tensor only because it could not let a kernel write into it.
 """
 
 import functools
