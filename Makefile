@@ -25,7 +25,7 @@ FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
-.PHONY: plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx
+.PHONY: plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -73,6 +73,8 @@ test-fast: .venv/.dev data  ## run only the fast tests, which start no processes
 	@$(PY) -m pytest -m "not slow and not ranks and not heavy" $(ARGS)
 check-ptx: .venv/.core  ## compile torch.compile's code for GPUs, without a GPU (ARGS=--torch=2.11: another version)
 	@$(PY) -m bench.compiled $(ARGS)
+gpu-campaign: .venv/.dev data  ## measure everything that needs a GPU, in pieces of 9 minutes; repeat it until nothing is left
+	@$(PY) -m bench.campaign --to=$(or $(TO),out/campaign) $(ARGS)
 lint: .venv/.dev  ## run ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
 notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb

@@ -62,10 +62,16 @@ def random_leaf(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype).requires_grad_()
 
 
-def build_cases(device: torch.device, kernels: set[str], widths: list[str]) -> Iterator[Case]:
-    """Yield every case of these kernels. Only one case uses memory at a time."""
-    is_small = device.type == "cpu"
-    dtype = torch.float32 if is_small else torch.bfloat16
+def build_cases(
+    device: torch.device, kernels: set[str], widths: list[str], is_small: bool | None = None
+) -> Iterator[Case]:
+    """Yield every case of these kernels. Only one case uses memory at a time.
+
+    Args:
+        is_small: build one small case of each kernel; None: on a CPU.
+    """
+    is_small = device.type == "cpu" if is_small is None else is_small
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for name in widths:
         C, heads = (64, 2) if is_small else GPT2_WIDTHS[name]
         B, T, V = (2, 64, 512) if is_small else (16, 1024, 50304)

@@ -6,7 +6,8 @@
 
 In each round, every contender is called once, with a flushed cache. If the GPU's clock drifts, it therefore drifts for
 all contenders. The copy bandwidth and the matrix rate of the device are measured first. The percentage of a kernel is
-the shortest time that these two rates allow (the roofline), divided by its measured time.
+the shortest time that these two rates allow (the roofline), divided by its measured time. The last column is the time
+that Python needs to start the call. It is not part of the measured time on a GPU.
 """
 
 import statistics
@@ -50,26 +51,50 @@ def parse_names(value: str, known: list[str]) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class Timing:
+    """One timed call, in milliseconds.
+
+    Attributes:
+        device_ms: from the first to the last kernel on the device.
+        host_ms: until the call returns, which includes the time of Python. On a CPU both are the same.
+    """
+
+    device_ms: float
+    host_ms: float
+
+
 class Stopwatch:
-    """A timer of calls: it uses CUDA events on a GPU, where calls are queued, and the clock on a CPU."""
+    """A timer of calls: it uses CUDA events on a GPU, where calls are queued, and the clock on a CPU.
+
+    On a GPU, a sleeping kernel runs before the first event. Meanwhile the host queues the kernels of the call, so the
+    time between the events contains no waiting for Python, if the host needs less than `SLEEP_MS`.
+    """
+
+    SLEEP_MS = 4
+    CYCLES_PER_MS = 2_000_000  # of the fastest GPU; on a slower one the sleep is longer
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.flush_buffer = torch.empty(256 * 2**20 if self.cuda else 2**20, dtype=torch.int8, device=device)
 
-    def time(self, call: Callable[[], Any]) -> float:
-        """Flush the cache, run the call once, and return its time in milliseconds."""
+    def time(self, call: Callable[[], Any]) -> Timing:
+        """Flush the cache, run the call once, and return its time."""
         self.flush_buffer.zero_()
         if not self.cuda:
             start = time.perf_counter()
             call()
-            return 1000 * (time.perf_counter() - start)
+            ms = 1000 * (time.perf_counter() - start)
+            return Timing(ms, ms)
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(self.SLEEP_MS * self.CYCLES_PER_MS)
         start_event.record()
+        start = time.perf_counter()
         call()
+        host_ms = 1000 * (time.perf_counter() - start)
         end_event.record()
         end_event.synchronize()
-        return start_event.elapsed_time(end_event)
+        return Timing(start_event.elapsed_time(end_event), host_ms)
 
     def peak_bytes(self, call: Callable[[], Any]) -> int | None:
         """Return how many bytes a call allocates at its peak, or None on a CPU, where this is not counted."""
@@ -90,8 +115,8 @@ def measure_limits(watch: Stopwatch, device: torch.device) -> dict[str, float]:
     target = torch.empty_like(source)
     dtype = torch.bfloat16 if watch.cuda else torch.float32
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    copy_ms = min(watch.time(lambda: target.copy_(source)) for _ in range(20))
-    product_ms = min(watch.time(lambda: a @ b) for _ in range(20))
+    copy_ms = min(watch.time(lambda: target.copy_(source)).device_ms for _ in range(20))
+    product_ms = min(watch.time(lambda: a @ b).device_ms for _ in range(20))
     return {"bytes_per_second": 2 * size / copy_ms * 1e3, "flops_per_second": 2 * n**3 / product_ms * 1e3}
 
 
@@ -124,18 +149,20 @@ def measure(case: Case, watch: Stopwatch, rounds: int) -> list[dict[str, Any]]:
         except Exception as error:  # this device or version may lack a backend: its row has an error and no times
             reason = str(error).strip().splitlines() or [type(error).__name__]
             rows.append({**describe_row(case, contender, "all", case.forward), "error": reason[0][:200]})
-    samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    timings: dict[tuple[str, str], list[Timing]] = {key: [] for key in calls}
     for _ in range(rounds):
         for (contender, name), call in calls.items():
             with case.context_of(contender):
-                samples[contender, name].append(watch.time(call))
+                timings[contender, name].append(watch.time(call))
     for (contender, name), call in calls.items():
         cost = case.backward if name == "backward" and case.backward else case.forward
         with case.context_of(contender):
             peak = watch.peak_bytes(call)
-        rows.append(
-            {**describe_row(case, contender, name, cost), "samples_ms": samples[contender, name], "peak_bytes": peak}
-        )
+        samples = {
+            "samples_ms": [timing.device_ms for timing in timings[contender, name]],
+            "host_ms": [timing.host_ms for timing in timings[contender, name]],
+        }
+        rows.append({**describe_row(case, contender, name, cost), **samples, "peak_bytes": peak})
     return rows
 
 
@@ -159,7 +186,8 @@ def format_row(row: dict[str, Any], limits: dict[str, float]) -> str:
     ms = statistics.median(row["samples_ms"])
     roofline_ms = 1e3 * max(row["bytes"] / limits["bytes_per_second"], row["flops"] / limits["flops_per_second"])
     rates = f"{row['bytes'] / ms / 1e6:10.1f} GB/s{row['flops'] / ms / 1e9:10.2f} TFLOP/s"
-    return f"{head}{ms:10.3f} ms{rates}{roofline_ms / ms:8.1%}"
+    host_ms = statistics.median(row["host_ms"])
+    return f"{head}{ms:10.3f} ms{rates}{roofline_ms / ms:8.1%}{host_ms:10.3f} ms host"
 
 
 def kernel_device() -> torch.device:

@@ -11,7 +11,9 @@ reports kernels that spill registers.
 """
 
 import json
+import math
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -140,13 +142,17 @@ def time_candidate(case: Case, pass_name: str, watch: Stopwatch, rounds: int, re
             return float("inf")
         call = build_passes(case, "ours")[pass_name]
         call()
-        return min(watch.time(call) for _ in range(rounds))
+        return min(watch.time(call).device_ms for _ in range(rounds))
     except Exception:  # for example too much shared memory, or a tile size that Triton rejects
         return float("inf")
 
 
-def climb(key: str, case: Case, watch: Stopwatch, rounds: int) -> tuple[Row, float, float]:
-    """Search from the current row. Return the best row, its time in ms, and the time of the current row in ms."""
+def climb(key: str, case: Case, watch: Stopwatch, rounds: int, deadline: float = math.inf) -> tuple[Row, float, float]:
+    """Search from the current row. Return the best row, its time in ms, and the time of the current row in ms.
+
+    Args:
+        deadline: value of `time.monotonic` at which the search ends with the best row so far.
+    """
     pass_name, size, reference = TIMED[key][1], row_size(key, case), compute_reference(case)
     best = {**next(row for row in architecture_rows(key) if size <= row["up_to"]), "up_to": size}
     set_row(key, best)
@@ -155,6 +161,8 @@ def climb(key: str, case: Case, watch: Stopwatch, rounds: int) -> tuple[Row, flo
     while has_improved:
         has_improved = False
         for row in neighbours(best):
+            if time.monotonic() > deadline:
+                break
             set_row(key, row)
             candidate_ms = time_candidate(case, pass_name, watch, rounds, reference)
             if candidate_ms < 0.98 * best_ms:

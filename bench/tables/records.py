@@ -16,6 +16,16 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 FORMAT = 1  # version of the result file format; a file without the key has format 1
 
 
+def describe_origin(device: torch.device) -> dict[str, Any]:
+    """Return the hardware, the versions, the commit and the time of a measurement that is made now."""
+    return {
+        "hardware": describe_hardware(device),
+        "versions": collect_versions(),
+        "git_commit": read_git_commit(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
 def write_result(name: str, device: torch.device, settings: dict[str, Any], samples: dict[str, Any]) -> Path:
     """Write the raw samples of a benchmark, with everything that is needed to repeat it.
 
@@ -28,18 +38,21 @@ def write_result(name: str, device: torch.device, settings: dict[str, Any], samp
     Returns:
         The path of the file. It replaces an earlier result of the same benchmark on the same hardware.
     """
-    slug = re.sub(r"[^a-z0-9]+", "-", describe_hardware(device).lower()).strip("-")
-    result = {
-        "format": FORMAT,
-        "name": name,
-        "hardware": describe_hardware(device),
-        "versions": collect_versions(),
-        "git_commit": read_git_commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "settings": settings,
-        "samples": samples,
-    }
-    path = RESULTS / f"{name}-{slug}.json"
+    return write_result_of(describe_origin(device), RESULTS, name, settings, samples)
+
+
+def write_result_of(
+    origin: dict[str, Any], folder: Path, name: str, settings: dict[str, Any], samples: dict[str, Any]
+) -> Path:
+    """Write a result that was measured elsewhere: see `write_result`.
+
+    Args:
+        origin: returned by `describe_origin` on the machine that was measured.
+        folder: directory of the file.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", origin["hardware"].lower()).strip("-")
+    result = {"format": FORMAT, "name": name, **origin, "settings": settings, "samples": samples}
+    path = folder / f"{name}-{slug}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
@@ -72,6 +85,8 @@ def read_result(path: Path) -> dict[str, Any]:
         )
     return result
 
+
+NOT_MEASURED = "Not measured on a GPU yet.\n"  # in place of a table
 
 # The names of the trainers in the tables.
 TRAINERS = {

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
+from bench.tables.campaign_tables import CAMPAIGN_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
-from bench.tables.records import RESULTS, TRAINERS, format_table, hardware_of, read_results
+from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
 from bench.tables.zero1_tables import ZERO1_TABLES
 from bench.trainer.throughput import quartile_spread
 from nanoGPT.errors import ConfigError
@@ -108,7 +109,9 @@ def throughput_table() -> str:
     for result in read_results("throughput"):
         rows = []
         for row in result["samples"]["rows"]:
-            start = [row["size"], TRAINERS[row["phase"]], str(row["ranks"]), "compiled" if row["compiled"] else "eager"]
+            trainer, kernels = TRAINERS[row["phase"]], row.get("kernels", "none")
+            name = trainer if kernels == "none" else f"{trainer}, kernels {kernels}"
+            start = [row["size"], name, str(row["ranks"]), "compiled" if row["compiled"] else "eager"]
             if row["failed"]:
                 rows.append([*start, row["failed"], *[""] * 4])
                 continue
@@ -215,9 +218,6 @@ def kernel_resources_table() -> str:
     return format_table(["call: kernel", *columns, "tensor core instructions"], rows)
 
 
-NOT_MEASURED = "Not measured on a GPU yet.\n"
-
-
 def kernels_table() -> str:
     """Return the time of each kernel on each GPU, its share of the roofline limit, and other implementations."""
     parts = []
@@ -282,6 +282,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_resources": kernel_resources_table,
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
+    **CAMPAIGN_TABLES,
     **ZERO1_TABLES,
     **FSDP_TABLES,
 }

@@ -7,8 +7,6 @@ import itertools
 import re
 from typing import Any
 
-import tyro
-
 from nanoGPT.errors import ConfigError
 
 # Error messages of tyro (regular expressions), and the messages of this project for them.
@@ -38,6 +36,8 @@ def command_line(target: Any, arguments: list[str], source: str = "", **options:
         ConfigError: a flag is unknown or missing, or a value has the wrong type.
         SystemExit: with code 0 for `--help`.
     """
+    import tyro  # not above: benchmarks import this module on machines that have only torch, triton and numpy
+
     errors, flags = io.StringIO(), (tyro.conf.FlagConversionOff,)
     try:
         with contextlib.redirect_stderr(errors):

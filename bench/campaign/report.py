@@ -1,0 +1,79 @@
+"""Write the results of a campaign into bench/results, and then the tables and plots of the documents."""
+
+from pathlib import Path
+from typing import Any
+
+from bench.campaign.folder import CampaignFolder
+from bench.campaign.parts import list_parts
+from bench.tables.records import RESULTS, write_result_of
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import PACKAGE
+
+COMMAND = "python -m bench.campaign"
+CONFIG_FILE = "phase2_triton/kernels/configs.json"
+
+
+def write_report(folder: CampaignFolder) -> None:
+    """Write the result files, the tables and the plots, and print what is left to do by hand.
+
+    The results of a dry run go into the directory of the campaign, because they measure nothing.
+
+    Raises:
+        ConfigError: the directory contains no campaign, or its first part has not run.
+    """
+    is_dry = folder.read_settings()["dry_run"]
+    target = folder.path / "report" if is_dry else RESULTS
+    target.mkdir(exist_ok=True)
+    records = [folder.read(part) for part in list_parts()]
+    paths = write_results([record for record in records if record["state"] != "pending"], target, is_dry)
+    for path in paths:
+        print(f"wrote {path}")
+    if is_dry:
+        print("this was a dry run: the documents are unchanged")
+        return
+    from bench.kernels import plots
+    from bench.tables import tables
+
+    plots.main(paths)
+    tables.main()
+    if (folder.path / "configs.json").exists():
+        print(
+            f"to use the tuned tile sizes, copy {folder.path / 'configs.json'} to {PACKAGE.parent / CONFIG_FILE}, and "
+            "run `python -m bench.kernels.resources --write`"
+        )
+
+
+def write_results(records: list[dict[str, Any]], target: Path, is_dry: bool) -> list[Path]:
+    """Write one result file for the kernels, one for the throughput, and one for everything else.
+
+    Args:
+        records: of all parts that have started, in order.
+        target: directory of the files.
+        is_dry: the campaign was a dry run.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ConfigError: the part that describes the machine has not run.
+    """
+    results = {(record["stage"], record["name"]): record.get("result") for record in records}
+    machine = results.get(("machine", "versions"))
+    if machine is None:
+        raise ConfigError("the campaign has not described its machine: run it again with --retry")
+    origin, settings = machine["origin"], {"command": COMMAND, "interpreted": is_dry}
+
+    def select(stage: str) -> dict[str, Any]:
+        return {name: result for (each, name), result in results.items() if each == stage and result is not None}
+
+    paths = []
+    kernels = {**select("times"), **select("tuned_times")}  # the later times replace the earlier ones
+    if kernels:
+        limits = next(iter(kernels.values()))["limits"]
+        rows = [row for result in kernels.values() for row in result["rows"]]
+        paths.append(write_result_of(origin, target, "kernels", settings, {"limits": limits, "rows": rows}))
+    if rows := list(select("throughput").values()):
+        paths.append(write_result_of(origin, target, "throughput", settings, {"rows": rows}))
+    others = [record for record in records if record["stage"] not in ("times", "tuned_times", "throughput")]
+    paths.append(write_result_of(origin, target, "campaign", settings, {"parts": others}))
+    return paths
