@@ -173,16 +173,19 @@ class GPT(nn.Module):
         logits = self.compute_logits(x)  # (B, T, V)
         return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
 
-    def compile_by_block(self) -> None:
+    def compile_by_block(self, mode: str = "default") -> None:
         """Compile the embedding, each block, and the head with the loss, as separate graphs.
 
         Between these graphs, hooks can start collectives and wait for them. One graph for the full model would return
         all gradients at its end. All blocks share the compiled code of one block.
+
+        Args:
+            mode: mode of torch.compile.
         """
         for block in self.blocks:
-            block.compile()
-        self.embed = torch.compile(self.embed)  # type: ignore[method-assign]
-        self.compute_loss = torch.compile(self.compute_loss)  # type: ignore[method-assign]
+            block.compile(mode=mode)
+        self.embed = torch.compile(self.embed, mode=mode)  # type: ignore[method-assign]
+        self.compute_loss = torch.compile(self.compute_loss, mode=mode)  # type: ignore[method-assign]
 
     @property
     def blocks(self) -> nn.ModuleList:

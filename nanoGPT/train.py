@@ -84,7 +84,9 @@ def train(config: Config) -> None:
             scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
             first_step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
             run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-        parallel_model: torch.nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+        parallel_model: torch.nn.Module = model
+        if config.compile:
+            parallel_model = torch.compile(model, mode=config.compile_mode)  # type: ignore[assignment]
         if run.world_size > 1:
             parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
             fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
@@ -101,7 +103,7 @@ def train(config: Config) -> None:
                 is_last = step == config.max_iters or config.eval_only
                 if step % config.eval_interval == 0 or is_last:
                     with telemetry.untimed("evaluate", step):
-                        val_loss = evaluate(model, data, config, run)
+                        val_loss = evaluate(parallel_model, data, config, run)
                     check_finite(step, val_loss)
                     has_improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)

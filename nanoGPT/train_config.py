@@ -86,6 +86,12 @@ class TrainConfig:
     """dtype of matrix products; auto: bfloat16 on a GPU that supports it, float16 on other GPUs, float32 elsewhere"""
     compile: bool = False
     """compile the model with torch.compile"""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """mode of torch.compile"""
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """backend of torch's attention; auto: cuDNN on Hopper and newer GPUs, elsewhere torch's choice"""
+    deterministic: bool = False
+    """use only deterministic algorithms, so that a run on the same GPUs repeats to the last digit; slower"""
     seed: int = 1337
     """random seed of initialisation, batches and dropout"""
     # monitoring

@@ -68,9 +68,9 @@ def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Con
         if not config.compile:  # compiled code cannot wait for a collective in its middle
             optimizer.gather_during_forward(model)
         elif run.world_size > 1:
-            model.compile_by_block()
+            model.compile_by_block(config.compile_mode)
             return model
-    parallel_model: Any = torch.compile(model) if config.compile else model
+    parallel_model: Any = torch.compile(model, mode=config.compile_mode) if config.compile else model
     if run.world_size > 1 and not optimizer.averages_gradients:
         parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
         fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)

@@ -98,7 +98,7 @@ def train(config: Config) -> None:
                 is_last = step == config.max_iters or config.eval_only
                 if step % config.eval_interval == 0 or is_last:
                     with telemetry.untimed("evaluate", step):
-                        val_loss = evaluate(model, data, config, run)
+                        val_loss = evaluate(parallel_model, data, config, run)
                     check_finite(step, val_loss)
                     has_improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)

@@ -33,6 +33,7 @@ from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
 
 DEFAULT_MIN_NUM_PARAMS = 1_000_000  # of a unit, if units are chosen by size
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of --compile_mode
 SWITCHES = {"True": "full", "False": "none"}  # short forms of activation checkpointing
 
 
@@ -90,6 +91,11 @@ class FsdpConfig(TrainConfig):
             raise ConfigError(
                 f"--fsdp_shard_size={size} does not divide {world_size} rank(s): use --fsdp_shard_size=all, node or "
                 f"{' or '.join(sizes)} (also if the value comes from a checkpoint)"
+            )
+        if self.compile and self.compile_mode in CUDA_GRAPH_MODES:
+            raise ConfigError(
+                f"--compile_mode={self.compile_mode} records CUDA graphs, whose parameters must not move, but FSDP "
+                "frees and all-gathers them: use --compile_mode=default or max-autotune-no-cudagraphs"
             )
         if self.fsdp_wrap == "block" and self.fsdp_min_num_params is not None:
             raise ConfigError(
@@ -177,7 +183,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     if not config.use_fsdp:
         return model
     if config.compile:
-        model.compile_by_block()
+        model.compile_by_block(config.compile_mode)
     if config.fsdp_cpu_offload and run.device.type == "cuda":
         torch.set_num_threads(count_update_threads(os.cpu_count() or 1, run.local_world_size))
     run.uses_autocast = False  # FSDP casts parameters before the all-gather, which halves its bytes in bf16
@@ -295,7 +301,9 @@ def data_parallel(model: GPT, config: FsdpConfig, run: Runtime) -> nn.Module:
     """Return the module to call: the sharded model itself, or with `use_fsdp=False` the model in DDP."""
     if config.use_fsdp:
         return model
-    parallel_model: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+    parallel_model: nn.Module = model
+    if config.compile:
+        parallel_model = torch.compile(model, mode=config.compile_mode)  # type: ignore[assignment]
     if run.world_size > 1:
         parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
         fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanoGPT.train_config import TrainConfig
 from workshop.phases import find_package, load_config_class
 from workshop.ranks import losses, run_on_ranks
@@ -60,17 +62,18 @@ def make_config(phase: str, out_dir: Path, **fields: Any) -> TrainConfig:
     return load_config_class(phase)(**{"log_interval": 1, "ledger": True, "out_dir": str(out_dir), **fields})
 
 
-def run_cell(phase: str, ranks: int, config: TrainConfig, timeout: float = 600) -> RunResult:
+def run_cell(phase: str, ranks: int, config: TrainConfig, timeout: float = 600, threads: int = 1) -> RunResult:
     """Return the result of a run, from `config.out_dir`. If there is no run yet, train on real ranks first.
 
     Args:
         timeout: seconds for the training.
+        threads: of each rank.
     """
     out_dir = Path(config.out_dir)
     if not (out_dir / "ledger.json").exists():
         out_dir.mkdir(parents=True)
         device = "cuda" if config.device == "cuda" else "cpu"
-        run_on_ranks(train, ranks, find_package(phase), config, timeout=timeout, show=False, device=device)
+        run_on_ranks(train, ranks, find_package(phase), config, threads, timeout=timeout, show=False, device=device)
     ledger = json.loads((out_dir / "ledger.json").read_text())
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     untimed = {lines[0]["step"], ledger["step"]}
@@ -80,5 +83,6 @@ def run_cell(phase: str, ranks: int, config: TrainConfig, timeout: float = 600) 
     return RunResult(losses(out_dir), step_ms, 1e3 * tokens / step_ms if step_ms else None, ledger)
 
 
-def train(package: str, config: TrainConfig) -> None:
+def train(package: str, config: TrainConfig, threads: int) -> None:
+    torch.set_num_threads(threads)
     importlib.import_module(f"{package}.train").train(config)

@@ -107,11 +107,13 @@ def wait_for_collectives() -> None:
 def collect_spans(events: Any) -> dict[str, list[tuple[str, float, float]]]:
     """Return the spans of steps, computation and communication: name, begin and end (ms), sorted by begin.
 
-    Times are relative to the begin of the first step.
+    Times are relative to the begin of the first step. On a GPU, all spans are those of the GPU.
     """
     uses_gpu = any(event.device_type == DeviceType.CUDA for event in events)
     spans: dict[str, list[tuple[str, float, float]]] = {"step": [], "computation": [], "communication": []}
-    steps = [each for each in events if each.name.startswith("step ") and each.device_type != DeviceType.CUDA]
+    # On a GPU, a step lasts from its first kernel to its last: the host queues kernels long before they run.
+    named_steps = [each for each in events if each.name.startswith("step ")]
+    steps = [each for each in named_steps if (each.device_type == DeviceType.CUDA) == uses_gpu] or named_steps
     zero, thread = min(event.time_range.start for event in steps), steps[0].thread
     for event in events:
         span = (event.name, (event.time_range.start - zero) / 1e3, (event.time_range.end - zero) / 1e3)

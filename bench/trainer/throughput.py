@@ -6,13 +6,14 @@
 Each row is a run of the phase's trainer. The first steps are a warm-up. The table shows the median of the other steps,
 and half the distance between their quartiles as the spread.
 
-- On a CPU, the model has 4 blocks of 128 channels, and a micro-batch has 6 sequences. Phase 2 has a smaller model,
-  because its kernels are interpreted. Memory is the peak that the ledger counts.
+- On a CPU, the model has 4 blocks of 128 channels, and a micro-batch has 4 sequences. Phase 2 has a smaller model,
+  because its kernels are interpreted. One rank uses all cores. Memory is the peak that the ledger counts.
 - On GPUs, the models are GPT-2 from 124M to XL, on all GPUs of the machine. A model that does not fit is reported as
   failed. Memory is the peak of the allocator.
 """
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -36,8 +37,8 @@ Case = tuple[str, str, int, dict[str, Any]]  # name of the size, phase, ranks, f
 def list_cases(gpus: int) -> list[Case]:
     """Return the cases to measure on a machine with `gpus` GPUs."""
     if not gpus:
-        steps = {"max_iters": WARMUP + 15, "device": "cpu", "batch_size": 6}
-        few_steps = {"max_iters": WARMUP + 5, "device": "cpu", "batch_size": 6, "n_embd": 64}
+        steps = {"max_iters": WARMUP + 15, "device": "cpu"}
+        few_steps = {"max_iters": WARMUP + 5, "device": "cpu", "batch_size": 4, "n_embd": 64}
         name, small_name = "4 blocks, 128 channels", "2 blocks, 64 channels"
         one_rank: list[Case] = [(name, "baseline", 1, steps), (small_name, "phase2", 1, few_steps)]
         return one_rank + [(name, phase, 2, steps) for phase in ("baseline", "phase1", "phase3")]
@@ -56,7 +57,8 @@ def measure(case: Case, is_compiled: bool, out_dir: Path) -> dict[str, Any]:
     config = make_config(phase, out_dir, **fields, compile=is_compiled, eval_interval=10**6, eval_iters=8)
     row: dict[str, Any] = {"size": size, "phase": phase, "ranks": ranks, "compiled": is_compiled, "failed": None}
     try:
-        result = run_cell(phase, ranks, config, timeout=1200)
+        threads = (os.cpu_count() or 1) if ranks == 1 else 1  # as under the launcher
+        result = run_cell(phase, ranks, config, timeout=1200, threads=threads)
     except RankFailed as failure:
         return {**row, "failed": str(failure).strip().splitlines()[-1]}
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as distributed_c10d
 
 from nanoGPT.distributed.agreement import find_disagreement
 from nanoGPT.distributed.environment import agent_has_store, master_address, may_restart
@@ -20,6 +22,7 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 
 CONNECT_TIMEOUT = datetime.timedelta(seconds=30)  # of one attempt to connect to a store
+RECORDED_COLLECTIVES = "500"  # per rank, by torch's flight recorder
 REFUSAL_TIMEOUT = datetime.timedelta(seconds=20)  # how long a rank that cannot start tries to report it to the others
 
 
@@ -36,6 +39,7 @@ def join_process_group(run: Runtime, timeout: datetime.timedelta, description: d
     Raises:
         ConfigError: the ranks do not agree, one of them cannot start, or the port is in use.
     """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)  # torch reads it at the first collective
     backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
     options: dict[str, Any] = {
         "rank": run.rank,
@@ -50,6 +54,17 @@ def join_process_group(run: Runtime, timeout: datetime.timedelta, description: d
     with open_store(run, timeout) as store:
         compare_ranks(store, run, description)
         dist.init_process_group(backend, store=dist.PrefixStore("process group", store), **options)
+
+
+def dump_collectives() -> str:
+    """Return the last collectives of this rank as JSON, from torch's flight recorder: shapes, states and times.
+
+    A rank whose last collective has a smaller `collective_seq_id` than that of the others is the one they wait for.
+    The main thread may be waiting in a collective: this function does not use the process group.
+    """
+    recorder = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
+    dump: bytes | str = getattr(distributed_c10d, recorder)()
+    return dump.decode() if isinstance(dump, bytes) else dump
 
 
 @contextlib.contextmanager

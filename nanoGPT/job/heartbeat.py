@@ -4,7 +4,8 @@
 
 The main thread reports its progress (`Runtime.enter_stage`, `Runtime.report_progress`). A separate thread writes the
 heartbeat and reads the heartbeats of the other ranks (`nanoGPT.job.watchdog`). If no rank makes progress, this thread
-writes the process's stacks into stacks/rank{r}.txt and exits the process.
+writes the process's stacks into stacks/rank{r}.txt and its last collectives into stacks/collectives-rank{r}.json, and
+exits the process.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NamedTuple
 
+from nanoGPT.distributed.process_group import dump_collectives
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
 from nanoGPT.job.exits import write_error_file
@@ -171,6 +173,8 @@ class HeartbeatThread:
             self.stack_file.write(message + "\n")
             self.stack_file.flush()
             faulthandler.dump_traceback(self.stack_file)
+            file = Path(self.stack_file.name).with_name(f"collectives-rank{self.run.rank}.json")
+            file.write_text(dump_collectives())
         if is_first:
             dump_and_kill([each["pid"] for each in unresponsive.values() if is_child_of(each, os.getppid())])
         else:

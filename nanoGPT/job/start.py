@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from nanoGPT.cli.program import unbreakable_output
 from nanoGPT.distributed.agreement import find_disagreement
+from nanoGPT.distributed.algorithms import choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group, report_to_other_nodes
 from nanoGPT.distributed.runtime import Runtime, create_runtime
@@ -46,6 +47,7 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
         This rank's Runtime, and the configuration. If torchrun has restarted the job, this is the saved configuration.
     """
     run = create_runtime(config.device, config.dtype)
+    backends, run.reasons["attention"] = choose_attention(config.attention, config.deterministic, run.device)
     data = preflight(config, run.world_size, run.local_world_size)
     if not reads_only:
         config = dataclasses.replace(config, out_dir=choose_free_out_dir(run, config))
@@ -68,7 +70,8 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     listen_for_signals(run)
     run.print0(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
     try:
-        yield run, config
+        with use_algorithms(backends, config.deterministic):
+            yield run, config
     except NonFiniteLoss:
         run.finish()  # all ranks raise this at the same step, and a save in progress is of an earlier step
         raise

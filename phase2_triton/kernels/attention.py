@@ -34,9 +34,9 @@ from torch.utils.flop_counter import sdpa_flop_count
 from phase2_triton.kernels.checks import check_tensors
 from phase2_triton.kernels.core import (
     HALF_TYPES,
+    LOG2E,
     Cost,
     KernelError,
-    constexpr,
     jit,
     kernel_op,
     launch,
@@ -47,7 +47,6 @@ from phase2_triton.kernels.core import (
     to_fp32,
 )
 
-LOG2E = constexpr(math.log2(math.e))
 MAX_HEAD_SIZE = 128  # channels per head
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,9 @@ def jit(kernel: Callable[..., Any]) -> Any:
 def constexpr(value: Any) -> Any:
     """Wrap a constant so that kernels may read it as a global variable."""
     return value if triton is None else tl.constexpr(value)
+
+
+LOG2E = constexpr(math.log2(math.e))  # exp(x) is exp2(x * LOG2E)
 
 
 def is_interpreted() -> bool:

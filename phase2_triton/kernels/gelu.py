@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from phase2_triton.kernels.checks import check_tensors
 from phase2_triton.kernels.core import (
+    LOG2E,
     Cost,
     KernelError,
     flatten_rows,
@@ -53,15 +54,17 @@ def compute_gate_and_slope(v, TANH: tl.constexpr):
     """
     t = tl.minimum(tl.abs(v), 100.0)  # the results are constant long before 100, and powers of t must not overflow
     if TANH:
-        e = tl.exp(-1.5957691216057308 * t * (1 + 0.044715 * t * t))
-        gate = tl.where(v < 0, e, 1.0) / (1 + e)
-        density = e / ((1 + e) * (1 + e)) * 1.5957691216057308 * (1 + 0.134145 * t * t)
+        e = tl.exp2(t * (1 + 0.044715 * t * t) * (-1.5957691216057308 * LOG2E))
+        s = 1 / (1 + e)  # one division for both
+        gate = tl.where(v < 0, e * s, s)
+        density = e * s * s * (1.5957691216057308 + 0.2140644488178007 * t * t)
     else:
-        density = tl.exp(-0.5 * t * t) * 0.3989422804014327
+        density = tl.exp2(t * t * (-0.5 * LOG2E)) * 0.3989422804014327
         if v.dtype == tl.float64:
             gate = 0.5 * (1 + tl.erf(v * 0.7071067811865476))
         else:
-            u = 1 / (1 + 0.2975 * t)
+            root = 1 + 0.2975 * t
+            u = tl.rsqrt(root * root)  # 1 / root: a division takes six instructions more
             ratio = -0.243558094 + u * (0.628068907 + u * (-0.443398386 + 0.0979134098 * u))
             ratio = 0.296763884 + u * (0.305292654 + u * (0.224944728 + u * (0.387257347 + u * ratio)))
             tail = density * (2.97418855e-05 + u * ratio)

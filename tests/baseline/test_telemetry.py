@@ -41,7 +41,11 @@ def test_env_describes_the_run(tmp_path):
     train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, max_iters=1))
     env = json.loads((tmp_path / "env.json").read_text())
     assert env["world_size"] == 2 and env["config"]["n_embd"] == 32 and env["tokens_per_step"] == 256
-    assert env["chosen"] == {"device": "cpu (requested)", "dtype": "torch.float32 (the default on cpu)"}
+    assert env["chosen"] == {
+        "device": "cpu (requested)",
+        "attention": "torch's choice",
+        "dtype": "torch.float32 (the default on cpu)",
+    }
     assert env["versions"]["torch"] == torch.__version__ and env["hardware"]
 
 

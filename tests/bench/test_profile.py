@@ -46,8 +46,10 @@ def make_events(on_gpu: bool) -> list[Any]:
     """Return the events of a step as the profiler does: computation, waiting, communication and another thread."""
     main_device = DeviceType.CUDA if on_gpu else DeviceType.CPU
 
-    def event(name: str, begin: float, end: float, thread: int = 1, is_annotation: bool = False) -> Any:
-        device = DeviceType.CPU if name == "step 2" else main_device
+    def event(
+        name: str, begin: float, end: float, thread: int = 1, is_annotation: bool = False, on_host: bool = False
+    ) -> Any:
+        device = DeviceType.CPU if on_host else main_device
         times = SimpleNamespace(start=1e3 * begin, end=1e3 * end)
         return SimpleNamespace(
             name=name, time_range=times, thread=thread, device_type=device, is_user_annotation=is_annotation
@@ -55,6 +57,7 @@ def make_events(on_gpu: bool) -> list[Any]:
 
     return [
         event("step 2", 0, 10, is_annotation=True),
+        *([event("step 2", -20, -16, on_host=True)] if on_gpu else []),  # the host is ahead of the GPU
         event(
             "RegisterPostBackwardFunctionBackward" if not on_gpu else "FSDP::post_backward", 0, 9, is_annotation=on_gpu
         ),

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from phase2_triton.kernels import cross_entropy as unfused
 from phase2_triton.kernels import linear_cross_entropy as fused
-from phase2_triton.kernels.core import KernelError, is_interpreted, launch, next_power_of_2
+from phase2_triton.kernels.core import KernelError, is_interpreted, launch
 from tests.helpers.kernels import (
     assert_as_exact_as_torch,
     assert_registered,
@@ -70,15 +70,16 @@ def test_the_reference_matches_torchs_cross_entropy():
         )
 
 
-def test_maximum_and_sum_are_carried_over_tiles():
-    """With tiles of 2 rows and 64 columns, many tiles per row give the same loss and gradient."""
+@pytest.mark.parametrize("full_columns", [0, 64, 960])
+def test_maximum_and_sum_are_carried_over_tiles(full_columns):
+    """Many tiles per row give the same loss and gradient: 2 rows and 64 columns without a mask, then 16 with a mask."""
     logits, labels = (5 * draw_normal((7, 1000))).float(), make_targets(7, 1000)
     with guard_bands():
         losses, peaks, totals = (guard(torch.zeros(7)) for _ in range(3))
         z = guard(logits)
         launch(
-            unfused.forward_kernel, (4,), z, labels, losses, peaks, totals, 7, 1000, 1000, 1000, -1, 0.0, 0.0,
-            GRADIENT=True, ROWS=2, BLOCK=64,
+            unfused.forward_kernel, (4,), z, labels, losses, peaks, totals, 7, 1000, 1000, full_columns, 1000, -1,
+            0.0, 0.0, GRADIENT=True, ROWS=2, BLOCK=64, TAIL=16,
         )  # fmt: skip
     leaf = logits.double().requires_grad_()
     exact = F.cross_entropy(leaf, labels, ignore_index=-1, reduction="none")
@@ -384,8 +385,8 @@ def test_an_unknown_label_reads_nothing_and_gives_nan():
     losses, peaks, totals = (guard(torch.zeros(2)) for _ in range(3))
     labels, z = torch.tensor([2**40, 1]), guard(torch.zeros(2, 9))
     launch(
-        unfused.forward_kernel, (1,), z, labels, losses, peaks, totals, 2, 9, 9, 9, -1, 0.0, 0.0,
-        GRADIENT=True, ROWS=2, BLOCK=next_power_of_2(9),
+        unfused.forward_kernel, (1,), z, labels, losses, peaks, totals, 2, 9, 9, 0, 9, -1, 0.0, 0.0,
+        GRADIENT=True, ROWS=2, BLOCK=16, TAIL=16,
     )  # fmt: skip
     assert losses[0].isnan() and losses[1].item() == pytest.approx(torch.tensor(9.0).log().item())
     assert z[0].isnan().all() and z[1].isfinite().all()  # NaN prevents a step with the gradient of half a batch

@@ -153,8 +153,8 @@ def test_what_the_interpreter_cannot_show_is_in_the_machine_code(tmp_path):
     assert json.loads(process.stdout) == {
         "adamw": {"tests addresses": True, "16-byte accesses": True},
         "adamw without test": {"tests addresses": False, "16-byte accesses": True},
-        "cross_entropy": True,
-        "cross_entropy without barrier": False,
+        "cross_entropy": [True, True],
+        "cross_entropy without barrier": [False, False],
     }
 
 
@@ -190,11 +190,12 @@ def inspect_adamw(module):
     return {"tests addresses": tests is not None, "16-byte accesses": "ld.global.v4" in ptx}
 
 
-def has_barrier(module):
+def find_barriers(module):
     logits, targets = torch.empty(64, 50304, device="meta"), torch.empty(64, dtype=torch.int64, device="meta")
     ir = compile_first_launch(lambda: module.run_forward(logits, targets, 50304, -1, 0.0, 0.0, True))["ttir"]
-    before_gradient = ir[: ir.rindex("tt.load")]
-    return "barrier" in before_gradient
+    first_gradient, last_gradient = (each.start() for each in list(re.finditer("tt.store", ir))[3:5])
+    target_logit, target_gradient = ir.rindex("tt.reduce", 0, first_gradient), ir.rindex("tt.store")
+    return ["barrier" in ir[target_logit:first_gradient], "barrier" in ir[last_gradient:target_gradient]]
 
 
 folder = Path(sys.argv[1])
@@ -203,7 +204,7 @@ bare_loss = import_variant(folder, cross_entropy, "bare_loss", [("        tl.deb
 print(json.dumps({
     "adamw": inspect_adamw(adamw),
     "adamw without test": inspect_adamw(bare_adamw),
-    "cross_entropy": has_barrier(cross_entropy),
-    "cross_entropy without barrier": has_barrier(bare_loss),
+    "cross_entropy": find_barriers(cross_entropy),
+    "cross_entropy without barrier": find_barriers(bare_loss),
 }))
 """

@@ -139,13 +139,14 @@ def test_offsets_past_2_to_the_31(is_wide):
     assert torch.equal(out, x[::4]) is is_wide
 
 
-def test_cross_entropy_past_2_to_the_31():
+@pytest.mark.parametrize("full_columns", [0, 4, 8])
+def test_cross_entropy_past_2_to_the_31(full_columns):
     """The shipped kernel reads rows past 2^31 and writes their gradients in place."""
     x, targets = make_sparse_rows(), torch.arange(5)
     logits = x.float().clone()
     losses, peaks, totals = torch.zeros(3, 5).unbind()
-    args = (targets, losses, peaks, totals, 5, 8, 8, x.stride(0), -1, 0.0, 0.0)
-    launch(cross_entropy.forward_kernel, (3,), x, *args, GRADIENT=True, ROWS=2, BLOCK=8)
+    args = (targets, losses, peaks, totals, 5, 8, 8, full_columns, x.stride(0), -1, 0.0, 0.0)
+    launch(cross_entropy.forward_kernel, (3,), x, *args, GRADIENT=True, ROWS=2, BLOCK=4, TAIL=4)
     assert gap(losses, F.cross_entropy(logits, targets, reduction="none")) <= 1e-6
     gradient = logits.softmax(1) - F.one_hot(targets, 8)
     assert gap(x, gradient) <= 1e-3

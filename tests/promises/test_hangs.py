@@ -244,6 +244,9 @@ def check_stalled_launcher(process: Program, faulty: int, out: Path) -> None:
     assert "the process does not respond" in message, output
     stacks = read_stacks(out, 2)
     assert all("train.py" in text for text in stacks) and "sitecustomize.py" in stacks[faulty], stacks
+    recorded = json.loads((out / "stacks" / f"collectives-rank{1 - faulty}.json").read_text())
+    waiting = recorded["entries"][-1]
+    assert waiting["process_group"][1] and waiting["collective_seq_id"] > 10, waiting
 
 
 def test_a_rank_that_hangs_ends_the_job(tmp_path, monkeypatch):

@@ -1,0 +1,109 @@
+"""The choice of attention's backend, deterministic algorithms, the mode of torch.compile, and compiled evaluation."""
+
+import contextlib
+import importlib
+import json
+import os
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+
+from nanoGPT.distributed.algorithms import BACKENDS, choose_attention, use_algorithms
+from nanoGPT.errors import ConfigError
+from nanoGPT.train_config import validate
+from phase3_fsdp.fsdp import FsdpConfig
+from tests.helpers.training import gap, read_metric, tiny, train, train_all
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])
+def test_backends_of_attention_have_one_loss_curve(phase, tmp_path):
+    """The plain (math) and the flash backend of attention have the same losses, and env.json names the backend."""
+    options = {"dropout": 0.0, "max_iters": 4} | ({"kernels": "none"} if phase == "phase2_triton" else {})
+    configs = [tiny(phase, tmp_path / name, attention=name, **options) for name in ("math", "flash")]
+    assert gap(*train_all(1, [(phase, config) for config in configs])) <= 1e-6
+    env = json.loads((tmp_path / "math" / "env.json").read_text())
+    assert env["chosen"]["attention"] == "math (requested)"
+
+
+def test_a_backend_is_used_only_inside_of_the_context():
+    """Inside of the context attention runs the given backend; after it, also after an error, torch chooses again."""
+    q = torch.randn(1, 2, 8, 16)
+
+    def list_operators() -> set[str]:
+        with torch.profiler.profile() as profiler:
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return {event.name for event in profiler.events()}
+
+    flash, math = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_attention_math"
+    assert flash in list_operators()
+    with contextlib.suppress(RuntimeError), use_algorithms([SDPBackend.MATH], is_deterministic=True):
+        assert math in list_operators() and flash not in list_operators()
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        raise RuntimeError
+    assert flash in list_operators() and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_choice_of_attention(monkeypatch):
+    """On Hopper, auto tries cuDNN first, unless the run must be deterministic. Impossible choices are refused."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose_attention("auto", False, GPU) == (list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer)")
+    assert choose_attention("auto", True, GPU) == ([], "torch's choice")
+    assert choose_attention("efficient", True, GPU)[0] == [SDPBackend.EFFICIENT_ATTENTION]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_attention("auto", False, GPU) == ([], "torch's choice")
+    for name in ("cudnn", "efficient"):
+        with pytest.raises(ConfigError, match=f"--attention={name} needs a GPU"):
+            choose_attention(name, False, CPU)
+    with pytest.raises(ConfigError, match="is not deterministic"):
+        choose_attention("cudnn", True, GPU)
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])
+def test_deterministic_runs_are_equal(phase, tmp_path, device):
+    """Every phase runs with --deterministic, and two such runs have equal losses and norms to the last digit."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    options = {"device": device, "dtype": dtype, "deterministic": True, "max_iters": 3}
+    options |= {"gradient_accumulation_steps": 2, "eval_interval": 3, "eval_iters": 1}
+    first, second = (tiny(phase, tmp_path / name, **options) for name in "ab")
+    assert train(phase, 1, first) == train(phase, 1, second)
+    assert read_metric(tmp_path / "a", "grad_norm") == read_metric(tmp_path / "b", "grad_norm")
+
+
+def test_fsdp_refuses_cuda_graphs():
+    """FSDP refuses the modes of torch.compile that record CUDA graphs, because its parameters move."""
+    for mode in ("reduce-overhead", "max-autotune"):
+        with pytest.raises(ConfigError, match=f"--compile_mode={mode} records CUDA graphs"):
+            validate(FsdpConfig(compile=True, compile_mode=mode), 1)
+        validate(FsdpConfig(compile=True, compile_mode=mode, use_fsdp=False), 1)
+    validate(FsdpConfig(compile=True, compile_mode="max-autotune-no-cudagraphs"), 1)
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])
+def test_the_compiled_model_is_evaluated(phase, tmp_path, monkeypatch):
+    """With --compile, training and evaluation call the compiled model, in the given mode of torch.compile."""
+    compiled_modes, uncompiled_calls = [], []
+    compile_model = torch.compile
+
+    def record(model, **options):
+        compiled_modes.append(options.pop("mode"))
+        return compile_model(model, backend=count_calls, **options)
+
+    def count_calls(graph, inputs):
+        def call(*values):
+            uncompiled_calls.append(torch.is_grad_enabled())
+            return graph(*values)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", record)
+    options = {"kernels": "none"} if phase == "phase2_triton" else {}
+    mode = "max-autotune-no-cudagraphs"
+    (tmp_path / "run").mkdir()
+    config = tiny(phase, tmp_path / "run", compile=True, compile_mode=mode, max_iters=1, eval_iters=1, **options)
+    importlib.import_module(f"{phase}.train").train(config)
+    assert set(compiled_modes) == {mode}
+    assert set(uncompiled_calls) == {True, False}  # graphs ran with and without gradients
