@@ -14,20 +14,24 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TENSOR_CORES = ("mma.sync", "wgmma", "tcgen05")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/", re.MULTILINE)  # of nvdisasm: the address as a comment
+LABEL = re.compile(r"^\s*(\.L_x_\d+):")
+BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 SERIALIZED_WGMMA = re.compile(r"\(C75\d\d\)")  # the numbers of ptxas's warnings that it serialized wgmma instructions
 
 
 def count_spilled_bytes(compiled: Any) -> int:
     """Return the bytes of stack per thread, which are 0 if all values stay in registers."""
-    return read_usage("STACK", dump_usage(compiled))
+    return read_usage("STACK", run_on_cubin(compiled, "cuobjdump", "--dump-resource-usage"))
 
 
-def dump_usage(compiled: Any) -> str:
-    """Return what cuobjdump prints about the resources of a compiled kernel."""
+def run_on_cubin(compiled: Any, tool: str, *options: str) -> str:
+    """Return what a tool of Triton's package prints about the machine code of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        return run_tool(BINARIES / "cuobjdump", "--dump-resource-usage", file.name)
+        words = [str(BINARIES / tool), *options, file.name]
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
 def inspect_machine_code(compiled: Any) -> dict[str, Any]:
@@ -41,12 +45,10 @@ def inspect_machine_code(compiled: Any) -> dict[str, Any]:
         tensor_cores: the kinds of tensor-core instructions.
         serialized_wgmma: whether its wgmma instructions wait for each other.
         instructions: number of machine instructions.
+        loops: number of machine instructions of each loop, in order.
     """
-    usage = dump_usage(compiled)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        assembly = run_tool(BINARIES / "nvdisasm", "-c", "--no-dataflow", file.name)
+    usage = run_on_cubin(compiled, "cuobjdump", "--dump-resource-usage")
+    assembly = run_on_cubin(compiled, "nvdisasm", "-c", "--no-dataflow")
     return {
         "registers": read_usage("REG", usage),
         "stack_bytes": read_usage("STACK", usage),
@@ -55,8 +57,24 @@ def inspect_machine_code(compiled: Any) -> dict[str, Any]:
         "has_dot": "tt.dot" in compiled.asm["ttir"],
         "tensor_cores": [name for name in TENSOR_CORES if name in compiled.asm["ptx"]],
         "serialized_wgmma": has_serialized_wgmma(compiled),
-        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]+\*/", assembly, flags=re.MULTILINE)),
+        "instructions": len(INSTRUCTION.findall(assembly)),
+        "loops": measure_loops(assembly),
     }
+
+
+def measure_loops(assembly: str) -> list[int]:
+    """Return the number of instructions of each loop: from a label to the branch that jumps back to it."""
+    positions: dict[str, int] = {}
+    count, loops = 0, []
+    for line in assembly.splitlines():
+        if label := LABEL.match(line):
+            positions[label[1]] = count
+        elif INSTRUCTION.match(line):
+            count += 1
+            branch = BRANCH.search(line)
+            if branch and branch[1] in positions:
+                loops.append(count - positions[branch[1]])
+    return [length for length in loops if length > 1]  # a kernel ends with an instruction that jumps to itself
 
 
 def uses_fp64(compiled: Any) -> bool:
@@ -78,12 +96,6 @@ def has_serialized_wgmma(compiled: Any) -> bool:
         command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", file.name]
         log = subprocess.run([*command, "-o", "/dev/null"], check=True, capture_output=True, text=True).stderr
     return SERIALIZED_WGMMA.search(log) is not None
-
-
-def run_tool(*command: str | Path) -> str:
-    """Run a command and return what it prints."""
-    words = [str(word) for word in command]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
 def read_usage(name: str, usage: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
+from bench.kernels.forecast import forecast_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
@@ -280,6 +281,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published": published_table,
     "kernel_costs": kernel_costs_table,
     "kernel_resources": kernel_resources_table,
+    "kernel_forecast": forecast_table,
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
     **CAMPAIGN_TABLES,

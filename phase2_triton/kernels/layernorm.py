@@ -98,13 +98,13 @@ def forward_kernel(
 
 @jit
 def backward_kernel(
-    dy, dtotal, x, weight, mean, rstd, dx, dw, db, M, N,
+    dy, dtotal, x, weight, mean, rstd, dx, sums, M, N,
     HAS_DTOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, ATOMIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute dx in a loop over tiles of rows, and this program's part of dW and dB.
 
-    ATOMIC: add the parts to dw and db, (N,), with atomics (step 1). Otherwise write them into this program's row of dw
-    and db, (programs, N) (step 2).
+    ATOMIC: add the parts to `sums`, (1 + HAS_BIAS, N), with atomics (step 1). Otherwise write them into this program's
+    rows of `sums`, (programs, 1 + HAS_BIAS, N) (step 2).
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
@@ -128,13 +128,14 @@ def backward_kernel(
         dw_sum += tl.sum(dy_tile * xhat, 0)
         db_sum += tl.sum(dy_tile, 0)
     if ATOMIC:
-        tl.atomic_add(dw + cols, dw_sum, mask=cols < N)
+        tl.atomic_add(sums + cols, dw_sum, mask=cols < N)
         if HAS_BIAS:
-            tl.atomic_add(db + cols, db_sum, mask=cols < N)
+            tl.atomic_add(sums + N + cols, db_sum, mask=cols < N)
     else:
-        tl.store(dw + program * N + cols, dw_sum, mask=cols < N)
+        sums += program * (1 + HAS_BIAS) * N
+        tl.store(sums + cols, dw_sum, mask=cols < N)
         if HAS_BIAS:
-            tl.store(db + program * N + cols, db_sum, mask=cols < N)
+            tl.store(sums + N + cols, db_sum, mask=cols < N)
 
 
 @kernel_op("layer_norm")
@@ -168,20 +169,19 @@ def forward_op(
 @kernel_op("layer_norm_backward")
 def backward_op(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx, dW and dB (empty without a bias), for contiguous (M, N) tensors."""
+) -> tuple[Tensor, Tensor]:
+    """Return dx, and dW and dB as the rows of one tensor, (1 + has_bias, N), for contiguous (M, N) tensors."""
     M, N = x.shape
     options = select_config("layernorm_backward", N)
     rows = min(next_power_of_2(M), options.pop("rows"))
     programs = max(1, min(options.pop("programs"), -(-M // rows)))
     dx = torch.empty_like(x)
-    dw = mean.new_empty(programs, N)
-    db = torch.empty_like(dw) if has_bias else mean.new_empty(0)
+    sums = mean.new_empty(programs, 1 + has_bias, N)
     launch(
-        backward_kernel, (programs,), dy, dtotal, x, weight, mean, rstd, dx, dw, db, M, N,
+        backward_kernel, (programs,), dy, dtotal, x, weight, mean, rstd, dx, sums, M, N,
         HAS_DTOTAL=dtotal is not None, HAS_BIAS=has_bias, ATOMIC=False, ROWS=rows, BLOCK=next_power_of_2(N), **options,
     )  # fmt: skip
-    return dx, dw.sum(0).to(weight.dtype), db.sum(0).to(weight.dtype) if has_bias else db
+    return dx, sums.sum(0).to(weight.dtype)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -197,8 +197,9 @@ def backward(ctx: Any, dy: Tensor, dtotal: Tensor, *_: Tensor) -> tuple[Tensor |
     x, weight, mean, rstd = ctx.saved_tensors
     has_branch = ctx.branch_dtype is not None
     dtotal_or_none = dtotal.contiguous() if has_branch else None
-    dx, dw, db = backward_op(dy.contiguous(), dtotal_or_none, x, weight, mean, rstd, ctx.has_bias)
-    return dx, dx.to(ctx.branch_dtype) if has_branch else None, dw, db if ctx.has_bias else None, None, None
+    dx, dparams = backward_op(dy.contiguous(), dtotal_or_none, x, weight, mean, rstd, ctx.has_bias)
+    dw, db = dparams if ctx.has_bias else (dparams[0], None)
+    return dx, dx.to(ctx.branch_dtype) if has_branch else None, dw, db, None, None
 
 
 forward_op.register_autograd(backward, setup_context=setup_context)
@@ -300,10 +301,9 @@ def run_atomic_step(dy: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-5) ->
     M, N = x.shape
     _, _, mean, rstd = forward_op(x, None, weight, None, eps, x.dtype)
     dx = torch.empty_like(x)
-    dw = torch.zeros_like(mean[:1].expand(N))
-    db = torch.zeros_like(mean[:1].expand(N))
+    sums = torch.zeros_like(mean[:1].expand(2, N))
     launch(
-        backward_kernel, (M,), dy, None, x, weight, mean, rstd, dx, dw, db, M, N,
+        backward_kernel, (M,), dy, None, x, weight, mean, rstd, dx, sums, M, N,
         HAS_DTOTAL=False, HAS_BIAS=True, ATOMIC=True, ROWS=1, BLOCK=next_power_of_2(N),
     )  # fmt: skip
-    return dx, dw, db
+    return dx, *sums

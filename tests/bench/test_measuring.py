@@ -14,7 +14,9 @@ import torch
 from bench.kernels import plots as kernel_plots
 from bench.kernels import tune as tune_kernels
 from bench.kernels.cases import CASE_BUILDERS, build_cases
+from bench.kernels.forecast import Stream, forecast, instructions_per_element
 from bench.kernels.kernels import Stopwatch, measure
+from bench.kernels.machine_code import measure_loops
 from bench.sharding import zero1
 from bench.tables import records as results
 from bench.tables import tables
@@ -70,6 +72,38 @@ def test_committed_results_are_complete():
         assert {"name", "hardware", "versions", "git_commit", "settings", "samples"} <= result.keys(), path
         program, *words = shlex.split(result["settings"]["command"])
         assert words[0] in targets if program == "make" else importlib.util.find_spec(words[1]), path
+
+
+def test_instructions_of_loops_are_counted():
+    """A loop lasts from its label to the branch back; a forward branch and the last jump to itself are no loops."""
+    assembly = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @P0  BRA `(.L_x_2) ;
+.L_x_1:
+        /*0020*/                   LDG.E R2, [R4.64] ;
+        /*0030*/                   FADD R3, R3, R2 ;
+        /*0040*/              @!P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0050*/                   STG.E [R6.64], R3 ;
+.L_x_3:
+        /*0060*/                   BRA `(.L_x_3);
+    """
+    assert measure_loops(assembly) == [3]
+
+
+def test_the_forecast_counts_padding_and_passes():
+    """A row of 100 elements in tiles of 64 executes two tiles; two passes of full tiles and tails add up."""
+    stream = Stream("", "", 100, 4, is_loop=False)
+    resources = {"constants": {"ROWS": 2, "BLOCK": 64}, "num_warps": 1, "instructions": 50, "loops": []}
+    assert instructions_per_element(stream, resources) == 50 * 32 * 2 / 200
+    constants = {"ROWS": 1, "BLOCK": 64, "TAIL": 16}
+    resources = {"constants": constants, "num_warps": 2, "loops": [10, 5, 20, 7, 1]}
+    assert instructions_per_element(stream, resources) == (10 + 20 + 3 * (5 + 7)) * 64 / 100
+
+
+def test_kernels_that_move_data_are_limited_by_memory():
+    """By the forecast, no such kernel needs more time for its instructions than for its bytes."""
+    assert [row["name"] for row in forecast() if row["share"] < 1] == []
 
 
 @pytest.fixture
