@@ -138,16 +138,22 @@ def compilation_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any])
     return kernel.__module__, kernel.__name__, *build_signature(kernel, args, options), options
 
 
+COMPILE_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+def compile_for(architecture: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Compile one launch for an architecture, as Triton's launcher would on such a GPU."""
+    source = ASTSource(kernel, *build_signature(kernel, args, options))
+    target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    compile_options = {name: options[name] for name in COMPILE_OPTIONS if name in options}
+    return triton.compile(source, target=target, options=compile_options)
+
+
 def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Compile one launch for an architecture and return the resources that its machine code uses."""
-    types, constants, attributes = build_signature(kernel, args, options)
-    compile_options: dict[str, Any] = {
-        key: options[key] for key in ("num_warps", "num_stages", "enable_fp_fusion") if key in options
-    }
-    target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    source = ASTSource(kernel, types, constants, attributes)
-    compiled = triton.compile(source, target=target, options=compile_options)
-    constants = {key: value for key, value in options.items() if key not in compile_options}
+    compiled = compile_for(architecture, kernel, args, options)
+    compile_options = {name: options[name] for name in COMPILE_OPTIONS if name in options}
+    constants = {name: value for name, value in options.items() if name not in COMPILE_OPTIONS}
     return {"constants": constants, **compile_options, **inspect_machine_code(compiled)}
 
 

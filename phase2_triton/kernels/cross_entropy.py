@@ -31,7 +31,6 @@ from phase2_triton.kernels.core import (
     LOG2E,
     Cost,
     allocate_per_row,
-    constexpr,
     flatten_rows,
     jit,
     kernel_op,
@@ -41,8 +40,6 @@ from phase2_triton.kernels.core import (
     tl,
     to_fp32,
 )
-
-NOTHING = constexpr(float("-inf"))  # a logit whose exponential is 0
 
 
 def reference(
@@ -80,12 +77,12 @@ def two_pass_kernel(logits, targets, losses, V, stride, ignore_index, BLOCK: tl.
     peak = to_fp32(tl.load(logits + row * stride))
     for first in range(0, V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        z = to_fp32(tl.load(logits + row * stride + cols, mask=cols < V, other=NOTHING))
+        z = to_fp32(tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf")))
         peak = tl.maximum(peak, tl.max(z, 0))
     total = tl.zeros_like(peak)
     for first in range(0, V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        z = to_fp32(tl.load(logits + row * stride + cols, mask=cols < V, other=NOTHING))
+        z = to_fp32(tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf")))
         total += tl.sum(tl.exp(z - peak), 0)
     target = tl.load(targets + row)
     target_logit = to_fp32(tl.load(logits + row * stride + target, mask=target != ignore_index, other=0.0))
@@ -119,7 +116,7 @@ def forward_kernel(
             shifted_sum += tl.sum(z - origin[:, None], 1)
     for first in range(full_V, V, TAIL):
         cols = first + tl.arange(0, TAIL)[None, :]
-        z = to_fp32(tl.load(base + cols, mask=cols < V, other=NOTHING, eviction_policy="evict_last"))
+        z = to_fp32(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_last"))
         peak, total = add_tile(z, peak, total)
         if SMOOTHING > 0:
             shifted_sum += tl.sum(tl.where(cols < V, z - origin[:, None], 0.0), 1)
@@ -141,13 +138,15 @@ def forward_kernel(
         smoothing = tl.where(is_counted, SMOOTHING / V, 0.0)[:, None]
         for first in range(0, full_V, BLOCK):
             cols = first + tl.arange(0, BLOCK)[None, :]
-            z = tl.where(is_counted[:, None], to_fp32(tl.load(base + cols, eviction_policy="evict_first")), NOTHING)
+            z = tl.where(
+                is_counted[:, None], to_fp32(tl.load(base + cols, eviction_policy="evict_first")), float("-inf")
+            )
             dz = exp(z - peak[:, None]) * scale[:, None] - smoothing
             tl.store(base + cols, dz, mask=(rows < M)[:, None])
         for first in range(full_V, padded_V, TAIL):
             cols = first + tl.arange(0, TAIL)[None, :]
-            z = to_fp32(tl.load(base + cols, mask=cols < V, other=NOTHING, eviction_policy="evict_first"))
-            z = tl.where(is_counted[:, None], z, NOTHING)
+            z = to_fp32(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first"))
+            z = tl.where(is_counted[:, None], z, float("-inf"))
             dz = exp(z - peak[:, None]) * scale[:, None] - tl.where(cols < V, smoothing, 0.0)
             tl.store(base + cols, dz, mask=(rows < M)[:, None] & (cols < padded_V))
         tl.debug_barrier()  # the gradient of the target replaces what another warp may have written
@@ -191,14 +190,14 @@ def backward_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     offs = rows.to(tl.int64)[:, None] * stride + cols  # (ROWS, BLOCK)
-    z = to_fp32(tl.load(logits + offs, mask=(rows < M)[:, None] & (cols < V), other=NOTHING))
+    z = to_fp32(tl.load(logits + offs, mask=(rows < M)[:, None] & (cols < V), other=float("-inf")))
     target = tl.load(targets + rows, mask=rows < M, other=ignore_index)
     peak = tl.load(peaks + rows, mask=rows < M, other=0.0)
     total = tl.load(totals + rows, mask=rows < M, other=1.0)
     dloss = tl.load(dlosses + rows, mask=rows < M, other=0.0)
     is_counted = target != ignore_index
     scale = compute_gradient_scale(peak, total, (target >= 0) & (target < V), is_counted, Z_LOSS) * dloss
-    z = tl.where(is_counted[:, None], z, NOTHING)
+    z = tl.where(is_counted[:, None], z, float("-inf"))
     dz = exp(z - peak[:, None]) * scale[:, None]
     if SMOOTHING > 0:
         dz -= tl.where(cols < V, tl.where(is_counted, SMOOTHING / V * dloss, 0.0)[:, None], 0.0)

@@ -1,9 +1,9 @@
 """The choice of attention's backend, deterministic algorithms, the mode of torch.compile, and compiled evaluation."""
 
 import contextlib
-import importlib
 import json
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from torch.nn.attention import SDPBackend
 
 from nanoGPT.distributed.algorithms import BACKENDS, choose_attention, use_algorithms
 from nanoGPT.errors import ConfigError
-from nanoGPT.train_config import validate
+from nanoGPT.train_config import TrainConfig, validate
 from phase3_fsdp.fsdp import FsdpConfig
-from tests.helpers.training import gap, read_metric, tiny, train, train_all
+from tests.helpers.training import call_train, gap, read_metric, tiny, train, train_all
+from workshop.ranks import run_on_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -82,28 +83,33 @@ def test_fsdp_refuses_cuda_graphs():
     validate(FsdpConfig(compile=True, compile_mode="max-autotune-no-cudagraphs"), 1)
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])
-def test_the_compiled_model_is_evaluated(phase, tmp_path, monkeypatch):
-    """With --compile, training and evaluation call the compiled model, in the given mode of torch.compile."""
-    compiled_modes, uncompiled_calls = [], []
+def record_compiled_calls(phase: str, config: TrainConfig) -> tuple[set[str], set[bool]]:
+    """Train with --compile. Return the modes of torch.compile, and whether compiled graphs ran with gradients."""
+    modes, with_gradients = set(), set()
     compile_model = torch.compile
 
     def record(model, **options):
-        compiled_modes.append(options.pop("mode"))
+        modes.add(options.pop("mode"))
         return compile_model(model, backend=count_calls, **options)
 
     def count_calls(graph, inputs):
         def call(*values):
-            uncompiled_calls.append(torch.is_grad_enabled())
+            with_gradients.add(torch.is_grad_enabled())
             return graph(*values)
 
         return call
 
-    monkeypatch.setattr(torch, "compile", record)
+    with mock.patch.object(torch, "compile", record):
+        call_train(phase, config)
+    return modes, with_gradients
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_compiled_model_is_evaluated(phase, ranks, tmp_path):
+    """With --compile, training and evaluation call the compiled model, in the given mode of torch.compile."""
     options = {"kernels": "none"} if phase == "phase2_triton" else {}
     mode = "max-autotune-no-cudagraphs"
-    (tmp_path / "run").mkdir()
-    config = tiny(phase, tmp_path / "run", compile=True, compile_mode=mode, max_iters=1, eval_iters=1, **options)
-    importlib.import_module(f"{phase}.train").train(config)
-    assert set(compiled_modes) == {mode}
-    assert set(uncompiled_calls) == {True, False}  # graphs ran with and without gradients
+    config = tiny(phase, tmp_path, compile=True, compile_mode=mode, max_iters=1, eval_iters=2, **options)
+    for modes, with_gradients in run_on_ranks(record_compiled_calls, ranks, phase, config, show=False):
+        assert modes == {mode} and with_gradients == {True, False}

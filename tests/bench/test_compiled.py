@@ -1,23 +1,12 @@
 """The check of the code that torch.compile generates for a GPU, on a machine without one."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.compiled.__main__ import Options, main
 from nanoGPT.errors import ConfigError
-from tests.helpers.programs import DEADLINE
-from tests.helpers.training import ROOT
-
-
-def run_python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a new interpreter, because torch looks for GPUs only once. Kernels are not interpreted."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+from tests.helpers.programs import run_with_compiled_kernels
 
 
 def test_compiled_graphs_compile_for_an_h100():
@@ -27,7 +16,7 @@ def test_compiled_graphs_compile_for_an_h100():
     kernel writes into it. `make check-ptx` checks all graphs, also for an A100.
     """
     names = ["phase 2, --kernels=all", "phase 3: checkpointed block"]
-    done = run_python("-m", "bench.compiled.check", "sm_90", *names)
+    done = run_with_compiled_kernels("-m", "bench.compiled.check", "sm_90", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     model, block = done.stdout.splitlines()[1:]
     assert model.endswith("14 of them custom: 0 problems") and block.endswith("0 of them custom: 0 problems")
@@ -79,7 +68,7 @@ def test_planted_problems_are_found(tmp_path: Path):
     """The check finds a Python float that Inductor passes as fp64, spilled registers, and a graph break."""
     program = tmp_path / "planted.py"
     program.write_text(PLANTED)
-    done = run_python(str(program))
+    done = run_with_compiled_kernels(str(program))
     assert done.returncode == 0, done.stderr[-3000:]
     with_float, spilling, broken = done.stdout.splitlines()
     assert with_float == "(1, 1, ['scale_kernel computes in fp64'])"

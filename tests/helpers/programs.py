@@ -34,6 +34,13 @@ CAN_FORK_RANKS = sys.platform == "linux" and torch.cuda.device_count() == 0  # a
 LONG_RUN = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
 
 
+def run_with_compiled_kernels(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `python words...` in a new interpreter, in which Triton compiles kernels instead of interpreting them."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+
+
 @dataclass
 class Outcome:
     """The exit code of a program, and its standard output and standard error."""

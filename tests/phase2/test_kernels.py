@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +13,7 @@ from bench.kernels.resources import ARCHITECTURES, REPORT, build_calls, hash_sou
 from phase2_triton.kernels import adamw, core
 from phase2_triton.kernels.core import load_config_table
 from tests.helpers.kernels import find_converted_numbers
-from tests.helpers.programs import DEADLINE
-from tests.helpers.training import ROOT
+from tests.helpers.programs import run_with_compiled_kernels
 
 REPORTS = json.loads(REPORT.read_text())  # by version of Triton
 
@@ -43,9 +39,7 @@ def test_the_committed_report_is_up_to_date():
     """
     command = "run with each version of Triton in it: python -m bench.kernels.resources --write"
     assert all(report["sources"] == hash_sources() for report in REPORTS.values()), command
-    arguments = [sys.executable, "-m", "bench.kernels.resources", "--json", "sm_90"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    process = run_with_compiled_kernels("-m", "bench.kernels.resources", "--json", "sm_90")
     assert process.returncode == 0, process.stderr[-3000:]
     kernels = json.loads(process.stdout)["kernels"]["sm_90"]
     if triton.__version__ in REPORTS:
@@ -74,9 +68,7 @@ def test_compiled_kernels_stay_within_limits(version, architecture):
 
 def test_a_planted_spill_is_reported():
     """A tile of 32,768 numbers in 4 warps does not fit into registers, and the report shows the spill."""
-    arguments = [sys.executable, "-c", SPILL_PROGRAM]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    process = run_with_compiled_kernels("-c", SPILL_PROGRAM)
     facts = json.loads(process.stdout)
     assert facts["stack_bytes"] > 0 and facts["spill_instructions"] > 0, process.stderr
 
@@ -146,9 +138,7 @@ def test_what_the_interpreter_cannot_show_is_in_the_machine_code(tmp_path):
 
     Without either, the interpreter computes the same numbers. Planted copies of the kernels lack it in their code.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    arguments = [sys.executable, "-c", CODE_PROGRAM, str(tmp_path)]
-    process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    process = run_with_compiled_kernels("-c", CODE_PROGRAM, str(tmp_path))
     assert process.returncode == 0, process.stderr[-3000:]
     assert json.loads(process.stdout) == {
         "adamw": {"tests addresses": True, "16-byte accesses": True},
@@ -161,22 +151,14 @@ def test_what_the_interpreter_cannot_show_is_in_the_machine_code(tmp_path):
 CODE_PROGRAM = """
 import json, re, sys
 from pathlib import Path
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from bench.kernels.resources import build_signature
+import torch
+from bench.kernels.resources import compile_for, record_call
 from phase2_triton.kernels import adamw, cross_entropy
-from phase2_triton.kernels.core import record_launches
 from tests.helpers.kernels import import_variant
 
 
 def compile_first_launch(call):
-    with record_launches("sm_90") as recorder:
-        call()
-    kernel, args, options = recorder.launches[0]
-    types, constants, attributes = build_signature(kernel, args, options)
-    source = ASTSource(kernel, types, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": options["num_warps"]}).asm
+    return compile_for("sm_90", *record_call("sm_90", call)[0]).asm
 
 
 def inspect_adamw(module):
