@@ -9,13 +9,11 @@ The launches are recorded and compiled ahead of time. From the machine code we r
 bytes and instructions of spilled registers, the shared memory, and which tensor-core instructions there are.
 """
 
-import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -34,14 +32,13 @@ from nanoGPT.errors import ConfigError
 from phase2_triton.kernels import (
     adamw,
     attention,
-    core,
     cross_entropy,
     embedding,
     gelu,
     layernorm,
     linear_cross_entropy,
 )
-from phase2_triton.kernels.core import record_launches
+from phase2_triton.kernels.core import hash_sources, record_launches
 
 REPORT = RESULTS / "kernel-resources.json"  # one report for each version of Triton
 ARCHITECTURES = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # maximum shared memory per program, in KiB
@@ -162,12 +159,6 @@ def record_call(architecture: str, call: Callable[[], None]) -> list[tuple[Any, 
     with record_launches(architecture) as recorder:
         call()
     return recorder.launches
-
-
-def hash_sources() -> str:
-    """Return a digest of the kernels' files. With the same Triton, equal files compile to the same code."""
-    files = sorted(Path(core.__file__).parent.glob("*.*"))
-    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
 
 
 def build_report(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> dict[str, Any]:

@@ -8,6 +8,7 @@ in each kernel file is plain torch and works everywhere.
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import json
 import math
@@ -53,6 +54,16 @@ def constexpr(value: Any) -> Any:
 
 
 LOG2E = constexpr(math.log2(math.e))  # exp(x) is exp2(x * LOG2E)
+
+
+def hash_sources() -> str:
+    """Return a digest of the kernels' files. With the same Triton, equal files compile to the same code."""
+    files = sorted(Path(__file__).parent.glob("*.*"))
+    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
+
+
+# torch.compile stores compiled graphs on disk. Its key contains the names of custom operators, but not their code.
+torch.compiler.config.cache_key_tag += hash_sources()
 
 
 def is_interpreted() -> bool:

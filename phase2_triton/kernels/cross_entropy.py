@@ -105,8 +105,7 @@ def forward_kernel(
     # 64-bit offsets: 65,536 rows of 50,304 logits exceed 2^31. Rows beyond M read row M - 1 and are never stored.
     base = logits + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * stride  # (ROWS, 1)
     peak = to_fp32(tl.max(tl.load(base), 1))  # the first logit of each row
-    total = tl.zeros_like(peak)
-    shifted_sum = tl.zeros_like(peak)  # sum of z - origin, for label smoothing
+    total, shifted_sum = tl.zeros_like(peak), tl.zeros_like(peak)  # shifted_sum: of z - origin, for label smoothing
     origin = tl.where(peak == float("-inf"), 0.0, peak)
     for first in range(0, full_V, BLOCK):
         cols = first + tl.arange(0, BLOCK)[None, :]
@@ -138,9 +137,8 @@ def forward_kernel(
         smoothing = tl.where(is_counted, SMOOTHING / V, 0.0)[:, None]
         for first in range(0, full_V, BLOCK):
             cols = first + tl.arange(0, BLOCK)[None, :]
-            z = tl.where(
-                is_counted[:, None], to_fp32(tl.load(base + cols, eviction_policy="evict_first")), float("-inf")
-            )
+            z = to_fp32(tl.load(base + cols, eviction_policy="evict_first"))
+            z = tl.where(is_counted[:, None], z, float("-inf"))
             dz = exp(z - peak[:, None]) * scale[:, None] - smoothing
             tl.store(base + cols, dz, mask=(rows < M)[:, None])
         for first in range(full_V, padded_V, TAIL):

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from torch._inductor.codecache import FxGraphHashDetails
 
 from bench.kernels import tune
-from bench.kernels.resources import ARCHITECTURES, REPORT, build_calls, hash_sources, record_call
+from bench.kernels.resources import ARCHITECTURES, REPORT, build_calls, record_call
 from phase2_triton.kernels import adamw, core
-from phase2_triton.kernels.core import load_config_table
+from phase2_triton.kernels.core import hash_sources, load_config_table
 from tests.helpers.kernels import find_converted_numbers
 from tests.helpers.programs import run_with_compiled_kernels
 
@@ -30,6 +31,12 @@ def test_a_call_neither_waits_for_the_device_nor_compiles_for_its_rows(call):
     ]
     for kernel, args, _ in launches:
         assert find_converted_numbers(kernel, args) == set()
+
+
+def test_changed_kernels_are_compiled_again():
+    """torch.compile stores graphs on disk. Their key contains the kernels' code, so that it never uses an old graph."""
+    assert hash_sources() in torch.compiler.config.cache_key_tag
+    assert hash_sources() in FxGraphHashDetails(None, [], {}, []).cache_key_tag
 
 
 def test_the_committed_report_is_up_to_date():
