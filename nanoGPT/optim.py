@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.errors import NonFiniteLoss
 from nanoGPT.train_config import TrainConfig
 
@@ -27,14 +28,23 @@ def configure_adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
 
 
-def configure_muon(model: nn.Module, config: TrainConfig) -> "MuonWithAdamW":
+def configure_muon(
+    model: nn.Module,
+    config: TrainConfig,
+    muon: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = torch.optim.Muon,
+) -> "MuonWithAdamW":
     """Return Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
 
     Both use the same learning rate.
+
+    Args:
+        model: on its device.
+        config: provides the learning rate, the weight decay and AdamW's betas.
+        muon: creates Muon from its parameter groups.
     """
     matrices, others = muon_groups(model, config)
     return MuonWithAdamW(
-        torch.optim.Muon([matrices]),
+        muon([matrices]),
         torch.optim.AdamW(others, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True),
     )
 
@@ -60,6 +70,15 @@ def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], 
     return matrices, others
 
 
+def count_multiplications(matrix: Tensor) -> int:
+    """Return the multiplications in one Newton-Schulz iteration on an (m, n) matrix X with m <= n.
+
+    The iteration computes A = X X', the square of A, and B X.
+    """
+    m, n = sorted(matrix.shape)
+    return 2 * m * m * n + m * m * m
+
+
 @runtime_checkable
 class HasStateBytes(Protocol):
     """An optimizer that can compute the size of its state on this rank."""
@@ -70,13 +89,13 @@ class HasStateBytes(Protocol):
 
 
 def adamw_bytes(params: Iterable[Tensor]) -> int:
-    """Return the bytes of AdamW's state: two moments in fp32 per parameter, and one step count per tensor."""
-    return sum(8 * p.numel() + 4 for p in params)
+    """Return the bytes of AdamW's state on this rank: two moments in fp32 per element, and a step count per tensor."""
+    return sum(8 * local_shard(p).numel() + 4 for p in params)
 
 
 def muon_bytes(params: Iterable[Tensor]) -> int:
-    """Return the bytes of Muon's state: one momentum in fp32 per parameter."""
-    return sum(4 * p.numel() for p in params)
+    """Return the bytes of Muon's state on this rank: one momentum in fp32 per element."""
+    return sum(4 * local_shard(p).numel() for p in params)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

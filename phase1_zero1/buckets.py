@@ -68,7 +68,7 @@ class Shard(NamedTuple):
     offset: int  # of the shard's first element, in the flattened parameter
     bucket_slice: slice  # the shard's elements in the flat buffers
     tensor: Tensor  # the shard, 1-D; for a parameter in bf16 or fp16 a copy in fp32, the master
-    grad: Tensor  # the shard's view into flat_grads
+    grad: Tensor  # the shard's view into local_grads
 
 
 class Bucket:
@@ -94,17 +94,11 @@ class Bucket:
         self.rank, self.world_size = rank_and_world_size(group)
         length, self.local_slice = self._partition(sum(p.numel() for p in params))
         self.flat_params = torch.zeros(length, dtype=params[0].dtype, device=params[0].device)
-        self.flat_grads = torch.zeros_like(self.flat_params)
-        self.param_views: list[Tensor] = []  # one view into flat_params per parameter, in its shape
-        self.grad_views: list[Tensor] = []  # the same for flat_grads
-        begin = 0
-        for param in params:
-            elements = slice(begin, begin + param.numel())
-            self.param_views.append(self.flat_params[elements].view(param.shape))
-            self.grad_views.append(self.flat_grads[elements].view(param.shape))
-            self.param_views[-1].copy_(param.detach())
-            param.data = self.param_views[-1]
-            begin = elements.stop
+        self.param_views = self._split_into_views(self.flat_params)
+        for param, view in zip(params, self.param_views, strict=True):
+            view.copy_(param.detach())
+            param.data = view
+        self.local_grads = self._allocate_gradients()
         if self.world_size > 1:  # as in DDP, all ranks start with rank 0's values
             dist.broadcast(self.flat_params, group=group, group_src=0)
         self.shards = self._create_shards()
@@ -121,6 +115,18 @@ class Bucket:
         slice_length = ALIGN * math.ceil(numel / (ALIGN * self.world_size))
         return slice_length * self.world_size, slice(self.rank * slice_length, (self.rank + 1) * slice_length)
 
+    def _split_into_views(self, flat: Tensor) -> list[Tensor]:
+        """Return one view into a flat buffer per parameter, in the shape of the parameter."""
+        sizes = [p.numel() for p in self.params]
+        parts = flat[: sum(sizes)].split(sizes)
+        return [part.view(param.shape) for part, param in zip(parts, self.params, strict=True)]
+
+    def _allocate_gradients(self) -> Tensor:
+        """Allocate the buffer of the full gradients, and return this rank's slice of the averaged gradient."""
+        self.flat_grads = torch.zeros_like(self.flat_params)
+        self.grad_views = self._split_into_views(self.flat_grads)
+        return self.flat_grads[self.local_slice]
+
     def _create_shards(self) -> list[Shard]:
         """Return the shards in this rank's slice. They contain no padding, so the state and the norm do not either."""
         shards, begin = [], 0
@@ -129,7 +135,9 @@ class Bucket:
             if elements.start < elements.stop:
                 part = self.flat_params[elements]
                 is_low_precision = part.dtype in (torch.bfloat16, torch.float16)
-                tensor, grad = part.float() if is_low_precision else part, self.flat_grads[elements]
+                tensor = part.float() if is_low_precision else part
+                first = elements.start - self.local_slice.start
+                grad = self.local_grads[first : first + part.numel()]
                 shards.append(Shard(param, index, elements.start - begin, elements, tensor, grad))
             begin += param.numel()
         return shards
@@ -159,7 +167,7 @@ class Bucket:
         """Start averaging the gradients over the ranks; afterwards only this rank's slice of flat_grads is valid."""
         self.wait()
         for index, param in enumerate(self.params):
-            self.has_grad[index] = param.grad is not None
+            self.has_grad[index] |= param.grad is not None
             if param.grad is None:
                 self.grad_views[index].zero_()  # another rank may have a gradient
             self.store_gradient(index)
@@ -206,6 +214,7 @@ class Bucket:
     def clear_gradients(self) -> None:
         """Set all gradients to None, ready for the next step."""
         self.ready_params.clear()
+        self.has_grad = [False] * len(self.params)
         for tensor in (*self.params, *(shard.tensor for shard in self.shards)):
             tensor.grad = None
 
@@ -225,18 +234,6 @@ def split_into_buckets(params: Iterable[nn.Parameter], limit: float) -> list[lis
         bucket.append(param)
         open_buckets[param.dtype] = bucket, size + param.nbytes
     return buckets
-
-
-def assign_owners(
-    params: list[nn.Parameter], world_size: int, cost: Callable[[Tensor], int]
-) -> dict[nn.Parameter, int]:
-    """Return one owner rank per parameter. The largest costs go first, each to the least loaded rank (Graham 1969)."""
-    load = [0] * world_size
-    owner = {}
-    for param in sorted(params, key=cost, reverse=True):
-        owner[param] = load.index(min(load))
-        load[owner[param]] += cost(param)
-    return owner
 
 
 def check_optimizer(optimizer_class: type[Optimizer], elementwise: bool) -> None:

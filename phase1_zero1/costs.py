@@ -1,14 +1,15 @@
-"""Formulas for the cost of a ZeRO-1 step: model state and communication per rank. The ledger measures the same numbers.
+"""Formulas for the cost of a step with ZeRO-1 or ZeRO-2: model state and communication per rank.
 
-For P parameters on N ranks, a rank stores 4P bytes of parameters, 4P of gradients and about 8P/N of AdamW's moments.
-The communication volume per rank (ring algorithm) is (N-1)/N times
+The ledger measures the same numbers. For P parameters on N ranks, a rank stores 4P bytes of parameters, 4P of gradients
+and about 8P/N of AdamW's moments. The communication volume per rank (ring algorithm) is (N-1)/N times
 
     flat               reduce-scatter P, all-gather P
     Muon's matrices    reduce P, broadcast P
     naive and torch    all-reduce P (counts twice), broadcast P
 
-with 4 bytes per element. The flat backend also pads its buckets to N equal slices. It all-reduces one byte per
-parameter, which says whether any rank has a gradient of it, and the squared gradient norm, a scalar of 8 bytes.
+with 4 bytes per element. With ZeRO-2, gradients use 4P/N bytes, and each of M micro-batches reduces them. The flat
+backend also pads its buckets to N equal slices. It all-reduces one byte per parameter, which says whether any rank has
+a gradient of it, and the squared gradient norm, a scalar of 8 bytes.
 """
 
 from collections import Counter
@@ -17,17 +18,18 @@ from torch import nn
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.memory.costs import Costs
-from nanoGPT.memory.savings import Needs, activation_savings, name_ranks
-from phase1_zero1.parallelize import Zero1Config
+from nanoGPT.memory.savings import Needs, activation_savings, kernel_savings, name_ranks
+from phase1_zero1.parallelize import Zero1Config, resolve_kernels
 from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
+from phase1_zero1.zero2 import Zero2Optimizer
 
 
 def step_costs(model: nn.Module, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> Costs:
     """Return the costs that the ledger should measure on this rank, for any backend."""
     params, N = sum(p.numel() for p in model.parameters()), run.world_size
     if isinstance(optimizer, Zero1Optimizer):
-        return flat_costs(optimizer, params, N)
+        return flat_costs(optimizer, params, config.gradient_accumulation_steps // N, N)
     state = {"parameters": 4 * params, "gradients": 4 * params, "optimizer_state": optimizer.expected_state_bytes()}
     traffic = Counter({(kind, N): 4 * params for kind in optimizer.collectives})
     return Costs(
@@ -35,34 +37,46 @@ def step_costs(model: nn.Module, optimizer: DataParallelOptimizer, config: Zero1
     )
 
 
-def flat_costs(optimizer: Zero1Optimizer, params: int, N: int) -> Costs:
+def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: int) -> Costs:
     """Return the costs of the flat backend: full buckets with padding, and the moments of this rank's shards."""
     traffic: Counter[tuple[str, int]] = Counter()
-    length = num_params = 0
+    shards_gradients = isinstance(optimizer, Zero2Optimizer)
+    length = num_params = local_length = 0
     for bucket in optimizer.buckets:
         size = bucket.flat_params.numel()
-        for kind in bucket.COLLECTIVES:
-            traffic[kind, N] += 4 * size
+        reduce, gather = bucket.COLLECTIVES
+        traffic[reduce, N] += 4 * size * (micro_batches if shards_gradients else 1)
+        traffic[gather, N] += 4 * size
+        if bucket.shards:
+            local_length += bucket.local_slice.stop - bucket.local_slice.start
         length, num_params = length + size, num_params + len(bucket.params)
     traffic["all-reduce", N] = num_params + 8
-    state = {"parameters": 4 * length, "gradients": 4 * length, "optimizer_state": optimizer.expected_state_bytes()}
+    state = {
+        "parameters": 4 * length,
+        "gradients": 4 * (local_length if shards_gradients else length),
+        "optimizer_state": optimizer.expected_state_bytes(),
+    }
     return Costs(state, traffic if N > 1 else Counter(), length - params, has_gradient_buffers=True)
 
 
 def memory_savings(config: Zero1Config, needs: Needs, run: Runtime) -> dict[str, float]:
     """Return the bytes that each flag, or another `make` command, frees on this rank."""
-    state_savings = zero1_savings(needs, run) if config.use_zero1 else ddp_savings(needs, run)
-    return activation_savings(config, needs, run) | state_savings
+    state_savings = zero1_savings(config, needs, run) if config.use_zero1 else ddp_savings(needs, run)
+    kernels = kernel_savings(config, resolve_kernels(config), needs, run)
+    return activation_savings(config, needs, run) | kernels | state_savings
 
 
-def zero1_savings(needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that more ranks, or FSDP, free on this rank."""
-    N, ranks, optimizer_state = run.world_size, max(run.world_size, 2), needs.state["optimizer_state"]
-    unsharded = sum(needs.state.values()) - optimizer_state
-    return {
-        f"`make phase1` on {name_ranks(2 * N, needs, run)}": optimizer_state / 2,
-        f"`make phase3` on {name_ranks(ranks, needs, run)}": unsharded * (1 - 1 / ranks)
-        + optimizer_state * (1 - N / ranks),
+def zero1_savings(config: Zero1Config, needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return the bytes that ZeRO-2, more ranks, or FSDP, free on this rank."""
+    N, ranks = run.world_size, max(run.world_size, 2)
+    is_stage_2 = config.zero_stage == 2
+    sharded = needs.state["optimizer_state"] + (needs.state["gradients"] if is_stage_2 else 0)
+    unsharded = sum(needs.state.values()) - sharded
+    can_shard_gradients = N > 1 and not is_stage_2 and config.zero1_backend == "flat"
+    zero2 = {"--zero_stage=2": needs.state["gradients"] * (1 - 1 / N)} if can_shard_gradients else {}
+    return zero2 | {
+        f"`make phase1` on {name_ranks(2 * N, needs, run)}": sharded / 2,
+        f"`make phase3` on {name_ranks(ranks, needs, run)}": unsharded * (1 - 1 / ranks) + sharded * (1 - N / ranks),
     }
 
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from nanoGPT.optim import muon_bytes, muon_groups
+from nanoGPT.distributed.sharding import assign_owners
+from nanoGPT.optim import count_multiplications, muon_bytes, muon_groups
 from nanoGPT.train_config import TrainConfig
-from phase1_zero1.buckets import Bucket, Options, Shard, assign_owners
+from phase1_zero1.buckets import Bucket, Options, Shard
 from phase1_zero1.zero1 import Zero1Optimizer
 
 
@@ -61,6 +62,8 @@ class Zero1Muon(Zero1Optimizer):
         defaults: further arguments of `Zero1Optimizer`.
     """
 
+    matrix_class = OwnedMatrix
+
     def __init__(self, model: nn.Module, config: TrainConfig, **defaults: Any) -> None:
         matrices, others = muon_groups(model, config)
         arguments = optim.Muon([torch.zeros(1, 1)]).defaults
@@ -74,13 +77,4 @@ class Zero1Muon(Zero1Optimizer):
             return
         owner = assign_owners(group["params"], self.world_size, count_multiplications)
         for param in reversed(group["params"]):
-            yield OwnedMatrix(param, owner[param], group, self.process_group)
-
-
-def count_multiplications(matrix: Tensor) -> int:
-    """Return the multiplications in one Newton-Schulz iteration on an (m, n) matrix X with m <= n.
-
-    The iteration computes A = X X', the square of A, and B X.
-    """
-    m, n = sorted(matrix.shape)
-    return 2 * m * m * n + m * m * m
+            yield self.matrix_class(param, owner[param], group, self.process_group)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from phase1_zero1.buckets import assign_owners
+from nanoGPT.distributed.sharding import assign_owners
 from phase1_zero1.protocol import DataParallelOptimizer
 
 

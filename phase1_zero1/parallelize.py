@@ -22,6 +22,7 @@ from phase1_zero1.muon import Zero1Muon
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.protocol import DataParallelOptimizer, DdpOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
+from phase1_zero1.zero2 import Zero2Muon, Zero2Optimizer
 
 
 @dataclass
@@ -30,19 +31,43 @@ class Zero1Config(TrainConfig):
 
     use_zero1: bool = True
     """False: the baseline's DDP, without sharding"""
+    zero_stage: int = 1
+    """1: shard the optimizer state; 2: also shard the gradients, and reduce those of every micro-batch"""
     zero1_backend: Literal["flat", "naive", "torch"] = "flat"
     """flat: zero1.py; naive: naive.py; torch: ZeroRedundancyOptimizer with DDP"""
     zero1_bucket_mb: float = 25.0
     """maximum bucket size of the flat backend, in 2^20 bytes"""
+    kernels: str = "none"
+    """kernels of phase 2: none | triton (all) | some of attention,embedding,gelu,layernorm,loss"""
 
     def check(self, world_size: int) -> None:
         if not self.zero1_bucket_mb > 0:
             raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} is out of range: use a number above 0")
+        resolve_kernels(self)
+        if self.zero_stage == 3:
+            raise ConfigError("--zero_stage=3 also shards the parameters, which is FSDP: use `make phase3`")
+        if self.zero_stage not in (1, 2):
+            raise ConfigError(f"--zero_stage={self.zero_stage} does not exist: use 1 or 2")
+        if self.zero_stage == 2 and not (self.use_zero1 and self.zero1_backend == "flat"):
+            raise ConfigError("--zero_stage=2 needs flat buckets: use --zero1_backend=flat without --use_zero1=False")
         if self.use_zero1 and self.optimizer == "muon" and self.zero1_backend != "flat":
             raise ConfigError(
                 f"--zero1_backend={self.zero1_backend} does not shard Muon: use --zero1_backend=flat, or "
                 "--use_zero1=False"
             )
+
+
+def resolve_kernels(config: Zero1Config) -> str:
+    """Return the names of the Triton kernels that the model uses, in the format of `phase2_triton.apply`.
+
+    Raises:
+        ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards.
+    """
+    if config.kernels.lower() == "none":
+        return "none"
+    from phase2_triton.apply import resolve_model_kernels
+
+    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head)
 
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParallelOptimizer:
@@ -57,17 +82,26 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParall
         from torch.distributed.optim import ZeroRedundancyOptimizer  # imported here, because the import takes 0.25 s
 
         return DdpOptimizer(ZeroRedundancyOptimizer(groups, AdamW, **adamw))
+    shards_gradients = config.zero_stage == 2 and run.world_size > 1
     if config.optimizer == "muon":
-        return Zero1Muon(model, config, bucket_mb=config.zero1_bucket_mb, fused=True)
-    return Zero1Optimizer(groups, AdamW, bucket_mb=config.zero1_bucket_mb, **adamw)
+        muon = Zero2Muon if shards_gradients else Zero1Muon
+        return muon(model, config, bucket_mb=config.zero1_bucket_mb, fused=True)
+    zero = Zero2Optimizer if shards_gradients else Zero1Optimizer
+    return zero(groups, AdamW, bucket_mb=config.zero1_bucket_mb, **adamw)
 
 
 def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> nn.Module:
-    """Return the module to call: the model, in DDP if the optimizer does not average gradients."""
+    """Return the module to call: the model with its kernels, in DDP if the optimizer does not average gradients."""
+    if (kernels := resolve_kernels(config)) != "none":
+        from phase2_triton.apply import apply_kernels
+
+        for line in apply_kernels(model, kernels, run.device.type):
+            run.print0(line)
     if isinstance(optimizer, Zero1Optimizer):
-        if not config.compile:  # compiled code cannot wait for a collective in its middle
+        # Compiled code cannot wait for a collective in its middle. Kernels read the parameters of other modules.
+        if not config.compile and kernels == "none":
             optimizer.gather_during_forward(model)
-        elif run.world_size > 1:
+        elif config.compile and run.world_size > 1:
             model.compile_by_block(config.compile_mode)
             return model
     parallel_model: Any = torch.compile(model, mode=config.compile_mode) if config.compile else model
@@ -78,6 +112,6 @@ def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Con
 
 
 def set_gradient_sync(parallel_model: nn.Module, optimizer: DataParallelOptimizer, last: bool) -> None:
-    """Average gradients only in the last micro-batch of a step. Before it, each rank accumulates its gradients."""
+    """Average gradients only in the last micro-batch of a step; with ZeRO-2 in every one. Else a rank accumulates."""
     averager: Any = optimizer if optimizer.averages_gradients else parallel_model
-    averager.require_backward_grad_sync = last
+    averager.require_backward_grad_sync = last or isinstance(optimizer, Zero2Optimizer)

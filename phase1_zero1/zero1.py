@@ -78,6 +78,7 @@ class Zero1Optimizer(DataParallelOptimizer):
     """
 
     averages_gradients = True
+    bucket_class = Bucket
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Zero1Optimizer(DataParallelOptimizer):
             return self.optimizer_class([{"params": shards, **options}])  # type: ignore[call-arg]
 
         for params in split_into_buckets(group["params"], self.bucket_mb * 2**20 if self.world_size > 1 else math.inf):
-            yield Bucket(params, group, make_inner, self.process_group)
+            yield self.bucket_class(params, group, make_inner, self.process_group)
 
     def _register_hooks(self, bucket: Bucket) -> None:
         """Register a hook for each parameter of a bucket. Autograd calls it once per backward pass and parameter."""
@@ -156,12 +157,10 @@ class Zero1Optimizer(DataParallelOptimizer):
         if self.require_backward_grad_sync:
             if not self._has_final_callback:  # when backward ends, also reduce the buckets with unused parameters
                 self._has_final_callback = True
-                torch.autograd.Variable._execution_engine.queue_callback(
-                    lambda: self._reduce_full_buckets(include_partial=True)
-                )
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             bucket.ready_params.add(index)
             if bucket.is_full:
-                if self._fill_order is not None:
+                if self._fill_order is not None and bucket_index not in self._fill_order:
                     self._fill_order.append(bucket_index)
                 self._reduce_full_buckets()
 
@@ -173,8 +172,15 @@ class Zero1Optimizer(DataParallelOptimizer):
         for bucket_index in self._bucket_order[self._num_started :]:
             if not (include_partial or self.buckets[bucket_index].is_full):
                 break
-            self.buckets[bucket_index].start_reduce()
+            self._start_reduce(self.buckets[bucket_index])
             self._num_started += 1
+
+    def _start_reduce(self, bucket: Bucket) -> None:
+        bucket.start_reduce()
+
+    def _end_backward(self) -> None:
+        """Reduce the buckets that are left, also those with unused parameters."""
+        self._reduce_full_buckets(include_partial=True)
 
     @torch.no_grad()
     def reduce_gradients(self) -> list[Tensor]:
@@ -187,7 +193,7 @@ class Zero1Optimizer(DataParallelOptimizer):
             RuntimeError: no rank has a gradient.
         """
         if not self._is_reduced:
-            self._reduce_full_buckets(include_partial=True)
+            self._end_backward()
             self._sync_grad_flags()
             for bucket in self.buckets:
                 bucket.finish_reduce()
@@ -196,7 +202,7 @@ class Zero1Optimizer(DataParallelOptimizer):
                 raise RuntimeError("no rank has a gradient to step with: call backward() first")
             self._is_reduced = True
         grads = [s.tensor.grad for bucket in self.buckets for s in bucket.shards if s.tensor.grad is not None]
-        return grads or [self.buckets[0].flat_grads[:0]]
+        return grads or [self.buckets[0].local_grads[:0]]
 
     def _sync_grad_flags(self) -> None:
         """Set `has_grad` to True if any rank has a gradient, with one byte per parameter. Collective.

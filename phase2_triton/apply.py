@@ -95,6 +95,26 @@ def parse_kernels(kernels: str, valid_values: str = f"all, none, or some of {','
     return frozenset(names)
 
 
+def resolve_model_kernels(kernels: str, n_embd: int, n_head: int) -> str:
+    """Return the kernels of a phase that shards its model or optimizer, in the format of `apply_kernels`.
+
+    Args:
+        kernels: a value of `--kernels` in such a phase: triton for all, or a list.
+        n_embd: channels of the model.
+        n_head: its attention heads.
+
+    Raises:
+        ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards; or the heads are too wide.
+    """
+    supported = ",".join(name for name in KERNELS if name != "adamw")
+    names = supported if kernels.lower() == "triton" else kernels
+    parsed = parse_kernels(names, f"triton, none, or some of {supported}")
+    if "adamw" in parsed:
+        raise ConfigError(f"--kernels={kernels}: AdamW's kernel does not update shards: use --kernels={supported}")
+    TritonConfig(n_embd=n_embd, n_head=n_head, kernels=names).check(1)
+    return ",".join(sorted(parsed))
+
+
 class KernelLayerNorm(nn.LayerNorm):
     """The `layernorm` kernel. Under autocast its result already has the type of the next matrix product."""
 

@@ -12,20 +12,26 @@ and with R > 1 replicas also 2 (R-1)/R times P/S for the all-reduce. An all-gath
 reduced one 4 bytes. `fully_shard` shards parameters by rows and pads them to a multiple of S rows, which makes P
 slightly larger. The first step after an evaluation all-gathers less: units that FSDP does not free after a forward are
 still unsharded.
+
+With Muon, the matrices of the blocks need 4 bytes of optimizer state per element instead of 8. A rank puts about 2/S of
+their elements into all-to-alls, in bf16: its rows of all matrices, and all rows of the matrices that it owns.
 """
 
 from collections import Counter
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.memory.costs import Costs, ring_bytes
+from nanoGPT.distributed.sharding import assign_owners, local_shard
+from nanoGPT.memory.costs import Costs, optimizer_bytes, ring_bytes
 from nanoGPT.memory.costs import step_costs as ddp_costs
-from nanoGPT.memory.savings import Needs, activation_savings, logits_bytes, name_ranks
+from nanoGPT.memory.savings import Needs, activation_savings, kernel_savings, name_ranks
 from nanoGPT.model import GPT
+from nanoGPT.optim import count_multiplications, muon_groups
 from phase3_fsdp.activation_bytes import activation_bytes
 from phase3_fsdp.fsdp import FsdpConfig, resolve_kernels
 
@@ -44,11 +50,10 @@ def step_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtim
     params = [p for p in model.parameters() if isinstance(p, DTensor)]
     num_shards = params[0].device_mesh.size(-1)
     elements = sum(count_padded_elements(unit, num_shards) for unit in model.modules() if isinstance(unit, FSDPModule))
-    moments = sum(8 * p.to_local().numel() + 4 for p in params)
     state = {
         "parameters": 4 * elements // num_shards,
         "gradients": 4 * elements // num_shards,
-        "optimizer_state": moments,
+        "optimizer_state": optimizer_bytes(optimizer),
     }
     if config.fsdp_cpu_offload and run.device.type == "cuda":  # each gradient is copied to the CPU without padding
         state["gradients"] = 4 * sum(p.to_local().numel() for p in params)
@@ -90,7 +95,17 @@ def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Collective
         if replicas > 1:
             traffic["all-reduce", replicas] += 4 * size // num_shards
     traffic["all-reduce", num_shards] += 8  # the squared norm, one fp64
+    if config.optimizer == "muon" and num_shards > 1:
+        traffic["all-to-all", num_shards] = muon_bytes_sent(model, config, mesh)
     return traffic
+
+
+def muon_bytes_sent(model: GPT, config: FsdpConfig, mesh: DeviceMesh) -> int:
+    """Return the bytes that this rank puts into Muon's all-to-alls: its rows, then full matrices, in bf16."""
+    matrices = muon_groups(model, config)[0]["params"]
+    owner = assign_owners(matrices, mesh.size(-1), count_multiplications)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    return 2 * sum(local_shard(p).numel() + (p.numel() if owner[p] == rank else 0) for p in matrices)
 
 
 def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
@@ -125,9 +140,7 @@ def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
 def memory_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
     """Return the bytes that each flag, if it is not set yet, and more ranks free on this rank."""
     savings = activation_savings(config, needs, run) | checkpointing_savings(config, needs, run)
-    kernels = resolve_kernels(config)
-    if needs.is_gpu and "loss" not in kernels:
-        savings[f"--kernels={'loss' if kernels == 'none' else kernels + ',loss'}"] = logits_bytes(config, needs, run)
+    savings |= kernel_savings(config, resolve_kernels(config), needs, run)
     return savings | (sharding_savings(config, needs, run) if config.use_fsdp else ddp_savings(needs, run))
 
 

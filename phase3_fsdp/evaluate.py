@@ -39,8 +39,7 @@ class EvaluateConfig(fsdp.FsdpConfig):
     """resume: the newest checkpoint of out_dir; or a value as in training"""
 
     def check(self, world_size: int) -> None:
-        # Muon's checkpoints can be evaluated too, because no optimizer is created here.
-        fsdp.FsdpConfig.check(replace(self, optimizer="adamw"), world_size)
+        super().check(world_size)
         if self.init_from == "scratch":
             raise ConfigError("--init_from=scratch has no trained weights: use resume, gpt2 or a directory")
 

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from nanoGPT.distributed.ddp import fix_bucket_order
 from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.distributed.sharding import local_shard, row_range
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, initial_value
 from nanoGPT.train_config import TrainConfig
@@ -80,11 +81,6 @@ class FsdpConfig(TrainConfig):
         if not self.use_fsdp:
             self._check_ddp()
             return
-        if self.optimizer != "adamw":
-            raise ConfigError(
-                f"--optimizer={self.optimizer} needs the full matrix for its update, but FSDP stores shards by rows: "
-                "use phase 1, or --use_fsdp=False"
-            )
         size = self.fsdp_shard_size
         sizes = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         if size not in ("all", "node", *sizes):
@@ -135,17 +131,9 @@ def resolve_kernels(config: FsdpConfig) -> str:
     """
     if config.kernels.lower() == "none":
         return "none"
-    from phase2_triton.apply import KERNELS, TritonConfig, parse_kernels
+    from phase2_triton.apply import resolve_model_kernels
 
-    supported = ",".join(name for name in KERNELS if name != "adamw")
-    names = supported if config.kernels.lower() == "triton" else config.kernels
-    parsed = parse_kernels(names, f"triton, none, or some of {supported}")
-    if "adamw" in parsed:
-        raise ConfigError(
-            f"--kernels={config.kernels}: AdamW's kernel does not update shards: use --kernels={supported}"
-        )
-    TritonConfig(n_embd=config.n_embd, n_head=config.n_head, kernels=names).check(1)
-    return ",".join(sorted(parsed))
+    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head)
 
 
 def init_device(config: FsdpConfig, run: Runtime) -> torch.device:
@@ -291,10 +279,10 @@ def copy_own_rows(target: Tensor, full: Tensor) -> None:
         local = target.to_local()
         mesh = target.device_mesh
         num_shards, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-        begin = min(index * -(-len(full) // num_shards), len(full))  # ceil(rows / num_shards) rows, fewer at the end
-        local.copy_(full[begin : begin + len(local)])
+        begin, end = row_range(len(full), num_shards, index)
+        local.copy_(full[begin:end])
     else:
-        (target.to_local() if isinstance(target, DTensor) else target).copy_(full)
+        local_shard(target).copy_(full)
 
 
 def data_parallel(model: GPT, config: FsdpConfig, run: Runtime) -> nn.Module:
@@ -326,11 +314,7 @@ def set_gradient_sync(parallel_model: nn.Module, config: FsdpConfig, last: bool)
 
 def local_grads(parallel_model: nn.Module) -> list[Tensor]:
     """Return this rank's shards of the gradients. The shard of a parameter with few rows may be empty."""
-    return [
-        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-        for p in parallel_model.parameters()
-        if p.grad is not None
-    ]
+    return [local_shard(p.grad) for p in parallel_model.parameters() if p.grad is not None]
 
 
 def shard_group(parallel_model: nn.Module) -> dist.ProcessGroup | None:

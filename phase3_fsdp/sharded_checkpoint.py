@@ -21,6 +21,7 @@ from nanoGPT.checkpoint.state import (
     read_full_state,
 )
 from nanoGPT.checkpoint.writer import NewFiles
+from nanoGPT.distributed.sharding import local_shard
 from phase3_fsdp.fsdp import copy_own_rows
 
 
@@ -64,7 +65,7 @@ class ShardWriter:
         """Copy this rank's shards to CPU memory."""
         cpu_state = {}
         for key, value in training_state(self.model, self.optimizer).items():
-            shard = value.to_local() if isinstance(value, DTensor) else value
+            shard = local_shard(value)
             if key not in self.buffers:
                 self.buffers[key] = torch.empty_like(shard, device="cpu", pin_memory=shard.device.type != "cpu")
             self.buffers[key].copy_(shard, non_blocking=True)

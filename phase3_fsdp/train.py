@@ -21,9 +21,10 @@ from nanoGPT.job.start import main, start
 from nanoGPT.metrics.ledger import Ledger
 from nanoGPT.metrics.telemetry import Telemetry
 from nanoGPT.model import GPT
-from nanoGPT.optim import LossScaler, clip_grads, configure_optimizer, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.optim import LossScaler, clip_grads, grad_norm, learning_rate, set_learning_rate
 from phase3_fsdp import costs, fsdp
 from phase3_fsdp.fsdp import FsdpConfig as Config
+from phase3_fsdp.muon import configure_optimizer
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
 
 PHASE = "fsdp"  # [fsdp:phase] recorded in every checkpoint

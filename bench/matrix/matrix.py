@@ -71,6 +71,8 @@ class Cell:
 OPTIONS = [
     Cell("phase1", 2, {"zero1_backend": "naive"}),
     Cell("phase1", 2, {"zero1_backend": "torch"}),
+    Cell("phase1", 2, {"zero_stage": 2}),
+    Cell("phase1", 2, {"kernels": "triton"}),
     Cell("phase3", 2, {"fsdp_reshard_after_forward": False}),
     Cell("phase3", 4, {"fsdp_shard_size": "2"}),
     Cell("phase3", 2, {"fsdp_cpu_offload": True}),

@@ -1,5 +1,6 @@
 """Generate the tables of phase 3 from the committed results. `bench.tables.tables` writes them into the documents."""
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,20 @@ def fsdp_memory_table() -> str:
         params = result["samples"]["rows"][0]["parameters"]
         lead = f"Measured on {hardware_of(result)}, {params:,} parameters, rank 0, one step:\n\n"
         parts.append(lead + format_table(head, rows))
+    return "\n".join(parts)
+
+
+def muon_table() -> str:
+    """Return the time and the communication of one Muon update: torch's on DTensors, phase 3's, and phase 1's."""
+    names = {"torch": "`torch.optim.Muon` on DTensors", "phase3": "phase 3", "phase1": "phase 1"}
+    parts = []
+    for result in read_results("muon"):
+        rows = []
+        for row in result["samples"]["rows"]:
+            milliseconds = f"{statistics.median(row['ms']):,.0f}"
+            rows.append([str(row["ranks"]), names[row["name"]], milliseconds, f"{row['sent_bytes'] / 1e6:.1f}"])
+        lead = f"Measured on {hardware_of(result)}, matrices with {result['settings']['elements']:,} elements:\n\n"
+        parts.append(lead + format_table(["ranks", "Muon", "update (ms)", "sent per rank (MB)"], rows))
     return "\n".join(parts)
 
 
@@ -131,6 +146,7 @@ def activations_table() -> str:
 FSDP_TABLES: dict[str, Callable[[], str]] = {
     "fsdp_memory": fsdp_memory_table,
     "fsdp_options": fsdp_options_table,
+    "muon": muon_table,
     "torture": torture_table,
     "save_speed": save_speed_table,
     "activations": activations_table,

@@ -5,7 +5,7 @@ trainer without sharding, in which every rank stores the full model state.
 
 The communication volume per rank is that of the ring algorithm (Patarasuk & Yuan 2009). With N ranks it is 2n(N-1)/N
 bytes for an all-reduce of n bytes. It is n(N-1)/N bytes for a reduce, reduce-scatter, all-gather or broadcast whose
-full tensor has n bytes.
+full tensor has n bytes, and for an all-to-all in which a rank has n bytes for all ranks together.
 """
 
 from collections import Counter
@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.memory.savings import Needs, activation_savings, name_ranks
 from nanoGPT.optim import HasStateBytes, adamw_bytes
 from nanoGPT.train_config import TrainConfig
@@ -26,8 +26,9 @@ def ring_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
     """Return the bytes that each rank sends for one collective with the ring algorithm.
 
     Args:
-        kind: all-reduce, all-gather, reduce-scatter, broadcast or reduce.
-        tensor_bytes: size of the full tensor, such as the output of an all-gather or the input of a reduce-scatter.
+        kind: all-reduce, all-gather, reduce-scatter, broadcast, reduce or all-to-all.
+        tensor_bytes: size of the full tensor, such as the output of an all-gather or the input of a reduce-scatter. For
+            an all-to-all, the input of this rank.
         ranks: number of ranks in the group.
     """
     return (2 if kind == "all-reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
@@ -37,8 +38,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors on this rank. Shared storage counts once; a sharded tensor counts with its shard."""
     storages = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
+        storage = local_shard(tensor).untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

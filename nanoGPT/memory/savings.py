@@ -49,6 +49,17 @@ def logits_bytes(config: TrainConfig, needs: Needs, run: Runtime) -> float:
     return min(logits * (run.dtype.itemsize + 4), needs.activations)
 
 
+def kernel_savings(config: TrainConfig, kernels: str, needs: Needs, run: Runtime) -> dict[str, float]:
+    """Return the bytes that the loss kernel saves on a GPU, if the run does not use it yet.
+
+    Args:
+        kernels: the kernels that the run uses, such as "gelu,layernorm", or "none".
+    """
+    if not needs.is_gpu or "loss" in kernels:
+        return {}
+    return {f"--kernels={'loss' if kernels == 'none' else kernels + ',loss'}": logits_bytes(config, needs, run)}
+
+
 def name_ranks(ranks: int, needs: Needs, run: Runtime) -> str:
     """Return a text such as "4 ranks".
 

@@ -2,9 +2,10 @@
 
 The communication volume is counted, not estimated: a dispatch mode intercepts every collective of the step, with its
 tensors. The bytes per rank are those of the ring algorithm (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n
-bytes over N ranks, and n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast with a full tensor of n bytes.
-NCCL's rings send exactly these bytes. gloo's reduce-scatter sends as much as an all-reduce, and gloo copies the tensors
-that it reduces; the ledger counts neither. `nanoGPT/memory/tracker.py` measures the memory.
+bytes over N ranks, and n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast with a full tensor of n bytes. In
+an all-to-all, n is the bytes that this rank has for all ranks together. NCCL's rings send exactly these bytes. gloo's
+reduce-scatter sends as much as an all-reduce, and gloo copies the tensors that it reduces; the ledger counts neither.
+`nanoGPT/memory/tracker.py` measures the memory.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ COLLECTIVES = {
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
     "broadcast_": ("broadcast", 0),
     "reduce_": ("reduce", 0),
+    "alltoall_base_": ("all-to-all", 1),
 }
 
 
@@ -122,7 +124,10 @@ class Ledger:
             torch.cuda.reset_peak_memory_stats(self.run.device)
 
     def _count_gradients(self, *_: Any) -> None:
-        self.gradient_bytes = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
+        shards = self.optimizer.inner_optimizers() if hasattr(self.optimizer, "inner_optimizers") else []
+        groups = [{"params": list(self.model.parameters())}, *(g for inner in shards for g in inner.param_groups)]
+        grads = [p.grad for group in groups for p in group["params"]]
+        self.gradient_bytes = storage_bytes(grad for grad in grads if grad is not None)
 
     def state_bytes(self) -> dict[str, int | None]:
         """Return the bytes of parameters, gradients and optimizer state on this rank, just before the update."""

@@ -338,6 +338,7 @@ SMALLEST_BATCH: dict[str, Any] = {"batch_size": 1, "block_size": 1}
 BATCH, BLOCK, FP32 = "--batch_size=4", "--block_size=512", torch.float32
 PHASE1, PHASE3 = "`make phase1` on 2 ranks", "`make phase3` on 2 ranks"
 ON_4 = ["`make phase3` on 4 ranks", "`make phase1` on 4 ranks"]
+LOSS = "--kernels=loss"
 SYNC = "--fsdp_sync_every_micro_batch=True"
 
 
@@ -348,9 +349,16 @@ SYNC = "--fsdp_sync_every_micro_batch=True"
         (TrainConfig(**LARGE_MODEL), gpu_runtime(1), (1, 1, 2), 9, [BATCH, BLOCK, PHASE3]),
         (TrainConfig(**LARGE_MODEL), gpu_runtime(4, FP32), (1, 1, 2), 9, [BATCH, BLOCK, "--dtype=bfloat16"]),
         (TrainConfig(**SMALLEST_BATCH), gpu_runtime(4), (1, 1, 2), 9, ON_4),
-        (Zero1Config(**LARGE_MODEL), gpu_runtime(4), (4, 4, 2), 2, [ON_4[0], BATCH, BLOCK]),
-        (Zero1Config(**LARGE_MODEL), gpu_runtime(1), (1, 1, 8), 1, [PHASE3, PHASE1, BATCH]),
-        (Zero1Config(use_zero1=False, **LARGE_MODEL), gpu_runtime(4), (1, 1, 2), 1, ["--use_zero1=True", BATCH, BLOCK]),
+        (Zero1Config(**LARGE_MODEL), gpu_runtime(4), (4, 4, 2), 2, ["--zero_stage=2", LOSS, BATCH]),
+        (
+            Zero1Config(zero_stage=2, kernels="loss", **LARGE_MODEL),
+            gpu_runtime(4),
+            (4, 1, 2),
+            2,
+            [ON_4[0], BATCH, BLOCK],
+        ),
+        (Zero1Config(**LARGE_MODEL), gpu_runtime(1), (1, 1, 8), 1, [LOSS, BATCH, BLOCK]),
+        (Zero1Config(use_zero1=False, **LARGE_MODEL), gpu_runtime(4), (1, 1, 2), 1, ["--use_zero1=True", LOSS, BATCH]),
         (
             TritonConfig(kernels="gelu", **LARGE_MODEL),
             gpu_runtime(1),

@@ -17,6 +17,7 @@ from phase1_zero1.buckets import ELEMENTWISE
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.sharded_checkpoint import training_state
 from phase1_zero1.zero1 import Zero1Optimizer
+from phase1_zero1.zero2 import Zero2Optimizer
 from tests.helpers.programs import Program
 from tests.helpers.training import ROOT
 from workshop.ranks import RankFailed, run_on_ranks
@@ -62,11 +63,16 @@ def select_device(device: str) -> torch.device:
 
 
 def compare_with_unsharded(
-    make_optimizer: Callable[..., Zero1Optimizer], optimizer_class: type, options: dict[str, Any], device: str
+    make_optimizer: Callable[..., Zero1Optimizer],
+    optimizer_class: type,
+    options: dict[str, Any],
+    device: str,
+    reduces_every: bool = False,
 ) -> dict[str, Any]:
     """Train 20 steps of 2 micro-batches per rank with a sharded optimizer.
 
-    Rank 0 also trains an unsharded model on the micro-batches of all ranks.
+    Rank 0 also trains an unsharded model on the micro-batches of all ranks. With `reduces_every`, both backward passes
+    of a step reduce gradients.
     """
     rank, ranks, rank_device = dist.get_rank(), dist.get_world_size(), select_device(device)
     torch.manual_seed(0)
@@ -80,7 +86,7 @@ def compare_with_unsharded(
     norms = []
     for step in range(20):
         for micro_batch in range(2):
-            optimizer.require_backward_grad_sync = micro_batch == 1
+            optimizer.require_backward_grad_sync = reduces_every or micro_batch == 1
             xs = torch.randint(0, 33, (ranks, 4, 6), generator=generator).to(rank_device)
             # In the first 10 steps only the first rank uses this parameter. Later, no rank uses it.
             forward_options = [{"with_sometimes": r == 0 and step < 10} for r in range(ranks)]
@@ -114,6 +120,10 @@ def make_sharded(*args: Any, **kwargs: Any) -> Zero1Optimizer:
     return Zero1Optimizer(*args, bucket_mb=BUCKET_MB, **kwargs)
 
 
+def make_zero2(*args: Any, **kwargs: Any) -> Zero2Optimizer:
+    return Zero2Optimizer(*args, bucket_mb=BUCKET_MB, **kwargs)
+
+
 CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     "Adam": (torch.optim.Adam, {"lr": 1e-2}),
@@ -140,6 +150,19 @@ def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
     for result in results:
         assert result["is_unused_unchanged"] and result["is_tied"]
         assert result["norms"] == results[0]["norms"]  # identical on all ranks, like the parameters
+        assert all(torch.equal(a, b) for a, b in zip(result["params"], results[0]["params"], strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "reduces_every"), [(1, True), (2, True), (4, True), (8, True), (4, False)])
+def test_zero2_equals_the_unsharded_optimizer(ranks, reduces_every, device, need_ranks):
+    """With sharded gradients the parameters match too, whether a step reduces them once or in every micro-batch."""
+    need_ranks(ranks)
+    optimizer_class, options = CASES["AdamW"]
+    args = (make_zero2, optimizer_class, options, device, reduces_every)
+    results = run_on_ranks(compare_with_unsharded, ranks, *args, device=device)
+    assert results[0]["gap"] <= 1e-6
+    for result in results:
+        assert result["is_unused_unchanged"] and result["norms"] == results[0]["norms"]
         assert all(torch.equal(a, b) for a, b in zip(result["params"], results[0]["params"], strict=True))
 
 
@@ -385,13 +408,13 @@ def test_backward_and_checkpoint_wait_for_a_pending_gather(reader):
 # ---- bfloat16
 
 
-def train_in_bf16(device: str) -> dict[str, Any]:
+def train_in_bf16(make_optimizer: Callable[..., Zero1Optimizer], device: str) -> dict[str, Any]:
     """Train 30 steps in bf16, sharded and unsharded, and compare parameters, bytes of state and dtypes."""
     torch.manual_seed(0)
     rank, ranks, rank_device = dist.get_rank(), dist.get_world_size(), select_device(device)
     model = nn.Sequential(nn.Embedding(33, 17), nn.Linear(17, 33)).to(rank_device, torch.bfloat16)
     reference_model = copy.deepcopy(model)
-    optimizer = make_sharded(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    optimizer = make_optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     masters = [p.detach().float() for p in reference_model.parameters()]
     reference = torch.optim.AdamW(masters, lr=1e-3)
     generator = torch.Generator().manual_seed(1)
@@ -420,14 +443,14 @@ def train_in_bf16(device: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_bf16_parameters_have_an_fp32_master(ranks, device, need_ranks):
+@pytest.mark.parametrize(("ranks", "make_optimizer"), [(1, make_sharded), (4, make_sharded), (4, make_zero2)])
+def test_bf16_parameters_have_an_fp32_master(ranks, make_optimizer, device, need_ranks):
     """bf16 parameters are updated through an fp32 copy of each shard, so updates that are too small for bf16 add up.
 
     The state is 12P/N bytes per rank.
     """
     need_ranks(ranks)
-    results = run_on_ranks(train_in_bf16, ranks, device, device=device)
+    results = run_on_ranks(train_in_bf16, ranks, make_optimizer, device, device=device)
     params = 33 * 17 + 17 * 33 + 33
     assert sum(result["bytes"] for result in results) == 12 * params
     for result in results:
@@ -581,7 +604,9 @@ def test_a_second_optimizer_can_replace_the_first():
     assert not torch.equal(model.up.weight, before)
 
 
-def train_with_dropped_gradients(is_uneven: bool) -> tuple[float, list[int]]:
+def train_with_dropped_gradients(
+    make_optimizer: Callable[..., Zero1Optimizer], is_uneven: bool
+) -> tuple[float, list[int]]:
     """Train, and run backward passes whose gradients are dropped, before the first step and later.
 
     If `is_uneven`, the dropped gradients belong to different parameters on each rank.
@@ -590,8 +615,8 @@ def train_with_dropped_gradients(is_uneven: bool) -> tuple[float, list[int]]:
     model = OddModel()
     plain = copy.deepcopy(model)
     skipping, reference = (
-        make_sharded(model.parameters(), torch.optim.AdamW),
-        make_sharded(plain.parameters(), torch.optim.AdamW),
+        make_optimizer(model.parameters(), torch.optim.AdamW),
+        make_optimizer(plain.parameters(), torch.optim.AdamW),
     )
     for step in range(4):
         x = torch.randint(0, 33, (4, 6), generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
@@ -609,10 +634,11 @@ def train_with_dropped_gradients(is_uneven: bool) -> tuple[float, list[int]]:
     return gap, sorted(skipping._bucket_order)
 
 
+@pytest.mark.parametrize("make_optimizer", [make_sharded, make_zero2])
 @pytest.mark.parametrize("is_uneven", [False, True])
-def test_zero_grad_drops_reduced_gradients(is_uneven):
+def test_zero_grad_drops_reduced_gradients(is_uneven, make_optimizer):
     """zero_grad drops gradients that are being reduced, also before the first step. Later steps are not affected."""
-    for gap, order in run_on_ranks(train_with_dropped_gradients, 2, is_uneven):
+    for gap, order in run_on_ranks(train_with_dropped_gradients, 2, make_optimizer, is_uneven):
         assert gap == 0.0 and order == list(range(len(order)))
 
 

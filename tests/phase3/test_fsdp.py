@@ -343,7 +343,6 @@ def test_kernels_are_in_the_sharded_model(device, need_ranks):
         ({"fsdp_min_num_params": 0}, "use 1 or more"),
         ({"kernels": "adamw"}, "does not update shards"),
         ({"kernels": "losss"}, "there is no kernel"),
-        ({"optimizer": "muon"}, "use phase 1, or --use_fsdp=False"),
         ({"use_fsdp": False, "fsdp_cpu_offload": True}, "needs FSDP: use --fsdp_cpu_offload=False, or remove"),
         ({"use_fsdp": False, "fsdp_shard_size": "2"}, "needs FSDP"),
         ({"kernels": "attention", "n_embd": 512, "n_head": 2}, "heads of 256 channels"),

@@ -64,8 +64,9 @@ def test_the_copy_contains_only_needed_modules(tmp_path):
     names = [name for name in find_modules() if name.startswith("phase1_zero1")]
     expected = {str(path.relative_to(ROOT)) for path in find_needed_modules(names).values()} - {"phase1_zero1/train.py"}
     assert {file for file in files if not file.startswith("config/")} == expected | {"train.py"}
+    assert "phase2_triton/kernels/gelu.py" in files  # for --kernels
     assert "nanoGPT/launch.py" not in files and "nanoGPT/train.py" not in files and "nanoGPT/optim.py" in files
-    assert not any(file.startswith(("phase2", "phase3", "bench", "workshop")) for file in files)
+    assert not any(file.startswith(("phase3", "bench", "workshop")) for file in files)
     assert "torch>=2.11" in (tmp_path / "copy" / "requirements.txt").read_text().splitlines()
     assert (tmp_path / "copy" / "config" / "train_gpt2_large.py").is_file()
 

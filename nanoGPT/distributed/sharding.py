@@ -1,0 +1,33 @@
+"""Which rank stores which part: the shard of a tensor, the rows of a shard, and the owners of full parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+Param = TypeVar("Param", bound=Tensor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, which may be empty. Any other tensor is returned unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def row_range(rows: int, num_shards: int, index: int) -> tuple[int, int]:
+    """Return the first row of shard `index`, and the row after its last.
+
+    `fully_shard` gives each shard ceil(rows / num_shards) rows; the last shards have fewer, or none.
+    """
+    size = -(-rows // num_shards)
+    return min(index * size, rows), min((index + 1) * size, rows)
+
+
+def assign_owners(params: Sequence[Param], world_size: int, cost: Callable[[Tensor], int]) -> dict[Param, int]:
+    """Return one owner rank per parameter. The largest costs go first, each to the least loaded rank (Graham 1969)."""
+    load = [0] * world_size
+    owner = {}
+    for param in sorted(params, key=cost, reverse=True):
+        owner[param] = load.index(min(load))
+        load[owner[param]] += cost(param)
+    return owner

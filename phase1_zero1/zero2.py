@@ -1,0 +1,110 @@
+"""ZeRO-2: like ZeRO-1, but each rank also stores only its slice of the gradients.
+
+In ZeRO-1 a rank accumulates the full gradients of its micro-batches, and the last backward pass averages them over the
+ranks. Then a rank uses only its slice. ZeRO-2 frees the rest (Rajbhandari et al. 2020, section 5.2). A bucket allocates
+its buffer of full gradients when the first gradient of the bucket arrives, and reduce-scatters it when the bucket is
+full. The rank adds its slice of the mean to `local_grads` and frees the buffer. At a time, one bucket of each parameter
+group is filling, and at most two buckets are being reduced:
+
+                      ZeRO-1                            ZeRO-2
+    flat_params       4P                                4P
+    gradients         4P        flat_grads              4P/N    local_grads
+    AdamW             8P/N                              8P/N
+    reduce-scatter    once per step                     once per micro-batch
+
+With one micro-batch per rank and step, ZeRO-2 communicates as much as ZeRO-1. With more, it trades communication for
+memory. With one rank there is nothing to shard; use ZeRO-1.
+"""
+
+import torch
+from torch import Tensor
+
+from phase1_zero1.buckets import Bucket
+from phase1_zero1.muon import OwnedMatrix, Zero1Muon
+from phase1_zero1.zero1 import Zero1Optimizer
+
+
+class Zero2Bucket(Bucket):
+    """A bucket that stores only this rank's slice of the gradients, in fp32 or the dtype of the parameters."""
+
+    def _allocate_gradients(self) -> Tensor:
+        self._free_full_gradients()
+        length = self.local_slice.stop - self.local_slice.start
+        is_low_precision = self.flat_params.dtype in (torch.bfloat16, torch.float16)
+        return self.flat_params.new_zeros(length, dtype=torch.float32 if is_low_precision else None)
+
+    def _free_full_gradients(self) -> None:
+        self.flat_grads, self.grad_views = self.flat_params.new_empty(0), []
+
+    def store_gradient(self, index: int) -> None:
+        """Move a gradient that autograd allocated into the buffer of full gradients, which is allocated if needed."""
+        if not self.grad_views:
+            super()._allocate_gradients()
+        super().store_gradient(index)
+
+    def start_reduce(self) -> None:
+        """Start averaging the gradients of one or more micro-batches over the ranks."""
+        if not self.grad_views:  # this rank has no gradient, but other ranks may have one
+            super()._allocate_gradients()
+        super().start_reduce()
+        for param in self.params:
+            param.grad = None
+
+    def add_average(self) -> None:
+        """Wait for the average, add this rank's slice of it to `local_grads`, and free the full gradients."""
+        self.wait()
+        self.previous_work = None  # also frees gloo's copy of the bucket
+        self.local_grads += self.flat_grads[self.local_slice]
+        self._free_full_gradients()
+        self.ready_params.clear()
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to None or zero, ready for the next step."""
+        super().clear_gradients()
+        self._free_full_gradients()
+        self.local_grads.zero_()
+
+
+class Zero2Matrix(Zero2Bucket, OwnedMatrix):
+    """A matrix of Muon whose owner has the only gradient."""
+
+
+class Zero2Optimizer(Zero1Optimizer):
+    """A `Zero1Optimizer` with ZeRO-2. All ranks must call `backward` equally often.
+
+    A backward pass while `require_backward_grad_sync` is False accumulates full gradients, as in `Zero1Optimizer`. For
+    the smallest memory, leave it True: then the backward pass of every micro-batch reduces its gradients.
+    """
+
+    bucket_class = Zero2Bucket
+    matrix_class = Zero2Matrix
+    _has_unreduced = True  # whether a gradient may be in a buffer of full gradients
+    _in_flight: Zero2Bucket | None = None
+
+    def _on_gradient_ready(self, bucket_index: int, index: int) -> None:
+        self._has_unreduced = True
+        super()._on_gradient_ready(bucket_index, index)
+
+    def _start_reduce(self, bucket: Bucket) -> None:
+        """Start reducing a bucket, and finish the one before it."""
+        super()._start_reduce(bucket)
+        if self._in_flight:
+            self._in_flight.add_average()
+        assert isinstance(bucket, Zero2Bucket)
+        self._in_flight = bucket
+
+    def _end_backward(self) -> None:
+        if self._has_unreduced:
+            super()._end_backward()
+            if self._in_flight:
+                self._in_flight.add_average()
+            self._in_flight, self._num_started, self._has_unreduced = None, 0, False
+            self._has_final_callback = False
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._in_flight, self._has_unreduced = None, True
+
+
+class Zero2Muon(Zero2Optimizer, Zero1Muon):
+    """`Zero1Muon` with ZeRO-2."""

@@ -1,0 +1,144 @@
+"""ZeRO-2 in the trainer: the baseline's losses with a slice of the gradients, and what each rank stores and sends."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.matrix.cells import matches_formula
+from nanoGPT.model import GPT, GPTConfig
+from phase1_zero1.zero2 import Zero2Bucket, Zero2Optimizer
+from tests.helpers.programs import assert_refused, run_program
+from tests.helpers.training import gap, tiny, train
+from workshop.ranks import losses, run_on_ranks
+
+# Every rank has several micro-batches per step.
+STEPS = {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 3, "dtype": "float32", "compile": False}
+STEPS |= {"gradient_accumulation_steps": 16}
+
+
+@pytest.fixture(scope="module", params=["adamw", "muon"])
+def baseline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, float]]:
+    """An optimizer, and the losses of the baseline with it."""
+    options = {**STEPS, "device": request.config.getoption("--device"), "optimizer": request.param}
+    return request.param, train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("baseline"), **options))
+
+
+def read_ledger(out_dir: Path) -> tuple[list[dict[str, int]], int, dict[str, int]]:
+    """Return the bytes of state of every rank, the bytes of padding, and those of rank 0's collectives by kind."""
+    ledger = json.loads((out_dir / "ledger.json").read_text())
+    assert matches_formula(ledger)
+    rows = ledger["ranks"][0]["collectives"]
+    states = [rank["state_bytes"] for rank in ledger["ranks"]]
+    return states, 4 * ledger["ranks"][0]["padding"], {row["kind"]: row["tensor_bytes"] for row in rows}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_it_trains_like_the_baseline(ranks, baseline, tmp_path, device, need_ranks):
+    """The losses match the baseline's. State and communication match the formula to the byte.
+
+    Gradients use 4P/N bytes per rank, and every micro-batch reduces them.
+    """
+    need_ranks(ranks)
+    optimizer, expected = baseline
+    options = {**STEPS, "device": device, "optimizer": optimizer, "zero_stage": 2, "zero1_bucket_mb": 0.01}
+    curve = train("phase1_zero1", ranks, tiny("phase1_zero1", tmp_path, ledger=True, **options))
+    assert gap(expected, curve) <= (1e-6 if optimizer == "adamw" else 1e-4)
+    states, padding, collectives = read_ledger(tmp_path)
+    full = states[0]["parameters"]
+    assert all(state["parameters"] == full for state in states)
+    assert full - padding <= sum(state["gradients"] for state in states) <= full
+    if ranks == 1:
+        assert collectives == {}
+        return
+    micro_batches = 16 // ranks
+    if optimizer == "adamw":
+        assert max(state["gradients"] for state in states) == full // ranks
+        assert collectives["reduce-scatter"] == micro_batches * collectives["all-gather"] == micro_batches * full
+    else:
+        assert collectives["reduce"] == micro_batches * collectives["broadcast"]
+        assert collectives["reduce-scatter"] == micro_batches * collectives["all-gather"]
+
+
+def record_gradient_buffers() -> tuple[list[int], int]:
+    """Run a backward pass of two micro-batches.
+
+    Returns:
+        The bytes of all buffers of full gradients whenever a gradient is complete, and at the end of a backward pass;
+        and the bytes of the largest bucket.
+    """
+    model = GPT(GPTConfig(4, 2, 32, 16, False, 75))
+    optimizer = Zero2Optimizer(model.parameters(), torch.optim.AdamW, bucket_mb=0.03)
+    sizes: list[int] = []
+    x = torch.zeros(1, 16, dtype=torch.int64)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda _: sizes.append(sum(b.flat_grads.nbytes for b in optimizer.buckets))
+        )
+    for _ in range(2):
+        model(x, x).backward()
+        assert not any(b.flat_grads.nbytes for b in optimizer.buckets)
+        assert all(p.grad is None for p in model.parameters())
+    assert len(optimizer.buckets) > 6
+    return sizes, max(b.flat_params.nbytes for b in optimizer.buckets)
+
+
+def test_at_most_three_buckets_have_full_gradients():
+    """One bucket is filling and two are being reduced. After a backward pass no full gradient is left."""
+    for sizes, largest in run_on_ranks(record_gradient_buffers, 2):
+        assert 0 < max(sizes) <= 3 * largest
+
+
+def count_adds() -> int:
+    """Return how often a bucket adds an average while a backward pass still runs."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)))
+    optimizer = Zero2Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=2e-4)
+    in_backward = []
+    original = Zero2Bucket.add_average
+
+    def add_average(bucket: Zero2Bucket) -> None:
+        in_backward.append(model[0].weight.grad is None and torch._C._current_graph_task_id() != -1)
+        original(bucket)
+
+    Zero2Bucket.add_average = add_average  # type: ignore[method-assign]
+    try:
+        model(torch.ones(2, 8) * (1 + dist.get_rank())).sum().backward()
+    finally:
+        Zero2Bucket.add_average = original  # type: ignore[method-assign]
+    assert len(in_backward) == len(optimizer.buckets)
+    return sum(in_backward)
+
+
+def test_gradients_are_freed_during_the_backward_pass():
+    """A bucket is averaged and freed while autograd computes the gradients of earlier layers."""
+    assert min(run_on_ranks(count_adds, 2)) >= 3
+
+
+def test_a_run_can_change_its_stage(tmp_path):
+    """A checkpoint of ZeRO-1 on 4 ranks resumes with ZeRO-2 on 2 ranks, and its checkpoint in the baseline."""
+    uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **STEPS))
+    out_dir = tmp_path / "resumed"
+    first: dict[str, Any] = {**STEPS, "max_iters": 2}
+    train("phase1_zero1", 4, tiny("phase1_zero1", out_dir, **first))
+    second = {**STEPS, "max_iters": 4, "init_from": "resume", "zero_stage": 2}
+    train("phase1_zero1", 2, tiny("phase1_zero1", out_dir, **second))
+    train("nanoGPT", 1, tiny("nanoGPT", out_dir, init_from="resume", **STEPS))
+    assert gap(uninterrupted, losses(out_dir)) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--zero_stage=3"], ["--zero_stage=3", "make phase3"]),
+        (["--zero_stage=0"], ["--zero_stage=0", "use 1 or 2"]),
+        (["--zero_stage=2", "--zero1_backend=torch"], ["--zero_stage=2", "--zero1_backend=flat"]),
+        (["--zero_stage=2", "--use_zero1=False"], ["--zero_stage=2", "--use_zero1=False"]),
+    ],
+)
+def test_other_stages_are_refused(flags, words, tmp_path):
+    """A stage that does not exist, or that a backend does not have, is refused with one sentence."""
+    assert_refused(run_program("phase1_zero1/train.py", f"--out_dir={tmp_path}", "--device=cpu", *flags), *words)
