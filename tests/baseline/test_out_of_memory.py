@@ -355,7 +355,7 @@ SYNC = "--fsdp_sync_every_micro_batch=True"
             gpu_runtime(4),
             (4, 1, 2),
             2,
-            [ON_4[0], BATCH, BLOCK],
+            [ON_4[0], "`make phase1` on 8 ranks", BATCH],
         ),
         (Zero1Config(**LARGE_MODEL), gpu_runtime(1), (1, 1, 8), 1, [LOSS, BATCH, BLOCK]),
         (Zero1Config(use_zero1=False, **LARGE_MODEL), gpu_runtime(4), (1, 1, 2), 1, ["--use_zero1=True", LOSS, BATCH]),
