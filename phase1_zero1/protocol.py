@@ -43,6 +43,10 @@ class DataParallelOptimizer(Optimizer, ABC):
         """Return this rank's averaged gradients: those of its shards, or of all parameters. Collective."""
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """Return the buffers of gradients that stay allocated between steps."""
+        return []
+
     def wait_for_params(self) -> None:
         """Wait until every parameter is complete on this rank; return at once if `step` already waited."""
 

@@ -305,6 +305,10 @@ class Zero1Optimizer(DataParallelOptimizer):
         """Return the bytes of optimizer state on this rank after a step."""
         return sum(bucket.expected_state_bytes() for bucket in self.buckets)
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """Return the buffers of all buckets that hold this rank's averaged gradients, and with ZeRO-1 all gradients."""
+        return [bucket.local_grads for bucket in self.buckets]
+
     def shards_with_state(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         """Yield this rank's shard of each parameter, and its optimizer state including the fp32 master if any."""
         for bucket in self.buckets:

@@ -87,20 +87,23 @@ class ShardedMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        to_owners = self._exchange(self._compute_updates(self.rounds[0]), self.rounds[0].to_owners)
-        to_shards = None
+        to_owners: Exchange | None = self._send_to_owners(0)
+        to_shards: Exchange | None = None
         for i, current in enumerate(self.rounds):
-            updates = to_owners.wait()
-            if i + 1 < len(self.rounds):
-                following = self.rounds[i + 1]
-                to_owners = self._exchange(self._compute_updates(following), following.to_owners)
-            rows = current.split_into_rows(self._orthogonalize(current.join_rows(updates)))
+            assert to_owners
+            batches = current.join_rows(to_owners.wait())
+            to_owners = self._send_to_owners(i + 1) if i + 1 < len(self.rounds) else None
+            rows = current.split_into_rows(self._orthogonalize(batches))
             previous, to_shards = to_shards, self._exchange(rows, current.to_owners[::-1])
             if previous:
                 self._apply(self.rounds[i - 1], previous.wait())
         assert to_shards
         self._apply(self.rounds[-1], to_shards.wait())
         return loss
+
+    def _send_to_owners(self, index: int) -> "Exchange":
+        """Update the momentum of a round, and start to send the updates to their owners."""
+        return self._exchange(self._compute_updates(self.rounds[index]), self.rounds[index].to_owners)
 
     def _compute_updates(self, matrices: "Round") -> Tensor:
         """Update the momentum of a round, and return this rank's rows of the updates: 1-D, bf16, in `local_order`."""
@@ -125,14 +128,12 @@ class ShardedMuon(Optimizer):
         work = dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=self.group, async_op=True)
         return Exchange(sent, received, work)
 
-    def _orthogonalize(self, matrices: list[tuple[DTensor, Tensor]]) -> list[Tensor]:
-        """Return the orthogonalized updates. Matrices of one shape are orthogonalized as one batch."""
-        result: list[Tensor] = []
-        for _, batch in groupby(matrices, key=lambda pair: pair[0].shape):
-            params, updates = zip(*batch, strict=True)
-            options = self.options[params[0]]
+    def _orthogonalize(self, batches: list[Tensor]) -> list[Tensor]:
+        """Return the orthogonalized updates of all batches. The batches are freed one after another."""
+        options, result = self.param_groups[0], list[Tensor]()
+        while batches:
             steps, eps = options["ns_steps"], options["eps"]
-            result += orthogonalize(torch.stack(updates), options["ns_coefficients"], steps, eps).unbind()
+            result += orthogonalize(batches.pop(0), options["ns_coefficients"], steps, eps).unbind()
         return result
 
     def _apply(self, matrices: "Round", rows: Tensor) -> None:
@@ -170,11 +171,17 @@ class Round:
         begin, end = row_range(len(param), self.num_shards, rank)
         return (end - begin) * param.shape[1]
 
-    def join_rows(self, received: Tensor) -> list[tuple[DTensor, Tensor]]:
-        """Return the full matrices of this owner, from the rows of all ranks."""
+    def join_rows(self, received: Tensor) -> list[Tensor]:
+        """Return the full matrices of this owner, from the rows of all ranks: one batch (k, m, n) per shape."""
         by_rank = received.split(self.to_owners[1])
         rows = [part.split(sizes) for part, sizes in zip(by_rank, self.parts, strict=True)]
-        return [(p, torch.cat([r[i] for r in rows]).view(p.shape)) for i, p in enumerate(self.mine)]
+        batches = []
+        for shape, group in groupby(range(len(self.mine)), key=lambda i: self.mine[i].shape):
+            indices = list(group)
+            batches.append(received.new_empty(len(indices), *shape))
+            for matrix, i in zip(batches[-1], indices, strict=True):
+                torch.cat([part[i] for part in rows], out=matrix.view(-1))
+        return batches
 
     def split_into_rows(self, matrices: list[Tensor]) -> Tensor:
         """Return what `join_rows` received: the rows of all matrices for rank 0, then those for rank 1, and so on."""
@@ -206,7 +213,7 @@ def orthogonalize(
     2024).
 
     Args:
-        matrices: (batch, m, n), bf16; the iterations use the smaller of XX' and X'X.
+        matrices: (batch, m, n), bf16. Its memory is reused. The iterations use the smaller of XX' and X'X.
         coefficients: a, b and c.
         steps: number of iterations.
         eps: smallest norm by which a matrix is divided.
@@ -217,7 +224,7 @@ def orthogonalize(
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)  # no singular value exceeds the Frobenius norm
+    x.div_(x.norm(dim=(1, 2), keepdim=True).clamp(min=eps))  # no singular value exceeds the Frobenius norm
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

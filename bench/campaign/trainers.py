@@ -21,7 +21,8 @@ from bench.campaign.settings import Settings, Skipped
 from bench.campaign.timings import use_tuned_table
 from bench.matrix.cells import make_config
 from bench.plan.plan import MODELS, start_workers
-from bench.plan.planner import Planner
+from bench.plan.planner import Job, Planner
+from bench.plan.speed import GPUS
 from bench.trainer import against_nanogpt
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.model import GPTConfig
@@ -155,7 +156,7 @@ def compare_plan(settings: Settings, phase: str) -> dict[str, Any]:
     if settings.dry_run:
         shape = GPTConfig(TINY["n_layer"], TINY["n_head"], TINY["n_embd"], TINY["block_size"], False, 64)  # type: ignore[arg-type]
     with start_workers() as pool:
-        predicted = Planner(shape, "h100", 1, 1, pool).peak_bytes((phase, {}), batch_size)
+        predicted = Planner(Job(shape, GPUS["h100"], 1), pool).peak_bytes((phase, {}), batch_size)
     run = run_trainer(settings, phase, "gpt2", compile=False, batch_size=batch_size, gradient_accumulation_steps=1)
     measured = None if settings.dry_run else run["peak_bytes"]  # on a CPU, the process's memory says little
     return {"phase": phase, "batch_size": batch_size, "predicted_bytes": predicted, "measured_bytes": measured}

@@ -2,6 +2,7 @@
 
     make plan MODEL=gpt2-xl GPUS=8 GPU=h100
     make plan MODEL=70b GPUS=128 GPU=h100 ARGS="--block_size=4096 --price=2.5 --tokens=1.4e12"
+    make plan GPUS=8 GPU=h100 ARGS=--largest=True           # the largest model that each phase can train
     make plan MODEL=gpt2 GPUS=2 GPU=t4 ARGS="--n_layer=24 --batch_size=4 --plot=plan.png"
 
 Memory comes from a trace, not from a formula. The planner runs a training step of each phase's own code on fake tensors
@@ -9,8 +10,10 @@ Memory comes from a trace, not from a formula. The planner runs a training step 
 it to the full model. Time comes from a roofline model of the traced operators and of ring collectives
 (`bench/plan/speed.py`).
 
-The plan assumes bfloat16, no dropout, fused attention, and the memory of an eager model. CUDA, NCCL and fragmentation
-use part of a GPU's memory: 92 percent of it, minus 1 GiB, is usable for tensors.
+Muon's update is not linear in the number of blocks, because each matrix belongs to one rank, so it is traced in full.
+
+The plan assumes no dropout, fused attention, and the memory of an eager model. CUDA, NCCL and fragmentation use part of
+a GPU's memory: 92 percent of it, minus 1 GiB, is usable for tensors.
 """
 
 import json
@@ -22,15 +25,15 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
-from bench.plan.planner import MAX_BATCH_SIZE, Planner, Row, exit_with_parent, usable_bytes
+from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, Row, exit_with_parent, usable_bytes
 from bench.plan.report import format_name, format_plan, plot_memory
-from bench.plan.speed import GPUS, GPUS_PER_NODE
+from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
 from workshop.ranks import PRELOADED
@@ -55,6 +58,7 @@ FULL_CHECKPOINTING = {"fsdp_activation_checkpointing": "full"}
 ROWS: list[Row] = [
     ("baseline", {}),
     ("phase1", {}),
+    ("phase1", {"zero_stage": 2}),
     ("phase2", {}),
     ("phase3", {}),
     ("phase3", {"fsdp_reshard_after_forward": False}),
@@ -80,6 +84,10 @@ class PlanConfig:
     """sequences per micro-batch, for the memory table; the speed table uses the largest batch that fits"""
     micro_batches: int = 1
     """micro-batches per rank and step"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks, AdamW for all other parameters"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """dtype of matrix products and all-gathers; parameters and optimizer state are always float32"""
     block_size: int = 1024
     """tokens per sequence"""
     n_layer: int | None = None
@@ -88,10 +96,16 @@ class PlanConfig:
     """attention heads; None: those of the model"""
     n_embd: int | None = None
     """channels; None: those of the model"""
+    link: float | None = None
+    """bandwidth between the GPUs of a node in GB/s, in one direction; None: that of the GPU"""
+    network: float | None = None
+    """bandwidth between nodes in GB/s, of all adapters of a node together; None: that of the GPU"""
     tokens: float | None = None
     """tokens to train on, to estimate the training time in days"""
     price: float | None = None
     """price of a GPU per hour, to estimate the cost of training on `tokens`"""
+    largest: bool = False
+    """instead of a plan, find the largest model that each phase can train; model, n_layer, ... have no effect"""
     json: bool = False
     """print JSON instead of tables"""
     plot: Path | None = None
@@ -119,7 +133,8 @@ def resolve_shape(config: PlanConfig) -> GPTConfig:
             raise ConfigError(f"--{name}={number} is out of range: use a value from 1 to {limit}")
     if width % heads:
         raise ConfigError(f"--n_embd={width} is not a multiple of --n_head={heads}: change one of them")
-    for name, amount in (("tokens", config.tokens), ("price", config.price)):
+    amounts = {"tokens": config.tokens, "price": config.price, "link": config.link, "network": config.network}
+    for name, amount in amounts.items():
         check_amount(name, amount)
     if config.price is not None and config.tokens is None:
         raise ConfigError(
@@ -127,6 +142,24 @@ def resolve_shape(config: PlanConfig) -> GPTConfig:
         )
     check_plot(config.plot)
     return GPTConfig(layers, heads, width, config.block_size, False, 50304)
+
+
+def resolve_gpu(config: PlanConfig) -> Gpu:
+    """Return the GPU, with the links that the options give."""
+    gpu = GPUS[config.gpu]
+    link, network = (None if rate is None else 1e9 * rate for rate in (config.link, config.network))
+    return replace(gpu, link=link or gpu.link, network=network or gpu.network)
+
+
+def describe_job(config: PlanConfig, gpus: int | None = None) -> Job:
+    """Return what all rows of the plan have in common.
+
+    Raises:
+        ConfigError: the model or the GPU is unknown, or a number is out of range.
+    """
+    shape = resolve_shape(config)
+    gpu = resolve_gpu(config)
+    return Job(shape, gpu, gpus or config.gpus, config.micro_batches, config.optimizer, config.dtype)
 
 
 def check_amount(name: str, amount: float | None) -> None:
@@ -168,7 +201,7 @@ def select_rows(gpus: int) -> list[Row]:
     """Return the rows of the plan: ROWS and, on two or more full nodes, FSDP with one model replica per node."""
     has_full_nodes = gpus > GPUS_PER_NODE and gpus % GPUS_PER_NODE == 0
     hybrid: list[Row] = [("phase3", {"fsdp_shard_size": str(GPUS_PER_NODE)})]
-    return ROWS[:4] + hybrid * has_full_nodes + ROWS[4:]
+    return ROWS[:5] + hybrid * has_full_nodes + ROWS[5:]
 
 
 class ProgressPool(ProcessPoolExecutor):
@@ -210,11 +243,11 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model or the GPU is unknown, or a number is out of range.
     """
-    shape = resolve_shape(config)
+    job = describe_job(config)
     rows = select_rows(config.gpus)
     # The worker pool exits before the threads: an error cancels the traces for which the threads wait.
     with ThreadPoolExecutor(len(rows)) as threads, start_workers() as pool:
-        planner = Planner(shape, config.gpu, config.gpus, config.micro_batches, pool)
+        planner = Planner(job, pool)
         planned = list(threads.map(lambda row: planner.plan_row(row, config.batch_size), rows))
     for row in planned:
         for speed in (row["speed"] or {}).values():
@@ -222,9 +255,10 @@ def plan(config: PlanConfig) -> dict[str, Any]:
             hours = seconds / 3600 * config.gpus if seconds else None
             speed["days"] = seconds / 86400 if seconds else None
             speed["cost"] = hours * config.price if hours and config.price else None
-    job = {"parameters": planner.params, "shape": vars(shape), "gpus": config.gpus, "gpu": config.gpu}
-    request = {"batch_size": config.batch_size, "micro_batches": config.micro_batches, "tokens": config.tokens}
-    return {**job, **request, "usable_bytes": round(usable_bytes(config.gpu)), "rows": planned}
+    result = {"parameters": planner.params, "shape": vars(job.shape), "gpus": config.gpus, "gpu": config.gpu}
+    result |= {"optimizer": config.optimizer, "dtype": config.dtype, "tokens": config.tokens}
+    result |= {"batch_size": config.batch_size, "micro_batches": config.micro_batches}
+    return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned}
 
 
 def plan_memory_by_gpus(config: PlanConfig, result: dict[str, Any]) -> dict[str, dict[int, float]]:
@@ -237,8 +271,7 @@ def plan_memory_by_gpus(config: PlanConfig, result: dict[str, Any]) -> dict[str,
     rows = [row for row in ROWS if "fsdp_reshard_after_forward" not in row[1] and row not in impossible]
     counts = [2**i for i in range(11)]
     with start_workers() as pool:
-        shape = resolve_shape(config)
-        planners = {n: Planner(shape, config.gpu, n, config.micro_batches, pool) for n in counts}
+        planners = {n: Planner(describe_job(config, n), pool) for n in counts}
         for row in rows:
             for planner in planners.values():
                 planner.submit_traces(row, config.batch_size)

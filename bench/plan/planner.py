@@ -14,7 +14,6 @@ from typing import Any
 from bench.matrix.cells import make_config
 from bench.plan.speed import (
     GIB,
-    GPUS,
     GPUS_PER_NODE,
     STAGES,
     Communication,
@@ -25,11 +24,13 @@ from bench.plan.speed import (
     step_seconds,
 )
 from bench.plan.trace import MEMORY_STAGES, trace
+from nanoGPT.distributed.runtime import DTYPES
 from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.memory.tracker import CATEGORIES, STATE, Totals
 from nanoGPT.model import GPTConfig
 from phase2_triton.kernels import linear_cross_entropy
 from phase2_triton.kernels.core import KernelError
+from phase3_fsdp import muon
 
 Row = tuple[str, dict[str, Any]]  # a phase, and its options that differ from the defaults
 Numbers = Mapping[Any, float]
@@ -42,9 +43,9 @@ SCALAR_BYTES = 2**16  # a smaller collective carries a norm, or one byte per par
 PCIE_BANDWIDTH, HOST_BANDWIDTH, ADAMW_BYTES = 25e9, 200e9, 28
 
 
-def usable_bytes(gpu: str) -> float:
+def usable_bytes(gpu: Gpu) -> float:
     """Return the bytes of a GPU's memory that tensors can use, without CUDA, NCCL and fragmentation."""
-    return (0.92 * GPUS[gpu].gib - 1) * GIB
+    return (0.92 * gpu.gib - 1) * GIB
 
 
 @dataclass
@@ -80,15 +81,35 @@ def exit_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def trace_row(
-    row: Row, shape: GPTConfig, ranks: int, batch_size: int, micro_batches: int, gpu: str = "h100"
-) -> TraceSummary:
-    """Trace a training step. Run it in a separate process, because it initializes a process group."""
+@dataclass(frozen=True)
+class Job:
+    """What all rows of a plan have in common.
+
+    Attributes:
+        shape: of the full model.
+        gpu: the GPUs and their links.
+        gpus: number of ranks.
+        micro_batches: per rank and step.
+        optimizer: adamw or muon.
+        dtype: of matrix products and all-gathers.
+    """
+
+    shape: GPTConfig
+    gpu: Gpu
+    gpus: int
+    micro_batches: int = 1
+    optimizer: str = "adamw"
+    dtype: str = "bfloat16"
+
+
+def trace_row(row: Row, job: Job, batch_size: int, only_update: bool = False) -> TraceSummary:
+    """Trace a training step, or only its update. Run it in a separate process: it initializes a process group."""
     phase, options = row
-    fields = {"batch_size": batch_size, "block_size": shape.block_size, "dtype": "bfloat16", "device": "cpu"}
-    accumulation = {"gradient_accumulation_steps": micro_batches * ranks}
-    config = make_config(phase, Path("out"), **fields, **accumulation, **options)
-    traced = trace(config, shape, ranks, GPUS[gpu])
+    fields = {"batch_size": batch_size, "block_size": job.shape.block_size, "dtype": job.dtype, "device": "cpu"}
+    fields |= {"gradient_accumulation_steps": job.micro_batches * job.gpus, "optimizer": job.optimizer}
+    config = make_config(phase, Path("out"), **fields, **options)
+    gpu = job.gpu.with_dtype(job.dtype)
+    traced = trace(config, job.shape, job.gpus, gpu, only_update)
     totals = (traced.roofline.eager, traced.roofline.compiled, traced.roofline.kernels)
     per_stage = [
         {stage: total[stage] / (1 if stage == "update" else traced.micro_batches) for stage in STAGES}
@@ -105,7 +126,11 @@ def extrapolate(values: Sequence[Numbers], n_layer: int) -> dict[Any, float]:
 
 
 def extrapolate_peak(
-    peaks: Sequence[dict[str, Totals]], n_layer: int, workspace: int = 0, offload: bool = False
+    peaks: Sequence[dict[str, Totals]],
+    n_layer: int,
+    workspace: int = 0,
+    offload: bool = False,
+    update: TraceSummary | None = None,
 ) -> Numbers:
     """Return the bytes by category at the memory peak of a step.
 
@@ -113,8 +138,13 @@ def extrapolate_peak(
         peaks: of each memory stage, in the models with TRACED_LAYERS blocks.
         workspace: bytes that the fused loss allocates inside its kernel; a trace cannot see them.
         offload: the model state is in host memory.
+        update: trace of the full model's update, if the update is not linear in the number of blocks.
     """
     stages = {stage: extrapolate([peak[stage] for peak in peaks], n_layer) for stage in MEMORY_STAGES}
+    if update:
+        stages["update"]["other"] = update.peaks["update"]["other"]
+        for totals in stages.values():
+            totals["optimizer_state"] = update.state["optimizer_state"]
     stages["head"]["other"] += workspace
     for totals in stages.values():
         totals.update(dict.fromkeys(STATE, 0) if offload else {})
@@ -150,10 +180,16 @@ def estimate_communication(
             for stage, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
                 seconds = collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0
                 every[stage] += Communication(seconds, seconds / calls)
+        elif kind == "all-to-all":  # Muon's update, which computes between its two all-to-alls
+            seconds = collective_seconds(gpu, kind, size, ranks, 2 * math.ceil(size / muon.ROUND_BYTES))
+            once["backward"] += Communication(seconds, seconds)
+        elif options.get("zero_stage") == 2 and kind in ("reduce-scatter", "reduce"):
+            seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls / micro_batches)
+            every["backward"] += Communication(seconds, seconds / calls * micro_batches)
         else:
             is_across_replicas = kind == "all-reduce" and "fsdp_shard_size" in options and size >= SCALAR_BYTES
             seconds = collective_seconds(gpu, kind, size, ranks, calls, one_per_node=is_across_replicas)
-            stage = "forward" if kind == "all-gather" else "backward"
+            stage = "forward" if kind in ("all-gather", "broadcast") else "backward"
             is_overlapped = phase != "phase1" or stage == "backward" or not compiled
             once[stage] += Communication(seconds, seconds / calls if is_overlapped else seconds)
     if options.get("fsdp_cpu_offload"):  # copy shards to the GPU before each all-gather, and gradient shards back
@@ -168,28 +204,49 @@ class Planner:
     """Predicts the rows of a plan. It traces each pair of a row and a batch size once.
 
     Args:
-        shape: of the full model.
+        job: what all rows have in common.
         pool: worker processes that run the traces.
     """
 
-    def __init__(self, shape: GPTConfig, gpu: str, gpus: int, micro_batches: int, pool: Executor) -> None:
-        self.shape, self.gpu, self.gpus, self.micro_batches, self.pool = shape, gpu, gpus, micro_batches, pool
-        self.params = shape.n_layer * (12 * shape.n_embd**2 + 2 * shape.n_embd)
-        self.params += (shape.vocab_size + shape.block_size + 1) * shape.n_embd
+    def __init__(self, job: Job, pool: Executor) -> None:
+        self.job, self.shape, self.pool = job, job.shape, pool
+        self.params = self.shape.count_params()
         self.traces: dict[Any, list[Future[TraceSummary]]] = {}
+        self.updates: dict[str, Future[TraceSummary]] = {}
 
     def submit_traces(self, row: Row, batch_size: int) -> list[Future[TraceSummary]]:
         """Start the traces of a row, one for each of TRACED_LAYERS, unless they were started before."""
         key = (str(row), batch_size)
         if key not in self.traces:
-            shapes = [replace(self.shape, n_layer=layers) for layers in TRACED_LAYERS]
-            settings = (self.gpus, batch_size, self.micro_batches, self.gpu)
-            self.traces[key] = [self.pool.submit(trace_row, row, shape, *settings) for shape in shapes]
+            jobs = [replace(self.job, shape=replace(self.shape, n_layer=layers)) for layers in TRACED_LAYERS]
+            self.traces[key] = [self.pool.submit(trace_row, row, job, batch_size) for job in jobs]
         return self.traces[key]
 
     def get_traces(self, row: Row, batch_size: int) -> list[TraceSummary]:
         """Wait for the traces of a row and return them."""
         return [future.result() for future in self.submit_traces(row, batch_size)]
+
+    def trace_update(self, row: Row) -> TraceSummary | None:
+        """Return the trace of the full model's update, if the update is not linear in the number of blocks.
+
+        This is so with Muon, where each matrix belongs to one rank.
+        """
+        if self.job.optimizer != "muon":
+            return None
+        if str(row) not in self.updates:
+            self.updates[str(row)] = self.pool.submit(trace_row, row, self.job, 1, only_update=True)
+        return self.updates[str(row)].result()
+
+    def extrapolate(self, name: str, row: Row, batch_size: int) -> dict[Any, float]:
+        """Return a field of TraceSummary for the full model."""
+        numbers = extrapolate([getattr(each, name) for each in self.get_traces(row, batch_size)], self.shape.n_layer)
+        if (update := self.trace_update(row)) is None:
+            return numbers
+        if name == "state":
+            return numbers | {"optimizer_state": update.state["optimizer_state"]}
+        if name == "traffic":
+            return numbers | {key: size for key, size in update.traffic.items() if key[0] == "all-to-all"}
+        return numbers | {"update": getattr(update, name)["update"]}
 
     def peak_memory(self, row: Row, batch_size: int) -> Numbers:
         """Return the bytes by category at the memory peak of a step of the full model."""
@@ -198,7 +255,8 @@ class Planner:
             tokens = batch_size * self.shape.block_size
             workspace = linear_cross_entropy.cost(tokens, self.shape.n_embd, self.shape.vocab_size, 2).workspace
         peaks = [summary.peaks for summary in self.get_traces(row, batch_size)]
-        return extrapolate_peak(peaks, self.shape.n_layer, workspace, "fsdp_cpu_offload" in options)
+        offload = "fsdp_cpu_offload" in options
+        return extrapolate_peak(peaks, self.shape.n_layer, workspace, offload, self.trace_update(row))
 
     def peak_bytes(self, row: Row, batch_size: int) -> float:
         """Return the total bytes at the memory peak of a step."""
@@ -211,7 +269,7 @@ class Planner:
         that does not (`bad`). The chord between them crosses the limit at a size that fits. The line through two sizes
         that fit crosses the limit at an upper bound.
         """
-        space, good, bad = usable_bytes(self.gpu), 1, MAX_BATCH_SIZE
+        space, good, bad = usable_bytes(self.job.gpu), 1, MAX_BATCH_SIZE
         if self.peak_bytes(row, good) > space:
             return 0
         if self.peak_bytes(row, bad) <= space:
@@ -235,25 +293,24 @@ class Planner:
 
     def estimate_speed(self, row: Row, batch_size: int, compiled: bool) -> dict[str, float]:
         """Return seconds per step, the part of them in which the GPU waits, tokens/s of all GPUs, and MFU."""
-        n_layer, gpu = self.shape.n_layer, GPUS[self.gpu]
-        traces = self.get_traces(row, batch_size)
-        roofline = extrapolate([each.compiled if compiled else each.eager for each in traces], n_layer)
+        n_layer, gpu, gpus, micro_batches = self.shape.n_layer, self.job.gpu, self.job.gpus, self.job.micro_batches
+        roofline = self.extrapolate("compiled" if compiled else "eager", row, batch_size)
         if not compiled:
-            roofline = apply_launch_bound(roofline, extrapolate([each.kernels for each in traces], n_layer))
+            roofline = apply_launch_bound(roofline, self.extrapolate("kernels", row, batch_size))
         if "fsdp_cpu_offload" in row[1]:
-            ranks_per_node = min(self.gpus, GPUS_PER_NODE)
-            roofline["update"] = ADAMW_BYTES * self.params / self.gpus * ranks_per_node / HOST_BANDWIDTH
-        traffic = extrapolate([each.traffic for each in traces], n_layer)
+            roofline["update"] = ADAMW_BYTES * self.params / gpus * min(gpus, GPUS_PER_NODE) / HOST_BANDWIDTH
+        traffic = self.extrapolate("traffic", row, batch_size)
+        size = DTYPES[self.job.dtype].itemsize
         communication = estimate_communication(
-            row, traffic, self.params, n_layer + 1, self.micro_batches, gpu, compiled
+            row, traffic, self.params, n_layer + 1, micro_batches, gpu, compiled, size
         )
-        seconds = step_seconds(roofline, *communication, self.micro_batches)
-        compute_seconds = step_seconds(roofline, {}, {}, self.micro_batches)
-        tokens = batch_size * self.shape.block_size * self.micro_batches * self.gpus
+        seconds = step_seconds(roofline, *communication, micro_batches)
+        compute_seconds = step_seconds(roofline, {}, {}, micro_batches)
+        tokens = batch_size * self.shape.block_size * micro_batches * gpus
         flops = 6 * (self.params - self.shape.block_size * self.shape.n_embd)
         flops += 12 * n_layer * self.shape.n_embd * self.shape.block_size
         rate = tokens / seconds
-        mfu = rate * flops / self.gpus / gpu.peak
+        mfu = rate * flops / gpus / gpu.with_dtype(self.job.dtype).peak
         waiting = seconds - compute_seconds
         return {"step_seconds": seconds, "waiting_seconds": waiting, "tokens_per_second": rate, "mfu": mfu}
 
@@ -268,12 +325,11 @@ class Planner:
         except KernelError as error:
             reason = str(error).rpartition(": ")[0]  # drop the advice: it is for a caller of the kernel
             return {"phase": row[0], "options": row[1], "cannot": reason, "fits": False, "speed": None}
-        traces, n_layer = self.get_traces(row, batch_size), self.shape.n_layer
-        traffic = extrapolate([each.traffic for each in traces], n_layer)
+        traffic = self.extrapolate("traffic", row, batch_size)
         sent = sum(ring_bytes(kind, size, n) for (kind, n), size in traffic.items())
         modes = {"eager": False, "compiled": True}
-        state = extrapolate([each.state for each in traces], n_layer)
-        host = sum(state.values()) * min(self.gpus, GPUS_PER_NODE) if "fsdp_cpu_offload" in row[1] else 0
+        state = self.extrapolate("state", row, batch_size)
+        host = sum(state.values()) * min(self.job.gpus, GPUS_PER_NODE) if "fsdp_cpu_offload" in row[1] else 0
         speed = (
             {name: self.estimate_speed(row, largest, compiled) for name, compiled in modes.items()} if largest else None
         )
@@ -284,7 +340,7 @@ class Planner:
             "bytes": {name: round(memory[name]) for name in CATEGORIES},
             "host_bytes": round(host),
             "total_bytes": round(sum(memory.values())),
-            "fits": sum(memory.values()) <= usable_bytes(self.gpu),
+            "fits": sum(memory.values()) <= usable_bytes(self.job.gpu),
             "sent_bytes_per_step": round(sent),
             "largest_batch_size": largest,
             "speed": speed,

@@ -24,7 +24,8 @@ def format_plan(result: dict[str, Any]) -> str:
     space = f"{result['usable_bytes'] / GIB:.1f} GiB usable per GPU"
     offloaded = [row for row in result["rows"] if row.get("host_bytes")]
     lines = [
-        f"{result['parameters']:,} parameters on {result['gpus']:,} x {result['gpu']}, {space}; {tokens}, bfloat16.",
+        f"{result['parameters']:,} parameters on {result['gpus']:,} x {result['gpu']}, {space}; {tokens}, "
+        f"{result['dtype']}, {result['optimizer']}.",
         "Memory per rank in GiB: model state by the formula, and the peak of a training step with its parts",
         "(params+opt: parameters and optimizer state). max batch: the largest batch_size that fits.",
         "comm: communication per rank and step in GB.",

@@ -16,7 +16,7 @@ Peak rates come from the vendors' data sheets. All other assumptions are the con
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Gpu:
     Attributes:
         gib: memory in GiB, as the driver reports it.
         peak: peak FLOP/s for dense bfloat16 (T4: float16).
+        fp32: peak FLOP/s for float32 without tensor cores.
         bandwidth: memory bandwidth in bytes/s.
         link: bandwidth to the other GPUs of the node in bytes/s, one direction: NVLink, or PCIe without NVLink.
         network: bandwidth from the node to other nodes in bytes/s: eight adapters of 400 Gbit/s (H100, H200, B200) or
@@ -52,18 +53,23 @@ class Gpu:
     bandwidth: float
     link: float
     network: float
+    fp32: float
+
+    def with_dtype(self, dtype: str) -> "Gpu":
+        """Return this GPU with the peak of a dtype: bfloat16, float16 or float32."""
+        return replace(self, peak=self.fp32) if dtype == "float32" else self
 
 
 GPUS = {
-    "a100-40": Gpu(39.4, PEAK_FLOPS["A100"], 1.555e12, 300e9, 200e9),
-    "a100-80": Gpu(79.2, PEAK_FLOPS["A100"], 2.039e12, 300e9, 200e9),
-    "h100": Gpu(79.2, PEAK_FLOPS["H100"], 3.35e12, 450e9, 400e9),
-    "h200": Gpu(139.8, PEAK_FLOPS["H200"], 4.8e12, 450e9, 400e9),
-    "b200": Gpu(178.4, PEAK_FLOPS["B200"], 8.0e12, 900e9, 400e9),
-    "l40s": Gpu(44.5, PEAK_FLOPS["L40S"], 0.864e12, 32e9, 25e9),
-    "rtx4090": Gpu(23.5, PEAK_FLOPS["RTX 4090"], 1.008e12, 32e9, 25e9),
-    "rtx6000ada": Gpu(47.4, PEAK_FLOPS["RTX 6000 Ada"], 0.96e12, 32e9, 25e9),
-    "t4": Gpu(14.6, PEAK_FLOPS["T4"], 0.32e12, 16e9, 12.5e9),
+    "a100-40": Gpu(39.4, PEAK_FLOPS["A100"], 1.555e12, 300e9, 200e9, 19.5e12),
+    "a100-80": Gpu(79.2, PEAK_FLOPS["A100"], 2.039e12, 300e9, 200e9, 19.5e12),
+    "h100": Gpu(79.2, PEAK_FLOPS["H100"], 3.35e12, 450e9, 400e9, 67e12),
+    "h200": Gpu(139.8, PEAK_FLOPS["H200"], 4.8e12, 450e9, 400e9, 67e12),
+    "b200": Gpu(178.4, PEAK_FLOPS["B200"], 8.0e12, 900e9, 400e9, 75e12),
+    "l40s": Gpu(44.5, PEAK_FLOPS["L40S"], 0.864e12, 32e9, 25e9, 91.6e12),
+    "rtx4090": Gpu(23.5, PEAK_FLOPS["RTX 4090"], 1.008e12, 32e9, 25e9, 82.6e12),
+    "rtx6000ada": Gpu(47.4, PEAK_FLOPS["RTX 6000 Ada"], 0.96e12, 32e9, 25e9, 91.1e12),
+    "t4": Gpu(14.6, PEAK_FLOPS["T4"], 0.32e12, 16e9, 12.5e9, 8.1e12),
 }
 
 # Fractions of the peak rates that real runs reach, chosen so that estimates of published runs have an error below 20

@@ -49,7 +49,7 @@ from phase1_zero1 import zero1 as zero1_optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase2_triton import apply as triton
 from phase2_triton.kernels import checks, linear_cross_entropy
-from phase3_fsdp import fsdp
+from phase3_fsdp import fsdp, muon
 
 CPU = torch.device("cpu")
 
@@ -157,7 +157,7 @@ def set_up_fsdp(config: fsdp.FsdpConfig, shape: GPTConfig, run: Runtime) -> Trai
         model = GPT(shape)
     model = fsdp.shard_model(model, config, run)
     model.to_empty(device="cpu")
-    optimizer = configure_optimizer(model, config)
+    optimizer = muon.configure_optimizer(model, config)
     return TrainingSetup(
         model,
         optimizer,
@@ -264,7 +264,9 @@ class TracedStep:
     micro_batches: int
 
 
-def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h100"]) -> TracedStep:
+def trace(
+    config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h100"], only_update: bool = False
+) -> TracedStep:
     """Trace a training step on rank 0.
 
     Args:
@@ -272,6 +274,7 @@ def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h1
         shape: of the model.
         ranks: world size.
         gpu: the GPU of the roofline model.
+        only_update: trace only the optimizer's step, with gradients of zeros. Phase 1 then also reduces them.
     """
     dtype = DTYPES.get(config.dtype, torch.float32)
     run = Runtime(0, 0, ranks, ranks, CPU, dtype)
@@ -280,13 +283,20 @@ def trace(config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h1
         setup = set_up_training(config, shape, run)
         allocate_optimizer_state(setup.optimizer)
         traffic = CollectiveCounter()
+        if only_update:
+            for param in setup.model.parameters():
+                param.grad = torch.zeros_like(param)
         memory = MemoryTracker(setup.model, setup.optimizer, on_operator=traffic.record)
         with memory, track_stages(setup.model, memory), Roofline(gpu) as roofline:
 
             def begin_update() -> None:
                 memory.part = roofline.stage = "update"
 
-            run_step(setup, config, run, micro_batches, begin_update)
+            if only_update:
+                begin_update()
+                setup.optimizer.step()
+            else:
+                run_step(setup, config, run, micro_batches, begin_update)
             setup.optimizer.zero_grad()
         costs = select_step_costs(config)(setup.model, setup.optimizer, config, run)
         return TracedStep(memory, traffic, costs, roofline, micro_batches)

@@ -56,7 +56,7 @@ def detect_hardware() -> Gpu:
         bandwidth = 8 * b.numel() / fastest_of(lambda: b.clone())
     finally:
         torch.set_num_threads(threads)
-    return Gpu(1.0, flops, bandwidth, bandwidth / 4, bandwidth / 4)
+    return Gpu(1.0, flops, bandwidth, bandwidth / 4, bandwidth / 4, flops)
 
 
 def fastest_of(work: Any, times: int = 5) -> float:

@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 from bench.kernels.forecast import forecast_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
+from bench.tables.plan_tables import PLAN_TABLES
 from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
 from bench.tables.zero1_tables import ZERO1_TABLES
 from bench.trainer.throughput import quartile_spread
@@ -35,7 +36,7 @@ from phase2_triton.kernels.core import Cost, record_launches
 
 ROOT = PACKAGE.parent
 NOTES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("phase*/IMPLEMENTATION.md"))
-DOCUMENTS = ["README.md", "docs/results.md", *NOTES]
+DOCUMENTS = ["README.md", "docs/results.md", "docs/running.md", *NOTES]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 EMPTY = re.compile(r"^\| --- .*\n(?!\|)", re.M)  # a table with a header and no rows
 
@@ -285,6 +286,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
     **CAMPAIGN_TABLES,
+    **PLAN_TABLES,
     **ZERO1_TABLES,
     **FSDP_TABLES,
 }

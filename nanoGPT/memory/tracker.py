@@ -207,6 +207,8 @@ class MemoryTracker(TorchDispatchMode):
             self._count_tensor(param, "gathered" if is_fsdp and not isinstance(param, DTensor) else "parameters")
             if param.grad is not None:
                 self._count_tensor(param.grad, "gradients")
+        for buffer in getattr(self.optimizer, "gradient_buffers", list)():
+            self._count_tensor(buffer, "gradients")
         if self.optimizer is not None:
             self._count_optimizer_state()
         self._record()

@@ -146,7 +146,7 @@ def test_the_ledger_slows_a_step_by_little(tmp_path, processor_time):
 # Numbers with a unit that the documents contain outside of generated tables, with the source of each number.
 SOURCES = {
     "5 percent": "asserted by tests/bench/test_plan.py",
-    "5%": "asserted by tests/bench/test_plan.py",
+    "2%": "asserted by tests/bench/test_plan.py",
     "0.2 GB": "192 MB: the wheel of torch 2.13.0+cpu for Python 3.11 on x86-64",
     "0.25 GB": "248 MB: the wheel of Triton 3.8 for Python 3.11 on x86-64",
     "2 GB": "754 MB of torch, 999 MB of Triton, and 0.2 GB of other packages, by du",
@@ -157,6 +157,7 @@ SOURCES = {
     "6.6 GB": "65,536 x 50,304 x 2",
     "2 bytes": "size of a bfloat16 number",
     "512 MiB": "CHUNK_BYTES of the fused loss",
+    "256 GiB": "HOST_GIB / GPUS_PER_NODE of bench/plan/largest.py",
     "64 MiB": "ROUND_BYTES of phase3_fsdp/muon.py",
     "28 bytes": "AdamW reads four and writes three numbers of 4 bytes",
     "4 bytes": "size of an fp32 number",

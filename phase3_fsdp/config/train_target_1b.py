@@ -1,0 +1,16 @@
+# A GPT with 1.0B parameters on FineWeb-Edu, for two GPUs of 48 GB: `train_target.py`, deeper and narrower.
+#   make phase3 GPUS=2 CONFIG=config/train_target_1b.py
+dataset = "fineweb_edu"
+n_layer, n_head, n_embd, block_size = 32, 24, 1536, 2048
+batch_size = 4
+gradient_accumulation_steps = 16
+dtype = "bfloat16"
+optimizer = "muon"
+fsdp_min_num_params = 2_000_000
+fsdp_activation_checkpointing = "full"
+learning_rate, min_lr, beta2 = 4e-4, 4e-5, 0.95
+max_iters = 100_000
+warmup_iters = 2_000
+eval_interval = 1_000
+eval_iters = 64
+compile = True
