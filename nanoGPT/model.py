@@ -197,12 +197,12 @@ class GPT(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initialise the parameters as in GPT-2.
 
-        Weights are normal with std 0.02, or 0.02 / sqrt(2 n_layer) for projections into the residual stream. Each
-        parameter has its own CPU generator, keyed by (seed, parameter name). Its values therefore do not depend on the
-        order of the parameters, the device or the number of ranks.
+        Weights are normal with std 0.02, or 0.02 / sqrt(2 n_layer) for projections into the residual stream. The values
+        depend on the seed, the name of the parameter and its shape, but not on the order of the parameters, the device
+        or the number of ranks.
         """
         for name, param in self.named_parameters():
-            param.copy_(initial_value(name, param.shape, self.config.n_layer, seed))
+            draw_initial_rows(param, name, param.shape, self.config.n_layer, seed)
 
     def flops_per_token(self) -> int:
         """Return the FLOPs of forward and backward per token: 6N + 12 L C T (PaLM, appendix B).
@@ -257,12 +257,33 @@ def sample_tokens(logits: Tensor, temperature: float, top_k: int | None) -> Tens
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
 
 
-def initial_value(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tensor:
-    """Return the full initial value of a parameter, in fp32 on the CPU."""
-    if name.endswith(".bias"):
-        return torch.zeros(shape, device="cpu")
-    if len(shape) == 1:  # LayerNorm
-        return torch.ones(shape, device="cpu")
+DRAWN_ELEMENTS = 2**20  # at most this many elements of a matrix are drawn from one generator, or one row
+
+
+def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, n_layer: int, seed: int, begin: int = 0) -> None:
+    """Fill `out` with the initial values of consecutive rows of a parameter.
+
+    Each block of rows has its own CPU generator, keyed by (seed, parameter name, block). A rank therefore draws only
+    the blocks that contain its rows, and all ranks draw the same values. One block is in memory at a time.
+
+    Args:
+        out: rows of the parameter, or all of it, on any device.
+        name, shape: of the full parameter.
+        n_layer: blocks of the model; projections into the residual stream have smaller values in deeper models.
+        seed: of the run.
+        begin: the row of the parameter that `out` begins with.
+    """
+    if len(shape) == 1:  # a bias, or the gain of a LayerNorm
+        out.fill_(0.0 if name.endswith(".bias") else 1.0)
+        return
     std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02
-    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
-    return torch.empty(shape, device="cpu").normal_(std=std, generator=torch.Generator().manual_seed(key))
+    size, end = max(1, DRAWN_ELEMENTS // shape[1:].numel()), begin + len(out)  # rows of a block; the last row + 1
+    for block in range(begin // size, -(-end // size)):
+        first, last = block * size, min((block + 1) * size, shape[0])
+        text = f"{seed}/{name}/{block}" if block else f"{seed}/{name}"
+        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        rows = torch.empty(last - first, *shape[1:], device="cpu")
+        rows.normal_(std=std, generator=torch.Generator().manual_seed(key))
+        part = slice(max(first, begin), min(last, end))
+        out[part.start - begin : part.stop - begin].copy_(rows[part.start - first : part.stop - first])
+        del rows  # before the next block is allocated

@@ -29,7 +29,7 @@ from nanoGPT.distributed.ddp import fix_bucket_order
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard, row_range
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPT, initial_value
+from nanoGPT.model import GPT, draw_initial_rows
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
 
@@ -253,36 +253,56 @@ def set_prefetching(units: list[nn.Module], ahead: int) -> None:
 def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[str, Tensor] | None = None) -> None:
     """Allocate this rank's shards of a model from `shard_model`, and initialise them one parameter at a time.
 
-    A rank draws or reads each parameter in full and stores only its shard, so the weights are the same for every
-    number of ranks. (If every rank drew only its shard from a generator with the same seed, the weights would depend on
-    the number of ranks, and the shards of all ranks would be equal.) Peak memory is this rank's shards plus the largest
-    parameter.
+    A rank draws only the blocks of rows that contain its shard. Every block has its own generator, so the weights are
+    the same for every number of ranks. (If every rank drew its shard from one generator with the same seed, the weights
+    would depend on the number of ranks, and the shards of all ranks would be equal.) Peak memory is this rank's shards
+    plus one block, or plus the largest parameter if `weights` are given.
 
     Args:
         weights: full parameters by name; None: draw them like the baseline, or leave them empty for a resume.
     """
     if next(model.parameters()).is_meta:
-        model.to_empty(device="cpu" if config.fsdp_cpu_offload else run.device)
+        allocate_shards(model, torch.device("cpu") if config.fsdp_cpu_offload else run.device)
     if config.init_from == "resume":
         return  # load_shards sets every value
     for name, param in model.named_parameters():
         if weights is None:
-            copy_own_rows(param, initial_value(name, param.shape, model.config.n_layer, config.seed))
+            begin, _ = own_rows(param)
+            draw_initial_rows(local_shard(param), name, param.shape, model.config.n_layer, config.seed, begin)
         else:
             copy_own_rows(param, weights[name])
+
+
+def allocate_shards(model: nn.Module, device: torch.device) -> None:
+    """Allocate the parameters of a model on the meta device, without values.
+
+    `model.to_empty` would allocate the shard of a tied parameter twice for a moment.
+    """
+    allocated: dict[Tensor, Tensor] = {}
+
+    def allocate(tensor: Tensor) -> Tensor:
+        if tensor not in allocated:
+            allocated[tensor] = torch.empty_like(tensor, device=device)
+        return allocated[tensor]
+
+    model._apply(allocate)
+
+
+def own_rows(tensor: Tensor) -> tuple[int, int]:
+    """Return the first row that this rank stores, and the row after its last; all rows if the tensor is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return 0, len(tensor)
+    mesh = tensor.device_mesh
+    return row_range(len(tensor), mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
 
 
 @torch.no_grad()
 def copy_own_rows(target: Tensor, full: Tensor) -> None:
     """Copy this rank's rows of a full tensor to `target`, or all of it if `target` is not sharded."""
-    if isinstance(target, DTensor) and target.dim():
-        local = target.to_local()
-        mesh = target.device_mesh
-        num_shards, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-        begin, end = row_range(len(full), num_shards, index)
-        local.copy_(full[begin:end])
-    else:
-        local_shard(target).copy_(full)
+    if target.dim():
+        begin, end = own_rows(target)
+        full = full[begin:end]
+    local_shard(target).copy_(full)
 
 
 def data_parallel(model: GPT, config: FsdpConfig, run: Runtime) -> nn.Module:

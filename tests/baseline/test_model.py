@@ -10,7 +10,7 @@ from nanoGPT.checkpoint.state import load_weights
 from nanoGPT.checkpoint.weights import read_starting_point
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime, reseed
-from nanoGPT.model import GPT, GPTConfig, initial_value, sample_tokens
+from nanoGPT.model import GPT, GPTConfig, draw_initial_rows, sample_tokens
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, param_groups
 from nanoGPT.train_config import TrainConfig
 
@@ -53,9 +53,24 @@ def test_initial_values_depend_only_on_seed_and_name():
     name = "transformer.h.1.attn.c_attn.weight"
     assert torch.equal(shallow.get_parameter(name), deep.get_parameter(name))
     assert not torch.equal(shallow.get_parameter(name), shallow.get_parameter(name.replace("h.1", "h.0")))
-    assert not torch.equal(
-        initial_value("a.weight", torch.Size([8, 8]), 2, 1), initial_value("a.weight", torch.Size([8, 8]), 2, 2)
-    )
+    one, two = torch.empty(8, 8), torch.empty(8, 8)
+    draw_initial_rows(one, "a.weight", one.shape, 2, 1)
+    draw_initial_rows(two, "a.weight", two.shape, 2, 2)
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("shape", [(10, 7), (7, 100), (3, 2, 5), (9,)])
+def test_some_rows_are_drawn_like_all_rows(shape, monkeypatch):
+    """Any range of rows has the values of the full parameter, although only the blocks of rows in it are drawn."""
+    monkeypatch.setattr("nanoGPT.model.DRAWN_ELEMENTS", 30)
+    full = torch.empty(shape)
+    draw_initial_rows(full, "a.weight", full.shape, 2, 1)
+    assert full.unique().numel() == full.numel() or len(shape) == 1
+    for begin in range(len(full)):
+        for end in range(begin, len(full) + 1):
+            part = torch.empty(end - begin, *shape[1:])
+            draw_initial_rows(part, "a.weight", full.shape, 2, 1, begin)
+            assert torch.equal(part, full[begin:end])
 
 
 def test_initial_values_have_the_std_of_gpt2():

@@ -308,6 +308,12 @@ def test_the_sharding_is_described():
     gathered, reduced = 4 * 2 * (2 * total - root), 4 * total
     assert f"all-gather {gathered / 1e6:,.1f} MB over 4" in text and f"{16 * total / 4 / 1e6:,.1f} MB of state" in text
     assert f"communication volume per rank {(gathered + reduced) * 3 / 4 / 1e6:,.1f} MB" in text
+    muon = {"gradient_accumulation_steps": 8, "optimizer": "muon"}
+    text, _ = run_on_ranks(describe_model, 4, muon, wide_shape, show=False)[0]
+    matrices = wide_shape.n_layer * 12 * wide_shape.n_embd**2
+    assert f"{(16 * total - 4 * matrices) / 4 / 1e6:,.1f} MB of state" in text
+    sent = float(re.findall(r"all-to-all ([\d.]+) MB over 4", text)[0])
+    assert sent == pytest.approx(2 * 2 * matrices / 4 / 1e6, rel=0.2)  # its rows of all matrices, and its own matrices
     text, _ = run_on_ranks(describe_model, 1, {"use_fsdp": False}, wide_shape, show=False)[0]
     assert text == "not sharded: each of 1 rank(s) stores the full model state"
 
