@@ -257,7 +257,7 @@ def sample_tokens(logits: Tensor, temperature: float, top_k: int | None) -> Tens
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
 
 
-DRAWN_ELEMENTS = 2**20  # at most this many elements of a matrix are drawn from one generator, or one row
+DRAWN_ELEMENTS = 2**16  # at most this many elements of a matrix are drawn from one generator, or one row
 
 
 def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, n_layer: int, seed: int, begin: int = 0) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nanoGPT.checkpoint.manifest import list_files
-from nanoGPT.checkpoint.shards import read_index, read_shards, write_shards
+from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards, write_shards
 from nanoGPT.checkpoint.state import (
     FullState,
     allocate_state,
@@ -83,13 +83,14 @@ class ShardWriter:
 def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load a checkpoint of any phase and any number of ranks into a sharded model and its optimizer. Collective."""
     allocate_state(optimizer)
-    state = training_state(model, optimizer)
-    if "ckpt.pt" in list_files(path) or {key: value[0] for key, value in read_index(path).items()} != get_sizes(state):
+    state, reader = training_state(model, optimizer), SafeReader(path)
+    has_shards = "ckpt.pt" not in list_files(path)
+    if not has_shards or {key: value[0] for key, value in read_index(reader).items()} != get_sizes(state):
         full = read_full_state(path)
         copy_full_state(full, state)
         clear_missing_state(model, optimizer, full.optimizer)
     else:
-        read_shards(path, state)
+        read_shards(reader, state)
 
 
 def get_sizes(state: dict[str, Tensor]) -> dict[str, torch.Size]:

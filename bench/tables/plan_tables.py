@@ -1,9 +1,11 @@
-"""Generate the planner's tables from the committed results. `bench.tables.tables` writes them into the documents."""
+"""Generate the tables of the planner and of scaling. `bench.tables.tables` writes them into the documents."""
 
+import math
+import statistics
 from collections.abc import Callable
 
 from bench.plan.report import format_name
-from bench.tables.records import format_table, read_results
+from bench.tables.records import format_table, hardware_of, read_results
 
 
 def sizes_table() -> str:
@@ -47,4 +49,41 @@ def largest_table() -> str:
     return "\n".join(parts)
 
 
-PLAN_TABLES: dict[str, Callable[[], str]] = {"sizes": sizes_table, "largest": largest_table}
+# The parts of `bench.sharding.scale`: what they measure, and the law by which they grow with N ranks.
+SCALE_PARTS: dict[str, tuple[str, str, Callable[[int], float]]] = {
+    "init_before": ("start-up, drawing all parameters", "constant", lambda N: 0.0),
+    "init_after": ("start-up, drawing this rank's rows", "a + b/N", lambda N: 1 / N),
+    "save_before": ("a later save on rank 0, planned again", "a + bN", float),
+    "save_after": ("a later save on rank 0, with its cached plan", "a + bN", float),
+    "stop": ("agreeing whether to stop, per step", "a + b log N", math.log),
+}
+
+
+def extrapolate(ranks: list[int], values: list[float], law: Callable[[int], float], to: int) -> float:
+    """Return a + b law(to), with a and b fitted to the values by least squares; their mean if law is constant."""
+    xs = [law(n) for n in ranks]
+    mean_x, mean = statistics.mean(xs), statistics.mean(values)
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    slope = sum((x - mean_x) * (v - mean) for x, v in zip(xs, values, strict=True)) / spread if spread else 0.0
+    return mean + slope * (law(to) - mean_x)
+
+
+def scale_table() -> str:
+    """Return the CPU time of a rank for what grows with the number of ranks, extrapolated to 1,024 ranks."""
+    parts = []
+    for result in read_results("scale"):
+        measured = result["samples"]["rows"]
+        ranks, rows = [row["ranks"] for row in measured], []
+        for name, (text, law_text, law) in SCALE_PARTS.items():
+            values = [1000 * row[name] for row in measured]
+            at_1024 = extrapolate(ranks, values, law, 1024)
+            cells = [f"{value:,.1f}" for value in values]
+            rows.append([text, *cells, f"{at_1024:,.1f} ({law_text})"])
+        head = ["CPU time of a rank (ms)", *(f"{n} ranks" for n in ranks), "1,024 ranks, extrapolated"]
+        params, tensors = result["settings"]["parameters"], result["settings"]["tensors"]
+        lead = f"Measured on {hardware_of(result)}: {params / 1e6:,.0f}M parameters, {tensors} tensors in a save:\n\n"
+        parts.append(lead + format_table(head, rows))
+    return "\n".join(parts)
+
+
+PLAN_TABLES: dict[str, Callable[[], str]] = {"sizes": sizes_table, "largest": largest_table, "scale": scale_table}

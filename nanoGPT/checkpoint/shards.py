@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -50,13 +50,15 @@ READ_ERRORS = (
 def write_shards(files: NewFiles, tensors: Mapping[str, Tensor]) -> None:
     """Write this rank's tensors and shards into a new checkpoint; rank 0 also writes the index. Collective.
 
-    A tensor that is replicated on several ranks is written once.
+    A tensor that is replicated on several ranks is written once. DCP keeps the plan of a save: which rank writes what.
+    The next save of the same tensors uses it again, so that rank 0 does not collect the plans of all ranks each time.
     """
     writer = dcp.FileSystemWriter(files.folder, sync_files=False, overwrite=False)
     writer.fs = HashingFileSystem(files)
     with warnings.catch_warnings(), raise_own_error(), disable_crc32():
         warnings.simplefilter("ignore")  # DCP warns about settings that matter only if it overwrites files
-        dcp.save(dict(tensors), storage_writer=writer, process_group=files.group)
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=files.group)
 
 
 @contextlib.contextmanager
@@ -118,9 +120,10 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], no_d
         ) from None
 
 
-def read_index(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def read_index(source: "Path | SafeReader") -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return the full shape and the dtype of every tensor in a directory of shards, by name."""
-    metadata = SafeReader(path).read_metadata().state_dict_metadata
+    reader = source if isinstance(source, SafeReader) else SafeReader(source)
+    metadata = reader.read_metadata().state_dict_metadata
     return {key: (tensor.size, tensor.properties.dtype) for key, tensor in metadata.items()}
 
 

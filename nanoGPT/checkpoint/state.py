@@ -312,15 +312,16 @@ def read_full_state(path: Path, scratch: Path | None = None) -> FullState:
     """
     if "ckpt.pt" in list_files(path):
         return read_ckpt(path / "ckpt.pt")[0]
-    index = read_index(path)
+    reader = SafeReader(path)
+    index = read_index(reader)
     if scratch:
         tensors = {
             k: file_backed(scratch / str(i), *shape_and_dtype) for i, (k, shape_and_dtype) in enumerate(index.items())
         }
-        read_shards(path, tensors, no_dist=True)
+        read_shards(reader, tensors, no_dist=True)
         read: Callable[[str], Tensor] = tensors.__getitem__
     else:
-        read = partial(read_tensor, SafeReader(path), index)
+        read = partial(read_tensor, reader, index)
     readers: dict[str, dict[str, Callable[[], Tensor]]] = {}
     for key in index:
         if key.startswith("optimizer."):

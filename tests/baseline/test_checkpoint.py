@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from nanoGPT import files
 from nanoGPT.checkpoint import directory as checkpoint_module
@@ -20,6 +23,7 @@ from nanoGPT.checkpoint import verify as verify_module
 from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, serialize_manifest, verify_files
+from nanoGPT.checkpoint.shards import read_shards, write_shards
 from nanoGPT.checkpoint.state import read_full_state
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.distributed.runtime import Runtime
@@ -572,3 +576,43 @@ def test_a_fifo_instead_of_a_file_does_not_hang(tmp_path):
             (path / name).unlink()
             os.mkfifo(path / name)
     assert directory.find_newest().step == 1
+
+
+def save_three_times(folder: str) -> tuple[int, int]:
+    """Save changing values three times, then other tensors. Return how often rank 0 made a plan before and after."""
+    mesh, plans = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    original = DefaultSavePlanner._create_global_plan
+
+    def count(planner: DefaultSavePlanner, all_plans: list) -> tuple:
+        plans.append(len(all_plans))
+        return original(planner, all_plans)
+
+    DefaultSavePlanner._create_global_plan = count  # type: ignore[method-assign]
+    local = torch.zeros(2, 3)
+    sharded = DTensor.from_local(local, mesh, [Shard(0)])
+    for step in range(3):
+        local.fill_(10 * step + dist.get_rank())
+        write_step(folder, str(step), {"a": sharded, "b": torch.full((2,), float(step))})
+    before = len(plans)
+    write_step(folder, "other", {"c": torch.ones(3), "a": sharded})
+    return before, len(plans)
+
+
+def write_step(folder: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    path = Path(folder) / name
+    path.mkdir(exist_ok=True)
+    dist.barrier()
+    write_shards(NewFiles(path), tensors)
+
+
+def test_the_plan_of_a_save_is_made_once(tmp_path):
+    """Later saves of the same tensors use the plan of the first one, and write the new values."""
+    assert run_on_ranks(save_three_times, 2, str(tmp_path))[0] == (1, 2)
+    for step in range(3):
+        read = {"a": torch.empty(4, 3), "b": torch.empty(2)}
+        read_shards(tmp_path / str(step), read, no_dist=True)
+        assert read["a"][:, 0].tolist() == [10 * step, 10 * step, 10 * step + 1, 10 * step + 1]
+        assert read["b"].tolist() == [step, step]
+    read = {"a": torch.empty(4, 3), "c": torch.empty(3)}
+    read_shards(tmp_path / "other", read, no_dist=True)
+    assert read["a"][3, 0] == 21 and read["c"].tolist() == [1, 1, 1]

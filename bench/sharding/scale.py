@@ -1,0 +1,108 @@
+"""Measure what grows with the number of ranks: start-up, planning a save, and agreeing to stop. Small gloo processes.
+
+    python -m bench.sharding.scale             # eight minutes on 2 cores
+    python -m bench.sharding.scale --write     # also write bench/results/scale-<hardware>.json
+
+More ranks than cores wait for each other, so the unit is CPU time of one process, without its waiting. Each part runs
+as it is ("after") and as it would be without its improvement ("before"):
+
+    init    a rank draws the initial values of its rows, or of all rows
+    save    rank 0 plans the third save of a model with as many tensors as GPT-2 124M; plans are cached, or not
+    stop    a rank takes part in one `should_stop`; there is no other version
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from bench.tables.records import write_result
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.distributed.sharding import row_range
+from nanoGPT.model import GPT, GPTConfig, draw_initial_rows
+from workshop.ranks import run_on_ranks
+
+RANKS = (8, 32, 64)
+SHAPE = GPTConfig(bias=False)  # GPT-2 124M
+NUM_TENSORS = 3 * 75 + 75  # parameters, two moments and a step count of its 75 parameters
+STOPS = 50  # calls of `should_stop`
+
+
+def measure_init(rank: int, ranks: int, draws_all: bool) -> float:
+    """Return the CPU seconds in which a rank draws its rows of all parameters."""
+    with torch.device("meta"):
+        params = {name: p.shape for name, p in GPT(SHAPE).named_parameters()}
+    begin = time.process_time()
+    for name, shape in params.items():
+        first, last = (0, shape[0]) if draws_all else row_range(shape[0], ranks, rank)
+        draw_initial_rows(torch.empty(last - first, *shape[1:]), name, shape, SHAPE.n_layer, 1, first)
+    return time.process_time() - begin
+
+
+def measure_save(folder: str, mesh: DeviceMesh, caches_plans: bool) -> float:
+    """Return the CPU seconds of a rank in the third of three saves."""
+    tensors = {f"t{i}": DTensor.from_local(torch.zeros(1, 8), mesh, [Shard(0)]) for i in range(NUM_TENSORS)}
+    for step in range(3):
+        path = Path(folder) / f"{caches_plans}-{step}"
+        begin = time.process_time()
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=caches_plans)
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=False), planner=planner)
+    return time.process_time() - begin
+
+
+def measure_stop() -> float:
+    """Return the CPU seconds of a rank in one `should_stop`."""
+    run = create_runtime("cpu", "float32")
+    run.should_stop()
+    begin = time.process_time()
+    for _ in range(STOPS):
+        run.should_stop()
+    return (time.process_time() - begin) / STOPS
+
+
+def measure(folder: str) -> dict[str, float]:
+    """Return the CPU seconds of this rank for every part."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    result = {"init_after": measure_init(rank, ranks, draws_all=False)}
+    if rank == 0:  # the cost does not depend on the rank
+        result["init_before"] = measure_init(rank, ranks, draws_all=True)
+    dist.barrier()
+    result |= {"stop": measure_stop()}
+    result |= {"save_before": measure_save(folder, mesh, False), "save_after": measure_save(folder, mesh, True)}
+    return result
+
+
+def main(write: bool = False) -> None:
+    """Measure every part on 8, 32 and 64 ranks.
+
+    Args:
+        write: also write bench/results/scale-<hardware>.json.
+    """
+    rows: list[dict[str, Any]] = []
+    for ranks in RANKS:
+        with tempfile.TemporaryDirectory() as folder:
+            results = run_on_ranks(measure, ranks, folder, timeout=600, show=False)
+        row = {name: results[0][name] for name in ("init_before", "save_before", "save_after")}
+        row |= {name: statistics.median(each[name] for each in results) for name in ("init_after", "stop")}
+        rows.append({"ranks": ranks, **row})
+        print(f"{ranks} ranks: " + ", ".join(f"{name} {1000 * value:,.2f} ms" for name, value in row.items()))
+    if write:
+        settings = {"command": "python -m bench.sharding.scale --write", "parameters": SHAPE.count_params()}
+        settings |= {"tensors": NUM_TENSORS}
+        print(f"wrote {write_result('scale', torch.device('cpu'), settings, {'rows': rows})}")
+
+
+if __name__ == "__main__":
+    with report_errors():
+        command_line(main, sys.argv[1:])
