@@ -257,19 +257,19 @@ def sample_tokens(logits: Tensor, temperature: float, top_k: int | None) -> Tens
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
 
 
-DRAWN_ELEMENTS = 2**16  # at most this many elements of a matrix are drawn from one generator, or one row
+MAX_CHUNK_ELEMENTS = 2**16  # at most this many elements (or one row) per generator
 
 
 def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, n_layer: int, seed: int, begin: int = 0) -> None:
     """Fill `out` with the initial values of consecutive rows of a parameter.
 
-    Each block of rows has its own CPU generator, keyed by (seed, parameter name, block). A rank therefore draws only
-    the blocks that contain its rows, and all ranks draw the same values. One block is in memory at a time.
+    Each chunk of rows has its own CPU generator, keyed by (seed, parameter name, chunk). A rank therefore draws only
+    the chunks that contain its rows, and all ranks draw the same values. One chunk is in memory at a time.
 
     Args:
         out: rows of the parameter, or all of it, on any device.
         name, shape: of the full parameter.
-        n_layer: blocks of the model; projections into the residual stream have smaller values in deeper models.
+        n_layer: number of blocks; projections into the residual stream have smaller values in deeper models.
         seed: of the run.
         begin: the row of the parameter that `out` begins with.
     """
@@ -277,13 +277,13 @@ def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, n_layer: int, s
         out.fill_(0.0 if name.endswith(".bias") else 1.0)
         return
     std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02
-    size, end = max(1, DRAWN_ELEMENTS // shape[1:].numel()), begin + len(out)  # rows of a block; the last row + 1
-    for block in range(begin // size, -(-end // size)):
-        first, last = block * size, min((block + 1) * size, shape[0])
-        text = f"{seed}/{name}/{block}" if block else f"{seed}/{name}"
+    size, end = max(1, MAX_CHUNK_ELEMENTS // shape[1:].numel()), begin + len(out)  # rows of a chunk; the last row + 1
+    for chunk in range(begin // size, -(-end // size)):
+        first, last = chunk * size, min((chunk + 1) * size, shape[0])
+        text = f"{seed}/{name}/{chunk}" if chunk else f"{seed}/{name}"
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
         rows = torch.empty(last - first, *shape[1:], device="cpu")
         rows.normal_(std=std, generator=torch.Generator().manual_seed(key))
         part = slice(max(first, begin), min(last, end))
         out[part.start - begin : part.stop - begin].copy_(rows[part.start - first : part.stop - first])
-        del rows  # before the next block is allocated
+        del rows  # before the next chunk is allocated

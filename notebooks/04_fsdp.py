@@ -333,8 +333,8 @@ assert f"reduce-scatter {4 * P / 1e6:,.1f} MB" in layout[0]["message"]
 #
 # 1. It creates the model on the *meta device*, where tensors have shapes but no memory.
 # 2. `shard_model` shards it there.
-# 3. `init_shards` allocates memory for the local rows and fills them. It draws each full parameter from a generator
-#    keyed by (seed, name of the parameter), and keeps the local rows.
+# 3. `init_shards` allocates memory for the local rows and fills them. It draws only the chunks of rows that contain its
+#    shard. Each chunk has a generator keyed by (seed, name of the parameter, chunk).
 #
 # A shortcut looks tempting: call `to_empty`, set the same seed on all ranks, and call `nn.init.normal_`.
 #
@@ -363,7 +363,7 @@ def init_with_one_seed(config: FsdpConfig) -> tuple[Tensor, list[str]]:
 unsharded = GPT(shape)
 unsharded.init_weights(config.seed)
 trainer_weights = {}
-print("draw full parameters, keep local rows:")
+print("draw the chunks that contain the local rows:")
 for number in (1, 2, 4):
     trainer_weights = run_on_ranks(init_as_trainer, number, config)[0]
     is_same = all(torch.equal(trainer_weights[name], p) for name, p in unsharded.named_parameters())
@@ -382,7 +382,7 @@ assert not torch.equal(one_seed[4][0], one_seed[1][0]) and not torch.equal(one_s
 figure, grid = plt.subplots(1, 2, figsize=(8.6, 4.3), layout="constrained")
 pictures = {
     "draw only local rows, one seed": one_seed[4][0],
-    "draw full parameters, keep local rows": trainer_weights["transformer.wte.weight"],
+    "draw the chunks that contain the local rows": trainer_weights["transformer.wte.weight"],
 }
 for axes, (title, weight) in zip(grid, pictures.items()):
     rows = nn.functional.normalize(weight)

@@ -3,8 +3,8 @@
 In ZeRO-1 a rank accumulates the full gradients of its micro-batches, and the last backward pass averages them over the
 ranks. Then a rank uses only its slice. ZeRO-2 frees the rest (Rajbhandari et al. 2020, section 5.2). A bucket allocates
 its buffer of full gradients when the first gradient of the bucket arrives, and reduce-scatters it when the bucket is
-full. The rank adds its slice of the mean to `local_grads` and frees the buffer. At a time, one bucket of each parameter
-group is filling, and at most two buckets are being reduced:
+full. The rank adds its slice of the mean to `local_grads` and frees the buffer. If the buckets fill in the order in
+which they are reduced, one bucket of each parameter group is being filled at any time, and at most two are reduced:
 
                       ZeRO-1                            ZeRO-2
     flat_params       4P                                4P
@@ -12,8 +12,8 @@ group is filling, and at most two buckets are being reduced:
     AdamW             8P/N                              8P/N
     reduce-scatter    once per step                     once per micro-batch
 
-With one micro-batch per rank and step, ZeRO-2 communicates as much as ZeRO-1. With more, it trades communication for
-memory. With one rank there is nothing to shard; use ZeRO-1.
+With one micro-batch per rank and step, ZeRO-2 has the same communication volume as ZeRO-1. With more, it trades
+communication for memory. With one rank there is nothing to shard, and `shard_optimizer` uses ZeRO-1.
 """
 
 import torch
@@ -25,7 +25,7 @@ from phase1_zero1.zero1 import Zero1Optimizer
 
 
 class Zero2Bucket(Bucket):
-    """A bucket that stores only this rank's slice of the gradients, in fp32 or the dtype of the parameters."""
+    """A bucket that stores only this rank's slice of the gradients, in fp32 if the parameters are in bf16 or fp16."""
 
     def _allocate_gradients(self) -> Tensor:
         self._free_full_gradients()
@@ -66,11 +66,13 @@ class Zero2Bucket(Bucket):
 
 
 class Zero2Matrix(Zero2Bucket, OwnedMatrix):
-    """A matrix of Muon whose owner has the only gradient."""
+    """A matrix of Muon. Only its owner stores the averaged gradient."""
 
 
 class Zero2Optimizer(Zero1Optimizer):
-    """A `Zero1Optimizer` with ZeRO-2. All ranks must call `backward` equally often.
+    """A `Zero1Optimizer` with ZeRO-2.
+
+    All ranks must call `backward` equally often, and each call must compute the gradient of at least one parameter.
 
     A backward pass while `require_backward_grad_sync` is False accumulates full gradients, as in `Zero1Optimizer`. For
     the smallest memory, leave it True: then the backward pass of every micro-batch reduces its gradients.
@@ -82,6 +84,8 @@ class Zero2Optimizer(Zero1Optimizer):
     _in_flight: Zero2Bucket | None = None
 
     def _on_gradient_ready(self, bucket_index: int, index: int) -> None:
+        if self._is_reduced:
+            raise RuntimeError("backward() ran after the gradients were reduced: call step() or zero_grad() first")
         self._has_unreduced = True
         super()._on_gradient_ready(bucket_index, index)
 

@@ -253,10 +253,10 @@ def set_prefetching(units: list[nn.Module], ahead: int) -> None:
 def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[str, Tensor] | None = None) -> None:
     """Allocate this rank's shards of a model from `shard_model`, and initialise them one parameter at a time.
 
-    A rank draws only the blocks of rows that contain its shard. Every block has its own generator, so the weights are
+    A rank draws only the chunks of rows that contain its shard. Every chunk has its own generator, so the weights are
     the same for every number of ranks. (If every rank drew its shard from one generator with the same seed, the weights
     would depend on the number of ranks, and the shards of all ranks would be equal.) Peak memory is this rank's shards
-    plus one block, or plus the largest parameter if `weights` are given.
+    plus one chunk, or plus the largest parameter if `weights` are given.
 
     Args:
         weights: full parameters by name; None: draw them like the baseline, or leave them empty for a resume.

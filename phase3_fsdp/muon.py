@@ -8,11 +8,11 @@ phase 1. An all-to-all sends the rows of every update to its owner, and a second
     momentum, updates      a0 b0 c0 d0       a1 b1 c1 d1       rows of the matrices A, B, C and D, in fp32
     all-to-all             a0 a1 b0 b1       c0 c1 d0 d1       full updates of the owner's matrices, in bf16
     orthogonalize          A' B'             C' D'             1/S of the multiplications on each of S ranks
-    all-to-all             a0 b0 c0 d0       a1 b1 c1 d1       every rank updates its rows of all parameters
+    all-to-all             a0 b0 c0 d0       a1 b1 c1 d1       every rank updates its rows of all matrices
 
-For P elements on S ranks, each all-to-all sends P(S-1)/S^2 elements per rank. An all-gather would send P(S-1)/S. The
-update is the same as that of `torch.optim.Muon` on full matrices. With several replicas of the model, the ranks of each
-replica do this among themselves.
+For P elements on S ranks, each all-to-all sends on average P(S-1)/S^2 elements per rank. An all-gather would send
+P(S-1)/S. The update is the same as that of `torch.optim.Muon` on full matrices. With several replicas of the model, the
+ranks of each replica do this among themselves.
 """
 
 import math
@@ -32,7 +32,7 @@ from nanoGPT.optim import configure_muon, count_multiplications
 from nanoGPT.optim import configure_optimizer as configure_unsharded_optimizer
 from phase3_fsdp.fsdp import FsdpConfig
 
-ROUND_BYTES = 64 * 2**20  # of full updates in bf16 that an owner stores at a time; at least one matrix
+ROUND_BYTES = 64 * 2**20  # maximum bytes of full bf16 updates per owner and round (or one matrix)
 
 
 def configure_optimizer(model: GPT, config: FsdpConfig) -> Optimizer:
@@ -50,7 +50,8 @@ class ShardedMuon(Optimizer):
 
     Args:
         groups: parameter groups of DTensors with two dimensions, all on the same mesh. Their options are those of
-            `torch.optim.Muon`, with "match_rms_adamw" for `adjust_lr_fn`.
+            `torch.optim.Muon`, with "match_rms_adamw" for `adjust_lr_fn`. The options of the Newton-Schulz iterations
+            are those of the first group.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
@@ -61,15 +62,18 @@ class ShardedMuon(Optimizer):
             if group["adjust_lr_fn"] != "match_rms_adamw":
                 raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']} is not supported: use match_rms_adamw")
         mesh = matrices[0].device_mesh
-        self.device = torch.device(mesh.device_type)  # of the all-to-alls; with CPU offload, shards are elsewhere
+        self.device = torch.device(mesh.device_type)  # of the all-to-alls, also if CPU offload keeps shards on the CPU
         self.group, self.num_shards, self.rank = mesh.get_group(-1), mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
         self.rounds = list(self._plan_rounds(matrices))
 
     def _plan_rounds(self, matrices: list[DTensor]) -> Iterator["Round"]:
-        """Yield the rounds. Every round has the next matrices of each owner; equal shapes come one after another."""
+        """Yield the rounds. Every round has the next matrices of each owner, those with the most multiplications first.
+
+        Owners wait for each other in every round, so their matrices in a round should have equal costs.
+        """
         owner = assign_owners(matrices, self.num_shards, count_multiplications)
         owned = [
-            sorted((p for p in matrices if owner[p] == rank), key=lambda p: tuple(p.shape))
+            sorted((p for p in matrices if owner[p] == rank), key=lambda p: (-count_multiplications(p), tuple(p.shape)))
             for rank in range(self.num_shards)
         ]
         size = max(1, ROUND_BYTES // (2 * max(p.numel() for p in matrices)))
@@ -87,6 +91,9 @@ class ShardedMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for param in self.options:
+            if param.grad is None:
+                raise RuntimeError(f"a matrix of shape {tuple(param.shape)} has no gradient: call backward() first")
         to_owners: Exchange | None = self._send_to_owners(0)
         to_shards: Exchange | None = None
         for i, current in enumerate(self.rounds):
@@ -97,6 +104,7 @@ class ShardedMuon(Optimizer):
             previous, to_shards = to_shards, self._exchange(rows, current.to_owners[::-1])
             if previous:
                 self._apply(self.rounds[i - 1], previous.wait())
+            del previous, rows  # otherwise their memory would stay allocated during the next round
         assert to_shards
         self._apply(self.rounds[-1], to_shards.wait())
         return loss
@@ -109,8 +117,7 @@ class ShardedMuon(Optimizer):
         """Update the momentum of a round, and return this rank's rows of the updates: 1-D, bf16, in `local_order`."""
         updates = []
         for param in matrices.local_order:
-            if param.grad is None:
-                raise RuntimeError(f"a matrix of shape {tuple(param.shape)} has no gradient: call backward() first")
+            assert param.grad is not None
             options, state = self.options[param], self.state[param]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(param.grad)
@@ -118,10 +125,11 @@ class ShardedMuon(Optimizer):
             momentum.lerp_(grad, 1 - options["momentum"])
             update = grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
             updates.append(update.bfloat16().flatten())
-        return torch.cat(updates).to(self.device)
+        return torch.cat(updates)
 
     def _exchange(self, sent: Tensor, sizes: tuple[list[int], list[int]]) -> "Exchange":
         """Start an all-to-all of `sizes[0][r]` elements to each rank r and `sizes[1][r]` elements from it."""
+        sent = sent.to(self.device)
         if self.num_shards == 1:
             return Exchange(sent, sent, None)
         received = sent.new_empty(sum(sizes[1]))
@@ -144,8 +152,8 @@ class ShardedMuon(Optimizer):
         ):
             options = self.options[param]
             shard.mul_(1 - options["lr"] * options["weight_decay"])
-            size = 0.2 * math.sqrt(max(param.shape))  # the size of AdamW's update (Liu et al. 2025)
-            shard.add_(update.view_as(shard).to(shard.device), alpha=-options["lr"] * size)
+            scale = 0.2 * math.sqrt(max(param.shape))  # gives the update the RMS of AdamW's updates (Liu et al. 2025)
+            shard.add_(update.view_as(shard).to(shard.device), alpha=-options["lr"] * scale)
 
 
 class Round:
@@ -184,7 +192,7 @@ class Round:
         return batches
 
     def split_into_rows(self, matrices: list[Tensor]) -> Tensor:
-        """Return what `join_rows` received: the rows of all matrices for rank 0, then those for rank 1, and so on."""
+        """Return the rows of this owner's matrices: first those for rank 0, then those for rank 1, and so on."""
         ranges = [[row_range(len(m), self.num_shards, r) for m in matrices] for r in range(self.num_shards)]
         parts = [m[begin:end].flatten() for each in ranges for m, (begin, end) in zip(matrices, each, strict=True)]
         return torch.cat(parts) if parts else self.local_order[0].to_local().new_empty(0, dtype=torch.bfloat16)
@@ -209,11 +217,11 @@ def orthogonalize(
     """Return nearly orthogonal matrices with the singular vectors of the given ones, by Newton-Schulz iterations.
 
     For a matrix X = U S V', an iteration computes aX + b(XX')X + c(XX')^2 X = U (aS + bS^3 + cS^5) V'. Only matrix
-    products are needed. With these coefficients, singular values between 0 and 1 quickly become about 1 (Jordan et al.
+    products are needed. With Muon's coefficients, singular values between 0 and 1 quickly become about 1 (Jordan et al.
     2024).
 
     Args:
-        matrices: (batch, m, n), bf16. Its memory is reused. The iterations use the smaller of XX' and X'X.
+        matrices: (batch, m, n), bf16; it is overwritten. The iterations use the smaller of XX' and X'X.
         coefficients: a, b and c.
         steps: number of iterations.
         eps: smallest norm by which a matrix is divided.

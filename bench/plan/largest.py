@@ -2,9 +2,9 @@
 
     python -m bench.plan.largest --write     # 1 and 8 GPUs of four kinds; five minutes; bench/results/largest-*.json
 
-The models have k blocks, k heads, and 128 k channels, as the larger sizes of GPT-3 approximately have. The search finds
-the largest k whose training step fits in the memory of the GPUs, as the planner predicts. With CPU offload, the model
-state must also fit in host memory: HOST_GIB for every 8 GPUs.
+The models have k blocks, k heads and 128·k channels, similar to the larger GPT-3 models. The search finds the largest k
+whose training step fits in the memory of the GPUs, as the planner predicts. With CPU offload, 16 bytes per parameter
+must also fit in host memory: HOST_GIB for every 8 GPUs.
 """
 
 import json
@@ -60,7 +60,7 @@ def find_largest(row: Row, job: Job, batch_size: int, pool: Executor) -> int:
     return good
 
 
-def search(config: PlanConfig) -> dict[str, Any]:
+def find_all_largest(config: PlanConfig) -> dict[str, Any]:
     """Return the largest model of every row of a plan.
 
     Raises:
@@ -105,7 +105,7 @@ def format_largest(found: dict[str, Any]) -> str:
 
 def print_largest(config: PlanConfig) -> None:
     """Find the largest models and print them."""
-    found = search(config)
+    found = find_all_largest(config)
     print(json.dumps(found, indent=1) if config.json else format_largest(found))
 
 
@@ -115,7 +115,7 @@ def main(write: bool = False) -> None:
     Args:
         write: also write bench/results/largest-<hardware>.json.
     """
-    results = [search(PlanConfig(gpus=gpus, gpu=gpu)) for gpu in RECORDED_GPUS for gpus in (1, 8)]
+    results = [find_all_largest(PlanConfig(gpus=gpus, gpu=gpu)) for gpu in RECORDED_GPUS for gpus in (1, 8)]
     print("\n\n".join(map(format_largest, results)))
     if write:
         settings = {"command": "python -m bench.plan.largest --write"}

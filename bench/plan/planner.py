@@ -50,7 +50,7 @@ def usable_bytes(gpu: Gpu) -> float:
 
 @dataclass
 class TraceSummary:
-    """Results of one trace. Every number is linear in the number of blocks.
+    """Results of one trace. Every number, except those of Muon's update, is linear in the number of blocks.
 
     Attributes:
         peaks: bytes by category at the memory peak of each of MEMORY_STAGES.
@@ -131,6 +131,7 @@ def extrapolate_peak(
     workspace: int = 0,
     offload: bool = False,
     update: TraceSummary | None = None,
+    shards_gradients: bool = False,
 ) -> Numbers:
     """Return the bytes by category at the memory peak of a step.
 
@@ -139,12 +140,16 @@ def extrapolate_peak(
         workspace: bytes that the fused loss allocates inside its kernel; a trace cannot see them.
         offload: the model state is in host memory.
         update: trace of the full model's update, if the update is not linear in the number of blocks.
+        shards_gradients: with ZeRO-2, gradients belong to owners like the optimizer state.
     """
     stages = {stage: extrapolate([peak[stage] for peak in peaks], n_layer) for stage in MEMORY_STAGES}
     if update:
         stages["update"]["other"] = update.peaks["update"]["other"]
         for totals in stages.values():
             totals["optimizer_state"] = update.state["optimizer_state"]
+        if shards_gradients:
+            for totals in stages.values():
+                totals["gradients"] = update.state["gradients"]
     stages["head"]["other"] += workspace
     for totals in stages.values():
         totals.update(dict.fromkeys(STATE, 0) if offload else {})
@@ -165,7 +170,8 @@ def estimate_communication(
 
     Phase 3 all-gathers parameters in every forward pass, and again in the backward pass if the forward pass has freed
     them. It reduces gradients in the last backward pass. Phase 1 all-gathers the updated parameters during the first
-    forward pass of the next step, or before it if the model is compiled.
+    forward pass of the next step, or before it if the model is compiled. With ZeRO-2 it reduces gradients in every
+    backward pass.
 
     Args:
         units: FSDP units of the model; each is one all-gather.
@@ -180,8 +186,8 @@ def estimate_communication(
             for stage, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
                 seconds = collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0
                 every[stage] += Communication(seconds, seconds / calls)
-        elif kind == "all-to-all":  # Muon's update, which computes between its two all-to-alls
-            seconds = collective_seconds(gpu, kind, size, ranks, 2 * math.ceil(size / muon.ROUND_BYTES))
+        elif kind == "all-to-all":  # Muon's; assume that none overlaps with computation
+            seconds = collective_seconds(gpu, kind, size, ranks, 1 + math.ceil(size / muon.ROUND_BYTES))
             once["backward"] += Communication(seconds, seconds)
         elif options.get("zero_stage") == 2 and kind in ("reduce-scatter", "reduce"):
             seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls / micro_batches)
@@ -227,9 +233,9 @@ class Planner:
         return [future.result() for future in self.submit_traces(row, batch_size)]
 
     def trace_update(self, row: Row) -> TraceSummary | None:
-        """Return the trace of the full model's update, if the update is not linear in the number of blocks.
+        """Return the trace of the full model's update with Muon, else None.
 
-        This is so with Muon, where each matrix belongs to one rank.
+        This update is not linear in the number of blocks, because one rank owns each matrix.
         """
         if self.job.optimizer != "muon":
             return None
@@ -243,7 +249,7 @@ class Planner:
         if (update := self.trace_update(row)) is None:
             return numbers
         if name == "state":
-            return numbers | {"optimizer_state": update.state["optimizer_state"]}
+            return numbers | {name: update.state[name] for name in ("optimizer_state", "gradients")}
         if name == "traffic":
             return numbers | {key: size for key, size in update.traffic.items() if key[0] == "all-to-all"}
         return numbers | {"update": getattr(update, name)["update"]}
@@ -253,10 +259,13 @@ class Planner:
         workspace, (phase, options) = 0, row
         if phase == "phase2" or "kernels" in options:
             tokens = batch_size * self.shape.block_size
-            workspace = linear_cross_entropy.cost(tokens, self.shape.n_embd, self.shape.vocab_size, 2).workspace
+            workspace = linear_cross_entropy.cost(
+                tokens, self.shape.n_embd, self.shape.vocab_size, DTYPES[self.job.dtype].itemsize
+            ).workspace
         peaks = [summary.peaks for summary in self.get_traces(row, batch_size)]
         offload = "fsdp_cpu_offload" in options
-        return extrapolate_peak(peaks, self.shape.n_layer, workspace, offload, self.trace_update(row))
+        update, shards_gradients = self.trace_update(row), options.get("zero_stage") == 2
+        return extrapolate_peak(peaks, self.shape.n_layer, workspace, offload, update, shards_gradients)
 
     def peak_bytes(self, row: Row, batch_size: int) -> float:
         """Return the total bytes at the memory peak of a step."""

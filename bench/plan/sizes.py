@@ -1,4 +1,4 @@
-"""Predict the memory of the named configurations, with every mode of activation checkpointing.
+"""Predict the memory of the named configurations, with three modes of activation checkpointing.
 
     python -m bench.plan.sizes --write     # half a minute; bench/results/sizes-<hardware>.json
 
@@ -54,7 +54,7 @@ def phase_options(config: TrainConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
-def predict(phase: str, name: str, gpus: int, gpu: str, pool: Executor) -> dict[str, Any]:
+def predict_memory(phase: str, name: str, gpus: int, gpu: str, pool: Executor) -> dict[str, Any]:
     """Return the shape, the batch and the memory per rank of a configuration."""
     config = read_config(phase, name, gpus)
     shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, config.bias, PADDED_VOCAB)
@@ -95,7 +95,7 @@ def main(write: bool = False) -> None:
     rows = []
     with start_workers() as pool:
         for size in SIZES:
-            rows.append(predict(*size, pool))
+            rows.append(predict_memory(*size, pool))
             peaks = {mode: f"{sum(each['bytes'].values()) / 1e9:.1f} GB" for mode, each in rows[-1]["modes"].items()}
             print(f"{rows[-1]['name']}: {rows[-1]['parameters']:,} parameters, peak memory per rank {peaks}")
     if write:

@@ -212,6 +212,8 @@ def collective_seconds(
     rate = gpu.link if nodes == 1 else min(gpu.link, gpu.network / (GPUS_PER_NODE if one_per_node else 1))
     hops = (ranks - nodes) * HOP_SECONDS + (nodes if nodes > 1 else 0) * NODE_HOP_SECONDS
     latency = (2 if kind == "all-reduce" else 1) * hops
+    if kind == "all-to-all" and nodes > 1:  # unlike a ring, every GPU sends most of its bytes to other nodes
+        rate = min(gpu.link, gpu.network / GPUS_PER_NODE)
     return calls * latency + ring_bytes(kind, tensor_bytes, ranks) / (LINK_EFFICIENCY * rate)
 
 

@@ -192,6 +192,11 @@ def run_step(
         (loss / micro_batches).backward()
         del loss
     begin_update()
+    run_update(setup, config)
+
+
+def run_update(setup: TrainingSetup, config: TrainConfig) -> None:
+    """Clip the gradients and step the optimizer."""
     grads = setup.get_grads()
     clip_grads(grads, grad_norm(grads, setup.shard_group), config.grad_clip)
     del grads
@@ -274,7 +279,7 @@ def trace(
         shape: of the model.
         ranks: world size.
         gpu: the GPU of the roofline model.
-        only_update: trace only the optimizer's step, with gradients of zeros. Phase 1 then also reduces them.
+        only_update: trace only the update, with gradients of zeros.
     """
     dtype = DTYPES.get(config.dtype, torch.float32)
     run = Runtime(0, 0, ranks, ranks, CPU, dtype)
@@ -286,6 +291,7 @@ def trace(
         if only_update:
             for param in setup.model.parameters():
                 param.grad = torch.zeros_like(param)
+            setup.get_grads()  # in phase 1 this reduces them
         memory = MemoryTracker(setup.model, setup.optimizer, on_operator=traffic.record)
         with memory, track_stages(setup.model, memory), Roofline(gpu) as roofline:
 
@@ -294,7 +300,7 @@ def trace(
 
             if only_update:
                 begin_update()
-                setup.optimizer.step()
+                run_update(setup, config)
             else:
                 run_step(setup, config, run, micro_batches, begin_update)
             setup.optimizer.zero_grad()

@@ -3,8 +3,8 @@
     python -m bench.sharding.muon             # a minute
     python -m bench.sharding.muon --write     # also write bench/results/muon-<hardware>.json
 
-All have the same gradients. In torch's Muon every matrix product is an operation on DTensors, with communication of its
-own. Phase 1's update also reduces the gradients and broadcasts the parameters, which phases with FSDP do elsewhere.
+All have the same gradients. torch's Muon runs every matrix product on DTensors, and most of these need a collective.
+Phase 1's update also reduces the gradients and broadcasts the parameters, which phase 3 does elsewhere.
 """
 
 import statistics
@@ -36,7 +36,7 @@ TURNS = 5  # timed updates, after one that is not timed
 NAMES = ("torch", "phase3", "phase1")
 
 
-def build(name: str) -> tuple[Optimizer, list[Tensor]]:
+def build_muon(name: str) -> tuple[Optimizer, list[Tensor]]:
     """Return an optimizer over the matrices of a model with 10 million parameters, and these matrices."""
     config = TrainConfig(optimizer="muon")
     model = GPT(TEN_MILLION)
@@ -54,11 +54,11 @@ def build(name: str) -> tuple[Optimizer, list[Tensor]]:
     return muon([matrices]), matrices["params"]
 
 
-def measure() -> dict[str, dict[str, Any]]:
+def measure_updates() -> dict[str, dict[str, Any]]:
     """Return, for each update, the milliseconds of every turn, and the bytes that a rank sent per update."""
     samples: dict[str, dict[str, Any]] = {}
     for name in NAMES:
-        optimizer, matrices = build(name)
+        optimizer, matrices = build_muon(name)
         times, sent = [], 0
         for turn in range(1 + TURNS):
             for param in matrices:
@@ -83,7 +83,7 @@ def main(write: bool = False) -> None:
     """
     rows = []
     for ranks in RANKS:
-        for name, samples in run_on_ranks(measure, ranks, timeout=300, show=False)[0].items():
+        for name, samples in run_on_ranks(measure_updates, ranks, timeout=300, show=False)[0].items():
             rows.append({"ranks": ranks, "name": name, **samples})
             ms = statistics.median(samples["ms"])
             print(f"{ranks} ranks, {name}: {ms:,.0f} ms, {samples['sent_bytes'] / 1e6:,.1f} MB sent per rank")

@@ -1,14 +1,14 @@
-"""Measure what grows with the number of ranks: start-up, planning a save, and agreeing to stop. Small gloo processes.
+"""Measure costs that depend on the number of ranks: start-up, planning a save, agreeing to stop. Small gloo processes.
 
     python -m bench.sharding.scale             # eight minutes on 2 cores
     python -m bench.sharding.scale --write     # also write bench/results/scale-<hardware>.json
 
 More ranks than cores wait for each other, so the unit is CPU time of one process, without its waiting. Each part runs
-as it is ("after") and as it would be without its improvement ("before"):
+with its optimization ("after") and without it ("before"):
 
     init    a rank draws the initial values of its rows, or of all rows
     save    rank 0 plans the third save of a model with as many tensors as GPT-2 124M; plans are cached, or not
-    stop    a rank takes part in one `should_stop`; there is no other version
+    stop    a rank takes part in one `should_stop`; it has no optimization
 """
 
 import statistics
@@ -39,7 +39,7 @@ STOPS = 50  # calls of `should_stop`
 
 
 def measure_init(rank: int, ranks: int, draws_all: bool) -> float:
-    """Return the CPU seconds in which a rank draws its rows of all parameters."""
+    """Return the CPU seconds in which a rank draws its rows, or all rows, of all parameters."""
     with torch.device("meta"):
         params = {name: p.shape for name, p in GPT(SHAPE).named_parameters()}
     begin = time.process_time()

@@ -9,14 +9,14 @@ from bench.tables.records import format_table, hardware_of, read_results
 
 
 def sizes_table() -> str:
-    """Return the named configurations with their predicted memory per rank, for every mode of checkpointing."""
+    """Return the named configurations with their predicted memory per rank, for three modes of checkpointing."""
     rows = []
     for result in read_results("sizes"):
         for row in result["samples"]["rows"]:
             peaks = {mode: sum(each["bytes"].values()) / 1e9 for mode, each in row["modes"].items()}
             marked = {mode: f"**{peak:.1f}**" if mode == row["mode"] else f"{peak:.1f}" for mode, peak in peaks.items()}
             tokens = row["batch_size"] * row["block_size"] * row["micro_batches"] * row["gpus"]
-            gathered = row["modes"][row["mode"]]
+            selected = row["modes"][row["mode"]]
             rows.append(
                 [
                     f"`make {row['phase']} GPUS={row['gpus']} CONFIG=config/{row['name']}.py`",
@@ -26,11 +26,18 @@ def sizes_table() -> str:
                     f"{tokens:,}",
                     f"{sum(row['state_bytes'].values()) / 1e9:.1f}",
                     *(marked.get(mode, "-") for mode in ("none", "selective", "full")),
-                    str(gathered["largest_batch_size"]),
+                    str(selected["largest_batch_size"]),
                 ]
             )
-    head = ["command", "parameters, blocks x channels", "GPUs", "micro-batch", "tokens per step", "model state (GB)"]
-    head += ["peak without checkpointing (GB)", "selective (GB)", "full (GB)", "largest micro-batch"]
+    head = [
+        "command",
+        "parameters, blocks x channels",
+        "GPUs",
+        "micro-batch (sequences x tokens)",
+        "tokens per step",
+        "model state (GB)",
+    ]
+    head += ["peak without checkpointing (GB)", "selective (GB)", "full (GB)", "largest micro-batch (sequences)"]
     return format_table(head, rows)
 
 
@@ -44,32 +51,32 @@ def largest_table() -> str:
         for each in found[1:]:
             for name, row in zip(names, each["rows"], strict=True):
                 sizes[name].append(f"{row['parameters'] / 1e9:.1f}")
-        head = ["", *(f"{each['gpus']} x {each['gpu']}" for each in found)]
+        head = ["parameters (billions)", *(f"{each['gpus']} x {each['gpu']}" for each in found)]
         parts.append(format_table(head, [[name, *cells] for name, cells in sizes.items()]))
     return "\n".join(parts)
 
 
-# The parts of `bench.sharding.scale`: what they measure, and the law by which they grow with N ranks.
+# The parts of `bench.sharding.scale`: what they measure, and how they depend on the number of ranks N.
 SCALE_PARTS: dict[str, tuple[str, str, Callable[[int], float]]] = {
-    "init_before": ("start-up, drawing all parameters", "constant", lambda N: 0.0),
-    "init_after": ("start-up, drawing this rank's rows", "a + b/N", lambda N: 1 / N),
-    "save_before": ("a later save on rank 0, planned again", "a + bN", float),
-    "save_after": ("a later save on rank 0, with its cached plan", "a + bN", float),
-    "stop": ("agreeing whether to stop, per step", "a + b log N", math.log),
+    "init_before": ("start-up: draw all parameters", "constant", lambda N: 0.0),
+    "init_after": ("start-up: draw this rank's rows", "a + b/N", lambda N: 1 / N),
+    "save_before": ("a later save on rank 0, without a cached plan", "a + bN", float),
+    "save_after": ("a later save on rank 0, with a cached plan", "a + bN", float),
+    "stop": ("agreement on whether to stop, per step", "a + b log N", math.log),
 }
 
 
-def extrapolate(ranks: list[int], values: list[float], law: Callable[[int], float], to: int) -> float:
-    """Return a + b law(to), with a and b fitted to the values by least squares; their mean if law is constant."""
+def extrapolate(ranks: list[int], values: list[float], law: Callable[[int], float], target_ranks: int) -> float:
+    """Return a + b law(target_ranks), with a and b fitted by least squares; the mean if the law is constant."""
     xs = [law(n) for n in ranks]
     mean_x, mean = statistics.mean(xs), statistics.mean(values)
     spread = sum((x - mean_x) ** 2 for x in xs)
     slope = sum((x - mean_x) * (v - mean) for x, v in zip(xs, values, strict=True)) / spread if spread else 0.0
-    return mean + slope * (law(to) - mean_x)
+    return mean + slope * (law(target_ranks) - mean_x)
 
 
 def scale_table() -> str:
-    """Return the CPU time of a rank for what grows with the number of ranks, extrapolated to 1,024 ranks."""
+    """Return the CPU time of a rank for what depends on the number of ranks, extrapolated to 1,024 ranks."""
     parts = []
     for result in read_results("scale"):
         measured = result["samples"]["rows"]

@@ -52,12 +52,14 @@ def write_shards(files: NewFiles, tensors: Mapping[str, Tensor]) -> None:
 
     A tensor that is replicated on several ranks is written once. DCP keeps the plan of a save: which rank writes what.
     The next save of the same tensors uses it again, so that rank 0 does not collect the plans of all ranks each time.
+    In return, rank 0 keeps all plans in memory.
     """
     writer = dcp.FileSystemWriter(files.folder, sync_files=False, overwrite=False)
     writer.fs = HashingFileSystem(files)
     with warnings.catch_warnings(), raise_own_error(), disable_crc32():
         warnings.simplefilter("ignore")  # DCP warns about settings that matter only if it overwrites files
         planner = DefaultSavePlanner(enable_plan_caching=True)
+        planner._cached_plans_key = f"{dist.get_world_size(files.group)} ranks"  # plans of other groups do not fit
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=files.group)
 
 

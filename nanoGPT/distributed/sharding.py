@@ -15,7 +15,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def row_range(rows: int, num_shards: int, index: int) -> tuple[int, int]:
-    """Return the first row of shard `index`, and the row after its last.
+    """Return the range [begin, end) of the rows of shard `index`.
 
     `fully_shard` gives each shard ceil(rows / num_shards) rows; the last shards have fewer, or none.
     """

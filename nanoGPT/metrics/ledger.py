@@ -3,7 +3,8 @@
 The communication volume is counted, not estimated: a dispatch mode intercepts every collective of the step, with its
 tensors. The bytes per rank are those of the ring algorithm (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n
 bytes over N ranks, and n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast with a full tensor of n bytes. In
-an all-to-all, n is the bytes that this rank has for all ranks together. NCCL's rings send exactly these bytes. gloo's
+an all-to-all, n is the bytes that this rank has for all ranks together, and the result is an average over the ranks.
+NCCL's rings send exactly these bytes. gloo's
 reduce-scatter sends as much as an all-reduce, and gloo copies the tensors that it reduces; the ledger counts neither.
 `nanoGPT/memory/tracker.py` measures the memory.
 """

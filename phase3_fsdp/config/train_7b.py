@@ -1,4 +1,4 @@
-# A GPT with 6.7B parameters on FineWeb-Edu, for eight GPUs of 80 GB: 13 GB of model state on each of 8 ranks.
+# A GPT with 6.7B parameters on FineWeb-Edu, for eight GPUs of 80 GB, with activation checkpointing.
 #   make phase3 GPUS=8 CONFIG=config/train_7b.py
 dataset = "fineweb_edu"
 n_layer, n_head, n_embd, block_size = 32, 32, 4096, 2048

@@ -1,4 +1,4 @@
-# A GPT with 350M parameters on FineWeb-Edu, for two GPUs of 48 GB: `train_mid.py` with 1,024 channels.
+# A GPT with 356M parameters on FineWeb-Edu, for two GPUs of 48 GB: `train_mid.py` with 1,024 channels.
 #   make phase3 GPUS=2 CONFIG=config/train_mid_350m.py
 dataset = "fineweb_edu"
 n_layer, n_head, n_embd, block_size = 24, 16, 1024, 2048

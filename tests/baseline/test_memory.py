@@ -281,18 +281,18 @@ def test_fsdp_memory_matches_the_formula(reshard):
         assert measured["accumulated_gradients"] == params  # unsharded until the last micro-batch
 
 
-def measure_init_peak(shape: GPTConfig, drawn_elements: int) -> int:
-    """Return the peak memory of this rank while it creates a sharded model, with blocks of `drawn_elements`."""
-    nanoGPT.model.DRAWN_ELEMENTS = drawn_elements
+def measure_init_peak(shape: GPTConfig, chunk_elements: int) -> int:
+    """Return the peak memory of this rank while it creates a sharded model, with chunks of `chunk_elements`."""
+    nanoGPT.model.MAX_CHUNK_ELEMENTS = chunk_elements
     with MemoryTracker() as memory:
         create_sharded_model(shape)
     return sum(memory.peak.values())
 
 
 def test_a_model_is_initialized_in_shards():
-    """While 4 ranks create a model, the peak memory of each is its shard, one block of rows, and the ranks' numbers in
+    """While 4 ranks create a model, the peak memory of each is its shard, one chunk of rows, and the ranks' numbers in
     the DeviceMesh."""
     shard = sum(4 * p.numel() for p in GPT(SMALL_SHAPE).parameters()) // 4
-    block = 4 * 4 * SMALL_SHAPE.n_embd  # one row of the widest matrix, or four rows of the others
+    chunk = 4 * 4 * SMALL_SHAPE.n_embd  # one row of the widest matrix, or four rows of the others
     mesh = 4 * 4  # a DeviceMesh: one int32 per rank
-    assert set(run_on_ranks(measure_init_peak, 4, SMALL_SHAPE, block // 4)) == {shard + block + mesh}
+    assert set(run_on_ranks(measure_init_peak, 4, SMALL_SHAPE, chunk // 4)) == {shard + chunk + mesh}

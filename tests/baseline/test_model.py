@@ -61,8 +61,8 @@ def test_initial_values_depend_only_on_seed_and_name():
 
 @pytest.mark.parametrize("shape", [(10, 7), (7, 100), (3, 2, 5), (9,)])
 def test_some_rows_are_drawn_like_all_rows(shape, monkeypatch):
-    """Any range of rows has the values of the full parameter, although only the blocks of rows in it are drawn."""
-    monkeypatch.setattr("nanoGPT.model.DRAWN_ELEMENTS", 30)
+    """Any range of rows has the values of the full parameter, although only the chunks of rows in it are drawn."""
+    monkeypatch.setattr("nanoGPT.model.MAX_CHUNK_ELEMENTS", 30)
     full = torch.empty(shape)
     draw_initial_rows(full, "a.weight", full.shape, 2, 1)
     assert full.unique().numel() == full.numel() or len(shape) == 1

@@ -141,6 +141,29 @@ def test_an_extrapolation_matches_the_full_trace(row):
         assert sum(predicted.values()) == pytest.approx(sum(getattr(full_trace, name).values()), rel=0.005), name
 
 
+@pytest.mark.parametrize(
+    "row", [("baseline", {}), ("phase1", {}), ("phase1", {"zero_stage": 2}), ("phase3", {})], ids=str
+)
+@pytest.mark.heavy
+def test_an_extrapolation_with_muon_matches_the_full_trace(row):
+    """The planner traces Muon's update in full: its state, memory and time match the trace of a full step."""
+    job = Job(replace(SMALL, n_layer=9), H100, 4, 2, "muon")
+    planner, full_trace = Planner(job, InlineExecutor()), trace_row(row, job, 3)
+    assert planner.extrapolate("state", row, 3) == pytest.approx(dict(full_trace.state), rel=0.005)
+    peak = max(sum(part.values()) for part in full_trace.peaks.values())
+    assert planner.peak_bytes(row, 3) == pytest.approx(peak, rel=0.01)
+    for name in ("traffic", "kernels", "eager"):
+        predicted = planner.extrapolate(name, row, 3)
+        assert sum(predicted.values()) == pytest.approx(sum(getattr(full_trace, name).values()), rel=0.01), name
+
+
+def test_an_all_to_all_between_nodes_uses_the_share_of_one_gpu():
+    """In a ring a node sends once. In an all-to-all each of its 8 GPUs sends to other nodes."""
+    assert collective_seconds(H100, "all-to-all", 1e9, 8) == collective_seconds(H100, "all-gather", 1e9, 8)
+    within, between = (collective_seconds(H100, "all-to-all", 1e12, ranks) for ranks in (8, 16))
+    assert between == pytest.approx(within * (15 / 16) / (7 / 8) * H100.link / (H100.network / 8), rel=1e-3)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("phase", ["phase1", "phase3"])
 @pytest.mark.heavy

@@ -92,6 +92,25 @@ def test_at_most_three_buckets_have_full_gradients():
         assert 0 < max(sizes) <= 3 * largest
 
 
+def run_backward_after_the_reduction() -> str:
+    """Return the error of a backward pass between `clip_grad_norm_` and `step`."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = Zero2Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    try:
+        model(torch.ones(2, 8)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_pass_after_the_reduction_is_an_error():
+    """Its gradients would be added to gradients that are already clipped."""
+    for text in run_on_ranks(run_backward_after_the_reduction, 2):
+        assert "call step() or zero_grad() first" in text
+
+
 def count_adds() -> int:
     """Return how often a bucket adds an average while a backward pass still runs."""
     torch.manual_seed(0)
