@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -85,7 +86,7 @@ def train_odd_matrices(round_bytes: int) -> dict[str, Any]:
     """Step a sharded Muon and torch's Muon on full matrices with the same gradients; count what this rank computes."""
     muon.ROUND_BYTES = round_bytes
     model, reference = OddMatrices(), OddMatrices()
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = ShardedMuon([{"params": list(model.parameters()), **OPTIONS}])
     library = torch.optim.Muon([{"params": list(reference.parameters()), **OPTIONS}])
     computed = []
@@ -147,7 +148,7 @@ def test_newton_schulz_orthogonalizes():
 
 def step_without_gradient() -> str:
     model = OddMatrices()
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = ShardedMuon([{"params": list(model.parameters()), **OPTIONS}])
     try:
         optimizer.step()
