@@ -98,6 +98,7 @@ class Zero2Optimizer(Zero1Optimizer):
         self._in_flight = bucket
 
     def _end_backward(self) -> None:
+        """Reduce the buckets that are left, and get ready for the next micro-batch."""
         if self._has_unreduced:
             super()._end_backward()
             if self._in_flight:

@@ -145,11 +145,9 @@ def extrapolate_peak(
     stages = {stage: extrapolate([peak[stage] for peak in peaks], n_layer) for stage in MEMORY_STAGES}
     if update:
         stages["update"]["other"] = update.peaks["update"]["other"]
+        owned = ("optimizer_state", "gradients") if shards_gradients else ("optimizer_state",)
         for totals in stages.values():
-            totals["optimizer_state"] = update.state["optimizer_state"]
-        if shards_gradients:
-            for totals in stages.values():
-                totals["gradients"] = update.state["gradients"]
+            totals.update({name: update.state[name] for name in owned})
     stages["head"]["other"] += workspace
     for totals in stages.values():
         totals.update(dict.fromkeys(STATE, 0) if offload else {})

@@ -38,7 +38,7 @@ def read_ledger(out_dir: Path) -> tuple[list[dict[str, int]], int, dict[str, int
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_it_trains_like_the_baseline(ranks, baseline, tmp_path, device, need_ranks):
-    """The losses match the baseline's. State and communication match the formula to the byte.
+    """The losses match the baseline's. State and communication match the formula exactly.
 
     Gradients use 4P/N bytes per rank, and every micro-batch reduces them.
     """

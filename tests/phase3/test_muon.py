@@ -1,4 +1,4 @@
-"""Muon with FSDP: the update of full matrices, computed once per matrix, from shards that no rank ever joins alone."""
+"""Muon with FSDP: the update equals that of full matrices, and one rank orthogonalizes each matrix."""
 
 import json
 from typing import Any
@@ -46,7 +46,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 def test_it_trains_like_one_rank(ranks, options, one_rank, tmp_path, device, need_ranks):
     """Over 12 steps the losses differ from those of one rank by at most 2e-4: bf16 rounds differently.
 
-    State and communication match the formula to the byte.
+    State and communication match the formula exactly.
     """
     need_ranks(ranks)
     config = tiny("phase3_fsdp", tmp_path, device=device, ledger=True, **{**STEPS, **options})
