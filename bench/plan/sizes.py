@@ -1,6 +1,6 @@
 """Predict the memory of the named configurations, with three modes of activation checkpointing.
 
-    python -m bench.plan.sizes --write     # half a minute; bench/results/sizes-<hardware>.json
+    python -m bench.plan.sizes --write     # a minute and a half; bench/results/sizes-<hardware>.json
 
 Each configuration is read from its file, and its own phase is traced at its real size (`bench/plan/planner.py`).
 """

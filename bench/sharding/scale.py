@@ -1,6 +1,6 @@
 """Measure costs that depend on the number of ranks: start-up, planning a save, agreeing to stop. Small gloo processes.
 
-    python -m bench.sharding.scale             # eight minutes on 2 cores
+    python -m bench.sharding.scale             # three minutes on 2 cores
     python -m bench.sharding.scale --write     # also write bench/results/scale-<hardware>.json
 
 More ranks than cores wait for each other, so the unit is CPU time of one process, without its waiting. Each part runs
