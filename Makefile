@@ -22,10 +22,11 @@ ARGS ?=
 PY := .venv/bin/python
 LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR)
 FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
-PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare $(DATASET),nanoGPT/data/$(name)/prepare.py)))
+TRAINER = $(or $(filter nanoGPT%,$(PHASE:baseline=nanoGPT)),$(firstword $(wildcard $(PHASE)_*)),$(PHASE))/train.py
+PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare synthetic $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
-.PHONY: plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
+.PHONY: preflight gate plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -50,11 +51,11 @@ STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= rea
 .venv/.dev .venv/.notebooks: .venv/.core
 	@$(PYTHON) workshop/set_up.py $(@F:.%=%) --torch=$(TORCH)
 
-nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .venv/.core
+nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py nanoGPT/prepare/synthetic.py | .venv/.core
 	@$(PY) $< && touch $@
 
 setup: .venv/.core  ## create .venv and install the project into it; TORCH=cpu selects the CPU build of PyTorch
-data: $(PREPARED)  ## prepare Shakespeare (as characters and as GPT-2 tokens) and DATASET
+data: $(PREPARED)  ## prepare Shakespeare (as characters and as GPT-2 tokens), synthetic text, and DATASET
 baseline: .venv/.core data  ## train the baseline: one process, or DDP on GPUS ranks
 	@$(LAUNCH) nanoGPT/train.py $(FLAGS)
 phase1: .venv/.core data  ## train with ZeRO-1: sharded optimizer state
@@ -81,6 +82,10 @@ notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb
 	@$(PY) -m workshop.notebooks $(ARGS)
 jupyter: .venv/.notebooks data  ## install Jupyter and open the notebooks
 	@.venv/bin/jupyter lab notebooks $(ARGS)
+preflight: .venv/.dev data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
+	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
+gate: .venv/.dev data  ## train PHASE=phase3 beside the baseline, and check losses, memory, speed and files
+	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
 copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports into a standalone directory TO=DIR
 	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to=$(TO)
 diff1: .venv/.core  ## show what phase 1 changes in the baseline's train.py, hunk by hunk

@@ -7,6 +7,7 @@ import hashlib
 import pickle
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -142,13 +143,31 @@ def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:
     source = {"text_sha256": hashlib.sha256(text.encode()).hexdigest() if text else SHAKESPEARE_SHA256}
     if tokenizer == "gpt2":
         install_gpt2_vocabulary()
+    write_once(folder, lambda: text or load_shakespeare(), source, tokenizer, text_input)
+
+
+def write_once(
+    folder: Path, make_text: Callable[[], str], source: dict[str, Any], tokenizer: str, text_input: str | None = None
+) -> None:
+    """Write the dataset of a text, unless it is already prepared.
+
+    Args:
+        folder: directory of the dataset.
+        make_text: returns the text; called only if the dataset has to be written.
+        source: identifies the text; written into meta.json.
+        tokenizer: "char" or "gpt2".
+        text_input: path of a user's text, for messages.
+
+    Raises:
+        ConfigError: the directory contains a different dataset.
+    """
     if not is_prepared(folder, source, tokenizer, text_input):
-        text = text or load_shakespeare()
+        text = make_text()
         with dataset_lock(folder):
             if not is_prepared(folder, source, tokenizer, text_input):  # another process may have prepared it meanwhile
                 write_text(folder, text, source, tokenizer)
                 return
-    print(f"{name}: already prepared")
+    print(f"{folder.name}: already prepared")
 
 
 def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) -> None:

@@ -23,6 +23,7 @@ LAYERS = [
     ["phase1_zero1", "phase2_triton", "phase3_fsdp"],
     ["workshop"],
     ["bench"],
+    ["operate"],
     ["tests", "notebooks"],
 ]
 SHARED_MODULE = "phase2_triton.apply"  # the only module of a phase that other phases may import, for --kernels

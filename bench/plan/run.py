@@ -1,0 +1,113 @@
+"""Predict the memory and the time of one run, from its configuration and the hardware of this machine.
+
+    predicted = predict_run(config, "phase3", ranks=4, gpu=detect_hardware())
+    predicted.step_seconds, predicted.peak_bytes
+
+The full model is traced (`bench/plan/trace.py`). `make plan` compares phases and batch sizes instead.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.plan.planner import estimate_communication
+from bench.plan.speed import GPUS, STAGES, Gpu, apply_launch_bound, step_seconds
+from bench.plan.trace import trace
+from nanoGPT.checkpoint.weights import tokenizer_rows
+from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.runtime import DTYPES
+from nanoGPT.model import GPTConfig
+from nanoGPT.train_config import TrainConfig
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """What a run is expected to need.
+
+    Attributes:
+        step_seconds: time of a training step.
+        forward_seconds: time of a micro-batch of an evaluation.
+        peak_bytes: peak memory of rank 0 in a step, as the ledger counts it.
+    """
+
+    step_seconds: float
+    forward_seconds: float
+    peak_bytes: int
+
+
+def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPrediction:
+    """Predict memory and time of a run. Run it in a process without a process group: it initializes a fake one.
+
+    Args:
+        config: of the phase.
+        phase: baseline, phase1, phase2 or phase3.
+        ranks: world size.
+        gpu: the device of every rank; one that is not in GPUS is the CPU of this machine.
+    """
+    shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
+    is_cpu = gpu not in GPUS.values()
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if is_cpu else "bfloat16"
+    # The roofline of an eager trace has eager and compiled times.
+    traced = trace(replace(config, compile=False, dtype=dtype), shape, ranks, gpu)
+    roofline, micro_batches = traced.roofline, max(1, config.gradient_accumulation_steps // ranks)
+    times = roofline.compiled if config.compile else apply_launch_bound(roofline.eager, roofline.kernels)
+    stages = {stage: times[stage] / (1 if stage == "update" else traced.micro_batches) for stage in STAGES}
+    ranks_per_core = max(1.0, ranks / (os.cpu_count() or 1)) if is_cpu else 1.0
+    names = ("fsdp_shard_size", "fsdp_cpu_offload")
+    options = {name: value for name in names if (value := getattr(config, name, None)) not in (None, "all", False)}
+    communication = estimate_communication(
+        (phase, options),
+        traced.costs.traffic,
+        shape.count_params(),
+        config.n_layer + 1,
+        micro_batches,
+        gpu,
+        config.compile,
+        DTYPES[dtype].itemsize,
+    )
+    return RunPrediction(
+        ranks_per_core * step_seconds(stages, *communication, micro_batches),
+        ranks_per_core * stages["forward"],
+        sum(traced.memory.peak.values()),
+    )
+
+
+def vocabulary_size(config: TrainConfig) -> int:
+    """Return the rows of the model's embedding: from the configuration, or else from the dataset's tokenizer."""
+    if config.vocab_size:
+        return config.vocab_size
+    return tokenizer_rows(TokenData(config.dataset, config.block_size, config.batch_size, config.seed).tokenizer)
+
+
+def detect_hardware() -> Gpu:
+    """Return this machine's GPU; a T4 if the planner does not know it. Without a GPU, measure the CPU (0.5 s)."""
+    if torch.cuda.is_available():
+        device_name = torch.cuda.get_device_name().lower().replace(" ", "")
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+        matches = [gpu for name, gpu in GPUS.items() if name.split("-")[0] in device_name and abs(gpu.gib - gib) < 8]
+        return matches[0] if matches else GPUS["t4"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a rank on a CPU uses one thread
+    try:
+        a, b = torch.rand(768, 768), torch.rand(8_000_000)
+        flops = 2 * 768**3 / fastest_of(lambda: a @ a)
+        bandwidth = 8 * b.numel() / fastest_of(lambda: b.clone())
+    finally:
+        torch.set_num_threads(threads)
+    return Gpu(1.0, flops, bandwidth, bandwidth / 4, bandwidth / 4, flops)
+
+
+def fastest_of(work: Callable[[], Any], times: int = 5) -> float:
+    """Call `work` several times. Return the seconds of the fastest call."""
+    durations = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        work()
+        durations.append(time.perf_counter() - begin)
+    return min(durations)

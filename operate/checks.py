@@ -1,0 +1,46 @@
+"""The results of checks, as a table with a remedy for each problem, and as an exit code."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Result = Literal["pass", "warn", "fail", "skip"]
+WIDTH = 120  # of a line of the table
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        subject: what was checked, in a few words.
+        result: `warn` does not stop a run, `fail` does, and `skip` means that this machine cannot run the check.
+        finding: what was found, with numbers and units.
+        remedy: what to do; empty for `pass`.
+    """
+
+    subject: str
+    result: Result
+    finding: str
+    remedy: str = ""
+
+
+def format_check(check: Check, subject_width: int) -> str:
+    """Return the lines of one check: the result, the subject, the finding, and below them the remedy."""
+    start = f"{check.result:<5} {check.subject:<{subject_width}}  "
+    indent = " " * len(start)
+    lines = textwrap.wrap(check.finding, WIDTH - len(start)) or [""]
+    lines += textwrap.wrap(f"-> {check.remedy}", WIDTH - len(start), subsequent_indent="   ") if check.remedy else []
+    return start + f"\n{indent}".join(lines)
+
+
+def summarize(checks: Sequence[Check]) -> str:
+    """Return how many checks have each result."""
+    counts = {result: sum(check.result == result for check in checks) for result in ("pass", "warn", "fail", "skip")}
+    return ", ".join(f"{count} {result}" for result, count in counts.items() if count)
+
+
+def has_failed(checks: Sequence[Check]) -> bool:
+    """Return whether any check failed."""
+    return any(check.result == "fail" for check in checks)

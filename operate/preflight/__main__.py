@@ -1,0 +1,101 @@
+"""Check everything that a run needs, in less than a minute, before it starts.
+
+    make preflight PHASE=phase3 GPUS=2
+    make preflight PHASE=phase3 GPUS=8 CONFIG=config/train_mid.py ARGS=--out_dir=/shared/run
+    make preflight PHASE=phase3 GPUS=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1      # on each node
+
+The command takes the flags of the training command. On this node, it checks the configuration, the devices, the data,
+the disk, the settings, the tracker and the plan, and runs a few tests. Then it starts the ranks, which check
+collectives, their bandwidth, slow ranks, clocks, the shared directory and the speed of the disk. On several nodes, each
+node prints its own checks, and node 0 also prints those of the ranks. Nothing stays in the run's directory.
+
+The exit code is 0 if no check fails, also with warnings, and 2 if one fails.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from bench.plan.run import vocabulary_size
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
+from nanoGPT.errors import ConfigError
+from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config
+from nanoGPT.job.preflight import preflight
+from nanoGPT.launch import read_config, run_one_rank, run_ranks, split_arguments, start_watchdog
+from nanoGPT.model import GPTConfig
+from nanoGPT.train_config import TrainConfig
+from operate.checks import Check, format_check, has_failed, summarize
+from operate.preflight import node
+from workshop.phases import PHASES
+
+SUBJECT_WIDTH = 16
+
+
+def check_node(config: TrainConfig, place: NodeConfig, phase: str, params: int) -> Iterator[Check]:
+    """Yield the checks of this node."""
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    yield Check("configuration", "pass", f"valid for {place.world_size} rank(s); {params:,} parameters")
+    yield node.check_versions()
+    yield from node.check_cpu(config, place.gpus)
+    if on_gpu:
+        yield from node.check_gpus(place.gpus)
+    yield from node.check_settings(on_gpu, place.nnodes > 1)
+    yield node.check_data(config)
+    yield node.check_disk(config, params)
+    yield node.check_tracker(config)
+    yield node.check_plan(config, phase, place.world_size, place.gpus)
+    yield node.run_tests(on_gpu)
+
+
+def check_ranks(config: TrainConfig, place: NodeConfig, package: str, params: int) -> list[Check]:
+    """Start all ranks and return their checks; on nodes other than node 0, an empty list."""
+    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        results = Path(folder) / "checks.json"
+        size = str(node.checkpoint_bytes(params, config))
+        command = ["-m", "operate.preflight.ranks", package, str(results), size]
+        watch = start_watchdog(config, place.world_size)
+        if place.world_size == 1:
+            code = run_one_rank(command, config, watch)
+        else:
+            code = run_ranks(place, command, config, watch, folder)
+        if code:
+            return [Check("ranks", "fail", f"exit code {code}", "the line above says why")]
+        return [Check(**values) for values in json.loads(results.read_text())] if results.exists() else []
+
+
+def main(arguments: list[str]) -> int:
+    """Run all checks, print them, and return the exit code."""
+    arguments, trainer, trainer_arguments = split_arguments(arguments)
+    place = command_line(NodeConfig, arguments)
+    check_node_config(place)
+    package = trainer.resolve().parent.name
+    phase = next((name for name, each in PHASES.items() if each == package), "")
+    checks: list[Check] = []
+
+    def report(check: Check) -> None:
+        checks.append(check)
+        print(format_check(check, SUBJECT_WIDTH), flush=True)
+
+    meeting = Rendezvous(place)
+    with meeting.share_errors():
+        config = read_config(trainer, trainer_arguments, meeting)
+        preflight(config, place.world_size, place.gpus)
+    shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
+    for check in check_node(config, place, phase, shape.count_params()):
+        report(check)
+    for check in check_ranks(config, place, package, shape.count_params()):
+        report(check)
+    print(f"\n{phase} on {place.world_size} rank(s): {summarize(checks)}")
+    if has_failed(checks):
+        raise ConfigError("the run would fail: follow the remedies above")
+    return 0
+
+
+if __name__ == "__main__":
+    with report_errors():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,262 @@
+"""Check one node before a run: its devices, its data, its disk, its settings, and what the planner predicts."""
+
+import hashlib
+import netrc
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.plan.planner import usable_bytes
+from bench.plan.run import detect_hardware, predict_run
+from bench.plan.speed import GPUS
+from nanoGPT.checkpoint.manifest import collect_versions
+from nanoGPT.dataset import MAX_HASHED_BYTES, find_dataset, read_dataset_meta
+from nanoGPT.memory.device import format_bytes, host_limits
+from nanoGPT.train_config import TrainConfig
+from operate.checks import Check
+from workshop.imports import ROOT
+
+HASH_SECONDS = 10.0  # time to hash large data files
+MIN_FREE_GPU_MEMORY = 0.95  # fraction of a GPU's memory that must be free
+MAX_TEMPERATURE, MAX_UTILIZATION = 80, 10  # degrees Celsius and percent of an idle GPU
+MIN_OPEN_FILES = 1024
+GPU_FIELDS = (
+    "temperature.gpu",
+    "utilization.gpu",
+    "ecc.errors.uncorrected.volatile.total",
+    "clocks_throttle_reasons.hw_slowdown",
+)
+TESTS = (  # what a long run relies on most
+    "tests/promises/test_one_curve.py::test_resume_at_the_same_ranks_is_exact",
+    "tests/promises/test_one_curve.py::test_a_loss_that_is_not_finite_stops_every_rank",
+    "tests/baseline/test_checkpoint.py::test_an_incomplete_checkpoint_is_skipped",
+    "tests/baseline/test_ledger.py::test_fsdp_matches_the_formula",
+)
+TEST_TIMEOUT = 300.0  # seconds
+
+
+def check_versions() -> Check:
+    """Report the versions of Python and of the packages that decide about results."""
+    versions = {name: version for name, version in collect_versions().items() if version}
+    return Check("versions", "pass", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def check_cpu(config: TrainConfig, ranks: int) -> Iterator[Check]:
+    """Check the cores, the load and the free memory of this node."""
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    finding = f"{cores} cores for {ranks} rank(s), load {load:.1f}"
+    if load > 0.5 * cores:
+        yield Check("CPU", "warn", finding, "other programs are running: stop them, or expect slower steps")
+    elif ranks > cores and config.device != "cuda" and not torch.cuda.is_available():
+        yield Check("CPU", "warn", finding, "ranks share cores: use such a run to study the algorithm, not for speed")
+    else:
+        yield Check("CPU", "pass", finding)
+    if (free := available_memory()) is not None:
+        total = min(size for _, size, _ in host_limits())
+        finding = f"{format_bytes(free)} of {format_bytes(total)} are free"
+        is_low = free < 0.2 * total
+        yield Check("CPU memory", "warn" if is_low else "pass", finding, "stop other programs" if is_low else "")
+
+
+def available_memory() -> int | None:
+    """Return the bytes of CPU memory that new programs can use; None if the system is not Linux."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    fields = dict(line.split(":") for line in path.read_text().splitlines())
+    limit = min(size for _, size, _ in host_limits())
+    return min(1024 * int(fields["MemAvailable"].split()[0]), limit)
+
+
+def check_gpus(ranks: int) -> Iterator[Check]:
+    """Check that every GPU of this node's ranks is idle, cool and without memory errors."""
+    states = query_gpus()
+    for index in range(ranks):
+        name = torch.cuda.get_device_name(index)
+        free, total = torch.cuda.mem_get_info(index)
+        subject = f"GPU {index}"
+        finding = f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
+        state = states[index] if index < len(states) else {}
+        finding += "".join(f", {text}" for text in describe_gpu(state))
+        problems = find_gpu_problems(state, free / total)
+        remedy = "; ".join(remedy for _, remedy in problems)
+        result = "fail" if any(is_fatal for is_fatal, _ in problems) else "warn" if problems else "pass"
+        yield Check(subject, result, finding, remedy)  # type: ignore[arg-type]
+    if not states:
+        yield Check("GPU health", "skip", "nvidia-smi gives no answer", "install nvidia-smi to check temperatures")
+
+
+def query_gpus() -> list[dict[str, str]]:
+    """Return GPU_FIELDS of every GPU, from nvidia-smi; an empty list if it gives no answer."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return [dict(zip(GPU_FIELDS, row, strict=False)) for row in rows]
+
+
+def describe_gpu(state: dict[str, str]) -> list[str]:
+    """Return the known values of GPU_FIELDS as text."""
+    templates = dict(zip(GPU_FIELDS, ("{} C", "{}% busy", "{} uncorrected memory errors", "slowdown: {}"), strict=True))
+    return [templates[name].format(value) for name, value in state.items() if not value.startswith("[")]
+
+
+def find_gpu_problems(state: dict[str, str], free_fraction: float) -> list[tuple[bool, str]]:
+    """Return the problems of a GPU: whether each is fatal, and its remedy.
+
+    Args:
+        state: of GPU_FIELDS, as nvidia-smi prints them; a value that it does not know is in brackets.
+        free_fraction: of the GPU's memory.
+    """
+    temperature, busy, errors, slowdown = (state.get(name, "") for name in GPU_FIELDS)
+    problems = []
+    if free_fraction < MIN_FREE_GPU_MEMORY:
+        problems.append((free_fraction < 0.5, "another process uses its memory: find it with nvidia-smi"))
+    if temperature.isdigit() and int(temperature) > MAX_TEMPERATURE:
+        problems.append((False, "it is hot: check the cooling"))
+    if busy.isdigit() and int(busy) > MAX_UTILIZATION:
+        problems.append((False, "it is busy: find the process with nvidia-smi"))
+    if errors.isdigit() and int(errors):
+        problems.append((True, "its memory has uncorrected errors: reset or replace the GPU"))
+    if slowdown == "Active":
+        problems.append((False, "its clock is reduced: check power and cooling"))
+    return problems
+
+
+def check_data(config: TrainConfig) -> Check:
+    """Hash the files of the dataset that `TokenData` has not hashed, for at most HASH_SECONDS."""
+    folder = find_dataset(config.dataset)
+    meta = read_dataset_meta(folder)
+    files = [*meta["splits"]["train"], *meta["splits"]["val"]]
+    itemsize, deadline = np.dtype(meta["dtype"]).itemsize, time.monotonic() + HASH_SECONDS
+    total = sum(file["tokens"] * itemsize for file in files)
+    hashed = 0
+    for file in sorted(files, key=lambda each: each["tokens"]):
+        size = file["tokens"] * itemsize
+        if size > MAX_HASHED_BYTES:
+            digest = hash_until(folder / file["name"], deadline)
+            if digest is None:
+                break
+            if digest != file["sha256"]:
+                remedy = f"prepare it again: rm {folder}/meta.json && make data DATASET={folder.name}"
+                return Check("data", "fail", f"{folder / file['name']} has another sha256 than meta.json", remedy)
+        hashed += size
+    finding = f"{folder.name}: {len(files)} file(s), {format_bytes(hashed)} of {format_bytes(total)} hashed"
+    return Check("data", "pass", finding)
+
+
+def hash_until(path: Path, deadline: float) -> str | None:
+    """Return the sha256 of a file; None if the time is over."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(16 << 20):
+            if time.monotonic() > deadline:
+                return None
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def checkpoint_bytes(params: int, config: TrainConfig) -> int:
+    """Return the approximate size of a checkpoint: fp32 parameters, and two fp32 moments; one moment with Muon."""
+    return (8 if config.optimizer == "muon" else 12) * params
+
+
+def check_disk(config: TrainConfig, params: int) -> Check:
+    """Check that the disk has space for all checkpoints that the run keeps, and one that it is writing."""
+    folder = existing_parent(Path(config.out_dir))
+    free = shutil.disk_usage(folder).free
+    size, count = checkpoint_bytes(params, config), config.keep_checkpoints + 1
+    finding = f"{format_bytes(free)} free in {folder.resolve()}; {count} checkpoints need {format_bytes(count * size)}"
+    if free < count * size:
+        return Check("disk", "fail", finding, "free some space, or use --out_dir on another disk")
+    if free < 2 * count * size:
+        return Check("disk", "warn", finding, "less than twice the space: keep an eye on it")
+    return Check("disk", "pass", finding)
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the path itself, or its closest parent that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def check_plan(config: TrainConfig, phase: str, ranks: int, local_ranks: int) -> Check:
+    """Compare the memory that the planner predicts with the memory of the devices, and report the predicted time."""
+    gpu = detect_hardware()
+    predicted = predict_run(config, phase, ranks, gpu)
+    tokens = config.gradient_accumulation_steps * config.batch_size * config.block_size
+    hours = config.max_iters * predicted.step_seconds / 3600
+    rate = tokens / predicted.step_seconds
+    finding = f"{format_bytes(predicted.peak_bytes)} per rank, {rate:,.0f} tokens per second, "
+    finding += f"{hours:.2g} hours for {config.max_iters} steps"
+    if gpu in GPUS.values():
+        space: float | None = usable_bytes(gpu)
+        needed = predicted.peak_bytes
+    else:
+        space, needed = available_memory(), local_ranks * predicted.peak_bytes
+    if space is not None and needed > space:
+        remedy = "use activation checkpointing, a smaller --batch_size or more ranks: make plan compares them"
+        return Check("plan", "fail", f"{finding}; {format_bytes(space)} are usable", remedy)
+    return Check("plan", "pass", finding)
+
+
+def check_tracker(config: TrainConfig) -> Check:
+    """Check that the tracker of the run has credentials."""
+    if config.track == "none":
+        return Check("tracker", "skip", "--track=none")
+    if config.track == "tensorboard" or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+        return Check("tracker", "pass", f"{config.track} needs no credentials")
+    try:
+        has_login = netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        has_login = False
+    if has_login or os.environ.get("WANDB_API_KEY"):
+        return Check("tracker", "pass", "wandb has credentials")
+    remedy = "run `.venv/bin/wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline"
+    return Check("tracker", "fail", "--track=wandb has no credentials", remedy)
+
+
+def check_settings(on_gpu: bool, is_multi_node: bool) -> Iterator[Check]:
+    """Check limits of the operating system, and environment variables of NCCL and of torch's allocator."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = []
+    if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
+        advice.append(f"ulimit -n is {files}: raise it to {MIN_OPEN_FILES} or more")
+    if on_gpu:
+        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+        if "expandable_segments" not in allocator:
+            advice.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which reduces fragmentation")
+        for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
+            if os.environ.get(name) == "1":
+                advice.append(f"{name}=1 makes communication slow: unset it unless it works around a fault")
+        if os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
+            advice.append("NCCL_DEBUG prints much: unset it for long runs")
+        if is_multi_node and "NCCL_SOCKET_IFNAME" not in os.environ:
+            advice.append("if NCCL chooses the wrong network interface, set NCCL_SOCKET_IFNAME")
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        advice.append("CUDA_LAUNCH_BLOCKING=1 makes every kernel wait: unset it")
+    yield Check("settings", "warn" if advice else "pass", f"ulimit -n {files}", "; ".join(advice))
+
+
+def run_tests(on_gpu: bool) -> Check:
+    """Run TESTS: exact resumption, damaged checkpoints, losses that are not finite, and the ledger."""
+    command = [sys.executable, "-m", "pytest", *TESTS]
+    command += ["--device=cuda"] if on_gpu else []
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return Check("tests", "fail", f"not finished after {TEST_TIMEOUT:g} s", "run `make test` to find the slow test")
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]
+    if done.returncode:
+        return Check("tests", "fail", last, f"run `{' '.join(command[1:])}` and read its output")
+    return Check("tests", "pass", f"{last.split(' in ')[0].strip('= ')} in {time.monotonic() - begin:.0f} s")

@@ -1,0 +1,235 @@
+"""Check what needs all ranks: collectives, their speed, and the file system that the nodes share.
+
+python -m operate.preflight.ranks phase3_fsdp RESULTS BYTES     # `operate.preflight` starts it on every rank
+
+The arguments are the package of the trainer, the file into which rank 0 writes the checks as JSON, and the size of a
+checkpoint.
+"""
+
+import dataclasses
+import datetime
+import fcntl
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.plan.run import detect_hardware
+from bench.plan.speed import GPUS, Gpu
+from nanoGPT.cli.program import report_errors
+from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.process_group import join_process_group
+from nanoGPT.distributed.runtime import Runtime, create_runtime
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import unique_name
+from nanoGPT.job.parse import config_from_launcher
+from nanoGPT.job.run_description import describe_run
+from nanoGPT.memory.costs import ring_bytes
+from nanoGPT.train_config import TrainConfig
+from operate.checks import Check
+from operate.preflight.node import existing_parent
+from workshop.phases import load_config_class
+
+LARGE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # of an all-reduce that measures the bandwidth
+SMALL_REPEATS, LARGE_REPEATS = 30, 5
+MIN_BANDWIDTH = 0.3  # fraction of the link of the data sheet
+MAX_SLOWNESS = {"cpu": 2.0, "cuda": 1.2}  # of the slowest rank, compared with the median
+MAX_CLOCK_SKEW = 1.0  # seconds between nodes
+WRITE_BYTES = 64 << 20  # per node, to measure the speed of the disk
+SHARE_SECONDS = 5.0  # in which all nodes must see a new file
+MAX_SAVE_SECONDS = 120.0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_calls(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Return the median duration of a call in seconds, after one call as a warm-up."""
+    durations = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        begin = time.perf_counter()
+        work()
+        synchronize(device)
+        durations.append(time.perf_counter() - begin)
+    return statistics.median(durations[1:])
+
+
+def check_collectives(run: Runtime) -> Check:
+    """Check the results of an all-reduce, a reduce-scatter and an all-gather of tensors with known sums."""
+    ranks = run.world_size
+    mine = torch.full((ranks, 1024), run.rank + 1.0, device=run.device)
+    expected_sum = ranks * (ranks + 1) / 2
+    total = mine.clone()
+    dist.all_reduce(total)
+    shard = torch.empty(1024, device=run.device)
+    dist.reduce_scatter(shard, list(mine.clone().unbind()))
+    pieces = [torch.empty(1024, device=run.device) for _ in range(ranks)]
+    dist.all_gather(pieces, mine[0].contiguous())
+    is_right = bool((total == expected_sum).all() and (shard == expected_sum).all())
+    is_right &= all(bool((piece == rank + 1).all()) for rank, piece in enumerate(pieces))
+    wrong = [rank for rank, each in enumerate(run.gather(is_right)) if not each]
+    if wrong:
+        remedy = "the network or a GPU changes data: run with NCCL_DEBUG=INFO, and leave these ranks' nodes out"
+        return Check("collectives", "fail", f"wrong sums on ranks {wrong}", remedy)
+    return Check("collectives", "pass", "all-reduce, reduce-scatter and all-gather return the right sums")
+
+
+def check_bandwidth(run: Runtime, gpu: Gpu) -> Check:
+    """Measure the latency and the bandwidth of an all-reduce over all ranks."""
+    small = torch.ones(2, device=run.device)
+    large = torch.ones(LARGE_BYTES[run.device.type] // 4, device=run.device)
+    latency = time_calls(lambda: dist.all_reduce(small), SMALL_REPEATS, run.device)
+    seconds = max(run.gather(time_calls(lambda: dist.all_reduce(large), LARGE_REPEATS, run.device)))
+    rate = ring_bytes("all-reduce", 4 * large.numel(), run.world_size) / seconds
+    finding = f"all-reduce of {4 * large.numel() >> 20} MiB: {rate / 1e9:.2f} GB/s per rank (ring), "
+    finding += f"latency {1e6 * latency:.0f} us"
+    is_multi_node = run.local_world_size < run.world_size
+    if gpu not in GPUS.values():
+        return Check("bandwidth", "pass", finding)
+    link = gpu.network / run.local_world_size if is_multi_node else gpu.link
+    finding += f"; data sheet {link / 1e9:.0f} GB/s"
+    if rate < MIN_BANDWIDTH * link:
+        remedy = "check NCCL_DEBUG=INFO for the transport that NCCL uses, and the links with `nvidia-smi topo -m`"
+        return Check("bandwidth", "warn", finding, remedy)
+    return Check("bandwidth", "pass", finding)
+
+
+def check_slowest_rank(run: Runtime) -> Check:
+    """Measure a matrix product on every rank at the same time, and compare the slowest rank with the median."""
+    size = 4096 if run.device.type == "cuda" else 512
+    a = torch.rand(size, size, device=run.device, dtype=run.dtype)
+    run.barrier()
+    times = run.gather(time_calls(lambda: a @ a, 10, run.device))
+    median, slowest = statistics.median(times), max(range(run.world_size), key=times.__getitem__)
+    ratio = times[slowest] / median
+    finding = f"a {size} x {size} matrix product takes {1e3 * median:.2f} ms; rank {slowest} takes {ratio:.2f} x that"
+    if ratio > MAX_SLOWNESS[run.device.type]:
+        return Check("slowest rank", "warn", finding, "every step waits for this rank: check its device and its node")
+    return Check("slowest rank", "pass", finding)
+
+
+def check_clocks(run: Runtime) -> Check:
+    """Compare the clocks of all nodes right after a barrier."""
+    run.barrier()
+    times = run.gather((socket.gethostname(), time.time()))
+    skew = max(seconds for _, seconds in times) - min(seconds for _, seconds in times)
+    finding = f"at most {1e3 * skew:.1f} ms apart on {len({host for host, _ in times})} host(s)"
+    if skew > MAX_CLOCK_SKEW:
+        return Check("clocks", "warn", finding, "logs of the nodes cannot be compared: start NTP on all nodes")
+    return Check("clocks", "pass", finding)
+
+
+def check_shared_directory(run: Runtime, out_dir: Path) -> Check:
+    """Check that all ranks see a renamed file in the parent of out_dir, and that file locks exclude other processes."""
+    name = run.call_on_rank0(lambda: str(out_dir / unique_name("preflight")))
+    path = Path(name)
+    if run.is_main:
+        path.with_suffix(".tmp").write_text("complete")
+        os.replace(path.with_suffix(".tmp"), path)
+        lock = open(path, "r+")
+        has_locks = try_lock(lock.fileno())
+    run.barrier()
+    deadline = time.monotonic() + SHARE_SECONDS
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    is_visible = path.exists() and path.read_text() == "complete"
+    is_excluded = None
+    if is_visible and not run.is_main:
+        with open(path, "r+") as other:
+            is_excluded = not try_lock(other.fileno())
+    states = run.gather((is_visible, is_excluded))
+    run.barrier()
+    if run.is_main:
+        lock.close()
+        path.unlink()
+    blind = [rank for rank, (visible, _) in enumerate(states) if not visible]
+    if blind:
+        remedy = "use an --out_dir on a file system that all nodes share"
+        return Check("shared directory", "fail", f"ranks {blind} do not see a file that rank 0 wrote", remedy)
+    if run.is_main and not has_locks or any(excluded is False for _, excluded in states):
+        remedy = "make sure yourself that no second run uses the same --out_dir"
+        return Check("shared directory", "warn", "files are shared, but locks do not exclude other processes", remedy)
+    return Check("shared directory", "pass", "renamed files are visible on all ranks, and file locks work")
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock a file without waiting, and return whether this worked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+
+
+def check_write_speed(run: Runtime, out_dir: Path, bytes_per_save: int) -> Check:
+    """Write a file on every rank at the same time, as a sharded save does, and predict the duration of a save."""
+    path = out_dir / unique_name(f"preflight-{run.rank}")
+    content = os.urandom(1 << 20)
+    size = max(1, WRITE_BYTES // run.local_world_size >> 20) << 20
+    run.barrier()
+    begin = time.perf_counter()
+    try:
+        with open(path, "wb") as file:
+            for _ in range(size >> 20):
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        problem = ""
+    except OSError as error:
+        problem = f"rank {run.rank}: {error.strerror}"
+    finally:
+        path.unlink(missing_ok=True)
+    results = run.gather((time.perf_counter() - begin, problem))
+    if problems := [text for _, text in results if text]:
+        return Check("write speed", "fail", "; ".join(problems), "use --out_dir on a disk that all ranks can write to")
+    rate = run.world_size * size / max(seconds for seconds, _ in results)
+    seconds = bytes_per_save / rate
+    finding = f"{rate / 1e6:,.0f} MB/s on all ranks together: a save takes {seconds:,.1f} s"
+    if seconds > MAX_SAVE_SECONDS:
+        return Check("write speed", "warn", finding, "save less often: a larger --eval_interval")
+    return Check("write speed", "pass", finding)
+
+
+def run_checks(run: Runtime, config: TrainConfig, bytes_per_save: int) -> list[Check]:
+    """Run all checks. Collective."""
+    folder = Path(run.call_on_rank0(lambda: str(existing_parent(Path(config.out_dir)).absolute())))
+    checks = []
+    if run.world_size > 1:
+        checks += [check_collectives(run), check_bandwidth(run, detect_hardware()), check_slowest_rank(run)]
+        checks += [check_clocks(run), check_shared_directory(run, folder)]
+    return [*checks, check_write_speed(run, folder, bytes_per_save)]
+
+
+def main(package: str, results: Path, bytes_per_save: int) -> None:
+    """Join the other ranks, run the checks, and write them on rank 0."""
+    config = config_from_launcher(load_config_class(package))
+    if config is None:
+        raise ConfigError("this program needs a launcher: run `make preflight`")
+    run = create_runtime(config.device, config.dtype)
+    if run.device.type == "cuda":
+        torch.cuda.set_device(run.device)
+    else:
+        torch.set_num_threads(1)
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    join_process_group(run, datetime.timedelta(minutes=2), describe_run(config, data, run))
+    checks = run_checks(run, config, bytes_per_save)
+    if run.is_main:
+        results.write_text(json.dumps([dataclasses.asdict(check) for check in checks]))
+    run.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    with report_errors():
+        main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

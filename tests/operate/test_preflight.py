@@ -1,0 +1,173 @@
+"""`make preflight`: each check passes on a good machine, and a planted problem gives a warning or a failure."""
+
+import dataclasses
+import importlib.util
+import re
+import time
+
+import pytest
+
+from operate.checks import Check, format_check, has_failed, summarize
+from operate.preflight import node, ranks
+from tests.helpers.programs import assert_refused, make_flags, run_program
+from tests.helpers.training import TINY, tiny
+from workshop.ranks import run_on_ranks
+
+HEALTHY = dict(zip(node.GPU_FIELDS, ("45", "0", "0", "Not Active"), strict=True))
+
+
+def run_rank_checks(config, late_rank, wrong_rank) -> list[Check]:
+    """Run all checks on this rank. One rank may be slow, and one may compute wrong sums."""
+    import torch.distributed as dist
+
+    from nanoGPT.distributed.runtime import create_runtime
+
+    run = create_runtime("cpu", "float32")
+    if run.rank == late_rank:
+        time_calls = ranks.time_calls
+        ranks.time_calls = lambda work, repeats, device: 5 * time_calls(work, repeats, device)
+    if run.rank == wrong_rank:
+        all_reduce = dist.all_reduce
+        dist.all_reduce = lambda tensor, *args, **options: (all_reduce(tensor, *args, **options), tensor.add_(1))[0]
+    return ranks.run_checks(run, config, bytes_per_save=10**6)
+
+
+def test_all_checks_of_ranks_pass(tmp_path):
+    """On three ranks of this machine, no check fails, rank 0 reports each of them, and no file stays."""
+    results = run_on_ranks(run_rank_checks, 3, tiny("nanoGPT", tmp_path / "run"), None, None, show=False)
+    assert {check.subject for check in results[0]} == {
+        "collectives",
+        "bandwidth",
+        "slowest rank",
+        "clocks",
+        "shared directory",
+        "write speed",
+    }
+    assert not has_failed(results[0]), results[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_sum_and_a_slow_rank_are_reported(tmp_path):
+    """A rank with wrong sums fails the check, and a slow rank gives a warning. Both name the rank."""
+    results = run_on_ranks(run_rank_checks, 3, tiny("nanoGPT", tmp_path), 1, 2, show=False)
+    checks = {check.subject: check for check in results[0]}
+    assert (checks["collectives"].result, checks["slowest rank"].result) == ("fail", "warn")
+    assert "ranks [2]" in checks["collectives"].finding and "rank 1" in checks["slowest rank"].finding
+
+
+@pytest.mark.parametrize(
+    ("changes", "free", "is_fatal", "word"),
+    [
+        ({}, 0.3, True, "another process"),
+        ({}, 0.9, False, "another process"),
+        ({"temperature.gpu": "91"}, 1.0, False, "hot"),
+        ({"utilization.gpu": "55"}, 1.0, False, "busy"),
+        ({"ecc.errors.uncorrected.volatile.total": "2"}, 1.0, True, "uncorrected"),
+        ({"clocks_throttle_reasons.hw_slowdown": "Active"}, 1.0, False, "clock"),
+    ],
+)
+def test_gpu_problems_have_remedies(changes, free, is_fatal, word):
+    """Each problem of a GPU is found; a healthy GPU has none, also if nvidia-smi does not know a value."""
+    ((fatal, remedy),) = node.find_gpu_problems({**HEALTHY, **changes}, free)
+    assert fatal == is_fatal and word in remedy
+    assert node.find_gpu_problems(HEALTHY, 1.0) == []
+    assert node.find_gpu_problems(dict.fromkeys(node.GPU_FIELDS, "[N/A]"), 1.0) == []
+
+
+def test_a_damaged_data_file_fails(tmp_path, monkeypatch):
+    """A flipped byte in a data file that is too large for the trainer's own check is found."""
+    folder = node.find_dataset("synthetic")
+    for name in ("meta.json", "train.bin", "val.bin"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    monkeypatch.setattr(node, "MAX_HASHED_BYTES", 0)
+    config = tiny("nanoGPT", tmp_path, dataset=str(tmp_path))
+    assert node.check_data(config).result == "pass"
+    content = bytearray((tmp_path / "train.bin").read_bytes())
+    content[1000] ^= 1
+    (tmp_path / "train.bin").write_bytes(content)
+    assert node.check_data(config).result == "fail"
+    assert node.hash_until(tmp_path / "train.bin", deadline=time.monotonic() - 1) is None
+
+
+def test_a_disk_that_is_too_small_fails(tmp_path):
+    """The disk must have space for all checkpoints that are kept, and one more."""
+    config = tiny("nanoGPT", tmp_path / "a" / "b")
+    assert node.check_disk(config, 10**6).result == "pass"
+    assert node.check_disk(config, 10**12).result == "fail"
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_tracker_needs_credentials(tmp_path, monkeypatch):
+    """W&B needs a login, a key or the offline mode. A run without a tracker skips the check."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    config = dataclasses.replace(tiny("nanoGPT", tmp_path), track="wandb")
+    assert node.check_tracker(config).result == "fail"
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_API_KEY", "0" * 40)):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert node.check_tracker(config).result == "pass"
+    assert node.check_tracker(tiny("nanoGPT", tmp_path)).result == "skip"
+
+
+def test_a_model_that_does_not_fit_fails(tmp_path, monkeypatch):
+    """The plan fails if the predicted memory of all ranks of the node is more than is free."""
+    config = tiny("phase3_fsdp", tmp_path)
+    assert node.check_plan(config, "phase3", 2, 2).result == "pass"
+    monkeypatch.setattr(node, "available_memory", lambda: 100_000)
+    assert node.check_plan(config, "phase3", 2, 2).result == "fail"
+
+
+def test_settings_that_slow_a_run_are_advised(monkeypatch):
+    """Known bad settings give one warning with a remedy for each."""
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    (check,) = node.check_settings(on_gpu=True, is_multi_node=False)
+    assert check.result == "warn"
+    assert all(name in check.remedy for name in ("NCCL_P2P_DISABLE", "CUDA_LAUNCH_BLOCKING", "expandable_segments"))
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
+    assert next(node.check_settings(on_gpu=False, is_multi_node=False)).result == "pass"
+
+
+def test_the_table_has_a_remedy_below_each_problem():
+    """A row has the result, the subject and the finding; its remedy is on the next line."""
+    row = format_check(Check("disk", "fail", "1 GiB free", "free some space"), 8)
+    assert row.splitlines() == ["fail  disk      1 GiB free", "                -> free some space"]
+    assert summarize([Check("a", "pass", ""), Check("b", "warn", ""), Check("c", "pass", "")]) == "2 pass, 1 warn"
+
+
+def test_the_command_prints_every_check(tmp_path):
+    """The command checks the node, starts two ranks, prints one row for each check, and leaves nothing behind."""
+    words = make_flags(**{**TINY, "out_dir": tmp_path / "run"})
+    # The tests are only collected here: this suite runs them anyway.
+    outcome = run_program(
+        "operate.preflight", "--gpus=2", "phase3_fsdp/train.py", *words, PYTEST_ADDOPTS="--collect-only -n 0"
+    )
+    assert outcome.code == 0, outcome.output
+    subjects = ["configuration", "versions", "CPU", "settings", "data", "disk", "tracker", "plan", "tests"]
+    subjects += ["collectives", "bandwidth", "slowest rank", "clocks", "shared directory", "write speed"]
+    for subject in subjects:
+        assert re.search(rf"^(pass|warn|skip)  {subject}  ", outcome.output, re.MULTILINE), (subject, outcome.output)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_flag_is_one_sentence():
+    """A configuration that the trainer would refuse stops the command before its checks."""
+    outcome = run_program("operate.preflight", "--gpus=2", "phase3_fsdp/train.py", "--dropout=2")
+    assert_refused(outcome, "--dropout=2.0 is out of range")
+    assert_refused(run_program("operate.preflight", "--gpus=2", "phase4/train.py"), "phase4/train.py does not exist")
+
+
+def test_a_failed_check_fails_the_command(tmp_path):
+    """If a check fails, the command exits with code 2, and prints the remedy."""
+    words = make_flags(**{**TINY, "out_dir": tmp_path, "track": "wandb"})
+    environment = {"HOME": str(tmp_path), "WANDB_MODE": "", "WANDB_API_KEY": ""}
+    outcome = run_program(
+        "operate.preflight", "nanoGPT/train.py", *words, PYTEST_ADDOPTS="--collect-only -n 0", **environment
+    )
+    if importlib.util.find_spec("wandb") is None:
+        assert_refused(outcome, "--track=wandb needs a package that is not installed")
+        return
+    assert_refused(outcome, "follow the remedies above")
+    assert "-> run `.venv/bin/wandb login`" in outcome.output
