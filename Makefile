@@ -17,6 +17,8 @@ GPU ?= h100
 SUITE ?= scaling
 PHASE ?= phase3
 TO ?=
+RUN ?=
+NAME ?=
 ARGS ?=
 
 PY := .venv/bin/python
@@ -26,7 +28,7 @@ TRAINER = $(or $(filter nanoGPT%,$(PHASE:baseline=nanoGPT)),$(firstword $(wildca
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare synthetic $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
-.PHONY: preflight gate plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
+.PHONY: preflight gate autopsy fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -86,6 +88,10 @@ preflight: .venv/.dev data  ## check everything that a run of PHASE=phase3 on GP
 	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
 gate: .venv/.dev data  ## train PHASE=phase3 beside the baseline, and check losses, memory, speed and files
 	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
+autopsy: .venv/.dev  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
+	@$(PY) -m operate.autopsy $(if $(RUN),--run=$(RUN)) $(ARGS)
+fault: .venv/.core data  ## start a run with a planted fault, NAME=hang; without NAME, list the faults
+	@$(PY) -m workshop.faults $(if $(NAME),--name=$(NAME))
 copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports into a standalone directory TO=DIR
 	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to=$(TO)
 diff1: .venv/.core  ## show what phase 1 changes in the baseline's train.py, hunk by hunk

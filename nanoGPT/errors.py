@@ -67,6 +67,10 @@ class NonFiniteLoss(Exception):
     """The loss or the gradient norm is not finite. Every rank raises it at the same step. Exit code 3."""
 
 
+class DivergedRanks(Exception):
+    """Ranks that must have the same values have different ones. Every rank raises it at the same step. Exit code 1."""
+
+
 class PeerFailed(Exception):
     """Another rank failed in a collective save or load. That rank reports the reason."""
 

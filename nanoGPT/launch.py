@@ -35,6 +35,7 @@ from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
+from nanoGPT.job.log import append_to_log
 from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, parse, read_config_files
@@ -230,12 +231,17 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
         return 0
     except ChildFailedError as error:
         if sentence := watch.verdict():
-            print(f"error: {sentence}", file=sys.stderr)
-            return STALLED
+            return report_exit(config, STALLED, sentence)
         rank, failure = find_root_cause(error.failures)
         code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
-        print(f"error: rank {rank}: {reason}", file=sys.stderr)
-        return code
+        return report_exit(config, code, f"rank {rank}: {reason}")
+
+
+def report_exit(config: TrainConfig, code: int, reason: str) -> int:
+    """Print why the run failed, append it to log.txt, and return the exit code."""
+    print(f"error: {reason}", file=sys.stderr)
+    append_to_log(config.out_dir, "launcher", f"exit code {code}: {reason}")
+    return code
 
 
 def has_finished(config: TrainConfig) -> bool:
@@ -317,8 +323,7 @@ def run_one_rank(command: list[str], config: TrainConfig, watch: StallDetector) 
     if code < 0:
         code, reason = explain_exit(code, "", received_signals)
         sentence = watch.verdict()
-        print(f"error: {sentence or f'rank 0: {reason}'}", file=sys.stderr)
-        code = STALLED if sentence else code
+        code = report_exit(config, STALLED if sentence else code, sentence or f"rank 0: {reason}")
     return code
 
 

@@ -21,6 +21,7 @@ from nanoGPT.errors import check_finite
 from nanoGPT.evaluate import evaluate
 from nanoGPT.job.start import main, start
 from nanoGPT.memory import costs
+from nanoGPT.metrics.diagnostics import Diagnostics
 from nanoGPT.metrics.ledger import Ledger
 from nanoGPT.metrics.telemetry import Telemetry
 from nanoGPT.model import GPT
@@ -97,6 +98,7 @@ def train(config: Config) -> None:
                 checkpoints.save(step, lambda files: write_ckpt(files, run, model, optimizer, step, fields), fields)
 
         ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)
+        diagnostics = Diagnostics(config, run, model, optimizer)
         with Telemetry(config, run, first_step, model.flops_per_token()) as telemetry:
             for step in range(first_step, config.max_iters + 1):
                 val_loss = None
@@ -116,8 +118,9 @@ def train(config: Config) -> None:
 
                 lr = learning_rate(step, config)
                 set_learning_rate(optimizer, lr)
-                with ledger.watch(step):
+                with ledger.watch(step), diagnostics.watch(step):
                     loss_sum, norm = train_step(parallel_model, optimizer, scaler, data, step, config, run)
+                diagnostics.record(step, loss_sum, norm)
 
                 # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
                 should_stop = run.should_stop()

@@ -101,6 +101,8 @@ class TrainConfig:
     """stop the job and write the stacks of all ranks if no rank makes progress for this many seconds"""
     timeout_minutes: float = 30.0
     """how long ranks wait for each other, at the start and in every collective, in minutes"""
+    diagnostics_interval: int = 0
+    """steps between records of memory, norms and the agreement of the ranks in diagnostics/; 0: no diagnostics"""
     ledger: bool = False
     """measure the collectives and the memory of one step, print them and write ledger.json"""
 
@@ -163,6 +165,7 @@ MINIMUMS = {
     "eval_interval": 1,
     "eval_iters": 1,
     "log_interval": 1,
+    "diagnostics_interval": 0,
     "keep_checkpoints": 3,
     "resume_step": 1,
     "seed": 0,

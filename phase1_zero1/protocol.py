@@ -43,6 +43,11 @@ class DataParallelOptimizer(Optimizer, ABC):
         """Return this rank's averaged gradients: those of its shards, or of all parameters. Collective."""
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
+    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with this rank's part of its averaged gradient."""
+        for group in self.param_groups:
+            yield from ((param, param.grad) for param in group["params"] if param.grad is not None)
+
     def gradient_buffers(self) -> list[Tensor]:
         """Return the buffers of gradients that stay allocated between steps."""
         return []

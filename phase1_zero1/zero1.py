@@ -305,6 +305,11 @@ class Zero1Optimizer(DataParallelOptimizer):
         """Return the bytes of optimizer state on this rank after a step."""
         return sum(bucket.expected_state_bytes() for bucket in self.buckets)
 
+    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with this rank's shard of its averaged gradient."""
+        for bucket in self.buckets:
+            yield from ((shard.param, shard.grad) for shard in bucket.shards)
+
     def gradient_buffers(self) -> list[Tensor]:
         """Return the buffers of all buckets that hold this rank's averaged gradients, and with ZeRO-1 all gradients."""
         return [bucket.local_grads for bucket in self.buckets]

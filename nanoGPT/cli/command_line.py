@@ -1,6 +1,7 @@
 """Parse command lines with tyro, and report errors in one sentence."""
 
 import contextlib
+import functools
 import inspect
 import io
 import itertools
@@ -38,16 +39,26 @@ def command_line(target: Any, arguments: list[str], source: str = "", **options:
     """
     import tyro  # not above: benchmarks import this module on machines that have only torch, triton and numpy
 
+    @functools.wraps(target)
+    def bind(*args: Any, **values: Any) -> Any:
+        return functools.partial(target, *args, **values)
+
     errors, flags = io.StringIO(), (tyro.conf.FlagConversionOff,)
+    is_function = inspect.isfunction(target)  # call it later, with the real standard error
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                target, args=convert_values(target, arguments), config=flags, use_underscores=True, **options
+            parsed = tyro.cli(
+                bind if is_function else target,
+                args=convert_values(target, arguments),
+                config=flags,
+                use_underscores=True,
+                **options,
             )
     except SystemExit as stop:
         if stop.code == 0:
             raise
         raise ConfigError(source + describe_usage_error(errors.getvalue())) from None
+    return parsed() if is_function else parsed
 
 
 def convert_values(target: Any, arguments: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Write a heartbeat every second, and stop the process when the job hangs.
 
     heartbeat/rank{r}.json      step, stage, progress counters, current line of the main thread, process ids, time
+    heartbeat/rank{r}.jsonl     all heartbeats of the run, one per line; only with --diagnostics_interval
 
 The main thread reports its progress (`Runtime.enter_stage`, `Runtime.report_progress`). A separate thread writes the
 heartbeat and reads the heartbeats of the other ranks (`nanoGPT.job.watchdog`). If no rank makes progress, this thread
@@ -104,6 +105,11 @@ def inspect_threads() -> dict[str, Any]:
     }
 
 
+def write_collectives(out_dir: Path, rank: int) -> None:
+    """Write the last collectives of a rank into stacks/collectives-rank{r}.json."""
+    (out_dir / "stacks" / f"collectives-rank{rank}.json").write_text(dump_collectives())
+
+
 class HeartbeatThread:
     """A thread of a rank that writes the rank's heartbeats, and exits the process when the job hangs.
 
@@ -112,10 +118,18 @@ class HeartbeatThread:
         out_dir: the run's directory.
         stall_seconds: see `StallDetector`.
         stack_file: the open file for this rank's stacks.
+        keeps_history: whether to append every heartbeat to heartbeat/rank{r}.jsonl.
+
+    Attributes:
+        beats, waiting_beats: number of heartbeats, and of those in which the main thread waited for other ranks. A rank
+            that never waits is the one that the others wait for.
     """
 
-    def __init__(self, run: Runtime, out_dir: Path, stall_seconds: float, stack_file: IO[str]) -> None:
-        self.run, self.stack_file = run, stack_file
+    def __init__(
+        self, run: Runtime, out_dir: Path, stall_seconds: float, stack_file: IO[str], keeps_history: bool = False
+    ) -> None:
+        self.run, self.stack_file, self.keeps_history = run, stack_file, keeps_history
+        self.beats = self.waiting_beats = 0
         self.file = out_dir / "heartbeat" / f"rank{run.rank}.json"
         self.detector = StallDetector(out_dir, run.world_size, stall_seconds, run.rank, run.token)
         self.is_closing = threading.Event()
@@ -138,7 +152,10 @@ class HeartbeatThread:
         if activity.pop("is_exempt"):
             self.run.report_progress()
         process = {"run": self.run.token, "host": socket.gethostname(), "pid": os.getpid(), "parent": os.getppid()}
-        status = {"ended": self.is_closing.is_set(), "time": time.time()}
+        self.beats += 1
+        self.waiting_beats += activity["waits"]
+        counts = {"beats": self.beats, "waiting_beats": self.waiting_beats, "backend": self.run.device.type}
+        status = {**counts, "ended": self.is_closing.is_set(), "time": time.time()}
         heartbeat = {**vars(self.run.progress), **activity, **process, **status}
         self.detector.record(self.run.rank, heartbeat)
         temporary = self.file.with_suffix(".tmp")
@@ -146,6 +163,9 @@ class HeartbeatThread:
             self.file.parent.mkdir(exist_ok=True)  # needed if the run's directory was deleted and created again
             temporary.write_text(json.dumps(heartbeat) + "\n")
             os.replace(temporary, self.file)
+            if self.keeps_history:
+                with open(self.file.with_suffix(".jsonl"), "a") as history:
+                    history.write(json.dumps(heartbeat) + "\n")
 
     def _run(self) -> None:
         while not self.is_closing.wait(1.0):
@@ -173,8 +193,7 @@ class HeartbeatThread:
             self.stack_file.write(message + "\n")
             self.stack_file.flush()
             faulthandler.dump_traceback(self.stack_file)
-            file = Path(self.stack_file.name).with_name(f"collectives-rank{self.run.rank}.json")
-            file.write_text(dump_collectives())
+            write_collectives(self.file.parents[1], self.run.rank)
         if is_first:
             dump_and_kill([each["pid"] for each in unresponsive.values() if is_child_of(each, os.getppid())])
         else:

@@ -20,7 +20,7 @@ from nanoGPT.distributed.algorithms import choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group, report_to_other_nodes
 from nanoGPT.distributed.runtime import Runtime, create_runtime
-from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, NonFiniteLoss, SaveError
+from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, DivergedRanks, NonFiniteLoss, SaveError
 from nanoGPT.job.elastic import choose_free_out_dir, enter_out_dir, resume_after_restart
 from nanoGPT.job.exits import report_failure
 from nanoGPT.job.known_errors import explain_known_error
@@ -72,7 +72,7 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     try:
         with use_algorithms(backends, config.deterministic):
             yield run, config
-    except NonFiniteLoss:
+    except (DivergedRanks, NonFiniteLoss):
         run.finish()  # all ranks raise this at the same step, and a save in progress is of an earlier step
         raise
     run.finish()
@@ -106,7 +106,7 @@ def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], tr
             report_to_other_nodes(str(error))
     except NonFiniteLoss as error:
         code = report_failure(3, str(error), is_same_on_all_ranks=True)
-    except SaveError as error:
+    except (DivergedRanks, SaveError) as error:
         code = report_failure(1, str(error), is_same_on_all_ranks=True)
     except KeyboardInterrupt:
         code = report_failure(130, "interrupted before the step was complete; resume from the last checkpoint")

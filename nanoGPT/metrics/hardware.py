@@ -64,6 +64,12 @@ def describe_hardware(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
+def read_environment() -> dict[str, str]:
+    """Return the environment variables that change how torch, CUDA, NCCL and OpenMP work."""
+    prefixes = ("NCCL_", "CUDA_", "PYTORCH_", "TORCH_", "TRITON_", "GLOO_", "OMP_")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
 def read_git_commit() -> str | None:
     """Return the git commit of this code; None without git or outside of a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):

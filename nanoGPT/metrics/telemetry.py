@@ -2,6 +2,7 @@
 
     metrics.jsonl            one JSON object per logged step; a resumed run removes the lines that it will write again
     env.json                 versions, hardware, git commit, configuration, and the reason for each automatic choice
+    log.txt                  when the run started and ended, and which rank failed with which error
     heartbeat/rank{r}.json   step, stage of the step and time, updated every second
     stacks/rank{r}.txt       the stacks of all threads: on SIGUSR1, on a crash, and when the job is stopped in a hang
 
@@ -29,8 +30,16 @@ from nanoGPT.checkpoint.manifest import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
-from nanoGPT.job.heartbeat import HeartbeatThread
-from nanoGPT.metrics.hardware import describe_hardware, find_peak_flops, read_git_commit, read_peak_memory
+from nanoGPT.job.heartbeat import HeartbeatThread, write_collectives
+from nanoGPT.job.log import append_to_log
+from nanoGPT.job.run_description import PACKAGES, find_version
+from nanoGPT.metrics.hardware import (
+    describe_hardware,
+    find_peak_flops,
+    read_environment,
+    read_git_commit,
+    read_peak_memory,
+)
 from nanoGPT.metrics.trackers import Tracker
 from nanoGPT.train_config import TrainConfig
 
@@ -72,7 +81,8 @@ class Telemetry:
         except OSError as error:
             message = f"{error.filename} is not writable ({error.strerror}): move it away"
             raise ConfigError(message, on_one_rank=True) from None
-        self.heartbeat = HeartbeatThread(run, self.out_dir, config.stall_seconds, self.stack_file)
+        keeps_history = config.diagnostics_interval > 0
+        self.heartbeat = HeartbeatThread(run, self.out_dir, config.stall_seconds, self.stack_file, keeps_history)
         self.tracker = Tracker(config, run) if run.is_main and config.track != "none" else None
 
     def _open_files(self, first_step: int) -> None:
@@ -88,12 +98,15 @@ class Telemetry:
             self.run.print0(tokens)
             return
         self.run.print0(f"{tokens}; writing to {self.out_dir}")
+        steps = f"started at step {first_step} of {self.config.max_iters}"
+        append_to_log(self.out_dir, "rank 0", f"{steps}, {type(self.config).__name__}, {self.run.world_size} rank(s)")
         path = self.out_dir / "metrics.jsonl"
         drop_lines_from(path, first_step)
         self.metrics = open(path, "a", buffering=1)
         environment = {
             "command": sys.argv,
-            "versions": collect_versions(),
+            "versions": {**collect_versions(), **{name: find_version(name) for name in PACKAGES}},
+            "environment": read_environment(),
             "hardware": describe_hardware(self.run.device),
             "git_commit": read_git_commit(),
             "world_size": self.run.world_size,
@@ -126,10 +139,17 @@ class Telemetry:
         finally:
             self.heartbeat.close()
             self.bar.close()
+            progress = self.run.progress
             if error is not None:
+                text = f"failed in step {progress.step}, {progress.stage}: {type(error).__name__}: {error}"
+                append_to_log(self.out_dir, f"rank {self.run.rank}", text)
                 with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
                     self.stack_file.write("".join(traceback.format_exception(error)))
                     self.stack_file.flush()
+                    write_collectives(self.out_dir, self.run.rank)
+            elif self.run.is_main:
+                text = f"stopped by {self.run.stop_signal}" if self.run.stop_signal else "ended"
+                append_to_log(self.out_dir, "rank 0", f"{text} in step {progress.step}")
             if self.tracker:
                 self.tracker.close()
 

@@ -1,0 +1,77 @@
+"""Find out why a run failed or is slow, from the files in its directory.
+
+    make autopsy RUN=out/phase3_fsdp-20261123-120000
+    make autopsy                                        # the newest run under out/
+
+It reads the log, the heartbeats, the stacks, torch's flight recorder, the diagnostics, the metrics and the checkpoints,
+and prints the rank at fault, the cause, what proves it, what to do, and how to resume. It writes nothing. Train with
+`--diagnostics_interval` to give it more to read.
+"""
+
+import sys
+import textwrap
+from pathlib import Path
+
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
+from nanoGPT.errors import ConfigError
+from operate.autopsy.causes import Cause, find_cause
+from operate.autopsy.evidence import Evidence, read_evidence
+
+WIDTH, LABEL_WIDTH = 120, 10
+
+
+def find_newest_run() -> Path:
+    """Return the directory under out/ that was written last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    runs = [path.parent for name in ("log.txt", "metrics.jsonl") for path in Path("out").glob(f"**/{name}")]
+    if not runs:
+        raise ConfigError("there is no run under out/: give RUN=DIRECTORY")
+    return max(runs, key=lambda folder: folder.stat().st_mtime)
+
+
+def describe_resume(evidence: Evidence) -> str:
+    """Return how to continue, and how many steps are lost."""
+    if evidence.checkpoint is None:
+        return "there is no complete checkpoint: start again"
+    newest = int(evidence.checkpoint.name.removeprefix("step-"))
+    steps = [line["step"] for line in evidence.metrics if line.get("loss") is not None]
+    lost = max(0, max(steps, default=newest - 1) + 1 - newest)
+    return f"--init_from=resume --out_dir={evidence.folder} continues after {newest} updates; {lost} step(s) are lost"
+
+
+def format_report(evidence: Evidence, cause: Cause) -> str:
+    """Return the report: one labelled paragraph per subject."""
+    config = evidence.environment.get("config", {})
+    ranks = evidence.environment.get("world_size") or len(evidence.heartbeats)
+    last = max((beat.get("step", 0) for beat in evidence.heartbeats.values()), default=0)
+    rows = [("run", f"{evidence.folder}, {ranks} rank(s), step {last} of {config.get('max_iters', '?')}")]
+    if evidence.log:
+        rows.append(("log", evidence.log[-1][:300]))
+    rows.append(("cause", cause.text))
+    rows += [("because", line) for line in cause.evidence]
+    rows += [("do", cause.remedy)] if cause.remedy else []
+    rows.append(("resume", describe_resume(evidence)))
+    lines = []
+    for label, text in rows:
+        wrapped = textwrap.wrap(text, WIDTH - LABEL_WIDTH)
+        lines += [f"{label if i == 0 else '':<{LABEL_WIDTH}}{line}" for i, line in enumerate(wrapped)]
+    return "\n".join(lines)
+
+
+def main(run: Path | None = None) -> None:
+    """Find out why a run failed or is slow.
+
+    Args:
+        run: the run's directory; None: the newest one under out/.
+    """
+    evidence = read_evidence(run or find_newest_run())
+    print(format_report(evidence, find_cause(evidence)))
+
+
+if __name__ == "__main__":
+    with report_errors():
+        command_line(main, sys.argv[1:])

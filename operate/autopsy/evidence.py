@@ -1,0 +1,157 @@
+"""Read everything that a run has left in its directory."""
+
+import contextlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
+from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
+from nanoGPT.job.log import LOG
+
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
+
+
+@dataclass
+class Evidence:
+    """What a run has left.
+
+    Attributes:
+        folder: the run's directory.
+        log: the lines of log.txt since the run last started.
+        heartbeats: the last heartbeat of each rank.
+        verdict: the message of the watchdog; empty if the run did not hang.
+        records: the lines of diagnostics/rank{r}.jsonl of each rank.
+        collectives: the last collectives of each rank, oldest first.
+        stacks: the end of stacks/rank{r}.txt of each rank: its last crash or hang.
+        metrics: the lines of metrics.jsonl.
+        environment: env.json.
+        checkpoint: the newest complete checkpoint, from which a resume would continue.
+        damaged: for each damaged checkpoint that is newer, the reason.
+    """
+
+    folder: Path
+    log: list[str] = field(default_factory=list)
+    heartbeats: dict[int, dict[str, Any]] = field(default_factory=dict)
+    verdict: str = ""
+    records: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    collectives: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    checkpoint: Path | None = None
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_line(self) -> str:
+        """The launcher's line about the exit; empty if the run did not fail, or was not started by the launcher."""
+        return next((line for line in reversed(self.log) if " launcher: " in line), "")
+
+    @property
+    def failures(self) -> dict[int, str]:
+        """The error of each rank that failed, in the order in which they failed."""
+        found: dict[int, str] = {}
+        for line in self.log:
+            if match := re.match(r"\S+ \S+ rank (\d+): failed in (.*)", line):
+                found.setdefault(int(match[1]), match[2])
+        return found
+
+    @property
+    def root_failure(self) -> tuple[int, str] | None:
+        """The first rank whose error is not the loss of another rank, and its error."""
+        own = ((r, text) for r, text in self.failures.items() if not any(each in text for each in LOST_PEER_MESSAGES))
+        return next(own, None)
+
+    def location(self, rank: int) -> str:
+        """Return the innermost line of this repository in the rank's last stack; "" if there is none.
+
+        A traceback of Python has its innermost frame last, and a stack of faulthandler has it first.
+        """
+        text = self.stacks.get(rank, "")
+        main = text.rpartition("(most recent call first):")[2]
+        is_traceback = "Traceback (most recent call last)" in main
+        matches = list(
+            FRAME.finditer(main.rpartition("Traceback (most recent call last)")[2] if is_traceback else main)
+        )
+        for match in reversed(matches) if is_traceback else matches:
+            if "-packages/" not in match["file"] and "/lib/python" not in match["file"]:
+                return f"{'/'.join(Path(match['file']).parts[-2:])}:{match['line']}, {match['function']}"
+        return ""
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file with one JSON object per line. Lines that were cut off are left out."""
+    objects = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            objects.append(json.loads(line))
+    return objects
+
+
+def read_by_rank(folder: Path, pattern: str) -> dict[int, Path]:
+    """Return the files whose names match a pattern with a rank, such as "rank*.json", by rank."""
+    found = {}
+    for path in folder.glob(pattern):
+        if match := re.fullmatch(pattern.replace(".", r"\.").replace("*", r"(\d+)"), path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the file is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """Read the directory of a run, and verify its checkpoints.
+
+    Raises:
+        ConfigError: it is not the directory of a run.
+    """
+    evidence = Evidence(folder)
+    with contextlib.suppress(OSError):
+        lines = (folder / LOG).read_text(errors="replace").splitlines()
+        starts = [i for i, line in enumerate(lines) if ": started at step" in line]
+        evidence.log = lines[starts[-1] :] if starts else lines
+    for rank, path in read_by_rank(folder / "heartbeat", "rank*.json").items():
+        if heartbeat := read_object(path):
+            evidence.heartbeats[rank] = heartbeat
+    if not evidence.log and not evidence.heartbeats and not (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"{folder} is not the directory of a run: give RUN=out/... with a metrics.jsonl or a log.txt")
+    token = next((each.get("run", "") for each in evidence.heartbeats.values()), "")
+    with contextlib.suppress(OSError):
+        evidence.verdict = (folder / "stacks" / f"stalled-{token}.txt").read_text().strip()
+    for rank, path in read_by_rank(folder / "diagnostics", "rank*.jsonl").items():
+        evidence.records[rank] = read_json_lines(path)
+    for rank, path in read_by_rank(folder / "stacks", "collectives-rank*.json").items():
+        evidence.collectives[rank] = read_object(path).get("entries", [])
+    for rank, path in read_by_rank(folder / "stacks", "rank*.txt").items():
+        evidence.stacks[rank] = path.read_text(errors="replace")[-20_000:]
+    evidence.metrics = read_json_lines(folder / "metrics.jsonl")
+    evidence.environment = read_object(folder / "env.json")
+    read_checkpoints(evidence)
+    return evidence
+
+
+def read_checkpoints(evidence: Evidence) -> None:
+    """Find the checkpoint that a resume would use, the damaged ones above it, and those that a resume has set aside."""
+    for path in step_directories(evidence.folder):
+        try:
+            verify_files(path, read_manifest(path))
+            evidence.checkpoint = path
+            break
+        except DamagedCheckpoint as reason:
+            evidence.damaged[path.name] = str(reason)
+    for path in sorted((evidence.folder / "checkpoints").glob(".bad-step-*")):
+        reason_text = "a resume has set it aside"
+        with contextlib.suppress(DamagedCheckpoint, OSError):
+            try:
+                verify_files(path, read_manifest(path))
+            except DamagedCheckpoint as reason:
+                reason_text = f"{reason}; a resume has set it aside"
+        evidence.damaged[path.name] = reason_text

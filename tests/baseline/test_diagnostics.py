@@ -1,0 +1,108 @@
+"""`--diagnostics_interval`: records of memory and norms, and a run that stops when its ranks diverge."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.metrics import diagnostics
+from nanoGPT.metrics.diagnostics import Diagnostics, describe_groups, digest
+from nanoGPT.model import GPT, GPTConfig
+from tests.helpers.training import CONFIGS, gap, tiny, train_all
+from workshop.ranks import RankFailed, losses, run_on_ranks
+
+
+def read_records(out: Path, rank: int) -> list[dict]:
+    """Return the records of a rank."""
+    return [json.loads(line) for line in (out / "diagnostics" / f"rank{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
+def test_records_have_the_norms_of_every_parameter(phase, tmp_path):
+    """Each rank writes a record every four steps. The parts of the gradient norms add up to the logged norm.
+
+    The losses are those of a run without diagnostics.
+    """
+    recorded = tiny(phase, tmp_path / "run", diagnostics_interval=4, grad_clip=0)
+    curves = train_all(2, [(phase, tiny(phase, tmp_path / "plain", grad_clip=0)), (phase, recorded)])
+    assert gap(*curves) == 0
+    records = [read_records(tmp_path / "run", rank) for rank in range(2)]
+    assert [record["step"] for record in records[0]] == [0, 4, 8]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    norms = {line["step"]: line["grad_norm"] for line in lines}
+    for record, other in zip(*records, strict=True):
+        squares = [sum(n**2 for n in each["gradient_norms"].values()) for each in (record, other)]
+        total = squares[0] if phase == "nanoGPT" else sum(squares)
+        assert total**0.5 == pytest.approx(norms[record["step"]], rel=1e-6)
+        assert set(record["activation_rms"]) == {"blocks.0", "blocks.1"}
+        assert record["memory"]["allocated"] > 0
+    audit = json.loads((tmp_path / "run" / "diagnostics" / "rank1.json").read_text())
+    assert all("float32 on cpu" in name for name in audit["parameters"]) and audit["first_step_seconds"] > 0
+    history = (tmp_path / "run" / "heartbeat" / "rank1.jsonl").read_text().splitlines()
+    assert {"step", "stage", "waits", "beats", "backend"} < set(json.loads(history[-1]))
+    assert not (tmp_path / "plain" / "diagnostics").exists() and losses(tmp_path / "plain")
+
+
+def test_a_digest_depends_on_every_bit_and_position():
+    """Flipping the last bit of any element, or swapping two elements, changes the digest; also of an empty tensor."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    reference = digest(values)
+    for index in (0, 1, 499, 999):
+        changed = values.clone()
+        changed.view(torch.int32)[index] ^= 1
+        assert digest(changed) != reference
+    swapped = values[[1, 0, *range(2, 1000)]]
+    assert digest(swapped) != reference and digest(values.clone()) == reference
+    assert digest(values[:0]) == 0 and digest(values.bfloat16()) != digest(values.half())
+
+
+def change_one_weight(out: str, phase: str) -> None:
+    """Train on this rank; on rank 3, one weight of the second block gets another value after the first step."""
+    import importlib
+
+    import torch.distributed as dist
+
+    from nanoGPT.distributed.sharding import local_shard
+
+    trainer = importlib.import_module(f"{phase}.train")
+    original = trainer.train_step
+
+    def train_step(model, *args):
+        result = original(model, *args)
+        if dist.get_rank() == 3 and args[3] == 3:
+            with torch.no_grad():
+                local_shard(list(model.parameters())[8]).view(-1)[0] += 1e-6
+        return result
+
+    trainer.train_step = train_step
+    options = {"fsdp_shard_size": "2"} if phase == "phase3_fsdp" else {}
+    Path(out).mkdir(exist_ok=True)
+    trainer.train(tiny(phase, Path(out), diagnostics_interval=1, **options))
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
+def test_a_rank_with_another_weight_stops_the_run(phase, tmp_path):
+    """If one weight of one rank changes by 1e-6, the run stops in that step. With FSDP, replicas are compared."""
+    groups = r"\[1\] and \[3\]" if phase == "phase3_fsdp" else r"\[0, 1, 2\] and \[3\]"
+    with pytest.raises(RankFailed, match=rf"step 3: ranks {groups} have different values of the same parameters"):
+        run_on_ranks(change_one_weight, 4, str(tmp_path), phase, show=False)
+
+
+def test_groups_of_ranks_are_described():
+    """Ranks with the same value are named together."""
+    assert describe_groups({0: 1.5, 1: 1.5, 2: 2.0}) == "[0, 1]: 1.5, [2]: 2"
+    assert describe_groups({0: "a", 1: "b", 2: "a"}, show_values=False) == "[0, 2] and [1]"
+
+
+def test_without_the_flag_nothing_is_measured(tmp_path, monkeypatch):
+    """By default a step is not watched, and no tensor is read."""
+    monkeypatch.setattr(diagnostics, "digest", None)
+    model = GPT(GPTConfig(1, 1, 8, 8, False, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    off = Diagnostics(CONFIGS["nanoGPT"](out_dir=str(tmp_path)), create_runtime("cpu", "float32"), model, optimizer)
+    with off.watch(0):
+        assert not optimizer._optimizer_step_pre_hooks and not model.blocks[0]._forward_hooks
+    off.record(0, torch.zeros(()), torch.zeros(()))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,86 @@
+"""`make autopsy`: it names the cause of each of ten planted faults, and reads directories that are damaged."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+from nanoGPT.errors import ConfigError
+from operate.autopsy.causes import find_cause
+from operate.autopsy.evidence import read_evidence
+from tests.helpers.programs import Program, assert_refused, await_steps, launch, run_program
+from tests.helpers.training import tiny, train
+from workshop.faults import FAULTS
+
+# For each fault, the kind of the cause and words of its report.
+REPORTS = {
+    "collective": ("mismatch", r"rank 0 called one at workshop/faults.py:\d+.* that the other ranks did not call"),
+    "seeds": ("diverged", r"step 0: ranks \[0\] and \[1\] and \[2\] have different values of the same parameters"),
+    "nan": ("nan", r"the loss of rank\(s\) \[1\] alone is not finite in step 4"),
+    "hang": ("hang", r"rank 1 has made no progress for \d+ s in step 4, .*faults.py:\d+, wait_forever"),
+    "device": ("error", r"rank 1: a tensor is on another device than the model"),
+    "norm": ("norm", r"step 0: the ranks have different gradient norms \(\[0\]: [\d.]+, \[1\]: [\d.]+\)"),
+    "ready_twice": ("error", r"DDP received the gradient of a parameter twice in one backward pass"),
+    "checkpoint": ("checkpoint", r"\.bad-step-00000012 is damaged: the sha256 of \S+ differs"),
+    "leak": ("leak", r"the memory of rank \d grows by [12]\.\d+ MB per step"),
+    "straggler": ("straggler", r"rank 1 is slower than all others"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_cause_of_each_fault_is_named(name, tmp_path):
+    """Each fault is started by its command, and the autopsy names the rank, the cause and how to go on."""
+    program = Program("workshop.faults", f"--name={name}", cwd=tmp_path)
+    output, _ = program.communicate()
+    assert program.returncode == 0 and f"make autopsy RUN=out/faults/{name}" in output, output
+    folder = tmp_path / "out" / "faults" / name
+    kind, pattern = REPORTS[name]
+    assert find_cause(read_evidence(folder)).kind == kind
+    report = run_program("operate.autopsy", f"--run={folder}").output
+    assert re.search(pattern, " ".join(report.split())), report
+    assert "\ndo        " in report and "\nresume    " in report
+
+
+def test_a_good_run_has_no_fault(tmp_path):
+    """A run that has ended, also with diagnostics, has no fault."""
+    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, diagnostics_interval=1, max_iters=30))
+    cause = find_cause(read_evidence(tmp_path))
+    assert (cause.kind, cause.text) == ("none", "no fault: the run has ended")
+
+
+def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):
+    """A rank that was killed is named with the signal. A run that a signal stopped has no fault."""
+    for folder in ("killed", "stopped"):
+        out = tmp_path / folder
+        program = launch(out, 2, phase="nanoGPT")
+        await_steps(out, 3, program)
+        if folder == "killed":
+            heartbeat = json.loads((out / "heartbeat" / "rank1.json").read_text())
+            os.kill(heartbeat["pid"], signal.SIGKILL)
+        else:
+            program.send_signal(signal.SIGTERM)
+        program.communicate()
+    cause = find_cause(read_evidence(tmp_path / "killed"))
+    assert (cause.kind, cause.text) == ("killed", "rank 1 was killed by SIGKILL")
+    stopped = find_cause(read_evidence(tmp_path / "stopped"))
+    assert (stopped.kind, stopped.text) == ("none", "no fault: the run was stopped by a signal")
+
+
+def test_damaged_files_are_read(tmp_path):
+    """Files that were cut off or contain nonsense do not stop the autopsy."""
+    train("nanoGPT", 2, tiny("nanoGPT", tmp_path, diagnostics_interval=4))
+    for path in [*tmp_path.glob("heartbeat/*"), *tmp_path.glob("diagnostics/*"), tmp_path / "env.json"]:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (tmp_path / "stacks" / "rank0.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "stacks" / "collectives-rank0.json").write_text("[]")
+    assert find_cause(read_evidence(tmp_path)).kind == "none"
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path):
+    """An empty directory, a missing one, and an unknown fault are one sentence each."""
+    with pytest.raises(ConfigError, match="is not the directory of a run"):
+        read_evidence(tmp_path)
+    assert_refused(run_program("operate.autopsy", f"--run={tmp_path / 'missing'}"), "is not the directory of a run")
+    assert_refused(run_program("workshop.faults", "--name=hangs"), "NAME=hangs is no fault; did you mean hang?")
