@@ -17,6 +17,9 @@ GPU ?= h100
 SUITE ?= scaling
 PHASE ?= phase3
 TO ?=
+NODES ?= 1:1
+PORT ?= 29400
+STORE ?= 127.0.0.1:$(PORT)
 RUN ?=
 NAME ?=
 ARGS ?=
@@ -28,7 +31,7 @@ TRAINER = $(or $(filter nanoGPT%,$(PHASE:baseline=nanoGPT)),$(firstword $(wildca
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare synthetic $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
-.PHONY: preflight gate autopsy fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
+.PHONY: elastic rendezvous preflight gate autopsy fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -84,6 +87,10 @@ notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb
 	@$(PY) -m workshop.notebooks $(ARGS)
 jupyter: .venv/.notebooks data  ## install Jupyter and open the notebooks
 	@.venv/bin/jupyter lab notebooks $(ARGS)
+elastic: .venv/.dev data  ## train PHASE=phase3 as one of NODES=1:4 nodes that may die or join; STORE=host:port of make rendezvous
+	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)
+rendezvous: .venv/.dev  ## serve the store through which the nodes of make elastic meet, on PORT=29400
+	@$(PY) -m operate.elastic serve --port=$(PORT)
 preflight: .venv/.dev data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
 	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
 gate: .venv/.dev data  ## train PHASE=phase3 beside the baseline, and check losses, memory, speed and files

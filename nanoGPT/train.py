@@ -123,14 +123,15 @@ def train(config: Config) -> None:
                 diagnostics.record(step, loss_sum, norm)
 
                 # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
-                should_stop = run.should_stop()
-                saves_next = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or should_stop
+                should_stop, should_save = run.exchange_requests(checkpoints.is_due(config.save_every_minutes))
+                saves_next = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or should_save
                 if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
                     check_finite(step, mean_loss, None if scaler.is_enabled else norm.item())
                     telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
-                if should_stop:
+                if should_save:
                     save(step + 1)
+                if should_stop:
                     run.print0(f"stopped by a signal; resume with --init_from=resume --out_dir={config.out_dir}")
                     break
 

@@ -69,6 +69,8 @@ class TrainConfig:
     """steps between logged lines"""
     always_save_checkpoint: bool = False
     """save at every evaluation, not only when the validation loss has improved"""
+    save_every_minutes: float = 0.0
+    """also save when the newest checkpoint of this run is this old, at the end of a step; 0: only at evaluations"""
     keep_checkpoints: int = 3
     """number of checkpoints to keep, at least 3; older ones are deleted"""
     resume_step: int | None = None
@@ -209,6 +211,10 @@ def validate(config: TrainConfig, world_size: int) -> None:
         raise ConfigError("--out_dir= is empty: give a directory, or leave out the flag")
     if not config.stall_seconds >= 1:
         raise ConfigError(f"--stall_seconds={config.stall_seconds} is out of range: use 1 or more")
+    if not 0 <= config.save_every_minutes < float("inf"):
+        raise ConfigError(
+            f"--save_every_minutes={config.save_every_minutes} is out of range: use a finite value from 0"
+        )
     for name in ("learning_rate", "stall_seconds", "timeout_minutes"):
         if not 0 < getattr(config, name) < float("inf"):
             raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use a finite value above 0")

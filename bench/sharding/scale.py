@@ -8,7 +8,7 @@ with its optimization ("after") and without it ("before"):
 
     init    a rank draws the initial values of its rows, or of all rows
     save    rank 0 plans the third save of a model with as many tensors as GPT-2 124M; plans are cached, or not
-    stop    a rank takes part in one `should_stop`; it has no optimization
+    stop    a rank takes part in one `exchange_requests`; it has no optimization
 """
 
 import statistics
@@ -35,7 +35,7 @@ from workshop.ranks import run_on_ranks
 RANKS = (8, 32, 64)
 SHAPE = GPTConfig(bias=False)  # GPT-2 124M
 NUM_TENSORS = 3 * 75 + 75  # parameters, two moments and a step count of its 75 parameters
-STOPS = 50  # calls of `should_stop`
+STOPS = 50  # calls of `exchange_requests`
 
 
 def measure_init(rank: int, ranks: int, draws_all: bool) -> float:
@@ -61,12 +61,12 @@ def measure_save(folder: str, mesh: DeviceMesh, caches_plans: bool) -> float:
 
 
 def measure_stop() -> float:
-    """Return the CPU seconds of a rank in one `should_stop`."""
+    """Return the CPU seconds of a rank in one `exchange_requests`."""
     run = create_runtime("cpu", "float32")
-    run.should_stop()
+    run.exchange_requests(False)
     begin = time.process_time()
     for _ in range(STOPS):
-        run.should_stop()
+        run.exchange_requests(False)
     return (time.process_time() - begin) / STOPS
 
 

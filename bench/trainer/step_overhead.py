@@ -72,7 +72,7 @@ def run_trainer_steps(config: TrainConfig, data: TokenData, run: Runtime) -> Gen
             ledger.step = step
             with ledger.watch(step):
                 loss_sum, norm = train_step(model, optimizer, scaler, data, step, config, run)
-            run.should_stop()
+            run.exchange_requests(False)
             if step % config.log_interval == 0:
                 mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
                 check_finite(step, mean_loss, norm.item())

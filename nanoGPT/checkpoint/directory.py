@@ -19,6 +19,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,7 @@ class CheckpointDirectory:
         self.run = run.with_own_group()  # an asynchronous save must not interfere with collectives of the training
         self.save_thread: threading.Thread | None = None
         self.failure: BaseException | None = None
+        self.last_save = time.monotonic()  # or the start of the run
         self.own_tokens: set[str | None] = {run.token}  # of this run, and of the run that it resumes
         run.end_callbacks.append(self.drain)
         self._run_on_main(lambda: self.root.mkdir(exist_ok=True))
@@ -149,6 +151,14 @@ class CheckpointDirectory:
         names = [name, *(f"{name}.{i}" for i in range(2, len(existing) + 3))]
         return self.root / next(n for n in names if n not in existing)
 
+    def is_due(self, minutes: float) -> bool:
+        """Return whether rank 0 should request a save, because the last save or the start was `minutes` ago.
+
+        Args:
+            minutes: 0 for no such saves.
+        """
+        return self.run.is_main and minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
+
     def save(
         self,
         step: int,
@@ -174,6 +184,7 @@ class CheckpointDirectory:
                 belongs to another run. Nothing of the failed step remains; all earlier checkpoints do.
         """
         self.drain()
+        self.last_save = time.monotonic()
         final = self.root / f"step-{step:08d}"
         if self._run_on_all(lambda: self.run.is_main and self._is_saved(final), final)[0]:
             return final

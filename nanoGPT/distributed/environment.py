@@ -4,6 +4,8 @@ import os
 
 from nanoGPT.errors import ConfigError
 
+ELASTIC_VARIABLE = "NANOGPT_ELASTIC"  # set by `make elastic`: the address of its store, and the name of the job
+
 
 def master_address() -> tuple[str, int]:
     """Return the address and the port where the ranks meet.
@@ -39,6 +41,13 @@ def agent_has_store() -> bool:
 def may_restart() -> bool:
     """Return whether torchrun may restart the ranks (`--max-restarts`). This start may then be a restart."""
     return environment_number("TORCHELASTIC_MAX_RESTARTS") > 0
+
+
+def elastic_job() -> tuple[str, int, str] | None:
+    """Return the host and the port of an elastic job's store, and the name of the job; None for other jobs."""
+    address, _, job = os.environ.get(ELASTIC_VARIABLE, "").partition(" ")
+    host, _, port = address.rpartition(":")
+    return (host, port_number(port), job) if job else None
 
 
 def environment_number(name: str) -> int:

@@ -101,13 +101,13 @@ class Runtime:
             dist.all_reduce(value)
         return value
 
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank. Collective over CPU tensors, so it does not wait for the GPU."""
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """Return for each flag whether any rank has set it. Collective over CPU tensors: it does not wait for GPUs."""
         if self.world_size == 1:
-            return flag
-        flags = torch.tensor(int(flag))
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(flags)
+            return flags
+        values = torch.tensor(flags, dtype=torch.int64)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return tuple(map(bool, values.tolist()))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks in rank order, on every rank. Collective; for small picklable values."""
@@ -168,9 +168,13 @@ class Runtime:
         if self.is_main:
             print(line, flush=True)
 
-    def should_stop(self) -> bool:
-        """Return whether any rank has received SIGTERM or SIGINT. Collective; the result is the same on all ranks."""
-        return self.any(self.stop_signal is not None)
+    def exchange_requests(self, save_is_due: bool) -> tuple[bool, bool]:
+        """Return whether training should stop, and whether it should save. Collective; the same on all ranks.
+
+        It stops if any rank has received SIGTERM or SIGINT. It saves before it stops, and if a save is due on any rank.
+        """
+        should_stop, should_save = self.any(self.stop_signal is not None, save_is_due)
+        return should_stop, should_stop or should_save
 
 
 def pick_device(name: str, local_rank: int, local_world_size: int, world_size: int) -> tuple[torch.device, str]:

@@ -2,19 +2,29 @@
 
 import contextlib
 import dataclasses
+import datetime
+import json
 import os
+import signal
 import socket
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.distributed.environment import environment_number, may_restart
+from nanoGPT.distributed.environment import elastic_job, environment_number, may_restart
 from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError
 from nanoGPT.job.out_dir import DirectoryLock, check_out_dir, check_writable
 from nanoGPT.job.parse import load_saved_config
 from nanoGPT.train_config import C, TrainConfig
+
+STOP_KEY = "stop"  # in the store of an elastic job: the exit code and the reason
+MAX_RESTARTS_WITHOUT_PROGRESS = 20
+STORE_TIMEOUT = datetime.timedelta(seconds=10)
 
 
 def choose_free_out_dir(run: Runtime, config: TrainConfig) -> str:
@@ -82,14 +92,17 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
     Raises:
         ConfigError: the directory holds checkpoints of another job, or there is no checkpoint to resume.
     """
-    agent = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
+    job = elastic_job()
+    agent = f"{job[2] if job else os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
     restarts = environment_number("TORCHELASTIC_RESTART_COUNT")
     tokens, agents, restart_counts = zip(*run.gather((run.token, agent, restarts)), strict=True)
     run.token = tokens[0]
     if any(restart_counts):  # the first start has resumed from --resume_step already
         config = dataclasses.replace(config, resume_step=None)
     if may_restart():
-        saved = run.call_on_rank0(lambda: find_saved_config(agents, lock, config)) if any(restart_counts) else None
+        was_restarted = any(restart_counts) or job  # a node that joins an elastic job restarts it, and is not counted
+        saved = run.call_on_rank0(lambda: find_saved_config(agents, lock, config)) if was_restarted else None
+        run.call_on_rank0(partial(count_restart, Path(config.out_dir)))
         if saved is not None and config.init_from != "resume":
             run.print0("torchrun has restarted the job: it resumes from its newest checkpoint")
             values: dict[str, Any] = {**saved, "out_dir": config.out_dir, "init_from": "resume"}
@@ -99,6 +112,67 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
         with contextlib.nullcontext() if may_restart() else contextlib.suppress(OSError):  # the disk may be full
             lock.write("\n".join(agents))
     return config
+
+
+def usable_ranks(config: TrainConfig, ranks: int) -> int:
+    """Return the largest number of ranks, up to `ranks`, that divides the micro-batches of a step."""
+    return max(n for n in range(1, ranks + 1) if config.gradient_accumulation_steps % n == 0)
+
+
+def leave_out_spare_ranks(config: TrainConfig) -> None:
+    """In an elastic job, use as many ranks as divide the micro-batches. Change this process's environment accordingly.
+
+    The other ranks are spare: they wait here until the job ends, or until the agent stops them for another number of
+    nodes.
+    """
+    if elastic_job() is None:
+        return
+    rank, ranks = environment_number("RANK"), environment_number("WORLD_SIZE")
+    local_rank, local_ranks = environment_number("LOCAL_RANK"), environment_number("LOCAL_WORLD_SIZE")
+    usable = usable_ranks(config, ranks)
+    if rank < usable:
+        first_rank = rank - local_rank
+        os.environ |= {"WORLD_SIZE": str(usable), "LOCAL_WORLD_SIZE": str(min(local_ranks, usable - first_rank))}
+        return
+    print(f"rank {rank} is spare: {usable} of {ranks} ranks train", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    start, heartbeat = time.time(), Path(config.out_dir) / "heartbeat" / "rank0.json"
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            content = json.loads(heartbeat.read_text())
+            if content["ended"] and content["time"] > start:
+                os._exit(0)
+        time.sleep(1.0)
+
+
+def stop_elastic_job(code: int, reason: str) -> None:
+    """Stop an elastic job on all nodes, because a restart would fail in the same way. Other jobs are not changed."""
+    with contextlib.suppress(ConfigError, dist.DistError):
+        if job := elastic_job():
+            connect_to_store(job).set(f"{job[2]} {STOP_KEY}", f"{code} {reason}")
+
+
+def count_restart(out_dir: Path) -> None:
+    """Count the restarts of an elastic job since its newest checkpoint, on rank 0. Other jobs are not counted.
+
+    Raises:
+        ConfigError: there were too many, so the job would never make progress.
+    """
+    if not (job := elastic_job()):
+        return
+    newest = next((path.name for path in step_directories(out_dir)), "the start")
+    store, key = connect_to_store(job), f"{job[2]} restarts since {newest}"
+    if store.add(key, 1) > MAX_RESTARTS_WITHOUT_PROGRESS:
+        store.delete_key(key)
+        raise ConfigError(
+            f"the job was restarted {MAX_RESTARTS_WITHOUT_PROGRESS} times without a new checkpoint since {newest}: "
+            "run `make autopsy` to find the cause"
+        )
+
+
+def connect_to_store(job: tuple[str, int, str]) -> dist.TCPStore:
+    """Return a connection to the store of an elastic job."""
+    return dist.TCPStore(job[0], job[1], None, is_master=False, timeout=STORE_TIMEOUT)
 
 
 def find_saved_config(

@@ -21,7 +21,13 @@ from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group, report_to_other_nodes
 from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, DivergedRanks, NonFiniteLoss, SaveError
-from nanoGPT.job.elastic import choose_free_out_dir, enter_out_dir, resume_after_restart
+from nanoGPT.job.elastic import (
+    choose_free_out_dir,
+    enter_out_dir,
+    leave_out_spare_ranks,
+    resume_after_restart,
+    stop_elastic_job,
+)
 from nanoGPT.job.exits import report_failure
 from nanoGPT.job.known_errors import explain_known_error
 from nanoGPT.job.parse import config_from_launcher, parse
@@ -46,6 +52,7 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     Yields:
         This rank's Runtime, and the configuration. If torchrun has restarted the job, this is the saved configuration.
     """
+    leave_out_spare_ranks(config)
     run = create_runtime(config.device, config.dtype)
     backends, run.reasons["attention"] = choose_attention(config.attention, config.deterministic, run.device)
     data = preflight(config, run.world_size, run.local_world_size)
@@ -102,10 +109,12 @@ def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], tr
         code = 0
     except ConfigError as error:
         code = report_failure(2, str(error), is_same_on_all_ranks=not error.on_one_rank)
+        stop_elastic_job(code, str(error))
         if not dist.is_initialized() and not error.is_shared:
             report_to_other_nodes(str(error))
     except NonFiniteLoss as error:
         code = report_failure(3, str(error), is_same_on_all_ranks=True)
+        stop_elastic_job(code, str(error))
     except (DivergedRanks, SaveError) as error:
         code = report_failure(1, str(error), is_same_on_all_ranks=True)
     except KeyboardInterrupt:

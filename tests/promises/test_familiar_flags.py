@@ -1,6 +1,8 @@
 """Flags that users of nanoGPT, FSDP and torchrun know do what they expect, or one sentence names the replacement."""
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -136,3 +138,17 @@ def test_a_second_torchrun_gets_a_new_directory(tmp_path):
     assert steps_saved(tmp_path / "out") == ["step-00000002"]
     assert steps_saved(second) == ["step-00000002", "step-00000003"]
     assert json.loads((second / "env.json").read_text())["config"]["out_dir"] == f"out/{second.name}"
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
+def test_a_run_saves_every_few_minutes(phase, tmp_path):
+    """With --save_every_minutes, a run also saves between evaluations, and resumes there with the same losses."""
+    fields = {"max_iters": 12, "eval_interval": 12}
+    timed = tiny(phase, tmp_path / "timed", **fields, save_every_minutes=1e-9)
+    curve = train(phase, 2, timed)
+    assert steps_saved(tmp_path / "timed") == ["step-00000010", "step-00000011", "step-00000012"]
+    shutil.rmtree(tmp_path / "timed" / "checkpoints" / "step-00000012")
+    (tmp_path / "timed" / "checkpoints" / "LATEST").write_text("step-00000011\n")
+    assert train(phase, 2, dataclasses.replace(timed, init_from="resume")) == curve
+    assert train(phase, 2, tiny(phase, tmp_path / "plain", **fields)) == curve
+    assert steps_saved(tmp_path / "plain") == ["step-00000012"]

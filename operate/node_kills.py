@@ -1,0 +1,209 @@
+"""Kill nodes of an elastic job at random moments, let them come back, and compare the losses with those of a quiet run.
+
+    python -m operate.node_kills --kills=30            # about eight minutes on 2 cores
+    python -m operate.node_kills --kills=30 --write    # also write bench/results/node-kills-<hardware>.json
+
+Each node is a process of `make elastic` on this machine, with its own ranks. A node is killed with SIGKILL: either the
+launcher with all its ranks, as if the machine had lost power, or one rank. Every fourth time it gets SIGTERM instead,
+as when a cloud takes a machine back. The same node starts again after a few seconds, and the ranks resume from the
+newest checkpoint. The job trains until all kills are done.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.tables.records import write_result
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
+from nanoGPT.errors import ConfigError
+from nanoGPT.job.watchdog import list_children
+from workshop.imports import ROOT
+from workshop.ranks import losses
+
+RANKS_PER_NODE = 2
+FLAGS = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=16", "--batch_size=2"]
+FLAGS += ["--gradient_accumulation_steps=8", "--log_interval=1", "--eval_interval=20", "--eval_iters=2"]
+FLAGS += ["--always_save_checkpoint=True", "--max_iters=1000000", "--decay_lr=False", "--learning_rate=1e-3"]
+TRAINER = "phase3_fsdp/train.py"
+WAYS = ("node", "rank", "node", "SIGTERM")  # how a node is lost, in turn
+CONTINUE_SECONDS = 120.0  # within which the job must train again
+AWAY_SECONDS = (0.0, 12.0)  # how long a node is away
+
+
+@dataclass
+class Cluster:
+    """The nodes of an elastic job, each a process on this machine.
+
+    Attributes:
+        folder: for the logs of the nodes, and the run's directory.
+        port: of the store.
+        nodes: the process of each node; None while it is away.
+    """
+
+    folder: Path
+    port: int
+    nodes: dict[int, "subprocess.Popen[bytes] | None"] = field(default_factory=dict)
+
+    @property
+    def out_dir(self) -> Path:
+        return self.folder / "run"
+
+    def start_process(self, name: str, words: list[str]) -> "subprocess.Popen[bytes]":
+        """Start `python -m operate.elastic words...` with its output in a log."""
+        with open(self.folder / f"{name}.log", "ab") as log:
+            command = [sys.executable, "-m", "operate.elastic", *words]
+            return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def start_node(self, node: int, count: int) -> None:
+        """Start or restart a node.
+
+        Args:
+            node: number of the node.
+            count: largest number of nodes.
+        """
+        words = [f"--gpus={RANKS_PER_NODE}", f"--nodes=1:{count}", f"--store=127.0.0.1:{self.port}", TRAINER, *FLAGS]
+        self.nodes[node] = self.start_process(f"node{node}", [*words, f"--out_dir={self.out_dir}"])
+
+    def last_step(self) -> int:
+        """Return the last logged step; -1 before the first one."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return int(json.loads((self.out_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+        return -1
+
+    def wait_for_progress(self, steps: int = 3) -> float:
+        """Wait until the job has logged new steps, and return the seconds.
+
+        Raises:
+            ConfigError: it did not within CONTINUE_SECONDS.
+        """
+        begin, path = time.monotonic(), self.out_dir / "metrics.jsonl"
+        seen = path.stat().st_mtime_ns if path.exists() else 0
+        changes = 0
+        while changes < steps:
+            if time.monotonic() - begin > CONTINUE_SECONDS:
+                raise ConfigError(f"no progress within {CONTINUE_SECONDS:g} s: read the logs in {self.folder}")
+            time.sleep(0.05)
+            now = path.stat().st_mtime_ns if path.exists() else 0
+            changes, seen = changes + (now != seen), now
+        return time.monotonic() - begin
+
+    def lose_node(self, node: int, way: str) -> None:
+        """Kill a node, or one of its ranks, or ask it to leave."""
+        process = self.nodes[node]
+        assert process is not None
+        ranks = list_children(process.pid)
+        if way == "rank" and ranks:
+            os.kill(random.choice(ranks), signal.SIGKILL)
+            return
+        if way == "SIGTERM":
+            process.terminate()
+        else:
+            process.kill()
+            for pid in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.wait(60)
+        self.nodes[node] = None
+
+    def stop(self) -> None:
+        """Stop all nodes."""
+        for process in self.nodes.values():
+            if process and process.poll() is None:
+                process.terminate()
+        for process in self.nodes.values():
+            if process:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(60)
+                process.kill()
+
+
+def lose_nodes(cluster: Cluster, kills: int, count: int, draw: random.Random) -> list[dict[str, Any]]:
+    """Lose nodes at random moments, one after another. Return a row for each: how, when, steps and seconds lost."""
+    rows = []
+    for number in range(kills):
+        time.sleep(draw.uniform(0.0, 4.0))
+        node, way = draw.randrange(count), WAYS[number % len(WAYS)]
+        before = cluster.last_step()
+        cluster.lose_node(node, way)
+        if cluster.nodes[node] is None:
+            time.sleep(draw.uniform(*AWAY_SECONDS))
+            cluster.start_node(node, count)
+        seconds = cluster.wait_for_progress()
+        first_step = min(find_resumed_step(cluster.out_dir), before + 1)
+        rows.append({"way": way, "step": before, "steps_lost": before + 1 - first_step, "seconds": seconds})
+        print(f"{number + 1}: {way} of node {node} at step {before}: {rows[-1]['steps_lost']} step(s) lost", flush=True)
+    return rows
+
+
+def find_resumed_step(out_dir: Path) -> int:
+    """Return the step at which the run last started."""
+    lines = [line for line in (out_dir / "log.txt").read_text().splitlines() if "started at step" in line]
+    return int(lines[-1].partition("started at step ")[2].split()[0])
+
+
+def measure(kills: int, nodes: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Run the job with kills, and then a quiet run on one node. Return the rows and the largest loss difference."""
+    draw = random.Random(seed)
+    cluster = Cluster(folder, random.SystemRandom().randrange(20000, 32000))
+    store = cluster.start_process("store", ["serve", f"--port={cluster.port}"])
+    try:
+        time.sleep(4)
+        for node in range(nodes):
+            cluster.start_node(node, nodes)
+        cluster.wait_for_progress()
+        rows = lose_nodes(cluster, kills, nodes, draw)
+    finally:
+        cluster.stop()
+        store.kill()
+    curve = losses(cluster.out_dir)
+    command = [sys.executable, "-m", "nanoGPT.launch", "--gpus=2", TRAINER, *FLAGS, f"--out_dir={folder / 'quiet'}"]
+    command.append(f"--max_iters={max(curve)}")
+    with open(folder / "quiet.log", "wb") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
+    quiet = losses(folder / "quiet")
+    difference = max(abs(curve[step] - loss) for step, loss in quiet.items())
+    missing = sorted(set(quiet) - set(curve))
+    return {"rows": rows, "steps": max(curve), "missing_steps": missing, "max_loss_difference": difference}
+
+
+def main(kills: int = 10, nodes: int = 2, seed: int = 0, write: bool = False) -> None:
+    """Kill nodes of an elastic job at random moments, and compare its losses with those of a quiet run.
+
+    Args:
+        kills: how often a node is lost.
+        nodes: of the job.
+        seed: of the random moments.
+        write: also write bench/results/node-kills-<hardware>.json.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="node-kills-"))  # kept: it has the logs of all nodes
+    result = measure(kills, nodes, seed, folder)
+    rows = result["rows"]
+    for way in dict.fromkeys(WAYS):
+        of_way = [row for row in rows if row["way"] == way]
+        if of_way:
+            lost = sum(row["steps_lost"] for row in of_way) / len(of_way)
+            print(f"{way}: {len(of_way)} times, {lost:.1f} steps lost on average")
+    print(
+        f"{len(rows)} of {kills} continued; {result['steps']} steps, max loss difference to a quiet run "
+        f"{result['max_loss_difference']:.2g}; logs in {folder}"
+    )
+    if write:
+        settings = {"command": f"python -m operate.node_kills --kills={kills} --nodes={nodes} --write"}
+        print(f"wrote {write_result('node-kills', torch.device('cpu'), settings, result)}")
+
+
+if __name__ == "__main__":
+    with report_errors():
+        command_line(main, sys.argv[1:])

@@ -1,0 +1,125 @@
+"""`make elastic`: a job continues when nodes join, die and leave, with the losses of a quiet run."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from nanoGPT.errors import ConfigError
+from nanoGPT.job.elastic import usable_ranks
+from nanoGPT.job.watchdog import list_children
+from operate.elastic import ElasticConfig
+from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program, wait_until
+from tests.helpers.training import TINY, tiny, train
+from workshop.ranks import losses
+
+FIELDS = {**TINY, "max_iters": 100_000, "eval_interval": 25, "decay_lr": False, "learning_rate": 1e-3}
+
+
+def start_node(port: str, out: Path, nodes: str = "1:2", gpus: int = 2, **fields) -> Program:
+    """Start a node of an elastic job."""
+    words = make_flags(**{**FIELDS, **fields, "out_dir": out})
+    arguments = [f"--gpus={gpus}", f"--nodes={nodes}", f"--store=127.0.0.1:{port}", "phase3_fsdp/train.py"]
+    return Program("operate.elastic", *arguments, *words)
+
+
+def start_store(port: str) -> Program:
+    """Start the store of the job, and wait until it serves."""
+    store = Program("operate.elastic", "serve", f"--port={port}")
+    wait_until(lambda: "serving" in store.output())
+    return store
+
+
+def await_start(out: Path, count: int, ranks: int, nodes: list[Program]) -> None:
+    """Wait until the run has started `count` times, the last time on `ranks` ranks, and has logged a step since."""
+
+    def has_started() -> bool:
+        assert all(node.poll() is None for node in nodes), [node.output() for node in nodes]
+        log = (out / "log.txt").read_text() if (out / "log.txt").exists() else ""
+        starts = re.findall(r"started at step (\d+) .*, (\d+) rank\(s\)", log)
+        if len(starts) < count or int(starts[-1][1]) != ranks:
+            return False
+        logged = losses(out)
+        return bool(logged) and max(logged) >= int(starts[-1][0]) + 3
+
+    wait_until(has_started)
+
+
+def test_nodes_join_die_and_leave(tmp_path):
+    """A node joins, dies with all its ranks, joins again, and leaves after SIGTERM; then the store dies.
+
+    The job continues each time with the ranks there are. Three ranks on each node leave spare ranks, because 3 and 6 do
+    not divide 8 micro-batches. All losses are those of a quiet run, to 1e-6.
+    """
+    port, out = find_free_port(), tmp_path / "run"
+    store = start_store(port)
+    first = start_node(port, out, gpus=3)
+    await_start(out, 1, 2, [first])
+    second = start_node(port, out, gpus=3)
+    await_start(out, 2, 4, [first, second])
+    ranks = list_children(second.pid)
+    second.kill()
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+    await_start(out, 3, 2, [first])
+    second = start_node(port, out, gpus=3)
+    await_start(out, 4, 4, [first, second])
+    first.send_signal(signal.SIGTERM)
+    assert first.wait() == 0, first.output()
+    await_start(out, 5, 2, [second])
+    store.kill()
+    output, _ = second.communicate()
+    assert second.returncode == 1 and "the store at 127.0.0.1" in output and "--init_from=resume" in output, output
+    curve = losses(out)
+    assert "is spare" in output and "a node has left: the job continues without it" in (out / "log.txt").read_text()
+    fields = {**FIELDS, "max_iters": max(curve) + 1}
+    quiet = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "quiet", **fields))
+    assert curve.keys() == quiet.keys()
+    assert max(abs(curve[step] - quiet[step]) for step in quiet) < 1e-6
+
+
+def test_an_error_that_would_repeat_stops_all_nodes(tmp_path):
+    """A loss that is not finite stops both nodes with code 3 and its sentence, instead of restarting for ever."""
+    port = find_free_port()
+    store = start_store(port)
+    nodes = [start_node(port, tmp_path, nodes="2:2", gpus=1, learning_rate=1e30) for _ in range(2)]
+    try:
+        for node in nodes:
+            output, _ = node.communicate()
+            assert node.returncode == 3 and "error: the job was stopped: step" in output, output
+    finally:
+        store.kill()
+
+
+def test_the_largest_usable_number_of_ranks():
+    """The ranks that train are the largest number that divides the micro-batches."""
+    config = tiny("nanoGPT", Path("out"), gradient_accumulation_steps=12)
+    assert [usable_ranks(config, ranks) for ranks in range(1, 14)] == [1, 2, 3, 4, 4, 6, 6, 6, 6, 6, 6, 12, 12]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": "4:1"}, "NODES=4:1 is invalid"),
+        ({"nodes": "many"}, "NODES=many is invalid"),
+        ({"store": "10.0.0.1"}, "STORE=10.0.0.1 has no port"),
+        ({"store": "host:99999"}, "99999 is not a port"),
+    ],
+)
+def test_wrong_options_are_one_sentence(options, message):
+    """Each wrong number of nodes or address is one sentence."""
+    config = ElasticConfig(**options)
+    with pytest.raises(ConfigError, match=message):
+        config.node_range()
+        config.address()
+
+
+def test_a_node_that_cannot_start_says_why(tmp_path):
+    """Without a store, without an --out_dir, or with an invalid flag, a node prints one sentence and exits."""
+    node = ["operate.elastic", "--store=127.0.0.1:1", "nanoGPT/train.py", "--device=cpu"]
+    assert_refused(run_program(*node, f"--out_dir={tmp_path}"), "STORE=127.0.0.1:1 does not answer")
+    assert_refused(run_program(*node), "needs --out_dir")
+    assert_refused(run_program(*node, f"--out_dir={tmp_path}", "--dropout=2"), "--dropout=2.0 is out of range")
+    assert_refused(run_program("operate.elastic", "serve", "--port=0"), "port")
