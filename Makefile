@@ -31,7 +31,7 @@ TRAINER = $(or $(filter nanoGPT%,$(PHASE:baseline=nanoGPT)),$(firstword $(wildca
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare synthetic $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
-.PHONY: elastic rendezvous preflight gate autopsy fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
+.PHONY: elastic rendezvous preflight gate autopsy watch plot fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -95,8 +95,12 @@ preflight: .venv/.dev data  ## check everything that a run of PHASE=phase3 on GP
 	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
 gate: .venv/.dev data  ## train PHASE=phase3 beside the baseline, and check losses, memory, speed and files
 	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
-autopsy: .venv/.dev  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
+autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
 	@$(PY) -m operate.autopsy $(if $(RUN),--run=$(RUN)) $(ARGS)
+watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
+	@$(PY) -m operate.watch $(if $(RUN),--run=$(RUN))
+plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b over each other, and print a summary
+	@$(PY) -m operate.plot $(if $(RUN),--run=$(RUN)) $(ARGS)
 fault: .venv/.core data  ## start a run with a planted fault, NAME=hang; without NAME, list the faults
 	@$(PY) -m workshop.faults $(if $(NAME),--name=$(NAME))
 copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports into a standalone directory TO=DIR

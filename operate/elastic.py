@@ -16,6 +16,7 @@ stops the job on all nodes.
 import datetime
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -150,8 +151,23 @@ class StoreWatch:
         """Kill the ranks of this node, and exit."""
         print(f"error: {message}", file=sys.stderr, flush=True)
         for pid in list_rank_processes():
-            os.kill(pid, 9)
+            os.kill(pid, signal.SIGKILL)
         os._exit(code)
+
+
+def leave_after_signal(received_signals: list[int]) -> None:
+    """Exit if the agent starts new ranks after this node was asked to leave, because another node joined meanwhile.
+
+    The ranks that ran when the signal arrived have saved, so nothing is lost.
+    """
+    while not received_signals:
+        time.sleep(0.2)
+    ranks = set(list_rank_processes())
+    while not (new_ranks := set(list_rank_processes()) - ranks):
+        time.sleep(0.2)
+    for pid in new_ranks:
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 def launch_config(config: ElasticConfig, job: str, round_number: int, logs: str) -> LaunchConfig:
@@ -192,6 +208,7 @@ def run_rounds(elastic: ElasticConfig, command: list[str], config: TrainConfig) 
     StoreWatch(host, port, f"{job} {STOP_KEY}")
     received_signals: list[int] = []
     forward_signals(received_signals)
+    threading.Thread(target=leave_after_signal, args=(received_signals,), daemon=True).start()
     while True:
         round_number = store.add(f"{job} {ROUND_KEY}", 0)
         with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:

@@ -14,23 +14,11 @@ from pathlib import Path
 
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
-from nanoGPT.errors import ConfigError
 from operate.autopsy.causes import Cause, find_cause
 from operate.autopsy.evidence import Evidence, read_evidence
+from operate.run_files import find_newest_run
 
 WIDTH, LABEL_WIDTH = 120, 10
-
-
-def find_newest_run() -> Path:
-    """Return the directory under out/ that was written last.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    runs = [path.parent for name in ("log.txt", "metrics.jsonl") for path in Path("out").glob(f"**/{name}")]
-    if not runs:
-        raise ConfigError("there is no run under out/: give RUN=DIRECTORY")
-    return max(runs, key=lambda folder: folder.stat().st_mtime)
 
 
 def describe_resume(evidence: Evidence) -> str:

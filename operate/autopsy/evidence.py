@@ -1,7 +1,6 @@
 """Read everything that a run has left in its directory."""
 
 import contextlib
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
 from nanoGPT.job.log import LOG
+from operate.run_files import read_by_rank, read_json_lines, read_object
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
@@ -79,32 +79,6 @@ class Evidence:
             if "-packages/" not in match["file"] and "/lib/python" not in match["file"]:
                 return f"{'/'.join(Path(match['file']).parts[-2:])}:{match['line']}, {match['function']}"
         return ""
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file with one JSON object per line. Lines that were cut off are left out."""
-    objects = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            objects.append(json.loads(line))
-    return objects
-
-
-def read_by_rank(folder: Path, pattern: str) -> dict[int, Path]:
-    """Return the files whose names match a pattern with a rank, such as "rank*.json", by rank."""
-    found = {}
-    for path in folder.glob(pattern):
-        if match := re.fullmatch(pattern.replace(".", r"\.").replace("*", r"(\d+)"), path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one if the file is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}
 
 
 def read_evidence(folder: Path) -> Evidence:

@@ -122,4 +122,4 @@ def test_a_node_that_cannot_start_says_why(tmp_path):
     assert_refused(run_program(*node, f"--out_dir={tmp_path}"), "STORE=127.0.0.1:1 does not answer")
     assert_refused(run_program(*node), "needs --out_dir")
     assert_refused(run_program(*node, f"--out_dir={tmp_path}", "--dropout=2"), "--dropout=2.0 is out of range")
-    assert_refused(run_program("operate.elastic", "serve", "--port=0"), "port")
+    assert_refused(run_program("operate.elastic", "serve", "--port=0"), "PORT=0 is not a port")

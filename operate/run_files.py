@@ -1,0 +1,47 @@
+"""Find the directory of a run, and read its files. A file that is missing or cut off is read as far as possible."""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from nanoGPT.errors import ConfigError
+
+
+def find_newest_run() -> Path:
+    """Return the directory under out/ that was written last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    runs = [path.parent for name in ("log.txt", "metrics.jsonl") for path in Path("out").glob(f"**/{name}")]
+    if not runs:
+        raise ConfigError("there is no run under out/: give RUN=DIRECTORY")
+    return max(runs, key=lambda folder: folder.stat().st_mtime)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file with one JSON object per line. Lines that were cut off are left out."""
+    objects = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            objects.append(json.loads(line))
+    return objects
+
+
+def read_by_rank(folder: Path, pattern: str) -> dict[int, Path]:
+    """Return the files whose names match a pattern with a rank, such as "rank*.json", by rank."""
+    found = {}
+    for path in folder.glob(pattern):
+        if match := re.fullmatch(pattern.replace(".", r"\.").replace("*", r"(\d+)"), path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the file is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
