@@ -76,6 +76,9 @@ def draw(axes: Axes, runs: dict[str, Lines], key: str, label: str, factor: float
         axes.plot(steps, values, style, marker=marker, markersize=4, color=COLORS[i % len(COLORS)], label=name)
     if not any(series(lines, key, factor)[0] for lines in runs.values()):
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="gray")
+        axes.set(xticks=[], yticks=[])
+    elif key in ("tokens_per_second", "mfu", "peak_memory_bytes"):
+        axes.set_ylim(bottom=0)
 
 
 def summarize(runs: dict[str, Lines]) -> Iterator[str]:

@@ -75,14 +75,8 @@ def describe_ranks(folder: Path, now: float) -> Table:
         state = "ended" if beat["ended"] else f"{age:.0f} s ago"
         is_silent = not beat["ended"] and age > SILENT_SECONDS
         waits = f"{100 * beat.get('waiting_beats', 0) / max(1, beat.get('beats', 1)):.0f}"
-        cells = (
-            str(rank),
-            str(beat["step"]),
-            beat["stage"],
-            waits,
-            state,
-            "" if beat["ended"] else beat.get("line", ""),
-        )
+        line = "" if beat["ended"] else beat.get("line", "")
+        cells = (str(rank), str(beat["step"]), beat["stage"], waits, state, line)
         table.add_row(*cells, style="bold red" if is_silent else None)
     if len(files) > MAX_RANKS:
         table.add_row("...", f"and {len(files) - MAX_RANKS} more ranks")
