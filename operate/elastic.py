@@ -125,6 +125,16 @@ def lost_store(host: str, port: int) -> str:
     return f"the store at {host}:{port} is lost: start `make rendezvous` again, and the nodes with --init_from=resume"
 
 
+def name_job(store: dist.TCPStore, out_dir: str) -> str:
+    """Return the name of the job: its directory, and a random token that the first node of the job puts into the store.
+
+    The checkpoints in the directory belong to this name. A node that joins later has the same name, and a job with a new
+    store has another one, so that it does not continue the checkpoints of an earlier job by mistake.
+    """
+    name = str(Path(out_dir).resolve()).replace("/", "-")
+    return f"{name}-{store.compare_set(f'{name} token', '', os.urandom(4).hex()).decode()}"
+
+
 class StoreWatch:
     """A thread that ends this node if the job has been stopped, or if the store is lost.
 
@@ -196,13 +206,13 @@ def launch_config(config: ElasticConfig, job: str, round_number: int, logs: str)
 def run_rounds(elastic: ElasticConfig, command: list[str], config: TrainConfig) -> int:
     """Take part in the job until it has finished, or until this node is stopped. Return the exit code."""
     host, port = elastic.address()
-    job = str(Path(config.out_dir).resolve()).replace("/", "-")
+    store = connect(host, port)
+    job = name_job(store, config.out_dir)
     os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, **config_to_env(config)}
     os.environ[ELASTIC_VARIABLE] = f"{elastic.store} {job}"
     # Without this setting, a node that joins waits for an address that the first node published in an earlier round.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    store = connect(host, port)
     if store.check([f"{job} {STOP_KEY}"]):
         store.delete_key(f"{job} {STOP_KEY}")  # of an earlier start of this job
     StoreWatch(host, port, f"{job} {STOP_KEY}")

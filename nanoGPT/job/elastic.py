@@ -78,8 +78,8 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
     """Share rank 0's token for this start with all ranks; if torchrun has restarted the job, resume it. Collective.
 
     torchrun repeats the same command, without --init_from=resume. Each elastic agent counts its restarts separately, so
-    the job was restarted if any count is not 0. The lock file names the agents of the job that may use the directory:
-    checkpoints of another job are refused at every restart, as they were at the start. Only rank 0 reads the directory.
+    the job was restarted if any count is not 0. The lock file names the agents of the job that may use the directory, or
+    the elastic job itself: checkpoints of another job are refused at every restart, as they were at the start. Only rank 0 reads the directory.
 
     Args:
         run: this rank's Runtime; its token becomes that of rank 0.
@@ -93,7 +93,7 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
         ConfigError: the directory holds checkpoints of another job, or there is no checkpoint to resume.
     """
     job = elastic_job()
-    agent = f"{job[2] if job else os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
+    agent = job[2] if job else f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
     restarts = environment_number("TORCHELASTIC_RESTART_COUNT")
     tokens, agents, restart_counts = zip(*run.gather((run.token, agent, restarts)), strict=True)
     run.token = tokens[0]
