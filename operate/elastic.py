@@ -128,8 +128,8 @@ def lost_store(host: str, port: int) -> str:
 def name_job(store: dist.TCPStore, out_dir: str) -> str:
     """Return the name of the job: its directory, and a random token that the first node of the job puts into the store.
 
-    The checkpoints in the directory belong to this name. A node that joins later has the same name, and a job with a new
-    store has another one, so that it does not continue the checkpoints of an earlier job by mistake.
+    The checkpoints in the directory belong to this name. A node that joins later gets the same name. A job with a new
+    store gets another one, so that it does not continue the checkpoints of an earlier job by mistake.
     """
     name = str(Path(out_dir).resolve()).replace("/", "-")
     return f"{name}-{store.compare_set(f'{name} token', '', os.urandom(4).hex()).decode()}"

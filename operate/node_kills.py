@@ -135,22 +135,23 @@ def lose_nodes(cluster: Cluster, kills: int, count: int, draw: random.Random) ->
     for number in range(kills):
         time.sleep(draw.uniform(0.0, 4.0))
         node, way = draw.randrange(count), WAYS[number % len(WAYS)]
-        before = cluster.last_step()
+        before, starts = cluster.last_step(), list_starts(cluster.out_dir)
         cluster.lose_node(node, way)
         if cluster.nodes[node] is None:
             time.sleep(draw.uniform(*AWAY_SECONDS))
             cluster.start_node(node, count)
         seconds = cluster.wait_for_progress()
-        first_step = min(find_resumed_step(cluster.out_dir), before + 1)
-        rows.append({"way": way, "step": before, "steps_lost": before + 1 - first_step, "seconds": seconds})
+        new_starts = list_starts(cluster.out_dir)[len(starts) :]  # none, if the node was not part of the job yet
+        lost = max(0, before + 1 - min(new_starts)) if new_starts else 0
+        rows.append({"way": way, "step": before, "steps_lost": lost, "starts": len(new_starts), "seconds": seconds})
         print(f"{number + 1}: {way} of node {node} at step {before}: {rows[-1]['steps_lost']} step(s) lost", flush=True)
     return rows
 
 
-def find_resumed_step(out_dir: Path) -> int:
-    """Return the step at which the run last started."""
-    lines = [line for line in (out_dir / "log.txt").read_text().splitlines() if "started at step" in line]
-    return int(lines[-1].partition("started at step ")[2].split()[0])
+def list_starts(out_dir: Path) -> list[int]:
+    """Return the step of each start of the run."""
+    lines = (out_dir / "log.txt").read_text().splitlines()
+    return [int(line.partition("started at step ")[2].split()[0]) for line in lines if "started at step" in line]
 
 
 def measure(kills: int, nodes: int, seed: int, folder: Path) -> dict[str, Any]:

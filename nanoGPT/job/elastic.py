@@ -78,8 +78,9 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
     """Share rank 0's token for this start with all ranks; if torchrun has restarted the job, resume it. Collective.
 
     torchrun repeats the same command, without --init_from=resume. Each elastic agent counts its restarts separately, so
-    the job was restarted if any count is not 0. The lock file names the agents of the job that may use the directory, or
-    the elastic job itself: checkpoints of another job are refused at every restart, as they were at the start. Only rank 0 reads the directory.
+    the job was restarted if any count is not 0. The lock file names the agents of the job that may use the directory
+    (or the elastic job itself): checkpoints of another job are refused at every restart, as they were at the start.
+    Only rank 0 reads the directory.
 
     Args:
         run: this rank's Runtime; its token becomes that of rank 0.
