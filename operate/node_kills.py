@@ -35,7 +35,7 @@ from workshop.ranks import losses
 RANKS_PER_NODE = 2
 FLAGS = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=16", "--batch_size=2"]
 FLAGS += ["--gradient_accumulation_steps=8", "--log_interval=1", "--eval_interval=20", "--eval_iters=2"]
-FLAGS += ["--always_save_checkpoint=True", "--max_iters=1000000", "--decay_lr=False", "--learning_rate=1e-3"]
+FLAGS += ["--always_save_checkpoint=True", "--max_iters=1000000", "--decay_lr=False", "--learning_rate=1e-4"]
 TRAINER = "phase3_fsdp/train.py"
 WAYS = ("node", "rank", "node", "SIGTERM")  # how a node is lost, in turn
 CONTINUE_SECONDS = 120.0  # within which the job must train again

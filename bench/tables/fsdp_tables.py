@@ -112,6 +112,31 @@ def torture_table() -> str:
     return "\n".join(parts)
 
 
+def node_kills_table() -> str:
+    """Return how an elastic job continued after the loss of a node, by how the node was lost."""
+    ways = {
+        "node": "SIGKILL of a launcher and all its ranks",
+        "rank": "SIGKILL of one rank",
+        "SIGTERM": "SIGTERM to a launcher",
+    }
+    parts = []
+    for result in read_results("node-kills"):
+        samples, rows = result["samples"], []
+        for way, text in ways.items():
+            lost = [row for row in samples["rows"] if row["way"] == way]
+            steps = [row["steps_lost"] for row in lost]
+            seconds = statistics.median(row["seconds"] for row in lost)
+            rows.append([text, str(len(lost)), f"{statistics.fmean(steps):.1f}", str(max(steps)), f"{seconds:.1f}"])
+        head = ["how the node was lost", "times", "steps lost (mean)", "steps lost (maximum)"]
+        table = format_table([*head, "median time until it trains again (s)"], rows)
+        text = (
+            f"\nThe job continued {len(samples['rows'])} times and trained {samples['steps']:,} steps. The max loss "
+            f"difference to an undisturbed run is {samples['max_loss_difference']:.1e}.\n"
+        )
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + table + text)
+    return "\n".join(parts)
+
+
 def save_speed_table() -> str:
     """Return the time to save the same bytes with `dcp.save` and with a verified save, synchronous or asynchronous."""
     rows = []
@@ -148,6 +173,7 @@ FSDP_TABLES: dict[str, Callable[[], str]] = {
     "fsdp_options": fsdp_options_table,
     "muon": muon_table,
     "torture": torture_table,
+    "node_kills": node_kills_table,
     "save_speed": save_speed_table,
     "activations": activations_table,
 }

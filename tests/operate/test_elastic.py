@@ -15,7 +15,7 @@ from tests.helpers.programs import Program, assert_refused, find_free_port, make
 from tests.helpers.training import TINY, tiny, train
 from workshop.ranks import losses
 
-FIELDS = {**TINY, "max_iters": 100_000, "eval_interval": 25, "decay_lr": False, "learning_rate": 1e-3}
+FIELDS = {**TINY, "max_iters": 100_000, "eval_interval": 25, "decay_lr": False, "learning_rate": 1e-4}
 
 
 def start_node(port: str, out: Path, nodes: str = "1:2", gpus: int = 2, **fields) -> Program:
