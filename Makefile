@@ -87,19 +87,19 @@ notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb
 	@$(PY) -m workshop.notebooks $(ARGS)
 jupyter: .venv/.notebooks data  ## install Jupyter and open the notebooks
 	@.venv/bin/jupyter lab notebooks $(ARGS)
-elastic: .venv/.dev data  ## train PHASE=phase3 as one of NODES=1:4 nodes that may die or join; STORE=host:port of make rendezvous
+elastic: .venv/.dev data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
 	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)
-rendezvous: .venv/.dev  ## serve the store through which the nodes of make elastic meet, on PORT=29400
+rendezvous: .venv/.dev  ## serve the store of make elastic on PORT=29400
 	@$(PY) -m operate.elastic serve --port=$(PORT)
 preflight: .venv/.dev data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
 	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
-gate: .venv/.dev data  ## train PHASE=phase3 beside the baseline, and check losses, memory, speed and files
+gate: .venv/.dev data  ## train PHASE=phase3 and the baseline, and compare losses, memory, speed and files
 	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
 autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
 	@$(PY) -m operate.autopsy $(if $(RUN),--run=$(RUN)) $(ARGS)
 watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
 	@$(PY) -m operate.watch $(if $(RUN),--run=$(RUN))
-plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b over each other, and print a summary
+plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b in one figure, and print a summary
 	@$(PY) -m operate.plot $(if $(RUN),--run=$(RUN)) $(ARGS)
 fault: .venv/.core data  ## start a run with a planted fault, NAME=hang; without NAME, list the faults
 	@$(PY) -m workshop.faults $(if $(NAME),--name=$(NAME))

@@ -63,6 +63,10 @@ class ConfigError(Exception):
         self.on_one_rank, self.is_shared = on_one_rank, is_shared
 
 
+class LostConnection(ConfigError):
+    """A connection to another node was lost or never established. An elastic job starts its ranks again."""
+
+
 class NonFiniteLoss(Exception):
     """The loss or the gradient norm is not finite. Every rank raises it at the same step. Exit code 3."""
 

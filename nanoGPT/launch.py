@@ -31,10 +31,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
+from nanoGPT.job.elastic import has_finished
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from nanoGPT.job.out_dir import check_out_dir
@@ -242,11 +242,6 @@ def report_exit(config: TrainConfig, code: int, reason: str) -> int:
     print(f"error: {reason}", file=sys.stderr)
     append_to_log(config.out_dir, "launcher", f"exit code {code}: {reason}")
     return code
-
-
-def has_finished(config: TrainConfig) -> bool:
-    """Return whether the run has completed all its steps."""
-    return any(path.name == f"step-{config.max_iters:08d}" for path in step_directories(Path(config.out_dir)))
 
 
 def show_sample(config: TrainConfig) -> None:

@@ -70,7 +70,7 @@ class TrainConfig:
     always_save_checkpoint: bool = False
     """save at every evaluation, not only when the validation loss has improved"""
     save_every_minutes: float = 0.0
-    """also save when the newest checkpoint of this run is this old, at the end of a step; 0: only at evaluations"""
+    """also save if the last save was this many minutes ago; 0: save only at evaluations and at the end"""
     keep_checkpoints: int = 3
     """number of checkpoints to keep, at least 3; older ones are deleted"""
     resume_step: int | None = None
@@ -104,7 +104,7 @@ class TrainConfig:
     timeout_minutes: float = 30.0
     """how long ranks wait for each other, at the start and in every collective, in minutes"""
     diagnostics_interval: int = 0
-    """steps between records of memory, norms and the agreement of the ranks in diagnostics/; 0: no diagnostics"""
+    """steps between two records of memory and norms in diagnostics/, each with a comparison of the ranks; 0: off"""
     ledger: bool = False
     """measure the collectives and the memory of one step, print them and write ledger.json"""
 

@@ -1,4 +1,4 @@
-"""The results of checks, as a table with a remedy for each problem, and as an exit code."""
+"""Format the results of checks, with a remedy below each problem."""
 
 import textwrap
 from collections.abc import Sequence

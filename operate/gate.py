@@ -1,4 +1,4 @@
-"""Decide whether a phase is ready for a long run: train it beside the baseline, and check every result.
+"""Decide whether a phase is ready for a long run: train the phase and the baseline (DDP), and compare the results.
 
     make gate PHASE=phase3 GPUS=2                                   # about three minutes on 2 cores
     make gate PHASE=phase3 GPUS=8 CONFIG=config/train_mid.py ARGS="--max_gb=45 --min_tokens_per_second=20000"
@@ -8,11 +8,12 @@ The gate trains the phase and the baseline (DDP) with the same configuration, on
 
 - `synthetic`, 200 steps: a random walk whose lowest possible loss is known. A lower loss means that the model sees the
   tokens that it should predict. A much higher loss means that it does not learn.
-- the configured dataset, 300 steps. The loss must be well below the entropy of the token frequencies.
+- the configured dataset, 300 steps. The loss must be well below the unigram entropy: the loss of a
+  model that knows only the token frequencies.
 
 With `--scale_up`, it also trains on the configured dataset with sequences of twice the length.
 
-All limits are printed. The gate exits with code 0 if every check passes, and with 1 if one fails. The runs and
+All limits are printed. The gate exits with code 1 if a check fails, and with 0 otherwise. The runs and
 `gate.json` are in `out/gate-<phase>-<ranks>-<time>/`.
 """
 
@@ -49,10 +50,10 @@ SYNTHETIC_STEPS, REAL_STEPS = 200, 300
 EARLY_STEPS = 20  # up to this step, two curves differ only by rounding; later, small differences grow
 # Largest difference of the losses of two phases: up to EARLY_STEPS, and at the last step.
 TOLERANCES = {"float32": (1e-5, 0.02), "lower precision": (0.02, 0.05)}
-# Loss at the end, as a fraction of the way from the entropy of the token frequencies (0) to the lowest loss (1).
+# Required progress of the final loss, from the unigram entropy (0) to the lowest possible loss (1).
 MIN_LEARNED = 0.9
-# Loss at the end on other data, as fractions of the entropy of the token frequencies.
-REAL_BAND = (0.3, 0.9)
+# Limits of the final loss on other data, as fractions of the unigram entropy.
+REAL_LOSS_LIMITS = (0.3, 0.9)
 SAMPLING_ERROR = 0.03  # nats: more than four standard errors of a loss over 8,000 tokens of `synthetic`
 MEMORY_MARGIN = 1.05  # of the planner's prediction
 SPEED_MARGIN = 0.5  # of the planner's prediction
@@ -104,7 +105,7 @@ class TrialResult:
         return all(status["state"] == "done" for status in self.states)
 
 
-def split_words(words: list[str]) -> tuple[list[str], list[str]]:
+def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
     """Divide a command line into the flags of the gate, and the config files and flags of the trainer."""
     words = join_flag_values(words)
     names = field_names(GateConfig)
@@ -121,7 +122,7 @@ def build_trials(gate: GateConfig, words: list[str], out_dir: Path) -> list[Tria
     """
     package = find_package(gate.phase)
     if package == "nanoGPT":
-        raise ConfigError(f"PHASE={gate.phase} is what the gate compares with: use phase1, phase2 or phase3")
+        raise ConfigError(f"PHASE={gate.phase} cannot be compared with itself: use phase1, phase2 or phase3")
     for word in words:
         if not word.startswith("--") and not is_config_file(word):
             raise ConfigError(f"{word!r} is neither a flag nor a config file: write --flag=value or config/name.py")
@@ -224,10 +225,10 @@ def check_artifacts(name: str, runs: tuple[Run, Run]) -> Check:
     return Check(f"{name}: files", "pass", "metrics, environment, heartbeats, ledger, verified checkpoint")
 
 
-def token_entropy(dataset: str) -> float:
-    """Return the entropy of the token frequencies of the first validation file, in nats.
+def compute_unigram_entropy(dataset: str) -> float:
+    """Return the unigram entropy of the first validation file, in nats.
 
-    It is the lowest expected loss of a model that knows only how often each token occurs.
+    It is the lowest loss of a model that knows only how often each token occurs.
     """
     folder = find_dataset(dataset)
     meta = read_dataset_meta(folder)
@@ -237,18 +238,18 @@ def token_entropy(dataset: str) -> float:
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def loss_band(trial: Trial) -> tuple[float, float]:
+def compute_loss_limits(trial: Trial) -> tuple[float, float]:
     """Return the lowest and the highest validation loss that the end of a trial may have."""
-    entropy = token_entropy(trial.config.dataset)
+    entropy = compute_unigram_entropy(trial.config.dataset)
     source = read_dataset_meta(find_dataset(trial.config.dataset)).get("source", {})
     if (lowest := source.get("entropy_rate")) and trial.config.max_iters >= SYNTHETIC_STEPS:
         return lowest - SAMPLING_ERROR, entropy - MIN_LEARNED * (entropy - lowest)
-    return max(REAL_BAND[0] * entropy, (lowest or 0) - SAMPLING_ERROR), REAL_BAND[1] * entropy
+    return max(REAL_LOSS_LIMITS[0] * entropy, (lowest or 0) - SAMPLING_ERROR), REAL_LOSS_LIMITS[1] * entropy
 
 
 def check_loss(result: TrialResult) -> Check:
     """Check that the final validation loss of the phase is inside its band."""
-    loss, (low, high) = result.lines[1][-1]["val_loss"], loss_band(result.trial)
+    loss, (low, high) = result.lines[1][-1]["val_loss"], compute_loss_limits(result.trial)
     finding = f"validation loss {loss:.3f} after {result.trial.config.max_iters} steps; limits {low:.3f} to {high:.3f}"
     subject = f"{result.trial.name}: loss"
     if loss > high:
@@ -270,7 +271,7 @@ def check_same_curve(result: TrialResult) -> Check:
     finding = f"max loss difference to DDP {early:.1e} up to step {EARLY_STEPS} (limit {tolerances[0]:g}); "
     finding += f"final validation losses differ by {final:.1e} (limit {tolerances[1]:g})"
     is_same = early <= tolerances[0] and final <= tolerances[1]
-    remedy = "" if is_same else "compare gradient norms step by step: notebook 2 and docs/operations.md say how"
+    remedy = "" if is_same else "train both with --diagnostics_interval=1, and compare the norms in diagnostics/"
     return Check(f"{result.trial.name}: same curve as DDP", "pass" if is_same else "fail", finding, remedy)
 
 
@@ -337,12 +338,12 @@ def main(gate: GateConfig, words: list[str]) -> int:
     print("\n" + "\n".join(format_check(check, width) for check in checks))
     report = {"settings": dataclasses.asdict(gate), "checks": [dataclasses.asdict(check) for check in checks]}
     (out_dir / "gate.json").write_text(json.dumps(report, indent=1) + "\n")
-    verdict = "is not ready" if has_failed(checks) else "is ready"
+    verdict = "is not ready for a long run" if has_failed(checks) else "is ready for a long run"
     print(f"\n{phase} on {gate.gpus} rank(s) {verdict}: {summarize(checks)}; the runs are in {out_dir}")
     return int(has_failed(checks))
 
 
 if __name__ == "__main__":
     with report_errors():
-        gate_words, trainer_words = split_words(sys.argv[1:])
+        gate_words, trainer_words = split_flags(sys.argv[1:])
         sys.exit(main(command_line(GateConfig, gate_words), trainer_words))

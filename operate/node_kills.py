@@ -1,12 +1,12 @@
-"""Kill nodes of an elastic job at random moments, let them come back, and compare the losses with those of a quiet run.
+"""Kill nodes of an elastic job at random moments, restart them, and compare the losses with an uninterrupted run.
 
     python -m operate.node_kills --kills=30            # about eight minutes on 2 cores
     python -m operate.node_kills --kills=30 --write    # also write bench/results/node-kills-<hardware>.json
 
 Each node is a process of `make elastic` on this machine, with its own ranks. A node is killed with SIGKILL: either the
 launcher with all its ranks, as if the machine had lost power, or one rank. Every fourth time it gets SIGTERM instead,
-as when a cloud takes a machine back. The same node starts again after a few seconds, and the ranks resume from the
-newest checkpoint. The job trains until all kills are done.
+as if a cloud provider preempted the machine. The same node starts again after a few seconds, and the ranks resume from
+the newest checkpoint. The job trains until all kills are done.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ FLAGS = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_si
 FLAGS += ["--gradient_accumulation_steps=8", "--log_interval=1", "--eval_interval=20", "--eval_iters=2"]
 FLAGS += ["--always_save_checkpoint=True", "--max_iters=1000000", "--decay_lr=False", "--learning_rate=1e-4"]
 TRAINER = "phase3_fsdp/train.py"
-WAYS = ("node", "rank", "node", "SIGTERM")  # how a node is lost, in turn
+KINDS = ("node", "rank", "node", "SIGTERM")  # the kind of each loss, in turn
+DESCRIPTIONS = {"node": "SIGKILL of a node", "rank": "SIGKILL of one rank", "SIGTERM": "SIGTERM to a node"}
 CONTINUE_SECONDS = 120.0  # within which the job must train again
 AWAY_SECONDS = (0.0, 12.0)  # how long a node is away
 
@@ -86,7 +87,7 @@ class Cluster:
         """Wait until the job has logged new steps, and return the seconds.
 
         Raises:
-            ConfigError: it did not within CONTINUE_SECONDS.
+            ConfigError: the job logged no new steps within CONTINUE_SECONDS.
         """
         begin, path = time.monotonic(), self.out_dir / "metrics.jsonl"
         seen = path.stat().st_mtime_ns if path.exists() else 0
@@ -99,15 +100,15 @@ class Cluster:
             changes, seen = changes + (now != seen), now
         return time.monotonic() - begin
 
-    def lose_node(self, node: int, way: str) -> None:
+    def lose_node(self, node: int, kind: str) -> None:
         """Kill a node, or one of its ranks, or ask it to leave."""
         process = self.nodes[node]
         assert process is not None
         ranks = list_children(process.pid)
-        if way == "rank" and ranks:
+        if kind == "rank" and ranks:
             os.kill(random.choice(ranks), signal.SIGKILL)
             return
-        if way == "SIGTERM":
+        if kind == "SIGTERM":
             process.terminate()
         else:
             process.kill()
@@ -130,21 +131,25 @@ class Cluster:
 
 
 def lose_nodes(cluster: Cluster, kills: int, count: int, draw: random.Random) -> list[dict[str, Any]]:
-    """Lose nodes at random moments, one after another. Return a row for each: how, when, steps and seconds lost."""
+    """Lose nodes at random moments, one after another.
+
+    Returns:
+        For each loss: its kind, the step, the number of lost steps, and the seconds until the job trains again.
+    """
     rows = []
     for number in range(kills):
         time.sleep(draw.uniform(0.0, 4.0))
-        node, way = draw.randrange(count), WAYS[number % len(WAYS)]
+        node, kind = draw.randrange(count), KINDS[number % len(KINDS)]
         before, starts = cluster.last_step(), list_starts(cluster.out_dir)
-        cluster.lose_node(node, way)
+        cluster.lose_node(node, kind)
         if cluster.nodes[node] is None:
             time.sleep(draw.uniform(*AWAY_SECONDS))
             cluster.start_node(node, count)
         seconds = cluster.wait_for_progress()
         new_starts = list_starts(cluster.out_dir)[len(starts) :]  # none, if the node was not part of the job yet
         lost = max(0, before + 1 - min(new_starts)) if new_starts else 0
-        rows.append({"way": way, "step": before, "steps_lost": lost, "starts": len(new_starts), "seconds": seconds})
-        print(f"{number + 1}: {way} of node {node} at step {before}: {rows[-1]['steps_lost']} step(s) lost", flush=True)
+        rows.append({"kind": kind, "step": before, "steps_lost": lost, "starts": len(new_starts), "seconds": seconds})
+        print(f"{number + 1}: {DESCRIPTIONS[kind]}, node {node}, step {before}: {lost} step(s) lost", flush=True)
     return rows
 
 
@@ -155,7 +160,7 @@ def list_starts(out_dir: Path) -> list[int]:
 
 
 def measure(kills: int, nodes: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Run the job with kills, and then a quiet run on one node. Return the rows and the largest loss difference."""
+    """Run the job with kills, and then an uninterrupted run on one node. Return the rows and the loss difference."""
     draw = random.Random(seed)
     cluster = Cluster(folder, random.SystemRandom().randrange(20000, 32000))
     store = cluster.start_process("store", ["serve", f"--port={cluster.port}"])
@@ -169,18 +174,26 @@ def measure(kills: int, nodes: int, seed: int, folder: Path) -> dict[str, Any]:
         cluster.stop()
         store.kill()
     curve = losses(cluster.out_dir)
-    command = [sys.executable, "-m", "nanoGPT.launch", "--gpus=2", TRAINER, *FLAGS, f"--out_dir={folder / 'quiet'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "nanoGPT.launch",
+        "--gpus=2",
+        TRAINER,
+        *FLAGS,
+        f"--out_dir={folder / 'uninterrupted'}",
+    ]
     command.append(f"--max_iters={max(curve)}")
-    with open(folder / "quiet.log", "wb") as log:
+    with open(folder / "uninterrupted.log", "wb") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
-    quiet = losses(folder / "quiet")
-    difference = max(abs(curve[step] - loss) for step, loss in quiet.items())
-    missing = sorted(set(quiet) - set(curve))
+    uninterrupted = losses(folder / "uninterrupted")
+    difference = max(abs(curve[step] - loss) for step, loss in uninterrupted.items())
+    missing = sorted(set(uninterrupted) - set(curve))
     return {"rows": rows, "steps": max(curve), "missing_steps": missing, "max_loss_difference": difference}
 
 
 def main(kills: int = 10, nodes: int = 2, seed: int = 0, write: bool = False) -> None:
-    """Kill nodes of an elastic job at random moments, and compare its losses with those of a quiet run.
+    """Kill nodes of an elastic job at random moments, and compare its losses with an uninterrupted run.
 
     Args:
         kills: how often a node is lost.
@@ -191,14 +204,14 @@ def main(kills: int = 10, nodes: int = 2, seed: int = 0, write: bool = False) ->
     folder = Path(tempfile.mkdtemp(prefix="node-kills-"))  # kept: it has the logs of all nodes
     result = measure(kills, nodes, seed, folder)
     rows = result["rows"]
-    for way in dict.fromkeys(WAYS):
-        of_way = [row for row in rows if row["way"] == way]
-        if of_way:
-            lost = sum(row["steps_lost"] for row in of_way) / len(of_way)
-            print(f"{way}: {len(of_way)} times, {lost:.1f} steps lost on average")
+    for kind in DESCRIPTIONS:
+        of_kind = [row for row in rows if row["kind"] == kind]
+        if of_kind:
+            lost = sum(row["steps_lost"] for row in of_kind) / len(of_kind)
+            print(f"{DESCRIPTIONS[kind]}: {len(of_kind)} times, {lost:.1f} steps lost on average")
     print(
-        f"{len(rows)} of {kills} continued; {result['steps']} steps, max loss difference to a quiet run "
-        f"{result['max_loss_difference']:.2g}; logs in {folder}"
+        f"the job continued after {len(rows)} of {kills} losses and trained {result['steps']} steps; "
+        f"max loss difference to an uninterrupted run {result['max_loss_difference']:.2g}; logs in {folder}"
     )
     if write:
         settings = {"command": f"python -m operate.node_kills --kills={kills} --nodes={nodes} --write"}

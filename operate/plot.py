@@ -1,4 +1,4 @@
-"""Draw the metrics of several runs over each other, and print a summary.
+"""Draw the metrics of several runs in one figure, and print a summary.
 
     make plot RUN=out/a,out/b        # writes out/plot.png
     make plot                        # the newest run under out/
@@ -36,7 +36,7 @@ PANELS = (
     ("mfu", "MFU (%)", 100.0),
     ("peak_memory_bytes", "peak memory of rank 0 (GB)", 1e-9),
 )
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")  # of Okabe and Ito
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")  # palette of Okabe and Ito
 STYLES = ("-", "--", ":", "-.")
 
 
@@ -59,22 +59,22 @@ def read_runs(run: str) -> dict[str, Lines]:
     return runs
 
 
-def series(lines: Lines, key: str, factor: float) -> tuple[list[int], list[float]]:
+def select_values(lines: Lines, key: str, factor: float) -> tuple[list[int], list[float]]:
     """Return the steps and the values of a metric, without the lines that do not have it."""
     pairs = [(line["step"], factor * line[key]) for line in lines if line.get(key) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def draw(axes: Axes, runs: dict[str, Lines], key: str, label: str, factor: float) -> None:
+def draw_metric(axes: Axes, runs: dict[str, Lines], key: str, label: str, factor: float) -> None:
     """Draw one metric of all runs."""
     axes.set(xlabel="step", ylabel=label)
     axes.grid(alpha=0.3)
     for i, (name, lines) in enumerate(runs.items()):
-        steps, values = series(lines, key, factor)
+        steps, values = select_values(lines, key, factor)
         marker = "o" if len(steps) < 25 else ""
         style = STYLES[i % len(STYLES)]
         axes.plot(steps, values, style, marker=marker, markersize=4, color=COLORS[i % len(COLORS)], label=name)
-    if not any(series(lines, key, factor)[0] for lines in runs.values()):
+    if not any(select_values(lines, key, factor)[0] for lines in runs.values()):
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="gray")
         axes.set(xticks=[], yticks=[])
     elif key in ("tokens_per_second", "mfu", "peak_memory_bytes"):
@@ -83,11 +83,11 @@ def draw(axes: Axes, runs: dict[str, Lines], key: str, label: str, factor: float
 
 def summarize(runs: dict[str, Lines]) -> Iterator[str]:
     """Yield a table with one row per run."""
-    header = ("run", "ranks", "steps", "loss", "best val loss", "tokens/s", "peak GB")
+    header = ("run", "ranks", "steps", "loss", "best validation loss", "tokens per second", "peak memory (GB)")
     rows = [header]
     for name, lines in runs.items():
         ranks = read_object(Path(name) / "env.json").get("world_size", "?")
-        columns = {key: series(lines, key, factor)[1] for key, _, factor in PANELS}
+        columns = {key: select_values(lines, key, factor)[1] for key, _, factor in PANELS}
         rows.append(
             (
                 name,
@@ -106,7 +106,7 @@ def summarize(runs: dict[str, Lines]) -> Iterator[str]:
 
 
 def main(run: str = "", to: Path = Path("out/plot.png")) -> None:
-    """Draw the metrics of runs over each other.
+    """Draw the metrics of runs in one figure.
 
     Args:
         run: directories of runs, separated by commas; empty: the newest run under out/.
@@ -116,7 +116,7 @@ def main(run: str = "", to: Path = Path("out/plot.png")) -> None:
     check_plot(to)
     figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
     for panel, (key, label, factor) in zip(axes.flat, PANELS, strict=True):
-        draw(panel, runs, key, label, factor)
+        draw_metric(panel, runs, key, label, factor)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
     figure.savefig(to, dpi=120)
     print("\n".join(summarize(runs)))

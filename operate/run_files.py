@@ -1,4 +1,4 @@
-"""Find the directory of a run, and read its files. A file that is missing or cut off is read as far as possible."""
+"""Find the directory of a run, and read its files. Skip parts that are missing or cut off."""
 
 import contextlib
 import json

@@ -4,7 +4,7 @@
     make watch                       # the newest run under out/
 
 It only reads the files of the run, so it can be started and stopped at any time, also on another node that shares the
-directory. It ends with the run.
+directory. It exits when the run ends.
 """
 
 import sys
@@ -31,7 +31,7 @@ CURVE_WIDTH = 60  # characters
 MAX_RANKS = 32  # rows of the table
 
 
-def sparkline(values: list[float], width: int = CURVE_WIDTH) -> str:
+def format_sparkline(values: list[float], width: int = CURVE_WIDTH) -> str:
     """Return a curve of `width` characters; each shows the mean of its part of the values."""
     if not values:
         return ""
@@ -59,13 +59,13 @@ def describe_metrics(lines: list[dict[str, Any]], max_iters: int | None) -> Text
     if max_iters and last.get("step_ms"):
         minutes = (max_iters - last["step"] - 1) * last["step_ms"] / 60_000
         words.append(f"{minutes:,.1f} min left")
-    curve = f"{max(losses):.2f} {sparkline(losses)} {losses[-1]:.2f}"
+    curve = f"{max(losses):.2f} {format_sparkline(losses)} {losses[-1]:.2f}"
     return Text("  ".join(words) + "\n" + curve)
 
 
 def describe_ranks(folder: Path, now: float) -> Table:
     """Return a table with what each rank does, from its heartbeat."""
-    table = Table("rank", "step", "stage", "waits (%)", "last heartbeat", "line", box=None, pad_edge=False)
+    table = Table("rank", "step", "stage", "waiting (%)", "last heartbeat", "line", box=None, pad_edge=False)
     files = read_by_rank(folder / "heartbeat", "rank*.json")
     for rank, path in list(files.items())[:MAX_RANKS]:
         beat = read_object(path)
@@ -90,7 +90,7 @@ def describe_checkpoints(folder: Path) -> Text:
 
 
 def render(folder: Path) -> Panel:
-    """Return the picture of a run at this moment."""
+    """Return a panel with the current state of a run."""
     environment = read_object(folder / "env.json")
     max_iters = environment.get("config", {}).get("max_iters")
     lines = read_json_lines(folder / "metrics.jsonl")

@@ -118,7 +118,7 @@ def train(config: Config) -> None:
                 diagnostics.record(step, loss_sum, norm)
 
                 # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
-                should_stop, should_save = run.exchange_requests(checkpoints.is_due(config.save_every_minutes))
+                should_stop, should_save = run.exchange_requests(checkpoints.is_save_due(config.save_every_minutes))
                 saves_next = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or should_save
                 if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps

@@ -1,10 +1,10 @@
-"""Ten faults of distributed training, each started by one command, to be diagnosed with `make autopsy`.
+"""Start a run with one of ten typical faults of distributed training, to practice `make autopsy`.
 
-    make fault NAME=hang                  # trains on two or three ranks into out/faults/hang, until the fault shows
+    make fault NAME=hang                  # trains on a few ranks into out/faults/hang
     make autopsy RUN=out/faults/hang
     make fault                            # list the faults
 
-A fault is a change of a few lines in the trainer, made here at run time. The run uses the same launcher, watchdog and
+A fault changes a few lines of the trainer at run time. The run uses the same launcher, watchdog and
 diagnostics as every other run.
 """
 
@@ -39,7 +39,7 @@ from workshop.imports import ROOT
 from workshop.phases import load_config_class
 
 FAULT_STEP = 4  # the step in which a fault begins
-SMALL: dict[str, Any] = {
+SMALL_CONFIG: dict[str, Any] = {
     "dataset": "shakespeare_char",
     "device": "cpu",
     "n_layer": 2,
@@ -65,15 +65,15 @@ class Fault:
     """One fault.
 
     Attributes:
-        about: what was done wrong, in one sentence.
+        description: what is wrong, in one sentence.
         package: the package of the trainer.
         plant: changes the trainer, given its module and this rank.
         ranks: number of ranks.
-        fields: of the configuration that differ from SMALL.
+        fields: of the configuration that differ from SMALL_CONFIG.
         prepare: called with the run's directory and its configuration before the ranks start.
     """
 
-    about: str
+    description: str
     package: str
     plant: Callable[[ModuleType, int], None]
     ranks: int = 2
@@ -81,7 +81,7 @@ class Fault:
     prepare: Callable[[Path, TrainConfig], None] | None = None
 
 
-def before_step(trainer: ModuleType, action: Callable[[torch.nn.Module, int], None]) -> None:
+def call_before_step(trainer: ModuleType, action: Callable[[torch.nn.Module, int], None]) -> None:
     """Call `action(model, step)` before every training step."""
     original = trainer.train_step
 
@@ -93,41 +93,41 @@ def before_step(trainer: ModuleType, action: Callable[[torch.nn.Module, int], No
     trainer.train_step = train_step  # type: ignore[attr-defined]
 
 
-def collective_on_one_rank(trainer: ModuleType, rank: int) -> None:
+def plant_mismatched_collective(trainer: ModuleType, rank: int) -> None:
     def gather_weights(model: torch.nn.Module, step: int) -> None:
         if rank == 0 and step == FAULT_STEP:
             sum(param.full_tensor().sum() for param in model.parameters())  # type: ignore[attr-defined]
 
-    before_step(trainer, gather_weights)
+    call_before_step(trainer, gather_weights)
 
 
-def diverging_seeds(trainer: ModuleType, rank: int) -> None:
+def plant_diverging_seeds(trainer: ModuleType, rank: int) -> None:
     def reinitialize(model: torch.nn.Module, step: int) -> None:
         if step == 0:
             torch.manual_seed(1337 + rank)
             torch.nn.init.normal_(next(model.parameters()), std=0.02)
 
-    before_step(trainer, reinitialize)
+    call_before_step(trainer, reinitialize)
 
 
-def nan_on_one_rank(trainer: ModuleType, rank: int) -> None:
+def plant_nan(trainer: ModuleType, rank: int) -> None:
     def break_weight(model: torch.nn.Module, step: int) -> None:
         if rank == 1 and step == FAULT_STEP:
             with torch.no_grad():
                 next(model.parameters())[0, 0] = float("nan")
 
-    before_step(trainer, break_weight)
+    call_before_step(trainer, break_weight)
 
 
-def hang(trainer: ModuleType, rank: int) -> None:
+def plant_hang(trainer: ModuleType, rank: int) -> None:
     def wait_forever(_model: torch.nn.Module, step: int) -> None:
         while rank == 1 and step == FAULT_STEP:
             time.sleep(1)
 
-    before_step(trainer, wait_forever)
+    call_before_step(trainer, wait_forever)
 
 
-def wrong_device(trainer: ModuleType, rank: int) -> None:
+def plant_wrong_device(trainer: ModuleType, rank: int) -> None:
     to_device = trainer.to_device
 
     def to_another_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -137,11 +137,11 @@ def wrong_device(trainer: ModuleType, rank: int) -> None:
     trainer.to_device = to_another_device  # type: ignore[attr-defined]
 
 
-def local_norm(trainer: ModuleType, rank: int) -> None:
+def plant_local_norm(trainer: ModuleType, rank: int) -> None:
     trainer.grad_norm = lambda grads, _group=None: grad_norm(grads)  # type: ignore[attr-defined]
 
 
-def ready_twice(trainer: ModuleType, rank: int) -> None:
+def plant_ready_twice(trainer: ModuleType, rank: int) -> None:
     forward = Block.forward
 
     def forward_twice(block: Block, x: Tensor, _cache: Any = None) -> Tensor:
@@ -151,32 +151,32 @@ def ready_twice(trainer: ModuleType, rank: int) -> None:
     Block.forward = forward_twice  # type: ignore[method-assign, assignment]
 
 
-def corrupted_checkpoint(trainer: ModuleType, rank: int) -> None:
-    """Plant nothing in the trainer: `flip_a_byte` damages the newest checkpoint before the run resumes."""
+def plant_nothing(trainer: ModuleType, rank: int) -> None:
+    """Leave the trainer unchanged: `corrupt_newest_checkpoint` damages the newest checkpoint before the run resumes."""
 
 
-def leak(trainer: ModuleType, rank: int) -> None:
+def plant_leak(trainer: ModuleType, rank: int) -> None:
     kept: list[Tensor] = []
 
     def keep_tensors(_model: torch.nn.Module, step: int) -> None:
         kept.append(torch.ones(500_000))  # 2 MB per step
 
-    before_step(trainer, keep_tensors)
+    call_before_step(trainer, keep_tensors)
 
 
-def straggler(trainer: ModuleType, rank: int) -> None:
+def plant_straggler(trainer: ModuleType, rank: int) -> None:
     def compute_slowly(_model: torch.nn.Module, step: int) -> None:
         if rank == 1:
-            end = time.perf_counter() + 0.4
+            end = time.perf_counter() + 1.0
             while time.perf_counter() < end:
                 time.sleep(0.01)
 
-    before_step(trainer, compute_slowly)
+    call_before_step(trainer, compute_slowly)
 
 
-def flip_a_byte(out_dir: Path, config: TrainConfig) -> None:
+def corrupt_newest_checkpoint(out_dir: Path, config: TrainConfig) -> None:
     """Train until two checkpoints exist, and flip a byte of the newer one."""
-    start_ranks("corrupted_checkpoint", 2, config)
+    start_ranks("plant_nothing", 2, config)
     newest = step_directories(out_dir)[0]
     path = max(newest.glob("*.distcp"), key=lambda each: each.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -185,28 +185,30 @@ def flip_a_byte(out_dir: Path, config: TrainConfig) -> None:
 
 
 FAULTS = {
-    "collective": Fault("rank 0 alone gathers the weights", "phase3_fsdp", collective_on_one_rank),
-    "seeds": Fault("each rank initializes a parameter with its own seed", "nanoGPT", diverging_seeds, 3),
-    "nan": Fault("a weight of rank 1 becomes NaN", "nanoGPT", nan_on_one_rank, 3),
-    "hang": Fault("rank 1 waits forever", "nanoGPT", hang, 3),
-    "device": Fault("rank 1 moves its batch to another device than the model", "nanoGPT", wrong_device),
-    "norm": Fault("each rank clips by the norm of its own shards", "phase3_fsdp", local_norm),
-    "ready_twice": Fault("DDP with reentrant checkpointing of a block that is used twice", "nanoGPT", ready_twice),
-    "checkpoint": Fault(
-        "a byte of the newest checkpoint has changed",
-        "phase3_fsdp",
-        corrupted_checkpoint,
-        fields={"eval_interval": 4, "always_save_checkpoint": True},
-        prepare=flip_a_byte,
+    "collective": Fault("only rank 0 all-gathers the weights", "phase3_fsdp", plant_mismatched_collective),
+    "seeds": Fault("each rank initializes a parameter with its own seed", "nanoGPT", plant_diverging_seeds, 3),
+    "nan": Fault("a weight of rank 1 becomes NaN", "nanoGPT", plant_nan, 3),
+    "hang": Fault("rank 1 waits forever", "nanoGPT", plant_hang, 3),
+    "device": Fault("rank 1 moves its batch to another device than the model", "nanoGPT", plant_wrong_device),
+    "norm": Fault("each rank clips by the norm of its own shards", "phase3_fsdp", plant_local_norm),
+    "ready_twice": Fault(
+        "DDP with reentrant checkpointing of a block that is used twice", "nanoGPT", plant_ready_twice
     ),
-    "leak": Fault("tensors of every step are kept in a list", "nanoGPT", leak, fields={"max_iters": 40}),
-    "straggler": Fault("rank 1 computes slowly", "phase3_fsdp", straggler, 3, {"max_iters": 25}),
+    "checkpoint": Fault(
+        "a byte of the newest checkpoint is flipped",
+        "phase3_fsdp",
+        plant_nothing,
+        fields={"eval_interval": 4, "always_save_checkpoint": True},
+        prepare=corrupt_newest_checkpoint,
+    ),
+    "leak": Fault("tensors of every step are kept in a list", "nanoGPT", plant_leak, fields={"max_iters": 40}),
+    "straggler": Fault("rank 1 computes slowly", "phase3_fsdp", plant_straggler, 3, {"max_iters": 12}),
 }
 
 
 def start_ranks(name: str, ranks: int, config: TrainConfig) -> int:
     """Start the ranks of a faulty run with the launcher's functions, and return the exit code."""
-    command = ["-m", "workshop.faults", f"--rank_of={name}"]
+    command = ["-m", "workshop.faults", f"--as_rank_of={name}"]
     with tempfile.TemporaryDirectory(prefix="fault-") as logs:
         return run_ranks(NodeConfig(gpus=ranks), command, config, start_watchdog(config, ranks), logs)
 
@@ -220,28 +222,30 @@ def run_rank(name: str) -> None:
     run_trainer_program(trainer.train, trainer.Config, str(ROOT / fault.package / "train.py"), costs)
 
 
-def main(name: str = "", rank_of: str = "") -> int:
+def main(name: str = "", as_rank_of: str = "") -> int:
     """Start a faulty run, or list the faults.
 
     Args:
         name: of the fault; empty: list all faults.
-        rank_of: run as a rank of this fault; used by the launcher.
+        as_rank_of: run as a rank of this fault; used by the launcher.
     """
-    if rank_of:
-        run_rank(rank_of)
+    if as_rank_of:
+        run_rank(as_rank_of)
     if not name:
         width = max(map(len, FAULTS))
-        print("\n".join(f"{each:<{width}}  {fault.about}" for each, fault in FAULTS.items()))
+        print("\n".join(f"{each:<{width}}  {fault.description}" for each, fault in FAULTS.items()))
         return 0
     if name not in FAULTS:
-        raise ConfigError(f"NAME={name} is no fault{did_you_mean(name, list(FAULTS)) or ': make fault lists them'}")
+        raise ConfigError(
+            f"NAME={name} is not a fault{did_you_mean(name, list(FAULTS)) or ': `make fault` lists all faults'}"
+        )
     fault = FAULTS[name]
     out_dir = Path("out") / "faults" / name
     shutil.rmtree(out_dir, ignore_errors=True)
     out_dir.mkdir(parents=True)
     config_class = load_config_class(fault.package)
-    config = config_class(**{**SMALL, **fault.fields, "out_dir": str(out_dir)})
-    print(f"{name}: {fault.about}; training on {fault.ranks} ranks", flush=True)
+    config = config_class(**{**SMALL_CONFIG, **fault.fields, "out_dir": str(out_dir)})
+    print(f"{name}: {fault.description}; training on {fault.ranks} ranks", flush=True)
     if fault.prepare:
         fault.prepare(out_dir, config)
         config.init_from = "resume"

@@ -26,7 +26,7 @@ from nanoGPT.train_config import TrainConfig
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """What a run is expected to need.
+    """The predicted time and memory of a run.
 
     Attributes:
         step_seconds: time of a training step.
@@ -40,13 +40,13 @@ class RunPrediction:
 
 
 def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPrediction:
-    """Predict memory and time of a run. Run it in a process without a process group: it initializes a fake one.
+    """Predict memory and time of a run. The process must have no process group: a fake one is initialized.
 
     Args:
         config: of the phase.
         phase: baseline, phase1, phase2 or phase3.
         ranks: world size.
-        gpu: the device of every rank; one that is not in GPUS is the CPU of this machine.
+        gpu: the device of every rank. A `Gpu` that is not in GPUS stands for the CPU of this machine.
     """
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
     is_cpu = gpu not in GPUS.values()
@@ -79,7 +79,7 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
 
 
 def vocabulary_size(config: TrainConfig) -> int:
-    """Return the rows of the model's embedding: from the configuration, or else from the dataset's tokenizer."""
+    """Return the number of rows of the token embedding, from the configuration or from the dataset's tokenizer."""
     if config.vocab_size:
         return config.vocab_size
     return tokenizer_rows(TokenData(config.dataset, config.block_size, config.batch_size, config.seed).tokenizer)

@@ -114,7 +114,7 @@ def torture_table() -> str:
 
 def node_kills_table() -> str:
     """Return how an elastic job continued after the loss of a node, by how the node was lost."""
-    ways = {
+    kinds = {
         "node": "SIGKILL of a launcher and all its ranks",
         "rank": "SIGKILL of one rank",
         "SIGTERM": "SIGTERM to a launcher",
@@ -122,8 +122,8 @@ def node_kills_table() -> str:
     parts = []
     for result in read_results("node-kills"):
         samples, rows = result["samples"], []
-        for way, text in ways.items():
-            lost = [row for row in samples["rows"] if row["way"] == way]
+        for kind, text in kinds.items():
+            lost = [row for row in samples["rows"] if row["kind"] == kind]
             steps = [row["steps_lost"] for row in lost]
             seconds = statistics.median(row["seconds"] for row in lost)
             rows.append([text, str(len(lost)), f"{statistics.fmean(steps):.1f}", str(max(steps)), f"{seconds:.1f}"])
@@ -131,7 +131,7 @@ def node_kills_table() -> str:
         table = format_table([*head, "median time until it trains again (s)"], rows)
         text = (
             f"\nThe job continued {len(samples['rows'])} times and trained {samples['steps']:,} steps. The max loss "
-            f"difference to an undisturbed run is {samples['max_loss_difference']:.1e}.\n"
+            f"difference to an uninterrupted run is {samples['max_loss_difference']:.1e}.\n"
         )
         parts.append(f"Measured on {hardware_of(result)}:\n\n" + table + text)
     return "\n".join(parts)

@@ -151,11 +151,11 @@ class CheckpointDirectory:
         names = [name, *(f"{name}.{i}" for i in range(2, len(existing) + 3))]
         return self.root / next(n for n in names if n not in existing)
 
-    def is_due(self, minutes: float) -> bool:
-        """Return whether rank 0 should request a save, because the last save or the start was `minutes` ago.
+    def is_save_due(self, minutes: float) -> bool:
+        """Return whether rank 0 requests a save: its last save, or the start of the run, was `minutes` ago. Else False.
 
         Args:
-            minutes: 0 for no such saves.
+            minutes: time between two saves; 0 turns these saves off.
         """
         return self.run.is_main and minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
 

@@ -43,7 +43,7 @@ def may_restart() -> bool:
     return environment_number("TORCHELASTIC_MAX_RESTARTS") > 0
 
 
-def elastic_job() -> tuple[str, int, str] | None:
+def read_elastic_job() -> tuple[str, int, str] | None:
     """Return the host and the port of an elastic job's store, and the name of the job; None for other jobs."""
     address, _, job = os.environ.get(ELASTIC_VARIABLE, "").partition(" ")
     host, _, port = address.rpartition(":")

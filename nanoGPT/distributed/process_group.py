@@ -19,7 +19,7 @@ from nanoGPT.distributed.agreement import find_disagreement
 from nanoGPT.distributed.environment import agent_has_store, master_address, may_restart
 from nanoGPT.distributed.network import choose_interface
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, LostConnection
 
 CONNECT_TIMEOUT = datetime.timedelta(seconds=30)  # of one attempt to connect to a store
 RECORDED_COLLECTIVES = "500"  # per rank, by torch's flight recorder
@@ -84,12 +84,12 @@ def open_store(run: Runtime, timeout: datetime.timedelta) -> Iterator[dist.Store
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free port") from None
-        raise ConfigError(
+        raise LostConnection(
             f"the connection to {address}:{port} was lost or never established ({str(error).splitlines()[0]}): check "
             "the output of the node of rank 0, and start all nodes again"
         ) from None
     except dist.DistStoreError as error:
-        raise ConfigError(
+        raise LostConnection(
             f"not all of the {run.world_size} ranks have connected within {timeout} ({str(error).splitlines()[0]}): "
             "start every node, or use a larger --timeout_minutes"
         ) from None

@@ -168,12 +168,12 @@ class Runtime:
         if self.is_main:
             print(line, flush=True)
 
-    def exchange_requests(self, save_is_due: bool) -> tuple[bool, bool]:
+    def exchange_requests(self, is_save_due: bool) -> tuple[bool, bool]:
         """Return whether training should stop, and whether it should save. Collective; the same on all ranks.
 
         It stops if any rank has received SIGTERM or SIGINT. It saves before it stops, and if a save is due on any rank.
         """
-        should_stop, should_save = self.any(self.stop_signal is not None, save_is_due)
+        should_stop, should_save = self.any(self.stop_signal is not None, is_save_due)
         return should_stop, should_stop or should_save
 
 

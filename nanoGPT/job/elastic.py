@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.distributed.environment import elastic_job, environment_number, may_restart
+from nanoGPT.distributed.environment import environment_number, may_restart, read_elastic_job
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.out_dir import DirectoryLock, check_out_dir, check_writable
@@ -24,6 +23,7 @@ from nanoGPT.train_config import C, TrainConfig
 
 STOP_KEY = "stop"  # in the store of an elastic job: the exit code and the reason
 MAX_RESTARTS_WITHOUT_PROGRESS = 20
+UNFINISHED = 75  # exit code of a rank of an elastic job that must be restarted (EX_TEMPFAIL of sysexits.h)
 STORE_TIMEOUT = datetime.timedelta(seconds=10)
 
 
@@ -93,17 +93,17 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
     Raises:
         ConfigError: the directory holds checkpoints of another job, or there is no checkpoint to resume.
     """
-    job = elastic_job()
+    job = read_elastic_job()
     agent = job[2] if job else f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
     restarts = environment_number("TORCHELASTIC_RESTART_COUNT")
     tokens, agents, restart_counts = zip(*run.gather((run.token, agent, restarts)), strict=True)
     run.token = tokens[0]
-    if any(restart_counts):  # the first start has resumed from --resume_step already
-        config = dataclasses.replace(config, resume_step=None)
     if may_restart():
-        was_restarted = any(restart_counts) or job  # a node that joins an elastic job restarts it, and is not counted
+        was_restarted = any(restart_counts) or job  # a node that joins restarts the ranks, and is not counted
         saved = run.call_on_rank0(lambda: find_saved_config(agents, lock, config)) if was_restarted else None
         run.call_on_rank0(partial(count_restart, Path(config.out_dir)))
+        if any(restart_counts) or (job and saved is not None):
+            config = dataclasses.replace(config, resume_step=None)  # the first start has resumed from it already
         if saved is not None and config.init_from != "resume":
             run.print0("torchrun has restarted the job: it resumes from its newest checkpoint")
             values: dict[str, Any] = {**saved, "out_dir": config.out_dir, "init_from": "resume"}
@@ -115,59 +115,71 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
     return config
 
 
-def usable_ranks(config: TrainConfig, ranks: int) -> int:
-    """Return the largest number of ranks, up to `ranks`, that divides the micro-batches of a step."""
+def count_usable_ranks(config: TrainConfig, ranks: int) -> int:
+    """Return the largest number of ranks, up to `ranks`, that divides `gradient_accumulation_steps`."""
     return max(n for n in range(1, ranks + 1) if config.gradient_accumulation_steps % n == 0)
 
 
-def leave_out_spare_ranks(config: TrainConfig) -> None:
-    """In an elastic job, use as many ranks as divide the micro-batches. Change this process's environment accordingly.
+def exclude_spare_ranks(config: TrainConfig) -> None:
+    """Exclude the spare ranks of an elastic job: set WORLD_SIZE and LOCAL_WORLD_SIZE to the ranks that train.
 
-    The other ranks are spare: they wait here until the job ends, or until the agent stops them for another number of
-    nodes.
+    A spare rank does not return from this function. It waits until the job ends, or until the agent restarts all ranks
+    because the number of nodes has changed.
     """
-    if elastic_job() is None:
+    if read_elastic_job() is None:
         return
     rank, ranks = environment_number("RANK"), environment_number("WORLD_SIZE")
     local_rank, local_ranks = environment_number("LOCAL_RANK"), environment_number("LOCAL_WORLD_SIZE")
-    usable = usable_ranks(config, ranks)
+    usable = count_usable_ranks(config, ranks)
     if rank < usable:
         first_rank = rank - local_rank
         os.environ |= {"WORLD_SIZE": str(usable), "LOCAL_WORLD_SIZE": str(min(local_ranks, usable - first_rank))}
         return
     print(f"rank {rank} is spare: {usable} of {ranks} ranks train", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    start, heartbeat = time.time(), Path(config.out_dir) / "heartbeat" / "rank0.json"
-    while True:
-        with contextlib.suppress(OSError, ValueError):
-            content = json.loads(heartbeat.read_text())
-            if content["ended"] and content["time"] > start:
-                os._exit(0)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(UNFINISHED))
+    agent = os.getppid()
+    while not has_finished(config):
         time.sleep(1.0)
+        if os.getppid() != agent:
+            os._exit(UNFINISHED)
+    os._exit(0)
+
+
+def has_finished(config: TrainConfig) -> bool:
+    """Return whether the run has completed all its steps."""
+    return any(path.name == f"step-{config.max_iters:08d}" for path in step_directories(Path(config.out_dir)))
+
+
+def exit_code_of_success(config: TrainConfig) -> int:
+    """Return the exit code of a rank that ends without an error: 0, but in an elastic job only if it has finished.
+
+    The elastic agents restart ranks with another exit code. If they got 0, they would end the job on their node.
+    """
+    return UNFINISHED if read_elastic_job() and not has_finished(config) else 0
 
 
 def stop_elastic_job(code: int, reason: str) -> None:
-    """Stop an elastic job on all nodes, because a restart would fail in the same way. Other jobs are not changed."""
+    """Stop an elastic job on all nodes, because a restart would fail in the same way. Do nothing for other jobs."""
     with contextlib.suppress(ConfigError, dist.DistError):
-        if job := elastic_job():
+        if job := read_elastic_job():
             connect_to_store(job).set(f"{job[2]} {STOP_KEY}", f"{code} {reason}")
 
 
 def count_restart(out_dir: Path) -> None:
-    """Count the restarts of an elastic job since its newest checkpoint, on rank 0. Other jobs are not counted.
+    """Count the restarts of an elastic job since its newest checkpoint, on rank 0. Do nothing for other jobs.
 
     Raises:
         ConfigError: there were too many, so the job would never make progress.
     """
-    if not (job := elastic_job()):
+    if not (job := read_elastic_job()):
         return
     newest = next((path.name for path in step_directories(out_dir)), "the start")
     store, key = connect_to_store(job), f"{job[2]} restarts since {newest}"
     if store.add(key, 1) > MAX_RESTARTS_WITHOUT_PROGRESS:
         store.delete_key(key)
         raise ConfigError(
-            f"the job was restarted {MAX_RESTARTS_WITHOUT_PROGRESS} times without a new checkpoint since {newest}: "
-            "run `make autopsy` to find the cause"
+            f"the job was restarted {MAX_RESTARTS_WITHOUT_PROGRESS} times since {newest} without a new checkpoint: run "
+            f"`make autopsy RUN={out_dir}` to find the cause"
         )
 
 

@@ -121,8 +121,8 @@ class HeartbeatThread:
         keeps_history: whether to append every heartbeat to heartbeat/rank{r}.jsonl.
 
     Attributes:
-        beats, waiting_beats: number of heartbeats, and of those in which the main thread waited for other ranks. A rank
-            that never waits is the one that the others wait for.
+        beats, waiting_beats: number of heartbeats, and of those in which the main thread waited for other ranks. If one
+            rank rarely waits and all others often wait, this rank is the straggler.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class HeartbeatThread:
         process = {"run": self.run.token, "host": socket.gethostname(), "pid": os.getpid(), "parent": os.getppid()}
         self.beats += 1
         self.waiting_beats += activity["waits"]
-        counts = {"beats": self.beats, "waiting_beats": self.waiting_beats, "backend": self.run.device.type}
+        counts = {"beats": self.beats, "waiting_beats": self.waiting_beats, "device": self.run.device.type}
         status = {**counts, "ended": self.is_closing.is_set(), "time": time.time()}
         heartbeat = {**vars(self.run.progress), **activity, **process, **status}
         self.detector.record(self.run.rank, heartbeat)

@@ -20,11 +20,12 @@ from nanoGPT.distributed.algorithms import choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group, report_to_other_nodes
 from nanoGPT.distributed.runtime import Runtime, create_runtime
-from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, DivergedRanks, NonFiniteLoss, SaveError
+from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, DivergedRanks, LostConnection, NonFiniteLoss, SaveError
 from nanoGPT.job.elastic import (
     choose_free_out_dir,
     enter_out_dir,
-    leave_out_spare_ranks,
+    exclude_spare_ranks,
+    exit_code_of_success,
     resume_after_restart,
     stop_elastic_job,
 )
@@ -52,7 +53,7 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     Yields:
         This rank's Runtime, and the configuration. If torchrun has restarted the job, this is the saved configuration.
     """
-    leave_out_spare_ranks(config)
+    exclude_spare_ranks(config)
     run = create_runtime(config.device, config.dtype)
     backends, run.reasons["attention"] = choose_attention(config.attention, config.deterministic, run.device)
     data = preflight(config, run.world_size, run.local_world_size)
@@ -105,11 +106,13 @@ def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], tr
     memory_report = MemoryReport(costs)
     try:
         world_size = environment_number("WORLD_SIZE") or 1
-        train(config_from_launcher(config_class) or parse(config_class, sys.argv[1:], Path(trainer), world_size))
-        code = 0
+        config = config_from_launcher(config_class) or parse(config_class, sys.argv[1:], Path(trainer), world_size)
+        train(config)
+        code = exit_code_of_success(config)
     except ConfigError as error:
         code = report_failure(2, str(error), is_same_on_all_ranks=not error.on_one_rank)
-        stop_elastic_job(code, str(error))
+        if not isinstance(error, LostConnection):
+            stop_elastic_job(code, str(error))
         if not dist.is_initialized() and not error.is_shared:
             report_to_other_nodes(str(error))
     except NonFiniteLoss as error:

@@ -1,13 +1,13 @@
-"""Record what helps to find a fault, every `--diagnostics_interval` steps, and stop a run whose ranks have diverged.
+"""Record memory, norms and digests of the parameters every `--diagnostics_interval` steps, and compare the ranks.
 
     diagnostics/rank{r}.jsonl     one line per record: memory, norms, the loss of this rank, a digest of the parameters
-    diagnostics/rank{r}.json      at the first record: dtypes and devices, versions of kernels, time to the first step
+    diagnostics/rank{r}.json      dtypes and devices of all tensors, memory at the start, seconds to the first step
 
 Each rank writes its own files, so that a fault of one rank is visible. `make autopsy` reads them. Without the flag,
-nothing is measured. A record reads every parameter and waits for the GPU, so it is as expensive as a part of a step.
+nothing is measured. A record reads every parameter and waits for the GPU, so it adds a fraction of the time of a step.
 
 A record is also a check. All ranks must have the same gradient norm. Ranks that store the same parameters must have the
-same values, and the loss of every rank must be finite. Otherwise the run stops, with the ranks that differ.
+same values, and the loss of every rank must be finite. Otherwise the run stops with an error that names the ranks.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from nanoGPT.errors import DivergedRanks, NonFiniteLoss
 from nanoGPT.memory.device import process_bytes
 from nanoGPT.train_config import TrainConfig
 
-CHUNK = 1 << 24  # elements of a parameter that `digest` reads at a time
+CHUNK = 1 << 24  # elements of a parameter that `compute_digest` reads at a time
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
-def digest(tensor: Tensor) -> int:
+def compute_digest(tensor: Tensor) -> int:
     """Return a number that depends on every bit of a tensor and on the position of every element."""
     total = 0
     flat = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
@@ -44,7 +44,7 @@ def digest(tensor: Tensor) -> int:
     return total
 
 
-def replica_key(model: nn.Module) -> tuple[int, ...]:
+def get_replica_key(model: nn.Module) -> tuple[int, ...]:
     """Return a key that is the same on ranks that store the same parts of all parameters."""
     for param in model.parameters():
         if isinstance(param, DTensor):
@@ -77,7 +77,7 @@ def replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def root_mean_square(tensor: Tensor) -> float:
+def compute_rms(tensor: Tensor) -> float:
     """Return the root mean square of the elements, in fp32 or wider."""
     return tensor.detach().float().square().mean().sqrt().item() if tensor.numel() else 0.0
 
@@ -94,8 +94,8 @@ class Diagnostics:
     def __init__(self, config: TrainConfig, run: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.config, self.run, self.model, self.optimizer = config, run, model, optimizer
         self.folder = Path(config.out_dir) / "diagnostics"
-        self.has_audit = False
-        self.start, self.boot_memory = time.perf_counter(), read_memory(run.device)
+        self.has_written_summary = False
+        self.start, self.memory_at_start = time.perf_counter(), read_memory(run.device)
         self.names = {param: name for name, param in model.named_parameters()}
         self.gradients: dict[str, float] = {}
         self.activations: dict[str, float] = {}
@@ -111,7 +111,7 @@ class Diagnostics:
             yield
             return
         hooks = [self.optimizer.register_step_pre_hook(self._read_gradients)]
-        if not self.config.compile:  # a new hook would compile the model again
+        if not self.config.compile:  # a new hook would recompile the model
             blocks = enumerate(self.model.blocks)  # type: ignore[arg-type]
             hooks += [block.register_forward_hook(self._make_hook(f"blocks.{i}")) for i, block in blocks]
         try:
@@ -122,7 +122,7 @@ class Diagnostics:
 
     def _make_hook(self, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            self.activations[name] = root_mean_square(output)
+            self.activations[name] = compute_rms(output)
 
         return hook
 
@@ -156,8 +156,8 @@ class Diagnostics:
             "step": step,
             "local_loss": loss_sum.item() / micro_batches,
             "grad_norm": norm.item(),
-            "parameters": sum(digest(param) for param in params.values()) % 2**61,
-            "replica": replica_key(self.model),
+            "parameters": sum(compute_digest(param) for param in params.values()) % 2**61,
+            "replica": get_replica_key(self.model),
             "memory": read_memory(self.run.device),
         }
         weights = {name: param.double().norm().item() for name, param in params.items()}
@@ -167,24 +167,24 @@ class Diagnostics:
         self._compare(step, self.run.gather(values))
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line to this rank's file, and write the audit with the first one."""
+        """Append a line to this rank's file, and write the summary with the first one."""
         with contextlib.suppress(OSError):  # a full disk must not stop the run
             self.folder.mkdir(exist_ok=True)
-            if not self.has_audit:
-                audit = self._describe() | {"first_step_seconds": time.perf_counter() - self.start}
-                (self.folder / f"rank{self.run.rank}.json").write_text(json.dumps(audit, indent=1) + "\n")
-                self.has_audit = True
+            if not self.has_written_summary:
+                summary = self._describe() | {"first_step_seconds": time.perf_counter() - self.start}
+                (self.folder / f"rank{self.run.rank}.json").write_text(json.dumps(summary, indent=1) + "\n")
+                self.has_written_summary = True
             with open(self.folder / f"rank{self.run.rank}.jsonl", "a") as file:
                 file.write(json.dumps(replace_non_finite(record)) + "\n")
 
     def _describe(self) -> dict[str, Any]:
-        """Return the audit: the dtypes and devices of all tensors, and the memory at the start."""
+        """Return the summary: the dtypes and devices of all tensors, and the memory at the start."""
         state = (t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor))
         return {
             "parameters": describe_tensors(self.model.parameters()),
             "buffers": describe_tensors(self.model.buffers()),
             "optimizer_state": describe_tensors(state),
-            "memory_at_start": self.boot_memory,
+            "memory_at_start": self.memory_at_start,
         }
 
     def _compare(self, step: int, records: list[dict[str, Any]]) -> None:
@@ -199,8 +199,8 @@ class Diagnostics:
         norms = {rank: each["grad_norm"] for rank, each in enumerate(records)}
         if len({str(norm) for norm in norms.values()}) > 1:
             raise DivergedRanks(
-                f"step {step}: the ranks have different gradient norms ({describe_groups(norms)}), so each clips by "
-                "another factor: compute the norm of the full gradient, with a sum over the ranks"
+                f"step {step}: the ranks have different gradient norms ({describe_groups(norms)}), so each rank "
+                "clips by a different factor: sum the squared norms of all shards over the ranks before you clip"
             )
         for key in {tuple(each["replica"]) for each in records}:
             digests = {r: each["parameters"] for r, each in enumerate(records) if tuple(each["replica"]) == key}

@@ -1,9 +1,9 @@
 """Generate a text whose lowest possible loss is known: a random walk over 32 characters.
 
 The next character depends only on the current one. Each character has four possible successors, with probabilities 1/2,
-1/4, 1/8 and 1/8, so no model can have an expected loss below the entropy of this choice, 1.213 nats. A model that has
-learned nothing has a loss of ln 32 = 3.466, and so has one that only knows how often each character occurs, because all
-characters are equally frequent.
+1/4, 1/8 and 1/8. No model can have an expected loss below the entropy of this choice, 1.213 nats per token. All
+characters are equally frequent. A model that has learned nothing, or only the character frequencies, therefore has a
+loss of ln 32 = 3.466 nats per token.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ LENGTH = 1_000_000  # characters
 SEED = 1337
 
 
-def entropy_rate() -> float:
+def compute_entropy_rate() -> float:
     """Return the entropy of the next character, given the current one, in nats. It is the lowest expected loss."""
     return -sum(p * math.log(p) for p in PROBABILITIES)
 
@@ -52,5 +52,5 @@ def prepare_synthetic() -> None:
     """
     text = generate_text()
     digest = hashlib.sha256(text.encode()).hexdigest()
-    source: dict[str, Any] = {"text_sha256": digest, "entropy_rate": entropy_rate()}
+    source: dict[str, Any] = {"text_sha256": digest, "entropy_rate": compute_entropy_rate()}
     write_once(DATA / "synthetic", lambda: text, source, "char")

@@ -4,7 +4,7 @@
     make autopsy                                        # the newest run under out/
 
 It reads the log, the heartbeats, the stacks, torch's flight recorder, the diagnostics, the metrics and the checkpoints,
-and prints the rank at fault, the cause, what proves it, what to do, and how to resume. It writes nothing. Train with
+and prints the rank at fault, the cause, the evidence, the remedy, and how to resume. It writes nothing. Train with
 `--diagnostics_interval` to give it more to read.
 """
 
@@ -40,8 +40,8 @@ def format_report(evidence: Evidence, cause: Cause) -> str:
     if evidence.log:
         rows.append(("log", evidence.log[-1][:300]))
     rows.append(("cause", cause.text))
-    rows += [("because", line) for line in cause.evidence]
-    rows += [("do", cause.remedy)] if cause.remedy else []
+    rows += [("evidence", line) for line in cause.evidence]
+    rows += [("remedy", cause.remedy)] if cause.remedy else []
     rows.append(("resume", describe_resume(evidence)))
     lines = []
     for label, text in rows:

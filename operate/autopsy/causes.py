@@ -9,7 +9,7 @@ from typing import Any
 from operate.autopsy.evidence import Evidence
 
 MIN_BEATS = 6  # heartbeats of each rank, one per second, to decide which rank is slow
-MAX_OWN_WAITING, MIN_OTHERS_WAITING = 0.15, 0.4  # fractions of heartbeats that a straggler and the other ranks wait
+MAX_OWN_WAITING, MIN_OTHERS_WAITING = 0.2, 0.4  # fractions of heartbeats that a straggler and the other ranks wait
 MIN_LEAK_RECORDS = 12  # records of memory
 MIN_LEAK = 0.05  # growth in the second half of a run, as a fraction of the memory at its start
 
@@ -22,7 +22,7 @@ ERRORS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"not on the expected device|[Ee]xpected all tensors to be on the same device|but found at least two devices",
-        "a tensor is on another device than the model",
+        "a tensor is on a different device than the model",
         "move the tensor with to(run.device) before the forward pass",
     ),
     (
@@ -78,7 +78,7 @@ def compare_collectives(evidence: Evidence) -> Iterator[str]:
 
 
 def find_mismatch(evidence: Evidence) -> Cause | None:
-    """A rank was aborted inside a collective, or received data of the wrong size: the ranks called different ones."""
+    """Find a rank that called another collective than the others: it was aborted, or received data of another size."""
     aborted = [rank for rank, text in evidence.stacks.items() if "Fatal Python error: Aborted" in text]
     text = " ".join([evidence.exit_line, *evidence.failures.values()])
     has_wrong_size = "collective mismatch" in text or "doesn't match expected size" in text
@@ -98,7 +98,7 @@ def find_mismatch(evidence: Evidence) -> Cause | None:
 
 
 def find_hang(evidence: Evidence) -> Cause | None:
-    """The watchdog has stopped the job."""
+    """Find the rank at fault in the message of the watchdog, if the job hung."""
     if not evidence.verdict:
         return None
     text = evidence.verdict.partition("; stacks of all ranks")[0]
@@ -106,11 +106,11 @@ def find_hang(evidence: Evidence) -> Cause | None:
     others = [describe_heartbeat(r, beat) for r, beat in evidence.heartbeats.items() if r not in ranks]
     stacks = evidence.folder / "stacks" / f"rank{ranks[0] if ranks else 0}.txt"
     lines = [*others[:3], *compare_collectives(evidence)]
-    return Cause("hang", text, lines, f"look at this line, and at the other threads in {stacks}")
+    return Cause("hang", text, lines, f"look at this line of code, and at the stacks of all threads in {stacks}")
 
 
 def find_divergence(evidence: Evidence) -> Cause | None:
-    """The diagnostics have found ranks with different norms or parameters."""
+    """Find the ranks that the diagnostics reported for different norms or parameters."""
     for text in evidence.failures.values():
         if match := re.search(r"DivergedRanks: (step \d+: .*): (.*)", text):
             kind = "norm" if "gradient norms" in match[1] else "diverged"
@@ -134,7 +134,7 @@ def describe_records(evidence: Evidence) -> list[str]:
 
 
 def find_non_finite(evidence: Evidence) -> Cause | None:
-    """A loss or a gradient norm was not finite."""
+    """Find the ranks, and the first weight and block, whose values are not finite."""
     text = next((text for text in evidence.failures.values() if "NonFiniteLoss" in text), evidence.exit_line)
     if "not finite" not in text:
         return None
@@ -147,7 +147,7 @@ def find_non_finite(evidence: Evidence) -> Cause | None:
         where, remedy = "every rank", "use a lower --learning_rate or --grad_clip, and resume from the last checkpoint"
     else:
         where = "some rank"
-        remedy = "resume with --diagnostics_interval=1, which shows the rank and the layer, or lower --learning_rate"
+        remedy = "resume with --diagnostics_interval=1 to find the rank and the layer, or use a lower --learning_rate"
     lines = describe_records(evidence)
     for rank in bad[:1]:
         lines += describe_first_non_finite(evidence.records[rank][-1])
@@ -164,10 +164,10 @@ def describe_first_non_finite(record: dict[str, Any]) -> list[str]:
 
 
 def find_error(evidence: Evidence) -> Cause | None:
-    """A rank raised an exception, or was killed."""
+    """Find the first rank that raised an exception or was killed."""
     if match := re.search(r"rank (\d+): it was killed by (\w+)", evidence.exit_line):
         beat = evidence.heartbeats.get(int(match[1]), {})
-        remedy = "look into dmesg for the out-of-memory killer, ask the batch system, and resume"
+        remedy = "search dmesg for the out-of-memory killer, read the log of the batch system, and resume"
         text = f"rank {match[1]} was killed by {match[2]}"
         return Cause("killed", text, [describe_heartbeat(int(match[1]), beat)] if beat else [], remedy)
     rank, text = evidence.root_failure or (None, "")
@@ -186,7 +186,7 @@ def find_error(evidence: Evidence) -> Cause | None:
 
 
 def find_damage(evidence: Evidence) -> Cause | None:
-    """A checkpoint is damaged."""
+    """Find a damaged checkpoint."""
     if not evidence.damaged:
         return None
     name, reason = next(iter(evidence.damaged.items()))
@@ -200,7 +200,7 @@ def find_damage(evidence: Evidence) -> Cause | None:
 
 
 def find_leak(evidence: Evidence) -> Cause | None:
-    """The memory of a rank grows from record to record, also in the second half of the run."""
+    """Find a rank whose memory grows from record to record, also in the second half of the run."""
     for rank, records in evidence.records.items():
         sizes = [each["memory"]["allocated"] for each in records if each["memory"]["allocated"]]
         if len(sizes) < MIN_LEAK_RECORDS:
@@ -215,13 +215,13 @@ def find_leak(evidence: Evidence) -> Cause | None:
                 "leak",
                 f"the memory of rank {rank} grows by {per_step / 1e6:.2f} MB per step",
                 [f"it was {half[0] / 1e6:,.1f} MB in the middle of the run, and {half[-1] / 1e6:,.1f} MB at its end"],
-                "look for tensors that are kept over steps, such as losses without .detach() in a list",
+                "look for tensors that stay referenced after a step, such as losses in a list without .detach()",
             )
     return None
 
 
 def find_straggler(evidence: Evidence) -> Cause | None:
-    """One rank never waits, and all others wait for it."""
+    """Find a rank that never waits, while all others wait for it."""
     beats = {rank: each for rank, each in evidence.heartbeats.items() if each.get("beats", 0) >= MIN_BEATS}
     if len(beats) < 2 or len(beats) < len(evidence.heartbeats):
         return None
@@ -258,6 +258,6 @@ def find_cause(evidence: Evidence) -> Cause:
     running = [rank for rank, beat in evidence.heartbeats.items() if not beat.get("ended")]
     if running:
         lines = [describe_heartbeat(rank, evidence.heartbeats[rank]) for rank in running[:4]]
-        return Cause("none", "no fault is recorded: the run still trains, or all its processes were killed", lines)
+        return Cause("none", "no fault was found: the run is still training, or all its processes were killed", lines)
     stopped = next((line for line in evidence.log if "stopped by" in line), "")
     return Cause("none", "no fault: the run was stopped by a signal" if stopped else "no fault: the run has ended")

@@ -60,9 +60,11 @@ class Evidence:
 
     @property
     def root_failure(self) -> tuple[int, str] | None:
-        """The first rank whose error is not the loss of another rank, and its error."""
-        own = ((r, text) for r, text in self.failures.items() if not any(each in text for each in LOST_PEER_MESSAGES))
-        return next(own, None)
+        """The first rank that failed by itself, and its error. Ranks that only lost their peer do not count."""
+        own_failures = (
+            (r, text) for r, text in self.failures.items() if not any(each in text for each in LOST_PEER_MESSAGES)
+        )
+        return next(own_failures, None)
 
     def location(self, rank: int) -> str:
         """Return the innermost line of this repository in the rank's last stack; "" if there is none.
@@ -113,7 +115,7 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def read_checkpoints(evidence: Evidence) -> None:
-    """Find the checkpoint that a resume would use, the damaged ones above it, and those that a resume has set aside."""
+    """Find the checkpoint that a resume would use, newer damaged ones, and damaged ones that a resume has renamed."""
     for path in step_directories(evidence.folder):
         try:
             verify_files(path, read_manifest(path))
@@ -122,10 +124,10 @@ def read_checkpoints(evidence: Evidence) -> None:
         except DamagedCheckpoint as reason:
             evidence.damaged[path.name] = str(reason)
     for path in sorted((evidence.folder / "checkpoints").glob(".bad-step-*")):
-        reason_text = "a resume has set it aside"
+        reason_text = "an earlier resume has renamed it"
         with contextlib.suppress(DamagedCheckpoint, OSError):
             try:
                 verify_files(path, read_manifest(path))
             except DamagedCheckpoint as reason:
-                reason_text = f"{reason}; a resume has set it aside"
+                reason_text = f"{reason}; an earlier resume has renamed it"
         evidence.damaged[path.name] = reason_text

@@ -7,9 +7,9 @@
 The command takes the flags of the training command. On this node, it checks the configuration, the devices, the data,
 the disk, the settings, the tracker and the plan, and runs a few tests. Then it starts the ranks, which check
 collectives, their bandwidth, slow ranks, clocks, the shared directory and the speed of the disk. On several nodes, each
-node prints its own checks, and node 0 also prints those of the ranks. Nothing stays in the run's directory.
+node prints its own checks, and node 0 also prints those of the ranks. The command leaves no files behind.
 
-The exit code is 0 if no check fails, also with warnings, and 2 if one fails.
+The exit code is 2 if a check fails. Otherwise it is 0, even if there are warnings.
 """
 
 import json
@@ -56,7 +56,7 @@ def check_ranks(config: TrainConfig, place: NodeConfig, package: str, params: in
     """Start all ranks and return their checks; on nodes other than node 0, an empty list."""
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = Path(folder) / "checks.json"
-        size = str(node.checkpoint_bytes(params, config))
+        size = str(node.estimate_checkpoint_bytes(params, config))
         command = ["-m", "operate.preflight.ranks", package, str(results), size]
         watch = start_watchdog(config, place.world_size)
         if place.world_size == 1:
@@ -64,7 +64,7 @@ def check_ranks(config: TrainConfig, place: NodeConfig, package: str, params: in
         else:
             code = run_ranks(place, command, config, watch, folder)
         if code:
-            return [Check("ranks", "fail", f"exit code {code}", "the line above says why")]
+            return [Check("ranks", "fail", f"exit code {code}", "read the error message above")]
         return [Check(**values) for values in json.loads(results.read_text())] if results.exists() else []
 
 
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
         report(check)
     print(f"\n{phase} on {place.world_size} rank(s): {summarize(checks)}")
     if has_failed(checks):
-        raise ConfigError("the run would fail: follow the remedies above")
+        raise ConfigError("a check failed: follow the remedies above before you start the run")
     return 0
 
 

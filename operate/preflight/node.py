@@ -59,14 +59,14 @@ def check_cpu(config: TrainConfig, ranks: int) -> Iterator[Check]:
         yield Check("CPU", "warn", finding, "ranks share cores: use such a run to study the algorithm, not for speed")
     else:
         yield Check("CPU", "pass", finding)
-    if (free := available_memory()) is not None:
+    if (free := read_available_memory()) is not None:
         total = min(size for _, size, _ in host_limits())
         finding = f"{format_bytes(free)} of {format_bytes(total)} are free"
         is_low = free < 0.2 * total
         yield Check("CPU memory", "warn" if is_low else "pass", finding, "stop other programs" if is_low else "")
 
 
-def available_memory() -> int | None:
+def read_available_memory() -> int | None:
     """Return the bytes of CPU memory that new programs can use; None if the system is not Linux."""
     path = Path("/proc/meminfo")
     if not path.exists():
@@ -166,25 +166,25 @@ def hash_until(path: Path, deadline: float) -> str | None:
     return digest.hexdigest()
 
 
-def checkpoint_bytes(params: int, config: TrainConfig) -> int:
+def estimate_checkpoint_bytes(params: int, config: TrainConfig) -> int:
     """Return the approximate size of a checkpoint: fp32 parameters, and two fp32 moments; one moment with Muon."""
     return (8 if config.optimizer == "muon" else 12) * params
 
 
 def check_disk(config: TrainConfig, params: int) -> Check:
     """Check that the disk has space for all checkpoints that the run keeps, and one that it is writing."""
-    folder = existing_parent(Path(config.out_dir))
+    folder = find_existing_parent(Path(config.out_dir))
     free = shutil.disk_usage(folder).free
-    size, count = checkpoint_bytes(params, config), config.keep_checkpoints + 1
+    size, count = estimate_checkpoint_bytes(params, config), config.keep_checkpoints + 1
     finding = f"{format_bytes(free)} free in {folder.resolve()}; {count} checkpoints need {format_bytes(count * size)}"
     if free < count * size:
         return Check("disk", "fail", finding, "free some space, or use --out_dir on another disk")
     if free < 2 * count * size:
-        return Check("disk", "warn", finding, "less than twice the space: keep an eye on it")
+        return Check("disk", "warn", finding, "the free space is less than twice what the run needs: free some space")
     return Check("disk", "pass", finding)
 
 
-def existing_parent(path: Path) -> Path:
+def find_existing_parent(path: Path) -> Path:
     """Return the path itself, or its closest parent that exists."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
@@ -202,7 +202,7 @@ def check_plan(config: TrainConfig, phase: str, ranks: int, local_ranks: int) ->
         space: float | None = usable_bytes(gpu)
         needed = predicted.peak_bytes
     else:
-        space, needed = available_memory(), local_ranks * predicted.peak_bytes
+        space, needed = read_available_memory(), local_ranks * predicted.peak_bytes
     if space is not None and needed > space:
         remedy = "use activation checkpointing, a smaller --batch_size or more ranks: make plan compares them"
         return Check("plan", "fail", f"{finding}; {format_bytes(space)} are usable", remedy)
@@ -237,13 +237,13 @@ def check_settings(on_gpu: bool, is_multi_node: bool) -> Iterator[Check]:
             advice.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which reduces fragmentation")
         for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
             if os.environ.get(name) == "1":
-                advice.append(f"{name}=1 makes communication slow: unset it unless it works around a fault")
+                advice.append(f"{name}=1 slows communication down: unset it, unless you need it as a workaround")
         if os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
-            advice.append("NCCL_DEBUG prints much: unset it for long runs")
+            advice.append("NCCL_DEBUG=INFO prints many lines: unset it for long runs")
         if is_multi_node and "NCCL_SOCKET_IFNAME" not in os.environ:
             advice.append("if NCCL chooses the wrong network interface, set NCCL_SOCKET_IFNAME")
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        advice.append("CUDA_LAUNCH_BLOCKING=1 makes every kernel wait: unset it")
+        advice.append("CUDA_LAUNCH_BLOCKING=1 makes every kernel launch synchronous: unset it")
     yield Check("settings", "warn" if advice else "pass", f"ulimit -n {files}", "; ".join(advice))
 
 

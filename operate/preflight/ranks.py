@@ -34,7 +34,7 @@ from nanoGPT.job.run_description import describe_run
 from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.train_config import TrainConfig
 from operate.checks import Check
-from operate.preflight.node import existing_parent
+from operate.preflight.node import find_existing_parent
 from workshop.phases import load_config_class
 
 LARGE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # of an all-reduce that measures the bandwidth
@@ -80,9 +80,9 @@ def check_collectives(run: Runtime) -> Check:
     is_right &= all(bool((piece == rank + 1).all()) for rank, piece in enumerate(pieces))
     wrong = [rank for rank, each in enumerate(run.gather(is_right)) if not each]
     if wrong:
-        remedy = "the network or a GPU changes data: run with NCCL_DEBUG=INFO, and leave these ranks' nodes out"
-        return Check("collectives", "fail", f"wrong sums on ranks {wrong}", remedy)
-    return Check("collectives", "pass", "all-reduce, reduce-scatter and all-gather return the right sums")
+        remedy = "the network or a GPU corrupts data: run with NCCL_DEBUG=INFO, and exclude the nodes of these ranks"
+        return Check("collectives", "fail", f"wrong results on ranks {wrong}", remedy)
+    return Check("collectives", "pass", "all-reduce, reduce-scatter and all-gather return the expected values")
 
 
 def check_bandwidth(run: Runtime, gpu: Gpu) -> Check:
@@ -98,7 +98,7 @@ def check_bandwidth(run: Runtime, gpu: Gpu) -> Check:
     if gpu not in GPUS.values():
         return Check("bandwidth", "pass", finding)
     link = gpu.network / run.local_world_size if is_multi_node else gpu.link
-    finding += f"; data sheet {link / 1e9:.0f} GB/s"
+    finding += f"; link in the data sheet: {link / 1e9:.0f} GB/s"
     if rate < MIN_BANDWIDTH * link:
         remedy = "check NCCL_DEBUG=INFO for the transport that NCCL uses, and the links with `nvidia-smi topo -m`"
         return Check("bandwidth", "warn", finding, remedy)
@@ -124,9 +124,11 @@ def check_clocks(run: Runtime) -> Check:
     run.barrier()
     times = run.gather((socket.gethostname(), time.time()))
     skew = max(seconds for _, seconds in times) - min(seconds for _, seconds in times)
-    finding = f"at most {1e3 * skew:.1f} ms apart on {len({host for host, _ in times})} host(s)"
+    finding = f"the clocks of {len({host for host, _ in times})} host(s) differ by at most {1e3 * skew:.1f} ms"
     if skew > MAX_CLOCK_SKEW:
-        return Check("clocks", "warn", finding, "logs of the nodes cannot be compared: start NTP on all nodes")
+        return Check(
+            "clocks", "warn", finding, "the times in the logs of the nodes cannot be compared: start NTP on all nodes"
+        )
     return Check("clocks", "pass", finding)
 
 
@@ -158,7 +160,7 @@ def check_shared_directory(run: Runtime, out_dir: Path) -> Check:
         remedy = "use an --out_dir on a file system that all nodes share"
         return Check("shared directory", "fail", f"ranks {blind} do not see a file that rank 0 wrote", remedy)
     if run.is_main and not has_locks or any(excluded is False for _, excluded in states):
-        remedy = "make sure yourself that no second run uses the same --out_dir"
+        remedy = "do not start a second run with the same --out_dir: nothing prevents it"
         return Check("shared directory", "warn", "files are shared, but locks do not exclude other processes", remedy)
     return Check("shared directory", "pass", "renamed files are visible on all ranks, and file locks work")
 
@@ -197,13 +199,13 @@ def check_write_speed(run: Runtime, out_dir: Path, bytes_per_save: int) -> Check
     seconds = bytes_per_save / rate
     finding = f"{rate / 1e6:,.0f} MB/s on all ranks together: a save takes {seconds:,.1f} s"
     if seconds > MAX_SAVE_SECONDS:
-        return Check("write speed", "warn", finding, "save less often: a larger --eval_interval")
+        return Check("write speed", "warn", finding, "save less often: use a larger --eval_interval")
     return Check("write speed", "pass", finding)
 
 
 def run_checks(run: Runtime, config: TrainConfig, bytes_per_save: int) -> list[Check]:
     """Run all checks. Collective."""
-    folder = Path(run.call_on_rank0(lambda: str(existing_parent(Path(config.out_dir)).absolute())))
+    folder = Path(run.call_on_rank0(lambda: str(find_existing_parent(Path(config.out_dir)).absolute())))
     checks = []
     if run.world_size > 1:
         checks += [check_collectives(run), check_bandwidth(run, detect_hardware()), check_slowest_rank(run)]

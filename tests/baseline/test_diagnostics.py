@@ -8,7 +8,7 @@ import torch
 
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.metrics import diagnostics
-from nanoGPT.metrics.diagnostics import Diagnostics, describe_groups, digest
+from nanoGPT.metrics.diagnostics import Diagnostics, compute_digest, describe_groups
 from nanoGPT.model import GPT, GPTConfig
 from tests.helpers.training import CONFIGS, gap, tiny, train_all
 from workshop.ranks import RankFailed, losses, run_on_ranks
@@ -41,21 +41,21 @@ def test_records_have_the_norms_of_every_parameter(phase, tmp_path):
     audit = json.loads((tmp_path / "run" / "diagnostics" / "rank1.json").read_text())
     assert all("float32 on cpu" in name for name in audit["parameters"]) and audit["first_step_seconds"] > 0
     history = (tmp_path / "run" / "heartbeat" / "rank1.jsonl").read_text().splitlines()
-    assert {"step", "stage", "waits", "beats", "backend"} < set(json.loads(history[-1]))
+    assert {"step", "stage", "waits", "beats", "device"} < set(json.loads(history[-1]))
     assert not (tmp_path / "plain" / "diagnostics").exists() and losses(tmp_path / "plain")
 
 
 def test_a_digest_depends_on_every_bit_and_position():
-    """Flipping the last bit of any element, or swapping two elements, changes the digest; also of an empty tensor."""
+    """Flipping a bit of an element, or swapping two elements, changes the digest. That of an empty tensor is 0."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    reference = digest(values)
+    reference = compute_digest(values)
     for index in (0, 1, 499, 999):
         changed = values.clone()
         changed.view(torch.int32)[index] ^= 1
-        assert digest(changed) != reference
+        assert compute_digest(changed) != reference
     swapped = values[[1, 0, *range(2, 1000)]]
-    assert digest(swapped) != reference and digest(values.clone()) == reference
-    assert digest(values[:0]) == 0 and digest(values.bfloat16()) != digest(values.half())
+    assert compute_digest(swapped) != reference and compute_digest(values.clone()) == reference
+    assert compute_digest(values[:0]) == 0 and compute_digest(values.bfloat16()) != compute_digest(values.half())
 
 
 def change_one_weight(out: str, phase: str) -> None:
@@ -98,7 +98,7 @@ def test_groups_of_ranks_are_described():
 
 def test_without_the_flag_nothing_is_measured(tmp_path, monkeypatch):
     """By default a step is not watched, and no tensor is read."""
-    monkeypatch.setattr(diagnostics, "digest", None)
+    monkeypatch.setattr(diagnostics, "compute_digest", None)
     model = GPT(GPTConfig(1, 1, 8, 8, False, 16))
     optimizer = torch.optim.AdamW(model.parameters())
     off = Diagnostics(CONFIGS["nanoGPT"](out_dir=str(tmp_path)), create_runtime("cpu", "float32"), model, optimizer)

@@ -20,7 +20,7 @@ REPORTS = {
     "seeds": ("diverged", r"step 0: ranks \[0\] and \[1\] and \[2\] have different values of the same parameters"),
     "nan": ("nan", r"the loss of rank\(s\) \[1\] alone is not finite in step 4"),
     "hang": ("hang", r"rank 1 has made no progress for \d+ s in step 4, .*faults.py:\d+, wait_forever"),
-    "device": ("error", r"rank 1: a tensor is on another device than the model"),
+    "device": ("error", r"rank 1: a tensor is on a different device than the model"),
     "norm": ("norm", r"step 0: the ranks have different gradient norms \(\[0\]: [\d.]+, \[1\]: [\d.]+\)"),
     "ready_twice": ("error", r"DDP received the gradient of a parameter twice in one backward pass"),
     "checkpoint": ("checkpoint", r"\.bad-step-00000012 is damaged: the sha256 of \S+ differs"),
@@ -40,7 +40,7 @@ def test_the_cause_of_each_fault_is_named(name, tmp_path):
     assert find_cause(read_evidence(folder)).kind == kind
     report = run_program("operate.autopsy", f"--run={folder}").output
     assert re.search(pattern, " ".join(report.split())), report
-    assert "\ndo        " in report and "\nresume    " in report
+    assert "\nremedy    " in report and "\nresume    " in report
 
 
 def test_a_good_run_has_no_fault(tmp_path):
@@ -79,8 +79,8 @@ def test_damaged_files_are_read(tmp_path):
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
-    """An empty directory, a missing one, and an unknown fault are one sentence each."""
+    """An empty directory, a missing directory and an unknown fault each print one error message."""
     with pytest.raises(ConfigError, match="is not the directory of a run"):
         read_evidence(tmp_path)
     assert_refused(run_program("operate.autopsy", f"--run={tmp_path / 'missing'}"), "is not the directory of a run")
-    assert_refused(run_program("workshop.faults", "--name=hangs"), "NAME=hangs is no fault; did you mean hang?")
+    assert_refused(run_program("workshop.faults", "--name=hangs"), "NAME=hangs is not a fault; did you mean hang?")

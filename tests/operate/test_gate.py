@@ -12,8 +12,8 @@ from bench.plan.run import RunPrediction
 from bench.suite.execution import Run
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
-from nanoGPT.prepare.synthetic import CHARACTERS, PROBABILITIES, entropy_rate, generate_text
-from operate.gate import GateConfig, Trial, TrialResult, build_trials, check_trial, split_words, token_entropy
+from nanoGPT.prepare.synthetic import CHARACTERS, PROBABILITIES, compute_entropy_rate, generate_text
+from operate.gate import GateConfig, Trial, TrialResult, build_trials, check_trial, compute_unigram_entropy, split_flags
 from tests.helpers.training import tiny, train_all
 
 STEPS = 60
@@ -25,7 +25,7 @@ def test_the_synthetic_text_has_the_entropy_that_it_promises():
     """Each character has four successors with the stated frequencies, and all characters are equally frequent."""
     text = generate_text(200_000)
     assert text == generate_text(200_000)
-    assert entropy_rate() == pytest.approx(1.75 * math.log(2))
+    assert compute_entropy_rate() == pytest.approx(1.75 * math.log(2))
     for character in CHARACTERS[::8]:
         pairs = [b for a, b in zip(text, text[1:], strict=False) if a == character]
         counts = sorted((pairs.count(other) for other in set(pairs)), reverse=True)
@@ -116,20 +116,20 @@ def send_more(result: TrialResult) -> None:
     ],
 )
 def test_a_planted_fault_fails_its_check(plant, name, good_result, tmp_path):
-    """Each fault fails the check that is for it, and no other."""
+    """Each planted fault fails only its own check."""
     result = copy_result(good_result, tmp_path)
     plant(result)
     assert {subject for subject, outcome in check(result).items() if outcome == "fail"} == {name}
 
 
 def test_limits_of_the_user_are_used(good_result):
-    """--max_gb and --min_tokens_per_second fail a run that exceeds them."""
+    """A run fails if it needs more memory than --max_gb, or is slower than --min_tokens_per_second."""
     assert check(good_result, max_gb=1e-6)["memory"] == "fail"
     assert check(good_result, min_tokens_per_second=1e12)["speed"] == "fail"
 
 
 def test_a_run_that_failed_is_one_check(good_result):
-    """If a run does not finish, the only check has its reason."""
+    """If a run does not finish, the gate reports one failed check with the reason."""
     failed = dataclasses.replace(good_result, states=[{"state": "oom", "reason": "rank 1: out of memory"}])
     (only,) = check_trial(failed, GateConfig(), PREDICTED)
     assert (only.result, only.finding) == ("fail", "baseline: oom: rank 1: out of memory")
@@ -138,7 +138,7 @@ def test_a_run_that_failed_is_one_check(good_result):
 def test_flags_are_divided_between_the_gate_and_the_trainer(tmp_path, monkeypatch):
     """The gate takes its own flags. The runs of the trial get all others as explicit values."""
     words = ["config/train_gpt2.py", "--max_gb", "3", "--n_layer=2", "--gpus=4", "--dropout=0.1"]
-    assert split_words(words) == (["--max_gb=3", "--gpus=4"], ["config/train_gpt2.py", "--n_layer=2", "--dropout=0.1"])
+    assert split_flags(words) == (["--max_gb=3", "--gpus=4"], ["config/train_gpt2.py", "--n_layer=2", "--dropout=0.1"])
     monkeypatch.chdir(tmp_path)
     gate = GateConfig("phase3", 4, scale_up=True)
     synthetic, real, longer = build_trials(gate, ["--device=cpu", "--fsdp_wrap=size"], Path("out"))
@@ -152,7 +152,7 @@ def test_flags_are_divided_between_the_gate_and_the_trainer(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("phase", "words", "message"),
     [
-        ("baseline", [], "PHASE=baseline is what the gate compares with: use phase1, phase2 or phase3"),
+        ("baseline", [], "PHASE=baseline cannot be compared with itself: use phase1, phase2 or phase3"),
         ("phase4", [], "PHASE=phase4 is unknown"),
         ("phase3", ["--drop=1"], "unknown flag --drop"),
         ("phase3", ["extra"], "'extra' is neither a flag nor a config file"),
@@ -166,4 +166,4 @@ def test_wrong_arguments_are_one_sentence(phase, words, message, tmp_path):
 
 def test_the_entropy_of_frequencies_is_computed_from_the_data():
     """The entropy of the synthetic data is that of 32 equally frequent characters."""
-    assert token_entropy("synthetic") == pytest.approx(math.log(32), abs=0.01)
+    assert compute_unigram_entropy("synthetic") == pytest.approx(math.log(32), abs=0.01)

@@ -31,7 +31,7 @@ def show(folder: Path) -> str:
 
 
 def test_watch_shows_the_last_values(run):
-    """The picture has the last step, loss and checkpoint, and one row per rank; the command ends with the run."""
+    """The panel has the last step, loss and checkpoint, and one row per rank. The command exits when the run ends."""
     last = [line for line in read_json_lines(run / "metrics.jsonl") if line["loss"] is not None][-1]
     picture = show(run)
     assert f"step 11 of 12  loss {last['loss']:.4f}" in picture and "step-00000012" in picture
@@ -51,9 +51,9 @@ def test_watch_shows_a_run_that_has_just_begun(run, tmp_path):
 
 def test_a_sparkline_shows_the_shape_of_a_curve():
     """The highest value gets the highest bar, and a long curve is shortened."""
-    assert watch.sparkline([3.0, 1.0, 2.0]) == "█▁▅"
-    assert watch.sparkline([1.0, 1.0]) == "▁▁" and watch.sparkline([]) == ""
-    assert len(watch.sparkline([float(i) for i in range(1000)])) == watch.CURVE_WIDTH
+    assert watch.format_sparkline([3.0, 1.0, 2.0]) == "█▁▅"
+    assert watch.format_sparkline([1.0, 1.0]) == "▁▁" and watch.format_sparkline([]) == ""
+    assert len(watch.format_sparkline([float(i) for i in range(1000)])) == watch.CURVE_WIDTH
 
 
 def test_plot_draws_runs_and_prints_a_summary(run, tmp_path, capsys):
@@ -70,7 +70,7 @@ def test_plot_draws_runs_and_prints_a_summary(run, tmp_path, capsys):
 
 
 def test_a_directory_without_metrics_is_refused(run, tmp_path):
-    """A directory that is no run, and a file type that matplotlib does not know, are one sentence each."""
+    """A directory without metrics and an unknown file type each raise one error."""
     with pytest.raises(ConfigError, match="has no metrics"):
         plot.main(str(tmp_path), tmp_path / "plot.png")
     with pytest.raises(ConfigError, match="unknown file type"):

@@ -115,7 +115,7 @@ def test_a_model_that_does_not_fit_fails(tmp_path, monkeypatch):
     """The plan fails if the predicted memory of all ranks of the node is more than is free."""
     config = tiny("phase3_fsdp", tmp_path)
     assert node.check_plan(config, "phase3", 2, 2).result == "pass"
-    monkeypatch.setattr(node, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(node, "read_available_memory", lambda: 100_000)
     assert node.check_plan(config, "phase3", 2, 2).result == "fail"
 
 
