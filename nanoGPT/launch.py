@@ -319,6 +319,8 @@ def run_one_rank(command: list[str], config: TrainConfig, watch: StallDetector) 
         code, reason = explain_exit(code, "", received_signals)
         sentence = watch.verdict()
         code = report_exit(config, STALLED if sentence else code, sentence or f"rank 0: {reason}")
+    elif code > 0:  # the rank has printed the reason
+        append_to_log(config.out_dir, "launcher", f"exit code {code}")
     return code
 
 

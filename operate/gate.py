@@ -123,6 +123,8 @@ def build_trials(gate: GateConfig, words: list[str], out_dir: Path) -> list[Tria
     package = find_package(gate.phase)
     if package == "nanoGPT":
         raise ConfigError(f"PHASE={gate.phase} cannot be compared with itself: use phase1, phase2 or phase3")
+    if gate.gpus < 1:
+        raise ConfigError(f"GPUS={gate.gpus} is out of range: use 1 or more")
     for word in words:
         if not word.startswith("--") and not is_config_file(word):
             raise ConfigError(f"{word!r} is neither a flag nor a config file: write --flag=value or config/name.py")
@@ -140,6 +142,7 @@ def build_trials(gate: GateConfig, words: list[str], out_dir: Path) -> list[Tria
         if uses_interpreter(config):
             steps = min(steps, config.max_iters)
         changed = {**fields, "max_iters": steps, "eval_interval": steps, "log_interval": 10, "ledger": True}
+        changed |= {"warmup_iters": min(config.warmup_iters, steps // 4), "lr_decay_iters": None}
         values: dict[str, Any] = {**changed, "init_from": "scratch", "keep_checkpoints": 3, "eval_only": False}
         trial_config = dataclasses.replace(config, **values)
         folder = name.split(",")[0] + ("-longer" if "," in name else "")

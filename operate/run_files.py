@@ -39,6 +39,14 @@ def read_by_rank(folder: Path, pattern: str) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the last heartbeat of each rank of the newest start of a run. An earlier start may have had more ranks."""
+    found = {rank: read_object(path) for rank, path in read_by_rank(folder / "heartbeat", "rank*.json").items()}
+    beats = {rank: beat for rank, beat in found.items() if "time" in beat}
+    newest = max(beats.values(), key=lambda beat: beat["time"], default={}).get("run")
+    return {rank: beat for rank, beat in beats.items() if beat.get("run") == newest}
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return a JSON object; an empty one if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):

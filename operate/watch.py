@@ -4,7 +4,7 @@
     make watch                       # the newest run under out/
 
 It only reads the files of the run, so it can be started and stopped at any time, also on another node that shares the
-directory. It exits when the run ends.
+directory. It exits when the run ends, or when no rank has written a heartbeat for a minute.
 """
 
 import sys
@@ -22,10 +22,11 @@ from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
-from operate.run_files import find_newest_run, read_by_rank, read_json_lines, read_object
+from operate.run_files import find_newest_run, read_heartbeats, read_json_lines, read_object
 
 PERIOD = 1.0  # seconds between two updates
 SILENT_SECONDS = 10.0  # without a heartbeat, after which a rank is marked
+DEAD_SECONDS = 60.0  # without a heartbeat of any rank, after which the command exits
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60  # characters
 MAX_RANKS = 32  # rows of the table
@@ -66,11 +67,8 @@ def describe_metrics(lines: list[dict[str, Any]], max_iters: int | None) -> Text
 def describe_ranks(folder: Path, now: float) -> Table:
     """Return a table with what each rank does, from its heartbeat."""
     table = Table("rank", "step", "stage", "waiting (%)", "last heartbeat", "line", box=None, pad_edge=False)
-    files = read_by_rank(folder / "heartbeat", "rank*.json")
-    for rank, path in list(files.items())[:MAX_RANKS]:
-        beat = read_object(path)
-        if not beat:
-            continue
+    beats = read_heartbeats(folder)
+    for rank, beat in list(beats.items())[:MAX_RANKS]:
         age = now - beat["time"]
         state = "ended" if beat["ended"] else f"{age:.0f} s ago"
         is_silent = not beat["ended"] and age > SILENT_SECONDS
@@ -78,8 +76,8 @@ def describe_ranks(folder: Path, now: float) -> Table:
         line = "" if beat["ended"] else beat.get("line", "")
         cells = (str(rank), str(beat["step"]), beat["stage"], waits, state, line)
         table.add_row(*cells, style="bold red" if is_silent else None)
-    if len(files) > MAX_RANKS:
-        table.add_row("...", f"and {len(files) - MAX_RANKS} more ranks")
+    if len(beats) > MAX_RANKS:
+        table.add_row("...", f"and {len(beats) - MAX_RANKS} more ranks")
     return table
 
 
@@ -99,9 +97,9 @@ def render(folder: Path) -> Panel:
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether all ranks have written their last heartbeat."""
-    beats = [read_object(path) for path in read_by_rank(folder / "heartbeat", "rank*.json").values()]
-    return bool(beats) and all(beat.get("ended") for beat in beats)
+    """Return whether every rank has written its last heartbeat, or has been silent for DEAD_SECONDS."""
+    beats, now = read_heartbeats(folder).values(), time.time()
+    return bool(beats) and all(beat["ended"] or now - beat["time"] > DEAD_SECONDS for beat in beats)
 
 
 def main(run: Path | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.plan.planner import estimate_communication
-from bench.plan.speed import GPUS, STAGES, Gpu, apply_launch_bound, step_seconds
+from bench.plan.speed import GIB, GPUS, STAGES, Gpu, apply_launch_bound, step_seconds
 from bench.plan.trace import trace
 from nanoGPT.checkpoint.weights import tokenizer_rows
 from nanoGPT.dataset import TokenData
@@ -83,6 +83,12 @@ def vocabulary_size(config: TrainConfig) -> int:
     if config.vocab_size:
         return config.vocab_size
     return tokenizer_rows(TokenData(config.dataset, config.block_size, config.batch_size, config.seed).tokenizer)
+
+
+def is_known(gpu: Gpu) -> bool:
+    """Return whether a result of `detect_hardware` is this machine's GPU, and not a T4 in its place."""
+    gib = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 0.0
+    return gpu in GPUS.values() and abs(gpu.gib - gib) < 8
 
 
 def detect_hardware() -> Gpu:

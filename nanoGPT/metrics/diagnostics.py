@@ -29,7 +29,8 @@ from nanoGPT.errors import DivergedRanks, NonFiniteLoss
 from nanoGPT.memory.device import process_bytes
 from nanoGPT.train_config import TrainConfig
 
-CHUNK = 1 << 24  # elements of a parameter that `compute_digest` reads at a time
+CHUNK = 1 << 22  # elements of a parameter that `compute_digest` reads at a time
+NORM_TOLERANCE = 1e-9  # relative; replicas may add the squares in another order
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
@@ -75,6 +76,12 @@ def replace_non_finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: replace_non_finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def compute_norm(tensor: Tensor) -> float:
+    """Return the Euclidean norm, accumulated in fp64 where the device has it, without a copy of the tensor."""
+    dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+    return torch.linalg.vector_norm(tensor.detach(), dtype=dtype).item()
 
 
 def compute_rms(tensor: Tensor) -> float:
@@ -132,7 +139,7 @@ class Diagnostics:
             pairs = self.optimizer.local_gradients()
         else:
             pairs = ((p, local_shard(p.grad)) for p in self.model.parameters() if p.grad is not None)
-        self.gradients = {self.names[p]: grad.double().norm().item() for p, grad in pairs if p in self.names}
+        self.gradients = {self.names[p]: compute_norm(grad) for p, grad in pairs if p in self.names}
 
     def record(self, step: int, loss_sum: Tensor, norm: Tensor) -> None:
         """Write a record after a step, and compare the ranks. Collective on the steps that are recorded.
@@ -160,7 +167,7 @@ class Diagnostics:
             "replica": get_replica_key(self.model),
             "memory": read_memory(self.run.device),
         }
-        weights = {name: param.double().norm().item() for name, param in params.items()}
+        weights = {name: compute_norm(param) for name, param in params.items()}
         norms = {"gradient_norms": self.gradients, "weight_norms": weights, "activation_rms": self.activations}
         self._write(values | norms | {"time": time.time()})
         self.gradients, self.activations = {}, {}
@@ -197,7 +204,9 @@ class Diagnostics:
                 "activation and gradient norms in diagnostics/, and resume from the last checkpoint"
             )
         norms = {rank: each["grad_norm"] for rank, each in enumerate(records)}
-        if len({str(norm) for norm in norms.values()}) > 1:
+        if not all(
+            math.isclose(norm, norms[0], rel_tol=NORM_TOLERANCE) for norm in norms.values() if math.isfinite(norm)
+        ):
             raise DivergedRanks(
                 f"step {step}: the ranks have different gradient norms ({describe_groups(norms)}), so each rank "
                 "clips by a different factor: sum the squared norms of all shards over the ranks before you clip"

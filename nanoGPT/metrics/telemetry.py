@@ -136,6 +136,9 @@ class Telemetry:
         try:
             if error is None:
                 self.run.finish()  # with the heartbeat, so that the watchdog sees an asynchronous save that hangs
+        except BaseException as failure:
+            error = failure
+            raise
         finally:
             self.heartbeat.close()
             self.bar.close()

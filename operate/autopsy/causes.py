@@ -64,7 +64,8 @@ def describe_heartbeat(rank: int, heartbeat: dict[str, Any]) -> str:
 
 def compare_collectives(evidence: Evidence) -> Iterator[str]:
     """Yield how far each rank got in its sequence of collectives, if they differ, from torch's flight recorder."""
-    last = {rank: entries[-1] for rank, entries in evidence.collectives.items() if entries}
+    default = {rank: [e for e in entries if e.get("pg_id") == 0] for rank, entries in evidence.collectives.items()}
+    last = {rank: entries[-1] for rank, entries in default.items() if entries}  # of the group of all ranks
     numbers = {rank: int(entry.get("collective_seq_id", 0)) for rank, entry in last.items()}
     if len(set(numbers.values())) < 2:
         return
@@ -82,7 +83,8 @@ def find_mismatch(evidence: Evidence) -> Cause | None:
     aborted = [rank for rank, text in evidence.stacks.items() if "Fatal Python error: Aborted" in text]
     text = " ".join([evidence.exit_line, *evidence.failures.values()])
     has_wrong_size = "collective mismatch" in text or "doesn't match expected size" in text
-    if not has_wrong_size and not (aborted and "SIGABRT" in text):
+    on_gpu = any(beat.get("device") == "cuda" for beat in evidence.heartbeats.values())
+    if not has_wrong_size and (on_gpu or not aborted or "SIGABRT" not in text):  # NCCL also aborts after a timeout
         return None
     others = [rank for rank in evidence.stacks if rank not in aborted]
     rank = aborted[0] if aborted else next(iter(evidence.failures))

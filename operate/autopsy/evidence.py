@@ -9,7 +9,7 @@ from typing import Any
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
 from nanoGPT.job.log import LOG
-from operate.run_files import read_by_rank, read_json_lines, read_object
+from operate.run_files import read_by_rank, read_heartbeats, read_json_lines, read_object
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
@@ -94,9 +94,7 @@ def read_evidence(folder: Path) -> Evidence:
         lines = (folder / LOG).read_text(errors="replace").splitlines()
         starts = [i for i, line in enumerate(lines) if ": started at step" in line]
         evidence.log = lines[starts[-1] :] if starts else lines
-    for rank, path in read_by_rank(folder / "heartbeat", "rank*.json").items():
-        if heartbeat := read_object(path):
-            evidence.heartbeats[rank] = heartbeat
+    evidence.heartbeats = read_heartbeats(folder)
     if not evidence.log and not evidence.heartbeats and not (folder / "metrics.jsonl").exists():
         raise ConfigError(f"{folder} is not the directory of a run: give RUN=out/... with a metrics.jsonl or a log.txt")
     token = next((each.get("run", "") for each in evidence.heartbeats.values()), "")

@@ -12,6 +12,7 @@ node prints its own checks, and node 0 also prints those of the ranks. The comma
 The exit code is 2 if a check fails. Otherwise it is 0, even if there are warnings.
 """
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def check_node(config: TrainConfig, place: NodeConfig, phase: str, params: int) 
         yield from node.check_gpus(place.gpus)
     yield from node.check_settings(on_gpu, place.nnodes > 1)
     yield node.check_data(config)
+    yield node.check_directory(config)
     yield node.check_disk(config, params)
     yield node.check_tracker(config)
     yield node.check_plan(config, phase, place.world_size, place.gpus)
@@ -57,7 +59,8 @@ def check_ranks(config: TrainConfig, place: NodeConfig, package: str, params: in
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = Path(folder) / "checks.json"
         size = str(node.estimate_checkpoint_bytes(params, config))
-        command = ["-m", "operate.preflight.ranks", package, str(results), size]
+        command = ["-m", "operate.preflight.ranks", package, str(results), size, config.out_dir]
+        config = dataclasses.replace(config, out_dir=folder)  # the launcher's log does not belong to a run
         watch = start_watchdog(config, place.world_size)
         if place.world_size == 1:
             code = run_one_rank(command, config, watch)

@@ -9,15 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from bench.plan.planner import usable_bytes
-from bench.plan.run import detect_hardware, predict_run
-from bench.plan.speed import GPUS
-from nanoGPT.checkpoint.manifest import collect_versions
+from bench.plan.run import detect_hardware, is_known, predict_run
+from bench.plan.speed import GIB, GPUS
+from nanoGPT.checkpoint.manifest import collect_versions, step_directories
 from nanoGPT.dataset import MAX_HASHED_BYTES, find_dataset, read_dataset_meta
 from nanoGPT.memory.device import format_bytes, host_limits
 from nanoGPT.train_config import TrainConfig
@@ -28,7 +29,8 @@ HASH_SECONDS = 10.0  # time to hash large data files
 MIN_FREE_GPU_MEMORY = 0.95  # fraction of a GPU's memory that must be free
 MAX_TEMPERATURE, MAX_UTILIZATION = 80, 10  # degrees Celsius and percent of an idle GPU
 MIN_OPEN_FILES = 1024
-GPU_FIELDS = (
+GPU_FIELDS = (  # the first one identifies the GPU, also with CUDA_VISIBLE_DEVICES
+    "uuid",
     "temperature.gpu",
     "utilization.gpu",
     "ecc.errors.uncorrected.volatile.total",
@@ -78,13 +80,13 @@ def read_available_memory() -> int | None:
 
 def check_gpus(ranks: int) -> Iterator[Check]:
     """Check that every GPU of this node's ranks is idle, cool and without memory errors."""
-    states = query_gpus()
+    states = {state["uuid"].removeprefix("GPU-"): state for state in query_gpus()}
     for index in range(ranks):
         name = torch.cuda.get_device_name(index)
         free, total = torch.cuda.mem_get_info(index)
         subject = f"GPU {index}"
         finding = f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
-        state = states[index] if index < len(states) else {}
+        state = states.get(str(torch.cuda.get_device_properties(index).uuid), {})
         finding += "".join(f", {text}" for text in describe_gpu(state))
         problems = find_gpu_problems(state, free / total)
         remedy = "; ".join(remedy for _, remedy in problems)
@@ -107,8 +109,10 @@ def query_gpus() -> list[dict[str, str]]:
 
 def describe_gpu(state: dict[str, str]) -> list[str]:
     """Return the known values of GPU_FIELDS as text."""
-    templates = dict(zip(GPU_FIELDS, ("{} C", "{}% busy", "{} uncorrected memory errors", "slowdown: {}"), strict=True))
-    return [templates[name].format(value) for name, value in state.items() if not value.startswith("[")]
+    templates = dict(
+        zip(GPU_FIELDS[1:], ("{} C", "{}% busy", "{} uncorrected memory errors", "slowdown: {}"), strict=True)
+    )
+    return [text.format(state[name]) for name, text in templates.items() if not state.get(name, "[").startswith("[")]
 
 
 def find_gpu_problems(state: dict[str, str], free_fraction: float) -> list[tuple[bool, str]]:
@@ -118,7 +122,7 @@ def find_gpu_problems(state: dict[str, str], free_fraction: float) -> list[tuple
         state: of GPU_FIELDS, as nvidia-smi prints them; a value that it does not know is in brackets.
         free_fraction: of the GPU's memory.
     """
-    temperature, busy, errors, slowdown = (state.get(name, "") for name in GPU_FIELDS)
+    temperature, busy, errors, slowdown = (state.get(name, "") for name in GPU_FIELDS[1:])
     problems = []
     if free_fraction < MIN_FREE_GPU_MEMORY:
         problems.append((free_fraction < 0.5, "another process uses its memory: find it with nvidia-smi"))
@@ -166,6 +170,17 @@ def hash_until(path: Path, deadline: float) -> str | None:
     return digest.hexdigest()
 
 
+def check_directory(config: TrainConfig) -> Check:
+    """Check that a new run does not find checkpoints of another run, and that a resumed run finds some."""
+    names = [path.name for path in step_directories(Path(config.out_dir))]
+    finding = f"{config.out_dir} has " + (f"checkpoints up to {names[0]}" if names else "no checkpoints")
+    if names and config.init_from != "resume" and config.out_dir != TrainConfig.out_dir:
+        return Check("directory", "fail", finding, "continue with --init_from=resume, or use another --out_dir")
+    if config.init_from == "resume" and not names:
+        return Check("directory", "fail", finding, "use the --out_dir of an earlier run")
+    return Check("directory", "pass", finding)
+
+
 def estimate_checkpoint_bytes(params: int, config: TrainConfig) -> int:
     """Return the approximate size of a checkpoint: fp32 parameters, and two fp32 moments; one moment with Muon."""
     return (8 if config.optimizer == "muon" else 12) * params
@@ -199,8 +214,10 @@ def check_plan(config: TrainConfig, phase: str, ranks: int, local_ranks: int) ->
     finding = f"{format_bytes(predicted.peak_bytes)} per rank, {rate:,.0f} tokens per second, "
     finding += f"{hours:.2g} hours for {config.max_iters} steps"
     if gpu in GPUS.values():
-        space: float | None = usable_bytes(gpu)
+        gib = torch.cuda.get_device_properties(0).total_memory / GIB  # the planner may not know this GPU
+        space: float | None = usable_bytes(replace(gpu, gib=gib))
         needed = predicted.peak_bytes
+        finding += "" if is_known(gpu) else " (speed of a T4: the planner does not know this GPU)"
     else:
         space, needed = read_available_memory(), local_ranks * predicted.peak_bytes
     if space is not None and needed > space:

@@ -1,9 +1,9 @@
 """Check what needs all ranks: collectives, their speed, and the file system that the nodes share.
 
-python -m operate.preflight.ranks phase3_fsdp RESULTS BYTES     # `operate.preflight` starts it on every rank
+python -m operate.preflight.ranks phase3_fsdp RESULTS BYTES OUT_DIR     # `operate.preflight` starts it on every rank
 
-The arguments are the package of the trainer, the file into which rank 0 writes the checks as JSON, and the size of a
-checkpoint.
+The arguments are the package of the trainer, the file into which rank 0 writes the checks as JSON, the size of a
+checkpoint, and the directory of the run.
 """
 
 import dataclasses
@@ -21,14 +21,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.plan.run import detect_hardware
-from bench.plan.speed import GPUS, Gpu
+from bench.plan.run import detect_hardware, is_known
+from bench.plan.speed import Gpu
 from nanoGPT.cli.program import report_errors
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import unique_name
+from nanoGPT.job.exits import report_failure
+from nanoGPT.job.known_errors import explain_known_error
 from nanoGPT.job.parse import config_from_launcher
 from nanoGPT.job.run_description import describe_run
 from nanoGPT.memory.costs import ring_bytes
@@ -95,7 +97,7 @@ def check_bandwidth(run: Runtime, gpu: Gpu) -> Check:
     finding = f"all-reduce of {4 * large.numel() >> 20} MiB: {rate / 1e9:.2f} GB/s per rank (ring), "
     finding += f"latency {1e6 * latency:.0f} us"
     is_multi_node = run.local_world_size < run.world_size
-    if gpu not in GPUS.values():
+    if not is_known(gpu):
         return Check("bandwidth", "pass", finding)
     link = gpu.network / run.local_world_size if is_multi_node else gpu.link
     finding += f"; link in the data sheet: {link / 1e9:.0f} GB/s"
@@ -111,7 +113,7 @@ def check_slowest_rank(run: Runtime) -> Check:
     a = torch.rand(size, size, device=run.device, dtype=run.dtype)
     run.barrier()
     times = run.gather(time_calls(lambda: a @ a, 10, run.device))
-    median, slowest = statistics.median(times), max(range(run.world_size), key=times.__getitem__)
+    median, slowest = statistics.median_low(times), max(range(run.world_size), key=times.__getitem__)
     ratio = times[slowest] / median
     finding = f"a {size} x {size} matrix product takes {1e3 * median:.2f} ms; rank {slowest} takes {ratio:.2f} x that"
     if ratio > MAX_SLOWNESS[run.device.type]:
@@ -213,11 +215,12 @@ def run_checks(run: Runtime, config: TrainConfig, bytes_per_save: int) -> list[C
     return [*checks, check_write_speed(run, folder, bytes_per_save)]
 
 
-def main(package: str, results: Path, bytes_per_save: int) -> None:
+def main(package: str, results: Path, bytes_per_save: int, out_dir: str) -> None:
     """Join the other ranks, run the checks, and write them on rank 0."""
     config = config_from_launcher(load_config_class(package))
     if config is None:
         raise ConfigError("this program needs a launcher: run `make preflight`")
+    config = dataclasses.replace(config, out_dir=out_dir)
     run = create_runtime(config.device, config.dtype)
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
@@ -234,4 +237,7 @@ def main(package: str, results: Path, bytes_per_save: int) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+        try:
+            main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        except Exception as error:
+            os._exit(report_failure(1, explain_known_error(error) or f"{type(error).__name__}: {error}"))

@@ -145,6 +145,7 @@ def test_the_ledger_slows_a_step_by_little(tmp_path, processor_time):
 
 # Numbers with a unit that the documents contain outside of generated tables, with the source of each number.
 SOURCES = {
+    "30 seconds": "the default of torch.distributed.elastic.multiprocessing.api.PContext.close",
     "5 percent": "asserted by tests/bench/test_plan.py",
     "2%": "asserted by tests/bench/test_plan.py",
     "0.2 GB": "192 MB: the wheel of torch 2.13.0+cpu for Python 3.11 on x86-64",

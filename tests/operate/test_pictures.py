@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,10 @@ def test_watch_shows_a_run_that_has_just_begun(run, tmp_path):
     beat = json.loads((run / "heartbeat" / "rank0.json").read_text())
     (tmp_path / "heartbeat" / "rank0.json").write_text(json.dumps({**beat, "ended": False, "time": 0.0}))
     (tmp_path / "heartbeat" / "rank1.json").write_text('{"step": 1, "st')
-    assert "s ago" in show(tmp_path) and not watch.has_ended(tmp_path)
+    assert "s ago" in show(tmp_path) and watch.has_ended(tmp_path), "the rank is silent for more than a minute"
+    (tmp_path / "heartbeat" / "rank0.json").write_text(json.dumps({**beat, "ended": False, "time": time.time()}))
+    (tmp_path / "heartbeat" / "rank1.json").write_text(json.dumps({**beat, "run": "earlier", "time": 1.0}))
+    assert sum("s ago" in line for line in show(tmp_path).splitlines()) == 1 and not watch.has_ended(tmp_path)
 
 
 def test_a_sparkline_shows_the_shape_of_a_curve():

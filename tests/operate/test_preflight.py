@@ -13,7 +13,7 @@ from tests.helpers.programs import assert_refused, make_flags, run_program
 from tests.helpers.training import TINY, tiny
 from workshop.ranks import run_on_ranks
 
-HEALTHY = dict(zip(node.GPU_FIELDS, ("45", "0", "0", "Not Active"), strict=True))
+HEALTHY = dict(zip(node.GPU_FIELDS, ("GPU-1", "45", "0", "0", "Not Active"), strict=True))
 
 
 def run_rank_checks(config, late_rank, wrong_rank) -> list[Check]:
@@ -171,3 +171,15 @@ def test_a_failed_check_fails_the_command(tmp_path):
         return
     assert_refused(outcome, "follow the remedies above")
     assert "-> run `.venv/bin/wandb login`" in outcome.output
+
+
+def test_a_directory_with_checkpoints_fails(tmp_path):
+    """A new run must not find checkpoints, and a resumed run must find some."""
+    config = tiny("nanoGPT", tmp_path / "run")
+    assert node.check_directory(config).result == "pass"
+    assert node.check_directory(dataclasses.replace(config, init_from="resume")).result == "fail"
+    step = tmp_path / "run" / "checkpoints" / "step-00000004"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    assert node.check_directory(config).result == "fail"
+    assert node.check_directory(dataclasses.replace(config, init_from="resume")).result == "pass"
