@@ -277,6 +277,8 @@ def main(arguments: list[str]) -> int:
     config = parse(config_class, trainer_arguments, trainer)
     if config.out_dir == TrainConfig.out_dir:
         raise ConfigError("an elastic job needs --out_dir: use a directory that all nodes share, such as /shared/run")
+    if config.eval_only:
+        raise ConfigError("--eval_only does not work in an elastic job: use make baseline, phase1, phase2 or phase3")
     for nodes in range(low, high + 1):
         preflight(config, count_usable_ranks(config, nodes * elastic.gpus), elastic.gpus)
     return take_part(elastic, [str(trainer), *trainer_arguments], config)

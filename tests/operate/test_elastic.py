@@ -122,4 +122,6 @@ def test_a_node_that_cannot_start_says_why(tmp_path):
     assert_refused(run_program(*node, f"--out_dir={tmp_path}"), "STORE=127.0.0.1:1 does not answer")
     assert_refused(run_program(*node), "needs --out_dir")
     assert_refused(run_program(*node, f"--out_dir={tmp_path}", "--dropout=2"), "--dropout=2.0 is out of range")
+    assert_refused(run_program(*node, f"--out_dir={tmp_path}", "--eval_only"), "--eval_only does not work")
+    assert_refused(run_program("operate.elastic", "--gpus=0", *node[1:], f"--out_dir={tmp_path}"), "GPUS=0")
     assert_refused(run_program("operate.elastic", "serve", "--port=0"), "PORT=0 is not a port")
