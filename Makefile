@@ -47,13 +47,13 @@ STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= rea
 
 # The rules for these files write them atomically, so an existing file is complete. By default, make would delete it
 # when it is interrupted or when the rule fails later.
-.PRECIOUS: .venv/.core .venv/.dev .venv/.notebooks nanoGPT/data/%/meta.json
+.PRECIOUS: .venv/.core .venv/.pytest .venv/.dev .venv/.notebooks nanoGPT/data/%/meta.json
 
 .venv/.core: pyproject.toml constraints.txt $(STALE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is missing or older than Python 3.11: run make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) workshop/set_up.py core --torch=$(TORCH)
 
-.venv/.dev .venv/.notebooks: .venv/.core
+.venv/.pytest .venv/.dev .venv/.notebooks: .venv/.core
 	@$(PYTHON) workshop/set_up.py $(@F:.%=%) --torch=$(TORCH)
 
 nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py nanoGPT/prepare/synthetic.py | .venv/.core
@@ -87,13 +87,13 @@ notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb
 	@$(PY) -m workshop.notebooks $(ARGS)
 jupyter: .venv/.notebooks data  ## install Jupyter and open the notebooks
 	@.venv/bin/jupyter lab notebooks $(ARGS)
-elastic: .venv/.dev data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
+elastic: .venv/.core data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
 	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)
-rendezvous: .venv/.dev  ## serve the store of make elastic on PORT=29400
+rendezvous: .venv/.core  ## serve the store of make elastic on PORT=29400
 	@$(PY) -m operate.elastic serve --port=$(PORT)
-preflight: .venv/.dev data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
+preflight: .venv/.pytest data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
 	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
-gate: .venv/.dev data  ## train PHASE=phase3 and the baseline, and compare losses, memory, speed and files
+gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare losses, memory, speed and files
 	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
 autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
 	@$(PY) -m operate.autopsy $(if $(RUN),--run=$(RUN)) $(ARGS)

@@ -2,6 +2,7 @@
 
     python3 workshop/set_up.py core                # install the packages for training
     python3 workshop/set_up.py core --torch=cpu    # the same, with the CPU build of PyTorch (smaller download on Linux)
+    python3 workshop/set_up.py pytest              # also install pytest, for make preflight
     python3 workshop/set_up.py dev                 # also install the packages for the tests
     python3 workshop/set_up.py notebooks           # also install Jupyter
 
@@ -34,6 +35,7 @@ GOALS = {
         ".",
         "Installing PyTorch and other packages into .venv, once. This takes about two minutes plus downloads.",
     ),
+    "pytest": (".[pytest]", "Installing pytest into .venv, once."),
     "dev": (".[dev]", "Installing the packages for the tests into .venv, once."),
     "notebooks": (".[notebooks]", "Installing Jupyter into .venv, once."),
 }
