@@ -56,7 +56,8 @@ STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= rea
 .venv/.pytest .venv/.dev .venv/.notebooks: .venv/.core
 	@$(PYTHON) workshop/set_up.py $(@F:.%=%) --torch=$(TORCH)
 
-nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py nanoGPT/prepare/synthetic.py | .venv/.core
+nanoGPT/data/synthetic/meta.json: nanoGPT/prepare/synthetic.py
+nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .venv/.core
 	@$(PY) $< && touch $@
 
 setup: .venv/.core  ## create .venv and install the project into it; TORCH=cpu selects the CPU build of PyTorch
