@@ -41,12 +41,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks, has_finished
 from nanoGPT.job.parse import parse
 from nanoGPT.job.preflight import preflight
-from nanoGPT.launch import (
-    config_to_env,
-    list_rank_processes,
-    load_trainer,
-    split_arguments,
-)
+from nanoGPT.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from nanoGPT.train_config import TrainConfig
 
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
@@ -174,14 +169,12 @@ class StoreMonitor:
         os._exit(code)
 
 
-def forward_and_leave(received_signals: list[int]) -> None:
-    """Forward SIGTERM, SIGINT and SIGHUP to the ranks as SIGTERM: they save. Then exit, and leave the job.
+def leave_after_signal() -> None:
+    """After SIGTERM, SIGINT or SIGHUP, let the ranks of this node save, and exit.
 
     The agent is not asked to stop, because it would close the rendezvous for all nodes.
-
-    Args:
-        received_signals: the number of every signal that arrives is appended to this list.
     """
+    received_signals: list[int] = []
 
     def forward(number: int, _frame: object) -> None:
         received_signals.append(number)
@@ -246,7 +239,7 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig) -
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     StoreMonitor(host, port, f"{job} {STOP_KEY}")
-    forward_and_leave([])
+    leave_after_signal()
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         while not has_finished(config):
             try:
@@ -262,6 +255,7 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig) -
                 raise ConfigError(f"this node cannot take part in the job ({name}: {error}): start it again") from None
     with contextlib.suppress(dist.DistError):
         store.delete_key(token_key(config.out_dir))  # a new job in this directory gets another name
+    print(f"the run in {config.out_dir} has completed its {config.max_iters} steps", flush=True)
     return 0
 
 
