@@ -32,7 +32,7 @@ import numpy as np
 
 from bench.matrix.cells import matches_formula
 from bench.plan.plan import check_amount
-from bench.plan.run import RunPrediction, detect_hardware, predict_run
+from bench.plan.run import RunPrediction, detect_hardware, find_gpu, predict_run
 from bench.suite.execution import Run, execute
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.cli.command_line import command_line, join_flag_values
@@ -71,7 +71,7 @@ class GateConfig:
     max_gb: float | None = None
     """highest peak memory of a rank, in GB; None: 1.05 times the planner's prediction"""
     min_tokens_per_second: float | None = None
-    """lowest throughput of all ranks together; None: half of the planner's prediction on a GPU, no limit on a CPU"""
+    """lowest throughput of all ranks together; None: half of the planner's prediction for a GPU that it knows"""
     scale_up: bool = False
     """also train with sequences of twice the length"""
 
@@ -308,8 +308,9 @@ def check_speed(result: TrialResult, gate: GateConfig, predicted: RunPrediction)
     subject = f"{result.trial.name}: speed"
     tokens = config.gradient_accumulation_steps * config.batch_size * config.block_size
     limit = gate.min_tokens_per_second
-    if limit is None and resolve_device(config) == "cpu":
-        return Check(subject, "skip", finding + "no limit on a CPU", "give one with --min_tokens_per_second")
+    if limit is None and find_gpu() is None:
+        finding += "no limit, because the planner does not know this device"
+        return Check(subject, "skip", finding, "give one with --min_tokens_per_second")
     origin = "--min_tokens_per_second"
     if limit is None:
         limit, origin = SPEED_MARGIN * tokens / predicted.step_seconds, f"{SPEED_MARGIN} x the planner's prediction"

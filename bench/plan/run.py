@@ -85,19 +85,20 @@ def vocabulary_size(config: TrainConfig) -> int:
     return tokenizer_rows(TokenData(config.dataset, config.block_size, config.batch_size, config.seed).tokenizer)
 
 
-def is_known(gpu: Gpu) -> bool:
-    """Return whether a result of `detect_hardware` is this machine's GPU, and not a T4 in its place."""
-    gib = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 0.0
-    return gpu in GPUS.values() and abs(gpu.gib - gib) < 8
+def find_gpu() -> Gpu | None:
+    """Return this machine's GPU; None if it has none, or if the planner does not know it."""
+    if not torch.cuda.is_available():
+        return None
+    device_name = torch.cuda.get_device_name().lower().replace(" ", "")
+    gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    matches = (gpu for name, gpu in GPUS.items() if name.split("-")[0] in device_name and abs(gpu.gib - gib) < 8)
+    return next(matches, None)
 
 
 def detect_hardware() -> Gpu:
     """Return this machine's GPU; a T4 if the planner does not know it. Without a GPU, measure the CPU (0.5 s)."""
     if torch.cuda.is_available():
-        device_name = torch.cuda.get_device_name().lower().replace(" ", "")
-        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-        matches = [gpu for name, gpu in GPUS.items() if name.split("-")[0] in device_name and abs(gpu.gib - gib) < 8]
-        return matches[0] if matches else GPUS["t4"]
+        return find_gpu() or GPUS["t4"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a rank on a CPU uses one thread
     try:

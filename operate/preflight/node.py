@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bench.plan.planner import usable_bytes
-from bench.plan.run import detect_hardware, is_known, predict_run
+from bench.plan.run import detect_hardware, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
 from nanoGPT.checkpoint.manifest import collect_versions, step_directories
 from nanoGPT.dataset import MAX_HASHED_BYTES, find_dataset, read_dataset_meta
@@ -217,7 +217,7 @@ def check_plan(config: TrainConfig, phase: str, ranks: int, local_ranks: int) ->
         gib = torch.cuda.get_device_properties(0).total_memory / GIB  # the planner may not know this GPU
         space: float | None = usable_bytes(replace(gpu, gib=gib))
         needed = predicted.peak_bytes
-        finding += "" if is_known(gpu) else " (speed of a T4: the planner does not know this GPU)"
+        finding += "" if find_gpu() else " (speed of a T4: the planner does not know this GPU)"
     else:
         space, needed = read_available_memory(), local_ranks * predicted.peak_bytes
     if space is not None and needed > space:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.plan.run import detect_hardware, is_known
+from bench.plan.run import find_gpu
 from bench.plan.speed import Gpu
 from nanoGPT.cli.program import report_errors
 from nanoGPT.dataset import TokenData
@@ -87,7 +87,7 @@ def check_collectives(run: Runtime) -> Check:
     return Check("collectives", "pass", "all-reduce, reduce-scatter and all-gather return the expected values")
 
 
-def check_bandwidth(run: Runtime, gpu: Gpu) -> Check:
+def check_bandwidth(run: Runtime, gpu: Gpu | None) -> Check:
     """Measure the latency and the bandwidth of an all-reduce over all ranks."""
     small = torch.ones(2, device=run.device)
     large = torch.ones(LARGE_BYTES[run.device.type] // 4, device=run.device)
@@ -97,7 +97,7 @@ def check_bandwidth(run: Runtime, gpu: Gpu) -> Check:
     finding = f"all-reduce of {4 * large.numel() >> 20} MiB: {rate / 1e9:.2f} GB/s per rank (ring), "
     finding += f"latency {1e6 * latency:.0f} us"
     is_multi_node = run.local_world_size < run.world_size
-    if not is_known(gpu):
+    if gpu is None:
         return Check("bandwidth", "pass", finding)
     link = gpu.network / run.local_world_size if is_multi_node else gpu.link
     finding += f"; link in the data sheet: {link / 1e9:.0f} GB/s"
@@ -210,7 +210,7 @@ def run_checks(run: Runtime, config: TrainConfig, bytes_per_save: int) -> list[C
     folder = Path(run.call_on_rank0(lambda: str(find_existing_parent(Path(config.out_dir)).absolute())))
     checks = []
     if run.world_size > 1:
-        checks += [check_collectives(run), check_bandwidth(run, detect_hardware()), check_slowest_rank(run)]
+        checks += [check_collectives(run), check_bandwidth(run, find_gpu()), check_slowest_rank(run)]
         checks += [check_clocks(run), check_shared_directory(run, folder)]
     return [*checks, check_write_speed(run, folder, bytes_per_save)]
 
