@@ -30,7 +30,7 @@ FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=
 TRAINER = $(or $(filter nanoGPT%,$(PHASE:baseline=nanoGPT)),$(firstword $(wildcard $(PHASE)_*)),$(PHASE))/train.py
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare synthetic $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
-.PHONY: help setup data baseline phase1 phase2 phase3 sample verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
+.PHONY: help setup data baseline phase1 phase2 phase3 sample evaluate verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
 .PHONY: elastic rendezvous preflight gate autopsy watch plot fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
 
 help:  ## list the targets
@@ -104,6 +104,9 @@ plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b in one figure, and pri
 	@$(PY) -m operate.plot $(if $(RUN),--run=$(RUN)) $(ARGS)
 fault: .venv/.core data  ## start a run with a planted fault, NAME=hang; without NAME, list the faults
 	@$(PY) -m workshop.faults $(if $(NAME),--name=$(NAME))
+evaluate: .venv/.core data  ## solve problems with the model of the newest run, or of ARGS=--out_dir=DIR, on GPUS ranks
+	@$(PY) phase3_fsdp/evaluate.py --gpus=$(GPUS) $(if $(DEVICE),--device=$(DEVICE)) \
+		$(if $(findstring --problems,$(ARGS)),,--problems=arc-generated) $(ARGS)
 copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports into a standalone directory TO=DIR
 	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to=$(TO)
 diff1: .venv/.core  ## show what phase 1 changes in the baseline's train.py, hunk by hunk

@@ -195,20 +195,16 @@ def start_watchdog(config: TrainConfig, world_size: int) -> StallDetector:
     return watch
 
 
-def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch: StallDetector, logs: str) -> int:
-    """Start the ranks of this node, wait for them, and return the exit code of the job.
+def configure_agent(place: NodeConfig, logs: str) -> LaunchConfig:
+    """Return the configuration of torch's elastic agent for the ranks of this node, and silence the agent's log.
 
     Args:
         place: the ranks of this node.
-        command: the trainer and its arguments.
-        config: the configuration, which the ranks get through their environment.
-        watch: the watchdog.
-        logs: a temporary directory for the logs of the elastic agent.
+        logs: a temporary directory for the agent's logs.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid()), **config_to_env(config)}
     is_single_node = place.nnodes == 1
-    launch = LaunchConfig(
+    return LaunchConfig(
         min_nodes=place.nnodes,
         max_nodes=place.nnodes,
         nproc_per_node=place.gpus,
@@ -222,12 +218,25 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
         signals_to_handle="SIGQUIT",
         local_addr="127.0.0.1" if is_single_node else None,
     )
+
+
+def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch: StallDetector, logs: str) -> int:
+    """Start the ranks of this node, wait for them, and return the exit code of the job.
+
+    Args:
+        place: the ranks of this node.
+        command: the trainer and its arguments.
+        config: the configuration, which the ranks get through their environment.
+        watch: the watchdog.
+        logs: a temporary directory for the logs of the elastic agent.
+    """
+    os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid()), **config_to_env(config)}
     received_signals: list[int] = []
     forward_signals(received_signals)
-    if not is_single_node:
+    if place.nnodes > 1:
         threading.Thread(target=exit_on_signal, args=(received_signals, open_signal_pipe()), daemon=True).start()
     try:
-        elastic_launch(launch, sys.executable)(*command)
+        elastic_launch(configure_agent(place, logs), sys.executable)(*command)
         return 0
     except ChildFailedError as error:
         if sentence := watch.verdict():

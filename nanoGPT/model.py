@@ -41,12 +41,24 @@ class GPTConfig:
 
 
 class KVCache:
-    """Keys and values of all tokens so far, for one layer: two (B, nh, block_size, hs) tensors."""
+    """Keys and values of all tokens so far, for one layer: two (B, nh, block_size, hs) tensors.
+
+    Attributes:
+        length: number of tokens so far.
+        first_position: the position of the next token: `length`, or (B, 1) positions if sequences differ in length.
+        mask: bool, (B, 1, T, T so far), True where a token may attend; None if all sequences have the same length.
+    """
+
+    mask: Tensor | None = None
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.length = 0
+
+    @property
+    def first_position(self) -> "int | Tensor":
+        return self.length
 
     def extend(self, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         """Append (B, nh, T, hs) keys and values, and return those of all tokens so far."""
@@ -69,20 +81,23 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.size()
-        q, k, v = self.c_attn(x).split(C, dim=2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        q, k, v = self.c_attn(x).chunk(3, dim=2)
+        q = q.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs); with tensor parallelism, nh is less
+        k = k.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        mask = None
         if cache is not None:
             k, v = cache.extend(k, v, self.block_size)  # (B, nh, T so far, hs)
+            mask = cache.mask
         y = F.scaled_dot_product_attention(
             q,
             k,
             v,
+            attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=T > 1,  # with a cache there is one query, which attends to every key
+            is_causal=mask is None and T > 1,  # with a cache there is one query, which attends to every key
         )
-        y = y.transpose(1, 2).contiguous().view(B, T, C)  # concatenate the heads
+        y = y.transpose(1, 2).contiguous().view(B, T, -1)  # concatenate the heads
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -150,18 +165,17 @@ class GPT(nn.Module):
 
     def compute_features(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """Return the output of the last block, (B, T, C), for (B, T) token ids."""
-        T = idx.size(1)
-        first_position = caches[0].length if caches else 0
-        if first_position + T > self.config.block_size:
-            raise ValueError(f"{first_position + T} tokens do not fit into block_size {self.config.block_size}")
-        x = self.transformer["drop"](self.embed(idx, first_position))  # (B, T, C)
+        tokens = idx.size(1) + (caches[0].length if caches else 0)
+        if tokens > self.config.block_size:
+            raise ValueError(f"{tokens} tokens do not fit into block_size {self.config.block_size}")
+        x = self.transformer["drop"](self.embed(idx, caches[0].first_position if caches else 0))  # (B, T, C)
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
         return x
 
-    def embed(self, idx: Tensor, first_position: int) -> Tensor:
+    def embed(self, idx: Tensor, first_position: int | Tensor) -> Tensor:
         """Embed (B, T) token ids and their positions, which begin at `first_position`: (B, T, C)."""
-        positions = torch.arange(first_position, first_position + idx.size(1), device=idx.device)  # (T,)
+        positions = first_position + torch.arange(idx.size(1), device=idx.device)  # (T,), or (B, T)
         return self.transformer["wte"](idx) + self.transformer["wpe"](positions)
 
     def compute_logits(self, x: Tensor) -> Tensor:

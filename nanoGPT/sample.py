@@ -10,10 +10,13 @@ While the text fits into the model's context, the keys and values of earlier tok
 import codecs
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
 from nanoGPT.checkpoint.manifest import find_newest_run
@@ -21,7 +24,7 @@ from nanoGPT.checkpoint.state import load_weights, read_full_state
 from nanoGPT.checkpoint.weights import find_newest, read_weights
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
-from nanoGPT.distributed.runtime import pick_device
+from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
@@ -70,23 +73,38 @@ def load_model(source: str) -> tuple[GPT, Tokenizer, int]:
     Raises:
         ConfigError: there is no model, or its characters are unknown.
     """
-    if (Path(source) / "checkpoints").is_dir():
-        checkpoint = find_newest(Path(source))
-        shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
-        weights = read_full_state(checkpoint.path).model
-        identity = checkpoint.manifest["data"]["tokenizer"]
-        tokenizer, ids = load_tokenizer(identity), identity["vocab_size"]
-    else:
-        shape, weights = read_weights(source)
-        if shape.vocab_size < GPT2_VOCAB:
-            raise ConfigError(
-                f"{source} has {shape.vocab_size} token ids but does not contain their characters: give the directory "
-                "of a run as --out_dir"
-            )
-        tokenizer, ids = Gpt2Tokenizer(), GPT2_VOCAB
+    shape, weights, tokenizer, ids = read_model(source)
     model = GPT(shape)
     load_weights(model, weights)
     return model.eval(), tokenizer, ids
+
+
+def read_model(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]:
+    """Return the shape of a model, its weights, its tokenizer, and the number of ids that the tokenizer has.
+
+    Args:
+        source: as `SampleConfig.out_dir`.
+        run: this rank's Runtime; with multiple ranks, rank 0 chooses the checkpoint. None: a single process.
+
+    Returns:
+        The weights are full tensors by parameter name, each of which is read when it is accessed.
+
+    Raises:
+        ConfigError: there is no model, or its characters are unknown.
+    """
+    if (Path(source) / "checkpoints").is_dir():
+        find = partial(find_newest, Path(source))
+        checkpoint = run.call_on_rank0(find) if run else find()
+        identity = checkpoint.manifest["data"]["tokenizer"]
+        shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
+        return shape, read_full_state(checkpoint.path).model, load_tokenizer(identity), identity["vocab_size"]
+    shape, weights = read_weights(source, run)
+    if shape.vocab_size < GPT2_VOCAB:
+        raise ConfigError(
+            f"{source} has {shape.vocab_size} token ids but does not contain their characters: give the directory "
+            "of a run as --out_dir"
+        )
+    return shape, weights, Gpt2Tokenizer(), GPT2_VOCAB
 
 
 def read_start(start: str | None, tokenizer: Tokenizer) -> str:

@@ -158,8 +158,8 @@ class KernelGPT(GPT):
 
     kernels: frozenset[str]
 
-    def embed(self, idx: Tensor, first_position: int) -> Tensor:
-        if "embedding" not in self.kernels:
+    def embed(self, idx: Tensor, first_position: int | Tensor) -> Tensor:
+        if "embedding" not in self.kernels or isinstance(first_position, Tensor):
             return super().embed(idx, first_position)
         wte, wpe = self.transformer["wte"], self.transformer["wpe"]
         assert isinstance(wte, nn.Embedding) and isinstance(wpe, nn.Embedding)

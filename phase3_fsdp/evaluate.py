@@ -1,7 +1,12 @@
-"""Compute the validation loss of a checkpoint, or of other weights, with a model that is sharded over the ranks.
+"""Evaluate a model that is sharded over the ranks: its validation loss, or its answers to problems.
 
     torchrun --standalone --nproc_per_node=4 evaluate.py --out_dir=../out/my-run             # its newest checkpoint
     torchrun --standalone --nproc_per_node=8 evaluate.py --init_from=gpt2-xl --dataset=shakespeare --eval_iters=500
+    python evaluate.py --problems=arc-generated --out_dir=../out/my-run                      # solves problems
+    python evaluate.py --problems=FILE --out_dir=DIR --help
+
+With `--problems` it starts its own ranks and generates answers: see `solve/`. The rest of this page is about the
+validation loss.
 
 The checkpoint can be of any phase, any optimizer and any number of ranks. The program creates no optimizer and reads no
 optimizer state: a rank stores 4P/N bytes of weights, and all-gathers units while they compute. It writes no files, so
@@ -9,6 +14,7 @@ you can evaluate a run while it is training.
 """
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +28,7 @@ from nanoGPT.job.start import main, start
 from nanoGPT.memory.savings import Needs
 from nanoGPT.model import GPT
 from phase3_fsdp import costs, fsdp
+from phase3_fsdp.solve import command
 
 TRAINING_ONLY_SAVINGS = (
     "--fsdp_activation_checkpointing",
@@ -81,4 +88,6 @@ def evaluate_weights(config: EvaluateConfig) -> float:
 
 
 if __name__ == "__main__":
+    if any(argument.startswith("--problems") for argument in sys.argv):
+        command.main(sys.argv[1:], __file__)
     main(evaluate_weights, Config, __file__, EvaluationCosts())

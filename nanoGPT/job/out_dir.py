@@ -53,6 +53,7 @@ class DirectoryLock:
 
     Args:
         out_dir: an existing directory.
+        flag: the flag that names the directory, for error messages.
 
     Attributes:
         warning: a message for the user if the file system does not support locks; else empty.
@@ -61,8 +62,8 @@ class DirectoryLock:
         ConfigError: another run holds the lock, or the lock file cannot be opened.
     """
 
-    def __init__(self, out_dir: Path) -> None:
-        self.out_dir, self.path, self.warning = out_dir, out_dir / ".lock", ""
+    def __init__(self, out_dir: Path, flag: str = "--out_dir") -> None:
+        self.out_dir, self.path, self.flag, self.warning = out_dir, out_dir / ".lock", flag, ""
         self._acquire()
 
     def _acquire(self) -> None:
@@ -70,14 +71,14 @@ class DirectoryLock:
             self.file = open(self.path, "a+")
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be opened ({error.strerror}): choose another --out_dir, or ask its owner "
+                f"{self.path} cannot be opened ({error.strerror}): choose another {self.flag}, or ask its owner "
                 "for write access"
             ) from None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another run is writing into {self.out_dir}: wait for it, or choose another --out_dir"
+                f"another run is writing into {self.out_dir}: wait for it, or choose another {self.flag}"
             ) from None
         except OSError as error:  # such as ENOSYS or ENOLCK on some network and parallel file systems
             self.warning = (

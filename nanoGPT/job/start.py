@@ -104,11 +104,29 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
 def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str, costs: CostsModule) -> int:
     """Parse the command line and train. Report an error in one sentence, and return the exit code."""
     memory_report = MemoryReport(costs)
-    try:
+
+    def explain(error: BaseException) -> str | None:
+        assert error.__traceback__ is not None
+        return memory_report.explain(error.with_traceback(error.__traceback__.tb_next))  # from parse_and_train on
+
+    def parse_and_train() -> int:
         world_size = environment_number("WORLD_SIZE") or 1
         config = config_from_launcher(config_class) or parse(config_class, sys.argv[1:], Path(trainer), world_size)
         train(config)
-        code = exit_code_of_success(config)
+        return exit_code_of_success(config)
+
+    return report_job_errors(parse_and_train, explain)
+
+
+def report_job_errors(job: Callable[[], int], explain: Callable[[BaseException], str | None]) -> int:
+    """Run this rank's job. Report an error in one sentence, to the user and to the other ranks; return the exit code.
+
+    Args:
+        job: returns the exit code of success.
+        explain: returns a sentence for an error that has no other explanation, or None.
+    """
+    try:
+        code = job()
     except ConfigError as error:
         code = report_failure(2, str(error), is_same_on_all_ranks=not error.on_one_rank)
         if not isinstance(error, LostConnection):
@@ -125,7 +143,7 @@ def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], tr
     except SystemExit:
         raise  # --help
     except BaseException as error:
-        sentence = explain_known_error(error) or memory_report.explain(error)
+        sentence = explain_known_error(error) or explain(error)
         if sentence is None:
             if not any(words in str(error) for words in LOST_PEER_MESSAGES):
                 traceback.print_exc()

@@ -16,6 +16,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.launch import NodeConfig, load_trainer, split_arguments
 from nanoGPT.train_config import TrainConfig, validate
+from phase3_fsdp.solve import settings as solve
 from tests.helpers.repository import list_files
 from tests.helpers.training import CONFIGS, ROOT
 from workshop.phases import PHASES
@@ -161,6 +162,9 @@ def check_request(request: Request) -> None:
     Raises:
         ConfigError: the configuration cannot be parsed, or does not work with this number of ranks.
     """
+    if any(word.startswith("--problems") for word in request.words):
+        solve.validate(command_line(solve.SolveConfig, [word for word in request.words if word != "--help"]))
+        return
     names_device = any(word.startswith("--device") for word in request.words)
     for device in [[]] if names_device else [["--device=cpu"], ["--device=cuda"]]:
         try:

@@ -1,0 +1,120 @@
+"""The program behind `evaluate.py --problems=...`: start the ranks, and solve the problems on each of them."""
+
+import dataclasses
+import datetime
+import os
+import sys
+import tempfile
+import threading
+import time
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors, unbreakable_output
+from nanoGPT.distributed.process_group import join_process_group
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.errors import ConfigError, is_out_of_memory
+from nanoGPT.job.nodes import NodeConfig
+from nanoGPT.job.run_description import digest_code, find_version
+from nanoGPT.job.signals import exit_with_launcher, listen_for_signals
+from nanoGPT.job.start import report_job_errors
+from nanoGPT.launch import configure_agent, explain_exit, find_root_cause, forward_signals
+from nanoGPT.sample import choose_run
+from phase3_fsdp.solve.evaluation import Evaluation
+from phase3_fsdp.solve.models import open_model
+from phase3_fsdp.solve.prompts import Prompter
+from phase3_fsdp.solve.settings import SolveConfig, validate
+from phase3_fsdp.solve.tasks import prepare_work, select_problems
+
+# ---- start ranks
+
+
+def main(arguments: list[str], program: str) -> None:
+    """Run as a program: as a rank if torchrun or this program has started it, else start the ranks.
+
+    Args:
+        arguments: the command line without the program's name.
+        program: path of the program that the ranks run.
+    """
+    if "RANK" in os.environ:
+        with unbreakable_output():
+            code = report_job_errors(lambda: solve(parse(arguments)), explain_memory)
+        os._exit(code)  # do not wait for other threads, nor for the process group after a failure
+    with report_errors():
+        config = parse(arguments)
+        ranks = config.gpus or (torch.cuda.device_count() if config.device in ("auto", "cuda") else 0) or 1
+        if ranks == 1:
+            code = report_job_errors(lambda: solve(config), explain_memory)
+        else:
+            code = start_ranks(ranks, [program, *arguments])
+    os._exit(code)
+
+
+def parse(arguments: list[str]) -> SolveConfig:
+    """Return the configuration from a command line.
+
+    Raises:
+        ConfigError: a flag or a value is invalid.
+    """
+    config: SolveConfig = command_line(SolveConfig, arguments)
+    validate(config)
+    return dataclasses.replace(config, out_dir=config.out_dir or choose_run())
+
+
+def start_ranks(ranks: int, command: list[str]) -> int:
+    """Start ranks on this machine, wait for them, and return the exit code. If a rank fails, print one sentence."""
+    os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid())}
+    received_signals: list[int] = []
+    forward_signals(received_signals)
+    with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
+        try:
+            elastic_launch(configure_agent(NodeConfig(gpus=ranks), logs), sys.executable)(*command)
+            return 0
+        except ChildFailedError as error:
+            rank, failure = find_root_cause(error.failures)
+            code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
+            print(f"error: rank {rank}: {reason}", file=sys.stderr)
+            return code
+
+
+def explain_memory(error: BaseException) -> str | None:
+    """Return a sentence for an out-of-memory error."""
+    if not is_out_of_memory(error):
+        return None
+    return "out of memory: use a smaller --batch_size or --tokens, more ranks, or --spread=offload"
+
+
+# ---- one rank
+
+
+def solve(config: SolveConfig) -> int:
+    """Solve the problems on this rank. Return the exit code."""
+    run = create_runtime(config.device, config.dtype)
+    if run.device.type == "cuda":
+        torch.cuda.set_device(run.device)
+    elif run.world_size > 1:
+        torch.set_num_threads(1)  # ranks share the cores
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=exit_with_launcher, args=(os.getppid(),), daemon=True).start()
+    flags = {f"--{name}": value for name, value in dataclasses.asdict(config).items()}
+    description = {**flags, "the code": digest_code(), "the version of torch": find_version("torch")}
+    if not torch.distributed.is_initialized():
+        join_process_group(run, datetime.timedelta(minutes=config.timeout_minutes), description)
+    listen_for_signals(run)
+    begin = time.perf_counter()
+    assert config.out_dir is not None
+    model = open_model(config.out_dir, run)
+    prompter = Prompter(config.prompt, model.codec, config.stop)
+    problems = run.call_on_rank0(lambda: list(select_problems(config, model)))
+    work = []
+    for item in prepare_work(problems, prompter, model, config):
+        if isinstance(item, ConfigError):
+            run.print0(f"skipped: {item}")
+        else:
+            work.append(item)
+    if not work:
+        raise ConfigError(f"--problems={config.problems}: no problem is left, because all were skipped")
+    return Evaluation(config, run, model, prompter, work, begin).finish()

@@ -1,0 +1,180 @@
+"""What each way of spreading a model holds per rank, and moves per round: the formulas.
+
+A model has P parameters of b bytes, U of them in its largest layer and R outside the layers (embedding, head, norms).
+There are N ranks with `slots` sequences each. A round runs the model once: one token for each sequence.
+
+                   held on the device                moved per round and rank (ring algorithm)
+    fsdp           P b / N + (R + 2 U) b + cache     all-gather   P b (N-1)/N
+    offload        (R + 2 U) b + cache               the same, after a copy of P b / N from CPU memory
+    tp             about P b / N + cache / N         2 L + 1 all-reduces of slots x C, all-gather of slots x V
+
+Two layers are gathered at a time: one computes, and the next one is on its way. `fully_shard` pads rows to a multiple
+of N, which makes P slightly larger. The cache of a sequence of T tokens has 2 L T C_kv b bytes, where C_kv is the
+number of key channels.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanoGPT.memory.costs import ring_bytes
+from nanoGPT.model import GPTConfig
+
+Spread = Literal["fsdp", "offload", "tp"]
+SPREADS: tuple[Spread, ...] = ("fsdp", "offload", "tp")
+RESERVE = 0.9  # fraction of a device's memory that may be planned; the rest is for activations and the allocator
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a model that matter for generation, in elements.
+
+    Attributes:
+        layers: parameters of each layer.
+        root: parameters outside the layers.
+        replicated: parameters that tensor parallelism does not divide.
+        channels: of the residual stream (C).
+        kv_channels: of the keys of one layer (heads times head size).
+        kv_heads: key heads, which tensor parallelism divides; 0: the model does not support tensor parallelism.
+        vocab_size: rows of the head.
+    """
+
+    layers: tuple[int, ...]
+    root: int
+    replicated: int
+    channels: int
+    kv_channels: int
+    kv_heads: int
+    vocab_size: int
+
+    @property
+    def params(self) -> int:
+        """Number of parameters."""
+        return sum(self.layers) + self.root
+
+
+def measure_gpt(shape: GPTConfig) -> ModelSize:
+    """Return the sizes of a GPT."""
+    C = shape.n_embd
+    block = (shape.count_params() - GPTConfig.count_params(_without_layers(shape))) // shape.n_layer
+    norms = shape.n_layer * (2 * C + (2 * C + 2 * C if shape.bias else 0))  # LayerNorms, and biases of both c_proj
+    replicated = norms + shape.block_size * C + C + (C if shape.bias else 0)
+    return ModelSize(
+        (block,) * shape.n_layer,
+        shape.count_params() - block * shape.n_layer,
+        replicated,
+        C,
+        C,
+        shape.n_head,
+        shape.vocab_size,
+    )
+
+
+def _without_layers(shape: GPTConfig) -> GPTConfig:
+    return GPTConfig(0, shape.n_head, shape.n_embd, shape.block_size, shape.bias, shape.vocab_size)
+
+
+def cache_bytes(size: ModelSize, tokens: int, itemsize: int) -> int:
+    """Return the bytes of the keys and values of one sequence of `tokens` tokens."""
+    return 2 * len(size.layers) * tokens * size.kv_channels * itemsize
+
+
+@dataclass(frozen=True)
+class SpreadCosts:
+    """What one way costs, in bytes per rank.
+
+    Attributes:
+        weights: resident weights on the device.
+        gathered: layers that are all-gathered at the same time.
+        cache: keys and values of all slots at the full length.
+        host: weights in CPU memory.
+        network: communication volume per round (ring algorithm).
+        copied: bytes copied from CPU memory to the device per round.
+        messages: collectives per round, one after the other.
+    """
+
+    weights: float
+    gathered: float
+    cache: float
+    host: float
+    network: float
+    copied: float
+    messages: int
+
+    @property
+    def held(self) -> float:
+        """Bytes on the device."""
+        return self.weights + self.gathered + self.cache
+
+
+def predict(
+    spread: Spread, size: ModelSize, ranks: int, slots: int, tokens: int, itemsize: int, prefetch: int = 1
+) -> SpreadCosts:
+    """Return the costs of one way.
+
+    Args:
+        spread: fsdp, offload or tp.
+        size: of the model.
+        ranks: world size.
+        slots: sequences per rank; with tp, in total.
+        tokens: largest length of a sequence.
+        itemsize: bytes of a parameter.
+        prefetch: layers that are all-gathered ahead.
+    """
+    weights = size.params * itemsize
+    cache = slots * cache_bytes(size, tokens, itemsize)
+    if spread == "tp":
+        reductions = 2 * len(size.layers) + 1
+        logits = -(-size.vocab_size // ranks) * ranks  # rows of the head are padded to a multiple of the ranks
+        divided = size.params - size.replicated + (logits - size.vocab_size) * size.channels
+        part = itemsize * (divided / ranks + size.replicated)
+        network = reductions * ring_bytes("all-reduce", slots * size.channels * itemsize, ranks)
+        network += ring_bytes("all-gather", slots * logits * itemsize, ranks)
+        return SpreadCosts(part, 0.0, cache / ranks, 0.0, network, 0.0, reductions + 1 if ranks > 1 else 0)
+    gathered = itemsize * (size.root + sum(sorted(size.layers)[-1 - prefetch :]))
+    is_offloaded = spread == "offload"
+    if ranks == 1 and not is_offloaded:
+        return SpreadCosts(weights, 0.0, cache, 0.0, 0.0, 0.0, 0)
+    shard = weights / ranks
+    network = ring_bytes("all-gather", weights, ranks)
+    messages = len(size.layers) + 1
+    if is_offloaded:
+        return SpreadCosts(0.0, gathered, cache, shard, network, shard, messages)
+    return SpreadCosts(shard, gathered, cache, 0.0, network, 0.0, messages)
+
+
+def choose_spread(
+    size: ModelSize, ranks: int, slots: int, tokens: int, itemsize: int, device_bytes: float | None
+) -> tuple[Spread | None, str]:
+    """Return the way to spread a model, and the reason. None: no way fits.
+
+    Tensor parallelism moves only activations, so it comes first; fsdp and offload move all weights in every round.
+
+    Args:
+        device_bytes: memory of one device; None: unknown, everything fits.
+    """
+    limit = float("inf") if device_bytes is None else RESERVE * device_bytes
+    needs = {each: predict(each, size, ranks, slots, tokens, itemsize).held for each in SPREADS}
+    if ranks == 1 and needs["fsdp"] <= limit:
+        return "fsdp", "one rank holds the whole model"
+    divides = size.kv_heads > 0 and size.kv_heads % ranks == 0
+    if divides and ranks > 1 and needs["tp"] <= limit:
+        return "tp", "weights stay where they are, and only activations are communicated"
+    why_not = "it does not fit with tp" if divides else f"tp needs a number of ranks that divides {size.kv_heads} heads"
+    if ranks > 1 and needs["fsdp"] <= limit:
+        return "fsdp", why_not
+    if needs["offload"] <= limit:
+        return "offload", f"a device has {limit / 1e9:,.1f} GB for it, and its share of the model does not fit"
+    return None, f"it needs {min(needs.values()) / 1e9:,.1f} GB per rank, and a device has {limit / 1e9:,.1f} GB for it"
+
+
+def describe(spread: Spread, costs: SpreadCosts) -> str:
+    """Return one line about what a way holds and moves."""
+    parts = [f"{costs.weights / 1e6:,.1f} MB of weights"]
+    if costs.gathered:
+        parts.append(f"{costs.gathered / 1e6:,.1f} MB of gathered layers")
+    parts.append(f"{costs.cache / 1e6:,.1f} MB of keys and values")
+    moved = f"{costs.network / 1e6:,.3f} MB over the network"
+    if costs.copied:
+        moved += f" and {costs.copied / 1e6:,.1f} MB from CPU memory"
+    host = f"; in CPU memory {costs.host / 1e6:,.1f} MB" if costs.host else ""
+    return f"{spread}: holds {' + '.join(parts)} per rank{host}; moves {moved} per round"

@@ -1,0 +1,217 @@
+"""Solve a list of problems on all ranks, and write the answers on rank 0."""
+
+import dataclasses
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import write_atomically
+from nanoGPT.memory.device import host_memory, process_bytes
+from nanoGPT.metrics.hardware import describe_hardware, read_git_commit, read_peak_memory
+from phase3_fsdp.solve import costs, report, scores
+from phase3_fsdp.solve.generation import Generator, Result, Sampling, Task
+from phase3_fsdp.solve.models import OpenedModel
+from phase3_fsdp.solve.problems import ArcProblem, ChoiceProblem, PerplexityProblem, Problem, TextProblem
+from phase3_fsdp.solve.progress import Progress
+from phase3_fsdp.solve.prompts import Prompter, choose_symbols
+from phase3_fsdp.solve.settings import SolveConfig
+from phase3_fsdp.solve.tasks import compute_digest
+
+
+class Evaluation:
+    """One run over a list of problems, on every rank. Rank 0 writes the files.
+
+    Args:
+        config: of the run.
+        run: this rank's Runtime.
+        model: the model, not read yet.
+        prompter: writes prompts and reads answers.
+        work: the problems and their tasks, in order.
+        begin: the time of the start, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        config: SolveConfig,
+        run: Runtime,
+        model: OpenedModel,
+        prompter: Prompter,
+        work: list[tuple[Problem, list[Task]]],
+        begin: float,
+    ) -> None:
+        self.config, self.run, self.model, self.prompter, self.begin = config, run, model, prompter, begin
+        self.work = {tasks[0].problem: (problem, tasks) for problem, tasks in work}
+        self.results: dict[int, list[Result]] = {number: [] for number in self.work}
+        self.symbols = (
+            choose_symbols(model.codec) if any(isinstance(problem, ArcProblem) for problem, _ in work) else ""
+        )
+        self.progress: Progress | None = None
+        self.folder = Path(config.to or default_folder(config))
+
+    def finish(self) -> int:
+        """Solve what is left, and write the result. Return the exit code."""
+        done = self.run.call_on_rank0(self._open_progress)
+        tasks = [task for problem, each in self.work.values() if problem.id not in done for task in each]
+        if done:
+            self.run.print0(
+                f"{len(done)} of {len(self.work)} problems are finished already; continuing in {self.folder}"
+            )
+        seconds, tokens = 0.0, 0
+        if tasks:
+            generator = self._load(tasks)
+            begin = time.perf_counter()
+            with tqdm(
+                total=len(self.work), initial=len(done), unit="problem", disable=None if self.run.is_main else True
+            ) as bar:
+                for results in generator.run(tasks):
+                    for result in results:
+                        tokens += len(result.ids)
+                        self.results[result.problem].append(result)
+                        if len(self.results[result.problem]) == len(self.work[result.problem][1]):
+                            self._finish_problem(result.problem)
+                            bar.update()
+                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=bool(results))
+            seconds = time.perf_counter() - begin
+            if generator.should_stop:
+                return self._report_stop()
+        memory = self.run.gather(read_peak_memory(self.run.device))
+        if self.run.is_main:
+            self._write_result(tokens, seconds, memory)
+        return 0
+
+    def _open_progress(self) -> set[str]:
+        """Open the progress files, on rank 0, and return the ids of the problems that are finished."""
+        self.progress = Progress(self.folder, self._settings())
+        done = set()
+        for problem, _ in self.work.values():
+            if line := self.progress.lines.get(problem.id):
+                if line.get("problem") != compute_digest(problem):
+                    raise ConfigError(
+                        f"{self.folder} has an answer to another problem with the id {problem.id!r}: use another "
+                        "directory as --to"
+                    )
+                done.add(problem.id)
+        return done
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what the answers depend on."""
+        config = self.config
+        names = ("tokens", "prompt", "stop", "attempts", "temperature", "top_k", "seed")
+        values = {name: getattr(config, name) for name in names}
+        return {"model": self.model.name, "dtype": str(self.run.dtype).removeprefix("torch."), **values}
+
+    def _load(self, tasks: list[Task]) -> Generator:
+        """Choose how to spread the model, print why, and read it."""
+        config, run, size = self.config, self.run, self.model.size
+        longest = max(len(task.ids) + task.max_new for task in tasks)
+        slots, itemsize = min(config.batch_size, len(tasks)), run.dtype.itemsize
+        spread, reason = costs.choose_spread(size, run.world_size, slots, longest, itemsize, read_device_bytes(run))
+        if config.spread != "auto":
+            spread, reason = config.spread, "--spread"
+        if spread is None:
+            raise ConfigError(
+                f"the model does not fit: {reason}: use a smaller --batch_size or --tokens, or more ranks"
+            )
+        run.print0(f"{size.params:,} parameters on {run.world_size} rank(s), {run.dtype}; {spread} ({reason})")
+        for each in costs.SPREADS:
+            if run.world_size > 1 and (each != "tp" or (size.kv_heads and size.kv_heads % run.world_size == 0)):
+                predicted = costs.predict(each, size, run.world_size, slots, longest, itemsize)
+                run.print0(("-> " if each == spread else "   ") + costs.describe(each, predicted))
+        model = self.model.load(spread, run, prefetch=1)
+        sampling = Sampling(config.temperature, config.top_k, config.seed)
+        self.spread = spread
+        return Generator(model, run, slots, sampling, is_replicated=spread == "tp")
+
+    def _finish_problem(self, number: int) -> None:
+        """Score a problem, and write its line on rank 0."""
+        problem, tasks = self.work[number]
+        results = sorted(self.results.pop(number), key=lambda result: result.attempt)
+        if self.progress is None:
+            return
+        line: dict[str, Any] = {"id": problem.id, "number": number, "problem": compute_digest(problem)}
+        if isinstance(problem, ChoiceProblem | PerplexityProblem):
+            lengths = [len(task.ids) - task.context_tokens for task in tasks]
+            line |= problem.score([(result.nats, n) for result, n in zip(results, lengths, strict=True)])
+            if isinstance(problem, ChoiceProblem):
+                line["wanted"] = str(problem.label)
+        else:
+            line |= self._score_attempts(problem, results)
+        line["tokens"] = sum(len(result.ids) for result in results)
+        line["seconds"] = round(sum(result.seconds for result in results), 3)
+        line["memory_bytes"] = read_memory(self.run)
+        self.progress.add(line)
+
+    def _score_attempts(self, problem: ArcProblem | TextProblem, results: list[Result]) -> dict[str, Any]:
+        attempts = []
+        for result in results:
+            answer = self.prompter.read(result.ids, problem)
+            attempts.append({"answer": answer.text, **problem.score(answer.text, self.symbols), **answer.details})
+        fields: dict[str, Any] = dict(attempts[0])
+        if len(attempts) > 1:
+            fields["attempts"] = attempts
+        if isinstance(problem, ArcProblem):
+            fields["test"] = problem.test
+        return {**fields, "wanted": problem.wanted}
+
+    def _report_stop(self) -> int:
+        finished = f"{self._count_finished()} of {len(self.work)} problems are finished"
+        self.run.print0(f"stopped by a signal: {finished}; the same command continues with the others")
+        return 0
+
+    def _count_finished(self) -> int:
+        lines = self.progress.lines if self.progress else {}
+        return sum(problem.id in lines for problem, _ in self.work.values())
+
+    def _write_result(self, tokens: int, seconds: float, memory: list[int]) -> None:
+        """Write the result and the report, and print the scores."""
+        assert self.progress is not None
+        lines = [self.progress.lines[problem.id] for problem, _ in self.work.values()]
+        result: dict[str, Any] = {
+            "scores": scores.summarize(lines),
+            "problems": lines,
+            "settings": self._settings(),
+            "configuration": dataclasses.asdict(self.config),
+            "ranks": self.run.world_size,
+            "spread": getattr(self, "spread", None),
+            "tokens": tokens,
+            "seconds": round(seconds, 3),
+            "total_seconds": round(time.perf_counter() - self.begin, 3),
+            "peak_memory_bytes": memory,
+            "hardware": describe_hardware(self.run.device),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "commit": read_git_commit(),
+        }
+        suffix = self.progress.new_suffix()
+        path = self.folder / f"result_{suffix}.json"
+        write_atomically(self.folder / f"report_{suffix}.md", report.write_markdown(result).encode())
+        write_atomically(self.folder / f"report_{suffix}.html", report.write_html(result).encode())
+        write_atomically(path, (json.dumps(result, indent=1) + "\n").encode())
+        shown = {name: value for name, value in result["scores"].items() if name != "pass_at"}
+        print(", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
+        print(f"result: {path}", flush=True)
+
+
+def default_folder(config: SolveConfig) -> str:
+    """Return the directory of the answers: one per model and set of problems."""
+    assert config.out_dir is not None
+    return f"out/answers-{Path(config.out_dir).name}-{Path(config.problems).stem}"
+
+
+def read_memory(run: Runtime) -> int | None:
+    """Return the bytes that this process uses now: of torch's allocator on a GPU, else resident memory."""
+    return torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else process_bytes()
+
+
+def read_device_bytes(run: Runtime) -> float | None:
+    """Return the memory of this rank's device; on a CPU, its share of the machine's."""
+    if run.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(run.device).total_memory)
+    total = host_memory().total
+    return None if total is None else total / run.local_world_size

@@ -1,0 +1,81 @@
+"""Open a model to evaluate: what it is, its tokenizer, and how to spread it over the ranks."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.files import is_present, read_document
+from nanoGPT.job.run_description import digest_weights
+from nanoGPT.model import GPTConfig
+from nanoGPT.sample import read_model
+from nanoGPT.tokenizer import Tokenizer
+from phase3_fsdp.solve.costs import ModelSize, Spread, measure_gpt
+from phase3_fsdp.solve.generation import LanguageModel
+from phase3_fsdp.solve.gpt import GptModel, spread_gpt
+from phase3_fsdp.solve.prompts import OwnCodec, TextCodec
+
+
+class OpenedModel(Protocol):
+    """A model whose weights have not been read yet.
+
+    Attributes:
+        name: identifies the model in the result.
+        size: its sizes.
+        context: largest number of tokens of a sequence.
+        codec: its tokenizer.
+    """
+
+    name: str
+    size: ModelSize
+    context: int
+    codec: TextCodec
+
+    def load(self, spread: Spread, run: Runtime, prefetch: int) -> LanguageModel:
+        """Read this rank's part of the weights. Collective."""
+        ...
+
+
+class OpenedGpt:
+    """A `GPT` of this project: a run, nanoGPT's ckpt.pt, or a GPT-2 of Hugging Face."""
+
+    def __init__(self, source: str, shape: GPTConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, ids: int):
+        self.name = f"{source} ({digest_weights(source)})"
+        self.shape, self.weights = shape, weights
+        self.size, self.context = measure_gpt(shape), shape.block_size
+        self.codec: TextCodec = OwnCodec(tokenizer, ids)
+
+    def load(self, spread: Spread, run: Runtime, prefetch: int) -> LanguageModel:
+        """Read this rank's part of the weights. Collective."""
+        return GptModel(spread_gpt(self.shape, self.weights, spread, run, prefetch), self.codec.ids)
+
+
+def open_model(source: str, run: Runtime) -> OpenedModel:
+    """Return a model that is not read yet. Collective.
+
+    Args:
+        source: directory of a run, of a nanoGPT checkpoint or of a Hugging Face model; or the name of a GPT-2.
+        run: this rank's Runtime.
+
+    Raises:
+        ConfigError: there is no model that this project can run.
+    """
+    if is_foreign(Path(source)):
+        from phase3_fsdp.solve.hugging_face import OpenedHf  # needs the extra `web`
+
+        return OpenedHf(Path(source))
+    return OpenedGpt(source, *read_model(source, run))
+
+
+def is_foreign(folder: Path) -> bool:
+    """Return whether a directory has a Hugging Face model of an architecture other than GPT-2."""
+    if not is_present(folder / "config.json") or is_present(folder / "checkpoints"):
+        return False
+    try:
+        fields: Any = json.loads(read_document(folder / "config.json"))
+        return fields.get("model_type") != "gpt2"
+    except (OSError, ValueError, AttributeError):
+        return False  # read_model explains what is wrong with it

@@ -1,0 +1,257 @@
+"""Problems that a model solves, and how an answer is scored.
+
+    ArcProblem           a grid to complete: exact match, and the fraction of equal cells
+    TextProblem          a prompt and its answer: equal, equal after normalization, or equal as a number
+    ChoiceProblem        a context and endings: the model gives its ending the highest likelihood (HellaSwag)
+    PerplexityProblem    a text: its mean loss per token
+
+A file of problems is an ARC task, a JSON object of ARC tasks by name, JSON lines, or plain text. A directory stands for
+its files in the order of their names.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import read_document
+from phase3_fsdp.solve import arc
+from phase3_fsdp.solve.arc import Grid, InvalidProblem, Pair
+
+GENERATED = "arc-generated"
+SUFFIXES = (".json", ".jsonl", ".txt")
+MATCHES = ("exact", "normalized", "numeric")
+
+
+@dataclass(frozen=True)
+class ArcProblem:
+    """An ARC task with one of its tests. `wanted` is None if the answer is unknown."""
+
+    id: str
+    pairs: list[Pair]
+    test: Grid
+    wanted: Grid | None
+
+    def write_prompt(self, symbols: str) -> str:
+        """Return the text up to the place where the answer begins; `symbols` are the characters of the colors."""
+        return arc.write_task(self.pairs, self.test, symbols)
+
+    def score(self, text: str, symbols: str) -> dict[str, Any]:
+        """Return the grid in an answer, whether it is right, and the fraction of equal cells."""
+        grid = arc.parse_grid(text, symbols)
+        result: dict[str, Any] = {"grid": grid}
+        if self.wanted is not None:
+            result |= {"is_right": grid == self.wanted, "cell_accuracy": arc.count_equal_cells(grid, self.wanted)}
+        return result
+
+
+@dataclass(frozen=True)
+class TextProblem:
+    """A prompt with a known answer. `match` is how they are compared: exact, normalized or numeric."""
+
+    id: str
+    prompt: str
+    wanted: str
+    match: str
+
+    def write_prompt(self, symbols: str) -> str:
+        return self.prompt
+
+    def score(self, text: str, symbols: str) -> dict[str, Any]:
+        """Return whether an answer is right."""
+        return {"is_right": is_match(text, self.wanted, self.match)}
+
+
+@dataclass(frozen=True)
+class ChoiceProblem:
+    """A context and its possible endings, of which number `label` is right."""
+
+    id: str
+    context: str
+    endings: list[str]
+    label: int
+
+    def list_texts(self) -> list[tuple[str, str]]:
+        """Return (context, continuation) for each sequence whose likelihood is needed."""
+        return [(self.context, ending) for ending in self.endings]
+
+    def score(self, losses: list[tuple[float, int]]) -> dict[str, Any]:
+        """Return the likeliest ending by total and by mean log-likelihood, from (nats, tokens) of each ending."""
+        by_sum = min(range(len(losses)), key=lambda i: losses[i][0])
+        by_mean = min(range(len(losses)), key=lambda i: losses[i][0] / losses[i][1])
+        return {
+            "answer": str(by_mean),
+            "is_right": by_mean == self.label,
+            "is_right_by_sum": by_sum == self.label,
+            "nats": [loss for loss, _ in losses],
+        }
+
+
+@dataclass(frozen=True)
+class PerplexityProblem:
+    """A text whose mean loss is computed. If it is longer than the context, only its beginning counts."""
+
+    id: str
+    text: str
+
+    def list_texts(self) -> list[tuple[str, str]]:
+        """Return (context, continuation) for each sequence whose likelihood is needed."""
+        return [("", self.text)]
+
+    def score(self, losses: list[tuple[float, int]]) -> dict[str, Any]:
+        """Return the loss of the text in nats, and its number of tokens."""
+        ((nats, tokens),) = losses
+        return {"answer": f"{nats / tokens:.6f}", "nats": [nats], "scored_tokens": tokens}
+
+
+Generation = ArcProblem | TextProblem
+Likelihood = ChoiceProblem | PerplexityProblem
+Problem = Generation | Likelihood
+
+
+def is_match(text: str, wanted: str, match: str) -> bool:
+    """Return whether an answer equals the wanted one.
+
+    Args:
+        text: the answer of a model.
+        wanted: the right answer.
+        match: exact (without space around it), normalized (without case, punctuation and articles), or numeric (the
+            last number in the answer).
+    """
+    if match == "exact":
+        return text.strip() == wanted.strip()
+    if match == "normalized":
+        return normalize(text) == normalize(wanted)
+    numbers = [re.findall(r"-?\d+(?:\.\d+)?", each.replace(",", "")) for each in (text, wanted)]
+    return bool(numbers[0]) and bool(numbers[1]) and float(numbers[0][-1]) == float(numbers[1][-1])
+
+
+def normalize(text: str) -> str:
+    """Return a text without case, punctuation, articles and extra space, as SQuAD's evaluation does."""
+    words = re.sub(r"[^\w\s]", "", text.lower()).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+def read_problems(source: str, max_characters: int) -> Iterator[Problem | ConfigError]:
+    """Yield the problems of a file or directory in order; for a malformed one, the ConfigError that says what is wrong.
+
+    Args:
+        source: a file, a directory, or `arc-generated`.
+        max_characters: size of generated tasks, from the context of the model.
+
+    Raises:
+        ConfigError: the source does not exist, or has no problems.
+    """
+    if source == GENERATED:
+        index = 0
+        while True:
+            name, task = arc.generate_task(index, max_characters)
+            yield from make_arc_problems(name, task)
+            index += 1
+    for file in list_problem_files(source):
+        try:
+            yield from read_problem_file(file)
+        except (OSError, ValueError) as error:
+            yield ConfigError(f"{file} cannot be read ({str(error)[:200]}): give a file of problems")
+
+
+def list_problem_files(source: str) -> list[Path]:
+    """Return the files of problems that `--problems` names.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if files := sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES):
+            return files
+        raise ConfigError(f"--problems={source} has no file that ends in {', '.join(SUFFIXES)}: use another directory")
+    if not path.is_file():
+        raise ConfigError(f"--problems={source} does not exist: give a file, a directory or {GENERATED}")
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--problems={source} does not end in {', '.join(SUFFIXES)}: give a file of problems")
+    return [path]
+
+
+def read_problem_file(file: Path) -> Iterator[Problem | ConfigError]:
+    """Yield the problems of one file, and a ConfigError for each malformed one."""
+    text = read_document(file)
+    if file.suffix == ".txt":
+        yield PerplexityProblem(file.stem, text)
+    elif file.suffix == ".json":
+        content = json.loads(text)
+        is_task = not isinstance(content, dict) or "train" in content or "test" in content
+        tasks = {file.stem: content} if is_task else content
+        for name, task in tasks.items():
+            yield from report_invalid(f"{file}, task {name}", lambda n=name, t=task: make_arc_problems(n, t))  # type: ignore[misc]
+    else:
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.strip():
+                name = f"{file.stem}-{number:04d}"
+                yield from report_invalid(f"{file}, line {number}", lambda n=name, t=line: [make_line_problem(n, t)])  # type: ignore[misc]
+
+
+def report_invalid(place: str, make: Callable[[], list[Problem]]) -> Iterator[Problem | ConfigError]:
+    """Yield the problems that `make` returns; if it raises, one ConfigError that names the place."""
+    try:
+        yield from make()
+    except (InvalidProblem, json.JSONDecodeError) as error:
+        yield ConfigError(f"{place} is not a problem: {error}: correct it, or use --skip_bad=True")
+
+
+def make_arc_problems(name: str, task: Any) -> list[Problem]:
+    """Return one problem for each test of an ARC task.
+
+    Raises:
+        InvalidProblem: it is not an ARC task.
+    """
+    pairs, tests = arc.read_task(task)
+    return [
+        ArcProblem(name if len(tests) == 1 else f"{name}-{i}", pairs, test, wanted)
+        for i, (test, wanted) in enumerate(tests)
+    ]
+
+
+def make_line_problem(name: str, line: str) -> Problem:
+    """Return the problem in a line of JSON; its fields decide its kind. A field `id` replaces the name.
+
+    Raises:
+        InvalidProblem, JSONDecodeError: it is no problem.
+    """
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise InvalidProblem("the line is not a JSON object")
+    name = str(row.get("id", name))
+    if "endings" in row:
+        context, endings, label = row.get("ctx", row.get("context")), row["endings"], row.get("label")
+        label = int(label) if isinstance(label, str) and label.isdigit() else label
+        if not isinstance(context, str) or not isinstance(endings, list) or len(endings) < 2:
+            raise InvalidProblem("`ctx` is not a text, or `endings` is not a list of two or more")
+        if any(not isinstance(each, str) or not each for each in endings):
+            raise InvalidProblem("an ending is empty or not a text")
+        if type(label) is not int or not 0 <= label < len(endings):
+            raise InvalidProblem(f"`label` is {label!r}, which is not the number of an ending")
+        return ChoiceProblem(name, context, [each if each[0].isspace() else f" {each}" for each in endings], label)
+    if "text" in row:
+        return PerplexityProblem(name, check_text(row, "text"))
+    match = row.get("match", "normalized")
+    if match not in MATCHES:
+        raise InvalidProblem(f"`match` is {match!r}: use {', '.join(MATCHES)}")
+    return TextProblem(name, check_text(row, "prompt"), check_text(row, "answer"), match)
+
+
+def check_text(row: dict[str, Any], name: str) -> str:
+    """Return a field of a problem that must be a text, or a number for an answer.
+
+    Raises:
+        InvalidProblem: it is missing, empty or something else.
+    """
+    value = row.get(name)
+    if name == "answer" and type(value) in (int, float):
+        return str(value)
+    if not isinstance(value, str) or not value:
+        raise InvalidProblem(f"`{name}` is missing, empty or not a text")
+    return value

@@ -1,0 +1,47 @@
+"""Summarize the scores of all problems: fractions of right answers, pass@k, cell accuracy and perplexity."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+PASS_AT = (1, 2, 5, 10, 20, 50, 100)
+
+
+def estimate_pass_at(attempts: int, right: int, k: int) -> float:
+    """Return the probability that one of k attempts is right, if `right` of `attempts` are (Chen et al. 2021)."""
+    if attempts - right < k:
+        return 1.0
+    return 1.0 - math.comb(attempts - right, k) / math.comb(attempts, k)
+
+
+def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the scores over the lines of finished problems; a score that no problem has is left out.
+
+    Returns:
+        accuracy: the fraction of problems whose first attempt is right.
+        pass_at: for each k up to the number of attempts, the mean probability that one of k attempts is right.
+        cell_accuracy: the mean fraction of equal cells of ARC grids, first attempts.
+        accuracy_by_sum: for multiple choice, with total instead of mean log-likelihoods.
+        perplexity: over all tokens of the texts.
+    """
+    scores: dict[str, Any] = {"problems": len(lines)}
+    graded = [line for line in lines if "is_right" in line]
+    if graded:
+        scores["right"] = sum(line["is_right"] for line in graded)
+        scores["accuracy"] = scores["right"] / len(graded)
+    sampled = [line["attempts"] for line in graded if "attempts" in line]
+    if sampled:
+        n = min(map(len, sampled))
+        right = [sum(attempt["is_right"] for attempt in attempts) for attempts in sampled]
+        scores["pass_at"] = {
+            str(k): sum(estimate_pass_at(len(a), r, k) for a, r in zip(sampled, right, strict=True)) / len(sampled)
+            for k in PASS_AT
+            if k <= n
+        }
+    for name, source in (("cell_accuracy", "cell_accuracy"), ("accuracy_by_sum", "is_right_by_sum")):
+        if values := [line[source] for line in lines if source in line]:
+            scores[name] = sum(values) / len(values)
+    if texts := [line for line in lines if "scored_tokens" in line]:
+        tokens = sum(line["scored_tokens"] for line in texts)
+        scores["perplexity"] = math.exp(sum(line["nats"][0] for line in texts) / tokens)
+    return scores

@@ -1,0 +1,103 @@
+"""Turn problems into the sequences that a model computes."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+
+from nanoGPT.errors import ConfigError
+from phase3_fsdp.solve.generation import Task
+from phase3_fsdp.solve.models import OpenedModel
+from phase3_fsdp.solve.problems import ArcProblem, ChoiceProblem, PerplexityProblem, Problem, read_problems
+from phase3_fsdp.solve.prompts import Prompter, choose_symbols
+from phase3_fsdp.solve.settings import DEFAULT_TOKENS, SolveConfig
+
+
+def select_problems(config: SolveConfig, model: OpenedModel) -> Iterator[tuple[int, Problem]]:
+    """Yield the problems of the configuration with their numbers.
+
+    Raises:
+        ConfigError: a problem is malformed and `skip_bad` is False, two have the same id, or there are none.
+    """
+    most = model.context if config.tokens is None else max(1, model.context - config.tokens + 1)
+    found = itertools.islice(read_problems(config.problems, most), config.start, config.start + config.num)
+    ids: set[str] = set()
+    is_empty = True
+    for number, problem in enumerate(found, start=config.start):
+        is_empty = False
+        if isinstance(problem, ConfigError):
+            if not config.skip_bad:
+                raise problem
+            print(f"skipped: {problem}", flush=True)
+            continue
+        if problem.id in ids:
+            raise ConfigError(f"--problems={config.problems} has two problems with the id {problem.id!r}: rename one")
+        ids.add(problem.id)
+        yield number, problem
+    if is_empty:
+        raise ConfigError(f"--problems={config.problems} has no problem number {config.start}: use a smaller --start")
+
+
+def prepare_work(
+    problems: Iterable[tuple[int, Problem]], prompter: Prompter, model: OpenedModel, config: SolveConfig
+) -> Iterator[tuple[Problem, list[Task]] | ConfigError]:
+    """Yield each problem with its tasks; with `skip_bad`, the ConfigError of a problem that the model cannot get.
+
+    Raises:
+        ConfigError: a problem cannot be given to the model, and `skip_bad` is False.
+    """
+    for number, problem in problems:
+        try:
+            yield problem, write_tasks(number, problem, prompter, model, config)
+        except ConfigError as error:
+            if not config.skip_bad:
+                raise
+            yield error
+
+
+def write_tasks(
+    number: int, problem: Problem, prompter: Prompter, model: OpenedModel, config: SolveConfig
+) -> list[Task]:
+    """Return the sequences that a problem needs: one per attempt, or one per text to score.
+
+    Raises:
+        ConfigError: the prompt has unknown characters, or does not fit into the context with the tokens to generate.
+    """
+    context = model.context
+    if isinstance(problem, ChoiceProblem | PerplexityProblem):
+        tasks = []
+        for attempt, (before, text) in enumerate(problem.list_texts()):
+            start = prompter.codec.encode(before) if before else sorted(model.codec.ends)[:1]
+            ids = prompter.codec.encode(text)
+            if isinstance(problem, ChoiceProblem):
+                start = start[max(0, len(start) + len(ids) - context - 1) :]
+            ids, scored_from = (start + ids)[: context + 1], max(1, len(start))
+            if len(ids) <= scored_from:
+                raise ConfigError(f"{problem.id} has a text without a token to score: use a longer text")
+            tasks.append(Task(number, attempt, ids, context_tokens=scored_from))
+        return tasks
+    symbols = choose_symbols(model.codec) if isinstance(problem, ArcProblem) else ""
+    ids = prompter.write(problem, symbols)
+    most = context + 1 - len(ids)
+    if most < 1 or (config.tokens or 0) > most:
+        fits = f"--tokens={most} or less" if most > 0 else "another problem, or --skip_bad=True"
+        raise ConfigError(
+            f"the prompt of {problem.id} has {len(ids)} tokens, which with --tokens={config.tokens or 1} exceeds the "
+            f"model's context of {context}: use {fits}"
+        )
+    ends, stop = prompter.ends, prompter.find_stop(problem)
+
+    def has_ended(generated: list[int]) -> bool:
+        if generated[-1] in ends:
+            return True
+        return stop is not None and stop in prompter.codec.decode(generated[-4 * len(stop) - 4 :])
+
+    new = min(most, config.tokens or DEFAULT_TOKENS)
+    return [Task(number, attempt, ids, new, has_ended=has_ended) for attempt in range(config.attempts)]
+
+
+def compute_digest(problem: Problem) -> str:
+    """Return what identifies the content of a problem."""
+    content = json.dumps(dataclasses.asdict(problem), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]

@@ -1,0 +1,241 @@
+"""`evaluate.py --problems` on real ranks: the same answers in every way, its costs, kills, and what bad input gets."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.errors import ConfigError
+from nanoGPT.memory.costs import storage_bytes
+from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.model import GPT, GPTConfig
+from phase3_fsdp.solve import costs, gpt, tensor_parallel
+from phase3_fsdp.solve.command import parse, solve
+from phase3_fsdp.solve.generation import Generator, Sampling, Task
+from phase3_fsdp.solve.progress import lock_directory
+from tests.helpers.programs import Program
+from tests.helpers.training import tiny, train
+from workshop.ranks import run_on_ranks
+
+SHAPE = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=64, vocab_size=65, bias=True)
+TASKS = [Task(number, 0, [(7 * number + i) % 65 for i in range(3 + number)], 10 - number % 3) for number in range(7)]
+
+
+def create_gpt() -> GPT:
+    """Return a GPT with random weights that make its greedy text vary."""
+    model = GPT(SHAPE)
+    model.init_weights(1)
+    with torch.no_grad():
+        for i, param in enumerate(model.parameters()):
+            param += 0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+def generate_each_way(cells: list[tuple[str, int]], sampling: Sampling) -> list[tuple[dict[int, list[int]], float]]:
+    """Return the generated tokens and the score of a text, for each way of spreading and number of slots."""
+    run, weights, found = create_runtime("cpu", "float32"), dict(create_gpt().named_parameters()), []
+    for spread, slots in cells:
+        model = gpt.GptModel(gpt.spread_gpt(SHAPE, weights, spread, run), 60)
+        generator = Generator(model, run, slots, sampling, spread == "tp")
+        ids = {result.problem: result.ids for results in generator.run(TASKS) for result in results}
+        found.append((ids, model.score(torch.arange(20)[None], 4)))
+    return found
+
+
+def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading():
+    """Greedy tokens are those of `GPT.generate`, sampled ones those of one rank: fsdp, offload, tp on 1, 2, 4 ranks."""
+    cells = [("fsdp", 1), ("fsdp", 3), ("offload", 2), ("tp", 1), ("tp", 4)]
+    model = create_gpt().eval()
+    reference = {
+        task.problem: [int(column) for column in model.generate(torch.tensor([task.ids]), task.max_new, 0.0, None, 60)]
+        for task in TASKS
+    }
+    with torch.no_grad():
+        targets = torch.arange(1, 20)[None].clone()
+        targets[:, :3] = -1
+        score = float(model(torch.arange(19)[None], targets)) * 16
+    assert len({tuple(ids) for ids in reference.values()}) > 3  # the texts differ
+    sampled = []
+    for ranks in (1, 2, 4):
+        for ids, found in run_on_ranks(generate_each_way, ranks, cells, Sampling(), show=False)[-1]:
+            assert ids == reference and found == pytest.approx(score, rel=1e-5)
+        sampling = Sampling(0.8, 20, seed=3)
+        sampled += [ids for ids, _ in run_on_ranks(generate_each_way, ranks, cells[1:4], sampling, show=False)[0]]
+    assert all(ids == sampled[0] for ids in sampled) and sampled[0] != reference
+
+
+def measure_costs(spread: str, slots: int) -> tuple[int, float, costs.SpreadCosts]:
+    """Return the bytes of weights on this rank, the bytes that it communicates in one round, and the prediction."""
+    run, full = create_runtime("cpu", "float32"), create_gpt()
+    model = gpt.spread_gpt(SHAPE, dict(full.named_parameters()), spread, run)
+    wrapped, counter = gpt.GptModel(model, SHAPE.vocab_size), CollectiveCounter()
+    cache = wrapped.new_cache(slots)
+    cache.lengths = [0] * slots
+    ids = torch.zeros(slots, 1, dtype=torch.int64)
+    with torch.no_grad(), counter:
+        for _ in range(3):
+            wrapped.next_logits(ids, cache, None)
+    size = costs.measure_gpt(SHAPE)
+    predicted = costs.predict(spread, size, run.world_size, slots, SHAPE.block_size, 4)
+    return storage_bytes(model.parameters()), sum(row["ring_bytes"] for row in counter.rows.values()) / 3, predicted
+
+
+@pytest.mark.parametrize("spread", ["fsdp", "tp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_formulas_are_what_a_rank_holds_and_sends(spread, ranks):
+    """Weights per rank and communication per round match the formula; fsdp pads the 65 rows of the vocabulary."""
+    held, sent, predicted = run_on_ranks(measure_costs, ranks, spread, 3, show=False)[0]
+    if spread == "tp":
+        assert (held, sent) == (predicted.weights, predicted.network)
+    else:  # one more row of 32 channels per rank, for a vocabulary of 65 rows
+        assert 0 <= held - predicted.weights <= 4 * 32 and 0 <= sent - predicted.network <= 4 * 32 * ranks
+
+
+def compare_with_parallelize_module() -> float:
+    """Return the largest difference of the logits of our tensor parallelism and of torch's parallelize_module."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    run, theirs = create_runtime("cpu", "float32"), create_gpt().eval()
+    weights = {name: param.detach().clone() for name, param in theirs.named_parameters()}
+    ours = gpt.spread_gpt(SHAPE, weights, "tp", run)
+    for name, param in theirs.named_parameters():
+        if "c_attn" in name:
+            param.data = tensor_parallel.group_heads_by_rank(param.data, run.world_size).contiguous()
+    plan = {"attn.c_attn": ColwiseParallel(), "attn.c_proj": RowwiseParallel()}
+    plan |= {"mlp.c_fc": ColwiseParallel(), "mlp.c_proj": RowwiseParallel()}
+    for block in theirs.blocks:
+        parallelize_module(block, init_device_mesh("cpu", (run.world_size,)), plan)
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        return float((theirs(ids) - ours(ids)).abs().max())
+
+
+def test_tensor_parallelism_equals_the_library():
+    """Our layers give the logits of torch's parallelize_module on the same model."""
+    assert run_on_ranks(compare_with_parallelize_module, 2, show=False)[0] < 1e-5
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Return the directory of a run of two steps, with a context of 64 characters."""
+    folder = tmp_path_factory.mktemp("solve") / "run"
+    train("nanoGPT", 1, tiny("nanoGPT", folder, max_iters=2, block_size=64, n_head=4, dropout=0.0))
+    return folder
+
+
+def solve_quietly(arguments: list[str]) -> "int | str":
+    """Solve on this rank; return the exit code, or the sentence of a ConfigError."""
+    try:
+        return solve(parse([*arguments, "--device=cpu"]))
+    except ConfigError as error:
+        return str(error)
+
+
+def read_result(folder: Path) -> dict:
+    return json.loads(max(folder.glob("result_*.json")).read_text())
+
+
+def read_answers(folder: Path) -> list[tuple[str, str]]:
+    return [(line["id"], line["answer"]) for line in read_result(folder)["problems"]]
+
+
+def test_answers_of_a_run_do_not_depend_on_ranks(trained, tmp_path):
+    """On 1 and 2 ranks, in two ways: the same answers; the result has scores, times, memory and versions."""
+    base = [f"--out_dir={trained}", "--num=5", "--tokens=20"]
+    folders = []
+    for ranks, options in ((1, ["--batch_size=1"]), (2, ["--spread=fsdp"]), (2, ["--batch_size=3"])):
+        folders.append(tmp_path / f"{ranks}{len(folders)}")
+        assert run_on_ranks(solve_quietly, ranks, [*base, *options, f"--to={folders[-1]}"], show=False) == [0] * ranks
+    assert read_answers(folders[0]) == read_answers(folders[1]) == read_answers(folders[2])
+    result = read_result(folders[1])
+    assert [line["number"] for line in result["problems"]] == list(range(5)) and result["ranks"] == 2
+    assert all(line["tokens"] > 0 and line["seconds"] > 0 and line["memory_bytes"] > 0 for line in result["problems"])
+    assert {"accuracy", "cell_accuracy"} <= result["scores"].keys() and len(result["peak_memory_bytes"]) == 2
+    assert len(list(folders[1].glob("report_*"))) == 2
+    before = next(folders[0].glob("progress_*")).read_bytes()
+    assert run_on_ranks(solve_quietly, 1, [*base, f"--to={folders[0]}"], show=False) == [0]  # nothing is left to do
+    assert next(folders[0].glob("progress_*")).read_bytes() == before
+
+
+def test_every_kind_of_problem_is_scored(trained, tmp_path):
+    """Text, multiple choice, perplexity and ARC problems in one sampled run on 2 ranks; malformed ones are skipped."""
+    rows = [
+        {"prompt": "What", "answer": "x", "match": "exact", "id": "text"},
+        {"ctx": "To be", "endings": ["or not", "a"], "label": 0, "id": "choice"},
+        {"text": "To be, or not to be, that is the question", "id": "perplexity"},
+        {"prompt": "no such character: \u00e9", "answer": "x"},
+        {"prompt": "x" * 70, "answer": "too long"},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {"train": [{"input": [[0]], "output": [[1]]}], "test": [{"input": [[2]], "output": [[3]]}, {"input": [[2]]}]}
+    (tmp_path / "b.json").write_text(json.dumps(task))
+    command = [f"--out_dir={trained}", f"--problems={tmp_path}", "--tokens=8", "--attempts=3", "--temperature=0.9"]
+    to = [f"--to={tmp_path / 'to'}"]
+    assert "not in this model's vocabulary" in run_on_ranks(solve_quietly, 2, [*command, *to], show=False)[0]
+    assert run_on_ranks(solve_quietly, 2, [*command, *to, "--skip_bad=True"], show=False) == [0, 0]
+    result = read_result(tmp_path / "to")
+    lines = {line["id"]: line for line in result["problems"]}
+    assert list(lines) == ["text", "choice", "perplexity", "b-0", "b-1"]
+    assert len(lines["b-0"]["attempts"]) == 3 and "is_right" not in lines["b-1"] and lines["choice"]["wanted"] == "0"
+    assert result["scores"]["pass_at"].keys() == {"1", "2"}
+    assert 20 < result["scores"]["perplexity"] < 200  # after two steps, near the 65 of a uniform guess
+
+
+def test_bad_input_gets_one_sentence(trained, tmp_path):
+    """Wrong values, a missing model, too many tokens and files of another model: a sentence with a remedy."""
+    model, to = f"--out_dir={trained}", f"--to={tmp_path / 'to'}"
+    assert run_on_ranks(solve_quietly, 1, [model, to, "--num=1", "--tokens=4"], show=False) == [0]
+    cases = {
+        ("--num=0",): "--num=0 is out of range: use 1 or more",
+        ("--attempts=2",): "gives the same answer every time: use --temperature=0.7",
+        ("--stop=",): "--stop is empty",
+        ("--temperature=-1",): "is out of range",
+        ("--promt=chat",): "--promt=chat is unknown",
+        ("--prompt=chat",): "needs a tokenizer with a chat template",
+        ("--tokens=60",): "which with --tokens=60 exceeds the model's context of 64: use --tokens=27 or less",
+        ("--tokens=5", to): "has answers with tokens 4 instead of 5: use another directory as --to",
+        ("--problems=nothing.json",): "does not exist: give a file, a directory or arc-generated",
+        (f"--out_dir={tmp_path}",): "contains neither checkpoints/, ckpt.pt nor config.json",
+        (f"--problems={tmp_path / 'one.txt'}", "--start=3"): "has no problem number 3: use a smaller --start",
+    }
+    (tmp_path / "one.txt").write_text("text")
+    for arguments, sentence in cases.items():
+        (answer,) = run_on_ranks(solve_quietly, 1, [model, f"--to={tmp_path / 'new'}", *arguments], show=False)
+        assert sentence in str(answer), (arguments, answer)
+    (two,) = {*run_on_ranks(solve_quietly, 3, [model, "--spread=tp", f"--to={tmp_path / 'x'}"], show=False)}
+    assert "divides the 4 heads of the model among the ranks, but there are 3" in two
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_continues_with_the_next_problem(trained, tmp_path, ranks):
+    """SIGKILL after some problems, then SIGTERM, then the same command: no problem is lost, none is solved twice."""
+    words = ["--problems=arc-generated", f"--out_dir={trained}", "--num=40", "--batch_size=1", "--tokens=24"]
+    words += [f"--gpus={ranks}", f"--to={tmp_path}", "--device=cpu"]
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        begin = count_lines(tmp_path)
+        program = Program("phase3_fsdp/evaluate.py", *words)
+        while count_lines(tmp_path) < begin + 3:
+            assert program.poll() is None, program.output()
+            time.sleep(0.01)
+        os.kill(program.pid, number)
+        code = program.wait()
+        lock_directory(tmp_path).file.close()  # the ranks of a killed launcher have exited
+        assert count_lines(tmp_path) < 40 and code == (0 if number == signal.SIGTERM else -number)
+    finished = Program("phase3_fsdp/evaluate.py", *words)
+    assert finished.wait() == 0, finished.output()
+    lines = [json.loads(line) for line in next(tmp_path.glob("progress_*")).read_text().splitlines()]
+    assert sorted(line["number"] for line in lines) == list(range(40))
+    assert len(read_answers(tmp_path)) == 40
+
+
+def count_lines(folder: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("progress_*"))

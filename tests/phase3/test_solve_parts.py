@@ -1,0 +1,255 @@
+"""The parts of `evaluate.py --problems`: reading problems, prompts, scores, progress files and the report."""
+
+import json
+import random
+
+import pytest
+
+from nanoGPT.errors import ConfigError
+from nanoGPT.tokenizer import CharTokenizer
+from phase3_fsdp.solve import arc, report, scores
+from phase3_fsdp.solve.arc import InvalidProblem
+from phase3_fsdp.solve.problems import (
+    ArcProblem,
+    ChoiceProblem,
+    PerplexityProblem,
+    TextProblem,
+    is_match,
+    make_line_problem,
+    read_problems,
+)
+from phase3_fsdp.solve.progress import Progress, read_lines
+from phase3_fsdp.solve.prompts import HARMONY, OwnCodec, Prompter, choose_symbols
+
+TASK = {"train": [{"input": [[0, 1], [2, 3]], "output": [[1, 0], [3, 2]]}], "test": [{"input": [[4, 5]]}]}
+LETTERS = "abcdefghij"
+
+
+class WordCodec:
+    """A tokenizer of single characters and Harmony's special tokens."""
+
+    def __init__(self) -> None:
+        self.names = [*HARMONY, "<|call|>", *map(chr, range(32, 127)), "\n"]
+        self.ids, self.ends = len(self.names), frozenset({self.names.index("<|return|>")})
+
+    def encode(self, text: str) -> list[int]:
+        return [self.names.index(character) for character in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.names[i] for i in ids)
+
+    def encode_chat(self, message: str) -> list[int]:
+        return self.encode(f"[user]{message}[assistant]")
+
+    def find_special(self, names: tuple[str, ...]) -> dict[str, int]:
+        return {name: self.names.index(name) for name in names if name in self.names}
+
+    def encode_all(self, *parts: str) -> list[int]:
+        """Return the ids of texts and special tokens."""
+        return [i for part in parts for i in ([self.names.index(part)] if part in self.names else self.encode(part))]
+
+
+@pytest.mark.parametrize("size", [44, 100, 500])
+def test_generated_tasks_have_the_answer_of_their_rule(size):
+    """A generated task is a valid ARC task of the given size, is reproducible, and its answer gets full marks."""
+    for index in range(8):
+        name, task = arc.generate_task(index, size)
+        assert (name, task) == arc.generate_task(index, size)
+        pairs, ((test, wanted),) = arc.read_task(json.loads(json.dumps(task)))
+        rule = arc.RULES[index % 4]
+        assert wanted == rule(test) and all(rule(given) == output for given, output in pairs)
+        text = arc.write_task(pairs, test, LETTERS) + arc.write_grid(wanted, LETTERS) + "\n"
+        assert len(text) == arc.count_characters(len(test), len(pairs)) <= size
+        answer = arc.write_grid(wanted, LETTERS)
+        assert ArcProblem("x", pairs, test, wanted).score(answer, LETTERS) == {
+            "grid": wanted,
+            "is_right": True,
+            "cell_accuracy": 1.0,
+        }
+
+
+def test_a_grid_is_found_in_an_answer_with_other_text():
+    """The last block of equally long rows counts; a wrong cell lowers the cell accuracy, another shape sets it to 0."""
+    assert arc.parse_grid("The rule mirrors rows.\n12\n34\n\nSo:\n2 1\n4 3\n", "0123456789") == [[2, 1], [4, 3]]
+    assert arc.parse_grid("12\n3", "0123456789") is None and arc.parse_grid("no grid", "0123456789") is None
+    assert arc.count_equal_cells([[1, 2]], [[1, 3]]) == 0.5 and arc.count_equal_cells([[1]], [[1, 3]]) == 0
+
+
+@pytest.mark.parametrize(
+    "task, message",
+    [
+        ([], "no lists `train` and `test`"),
+        ({"train": [], "test": []}, "is empty"),
+        ({**TASK, "train": [{"input": [[1]]}]}, "train[0] is not a pair"),
+        ({**TASK, "test": [{"input": [[1], [1, 2]]}]}, "test[0].input has rows of different"),
+        ({**TASK, "test": [{"input": [[10]]}]}, "not a color"),
+        ({**TASK, "test": [{"input": [[True]]}]}, "not a color"),
+        ({**TASK, "test": [{"input": [[0]] * 31}]}, "1 to 30 rows"),
+    ],
+)
+def test_a_malformed_task_is_named(task, message):
+    """The message says which part of an ARC task is wrong."""
+    with pytest.raises(InvalidProblem) as error:
+        arc.read_task(task)
+    assert message in str(error.value)
+
+
+def test_a_directory_of_problems_is_read_in_order(tmp_path):
+    """ARC files, several tasks in one file, JSON lines and texts are read; a malformed one gives its place."""
+    (tmp_path / "a.json").write_text(json.dumps({**TASK, "test": TASK["test"] * 2}))
+    (tmp_path / "b.json").write_text(json.dumps({"t1": TASK, "t2": {}}))
+    rows = [
+        {"prompt": "2 + 2 =", "answer": 4, "match": "numeric"},
+        {"ctx": "The sky", "endings": ["is blue", "eats"], "label": "0", "id": "sky"},
+        {"prompt": 3, "answer": "x"},
+    ]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n")
+    (tmp_path / "d.txt").write_text("some text")
+    found = list(read_problems(str(tmp_path), 100))
+    good = [each for each in found if not isinstance(each, ConfigError)]
+    assert [each.id for each in good] == ["a-0", "a-1", "t1", "c-0001", "sky", "d"]
+    assert [type(each) for each in good[-3:]] == [TextProblem, ChoiceProblem, PerplexityProblem]
+    assert good[-2].endings == [" is blue", " eats"]
+    messages = [str(each) for each in found if isinstance(each, ConfigError)]
+    assert "b.json, task t2 is not a problem: it has no lists" in messages[0]
+    assert "c.jsonl, line 3 is not a problem: `prompt` is missing, empty or not a text" in messages[1]
+    assert "c.jsonl, line 4 is not a problem" in messages[2] and "--skip_bad=True" in messages[2]
+    for name, message in (("none", "does not exist"), ("empty", "has no file"), ("x.bin", "does not end in")):
+        if name == "empty":
+            (tmp_path / name).mkdir()
+        elif name == "x.bin":
+            (tmp_path / name).write_text("")
+        with pytest.raises(ConfigError, match=message):
+            list(read_problems(str(tmp_path / name), 100))
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ([1], "not a JSON object"),
+        ({"ctx": "a", "endings": ["b"], "label": 0}, "two or more"),
+        ({"ctx": "a", "endings": ["b", ""], "label": 0}, "an ending is empty"),
+        ({"ctx": "a", "endings": ["b", "c"], "label": 2}, "`label` is 2"),
+        ({"prompt": "a", "answer": "b", "match": "fuzzy"}, "`match` is 'fuzzy'"),
+        ({"text": ""}, "`text` is missing"),
+    ],
+)
+def test_a_malformed_line_is_named(row, message):
+    """The message says which field of a line is wrong."""
+    with pytest.raises(InvalidProblem) as error:
+        make_line_problem("x", json.dumps(row))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, wanted, match, is_right",
+    [
+        (" Paris\n", "Paris", "exact", True),
+        ("paris", "Paris", "exact", False),
+        ("The  answer.", "answer", "normalized", True),
+        ("so it is 1,024.0", "1024", "numeric", True),
+        ("2 or 3", "2", "numeric", False),
+        ("none", "2", "numeric", False),
+    ],
+)
+def test_answers_match(text, wanted, match, is_right):
+    """Answers are equal exactly, after normalization, or by their last number."""
+    assert is_match(text, wanted, match) is is_right
+
+
+def test_an_ending_is_chosen_by_its_likelihood():
+    """The total log-likelihood favors short endings; the mean per token does not."""
+    line = ChoiceProblem("x", "a", ["b", "c"], 1).score([(2.0, 1), (3.0, 3)])
+    assert (line["answer"], line["is_right"], line["is_right_by_sum"]) == ("1", True, False)
+
+
+def test_colors_are_digits_or_letters():
+    """A vocabulary without digits writes colors as letters; one without both is refused."""
+    assert choose_symbols(OwnCodec(CharTokenizer("0123456789\n:"), 12)) == "0123456789"
+    assert choose_symbols(OwnCodec(CharTokenizer(LETTERS + "\n:"), 12)) == LETTERS
+    with pytest.raises(ConfigError, match="neither the digits nor the letters"):
+        choose_symbols(OwnCodec(CharTokenizer("xyz"), 3))
+
+
+def test_harmony_channels_are_counted():
+    """`final` is the answer; the token at which it began, the switches and the tokens per channel are reported."""
+    codec = WordCodec()
+    prompter, problem = Prompter("harmony", codec, None), TextProblem("x", "2+2?", "4", "exact")
+    prompt = codec.decode(prompter.write(problem, ""))
+    assert prompt.endswith("<|start|>user<|message|>2+2?<|end|><|start|>assistant")
+    ids = codec.encode_all("<|channel|>", "analysis", "<|message|>", "easy", "<|end|>", "<|start|>", "assistant")
+    before_final = len(ids)
+    ids += codec.encode_all("<|channel|>", "final", "<|message|>", "4", "<|return|>")
+    answer = prompter.read(ids, problem)
+    assert answer.text == "4" and problem.score(answer.text, "")["is_right"]
+    assert answer.details == {
+        "final_at": before_final + len("final") + 2,
+        "channel_switches": 1,
+        "channel_tokens": {"analysis": 4, "final": 1},
+    }
+    cut = prompter.read(ids[:before_final], problem)
+    assert cut.text == "" and cut.details["final_at"] is None and cut.details["channel_switches"] == 0
+
+
+def test_a_tokenizer_without_the_prompt_form_is_refused():
+    """Chat and Harmony need a tokenizer that has them."""
+    codec = OwnCodec(CharTokenizer("abc"), 3)
+    for form, message in (
+        ("chat", "needs a tokenizer with a chat template"),
+        ("harmony", r"needs the token <\|start\|>"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Prompter(form, codec, None)
+    chat = Prompter("chat", WordCodec(), None)
+    assert WordCodec().decode(chat.write(TextProblem("x", "hi", "x", "exact"), "")) == "[user]hi[assistant]"
+
+
+def test_pass_at_k_is_the_probability_of_one_right_attempt():
+    """The estimate equals the fraction of all choices of k attempts with a right one."""
+    draw, right = random.Random(0), [True, False, False, True, False]
+    trials = [any(draw.sample(right, 2)) for _ in range(20000)]
+    assert scores.estimate_pass_at(5, 2, 2) == pytest.approx(0.7) == pytest.approx(sum(trials) / len(trials), abs=0.02)
+    lines = [
+        {"is_right": True, "attempts": [{"is_right": each} for each in right]},
+        {"nats": [3.0], "scored_tokens": 3},
+    ]
+    summary = scores.summarize(lines)
+    assert summary["pass_at"] == {"1": pytest.approx(0.4), "2": pytest.approx(0.7), "5": 1.0}
+    assert summary["perplexity"] == pytest.approx(2.718281828) and summary["accuracy"] == 1.0
+
+
+def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
+    """A torn last line is dropped; a damaged line, other settings and damaged settings are refused with a remedy."""
+    progress = Progress(tmp_path, {"model": "a", "prompt": "plain"})
+    progress.add({"id": "one", "answer": "1"})
+    with open(progress.path, "ab") as file:
+        file.write(b'{"id": "tw')
+    again = Progress(tmp_path, {"model": "a", "prompt": "plain"})
+    again.add({"id": "three", "answer": "3"})
+    assert again.path == progress.path and list(read_lines(tmp_path)) == ["one", "three"]
+    with pytest.raises(ConfigError, match="has answers with prompt 'plain' instead of 'chat'"):
+        Progress(tmp_path, {"model": "a", "prompt": "chat"})
+    progress.path.write_bytes(b"\xff\n" + progress.path.read_bytes())
+    with pytest.raises(ConfigError, match="line 1 of .* is damaged"):
+        Progress(tmp_path, {"model": "a", "prompt": "plain"})
+    (tmp_path / "settings.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"settings\.json is damaged"):
+        Progress(tmp_path, {"model": "a", "prompt": "plain"})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Progress(tmp_path / "file", {})
+
+
+def test_the_report_shows_failures_first_and_escapes_answers():
+    """The wrong answer comes first, its grids are drawn, and markup in an answer is shown as text."""
+    common = {"tokens": 3, "seconds": 0.5, "is_right": True, "cell_accuracy": 1.0, "test": [[1]], "wanted": [[2]]}
+    lines = [
+        {**common, "id": "right", "answer": "2", "grid": [[2]]},
+        {**common, "id": "wrong", "answer": "<script>", "grid": None, "is_right": False, "cell_accuracy": 0.0},
+    ]
+    result = {"problems": lines, "scores": scores.summarize(lines), "settings": {"model": "m"}, "tokens": 6}
+    result |= {"seconds": 1.0, "ranks": 2, "spread": "tp", "hardware": "CPU"}
+    page, text = report.write_html(result), report.write_markdown(result)
+    assert page.index("<h2>wrong") < page.index("<h2>right") and "<script>" not in page and "&lt;script&gt;" in page
+    assert "no grid" in page and page.count("<table class='grid'>") == 6
+    assert text.index("| wrong | wrong |") < text.index("| right | right |") and "right: 1 (50.0%)" in text
