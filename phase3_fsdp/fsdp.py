@@ -274,7 +274,7 @@ def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[s
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:
-    """Allocate the parameters of a model on the meta device, without values.
+    """Allocate the tensors of a model that are on the meta device, without values. Other tensors stay as they are.
 
     `model.to_empty` would allocate the shard of a tied parameter twice for a moment.
     """
@@ -282,7 +282,7 @@ def allocate_shards(model: nn.Module, device: torch.device) -> None:
 
     def allocate(tensor: Tensor) -> Tensor:
         if tensor not in allocated:
-            allocated[tensor] = torch.empty_like(tensor, device=device)
+            allocated[tensor] = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
         return allocated[tensor]
 
     model._apply(allocate)

@@ -196,6 +196,7 @@ class Evaluation:
         shown = {name: value for name, value in result["scores"].items() if name != "pass_at"}
         print(", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
         print(f"result: {path}", flush=True)
+        self.progress.close()
 
 
 def default_folder(config: SolveConfig) -> str:

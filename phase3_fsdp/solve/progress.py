@@ -76,6 +76,11 @@ class Progress:
         os.fsync(self.file.fileno())
         self.lines[line["id"]] = line
 
+    def close(self) -> None:
+        """Close the files, and let another run use the directory."""
+        self.file.close()
+        self.lock.close()
+
 
 def lock_directory(folder: Path) -> DirectoryLock:
     """Lock a directory. Wait a little first: the ranks of a run that was killed exit within a second.

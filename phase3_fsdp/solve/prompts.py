@@ -33,10 +33,12 @@ class TextCodec(Protocol):
     Attributes:
         ids: number of token ids; larger ids of the model are padding, which is never sampled.
         ends: ids that end a text.
+        begin: ids before the first token of a text; may be empty.
     """
 
     ids: int
     ends: frozenset[int]
+    begin: list[int]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -56,7 +58,8 @@ class OwnCodec:
 
     def __init__(self, tokenizer: Tokenizer, ids: int) -> None:
         self.tokenizer, self.ids = tokenizer, ids
-        self.ends = frozenset([tokenizer.end_of_text] if isinstance(tokenizer, Gpt2Tokenizer) else [])
+        self.begin = [tokenizer.end_of_text] if isinstance(tokenizer, Gpt2Tokenizer) else []
+        self.ends = frozenset(self.begin)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)

@@ -68,8 +68,8 @@ def write_tasks(
     if isinstance(problem, ChoiceProblem | PerplexityProblem):
         tasks = []
         for attempt, (before, text) in enumerate(problem.list_texts()):
-            start = prompter.codec.encode(before) if before else sorted(model.codec.ends)[:1]
-            ids = prompter.codec.encode(text)
+            start = model.codec.encode(before) if before else model.codec.begin
+            ids = model.codec.encode(text)
             if isinstance(problem, ChoiceProblem):
                 start = start[max(0, len(start) + len(ids) - context - 1) :]
             ids, scored_from = (start + ids)[: context + 1], max(1, len(start))

@@ -10,6 +10,7 @@ and c_proj, or between c_fc and c_proj. It is written here for inference; traini
 pass of the column-parallel layers as well.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,12 +76,18 @@ def parallelize(model: GPT, rank: int, ranks: int) -> None:
         for layer in ROW_PARALLEL:
             block.get_submodule(layer).register_forward_hook(add_partial_results)
 
+    model.lm_head.register_forward_hook(create_join(ranks, vocab_size))
+
+
+def create_join(ranks: int, vocab_size: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """Return a forward hook that all-gathers the logits of a head whose rows are divided among the ranks."""
+
     def join_logits(_module: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
         parts = [torch.empty_like(logits) for _ in range(ranks)]
         dist.all_gather(parts, logits.contiguous())
         return torch.cat(parts, dim=-1)[..., :vocab_size]  # (B, T, V)
 
-    model.lm_head.register_forward_hook(join_logits)
+    return join_logits
 
 
 def add_partial_results(_module: nn.Module, _inputs: Any, partial: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def generate_each_way(cells: list[tuple[str, int]], sampling: Sampling) -> list[
 
 def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading():
     """Greedy tokens are those of `GPT.generate`, sampled ones those of one rank: fsdp, offload, tp on 1, 2, 4 ranks."""
-    cells = [("fsdp", 1), ("fsdp", 3), ("offload", 2), ("tp", 1), ("tp", 4)]
+    cells = [("fsdp", 3), ("offload", 2), ("tp", 1), ("tp", 4)]
     model = create_gpt().eval()
     reference = {
         task.problem: [int(column) for column in model.generate(torch.tensor([task.ids]), task.max_new, 0.0, None, 60)]
@@ -65,7 +65,7 @@ def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading():
         for ids, found in run_on_ranks(generate_each_way, ranks, cells, Sampling(), show=False)[-1]:
             assert ids == reference and found == pytest.approx(score, rel=1e-5)
         sampling = Sampling(0.8, 20, seed=3)
-        sampled += [ids for ids, _ in run_on_ranks(generate_each_way, ranks, cells[1:4], sampling, show=False)[0]]
+        sampled += [ids for ids, _ in run_on_ranks(generate_each_way, ranks, cells[:3], sampling, show=False)[0]]
     assert all(ids == sampled[0] for ids in sampled) and sampled[0] != reference
 
 
@@ -140,6 +140,10 @@ def solve_quietly(arguments: list[str]) -> "int | str":
         return str(error)
 
 
+def solve_each(commands: list[list[str]]) -> list["int | str"]:
+    return [solve_quietly(arguments) for arguments in commands]
+
+
 def read_result(folder: Path) -> dict:
     return json.loads(max(folder.glob("result_*.json")).read_text())
 
@@ -208,8 +212,9 @@ def test_bad_input_gets_one_sentence(trained, tmp_path):
         (f"--problems={tmp_path / 'one.txt'}", "--start=3"): "has no problem number 3: use a smaller --start",
     }
     (tmp_path / "one.txt").write_text("text")
-    for arguments, sentence in cases.items():
-        (answer,) = run_on_ranks(solve_quietly, 1, [model, f"--to={tmp_path / 'new'}", *arguments], show=False)
+    commands = [[model, f"--to={tmp_path / 'new'}", *arguments] for arguments in cases]
+    (answers,) = run_on_ranks(solve_each, 1, commands, show=False)
+    for (arguments, sentence), answer in zip(cases.items(), answers, strict=True):
         assert sentence in str(answer), (arguments, answer)
     (two,) = {*run_on_ranks(solve_quietly, 3, [model, "--spread=tp", f"--to={tmp_path / 'x'}"], show=False)}
     assert "divides the 4 heads of the model among the ranks, but there are 3" in two

@@ -30,7 +30,8 @@ class WordCodec:
 
     def __init__(self) -> None:
         self.names = [*HARMONY, "<|call|>", *map(chr, range(32, 127)), "\n"]
-        self.ids, self.ends = len(self.names), frozenset({self.names.index("<|return|>")})
+        self.ids, self.begin = len(self.names), [self.names.index("<|return|>")]
+        self.ends = frozenset(self.begin)
 
     def encode(self, text: str) -> list[int]:
         return [self.names.index(character) for character in text]
@@ -224,8 +225,10 @@ def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
     progress.add({"id": "one", "answer": "1"})
     with open(progress.path, "ab") as file:
         file.write(b'{"id": "tw')
+    progress.close()
     again = Progress(tmp_path, {"model": "a", "prompt": "plain"})
     again.add({"id": "three", "answer": "3"})
+    again.close()
     assert again.path == progress.path and list(read_lines(tmp_path)) == ["one", "three"]
     with pytest.raises(ConfigError, match="has answers with prompt 'plain' instead of 'chat'"):
         Progress(tmp_path, {"model": "a", "prompt": "chat"})

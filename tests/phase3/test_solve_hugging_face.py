@@ -1,0 +1,182 @@
+"""`evaluate.py --problems` with models of Hugging Face: random ones of four architectures, without a download."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.errors import ConfigError
+from nanoGPT.memory.costs import storage_bytes
+from nanoGPT.tokenizer import CharTokenizer
+from phase3_fsdp.solve import costs
+from phase3_fsdp.solve.command import parse, solve
+from phase3_fsdp.solve.generation import Generator, Sampling, Task
+from workshop.ranks import run_on_ranks
+
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # 96
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "eos_token_id": 96,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_experts": 3, "moe_intermediate_size": 16}
+TASKS = [Task(number, 0, [(7 * number + i) % 96 for i in range(3 + 4 * number)], 9 - number) for number in range(4)]
+WAYS = {"llama": ("fsdp", "offload", "tp"), "qwen3": ("tp",), "qwen3_moe": ("fsdp", "offload"), "gpt_oss": ("fsdp",)}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Iterator[Path]:
+    """Save a random model of each architecture with a tokenizer of characters."""
+    transformers = pytest.importorskip("transformers", reason="the extra `web` is not installed")
+    folder = tmp_path_factory.mktemp("models")
+    configs = {
+        "llama": transformers.LlamaConfig(**SMALL),
+        "qwen3": transformers.Qwen3Config(**SMALL, tie_word_embeddings=True),
+        "qwen3_moe": transformers.Qwen3MoeConfig(**SMALL, **EXPERTS),
+        "gpt_oss": transformers.GptOssConfig(**SMALL, num_experts_per_tok=2, num_local_experts=4, sliding_window=8),
+    }
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for param in model.parameters():
+            param.data += 0.05 * torch.randn(param.shape)
+        model.save_pretrained(folder / name)
+        CharTokenizer(CHARACTERS).write_hf(folder / name)
+    settings = json.loads((folder / "llama" / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    (folder / "llama" / "tokenizer_config.json").write_text(json.dumps(settings))
+    yield folder
+
+
+def compare_with_transformers(folder: Path, ways: tuple[str, ...]) -> list[tuple[str, bool, float, float, float]]:
+    """Return for each way: whether greedy tokens equal those of transformers, differences, and bytes of weights."""
+    from transformers import AutoModelForCausalLM
+
+    from phase3_fsdp.solve.hugging_face import OpenedHf
+
+    run, text, found = create_runtime("cpu", "float32"), torch.arange(20)[None], []
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = theirs(text[:, :-1]).logits[..., :96]
+        wanted = {}
+        for task in TASKS:
+            ids = list(task.ids)
+            for _ in range(task.max_new):
+                ids.append(int(theirs(torch.tensor([ids])).logits[0, -1, :96].argmax()))
+            wanted[task.problem] = ids[len(task.ids) :]
+    score = float(torch.nn.functional.cross_entropy(logits[0, 3:].double(), text[0, 4:], reduction="sum"))
+    opened = OpenedHf(folder)
+    for way in ways:
+        model = opened.load(way, run, 1)
+        is_equal = True
+        for slots in (1, 3):
+            generator = Generator(model, run, slots, Sampling(), way == "tp")
+            is_equal &= wanted == {r.problem: r.ids for results in generator.run(TASKS) for r in results}
+        with torch.no_grad():
+            difference = float((model.next_logits(text[:, :-1], None, None) - logits[:, -1]).abs().max())
+            loss = abs(model.score(text, 4) - score)
+        predicted = costs.predict(way, opened.size, run.world_size, 1, 8, 4)
+        held = storage_bytes(model.model.parameters()) / (predicted.weights + predicted.host)
+        found.append((way, is_equal, difference, loss, held))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", list(WAYS))
+def test_a_model_computes_what_transformers_computes(models, name, ranks):
+    """Greedy tokens, logits to 1e-4 and the likelihood of a text, in each way; a rank holds its share of the model."""
+    for results in run_on_ranks(compare_with_transformers, ranks, models / name, WAYS[name], show=False):
+        for way, is_equal, difference, loss, held in results:
+            assert is_equal and difference < 1e-4 and loss < 1e-3, (way, difference, loss)
+            assert held == pytest.approx(1, abs=0.2), (way, held)  # one rank has two of three experts
+
+
+def test_packed_experts_are_unpacked(models):
+    """Rows of 4-bit experts are the numbers of the MXFP4 format: a table of 16 values, times a power of two."""
+    from phase3_fsdp.solve.hugging_face import read_rows
+
+    name, folder = "model.layers.0.mlp.experts.down_proj", models
+    blocks = torch.randint(0, 256, (4, 6, 2, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scales = torch.randint(120, 132, (4, 6, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, folder / "packed.safetensors")
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([table, -table])
+    numbers = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1)  # low half first
+    numbers = numbers.flatten(-2) * 2.0 ** (scales[..., None].float() - 127)
+    files = {f"{name}_{kind}": folder / "packed.safetensors" for kind in ("blocks", "scales")}
+    rows = read_rows(files, name, 1, 3, folder)
+    assert torch.equal(rows.float(), numbers.flatten(-2)[1:3].transpose(1, 2))
+
+
+def test_only_this_ranks_rows_are_read(models, monkeypatch):
+    """No slice that a rank reads is larger than its share of the parameter (of an expert, one expert)."""
+    from phase3_fsdp.solve import hugging_face
+
+    file = models / "qwen3_moe" / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        files = dict.fromkeys(opened.keys(), file)
+    sizes = []
+    read_slice = hugging_face.read_slice
+    monkeypatch.setattr(
+        hugging_face, "read_slice", lambda *args: sizes.append(read_slice(*args).numel()) or read_slice(*args)
+    )
+    rows = hugging_face.read_rows(files, "model.layers.0.mlp.experts.gate_up_proj", 1, 2, models)
+    assert rows.shape == (1, 32, 32) and sizes == [16 * 32] * 2
+    assert hugging_face.read_rows(files, "model.embed_tokens.weight", 10, 20, models).shape == (10, 32)
+    assert hugging_face.read_rows(files, "model.layers.0.mlp.experts.down_proj", 3, 3, models).shape == (0, 32, 16)
+
+
+def solve_each(commands: list[list[str]]) -> list["int | str"]:
+    """Solve one command after the other on this rank; return each exit code, or the sentence of a ConfigError."""
+    outcomes: list[int | str] = []
+    for arguments in commands:
+        try:
+            outcomes.append(solve(parse([*arguments, "--device=cpu"])))
+        except ConfigError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
+    """Chat prompts, on 1 and 2 ranks: the same answers. Each bad model gets a sentence."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n{"text": "some text"}\n')
+    base = [f"--problems={tmp_path / 'a.jsonl'}", f"--out_dir={models / 'llama'}", "--prompt=chat", "--tokens=12"]
+    ways = [[*base, f"--to={tmp_path / way}", f"--spread={way}"] for way in ("auto", "tp", "offload")]
+    assert run_on_ranks(solve_each, 1, ways[:1], show=False) == [[0]]
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in (models / "llama").iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    cases = {
+        (f"--out_dir={models / 'qwen3_moe'}", "--prompt=plain", "--spread=tp"): "no tensor-parallel plan",
+        (f"--out_dir={models / 'qwen3'}",): "--prompt=chat needs a tokenizer with a chat template",
+        ("--prompt=harmony",): "--prompt=harmony needs the token <|start|>",
+        (f"--out_dir={broken}",): "has no tensor for model.norm.weight",
+        ("--tokens=500",): "exceeds the model's context of 128",
+    }
+    commands = [[*base, f"--to={tmp_path / str(i)}", *arguments] for i, arguments in enumerate(cases)]
+    for outcomes in run_on_ranks(solve_each, 2, [*ways[1:], *commands], show=False):
+        assert outcomes[:2] == [0, 0]
+        for (arguments, sentence), answer in zip(cases.items(), outcomes[2:], strict=True):
+            assert sentence in str(answer), (arguments, answer)
+    results = [
+        json.loads(next((tmp_path / way).glob("result_*.json")).read_text()) for way in ("auto", "tp", "offload")
+    ]
+    answers = {result["problems"][0]["answer"] for result in results}
+    assert len(answers) == 1 and answers != {""}
+    assert results[0]["problems"][1]["scored_tokens"] == 9  # the end token comes first
