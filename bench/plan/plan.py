@@ -3,6 +3,7 @@
     make plan MODEL=gpt2-xl GPUS=8 GPU=h100
     make plan MODEL=70b GPUS=128 GPU=h100 ARGS="--block_size=4096 --price=2.5 --tokens=1.4e12"
     make plan GPUS=8 GPU=h100 ARGS=--largest=True           # the largest model that each phase can train
+    make plan MODEL=20b GPUS=2 GPU=a100-40 ARGS=--inference=True                # generate text instead
     make plan MODEL=gpt2 GPUS=2 GPU=t4 ARGS="--n_layer=24 --batch_size=4 --plot=plan.png"
 
 Memory comes from a trace, not from a formula. The planner runs a training step of each phase's own code on fake tensors
@@ -38,8 +39,9 @@ from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
 from workshop.ranks import PRELOADED
 
-# Blocks, heads and channels of GPT-2 (Radford et al. 2019), of the GPT-3 sizes (Brown et al. 2020, table 2.1), and of
-# OPT 30B and 66B (Zhang et al. 2022). 70b is a GPT with as many parameters as Llama 70B.
+# Blocks, heads and channels of GPT-2 (Radford et al. 2019), of the GPT-3 sizes (Brown et al. 2020, table 2.1), of
+# GPT-NeoX-20B (Black et al. 2022), and of OPT 30B and 66B (Zhang et al. 2022). 70b is a GPT with as many parameters as
+# Llama 70B.
 MODELS = {
     "gpt2": (12, 12, 768),
     "gpt2-medium": (24, 16, 1024),
@@ -49,6 +51,7 @@ MODELS = {
     "2.7b": (32, 32, 2560),
     "6.7b": (32, 32, 4096),
     "13b": (40, 40, 5120),
+    "20b": (44, 64, 6144),
     "30b": (48, 56, 7168),
     "66b": (64, 72, 9216),
     "70b": (86, 64, 8192),
@@ -75,7 +78,7 @@ class PlanConfig:
     """Command-line options of `make plan`."""
 
     model: str = "gpt2"
-    """gpt2, gpt2-medium, gpt2-large, gpt2-xl, 1.3b, 2.7b, 6.7b, 13b, 30b, 66b, 70b or 175b"""
+    """gpt2, gpt2-medium, gpt2-large, gpt2-xl, 1.3b, 2.7b, 6.7b, 13b, 20b, 30b, 66b, 70b or 175b"""
     gpus: int = 1
     """ranks, one per GPU, up to 1024; 8 GPUs per node"""
     gpu: str = "h100"
@@ -106,6 +109,8 @@ class PlanConfig:
     """price of a GPU per hour, to estimate the cost of training on `tokens`"""
     largest: bool = False
     """instead of a plan, find the largest model that each phase can train; model, n_layer, ... have no effect"""
+    inference: bool = False
+    """instead of training, plan generation: batch_size sequences of block_size tokens at a time"""
     json: bool = False
     """print JSON instead of tables"""
     plot: Path | None = None

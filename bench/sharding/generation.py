@@ -82,7 +82,8 @@ def count_lines(folder: Path) -> int:
 
 def kill_evaluations(kills: int) -> dict[str, Any]:
     """Kill an evaluation at random moments until `kills` are done. Return how each continued."""
-    draw, rows = random.Random(0), []
+    draw = random.Random(0)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
         flags = ["--device=cpu", "--max_iters=2", "--eval_interval=2", "--eval_iters=2", f"--out_dir={model}"]

@@ -1,5 +1,6 @@
 """Generate the tables of phase 3 from the committed results. `bench.tables.tables` writes them into the documents."""
 
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +138,35 @@ def node_kills_table() -> str:
     return "\n".join(parts)
 
 
+def generation_table() -> str:
+    """Return the speed and the cost of each way to spread a model that generates text, and what kills did."""
+    parts = []
+    for result in read_results("generation"):
+        samples, rows = result["samples"], []
+        for row in samples["ways"]:
+            matches = math.isclose(row["network_bytes"], row["predicted_network_bytes"], rel_tol=1e-9)
+            rows.append(
+                [
+                    f"`{row['spread']}`",
+                    str(row["sequences"]),
+                    f"{row['weights_bytes'] / 1e6:.1f}",
+                    f"{row['network_bytes'] / 1e6:.3f}",
+                    "yes" if matches else "no",
+                    f"{row['tokens_per_second']:.1f}",
+                ]
+            )
+        head = ["way", "sequences", "weights per rank (MB)", "communication per round and rank (MB)"]
+        table = format_table([*head, "matches the formula", "tokens per second"], rows)
+        text = ""
+        if kills := samples.get("kills"):
+            text = (
+                f"\nAn evaluation with {kills['problems']} problems was killed with SIGKILL {len(kills['kills'])} times "
+                "at random moments. The same command continued each time. No problem was lost or solved twice.\n"
+            )
+        parts.append(f"Measured on {hardware_of(result)}, {samples['ranks']} ranks:\n\n" + table + text)
+    return "\n".join(parts)
+
+
 def save_speed_table() -> str:
     """Return the time to save the same bytes with `dcp.save` and with a verified save, synchronous or asynchronous."""
     rows = []
@@ -174,6 +204,7 @@ FSDP_TABLES: dict[str, Callable[[], str]] = {
     "muon": muon_table,
     "torture": torture_table,
     "node_kills": node_kills_table,
+    "generation": generation_table,
     "save_speed": save_speed_table,
     "activations": activations_table,
 }

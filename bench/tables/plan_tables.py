@@ -4,6 +4,8 @@ import math
 import statistics
 from collections.abc import Callable
 
+from bench.plan.inference import predict_inference
+from bench.plan.plan import PlanConfig, resolve_gpu, resolve_shape
 from bench.plan.report import format_name
 from bench.tables.records import format_table, hardware_of, read_results
 
@@ -93,4 +95,33 @@ def scale_table() -> str:
     return "\n".join(parts)
 
 
-PLAN_TABLES: dict[str, Callable[[], str]] = {"sizes": sizes_table, "largest": largest_table, "scale": scale_table}
+def inference_table() -> str:
+    """Return the planner's prediction for 20 billion parameters on two GPUs of 40 GB. It is computed, not measured."""
+    rows = []
+    for batch_size in (1, 8):
+        config = PlanConfig(model="20b", gpus=2, gpu="a100-40", batch_size=batch_size, block_size=2048)
+        shape, gpu = resolve_shape(config), resolve_gpu(config)
+        found = predict_inference(shape, gpu, config.gpus, batch_size, config.dtype)
+        for name, way in found["ways"].items():
+            held = (way["weights_bytes"] + way["gathered_bytes"] + way["cache_bytes"]) / 1e9
+            rows.append(
+                [
+                    f"`{name}`",
+                    str(batch_size),
+                    f"{held:.1f}",
+                    "yes" if way["fits"] else "no",
+                    f"{way['host_bytes'] / 1e9:.1f}",
+                    f"{way['network_bytes_per_round'] / 1e9:.4f}",
+                    f"{way['tokens_per_second']:,.0f}",
+                ]
+            )
+    head = ["way", "`--batch_size`", "memory per rank (GB)", "fits", "CPU memory per rank (GB)"]
+    return format_table([*head, "communication per round and rank (GB)", "tokens per second"], rows)
+
+
+PLAN_TABLES: dict[str, Callable[[], str]] = {
+    "sizes": sizes_table,
+    "largest": largest_table,
+    "scale": scale_table,
+    "inference": inference_table,
+}

@@ -164,6 +164,8 @@ SOURCES = {
     "4 bytes": "size of an fp32 number",
     "25 GB": "16 x 1,556,840,000",
     "3.1 GB": "an eighth of it",
+    "40 GB": "the A100 with 40 GB",
+    "42 GB": "20.9 billion parameters of gpt-oss-20b in bfloat16",
 }
 
 

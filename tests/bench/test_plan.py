@@ -15,6 +15,7 @@ import torch
 
 from bench.matrix.cells import make_config, run_cell
 from bench.plan import published
+from bench.plan.inference import predict_inference
 from bench.plan.plan import (
     ROWS,
     PlanConfig,
@@ -475,3 +476,22 @@ def test_wrong_requests_are_refused_with_one_sentence(words, message):
     """An unknown GPU or model, or an invalid number, is refused. The error says what would work."""
     with pytest.raises(ConfigError, match=message):
         resolve_shape(command_line(PlanConfig, words))
+
+
+def test_inference_is_planned_for_each_way():
+    """20 billion parameters on two GPUs of 40 GB: tp comes first; without room for tp's weights, offload or nothing."""
+    gpu = GPUS["a100-40"]
+    shape = resolve_shape(PlanConfig(model="20b", gpus=2, gpu="a100-40"))
+    found = predict_inference(shape, gpu, 2, 1, "bfloat16")
+    ways, params = found["ways"], shape.count_params()
+    assert found["choice"] == "tp" and all(way["fits"] for way in ways.values())
+    assert ways["fsdp"]["network_bytes_per_round"] == params  # 2 bytes, half of them from the other rank
+    assert ways["tp"]["weights_bytes"] == pytest.approx(params, rel=1e-3)
+    assert ways["tp"]["tokens_per_second"] > ways["fsdp"]["tokens_per_second"] > ways["offload"]["tokens_per_second"]
+    alone = predict_inference(shape, gpu, 1, 1, "bfloat16")
+    assert alone["choice"] == "offload" and not alone["ways"]["fsdp"]["fits"] and "tp" not in alone["ways"]
+    assert alone["ways"]["offload"]["host_bytes"] == 2 * params
+    assert predict_inference(shape, gpu, 3, 1, "bfloat16")["choice"] == "fsdp"  # 64 heads
+    assert predict_inference(shape, gpu, 2, 64, "bfloat16")["choice"] is None
+    cache = 2 * 44 * 1024 * 6144 * 2  # keys and values of 44 blocks
+    assert ways["fsdp"]["cache_bytes"] == cache == 2 * ways["tp"]["cache_bytes"]
