@@ -75,6 +75,14 @@ def measure_way(spread: costs.Spread, slots: int) -> dict[str, Any]:
     }
 
 
+def measure_memory(model: Path, folder: Path) -> list[int]:
+    """Return the memory of rank 0 after each problem of an evaluation, in bytes."""
+    process = start_evaluation(model, folder)
+    assert process.wait(300) == 0
+    lines = [json.loads(line) for line in next(folder.glob("progress_*")).read_text().splitlines()]
+    return [line["memory_bytes"] for line in lines]
+
+
 def count_lines(folder: Path) -> int:
     """Return the number of finished problems in a directory of answers."""
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("progress_*"))
@@ -89,6 +97,7 @@ def kill_evaluations(kills: int) -> dict[str, Any]:
         flags = ["--device=cpu", "--max_iters=2", "--eval_interval=2", "--eval_iters=2", f"--out_dir={model}"]
         command = [sys.executable, "-m", "nanoGPT.launch", "nanoGPT/train.py", *flags]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        memory = measure_memory(model, Path(temporary) / "memory")
         evaluation = 0
         while len(rows) < kills:
             to = Path(temporary) / f"answers-{evaluation}"
@@ -104,7 +113,7 @@ def kill_evaluations(kills: int) -> dict[str, Any]:
             process = start_evaluation(model, to)
             assert process.wait(300) == 0
             check_answers(to)
-    return {"kills": rows, "evaluations": evaluation, "problems": PROBLEMS}
+    return {"kills": rows, "evaluations": evaluation, "problems": PROBLEMS, "memory_bytes": memory}
 
 
 def start_evaluation(model: Path, to: Path) -> "subprocess.Popen[bytes]":

@@ -161,8 +161,8 @@ def generation_table() -> str:
         if kills := samples.get("kills"):
             count, problems = len(kills["kills"]), kills["problems"]
             text = (
-                f"\nAn evaluation with {problems} problems was killed with SIGKILL {count} times at random moments. The "
-                "same command continued each time. No problem was lost or solved twice.\n"
+                f"\nAn evaluation with {problems} problems was killed with SIGKILL {count} times at random moments. "
+                "The same command continued each time. No problem was lost or solved twice.\n"
             )
         parts.append(f"Measured on {hardware_of(result)}, {samples['ranks']} ranks:\n\n" + table + text)
     return "\n".join(parts)

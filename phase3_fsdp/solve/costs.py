@@ -164,7 +164,19 @@ def choose_spread(
         return "fsdp", why_not
     if needs["offload"] <= limit:
         return "offload", f"a device has {limit / 1e9:,.1f} GB for it, and its share of the model does not fit"
-    return None, f"it needs {min(needs.values()) / 1e9:,.1f} GB per rank, and a device has {limit / 1e9:,.1f} GB for it"
+    need = f"it needs {min(needs.values()) / 1e9:,.1f} GB per rank, and a device has {limit / 1e9:,.1f} GB for it"
+    if slots > 1 and (fitting := find_fitting_slots(size, ranks, slots, tokens, itemsize, limit)):
+        return None, f"{need}: --batch_size={fitting} would fit"
+    return None, f"{need}: use more ranks, or a smaller --tokens"
+
+
+def find_fitting_slots(size: ModelSize, ranks: int, slots: int, tokens: int, itemsize: int, limit: float) -> int:
+    """Return the largest number of sequences below `slots` that fits into `limit` bytes; 0 if not even one fits."""
+    spreads = [each for each in SPREADS if each != "tp" or (size.kv_heads > 0 and size.kv_heads % ranks == 0)]
+    for count in range(slots - 1, 0, -1):
+        if any(predict(each, size, ranks, count, tokens, itemsize).held <= limit for each in spreads):
+            return count
+    return 0
 
 
 def describe(spread: Spread, costs: SpreadCosts) -> str:

@@ -116,9 +116,7 @@ class Evaluation:
         if config.spread != "auto":
             spread, reason = config.spread, "--spread"
         if spread is None:
-            raise ConfigError(
-                f"the model does not fit: {reason}: use a smaller --batch_size or --tokens, or more ranks"
-            )
+            raise ConfigError(f"the model does not fit: {reason}")
         run.print0(f"{size.params:,} parameters on {run.world_size} rank(s), {run.dtype}; {spread} ({reason})")
         for each in costs.SPREADS:
             if run.world_size > 1 and (each != "tp" or (size.kv_heads and size.kv_heads % run.world_size == 0)):

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import is_present, read_document
 from nanoGPT.job.run_description import digest_weights
@@ -71,11 +72,11 @@ def open_model(source: str, run: Runtime) -> OpenedModel:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Return whether a directory has a Hugging Face model of an architecture other than GPT-2."""
+    """Return whether a directory has a Hugging Face model that is not a GPT-2 with GPT-2's vocabulary."""
     if not is_present(folder / "config.json") or is_present(folder / "checkpoints"):
         return False
     try:
         fields: Any = json.loads(read_document(folder / "config.json"))
-        return fields.get("model_type") != "gpt2"
+        return fields.get("model_type") != "gpt2" or fields.get("vocab_size", GPT2_VOCAB) < GPT2_VOCAB
     except (OSError, ValueError, AttributeError):
         return False  # read_model explains what is wrong with it

@@ -96,6 +96,24 @@ def test_the_formulas_are_what_a_rank_holds_and_sends(spread, ranks):
         assert 0 <= held - predicted.weights <= 4 * 32 and 0 <= sent - predicted.network <= 4 * 32 * ranks
 
 
+def test_a_way_is_chosen_by_memory_and_heads():
+    """tp comes first, then fsdp, then offload; if nothing fits, the message says what would."""
+    size = costs.measure_gpt(SHAPE)
+    held = {way: costs.predict(way, size, 4, 8, 64, 4).held / costs.RESERVE for way in costs.SPREADS}
+    assert held["tp"] < held["offload"] < held["fsdp"]
+    choices = {
+        (1, 8, None): ("fsdp", "one rank holds the whole model"),
+        (4, 8, None): ("tp", "weights stay where they are"),
+        (4, 8, held["tp"] * 0.99): (None, "--batch_size=7 would fit"),
+        (3, 8, None): ("fsdp", "a number of ranks that divides 4 heads"),
+        (3, 8, costs.predict("offload", size, 3, 8, 64, 4).held / costs.RESERVE): ("offload", "does not fit"),
+        (3, 1, 100.0): (None, "use more ranks, or a smaller --tokens"),
+    }
+    for (ranks, slots, memory), (way, words) in choices.items():
+        chosen, reason = costs.choose_spread(size, ranks, slots, 64, 4, memory)
+        assert chosen == way and words in reason, (ranks, slots, memory, chosen, reason)
+
+
 def compare_with_parallelize_module() -> float:
     """Return the largest difference of the logits of our tensor parallelism and of torch's parallelize_module."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -33,7 +33,13 @@ SMALL: dict[str, Any] = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 3, "moe_intermediate_size": 16}
 TASKS = [Task(number, 0, [(7 * number + i) % 96 for i in range(3 + 4 * number)], 9 - number) for number in range(4)]
-WAYS = {"llama": ("fsdp", "offload", "tp"), "qwen3": ("tp",), "qwen3_moe": ("fsdp", "offload"), "gpt_oss": ("fsdp",)}
+WAYS: dict[str, tuple[costs.Spread, ...]] = {
+    "gpt2": ("fsdp",),
+    "llama": ("fsdp", "offload", "tp"),
+    "qwen3": ("tp",),
+    "qwen3_moe": ("fsdp", "offload"),
+    "gpt_oss": ("fsdp",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,7 @@ def models(tmp_path_factory) -> Iterator[Path]:
     transformers = pytest.importorskip("transformers", reason="the extra `web` is not installed")
     folder = tmp_path_factory.mktemp("models")
     configs = {
+        "gpt2": transformers.GPT2Config(**{**SMALL, "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 128}),
         "llama": transformers.LlamaConfig(**SMALL),
         "qwen3": transformers.Qwen3Config(**SMALL, tie_word_embeddings=True),
         "qwen3_moe": transformers.Qwen3MoeConfig(**SMALL, **EXPERTS),
