@@ -13,7 +13,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table.grid { border-collapse: collapse; display: inline-table; margin: 0 1.5rem 0.5rem 0; vertical-align: top; }
 table.grid td { width: 1.5rem; height: 1.5rem; text-align: center; border: 1px solid #bbb; font-size: 0.8rem; }
 table.facts td, table.facts th { text-align: left; padding: 0.1rem 1rem 0.1rem 0; font-weight: normal; }
-caption { text-align: left; font-size: 0.85rem; } pre { background: #f4f4f4; padding: 0.5rem; overflow-x: auto; }
+caption { text-align: left; font-size: 0.85rem; white-space: nowrap; } pre { background: #f4f4f4; padding: 0.5rem; overflow-x: auto; }
 section { border-top: 1px solid #ccc; padding-top: 0.5rem; }
 """
 
@@ -67,9 +67,10 @@ def write_html(result: dict[str, Any]) -> str:
     for line in sort_failures_first(result["problems"]):
         body = ""
         if "test" in line:
+            body += draw_grid(line["test"], "test input")
             if (wanted := line.get("wanted")) is not None:
                 body += draw_grid(wanted, "expected")
-            body += draw_grid(line.get("grid"), "answered") + draw_grid(line["test"], "test input")
+            body += draw_grid(line.get("grid"), "answered")
         elif line.get("wanted") is not None:
             body += f"<p>expected</p><pre>{html.escape(str(line['wanted']))}</pre>"
         body += f"<details><summary>answer as text</summary><pre>{html.escape(line['answer'])}</pre></details>"
