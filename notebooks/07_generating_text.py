@@ -38,7 +38,7 @@ def create_model() -> GPT:
     return model.eval()
 
 
-def draw_who_holds_what() -> None:
+def draw_weights_per_rank() -> None:
     """Draw the weight of one layer on two ranks, at rest and while it computes, for FSDP and tensor parallelism."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.6))
     colors, titles = ("#3b78c2", "#e0862d"), ("FSDP: all-gather, compute, free", "tensor parallel: compute, all-reduce")
@@ -56,7 +56,7 @@ def draw_who_holds_what() -> None:
     plt.show()
 
 
-draw_who_holds_what()
+draw_weights_per_rank()
 
 # %% [markdown]
 # ## a. What one token costs
@@ -77,9 +77,9 @@ def measure_round(spread: str, slots: int) -> tuple[int, float, dict]:
     run = create_runtime("cpu", "float32")
     full = create_model()
     model = gpt.spread_gpt(shape, dict(full.named_parameters()), spread, run)
-    wrapped, counter = gpt.GptModel(model, V), CollectiveCounter()
+    wrapped, counter = gpt.GptModel(model, V, run.device), CollectiveCounter()
     with torch.no_grad(), counter:
-        wrapped.next_logits(torch.zeros(slots, 1, dtype=torch.int64), wrapped.new_cache(slots), None)
+        wrapped.next_logits(torch.zeros(slots, 1, dtype=torch.int64), wrapped.new_cache(slots, 1), None)
     calls = {kind: row["calls"] for (kind, _), row in counter.rows.items()}
     return storage_bytes(model.parameters()), sum(row["ring_bytes"] for row in counter.rows.values()), calls
 
@@ -112,8 +112,8 @@ def generate(spread: str, slots: int, sequences: int) -> tuple[dict[int, list[in
     """Return the generated tokens of each sequence, the number of rounds, and the bytes that this rank sent."""
     run = create_runtime("cpu", "float32")
     full = create_model()
-    model = gpt.GptModel(gpt.spread_gpt(shape, dict(full.named_parameters()), spread, run), V)
-    generator, counter = Generator(model, run, slots, Sampling(), spread == "tp"), CollectiveCounter()
+    model = gpt.GptModel(gpt.spread_gpt(shape, dict(full.named_parameters()), spread, run), V, run.device)
+    generator, counter = Generator(model, run, slots, 15, Sampling(), spread == "tp"), CollectiveCounter()
     tasks = [Task(number, 0, [number, 1, 2], 12) for number in range(sequences)]
     with counter:
         ids = {result.problem: result.ids for results in generator.run(tasks) for result in results}

@@ -53,14 +53,14 @@ def estimate_round(
     if ranks == 1:
         return max(compute, predicted.copied / PCIE_BANDWIDTH)
     if spread == "tp":
-        activations = slots * size.channels * itemsize * (predicted.messages - 1)
+        activations = slots * size.channels * itemsize * (predicted.num_collectives - 1)
         logits = slots * size.vocab_size * itemsize
         return (
             compute
-            + collective_seconds(gpu, "all-reduce", activations, ranks, predicted.messages - 1)
+            + collective_seconds(gpu, "all-reduce", activations, ranks, predicted.num_collectives - 1)
             + collective_seconds(gpu, "all-gather", logits, ranks)
         )
-    gathers = collective_seconds(gpu, "all-gather", size.params * itemsize, ranks, predicted.messages)
+    gathers = collective_seconds(gpu, "all-gather", size.params * itemsize, ranks, predicted.num_collectives)
     return max(compute, gathers + predicted.copied / PCIE_BANDWIDTH)
 
 
@@ -86,14 +86,14 @@ def predict_inference(shape: GPTConfig, gpu: Gpu, gpus: int, batch_size: int, dt
         seconds = estimate_round(spread, predicted, size, gpu.with_dtype(dtype), gpus, batch_size, itemsize)
         ways[spread] = {
             "weights_bytes": round(predicted.weights),
-            "gathered_bytes": round(predicted.gathered),
+            "all_gathered_bytes": round(predicted.all_gathered),
             "cache_bytes": round(predicted.cache),
             "host_bytes": round(predicted.host),
             "network_bytes_per_round": round(predicted.network),
             "copied_bytes_per_round": round(predicted.copied),
             "round_seconds": seconds,
             "tokens_per_second": (1 if spread == "tp" else gpus) * batch_size / seconds,
-            "fits": predicted.held <= usable_bytes(gpu),
+            "fits": predicted.memory <= usable_bytes(gpu),
         }
     return {"params": size.params, "usable_bytes": round(usable_bytes(gpu)), "choice": chosen, "reason": reason} | {
         "ways": ways
@@ -104,11 +104,11 @@ def format_inference(found: dict[str, Any], title: str) -> str:
     """Return the prediction as a table and a recommendation."""
     rows = []
     for name, way in found["ways"].items():
-        held = way["weights_bytes"] + way["gathered_bytes"] + way["cache_bytes"]
+        held = way["weights_bytes"] + way["all_gathered_bytes"] + way["cache_bytes"]
         rows.append(
             [
                 name,
-                *(f"{way[key] / GB:.2f}" for key in ("weights_bytes", "gathered_bytes", "cache_bytes")),
+                *(f"{way[key] / GB:.2f}" for key in ("weights_bytes", "all_gathered_bytes", "cache_bytes")),
                 f"{held / GB:.2f}",
                 "yes" if way["fits"] else "no",
                 f"{way['host_bytes'] / GB:.2f}",
@@ -117,7 +117,7 @@ def format_inference(found: dict[str, Any], title: str) -> str:
                 f"{way['tokens_per_second']:,.0f}",
             ]
         )
-    head = ["way", "weights (GB)", "gathered layers (GB)", "keys and values (GB)", "memory per rank (GB)", "fits"]
+    head = ["way", "weights (GB)", "all-gathered layers (GB)", "keys and values (GB)", "memory per rank (GB)", "fits"]
     head += ["CPU memory per rank (GB)", "communication per rank and round (GB)", "time of a round (ms)"]
     table = format_table([*head, "tokens per second"], rows)
     choice = found["choice"] or "none"

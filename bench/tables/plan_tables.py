@@ -103,7 +103,7 @@ def inference_table() -> str:
         shape, gpu = resolve_shape(config), resolve_gpu(config)
         found = predict_inference(shape, gpu, config.gpus, batch_size, config.dtype)
         for name, way in found["ways"].items():
-            held = (way["weights_bytes"] + way["gathered_bytes"] + way["cache_bytes"]) / 1e9
+            held = (way["weights_bytes"] + way["all_gathered_bytes"] + way["cache_bytes"]) / 1e9
             rows.append(
                 [
                     f"`{name}`",

@@ -118,12 +118,17 @@ def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], tr
     return report_job_errors(parse_and_train, explain)
 
 
-def report_job_errors(job: Callable[[], int], explain: Callable[[BaseException], str | None]) -> int:
+def report_job_errors(
+    job: Callable[[], int],
+    explain: Callable[[BaseException], str | None],
+    remedy: str = "resume from the last checkpoint",
+) -> int:
     """Run this rank's job. Report an error in one sentence, to the user and to the other ranks; return the exit code.
 
     Args:
         job: returns the exit code of success.
         explain: returns a sentence for an error that has no other explanation, or None.
+        remedy: what to do after Ctrl-C has stopped the job at once.
     """
     try:
         code = job()
@@ -139,7 +144,7 @@ def report_job_errors(job: Callable[[], int], explain: Callable[[BaseException],
     except (DivergedRanks, SaveError) as error:
         code = report_failure(1, str(error), is_same_on_all_ranks=True)
     except KeyboardInterrupt:
-        code = report_failure(130, "interrupted before the step was complete; resume from the last checkpoint")
+        code = report_failure(130, f"interrupted before the step was complete: {remedy}")
     except SystemExit:
         raise  # --help
     except BaseException as error:

@@ -3,10 +3,12 @@
 import dataclasses
 import datetime
 import os
+import signal
 import sys
 import tempfile
 import threading
-import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -18,7 +20,7 @@ from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.job.nodes import NodeConfig
-from nanoGPT.job.run_description import digest_code, find_version
+from nanoGPT.job.run_description import digest_code, digest_weights, find_version
 from nanoGPT.job.signals import exit_with_launcher, listen_for_signals
 from nanoGPT.job.start import report_job_errors
 from nanoGPT.launch import configure_agent, explain_exit, find_root_cause, forward_signals
@@ -28,6 +30,8 @@ from phase3_fsdp.solve.models import open_model
 from phase3_fsdp.solve.prompts import Prompter
 from phase3_fsdp.solve.settings import SolveConfig, validate
 from phase3_fsdp.solve.tasks import prepare_work, select_problems
+
+CONTINUE = "run the same command again; it continues with the problems that are not finished"
 
 # ---- start ranks
 
@@ -41,13 +45,13 @@ def main(arguments: list[str], program: str) -> None:
     """
     if "RANK" in os.environ:
         with unbreakable_output():
-            code = report_job_errors(lambda: solve(parse(arguments)), explain_memory)
+            code = report_job_errors(lambda: solve(parse(arguments)), explain_memory, CONTINUE)
         os._exit(code)  # do not wait for other threads, nor for the process group after a failure
     with report_errors():
         config = parse(arguments)
         ranks = config.gpus or (torch.cuda.device_count() if config.device in ("auto", "cuda") else 0) or 1
         if ranks == 1:
-            code = report_job_errors(lambda: solve(config), explain_memory)
+            code = report_job_errors(lambda: solve(config), explain_memory, CONTINUE)
         else:
             code = start_ranks(ranks, [program, *arguments])
     os._exit(code)
@@ -61,7 +65,11 @@ def parse(arguments: list[str]) -> SolveConfig:
     """
     config: SolveConfig = command_line(SolveConfig, arguments)
     validate(config)
-    return dataclasses.replace(config, out_dir=config.out_dir or choose_run())
+    config = dataclasses.replace(config, out_dir=config.out_dir or choose_run())
+    to = config.to or f"out/answers-{Path(config.out_dir or '').name}-{Path(config.problems).stem}"
+    if Path(config.problems).is_dir() and Path(to).resolve().is_relative_to(Path(config.problems).resolve()):
+        raise ConfigError(f"--to={to} is inside of --problems={config.problems}: use another directory")
+    return dataclasses.replace(config, to=to)
 
 
 def start_ranks(ranks: int, command: list[str]) -> int:
@@ -76,6 +84,8 @@ def start_ranks(ranks: int, command: list[str]) -> int:
         except ChildFailedError as error:
             rank, failure = find_root_cause(error.failures)
             code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
+            if failure.exitcode < 0:
+                reason = f"it was killed by {signal.Signals(-failure.exitcode).name}: {CONTINUE}"
             print(f"error: rank {rank}: {reason}", file=sys.stderr)
             return code
 
@@ -84,7 +94,7 @@ def explain_memory(error: BaseException) -> str | None:
     """Return a sentence for an out-of-memory error."""
     if not is_out_of_memory(error):
         return None
-    return "out of memory: use a smaller --batch_size or --tokens, more ranks, or --spread=offload"
+    return "out of memory: use a smaller --batch_size, more ranks, or --spread=offload"
 
 
 # ---- one rank
@@ -99,13 +109,18 @@ def solve(config: SolveConfig) -> int:
         torch.set_num_threads(1)  # ranks share the cores
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=exit_with_launcher, args=(os.getppid(),), daemon=True).start()
-    flags = {f"--{name}": value for name, value in dataclasses.asdict(config).items()}
-    description = {**flags, "the code": digest_code(), "the version of torch": find_version("torch")}
+    assert config.out_dir is not None
+    description: dict[str, Any] = {f"--{name}": value for name, value in dataclasses.asdict(config).items()}
+    description |= {
+        "the device": run.device.type,
+        "the dtype": str(run.dtype).removeprefix("torch."),
+        "the code": digest_code(),
+        "the weights": digest_weights(config.out_dir),
+    }
+    description |= {f"the version of {name}": find_version(name) for name in ("torch", "transformers")}
     if not torch.distributed.is_initialized():
         join_process_group(run, datetime.timedelta(minutes=config.timeout_minutes), description)
     listen_for_signals(run)
-    begin = time.perf_counter()
-    assert config.out_dir is not None
     model = open_model(config.out_dir, run)
     prompter = Prompter(config.prompt, model.codec, config.stop)
     problems = run.call_on_rank0(lambda: list(select_problems(config, model)))
@@ -117,4 +132,4 @@ def solve(config: SolveConfig) -> int:
             work.append(item)
     if not work:
         raise ConfigError(f"--problems={config.problems}: no problem is left, because all were skipped")
-    return Evaluation(config, run, model, prompter, work, begin).finish()
+    return Evaluation(config, run, model, prompter, work).finish()

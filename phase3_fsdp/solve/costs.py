@@ -1,16 +1,16 @@
-"""What each way of spreading a model holds per rank, and moves per round: the formulas.
+"""Predict the memory per rank and the communication volume per round of each way to spread a model.
 
 A model has P parameters of b bytes, U of them in its largest layer and R outside the layers (embedding, head, norms).
 There are N ranks with `slots` sequences each. A round runs the model once: one token for each sequence.
 
-                   held on the device                moved per round and rank (ring algorithm)
+                   memory per rank                   communication per rank and round (ring algorithm)
     fsdp           P b / N + (R + 2 U) b + cache     all-gather   P b (N-1)/N
     offload        (R + 2 U) b + cache               the same, after a copy of P b / N from CPU memory
     tp             about P b / N + cache / N         2 L + 1 all-reduces of slots x C, all-gather of slots x V
 
-Two layers are gathered at a time: one computes, and the next one is on its way. `fully_shard` pads rows to a multiple
-of N, which makes P slightly larger. The cache of a sequence of T tokens has 2 L T C_kv b bytes, where C_kv is the
-number of key channels.
+Two layers are all-gathered at a time: one computes, and the next one is on its way. `fully_shard` pads rows to a
+multiple of N, which makes P slightly larger. The cache of a sequence of T tokens has 2 L T C_kv b bytes, where C_kv is
+the number of key channels.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from nanoGPT.model import GPTConfig
 
 Spread = Literal["fsdp", "offload", "tp"]
 SPREADS: tuple[Spread, ...] = ("fsdp", "offload", "tp")
+PREFETCH = 1  # layers that FSDP all-gathers ahead of the one that computes
 RESERVE = 0.9  # fraction of a device's memory that may be planned; the rest is for activations and the allocator
 
 
@@ -80,35 +81,33 @@ def cache_bytes(size: ModelSize, tokens: int, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class SpreadCosts:
-    """What one way costs, in bytes per rank.
+    """The costs of one way, in bytes per rank.
 
     Attributes:
         weights: resident weights on the device.
-        gathered: layers that are all-gathered at the same time.
+        all_gathered: layers that are all-gathered at the same time, and the parameters outside the layers.
         cache: keys and values of all slots at the full length.
         host: weights in CPU memory.
         network: communication volume per round (ring algorithm).
         copied: bytes copied from CPU memory to the device per round.
-        messages: collectives per round, one after the other.
+        num_collectives: collectives per round, one after the other.
     """
 
     weights: float
-    gathered: float
+    all_gathered: float
     cache: float
     host: float
     network: float
     copied: float
-    messages: int
+    num_collectives: int
 
     @property
-    def held(self) -> float:
+    def memory(self) -> float:
         """Bytes on the device."""
-        return self.weights + self.gathered + self.cache
+        return self.weights + self.all_gathered + self.cache
 
 
-def predict(
-    spread: Spread, size: ModelSize, ranks: int, slots: int, tokens: int, itemsize: int, prefetch: int = 1
-) -> SpreadCosts:
+def predict(spread: Spread, size: ModelSize, ranks: int, slots: int, tokens: int, itemsize: int) -> SpreadCosts:
     """Return the costs of one way.
 
     Args:
@@ -118,7 +117,6 @@ def predict(
         slots: sequences per rank; with tp, in total.
         tokens: largest length of a sequence.
         itemsize: bytes of a parameter.
-        prefetch: layers that are all-gathered ahead.
     """
     weights = size.params * itemsize
     cache = slots * cache_bytes(size, tokens, itemsize)
@@ -130,16 +128,16 @@ def predict(
         network = reductions * ring_bytes("all-reduce", slots * size.channels * itemsize, ranks)
         network += ring_bytes("all-gather", slots * logits * itemsize, ranks)
         return SpreadCosts(part, 0.0, cache / ranks, 0.0, network, 0.0, reductions + 1 if ranks > 1 else 0)
-    gathered = itemsize * (size.root + sum(sorted(size.layers)[-1 - prefetch :]))
+    gathered = itemsize * (size.root + sum(sorted(size.layers)[-1 - PREFETCH :]))
     is_offloaded = spread == "offload"
     if ranks == 1 and not is_offloaded:
         return SpreadCosts(weights, 0.0, cache, 0.0, 0.0, 0.0, 0)
     shard = weights / ranks
     network = ring_bytes("all-gather", weights, ranks)
-    messages = len(size.layers) + 1
+    num_collectives = len(size.layers) + 1
     if is_offloaded:
-        return SpreadCosts(0.0, gathered, cache, shard, network, shard, messages)
-    return SpreadCosts(shard, gathered, cache, 0.0, network, 0.0, messages)
+        return SpreadCosts(0.0, gathered, cache, shard, network, shard, num_collectives)
+    return SpreadCosts(shard, gathered, cache, 0.0, network, 0.0, num_collectives)
 
 
 def choose_spread(
@@ -153,7 +151,7 @@ def choose_spread(
         device_bytes: memory of one device; None: unknown, everything fits.
     """
     limit = float("inf") if device_bytes is None else RESERVE * device_bytes
-    needs = {each: predict(each, size, ranks, slots, tokens, itemsize).held for each in SPREADS}
+    needs = {each: predict(each, size, ranks, slots, tokens, itemsize).memory for each in SPREADS}
     if ranks == 1 and needs["fsdp"] <= limit:
         return "fsdp", "one rank holds the whole model"
     divides = size.kv_heads > 0 and size.kv_heads % ranks == 0
@@ -174,19 +172,18 @@ def find_fitting_slots(size: ModelSize, ranks: int, slots: int, tokens: int, ite
     """Return the largest number of sequences below `slots` that fits into `limit` bytes; 0 if not even one fits."""
     spreads = [each for each in SPREADS if each != "tp" or (size.kv_heads > 0 and size.kv_heads % ranks == 0)]
     for count in range(slots - 1, 0, -1):
-        if any(predict(each, size, ranks, count, tokens, itemsize).held <= limit for each in spreads):
+        if any(predict(each, size, ranks, count, tokens, itemsize).memory <= limit for each in spreads):
             return count
     return 0
 
 
 def describe(spread: Spread, costs: SpreadCosts) -> str:
-    """Return one line about what a way holds and moves."""
+    """Return one line about the memory and the communication of a way."""
     parts = [f"{costs.weights / 1e6:,.1f} MB of weights"]
-    if costs.gathered:
-        parts.append(f"{costs.gathered / 1e6:,.1f} MB of gathered layers")
+    if costs.all_gathered:
+        parts.append(f"{costs.all_gathered / 1e6:,.1f} MB of all-gathered layers")
     parts.append(f"{costs.cache / 1e6:,.1f} MB of keys and values")
-    moved = f"{costs.network / 1e6:,.3f} MB over the network"
-    if costs.copied:
-        moved += f" and {costs.copied / 1e6:,.1f} MB from CPU memory"
-    host = f"; in CPU memory {costs.host / 1e6:,.1f} MB" if costs.host else ""
-    return f"{spread}: holds {' + '.join(parts)} per rank{host}; moves {moved} per round"
+    host = f" (and {costs.host / 1e6:,.1f} MB of weights in CPU memory)" if costs.host else ""
+    copies = f", {costs.copied / 1e6:,.1f} MB copied from CPU memory" if costs.copied else ""
+    volume = f"communication per round {costs.network / 1e6:,.3f} MB{copies}"
+    return f"{spread}: memory per rank {' + '.join(parts)}{host}; {volume}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import platform
 import time
 from pathlib import Path
@@ -34,7 +35,6 @@ class Evaluation:
         model: the model, not read yet.
         prompter: writes prompts and reads answers.
         work: the problems and their tasks, in order.
-        begin: the time of the start, by `time.perf_counter`.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Evaluation:
         model: OpenedModel,
         prompter: Prompter,
         work: list[tuple[Problem, list[Task]]],
-        begin: float,
     ) -> None:
-        self.config, self.run, self.model, self.prompter, self.begin = config, run, model, prompter, begin
+        self.config, self.run, self.model, self.prompter = config, run, model, prompter
         self.work = {tasks[0].problem: (problem, tasks) for problem, tasks in work}
         self.results: dict[int, list[Result]] = {number: [] for number in self.work}
         self.symbols = (
             choose_symbols(model.codec) if any(isinstance(problem, ArcProblem) for problem, _ in work) else ""
         )
         self.progress: Progress | None = None
-        self.folder = Path(config.to or default_folder(config))
+        self.spread: str | None = None  # stays None if all problems are finished already
+        self.folder = Path(config.to or "")
 
     def finish(self) -> int:
         """Solve what is left, and write the result. Return the exit code."""
@@ -89,6 +89,8 @@ class Evaluation:
     def _open_progress(self) -> set[str]:
         """Open the progress files, on rank 0, and return the ids of the problems that are finished."""
         self.progress = Progress(self.folder, self._settings())
+        if warning := self.progress.lock.warning:
+            print(warning, flush=True)
         done = set()
         for problem, _ in self.work.values():
             if line := self.progress.lines.get(problem.id):
@@ -112,7 +114,8 @@ class Evaluation:
         config, run, size = self.config, self.run, self.model.size
         longest = max(len(task.ids) + task.max_new for task in tasks)
         slots, itemsize = min(config.batch_size, len(tasks)), run.dtype.itemsize
-        spread, reason = costs.choose_spread(size, run.world_size, slots, longest, itemsize, read_device_bytes(run))
+        device_bytes = min(run.gather(read_device_bytes(run)))  # all ranks must choose the same way
+        spread, reason = costs.choose_spread(size, run.world_size, slots, longest, itemsize, device_bytes)
         if config.spread != "auto":
             spread, reason = config.spread, "--spread"
         if spread is None:
@@ -122,10 +125,10 @@ class Evaluation:
             if run.world_size > 1 and (each != "tp" or (size.kv_heads and size.kv_heads % run.world_size == 0)):
                 predicted = costs.predict(each, size, run.world_size, slots, longest, itemsize)
                 run.print0(("-> " if each == spread else "   ") + costs.describe(each, predicted))
-        model = self.model.load(spread, run, prefetch=1)
+        model = self.model.load(spread, run)
         sampling = Sampling(config.temperature, config.top_k, config.seed)
         self.spread = spread
-        return Generator(model, run, slots, sampling, is_replicated=spread == "tp")
+        return Generator(model, run, slots, longest, sampling, is_replicated=spread == "tp")
 
     def _finish_problem(self, number: int) -> None:
         """Score a problem, and write its line on rank 0."""
@@ -177,10 +180,10 @@ class Evaluation:
             "settings": self._settings(),
             "configuration": dataclasses.asdict(self.config),
             "ranks": self.run.world_size,
-            "spread": getattr(self, "spread", None),
-            "tokens": tokens,
-            "seconds": round(seconds, 3),
-            "total_seconds": round(time.perf_counter() - self.begin, 3),
+            "spread": self.spread,
+            "tokens": sum(line["tokens"] for line in lines),
+            "tokens_of_last_start": tokens,
+            "seconds_of_last_start": round(seconds, 3),
             "peak_memory_bytes": memory,
             "hardware": describe_hardware(self.run.device),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -197,20 +200,14 @@ class Evaluation:
         self.progress.close()
 
 
-def default_folder(config: SolveConfig) -> str:
-    """Return the directory of the answers: one per model and set of problems."""
-    assert config.out_dir is not None
-    return f"out/answers-{Path(config.out_dir).name}-{Path(config.problems).stem}"
-
-
 def read_memory(run: Runtime) -> int | None:
     """Return the bytes that this process uses now: of torch's allocator on a GPU, else resident memory."""
     return torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else process_bytes()
 
 
-def read_device_bytes(run: Runtime) -> float | None:
+def read_device_bytes(run: Runtime) -> float:
     """Return the memory of this rank's device; on a CPU, its share of the machine's."""
     if run.device.type == "cuda":
         return float(torch.cuda.get_device_properties(run.device).total_memory)
     total = host_memory().total
-    return None if total is None else total / run.local_world_size
+    return math.inf if total is None else total / run.local_world_size

@@ -8,7 +8,7 @@ take part. One all-gather of a layer serves the sequences of all ranks.
 
 With tensor parallelism all ranks compute the same sequences, and rank 0 decides which token comes next.
 
-A token that is sampled depends on the key (seed, problem, attempt, position) and the logits, and on nothing else.
+A sampled token depends only on the key (seed, problem, attempt, position) and on the logits.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class LayerCache(KVCache):
     def extend(self, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         """Store (B, nh, T, hs) keys and values of the rows of this forward pass, and return all that they may read."""
         step, T = self.step, k.size(2)
-        self._grow(k, step.longest + T)
+        self._grow(k, v, step.longest + T)
         assert self.keys is not None and self.values is not None
         if step.row is not None:  # a new prompt: it reads only itself
             self.keys[step.row, :, :T], self.values[step.row, :, :T] = k[0], v[0]
@@ -66,15 +66,14 @@ class LayerCache(KVCache):
         self.values[rows, :, step.positions[:, 0]] = v[:, :, 0]
         return self.keys[:, :, : step.longest + 1], self.values[:, :, : step.longest + 1]
 
-    def _grow(self, like: Tensor, length: int) -> None:
+    def _grow(self, k: Tensor, v: Tensor, length: int) -> None:
         """Make room for `length` tokens per slot. The capacity doubles, so a token is copied once on average."""
         capacity = self.keys.size(2) if self.keys is not None else 0
         if length <= capacity:
             return
         capacity = min(max(length, 2 * capacity, CACHE_STEP), max(length, self.step.limit))
-        shape = (self.step.slots, like.size(1), capacity, like.size(3))
-        for name, old in (("keys", self.keys), ("values", self.values)):
-            new = like.new_zeros(shape)
+        for name, like, old in (("keys", k, self.keys), ("values", v, self.values)):
+            new = like.new_zeros(self.step.slots, like.size(1), capacity, like.size(3))
             if old is not None:
                 new[:, :, : old.size(2)] = old
             setattr(self, name, new)
@@ -127,22 +126,14 @@ class SlotCache:
 
 
 class LanguageModel(Protocol):
-    """What generation needs from a model.
+    """What generation needs from a model."""
 
-    Attributes:
-        vocab_size: number of token ids that can be sampled.
-        context: largest number of tokens of a sequence.
-    """
-
-    vocab_size: int
-    context: int
-
-    def new_cache(self, slots: int) -> SlotCache:
-        """Return an empty cache for sequences in `slots` slots."""
+    def new_cache(self, slots: int, limit: int) -> SlotCache:
+        """Return an empty cache for `slots` sequences of at most `limit` tokens."""
         ...
 
     def next_logits(self, ids: Tensor, cache: SlotCache | None, slot: int | None) -> Tensor:
-        """Return the fp32 logits of the next token, (B, vocab_size).
+        """Return the fp32 logits of the next token, (B, V), without padding ids.
 
         Args:
             ids: (1, T), a prompt for `slot`; or (slots, 1), the last token of each sequence.
@@ -192,27 +183,6 @@ class Result:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen: the likeliest one with temperature 0, else by probability among the `top_k`."""
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    seed: int = 1337
-
-    def choose(self, logits: Tensor, task: Task, position: int) -> int:
-        """Return the next token of a task, from (V,) fp32 logits."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        key = f"{self.seed}/{task.problem}/{task.attempt}/{position}"
-        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
-        logits = logits.cpu().double() / self.temperature  # the same draw on every device
-        if self.top_k is not None:
-            threshold = logits.topk(min(self.top_k, len(logits))).values[-1]
-            logits = logits.masked_fill(logits < threshold, -math.inf)
-        return int(logits.softmax(0).multinomial(1, generator=torch.Generator().manual_seed(seed)))
-
-
 @dataclass
 class RunningSequence:
     """A task in a slot. `begin` is the time at which its prompt was read."""
@@ -222,27 +192,61 @@ class RunningSequence:
     ids: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: the likeliest one with temperature 0, else by probability among the `top_k`."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    seed: int = 1337
+
+    def choose(self, logits: Tensor, running: Sequence[RunningSequence]) -> list[int]:
+        """Return the next token of each sequence, from their (B, V) fp32 logits."""
+        if self.temperature == 0:
+            return logits.argmax(-1).tolist()
+        return [self.sample(row, each.task, len(each.ids)) for row, each in zip(logits, running, strict=True)]
+
+    def sample(self, logits: Tensor, task: Task, position: int) -> int:
+        """Return a random next token of a task, from (V,) logits."""
+        key = f"{self.seed}/{task.problem}/{task.attempt}/{position}"
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+        logits = logits.cpu().double() / self.temperature  # the same draw on every device
+        if self.top_k is not None:
+            threshold = logits.topk(min(self.top_k, len(logits))).values[-1]
+            logits = logits.masked_fill(logits < threshold, -math.inf)
+        return int(logits.softmax(0).multinomial(1, generator=torch.Generator().manual_seed(seed)))
+
+
 class Generator:
     """Runs tasks on all ranks in rounds. Create it on every rank with the same arguments, and call `run` on every rank.
 
     Args:
         model: this rank's part of the model.
         run: this rank's Runtime.
-        slots: sequences per rank.
+        slots: sequences per rank, or with `is_replicated` in total.
+        limit: largest number of tokens of a sequence, its prompt included.
         sampling: how tokens are chosen.
         is_replicated: all ranks compute the same sequences (tensor parallelism); else each rank has its own.
     """
 
-    def __init__(self, model: LanguageModel, run: Runtime, slots: int, sampling: Sampling, is_replicated: bool) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        run: Runtime,
+        slots: int,
+        limit: int,
+        sampling: Sampling,
+        is_replicated: bool,
+    ) -> None:
         self.model, self.runtime, self.slots, self.sampling = model, run, slots, sampling
         self.is_shared = is_replicated and run.world_size > 1
         self.groups = 1 if is_replicated else run.world_size  # of ranks with different sequences
         self.group = 0 if is_replicated else run.rank
-        self.cache = model.new_cache(slots)
+        self.cache = model.new_cache(slots, limit)
         self.active: dict[int, RunningSequence] = {}
         self.waiting: deque[tuple[int, Task]] = deque()  # tasks with a slot whose prompt has not been read
         self.finished: list[Result] = []
-        self.rounds, self.tokens, self.should_stop = 0, 0, False
+        self.rounds, self.should_stop = 0, False
 
     @torch.no_grad()
     def run(self, tasks: Sequence[Task]) -> Iterator[list[Result]]:
@@ -311,18 +315,18 @@ class Generator:
 
     def _append(self, row_of_slot: dict[int, int], logits: Tensor) -> None:
         """Choose the next token of each slot, and finish the sequences that end with it."""
-        chosen = [
-            self.sampling.choose(logits[row], self.active[slot].task, len(self.active[slot].ids))
-            for slot, row in row_of_slot.items()
-        ]
+        running = [self.active[slot] for slot in row_of_slot]
         if self.is_shared:  # rounding may differ between ranks; the tokens must not
-            tokens = torch.tensor(chosen)
+            tokens = torch.zeros(len(running), dtype=torch.int64)
+            if self.runtime.is_main:
+                tokens = torch.tensor(self.sampling.choose(logits[list(row_of_slot.values())], running))
             dist.broadcast(tokens, 0, group=self.runtime.group)
             chosen = tokens.tolist()
+        else:
+            chosen = self.sampling.choose(logits[list(row_of_slot.values())], running)
         for slot, token in zip(row_of_slot, chosen, strict=True):
             sequence = self.active[slot]
             sequence.ids.append(token)
-            self.tokens += 1
             if len(sequence.ids) == sequence.task.max_new or sequence.task.has_ended(sequence.ids):
                 task = sequence.task
                 seconds = time.perf_counter() - sequence.begin

@@ -15,24 +15,28 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import FsdpConfig
 from phase3_fsdp.solve import tensor_parallel
-from phase3_fsdp.solve.costs import Spread
+from phase3_fsdp.solve.costs import PREFETCH, Spread
 from phase3_fsdp.solve.generation import SlotCache
 
 
 class GptModel:
-    """A `GPT` as a `LanguageModel`."""
+    """A `GPT` as a `LanguageModel`.
 
-    def __init__(self, model: GPT, ids: int) -> None:
-        self.model, self.vocab_size, self.context = model, ids, model.config.block_size
+    Args:
+        model: from `spread_gpt`.
+        ids: number of token ids of the tokenizer; larger ids are padding.
+        device: on which the model computes. With offload its parameters are in CPU memory.
+    """
 
-    def new_cache(self, slots: int) -> SlotCache:
-        device = local_shard(next(self.model.parameters())).device
-        return SlotCache(self.model.config.n_layer, slots, self.context, device)
+    def __init__(self, model: GPT, ids: int, device: torch.device) -> None:
+        self.model, self.vocab_size, self.device = model, ids, device
+
+    def new_cache(self, slots: int, limit: int) -> SlotCache:
+        return SlotCache(self.model.config.n_layer, slots, limit, self.device)
 
     def next_logits(self, ids: Tensor, cache: SlotCache | None, slot: int | None) -> Tensor:
         """Return the fp32 logits of the next token, (B, vocab_size). See `LanguageModel`."""
@@ -45,20 +49,19 @@ class GptModel:
         """Return the total loss, in nats, of the tokens of (1, T) after the first `context_tokens`."""
         targets = ids[:, 1:].clone()
         targets[:, : max(0, context_tokens - 1)] = -1
-        return float(self.model(ids[:, :-1], targets).double() * (targets >= 0).sum())
+        return float(self.model(ids[:, :-1], targets)) * int((targets >= 0).sum())
 
 
-def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, run: Runtime, prefetch: int = 1) -> GPT:
+def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, run: Runtime) -> GPT:
     """Return a GPT whose weights are spread over the ranks, in the dtype of the Runtime. Collective.
 
-    It is built on the meta device, and each rank then reads its part of one parameter after the other.
+    It is built on the meta device. Each rank then reads one parameter after the other, and keeps its part.
 
     Args:
         shape: of the model; dropout is not used.
         weights: full parameters by name, each read when it is accessed.
         spread: fsdp, offload or tp.
         run: this rank's Runtime.
-        prefetch: with fsdp and offload, layers to all-gather ahead of the one that computes.
     """
     with torch.device("meta"):
         model = GPT(replace(shape, dropout=0.0)).to(run.dtype)
@@ -71,14 +74,20 @@ def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, 
     else:
         config = FsdpConfig(
             fsdp_cpu_offload=spread == "offload",
-            fsdp_min_num_params=fsdp.DEFAULT_MIN_NUM_PARAMS if spread == "offload" else None,
-            fsdp_prefetch=prefetch,
+            # Offload needs little memory with small units: the attention and the MLP of a block, if they are large.
+            fsdp_min_num_params=fsdp.DEFAULT_MIN_NUM_PARAMS if spread == "offload" and is_large(shape) else None,
+            fsdp_prefetch=PREFETCH,
             init_from="weights",
         )
         fsdp.shard_model(model, config, run)
         free_after_forward(model)
         fsdp.init_shards(model, config, run, weights)
     return model
+
+
+def is_large(shape: GPTConfig) -> bool:
+    """Return whether the attention of a block has enough parameters for an FSDP unit of its own."""
+    return 4 * shape.n_embd**2 >= fsdp.DEFAULT_MIN_NUM_PARAMS
 
 
 def free_after_forward(model: nn.Module) -> None:

@@ -26,13 +26,13 @@ REPLICATED = "replicated"  # beginning of the styles of layers that every rank h
 class Part:
     """Which part of a parameter a rank has: [begin, end) in dimension `dim`, with zeros past the end of the parameter.
 
-    `is_empty` is a bias that only rank 0 has, because the all-reduce adds it up; the other ranks have zeros.
+    `is_zero` is a bias that only rank 0 has, because the all-reduce adds it up; the other ranks have zeros.
     """
 
     dim: int
     begin: int
     end: int
-    is_empty: bool = False
+    is_zero: bool = False
 
 
 def find_style(plan: dict[str, str], name: str) -> str | None:
@@ -43,8 +43,11 @@ def find_style(plan: dict[str, str], name: str) -> str | None:
 def is_supported(model: nn.Module) -> bool:
     """Return whether the plan of a model divides its layers, and has only styles of dense models."""
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
-    names = [name for name, _ in model.named_modules()]
-    used = {style for name in names if (style := find_style(plan, name)) is not None}
+    styles = {name: style for name, _ in model.named_modules() if (style := find_style(plan, name)) is not None}
+    used = set(styles.values())
+    plain = {"embedding_rowwise": nn.Embedding}  # not a subclass, such as Gemma's, which scales the embedding
+    if any(type(model.get_submodule(n)) is not plain.get(s, nn.Linear) for n, s in styles.items() if s in DIVIDED):
+        return False
     covers_experts = any(find_style(plan, name) for name, _ in model.named_parameters())
     known = all(style in DIVIDED or style.startswith(REPLICATED) for style in used)
     return {"colwise", "rowwise"} <= used and known and not covers_experts
@@ -60,6 +63,16 @@ def count_divided(model: nn.Module) -> int:
             if style in DIVIDED and not (style == "rowwise" and kind == "bias"):
                 params[param] = param.numel()
     return sum(params.values())
+
+
+def find_indivisible(model: nn.Module, ranks: int) -> str | None:
+    """Return the name of a layer whose features cannot be divided evenly among the ranks; None if there is none."""
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    for name, module in model.named_modules():
+        dimension = {"colwise": 0, "rowwise": 1}.get(find_style(plan, name) or "")
+        if dimension is not None and next(module.parameters()).shape[dimension] % ranks:
+            return name
+    return None
 
 
 def parallelize_by_plan(model: nn.Module, run: Runtime) -> dict[str, Part]:
@@ -80,7 +93,7 @@ def parallelize_by_plan(model: nn.Module, run: Runtime) -> dict[str, Part]:
             shape = {"weight": (rows, columns // run.world_size), "bias": (rows,)}
             begin = run.rank * shape["weight"][1]
             parts[f"{name}.weight"] = Part(1, begin, begin + shape["weight"][1])
-            parts[f"{name}.bias"] = Part(0, 0, rows, is_empty=run.rank > 0)
+            parts[f"{name}.bias"] = Part(0, 0, rows, is_zero=run.rank > 0)
             module.register_forward_hook(add_partial_results)
         else:
             size = -(-rows // run.world_size)  # only the rows of the vocabulary are padded
@@ -106,7 +119,7 @@ def read_part(file: Path, name: str, part: Part) -> Tensor:
         length = source.get_shape()[part.dim]
         begin, end = min(part.begin, length), min(part.end, length)
         tensor: Tensor = source[begin:end] if part.dim == 0 else source[:, begin:end]
-    if part.is_empty:
+    if part.is_zero:
         return torch.zeros_like(tensor)
     missing = part.end - part.begin - (end - begin)
     if not missing:

@@ -1,8 +1,9 @@
-"""Any causal language model of Hugging Face, dense or mixture of experts, spread over the ranks (extra `web`).
+"""Causal language models of Hugging Face, dense or mixture of experts, spread over the ranks (extra `web`).
 
 The model is built with its parameters on the meta device, which have no memory, and its buffers on the CPU: those of
 rotary embeddings are computed, and no file has them. Each rank then reads its part of every parameter from the
-safetensors files: with fsdp and offload its rows, with tp what the plan of transformers says. No rank ever holds more.
+safetensors files: with fsdp and offload its rows, with tp what the plan of transformers says. A rank never stores more
+than its part.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -23,14 +24,22 @@ from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.run_description import digest_weights
 from phase3_fsdp import fsdp
-from phase3_fsdp.solve.costs import ModelSize, Spread
+from phase3_fsdp.solve.costs import PREFETCH, ModelSize, Spread
 from phase3_fsdp.solve.generation import LanguageModel, SlotCache
 from phase3_fsdp.solve.gpt import free_after_forward
-from phase3_fsdp.solve.hf_tensor_parallel import Part, count_divided, is_supported, parallelize_by_plan, read_part
+from phase3_fsdp.solve.hf_codec import HfCodec
+from phase3_fsdp.solve.hf_tensor_parallel import (
+    Part,
+    count_divided,
+    find_indivisible,
+    is_supported,
+    parallelize_by_plan,
+    read_part,
+)
 from phase3_fsdp.solve.prompts import TextCodec
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.cache_utils import Cache, CacheLayerMixin
     from transformers.initialization import no_init_weights
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -40,43 +49,8 @@ except ImportError:
     ) from None
 
 
-class HfCodec:
-    """The tokenizer of a Hugging Face model."""
-
-    def __init__(self, folder: Path, config: Any) -> None:
-        try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        except Exception as error:
-            raise ConfigError(
-                f"{folder} has no tokenizer that transformers can read ({str(error)[:200]}): copy the tokenizer's files"
-            ) from None
-        self.ids = len(self.tokenizer)
-        ends = getattr(config, "eos_token_id", None)  # some models have several
-        ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
-        self.ends = frozenset(end for end in ends if end is not None)
-        begin = self.tokenizer.bos_token_id
-        self.begin = sorted(self.ends)[:1] if begin is None else [begin]
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def encode_chat(self, message: str) -> list[int]:
-        """Return the ids of a user's message in the chat template, up to where the model answers."""
-        if not self.tokenizer.chat_template:
-            raise ConfigError("--prompt=chat needs a tokenizer with a chat template, which this model lacks: use plain")
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
-        return self.encode(text)
-
-    def find_special(self, names: tuple[str, ...]) -> dict[str, int]:
-        """Return the ids of special tokens; the dictionary lacks those that the tokenizer lacks."""
-        vocabulary = self.tokenizer.get_vocab()
-        return {name: vocabulary[name] for name in names if name in vocabulary}
+SCORED_ROWS = 512  # tokens whose losses are computed at a time
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class HfLayer(CacheLayerMixin):
@@ -116,35 +90,35 @@ class HfModel:
     Args:
         model: the model, spread over the ranks.
         ids: number of token ids of the tokenizer.
-        context: largest number of tokens of a sequence.
         device: of this rank.
     """
 
-    def __init__(self, model: nn.Module, ids: int, context: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, ids: int, device: torch.device) -> None:
         config: Any = model.config
-        self.model, self.config, self.context, self.device = model, config, context, device
+        self.model, self.config, self.device = model, config, device
         self.vocab_size: int = min(ids, config.vocab_size)
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
-    def new_cache(self, slots: int) -> SlotCache:
-        return SlotCache(self.config.num_hidden_layers, slots, self.context, self.device)
+    def new_cache(self, slots: int, limit: int) -> SlotCache:
+        return SlotCache(self.config.num_hidden_layers, slots, limit, self.device)
 
     def next_logits(self, ids: Tensor, cache: SlotCache | None, slot: int | None) -> Tensor:
         """Return the fp32 logits of the next token, (B, vocab_size). See `LanguageModel`."""
         if cache is None:
-            return self._run(ids, torch.zeros(1, 1, dtype=torch.int64, device=self.device), None)[:, -1]
+            return self._run(ids, torch.zeros(1, 1, dtype=torch.int64, device=self.device), None)[:, -1].float()
         layers = cache.begin_token() if slot is None else cache.begin_prompt(slot)
         adapter = Cache(layers=[HfLayer(cache, layer) for layer in layers])
-        return self._run(ids, cache.positions, adapter)[:, -1]
+        return self._run(ids, cache.positions, adapter)[:, -1].float()
 
     def score(self, ids: Tensor, context_tokens: int) -> float:
         """Return the total loss, in nats, of the tokens of (1, T) after the first `context_tokens`."""
-        logits = self._run(ids[:, :-1], torch.zeros(1, 1, dtype=torch.int64, device=self.device), None, keep=0)
-        scored = slice(context_tokens - 1, None)
-        return float(F.cross_entropy(logits[0, scored].double(), ids[0, 1:][scored], reduction="sum"))
+        first = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        logits = self._run(ids[:, :-1], first, None, keep=0)[0, context_tokens - 1 :]  # (T, V)
+        chunks = zip(logits.split(SCORED_ROWS), ids[0, context_tokens:].split(SCORED_ROWS), strict=True)
+        return sum(float(F.cross_entropy(rows.float(), wanted, reduction="sum")) for rows, wanted in chunks)
 
     def _run(self, ids: Tensor, first: Tensor, cache: Any, keep: int = 1) -> Tensor:
-        """Return the fp32 logits of the last `keep` tokens (0: all), (B, T, vocab_size).
+        """Return the logits of the last `keep` tokens (0: all), (B, T, vocab_size).
 
         Args:
             ids: (B, T) new tokens.
@@ -161,24 +135,25 @@ class HfModel:
             use_cache=cache is not None,
             logits_to_keep=keep,
         )
-        return out.logits[..., : self.vocab_size].float()
+        logits: Tensor = out.logits[..., : self.vocab_size]
+        return logits
 
     def _create_masks(self, positions: Tensor, reads_only_itself: bool) -> Tensor | dict[str, Tensor]:
         """Return what is added to attention scores: 0 where a token may read, and the lowest number elsewhere.
 
-        Models with sliding windows get one mask for each kind of layer.
+        A model whose layers differ gets one mask for each kind of layer.
         """
         longest = positions.size(1) if reads_only_itself else int(positions.max()) + 1
         keys = torch.arange(longest, device=self.device)
         queries = keys[None] if reads_only_itself else positions  # (B, T)
-        distance = queries[:, None, :, None] - keys  # (B, 1, T, T so far)
-        lowest = torch.finfo(self.dtype).min
-        full = torch.zeros(distance.shape, dtype=self.dtype, device=self.device).masked_fill(distance < 0, lowest)
+        queries = queries[:, None, :, None]  # (B, 1, T, 1)
+        lowest, window = torch.finfo(self.dtype).min, getattr(self.config, "sliding_window", None)
+        full = torch.zeros((), dtype=self.dtype, device=self.device).masked_fill(keys > queries, lowest)
         kinds = set(getattr(self.config, "layer_types", None) or [])
-        if kinds <= {"full_attention"}:
+        if window is None or kinds == {"full_attention"}:
             return full
-        sliding = full.masked_fill(distance >= self.config.sliding_window, lowest)
-        return {"full_attention": full, "sliding_attention": sliding}
+        sliding = full.masked_fill(keys <= queries - window, lowest)  # (B, 1, T, T so far)
+        return {"full_attention": full, "sliding_attention": sliding} if kinds else sliding
 
 
 class OpenedHf:
@@ -194,32 +169,40 @@ class OpenedHf:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.config: Any = AutoConfig.from_pretrained(folder)
+            self.config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             self.size = measure_hf(self._build(torch.float32), self.config)
         except Exception as error:
             raise ConfigError(
                 f"{folder} is not a causal language model that transformers can build ({str(error)[:200]}): use "
                 "another directory"
             ) from None
-        supported = {"full_attention", "sliding_attention"}
-        if unknown := sorted({*(getattr(self.config, "layer_types", None) or [])} - supported):
-            raise ConfigError(f"{folder} has layers of kind {unknown[0]}, which this program lacks: use another model")
+        check_supported(self.config, folder)
         self.name = f"{folder} ({digest_weights(str(folder))})"
         self.codec: TextCodec = HfCodec(folder, self.config)
         self.context = int(getattr(self.config, "max_position_embeddings", 2048))
 
-    def load(self, spread: Spread, run: Runtime, prefetch: int) -> LanguageModel:
-        """Read this rank's part of the weights. Collective."""
+    def load(self, spread: Spread, run: Runtime) -> LanguageModel:
+        """Read this rank's part of the weights. Collective.
+
+        Raises:
+            ConfigError: a file is damaged, or lacks a parameter.
+        """
         model = self._build(run.dtype)
         parts: dict[str, Part] = {}
         if run.world_size > 1 and spread == "tp":
-            check_plan(self.folder, self.size, run.world_size)
+            check_plan(model, self.folder, self.size, run.world_size)
             parts = parallelize_by_plan(model, run)
         elif run.world_size > 1 or spread == "offload":
-            shard_layers(model, spread == "offload", prefetch, run)
-        fill_parts(model, self.folder, torch.device("cpu") if spread == "offload" else run.device, parts)
+            shard_layers(model, spread == "offload", run)
+        try:
+            fill_parts(model, self.folder, torch.device("cpu") if spread == "offload" else run.device, parts)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"the safetensors files of {self.folder} cannot be read ({str(error)[:200]}): copy the files again",
+                on_one_rank=True,
+            ) from None
         move_buffers(model, run.device)
-        return HfModel(model.eval(), self.codec.ids, self.context, run.device)
+        return HfModel(model.eval(), self.codec.ids, run.device)
 
     def _build(self, dtype: torch.dtype) -> nn.Module:
         """Return the model with its parameters on the meta device."""
@@ -227,6 +210,23 @@ class OpenedHf:
             model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
         model.tie_weights()  # type: ignore[operator]
         return model
+
+
+def check_supported(config: Any, folder: Path) -> None:
+    """Check that the attention and the files of a model are of a kind that this program supports.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    unknown = {*(getattr(config, "layer_types", None) or [])} - SUPPORTED_LAYERS
+    if getattr(config, "alibi", False) or config.model_type == "bloom":
+        unknown.add("ALiBi attention")
+    quantization = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    if method not in (None, "mxfp4"):
+        unknown.add(f"{method} weights")
+    if unknown:
+        raise ConfigError(f"{folder} has {min(unknown)}, which this program does not support: use another model")
 
 
 @contextlib.contextmanager
@@ -271,7 +271,7 @@ def measure_hf(model: nn.Module, config: Any) -> ModelSize:
     )
 
 
-def shard_layers(model: nn.Module, is_offloaded: bool, prefetch: int, run: Runtime) -> None:
+def shard_layers(model: nn.Module, is_offloaded: bool, run: Runtime) -> None:
     """Apply `fully_shard` to each layer and then to the model. Every unit is freed after its forward pass."""
     options: dict[str, Any] = {
         "mesh": init_device_mesh(run.device.type, (run.world_size,)),
@@ -283,7 +283,7 @@ def shard_layers(model: nn.Module, is_offloaded: bool, prefetch: int, run: Runti
         fully_shard(layer, reshard_after_forward=True, **options)
     fully_shard(model, **options)
     free_after_forward(model)
-    fsdp.set_prefetching([model, *layers], prefetch)
+    fsdp.set_prefetching([model, *layers], PREFETCH)
 
 
 @torch.no_grad()
@@ -310,7 +310,9 @@ def fill_parts(model: nn.Module, folder: Path, device: torch.device, parts: dict
             rows = read_rows(files, name, begin, end, folder)
         target = local_shard(param)
         if rows.shape != target.shape:
-            raise ConfigError(f"{folder} has {name} of another shape than its config.json: copy the files again")
+            raise ConfigError(
+                f"{folder} has {name} of another shape than its config.json: copy the files again", on_one_rank=True
+            )
         target.copy_(rows)
     for name, buffer in model.named_buffers():
         if name in files:
@@ -338,8 +340,9 @@ def read_rows(files: dict[str, Path], name: str, begin: int, end: int, folder: P
     experts = [[f"{layer}.{expert}.{part}.weight" for part in parts] for expert in range(first, last)]
     if not parts or any(key not in files for keys in experts for key in keys):
         raise ConfigError(
-            f"{folder} has no tensor for {name}: its files need a conversion that this program lacks; save the model "
-            "again with `save_pretrained` of transformers, or use another one"
+            f"{folder} has no tensor for {name}: this program cannot read the files of this architecture, or one is "
+            "missing; copy the files again, or use another model",
+            on_one_rank=True,
         )
     rows = torch.stack([torch.cat([read_slice(files[key], key, 0, None) for key in keys]) for keys in experts])
     return rows[: end - begin]
@@ -361,11 +364,11 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def check_plan(folder: Path, size: ModelSize, ranks: int) -> None:
+def check_plan(model: nn.Module, folder: Path, size: ModelSize, ranks: int) -> None:
     """Check that a model can be divided by tensor parallelism.
 
     Raises:
-        ConfigError: it has no plan that this program supports, or the ranks do not divide its heads.
+        ConfigError: it has no plan that this program supports, or the ranks do not divide its heads or channels.
     """
     if not size.kv_heads:
         raise ConfigError(f"{folder} has no tensor-parallel plan that this program supports: use --spread=fsdp")
@@ -373,4 +376,9 @@ def check_plan(folder: Path, size: ModelSize, ranks: int) -> None:
         raise ConfigError(
             f"--spread=tp divides the {size.kv_heads} key heads of the model among the ranks, but there are {ranks}: "
             "use --spread=fsdp, or a number of ranks that divides the heads"
+        )
+    if name := find_indivisible(model, ranks):
+        raise ConfigError(
+            f"--spread=tp cannot divide {name} of the model among {ranks} ranks: use --spread=fsdp, or another number "
+            "of ranks"
         )

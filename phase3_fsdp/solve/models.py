@@ -35,7 +35,7 @@ class OpenedModel(Protocol):
     context: int
     codec: TextCodec
 
-    def load(self, spread: Spread, run: Runtime, prefetch: int) -> LanguageModel:
+    def load(self, spread: Spread, run: Runtime) -> LanguageModel:
         """Read this rank's part of the weights. Collective."""
         ...
 
@@ -49,9 +49,9 @@ class OpenedGpt:
         self.size, self.context = measure_gpt(shape), shape.block_size
         self.codec: TextCodec = OwnCodec(tokenizer, ids)
 
-    def load(self, spread: Spread, run: Runtime, prefetch: int) -> LanguageModel:
+    def load(self, spread: Spread, run: Runtime) -> LanguageModel:
         """Read this rank's part of the weights. Collective."""
-        return GptModel(spread_gpt(self.shape, self.weights, spread, run, prefetch), self.codec.ids)
+        return GptModel(spread_gpt(self.shape, self.weights, spread, run), self.codec.ids, run.device)
 
 
 def open_model(source: str, run: Runtime) -> OpenedModel:
@@ -64,19 +64,19 @@ def open_model(source: str, run: Runtime) -> OpenedModel:
     Raises:
         ConfigError: there is no model that this project can run.
     """
-    if is_foreign(Path(source)):
+    if is_hugging_face_model(Path(source)):
         from phase3_fsdp.solve.hugging_face import OpenedHf  # needs the extra `web`
 
         return OpenedHf(Path(source))
     return OpenedGpt(source, *read_model(source, run))
 
 
-def is_foreign(folder: Path) -> bool:
+def is_hugging_face_model(folder: Path) -> bool:
     """Return whether a directory has a Hugging Face model that is not a GPT-2 with GPT-2's vocabulary."""
     if not is_present(folder / "config.json") or is_present(folder / "checkpoints"):
         return False
     try:
         fields: Any = json.loads(read_document(folder / "config.json"))
         return fields.get("model_type") != "gpt2" or fields.get("vocab_size", GPT2_VOCAB) < GPT2_VOCAB
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return False  # read_model explains what is wrong with it

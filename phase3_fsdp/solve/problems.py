@@ -123,8 +123,10 @@ def is_match(text: str, wanted: str, match: str) -> bool:
     """
     if match == "exact":
         return text.strip() == wanted.strip()
-    if match == "normalized":
+    if match == "normalized" and normalize(wanted):  # "A" would be an article
         return normalize(text) == normalize(wanted)
+    if match == "normalized":
+        return text.strip().lower() == wanted.strip().lower()
     numbers = [re.findall(r"-?\d+(?:\.\d+)?", each.replace(",", "")) for each in (text, wanted)]
     return bool(numbers[0]) and bool(numbers[1]) and float(numbers[0][-1]) == float(numbers[1][-1])
 
@@ -154,8 +156,8 @@ def read_problems(source: str, max_characters: int) -> Iterator[Problem | Config
     for file in list_problem_files(source):
         try:
             yield from read_problem_file(file)
-        except (OSError, ValueError) as error:
-            yield ConfigError(f"{file} cannot be read ({str(error)[:200]}): give a file of problems")
+        except (OSError, ValueError, RecursionError, ConfigError) as error:
+            yield ConfigError(f"{file} cannot be read ({str(error)[:200]}): correct it, or use --skip_bad=True")
 
 
 def list_problem_files(source: str) -> list[Path]:
@@ -188,7 +190,7 @@ def read_problem_file(file: Path) -> Iterator[Problem | ConfigError]:
         for name, task in tasks.items():
             yield from report_invalid(f"{file}, task {name}", lambda n=name, t=task: make_arc_problems(n, t))  # type: ignore[misc]
     else:
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 name = f"{file.stem}-{number:04d}"
                 yield from report_invalid(f"{file}, line {number}", lambda n=name, t=line: [make_line_problem(n, t)])  # type: ignore[misc]
@@ -198,8 +200,8 @@ def report_invalid(place: str, make: Callable[[], list[Problem]]) -> Iterator[Pr
     """Yield the problems that `make` returns; if it raises, one ConfigError that names the place."""
     try:
         yield from make()
-    except (InvalidProblem, json.JSONDecodeError) as error:
-        yield ConfigError(f"{place} is not a problem: {error}: correct it, or use --skip_bad=True")
+    except (ValueError, RecursionError) as error:  # InvalidProblem and JSONDecodeError are ValueErrors
+        yield ConfigError(f"{place} is not a problem: {str(error)[:200]}: correct it, or use --skip_bad=True")
 
 
 def make_arc_problems(name: str, task: Any) -> list[Problem]:
@@ -225,6 +227,7 @@ def make_line_problem(name: str, line: str) -> Problem:
     if not isinstance(row, dict):
         raise InvalidProblem("the line is not a JSON object")
     name = str(row.get("id", name))
+    name.encode()
     if "endings" in row:
         context, endings, label = row.get("ctx", row.get("context")), row["endings"], row.get("label")
         label = int(label) if isinstance(label, str) and label.isdigit() else label
@@ -240,7 +243,10 @@ def make_line_problem(name: str, line: str) -> Problem:
     match = row.get("match", "normalized")
     if match not in MATCHES:
         raise InvalidProblem(f"`match` is {match!r}: use {', '.join(MATCHES)}")
-    return TextProblem(name, check_text(row, "prompt"), check_text(row, "answer"), match)
+    wanted = check_text(row, "answer")
+    if match == "numeric" and not is_match(wanted, wanted, match):
+        raise InvalidProblem("`match` is numeric, and `answer` has no number")
+    return TextProblem(name, check_text(row, "prompt"), wanted, match)
 
 
 def check_text(row: dict[str, Any], name: str) -> str:
@@ -254,4 +260,5 @@ def check_text(row: dict[str, Any], name: str) -> str:
         return str(value)
     if not isinstance(value, str) or not value:
         raise InvalidProblem(f"`{name}` is missing, empty or not a text")
+    value.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
     return value

@@ -38,8 +38,8 @@ class Progress:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.lock = lock_directory(folder)
-            self._check_settings(settings)
             self.lines = read_lines(folder)
+            self._check_settings(settings)
             files = sorted(folder.glob("progress_*.jsonl"))
             self.path = files[-1] if files else folder / f"progress_{self.new_suffix()}.jsonl"
             drop_torn_line(self.path)
@@ -54,7 +54,7 @@ class Progress:
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         path = self.folder / "settings.json"
-        if not path.exists():
+        if not self.lines or not path.exists():  # there is no answer that the settings could contradict
             write_atomically(path, (json.dumps(settings, indent=1) + "\n").encode())
             return
         try:
@@ -71,9 +71,15 @@ class Progress:
 
     def add(self, line: dict[str, Any]) -> None:
         """Append the line of a finished problem. When this returns, it is on the disk."""
-        self.file.write(json.dumps(line).encode() + b"\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        try:
+            self.file.write(json.dumps(line).encode() + b"\n")
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written ({error.strerror}): free some disk space and repeat the command",
+                on_one_rank=True,
+            ) from None
         self.lines[line["id"]] = line
 
     def close(self) -> None:
@@ -92,8 +98,8 @@ def lock_directory(folder: Path) -> DirectoryLock:
     while True:
         try:
             return DirectoryLock(folder, flag="--to")
-        except ConfigError:
-            if time.monotonic() > deadline:
+        except ConfigError as error:
+            if "another run" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
 

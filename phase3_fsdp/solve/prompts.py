@@ -33,12 +33,14 @@ class TextCodec(Protocol):
     Attributes:
         ids: number of token ids; larger ids of the model are padding, which is never sampled.
         ends: ids that end a text.
-        begin: ids before the first token of a text; may be empty.
+        begin: ids from which the first token of a text is predicted; may be empty.
+        prefix: ids that the model expects before every prompt, such as a BOS token; may be empty.
     """
 
     ids: int
     ends: frozenset[int]
     begin: list[int]
+    prefix: list[int]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -59,6 +61,7 @@ class OwnCodec:
     def __init__(self, tokenizer: Tokenizer, ids: int) -> None:
         self.tokenizer, self.ids = tokenizer, ids
         self.begin = [tokenizer.end_of_text] if isinstance(tokenizer, Gpt2Tokenizer) else []
+        self.prefix: list[int] = []
         self.ends = frozenset(self.begin)
 
     def encode(self, text: str) -> list[int]:
@@ -132,7 +135,7 @@ class Prompter:
         """Return the token ids of the prompt of a problem."""
         text = problem.write_prompt(symbols)
         if self.form == "plain":
-            return self.codec.encode(text)
+            return self.codec.prefix + self.codec.encode(text)
         message = (INSTRUCTIONS if isinstance(problem, ArcProblem) else "") + text
         if self.form == "chat":
             return self.codec.encode_chat(message)
@@ -161,20 +164,20 @@ class Prompter:
     def _read_harmony(self, ids: list[int]) -> Answer:
         """Return the text of the channel `final`, and the number of tokens in each channel.
 
-        details: `final_at`, the token at which `final` began (None: never); `channel_switches`; `channel_tokens`.
+        details: `final_position`, the token at which `final` began (None: never); `channel_switches`; `channel_tokens`.
         """
         names = {number: name for name, number in self.special.items()}
         channels: list[tuple[str, list[int]]] = []
         header: list[int] | None = None  # the tokens after <|channel|>
-        is_open, final_at = False, None
+        is_open, final_position = False, None
         for position, token in enumerate(ids):
             name = names.get(token)
             if name == "<|channel|>":
                 header, is_open = [], False
             elif name == "<|message|>" and header is not None:
-                channel = self.codec.decode(header).split()[0] if header else ""
+                channel = (self.codec.decode(header).split() or [""])[0]
                 channels.append((channel, []))
-                final_at = position + 1 if channel == "final" and final_at is None else final_at
+                final_position = position + 1 if channel == "final" and final_position is None else final_position
                 header, is_open = None, True
             elif name in HARMONY_ENDS:
                 is_open = False
@@ -188,4 +191,7 @@ class Prompter:
         order = [channel for channel, _ in channels]
         switches = sum(a != b for a, b in zip(order, order[1:], strict=False))
         text = self.codec.decode([token for channel, content in channels if channel == "final" for token in content])
-        return Answer(text, {"final_at": final_at, "channel_switches": switches, "channel_tokens": dict(tokens)})
+        text = text.split(self.stop)[0] if self.stop else text
+        return Answer(
+            text, {"final_position": final_position, "channel_switches": switches, "channel_tokens": dict(tokens)}
+        )

@@ -13,7 +13,8 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table.grid { border-collapse: collapse; display: inline-table; margin: 0 1.5rem 0.5rem 0; vertical-align: top; }
 table.grid td { width: 1.5rem; height: 1.5rem; text-align: center; border: 1px solid #bbb; font-size: 0.8rem; }
 table.facts td, table.facts th { text-align: left; padding: 0.1rem 1rem 0.1rem 0; font-weight: normal; }
-caption { text-align: left; font-size: 0.85rem; white-space: nowrap; } pre { background: #f4f4f4; padding: 0.5rem; overflow-x: auto; }
+caption { text-align: left; font-size: 0.85rem; white-space: nowrap; }
+pre { background: #f4f4f4; padding: 0.5rem; overflow-x: auto; }
 section { border-top: 1px solid #ccc; padding-top: 0.5rem; }
 """
 
@@ -39,8 +40,8 @@ def list_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("equal cells", f"{100 * scores['cell_accuracy']:.1f}%"))
     if "perplexity" in scores:
         facts.append(("perplexity", f"{scores['perplexity']:.3f}"))
-    facts.append(("generated tokens", f"{result['tokens']:,} in {result['seconds']:,.1f} s"))
-    facts.append(("ranks", f"{result['ranks']}, {result['spread']}, {result['hardware']}"))
+    facts.append(("generated tokens", f"{result['tokens']:,}"))
+    facts.append(("ranks", ", ".join(filter(None, (str(result["ranks"]), result["spread"], result["hardware"])))))
     return facts
 
 
@@ -96,15 +97,8 @@ def write_markdown(result: dict[str, Any]) -> str:
     for line in sort_failures_first(result["problems"]):
         if line.get("is_right") is False:
             lines += ["", f"## {line['id']}", ""]
-            for title in ("wanted", "answer"):
-                lines += [
-                    f"{'expected' if title == 'wanted' else 'answered'}:",
-                    "",
-                    "```",
-                    *_text(line, title),
-                    "```",
-                    "",
-                ]
+            for name, key in (("expected", "wanted"), ("answered", "answer")):
+                lines += [f"{name}:", "", "```", *_text(line, key), "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -15,7 +15,7 @@ def estimate_pass_at(attempts: int, right: int, k: int) -> float:
 
 
 def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the scores over the lines of finished problems; a score that no problem has is left out.
+    """Return the scores over the lines of finished problems. Omit a score if no problem has it.
 
     Returns:
         accuracy: the fraction of problems whose first attempt is right.

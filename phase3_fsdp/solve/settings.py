@@ -25,7 +25,7 @@ class SolveConfig:
     num: int = 10
     """number of problems"""
     tokens: int | None = None
-    """most tokens to generate for an answer; None: 30,000, or as many as the context of the model leaves"""
+    """maximum number of tokens per answer; None: 30,000, or as many as fit into the context of the model"""
     prompt: PromptForm = "plain"
     """plain | chat (the tokenizer's template) | harmony (the format of gpt-oss)"""
     stop: str | None = None

@@ -36,13 +36,14 @@ def select_problems(config: SolveConfig, model: OpenedModel) -> Iterator[tuple[i
         ids.add(problem.id)
         yield number, problem
     if is_empty:
-        raise ConfigError(f"--problems={config.problems} has no problem number {config.start}: use a smaller --start")
+        remedy = "use a smaller --start" if config.start else "use another file"
+        raise ConfigError(f"--problems={config.problems} has no problem number {config.start}: {remedy}")
 
 
 def prepare_work(
     problems: Iterable[tuple[int, Problem]], prompter: Prompter, model: OpenedModel, config: SolveConfig
 ) -> Iterator[tuple[Problem, list[Task]] | ConfigError]:
-    """Yield each problem with its tasks; with `skip_bad`, the ConfigError of a problem that the model cannot get.
+    """Yield each problem with its tasks; with `skip_bad`, a ConfigError for a problem whose prompt does not fit.
 
     Raises:
         ConfigError: a problem cannot be given to the model, and `skip_bad` is False.
@@ -68,7 +69,7 @@ def write_tasks(
     if isinstance(problem, ChoiceProblem | PerplexityProblem):
         tasks = []
         for attempt, (before, text) in enumerate(problem.list_texts()):
-            start = model.codec.encode(before) if before else model.codec.begin
+            start = model.codec.prefix + model.codec.encode(before) if before else model.codec.begin
             ids = model.codec.encode(text)
             if isinstance(problem, ChoiceProblem):
                 start = start[max(0, len(start) + len(ids) - context - 1) :]
@@ -79,12 +80,12 @@ def write_tasks(
         return tasks
     symbols = choose_symbols(model.codec) if isinstance(problem, ArcProblem) else ""
     ids = prompter.write(problem, symbols)
-    most = context + 1 - len(ids)
-    if most < 1 or (config.tokens or 0) > most:
-        fits = f"--tokens={most} or less" if most > 0 else "another problem, or --skip_bad=True"
+    max_new = context + 1 - len(ids)
+    if max_new < 1 or (config.tokens or 0) > max_new:
+        remedy = f"--tokens={max_new} or less" if max_new > 0 else "another problem, or --skip_bad=True"
         raise ConfigError(
-            f"the prompt of {problem.id} has {len(ids)} tokens, which with --tokens={config.tokens or 1} exceeds the "
-            f"model's context of {context}: use {fits}"
+            f"the prompt of {problem.id} has {len(ids)} tokens and the answer {config.tokens or 'at least 1'}, but the "
+            f"model's context has {context}: use {remedy}"
         )
     ends, stop = prompter.ends, prompter.find_stop(problem)
 
@@ -93,8 +94,8 @@ def write_tasks(
             return True
         return stop is not None and stop in prompter.codec.decode(generated[-4 * len(stop) - 4 :])
 
-    new = min(most, config.tokens or DEFAULT_TOKENS)
-    return [Task(number, attempt, ids, new, has_ended=has_ended) for attempt in range(config.attempts)]
+    max_new = min(max_new, config.tokens or DEFAULT_TOKENS)
+    return [Task(number, attempt, ids, max_new, has_ended=has_ended) for attempt in range(config.attempts)]
 
 
 def compute_digest(problem: Problem) -> str:

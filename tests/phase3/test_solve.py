@@ -40,8 +40,8 @@ def generate_each_way(cells: list[tuple[str, int]], sampling: Sampling) -> list[
     """Return the generated tokens and the score of a text, for each way of spreading and number of slots."""
     run, weights, found = create_runtime("cpu", "float32"), dict(create_gpt().named_parameters()), []
     for spread, slots in cells:
-        model = gpt.GptModel(gpt.spread_gpt(SHAPE, weights, spread, run), 60)
-        generator = Generator(model, run, slots, sampling, spread == "tp")
+        model = gpt.GptModel(gpt.spread_gpt(SHAPE, weights, spread, run), 60, run.device)
+        generator = Generator(model, run, slots, 64, sampling, spread == "tp")
         ids = {result.problem: result.ids for results in generator.run(TASKS) for result in results}
         found.append((ids, model.score(torch.arange(20)[None], 4)))
     return found
@@ -73,8 +73,8 @@ def measure_costs(spread: str, slots: int) -> tuple[int, float, costs.SpreadCost
     """Return the bytes of weights on this rank, the bytes that it communicates in one round, and the prediction."""
     run, full = create_runtime("cpu", "float32"), create_gpt()
     model = gpt.spread_gpt(SHAPE, dict(full.named_parameters()), spread, run)
-    wrapped, counter = gpt.GptModel(model, SHAPE.vocab_size), CollectiveCounter()
-    cache = wrapped.new_cache(slots)
+    wrapped, counter = gpt.GptModel(model, SHAPE.vocab_size, run.device), CollectiveCounter()
+    cache = wrapped.new_cache(slots, 64)
     cache.lengths = [0] * slots
     ids = torch.zeros(slots, 1, dtype=torch.int64)
     with torch.no_grad(), counter:
@@ -87,7 +87,7 @@ def measure_costs(spread: str, slots: int) -> tuple[int, float, costs.SpreadCost
 
 @pytest.mark.parametrize("spread", ["fsdp", "tp"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_formulas_are_what_a_rank_holds_and_sends(spread, ranks):
+def test_memory_and_communication_match_the_formulas(spread, ranks):
     """Weights per rank and communication per round match the formula; fsdp pads the 65 rows of the vocabulary."""
     held, sent, predicted = run_on_ranks(measure_costs, ranks, spread, 3, show=False)[0]
     if spread == "tp":
@@ -99,14 +99,14 @@ def test_the_formulas_are_what_a_rank_holds_and_sends(spread, ranks):
 def test_a_way_is_chosen_by_memory_and_heads():
     """tp comes first, then fsdp, then offload; if nothing fits, the message says what would."""
     size = costs.measure_gpt(SHAPE)
-    held = {way: costs.predict(way, size, 4, 8, 64, 4).held / costs.RESERVE for way in costs.SPREADS}
+    held = {way: costs.predict(way, size, 4, 8, 64, 4).memory / costs.RESERVE for way in costs.SPREADS}
     assert held["tp"] < held["offload"] < held["fsdp"]
     choices = {
         (1, 8, None): ("fsdp", "one rank holds the whole model"),
         (4, 8, None): ("tp", "weights stay where they are"),
         (4, 8, held["tp"] * 0.99): (None, "--batch_size=7 would fit"),
         (3, 8, None): ("fsdp", "a number of ranks that divides 4 heads"),
-        (3, 8, costs.predict("offload", size, 3, 8, 64, 4).held / costs.RESERVE): ("offload", "does not fit"),
+        (3, 8, costs.predict("offload", size, 3, 8, 64, 4).memory / costs.RESERVE): ("offload", "does not fit"),
         (3, 1, 100.0): (None, "use more ranks, or a smaller --tokens"),
     }
     for (ranks, slots, memory), (way, words) in choices.items():
@@ -197,10 +197,12 @@ def test_every_kind_of_problem_is_scored(trained, tmp_path):
         {"prompt": "no such character: \u00e9", "answer": "x"},
         {"prompt": "x" * 70, "answer": "too long"},
     ]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folder = tmp_path / "problems"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = {"train": [{"input": [[0]], "output": [[1]]}], "test": [{"input": [[2]], "output": [[3]]}, {"input": [[2]]}]}
-    (tmp_path / "b.json").write_text(json.dumps(task))
-    command = [f"--out_dir={trained}", f"--problems={tmp_path}", "--tokens=8", "--attempts=3", "--temperature=0.9"]
+    (folder / "b.json").write_text(json.dumps(task))
+    command = [f"--out_dir={trained}", f"--problems={folder}", "--tokens=8", "--attempts=3", "--temperature=0.9"]
     to = [f"--to={tmp_path / 'to'}"]
     assert "not in this model's vocabulary" in run_on_ranks(solve_quietly, 2, [*command, *to], show=False)[0]
     assert run_on_ranks(solve_quietly, 2, [*command, *to, "--skip_bad=True"], show=False) == [0, 0]
@@ -218,12 +220,13 @@ def test_bad_input_gets_one_sentence(trained, tmp_path):
     assert run_on_ranks(solve_quietly, 1, [model, to, "--num=1", "--tokens=4"], show=False) == [0]
     cases = {
         ("--num=0",): "--num=0 is out of range: use 1 or more",
+        (f"--problems={tmp_path}",): "is inside of --problems=",
         ("--attempts=2",): "gives the same answer every time: use --temperature=0.7",
         ("--stop=",): "--stop is empty",
         ("--temperature=-1",): "is out of range",
         ("--promt=chat",): "--promt=chat is unknown",
         ("--prompt=chat",): "needs a tokenizer with a chat template",
-        ("--tokens=60",): "which with --tokens=60 exceeds the model's context of 64: use --tokens=27 or less",
+        ("--tokens=60",): "tokens and the answer 60, but the model's context has 64: use --tokens=27 or less",
         ("--tokens=5", to): "has answers with tokens 4 instead of 5: use another directory as --to",
         ("--problems=nothing.json",): "does not exist: give a file, a directory or arc-generated",
         (f"--out_dir={tmp_path}",): "contains neither checkpoints/, ckpt.pt nor config.json",

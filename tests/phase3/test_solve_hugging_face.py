@@ -1,6 +1,7 @@
 """`evaluate.py --problems` with models of Hugging Face: random ones of four architectures, without a download."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ WAYS: dict[str, tuple[costs.Spread, ...]] = {
     "gpt2": ("fsdp",),
     "llama": ("fsdp", "offload", "tp"),
     "qwen3": ("tp",),
+    "mistral": ("fsdp", "tp"),  # a sliding window in every layer
+    "gemma3": ("fsdp",),
     "qwen3_moe": ("fsdp", "offload"),
     "gpt_oss": ("fsdp",),
 }
@@ -51,6 +54,8 @@ def models(tmp_path_factory) -> Iterator[Path]:
         "gpt2": transformers.GPT2Config(**{**SMALL, "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 128}),
         "llama": transformers.LlamaConfig(**SMALL),
         "qwen3": transformers.Qwen3Config(**SMALL, tie_word_embeddings=True),
+        "mistral": transformers.MistralConfig(**SMALL, sliding_window=8),
+        "gemma3": transformers.Gemma3TextConfig(**SMALL, sliding_window=8, query_pre_attn_scalar=8),
         "qwen3_moe": transformers.Qwen3MoeConfig(**SMALL, **EXPERTS),
         "gpt_oss": transformers.GptOssConfig(**SMALL, num_experts_per_tok=2, num_local_experts=4, sliding_window=8),
     }
@@ -86,10 +91,10 @@ def compare_with_transformers(folder: Path, ways: tuple[str, ...]) -> list[tuple
     score = float(torch.nn.functional.cross_entropy(logits[0, 3:].double(), text[0, 4:], reduction="sum"))
     opened = OpenedHf(folder)
     for way in ways:
-        model = opened.load(way, run, 1)
+        model = opened.load(way, run)
         is_equal = True
         for slots in (1, 3):
-            generator = Generator(model, run, slots, Sampling(), way == "tp")
+            generator = Generator(model, run, slots, 40, Sampling(), way == "tp")
             is_equal &= wanted == {r.problem: r.ids for results in generator.run(TASKS) for r in results}
         with torch.no_grad():
             difference = float((model.next_logits(text[:, :-1], None, None) - logits[:, -1]).abs().max())
@@ -169,12 +174,19 @@ def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, broken / "model.safetensors")
+    truncated, quantized = (shutil.copytree(broken, tmp_path / name) for name in ("truncated", "quantized"))
+    (truncated / "model.safetensors").write_bytes((truncated / "model.safetensors").read_bytes()[:1000])
+    config = json.loads((broken / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     cases = {
         (f"--out_dir={models / 'qwen3_moe'}", "--prompt=plain", "--spread=tp"): "no tensor-parallel plan",
         (f"--out_dir={models / 'qwen3'}",): "--prompt=chat needs a tokenizer with a chat template",
         ("--prompt=harmony",): "--prompt=harmony needs the token <|start|>",
         (f"--out_dir={broken}",): "has no tensor for model.norm.weight",
-        ("--tokens=500",): "exceeds the model's context of 128",
+        (f"--out_dir={truncated}",): "cannot be read",
+        (f"--out_dir={quantized}",): "has fp8 weights, which this program does not support",
+        (f"--out_dir={models / 'gemma3'}", "--prompt=plain", "--spread=tp"): "no tensor-parallel plan",
+        ("--tokens=500",): "but the model's context has 128",
     }
     commands = [[*base, f"--to={tmp_path / str(i)}", *arguments] for i, arguments in enumerate(cases)]
     for outcomes in run_on_ranks(solve_each, 2, [*ways[1:], *commands], show=False):

@@ -31,7 +31,7 @@ class WordCodec:
     def __init__(self) -> None:
         self.names = [*HARMONY, "<|call|>", *map(chr, range(32, 127)), "\n"]
         self.ids, self.begin = len(self.names), [self.names.index("<|return|>")]
-        self.ends = frozenset(self.begin)
+        self.ends, self.prefix = frozenset(self.begin), []
 
     def encode(self, text: str) -> list[int]:
         return [self.names.index(character) for character in text]
@@ -132,6 +132,7 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         ({"ctx": "a", "endings": ["b", ""], "label": 0}, "an ending is empty"),
         ({"ctx": "a", "endings": ["b", "c"], "label": 2}, "`label` is 2"),
         ({"prompt": "a", "answer": "b", "match": "fuzzy"}, "`match` is 'fuzzy'"),
+        ({"prompt": "a", "answer": "b", "match": "numeric"}, "`answer` has no number"),
         ({"text": ""}, "`text` is missing"),
     ],
 )
@@ -151,6 +152,8 @@ def test_a_malformed_line_is_named(row, message):
         ("so it is 1,024.0", "1024", "numeric", True),
         ("2 or 3", "2", "numeric", False),
         ("none", "2", "numeric", False),
+        ("", "A", "normalized", False),
+        ("a", "A", "normalized", True),
     ],
 )
 def test_answers_match(text, wanted, match, is_right):
@@ -184,12 +187,16 @@ def test_harmony_channels_are_counted():
     answer = prompter.read(ids, problem)
     assert answer.text == "4" and problem.score(answer.text, "")["is_right"]
     assert answer.details == {
-        "final_at": before_final + len("final") + 2,
+        "final_position": before_final + len("final") + 2,
         "channel_switches": 1,
         "channel_tokens": {"analysis": 4, "final": 1},
     }
+    stopped = Prompter("harmony", codec, "STOP").read([*ids[:-1], *codec.encode("STOP")], problem)
+    assert (
+        stopped.text == "4" and prompter.read(codec.encode_all("<|channel|>", "  ", "<|message|>"), problem).text == ""
+    )
     cut = prompter.read(ids[:before_final], problem)
-    assert cut.text == "" and cut.details["final_at"] is None and cut.details["channel_switches"] == 0
+    assert cut.text == "" and cut.details["final_position"] is None and cut.details["channel_switches"] == 0
 
 
 def test_a_tokenizer_without_the_prompt_form_is_refused():
@@ -221,6 +228,7 @@ def test_pass_at_k_is_the_probability_of_one_right_attempt():
 
 def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
     """A torn last line is dropped; a damaged line, other settings and damaged settings are refused with a remedy."""
+    Progress(tmp_path, {"model": "b", "prompt": "plain"}).close()  # without answers, other settings are fine
     progress = Progress(tmp_path, {"model": "a", "prompt": "plain"})
     progress.add({"id": "one", "answer": "1"})
     with open(progress.path, "ab") as file:
@@ -235,6 +243,7 @@ def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
     progress.path.write_bytes(b"\xff\n" + progress.path.read_bytes())
     with pytest.raises(ConfigError, match="line 1 of .* is damaged"):
         Progress(tmp_path, {"model": "a", "prompt": "plain"})
+    progress.path.write_bytes(progress.path.read_bytes()[2:])
     (tmp_path / "settings.json").write_text("[")
     with pytest.raises(ConfigError, match=r"settings\.json is damaged"):
         Progress(tmp_path, {"model": "a", "prompt": "plain"})

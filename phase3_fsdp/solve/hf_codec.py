@@ -1,0 +1,59 @@
+"""The tokenizer of a Hugging Face model, as `TextCodec`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from nanoGPT.errors import ConfigError
+
+
+class HfCodec:
+    """The tokenizer of a Hugging Face model."""
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:
+            raise ConfigError(
+                f"{folder} has no tokenizer that transformers can read ({str(error)[:200]}): copy the tokenizer's files"
+            ) from None
+        self.ids = len(self.tokenizer)
+        ends = getattr(config, "eos_token_id", None)  # some models have several
+        ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
+        ends += read_generation_ends(folder)
+        self.ends = frozenset(end for end in ends if end is not None)
+        begin = self.tokenizer.bos_token_id
+        self.prefix = [begin] if begin is not None and self.tokenizer.encode("a")[:1] == [begin] else []
+        self.begin = sorted(self.ends)[:1] if begin is None else [begin]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def encode_chat(self, message: str) -> list[int]:
+        """Return the ids of a user's message in the chat template, up to where the model answers."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError("--prompt=chat needs a tokenizer with a chat template, which this model lacks: use plain")
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
+        return self.encode(text)
+
+    def find_special(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Return the ids of special tokens; the dictionary lacks those that the tokenizer lacks."""
+        vocabulary = self.tokenizer.get_vocab()
+        return {name: vocabulary[name] for name in names if name in vocabulary}
+
+
+def read_generation_ends(folder: Path) -> list[int]:
+    """Return the ids that end a text by generation_config.json, which chat models have; empty without the file."""
+    try:
+        ends = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
