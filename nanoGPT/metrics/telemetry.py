@@ -151,7 +151,8 @@ class Telemetry:
                     self.stack_file.flush()
                     write_collectives(self.out_dir, self.run.rank)
             elif self.run.is_main:
-                text = f"stopped by {self.run.stop_signal}" if self.run.stop_signal else "ended"
+                signal_name = self.run.stop_signal or "a signal to another rank"
+                text = f"stopped by {signal_name}" if self.run.is_stopping else "ended"
                 append_to_log(self.out_dir, "rank 0", f"{text} in step {progress.step}")
             if self.tracker:
                 self.tracker.close()

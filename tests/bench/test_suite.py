@@ -440,7 +440,7 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, capsys):
     for word in ("--nodes=2", "--requeue", f"--job-name=tiny-{scripts[0].stem}\n", "--dependency=singleton"):
         assert f"#SBATCH {word}" in scripts[0].read_text()
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    for script in (*scripts, ROOT / "phase3_fsdp" / "slurm.sh"):
+    for script in (*scripts, ROOT / "deploy" / "slurm.sh"):
         subprocess.run(["bash", "-n", script], check=True)
         completed = subprocess.run([shellcheck, script], capture_output=True, text=True)
         assert completed.returncode == 0, completed.stdout
