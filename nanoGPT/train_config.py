@@ -99,6 +99,12 @@ class TrainConfig:
     # monitoring
     track: Literal["none", "tensorboard", "wandb"] = "none"
     """log the metrics to this tool too; needs `pip install -e '.[track]'`"""
+    wandb_project: str | None = None
+    """with track=wandb: the project; None: the environment variable WANDB_PROJECT, or sharded-nanogpt"""
+    wandb_run_name: str | None = None
+    """with track=wandb: the name of the run; None: the environment variable WANDB_NAME, or the name of out_dir"""
+    wandb_group: str | None = None
+    """with track=wandb: the group of the run; None: the environment variable WANDB_RUN_GROUP, or no group"""
     stall_seconds: float = 300.0
     """stop the job and write the stacks of all ranks if no rank makes progress for this many seconds"""
     timeout_minutes: float = 30.0

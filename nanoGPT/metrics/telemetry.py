@@ -83,7 +83,7 @@ class Telemetry:
             raise ConfigError(message, on_one_rank=True) from None
         keeps_history = config.diagnostics_interval > 0
         self.heartbeat = HeartbeatThread(run, self.out_dir, config.stall_seconds, self.stack_file, keeps_history)
-        self.tracker = Tracker(config, run) if run.is_main and config.track != "none" else None
+        self.tracker = Tracker(config, run, first_step) if run.is_main and config.track != "none" else None
 
     def _open_files(self, first_step: int) -> None:
         for folder in ("heartbeat", "stacks"):

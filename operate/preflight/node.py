@@ -1,7 +1,6 @@
 """Check one node before a run: its devices, its data, its disk, its settings, and what the planner predicts."""
 
 import hashlib
-import netrc
 import os
 import resource
 import shutil
@@ -20,6 +19,7 @@ from bench.plan.run import detect_hardware, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
 from nanoGPT.checkpoint.manifest import collect_versions, step_directories
 from nanoGPT.dataset import MAX_HASHED_BYTES, find_dataset, read_dataset_meta
+from nanoGPT.job.credentials import WANDB_REMEDY, has_credentials
 from nanoGPT.memory.device import format_bytes, host_limits
 from nanoGPT.train_config import TrainConfig
 from operate.checks import Check
@@ -232,14 +232,9 @@ def check_tracker(config: TrainConfig) -> Check:
         return Check("tracker", "skip", "--track=none")
     if config.track == "tensorboard" or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         return Check("tracker", "pass", f"{config.track} needs no credentials")
-    try:
-        has_login = netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        has_login = False
-    if has_login or os.environ.get("WANDB_API_KEY"):
+    if has_credentials(config):
         return Check("tracker", "pass", "wandb has credentials")
-    remedy = "run `.venv/bin/wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline"
-    return Check("tracker", "fail", "--track=wandb has no credentials", remedy)
+    return Check("tracker", "fail", "--track=wandb has no credentials", WANDB_REMEDY)
 
 
 def check_settings(on_gpu: bool, is_multi_node: bool) -> Iterator[Check]:
