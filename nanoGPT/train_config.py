@@ -65,6 +65,8 @@ class TrainConfig:
     """steps between evaluations"""
     eval_iters: int = 32
     """micro-batches per evaluation, in total over all ranks"""
+    eval_accuracy: bool = False
+    """also measure the token accuracy at evaluations, which then take twice as long"""
     log_interval: int = 10
     """steps between logged lines"""
     always_save_checkpoint: bool = False

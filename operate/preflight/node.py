@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bench.plan.planner import usable_bytes
-from bench.plan.run import detect_hardware, find_gpu, predict_run
+from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
 from nanoGPT.checkpoint.manifest import collect_versions, step_directories
 from nanoGPT.dataset import MAX_HASHED_BYTES, find_dataset, read_dataset_meta
@@ -179,11 +179,6 @@ def check_directory(config: TrainConfig) -> Check:
     if config.init_from == "resume" and not names:
         return Check("directory", "fail", finding, "use the --out_dir of an earlier run")
     return Check("directory", "pass", finding)
-
-
-def estimate_checkpoint_bytes(params: int, config: TrainConfig) -> int:
-    """Return the approximate size of a checkpoint: fp32 parameters, and two fp32 moments; one moment with Muon."""
-    return (8 if config.optimizer == "muon" else 12) * params
 
 
 def check_disk(config: TrainConfig, params: int) -> Check:
