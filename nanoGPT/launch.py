@@ -34,6 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
+from nanoGPT.job.credentials import check_credentials
 from nanoGPT.job.elastic import has_finished
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_port
@@ -273,6 +274,8 @@ def main(arguments: list[str]) -> int:
     with meeting.share_errors():
         config = read_config(trainer, trainer_arguments, meeting)
         preflight(config, place.world_size, place.gpus)
+        if place.node_rank == 0:
+            check_credentials(config)
         config = dataclasses.replace(config, out_dir=choose_out_dir(config, trainer, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_arguments]

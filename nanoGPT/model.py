@@ -187,6 +187,18 @@ class GPT(nn.Module):
         logits = self.compute_logits(x)  # (B, T, V)
         return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
 
+    @torch.no_grad()
+    def count_correct(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Return how many of the (B, T) targets are the most probable next token, a scalar.
+
+        It computes the logits of one sequence at a time, (1, T, V), because those of all sequences need more memory.
+        """
+        features = self.compute_features(idx)  # (B, T, C)
+        correct = torch.zeros((), dtype=torch.int64, device=idx.device)
+        for x, y in zip(features, targets, strict=True):
+            correct += (self.compute_logits(x[None]).argmax(-1) == y).sum()
+        return correct
+
     def compile_by_block(self, mode: str = "default") -> None:
         """Compile the embedding, each block, and the head with the loss, as separate graphs.
 

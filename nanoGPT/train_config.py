@@ -65,6 +65,8 @@ class TrainConfig:
     """steps between evaluations"""
     eval_iters: int = 32
     """micro-batches per evaluation, in total over all ranks"""
+    eval_accuracy: bool = False
+    """also measure the token accuracy at evaluations, which then take twice as long"""
     log_interval: int = 10
     """steps between logged lines"""
     always_save_checkpoint: bool = False
@@ -99,6 +101,12 @@ class TrainConfig:
     # monitoring
     track: Literal["none", "tensorboard", "wandb"] = "none"
     """log the metrics to this tool too; needs `pip install -e '.[track]'`"""
+    wandb_project: str | None = None
+    """with track=wandb: the project; None: the environment variable WANDB_PROJECT, or sharded-nanogpt"""
+    wandb_run_name: str | None = None
+    """with track=wandb: the name of the run; None: the environment variable WANDB_NAME, or the name of out_dir"""
+    wandb_group: str | None = None
+    """with track=wandb: the group of the run; None: the environment variable WANDB_RUN_GROUP, or no group"""
     stall_seconds: float = 300.0
     """stop the job and write the stacks of all ranks if no rank makes progress for this many seconds"""
     timeout_minutes: float = 30.0

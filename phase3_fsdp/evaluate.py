@@ -1,4 +1,4 @@
-"""Evaluate a model that is sharded over the ranks: its validation loss, or its answers to problems.
+"""Evaluate a model that is sharded over the ranks: its validation loss and token accuracy, or its answers to problems.
 
     torchrun --standalone --nproc_per_node=4 evaluate.py --out_dir=../out/my-run             # its newest checkpoint
     torchrun --standalone --nproc_per_node=8 evaluate.py --init_from=gpt2-xl --dataset=shakespeare --eval_iters=500
@@ -6,7 +6,7 @@
     python evaluate.py --problems=FILE --out_dir=DIR --help
 
 With `--problems` it starts its own ranks and generates answers: see `solve/`. The rest of this page is about the
-validation loss.
+validation loss and the token accuracy.
 
 The checkpoint can be of any phase, any optimizer and any number of ranks. The program creates no optimizer and reads no
 optimizer state: a rank stores 4P/N bytes of weights, and all-gathers units while they compute. It writes no files, so
@@ -67,7 +67,7 @@ class EvaluationCosts:
 
 
 def evaluate_weights(config: EvaluateConfig) -> float:
-    """Return the mean loss over `eval_iters` micro-batches of validation tokens; print it with its perplexity."""
+    """Return the mean loss over `eval_iters` micro-batches of validation tokens; print it with the token accuracy."""
     with start(config, reads_only=True) as (run, config):
         data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
         source, checkpoint = config.init_from, None
@@ -81,9 +81,10 @@ def evaluate_weights(config: EvaluateConfig) -> float:
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)
-        loss = evaluate(model, data, config, run)
+        loss = evaluate(model, data, replace(config, eval_accuracy=True), run)
         tokens = config.eval_iters * config.batch_size * config.block_size
-        run.print0(f"{source}: validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens")
+        quality = f"validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens"
+        run.print0(f"{source}: {quality}, token accuracy {run.val_accuracy:.4f}")
         return loss
 
 

@@ -21,7 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -184,6 +191,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     for unit in reversed(units):  # inner units first
         fully_shard(unit, reshard_after_forward=config.fsdp_reshard_after_forward, **shard_options)
     fully_shard(model, **shard_options)  # FSDP keeps the root unsharded after the forward: its backward comes next
+    register_fsdp_forward_method(model, "count_correct")  # it all-gathers parameters, as the forward does
     set_prefetching([model, *units], config.fsdp_prefetch)
     return model
 

@@ -78,6 +78,11 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
     )
 
 
+def estimate_checkpoint_bytes(params: int, config: TrainConfig) -> int:
+    """Return the approximate size of a checkpoint: fp32 parameters, and two fp32 moments; one moment with Muon."""
+    return (8 if config.optimizer == "muon" else 12) * params
+
+
 def vocabulary_size(config: TrainConfig) -> int:
     """Return the number of rows of the token embedding, from the configuration or from the dataset's tokenizer."""
     if config.vocab_size:

@@ -28,7 +28,7 @@ from nanoGPT.train_config import TrainConfig
 from workshop.phases import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
-SLURM = "phase3_fsdp/slurm.sh"
+SLURM = "deploy/slurm.sh"
 STATES = ("pending", "running", "done", "oom", "timeout", "failed")
 # Exit codes of a launcher that a signal stops before training begins.
 SIGNAL_EXIT_CODES = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}

@@ -1,6 +1,7 @@
 """Read and check the TOML file of a suite."""
 
 import itertools
+import math
 import re
 import tomllib
 from collections import Counter
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from bench.suite.report import METRICS
+from bench.suite.metrics import METRICS
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import is_present, read_document
 from nanoGPT.schema import Range, SchemaError, check_schema
@@ -26,10 +27,12 @@ class Suite:
 
     Attributes:
         about: description in one sentence.
-        metric: the metric to compare, one of METRICS.
+        metrics: the metrics to compare, of METRICS.
         minutes: time limit of each run.
         config: configuration fields that all runs share; other fields have their defaults.
         variants: configuration fields of each variant, by name. A phase without such a field skips the variant.
+        by_ranks: configuration fields, and `minutes`, that replace those above on some number of ranks.
+        target_loss: the validation loss of the metrics that end with _to_loss.
         scale_batch: multiply gradient_accumulation_steps by the number of ranks.
         lr_scaling: none, sqrt or linear: how the learning rates scale with sequences per step / `reference_batch`.
     """
@@ -38,11 +41,13 @@ class Suite:
     about: str
     phases: list[str]
     ranks: list[int]
-    metric: str
+    metrics: list[str]
     seeds: list[int] = field(default_factory=lambda: [1337])
     minutes: float = 60
     config: dict[str, Any] = field(default_factory=dict)
     variants: dict[str, dict[str, Any]] = field(default_factory=lambda: {"plain": {}})
+    by_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    target_loss: float = 0.0
     scale_batch: bool = False
     lr_scaling: str = "none"
     reference_batch: int = 0
@@ -54,11 +59,13 @@ class SuiteFile(TypedDict):
     about: str
     phases: list[str]
     ranks: list[Annotated[int, Range(1, 2**20 - 1)]]
-    metric: str
+    metrics: list[str]
     seeds: NotRequired[list[Annotated[int, Range(0, 2**20 - 1)]]]
     minutes: NotRequired[float]
     config: NotRequired[dict[str, str | int | float | bool]]
     variants: NotRequired[dict[str, dict[str, str | int | float | bool]]]
+    by_ranks: NotRequired[dict[str, dict[str, str | int | float | bool]]]
+    target_loss: NotRequired[Annotated[float, Range(math.nextafter(0, 1))]]
     scale_batch: NotRequired[bool]
     lr_scaling: NotRequired[str]
     reference_batch: NotRequired[int]
@@ -92,7 +99,7 @@ def load_suite(name: str) -> Suite:
     for key in values:
         if key not in allowed:
             raise ConfigError(f"{path}: {key} is not a field of a suite{did_you_mean(key, list(allowed))}")
-    missing = [key for key in ("about", "phases", "ranks", "metric") if key not in values]
+    missing = [key for key in ("about", "phases", "ranks", "metrics") if key not in values]
     if missing:
         raise ConfigError(f"{path}: {missing[0]} is missing: add it, as in bench/suite/suites/scaling.toml")
     try:
@@ -112,29 +119,56 @@ def check_values(suite: Suite, path: Path) -> None:
     """
     choices = (
         ("phases", suite.phases, list(PHASES)),
-        ("metric", [suite.metric], list(METRICS)),
+        ("metrics", suite.metrics, list(METRICS)),
         ("lr_scaling", [suite.lr_scaling], list(SCALINGS)),
     )
     for name, values, allowed in choices:
         for value in values:
             if value not in allowed:
                 raise ConfigError(f"{path}: {name} = {value!r} is unknown: use {', '.join(allowed)}")
-    for name in ("phases", "ranks", "seeds", "variants"):
+    for name in ("phases", "ranks", "metrics", "seeds", "variants"):
         if not getattr(suite, name):
             raise ConfigError(f"{path}: {name} is empty: add at least one value")
     runs = len(suite.phases) * len(suite.ranks) * len(suite.seeds) * len(suite.variants)
     if runs > MAX_RUNS:
         raise ConfigError(f"{path} has {runs:,} runs, more than {MAX_RUNS:,}: split it into multiple suites")
-    for name in ("phases", "ranks", "seeds"):
+    for name in ("phases", "ranks", "metrics", "seeds"):
         for value, count in Counter(getattr(suite, name)).items():
             if count > 1:
                 raise ConfigError(f"{path}: {name} has {value} more than once: remove the duplicate")
     for name in suite.variants:
         if not re.fullmatch(r"[\w.+=-]+", name):
             raise ConfigError(f"{path}: variants.{name} is not a valid name: use letters, digits and .+=_-")
-    for name in RESERVED_FIELDS & {*suite.config, *itertools.chain(*suite.variants.values())}:
-        raise ConfigError(f"{path}: {name} is set by the suite itself: remove it from config and variants")
-    if not 0 < suite.minutes < 60 * 24 * 365:
-        raise ConfigError(f"{path}: minutes = {suite.minutes} is out of range: use more than 0 and less than one year")
+    for name in RESERVED_FIELDS & set(list_fields(suite)):
+        raise ConfigError(f"{path}: {name} is set by the suite itself: remove it")
+    for minutes in (suite.minutes, *(values.get("minutes", 1) for values in suite.by_ranks.values())):
+        if isinstance(minutes, bool | str) or not 0 < minutes < 60 * 24 * 365:
+            raise ConfigError(f"{path}: minutes = {minutes} is out of range: use more than 0 and less than one year")
+    check_by_ranks(suite, path)
+    if needs_target := [name for name in suite.metrics if METRICS[name].needs_target]:
+        if not suite.target_loss:
+            raise ConfigError(f"{path}: metric {needs_target[0]} needs target_loss: a validation loss, such as 2.0")
+    elif suite.target_loss:
+        raise ConfigError(f"{path}: target_loss is not used: add a metric such as steps_to_loss, or remove it")
     if suite.lr_scaling != "none" and suite.reference_batch < 1:
         raise ConfigError(f"{path}: lr_scaling needs reference_batch: the sequences per step that learning_rate is for")
+
+
+def list_fields(suite: Suite) -> list[str]:
+    """Return the configuration fields that a suite sets in config, variants or by_ranks."""
+    by_ranks = [name for name in itertools.chain(*suite.by_ranks.values()) if name != "minutes"]
+    return list(dict.fromkeys([*suite.config, *itertools.chain(*suite.variants.values()), *by_ranks]))
+
+
+def check_by_ranks(suite: Suite, path: Path) -> None:
+    """Check that by_ranks names rank counts of the suite, and no field that a variant sets to compare it.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    for ranks, fields_of_ranks in suite.by_ranks.items():
+        if ranks not in map(str, suite.ranks):
+            raise ConfigError(f"{path}: by_ranks.{ranks} is not in ranks = {suite.ranks}: add it there, or remove it")
+        for variant, fields_of_variant in suite.variants.items():
+            for name in fields_of_ranks.keys() & fields_of_variant.keys():
+                raise ConfigError(f"{path}: {name} is in by_ranks.{ranks} and variants.{variant}: keep only one")

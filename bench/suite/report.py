@@ -1,105 +1,151 @@
-"""Write the results of a suite: results.json with mean and spread over the seeds, a plot, and report.md."""
+"""Write the results of a suite: results.json, a figure per metric, and report.md.
+
+For each metric, a row has the mean over the seeds with its 95% confidence interval, and the difference from a reference
+with the same number of ranks: the first variant of the same phase, or the first phase if there is only one variant. The
+difference is paired: it compares runs with the same seed, which train on the same batches.
+"""
 
 import json
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.suite.execution import Run, read_status
+from bench.suite.file import Suite
+from bench.suite.intervals import half_width, paired_differences
+from bench.suite.metrics import METRICS, explain_missing_metrics, read_metric
+from bench.suite.plot import INTERVALS, plot_rows
 from bench.tables.records import format_table
 
-Lines = list[dict[str, Any]]
-MARKERS = "os^vD<>pPX*h"
-SPREAD = "Spread and vertical bars: the standard deviation over the seeds"
+Row = dict[str, Any]
 
 
-def median_metric(name: str) -> Callable[[Lines, dict[str, Any]], float]:
-    """Return a function that computes the median over a run's logged steps, without the first one."""
-    return lambda lines, ledger: statistics.median([line[name] for line in lines if line.get(name)][1:])
+def summarize_values(values: dict[int, float | None]) -> Row:
+    """Return the mean of the measured values, their standard deviation, and half the width of the 95% interval.
+
+    The mean is infinite if a run did not reach the target loss, and None if nothing was measured.
+    """
+    measured = [value for value in values.values() if value is not None]
+    is_finite = all(map(math.isfinite, measured))
+    return {
+        "values": values,
+        "mean": (statistics.fmean(measured) if is_finite else math.inf) if measured else None,
+        "spread": statistics.stdev(measured) if len(measured) > 1 and is_finite else None,
+        "interval": half_width(measured),
+    }
 
 
-def last_metric(name: str) -> Callable[[Lines, dict[str, Any]], float]:
-    """Return a function that reads the last logged value."""
-    return lambda lines, ledger: float([line[name] for line in lines if line.get(name) is not None][-1])
+def find_reference(row: Row, rows: list[Row]) -> Row | None:
+    """Return the row that a row is compared with; None for a row that is itself a reference."""
+    same_ranks = [each for each in rows if each["ranks"] == row["ranks"]]
+    variants = [each for each in same_ranks if each["phase"] == row["phase"]]
+    reference = variants[0] if len(variants) > 1 else same_ranks[0]
+    return None if reference is row else reference
 
 
-def read_peak_bytes(lines: Lines, ledger: dict[str, Any]) -> float:
-    """Return the peak memory of the step that the ledger measured, in bytes: the maximum over all ranks."""
-    return max(sum(rank["memory"]["peak"].values()) for rank in ledger["ranks"])
+def compare_rows(rows: list[Row]) -> None:
+    """Add to each row the name of its reference, the mean paired difference, and half the width of its interval."""
+    for row in rows:
+        reference = find_reference(row, rows)
+        differences = paired_differences(row["values"], reference["values"]) if reference else []
+        row["reference"] = f"{reference['phase']} {reference['variant']}" if reference else None
+        row["difference"] = statistics.fmean(differences) if differences else None
+        row["difference_interval"] = half_width(differences)
 
 
-METRICS: dict[str, Callable[[Lines, dict[str, Any]], float]] = {
-    "tokens_per_second": median_metric("tokens_per_second"),
-    "step_ms": median_metric("step_ms"),
-    "loss": last_metric("loss"),
-    "val_loss": last_metric("val_loss"),
-    "peak_bytes": read_peak_bytes,
-}
-MIN_STEPS = {"tokens_per_second": 2, "step_ms": 2, "peak_bytes": 3}  # steps that a metric needs; the others need 1
-
-
-def read_metric(run: Run, metric: str) -> float | None:
-    """Return the metric of a run that is done; None if the run is not done or its files have no such value."""
-    if read_status(run.directory)["state"] != "done":
-        return None
-    path = run.out_dir / "ledger.json"
-    try:
-        lines = [json.loads(line) for line in (run.out_dir / "metrics.jsonl").read_text().splitlines()]
-        value = float(METRICS[metric](lines, json.loads(path.read_text()) if path.exists() else {}))
-    except (OSError, ValueError, IndexError, KeyError, AttributeError, TypeError):
-        return None
-    return value if math.isfinite(value) else None
-
-
-def explain_missing_metric(run: Run, metric: str) -> str:
-    """Return why a run has no metric; an empty string if it has one."""
-    status = read_status(run.directory)
-    if status["state"] != "done":
-        return f"{status['state']}: {status['reason']}"
-    return "" if read_metric(run, metric) is not None else f"its files cannot be read, or have no {metric}"
-
-
-def group_runs(runs: list[Run], metric: str) -> list[dict[str, Any]]:
-    """Return a row per phase, rank count and variant: the value of each seed, their mean and standard deviation."""
+def group_runs(runs: list[Run], metric: str, target_loss: float = 0.0) -> list[Row]:
+    """Return a row per phase, rank count and variant: the value of each seed, statistics, and a comparison."""
     groups: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.phase, run.ranks, run.variant), []).append(run)
     rows = []
     for (phase, ranks, variant), members in groups.items():
-        values = {run.seed: read_metric(run, metric) for run in members}
-        measured = [value for value in values.values() if value is not None]
+        values = {run.seed: read_metric(run, metric, target_loss) for run in members}
+        faults = {run.seed: explain_missing_metrics(run, [metric], target_loss) for run in members}
         rows.append(
             {
                 "phase": phase,
                 "ranks": ranks,
                 "variant": variant,
-                "values": values,
-                "mean": statistics.fmean(measured) if measured else None,
-                "spread": statistics.stdev(measured) if len(measured) > 1 else None,
-                "faults": {run.seed: fault for run in members if (fault := explain_missing_metric(run, metric))},
+                **summarize_values(values),
+                "faults": {seed: fault for seed, fault in faults.items() if fault},
                 "states": {run.seed: read_status(run.directory) for run in members},
             }
         )
+    compare_rows(rows)
     return rows
 
 
-def write_report(name: str, about: str, metric: str, runs: list[Run], directory: Path) -> Path:
-    """Write results.json, NAME.png and report.md into a suite's directory. Return the path of report.md."""
-    rows = group_runs(runs, metric)
+def write_report(suite: Suite, runs: list[Run], directory: Path, price: float | None = None) -> Path:
+    """Write results.json, a figure per metric and report.md into a suite's directory. Return the path of report.md.
+
+    Args:
+        suite: names the metrics.
+        runs: the runs to report.
+        directory: of the suite.
+        price: of a GPU per hour, for the cost of training on a billion tokens.
+    """
+    rows = {metric: group_runs(runs, metric, suite.target_loss) for metric in suite.metrics}
     environments = collect_environments(runs)
-    result = {"name": name, "metric": metric, "environments": environments, "rows": rows}
-    hardware = dict.fromkeys(f"{each['hardware']}, torch {each['versions']['torch']}" for each in environments)
+    result = {
+        "name": suite.name,
+        "target_loss": suite.target_loss or None,
+        "environments": environments,
+        "metrics": replace_infinity(rows),
+    }
     (directory / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot_rows(rows, metric, directory / f"{name}.png")
-    head = ["phase", "ranks", "variant", metric, "spread", "seeds measured", "not measured"]
+    hardware = dict.fromkeys(f"{each['hardware']}, torch {each['versions']['torch']}" for each in environments)
     source = f"Measured on {' and '.join(hardware)}." if hardware else "No run is done yet."
-    text = f"# {name}\n\n{about} {source}\n\n"
-    text += f"![{metric}]({name}.png)\n\n{SPREAD}.\n\n" + format_table(head, [format_row(row) for row in rows])
+    parts = [f"# {suite.name}\n\n{suite.about} {source}\n"]
+    for metric in suite.metrics:
+        unit = METRICS[metric].unit
+        finite = [row for row in rows[metric] if row["mean"] is not None and math.isfinite(row["mean"])]
+        figure = f"{suite.name}-{metric}.png"
+        plot_rows(finite, f"{metric} ({unit})", directory / figure)
+        parts.append(f"## {metric} ({unit}){describe_target(suite, metric)}\n\n![{metric}]({figure})\n")
+        parts.append(f"{INTERVALS}.\n\n{format_rows(rows[metric])}")
+    if "gpu_hours" in suite.metrics:
+        parts.append(f"## The cheapest number of ranks\n\n{describe_cheapest(rows['gpu_hours'], price)}")
     path = directory / "report.md"
-    path.write_text(text)
+    path.write_text("\n".join(parts))
     return path
+
+
+def describe_target(suite: Suite, metric: str) -> str:
+    return f" to a validation loss of {suite.target_loss:g}" if METRICS[metric].needs_target else ""
+
+
+def replace_infinity(value: Any) -> Any:
+    """Return a copy of a JSON value in which null stands for infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: replace_infinity(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [replace_infinity(each) for each in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def describe_cheapest(rows: list[Row], price: float | None) -> str:
+    """Return a table with the cheapest and the fastest number of ranks of each phase and variant.
+
+    Args:
+        rows: of the metric gpu_hours.
+        price: of a GPU per hour; None: unknown.
+    """
+
+    def describe(row: Row) -> str:
+        cost = f", cost {row['mean'] * price:,.2f}" if price else ""
+        return f"{row['ranks']} rank(s), {row['mean']:,.2f} GPU-hours in {row['mean'] / row['ranks']:,.2f} hours{cost}"
+
+    lines = []
+    for phase, variant in dict.fromkeys((row["phase"], row["variant"]) for row in rows):
+        members = [row for row in rows if (row["phase"], row["variant"]) == (phase, variant) and row["mean"]]
+        if members:
+            cheapest = min(members, key=lambda row: row["mean"])
+            fastest = min(members, key=lambda row: row["mean"] / row["ranks"])
+            lines.append([phase, variant, describe(cheapest), describe(fastest)])
+    header = ["phase", "variant", "cheapest, for a billion tokens", "fastest, for a billion tokens"]
+    return format_table(header, lines) if lines else "No run is done yet.\n"
 
 
 def collect_environments(runs: list[Run]) -> list[dict[str, Any]]:
@@ -116,56 +162,56 @@ def collect_environments(runs: list[Run]) -> list[dict[str, Any]]:
     return environments
 
 
-def format_row(row: dict[str, Any]) -> list[str]:
-    faults = [f"seed {seed}, {fault}" for seed, fault in row["faults"].items()]
-    mean, spread = format_number(row["mean"], row["mean"]), format_number(row["spread"], row["mean"])
+HEADER = ["phase", "ranks", "variant", "mean", "95% interval", "difference from the reference", "its 95% interval"]
+HEADER += ["reference", "standard deviation", "seeds measured", "not measured"]
+
+
+def format_rows(rows: list[Row]) -> str:
+    """Return the rows of a metric as a table. Columns in which no row has a value are left out."""
+    lines = [format_row(row) for row in rows]
+    columns = [i for i in range(len(HEADER)) if i < 4 or any(line[i] not in ("-", "") for line in lines)]
+    return format_table([HEADER[i] for i in columns], [[line[i] for i in columns] for line in lines])
+
+
+def format_row(row: Row) -> list[str]:
+    """Return a row as text, in the order of HEADER."""
+    mean, scale = row["mean"], row["mean"]
+    interval = difference = difference_interval = "-"
+    if row["interval"] is not None:
+        interval = f"± {format_number(row['interval'], scale)}"
+    if row["difference"] is not None:
+        difference = f"{'+' if row['difference'] > 0 else ''}{format_number(row['difference'], scale)}"
+    if row["difference_interval"] is not None:
+        difference_interval = f"± {format_number(row['difference_interval'], scale)}"
     measured = sum(value is not None for value in row["values"].values())
-    return [row["phase"], str(row["ranks"]), row["variant"], mean, spread, str(measured), "; ".join(faults)]
+    faults = [f"seed {seed}, {fault}" for seed, fault in row["faults"].items()]
+    return [
+        row["phase"],
+        str(row["ranks"]),
+        row["variant"],
+        format_number(mean),
+        interval,
+        difference,
+        difference_interval,
+        row["reference"] or "-",
+        format_number(row["spread"], scale),
+        str(measured),
+        "; ".join(faults),
+    ]
 
 
-def format_number(value: float | None, mean: float | None) -> str:
-    """Return a number without decimals if the mean is 100 or more, else with 4 decimals; "-" if there is no number."""
-    return "-" if value is None or mean is None else f"{value:,.{0 if abs(mean) >= 100 else 4}f}"
+def format_number(value: float | None, scale: float | None = None) -> str:
+    """Return a number as text.
 
-
-def plot_lines(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Plot a line per phase and variant. Each has a different marker and a small offset, so that equal lines show."""
-    keys = list(dict.fromkeys((row["phase"], row["variant"]) for row in rows))
-    for i, key in enumerate(keys):
-        members = [row for row in rows if (row["phase"], row["variant"]) == key]
-        positions = [row["ranks"] * 2 ** (0.3 * (i + 0.5) / len(keys) - 0.15) for row in members]
-        means, spreads = [row["mean"] for row in members], [row["spread"] or 0.0 for row in members]
-        style = {"marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "none", "capsize": 3}
-        axes.errorbar(positions, means, spreads, label=" ".join(key), **style)
-
-
-def plot_rows(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
-    """Plot the metric against the number of ranks: a line per phase and variant. Plot bars for a single rank count."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    measured = [row for row in rows if row["mean"] is not None]
-    if len({row["ranks"] for row in measured}) > 1:
-        plot_lines(axes, measured)
-        axes.set_xscale("log", base=2)
-        ranks = sorted({row["ranks"] for row in measured})
-        axes.set_xticks(ranks, [str(n) for n in ranks])
-        axes.set_xlabel("ranks")
-        figure.legend(loc="outside right upper", fontsize="small")
-    else:
-        names = [f"{row['phase']}\n{row['variant']}" for row in measured]
-        spreads = [row["spread"] or 0.0 for row in measured]
-        axes.bar(names, [row["mean"] for row in measured], yerr=spreads, capsize=4)
-        if measured:
-            low = min(row["mean"] - (row["spread"] or 0.0) for row in measured)
-            high = max(row["mean"] + (row["spread"] or 0.0) for row in measured)
-            if low > high / 2:  # start the axis above 0, so that small differences show
-                margin = max(high - low, 0.01 * high)
-                axes.set_ylim(low - 2 * margin, high + margin)
-    axes.set_ylabel(metric)
-    axes.set_title(SPREAD, loc="left", fontsize="small")
-    if any(row["mean"] >= 1000 for row in measured):
-        axes.yaxis.set_major_formatter(EngFormatter("B" if metric.endswith("bytes") else ""))
-    figure.savefig(path)
+    Args:
+        value: the number; None: nothing was measured; infinity: the target loss was not reached.
+        scale: the number has as many decimals as this one would have; None: as `value`.
+    """
+    if value is None:
+        return "-"
+    if math.isinf(value):
+        return "not reached"
+    size = abs(value if scale is None else scale)
+    if size >= 1e9:
+        return f"{value:.3e}"
+    return f"{value:,.{0 if size >= 100 else 4}f}"

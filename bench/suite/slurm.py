@@ -3,9 +3,7 @@
 import shlex
 from pathlib import Path
 
-from bench.plan.speed import Gpu
 from bench.suite.execution import FINISHED_STATES, ROOT, Run
-from bench.suite.schedule import describe_duration, estimate_seconds
 from nanoGPT.errors import ConfigError
 
 CPUS_PER_RANK = 8
@@ -58,9 +56,7 @@ def check_nodes(runs: list[Run], gpus_per_node: int) -> None:
             raise ConfigError(f"{run.ranks} ranks do not fill nodes of {gpus_per_node} GPUs: change ranks in the suite")
 
 
-def create_scripts(
-    runs: list[Run], directory: Path, gpus_per_node: int, gpu: Gpu, price: float | None, retry: bool, report: str
-) -> str:
+def create_scripts(runs: list[Run], directory: Path, gpus_per_node: int, retry: bool, report: str) -> str:
     """Write the sbatch scripts and submit-all.sh into the suite's directory. `check_nodes` must accept the runs.
 
     Args:
@@ -68,7 +64,7 @@ def create_scripts(
         report: command that writes the report when all runs are finished.
 
     Returns:
-        A message with the number of scripts, the estimated time, and the next commands.
+        A message with the number of scripts, and the next commands.
     """
     scripts = directory.resolve() / "slurm"
     scripts.mkdir(parents=True, exist_ok=True)
@@ -82,9 +78,8 @@ def create_scripts(
     fields |= {"directory": shlex.quote(str(directory.resolve())), "report": report}
     fields["finished"] = "|".join(sorted(FINISHED_STATES[retry]))
     submit.write_text(SUBMIT.format(**fields))
-    seconds = {run: estimate_seconds(run.config, run.phase, run.ranks, gpu) for run in runs}
     command = f"bash {shlex.quote(str(submit))}"
-    message = f"wrote {len(runs)} script(s){describe_duration(seconds, price)}; submit them with: {command}"
+    message = f"wrote {len(runs)} script(s); submit them with: {command}"
     return f"{message}\nwhen all runs are finished, write the report with: {report}"
 
 

@@ -6,8 +6,8 @@
 
 A suite combines every phase with every number of ranks, every variant and every seed. Each run has a separate directory
 with a status.json: pending, running, done, oom, timeout, or failed with the reason. The same command, started again,
-skips the runs that are finished and resumes a run from its last checkpoint. At the end, `results.json`, a plot and
-`report.md` are in `out/suites/NAME`.
+skips the runs that are finished and resumes a run from its last checkpoint. At the end, `results.json`, a figure per
+metric and `report.md` are in `out/suites/NAME`.
 """
 
 import hashlib
@@ -19,13 +19,16 @@ from typing import Any, Literal
 import torch
 
 from bench.plan.plan import check_amount
+from bench.plan.speed import Gpu
 from bench.suite.execution import FINISHED_STATES, ROOT, Run, directory_lock, execute, read_status, reset_run
-from bench.suite.file import SCALINGS, SUITES, Suite, load_suite
-from bench.suite.report import MIN_STEPS, explain_missing_metric, read_metric, write_report
-from bench.suite.schedule import describe_duration, estimate_seconds, select_gpu
+from bench.suite.file import SCALINGS, SUITES, Suite, list_fields, load_suite
+from bench.suite.metrics import METRICS, explain_missing_metrics
+from bench.suite.report import write_report
+from bench.suite.schedule import format_schedule, select_gpu
 from bench.suite.slurm import check_nodes, create_scripts
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.job.credentials import check_credentials
 from nanoGPT.job.parse import parse
 from nanoGPT.train_config import validate
 from workshop.phases import PHASES, load_config_class
@@ -50,7 +53,7 @@ class SuiteConfig:
     gpu: str | None = None
     """GPU for the time estimate, such as h100; None: the hardware of this machine"""
     price: float | None = None
-    """price of a GPU per hour, to estimate the cost"""
+    """price of a GPU per hour, for the estimated cost and for the cost of a billion tokens"""
 
 
 def build_runs(suite: Suite, out_dir: Path, device: str) -> list[Run]:
@@ -60,7 +63,7 @@ def build_runs(suite: Suite, out_dir: Path, device: str) -> list[Run]:
         ConfigError: no phase of the suite has some field or all fields of a variant, or a configuration is invalid.
     """
     fields_by_phase = config_fields(suite)
-    for name in {*suite.config, *itertools.chain(*suite.variants.values())}:
+    for name in list_fields(suite):
         if not any(name in names for names in fields_by_phase.values()):
             all_names = sorted(set().union(*fields_by_phase.values()))
             hint = did_you_mean(name, all_names)
@@ -76,8 +79,12 @@ def build_runs(suite: Suite, out_dir: Path, device: str) -> list[Run]:
         if phase in skipped[variant]:
             continue
         shared = {name: value for name, value in suite.config.items() if name in fields_by_phase[phase]}
-        values = {**shared, **fields_of_variant, "seed": seed}
+        by_ranks = {k: v for k, v in suite.by_ranks.get(str(ranks), {}).items() if k in fields_by_phase[phase]}
+        values = {**shared, **by_ranks, **fields_of_variant, "seed": seed}
         values |= {"device": device} if device != "auto" else {}
+        if values.get("track") == "wandb":
+            names = {"wandb_group": suite.name, "wandb_run_name": f"{phase}-{ranks}-{variant}-{seed}"}
+            values = {**names, **values}
         try:
             runs.append(build_run(suite, phase, ranks, variant, values, out_dir))
         except ConfigError as error:
@@ -115,14 +122,17 @@ def build_run(suite: Suite, phase: str, ranks: int, variant: str, values: dict[s
         config = replace(config, **scaled)
     validate(config, ranks)
     TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-    if suite.metric == "peak_bytes" and not config.ledger:
-        raise ConfigError("the metric peak_bytes needs the ledger: add ledger = true to config")
-    if config.max_iters < (min_steps := MIN_STEPS.get(suite.metric, 1)):
-        raise ConfigError(f"--max_iters={config.max_iters} is too small for {suite.metric}: use {min_steps} or more")
+    for name in suite.metrics:
+        metric = METRICS[name]
+        if metric.needs and not getattr(config, metric.needs):
+            raise ConfigError(f"the metric {name} needs {metric.needs}: add {metric.needs} = true to config")
+        if config.max_iters < metric.min_steps:
+            raise ConfigError(f"--max_iters={config.max_iters} is too small for {name}: use {metric.min_steps} or more")
     flags = format_flags({**values, **scaled})
     digest = hashlib.sha256(" ".join([phase, str(ranks), *flags]).encode()).hexdigest()[:6]
     directory = out_dir / f"{phase}-{ranks}-{variant}-{values['seed']}-{digest}"
-    return Run(directory, phase, ranks, variant, values["seed"], flags, suite.minutes, config.max_iters, config)
+    minutes = suite.by_ranks.get(str(ranks), {}).get("minutes", suite.minutes)
+    return Run(directory, phase, ranks, variant, values["seed"], flags, minutes, config.max_iters, config)
 
 
 def format_flags(values: dict[str, Any]) -> list[str]:
@@ -144,17 +154,20 @@ def main(config: SuiteConfig) -> int:
     planned = [(suite, build_runs(suite, config.out_dir / suite.name, config.device)) for suite in suites]
     if config.create_slurm:
         check_nodes([run for _, runs in planned for run in runs], config.gpus_per_node)
+    print_schedule(planned, config, gpu)
     codes = []
     for suite, runs in planned:
         directory = config.out_dir / suite.name
         with directory_lock(directory) as lock:
             print_introduction(suite)
             if config.create_slurm:
-                reset_incomplete_runs(runs, suite.metric)
-                report = f'make suite SUITE={config.suite} ARGS="--device={config.device} --out_dir={config.out_dir}"'
-                print(create_scripts(runs, directory, config.gpus_per_node, gpu, config.price, config.retry, report))
+                reset_incomplete_runs(suite, runs)
+                price = f" --price={config.price:g}" if config.price else ""
+                flags = f"--device={config.device} --out_dir={config.out_dir}{price}"
+                report = f'make suite SUITE={config.suite} ARGS="{flags}"'
+                print(create_scripts(runs, directory, config.gpus_per_node, config.retry, report))
                 continue
-            code = run_suite(suite, runs, config, gpu, lock)
+            code = run_suite(suite, runs, config, lock)
         if code is None:
             print("stopped: run the same command again to continue")
             return 0
@@ -174,45 +187,85 @@ def print_introduction(suite: Suite) -> None:
             print(f"skipped: variant {variant} on {', '.join(phases)}: no such configuration field")
 
 
-def reset_incomplete_runs(runs: list[Run], metric: str) -> None:
-    """Reset every run that is done but has no metric, so that it runs again."""
+def print_schedule(planned: list[tuple[Suite, list[Run]]], config: SuiteConfig, gpu: Gpu) -> None:
+    """Print what the runs of all suites need that are not finished: time, cost, memory and disk.
+
+    Raises:
+        ConfigError: the runs log to a tracker without credentials.
+    """
+    if has_remote_gpus(config) and not config.create_slurm:
+        return
+    pending = {}
+    for suite, runs in planned:
+        runs = runs if config.create_slurm else select_possible(runs, config)
+        pending[suite.name] = [run for run in runs if is_pending(suite, run, config.retry)]
+    for run in itertools.chain(*pending.values()):
+        if run.config and not config.create_slurm:
+            check_credentials(run.config)
+    if schedule := format_schedule(pending, gpu, config.price):
+        print(schedule)
+    uses_kernels = any(getattr(run.config, "kernels", "none") != "none" for run in itertools.chain(*pending.values()))
+    if uses_kernels and not config.create_slurm and count_gpus(config) == 0:
+        print("the estimate does not include the Triton interpreter, which runs the kernels without a GPU")
+
+
+def count_gpus(config: SuiteConfig) -> int:
+    """Return the number of GPUs of this machine that runs use; 0 if they use CPUs."""
+    return 0 if config.device == "cpu" else torch.cuda.device_count()
+
+
+def select_possible(runs: list[Run], config: SuiteConfig) -> list[Run]:
+    """Return the runs for which this machine has enough GPUs. A machine without GPUs can execute all runs."""
+    gpus = count_gpus(config)
+    return [run for run in runs if not gpus or run.ranks <= gpus]
+
+
+def lacks_metrics(suite: Suite, run: Run) -> bool:
+    """Return whether a run is done, but its files do not have all metrics."""
+    is_done = read_status(run.directory)["state"] == "done"
+    return is_done and explain_missing_metrics(run, suite.metrics, suite.target_loss) != ""
+
+
+def is_pending(suite: Suite, run: Run, retry: bool) -> bool:
+    """Return whether a run must be executed."""
+    return read_status(run.directory)["state"] not in FINISHED_STATES[retry] or lacks_metrics(suite, run)
+
+
+def reset_incomplete_runs(suite: Suite, runs: list[Run]) -> None:
+    """Reset every run that is done but has not all metrics, so that it runs again."""
     for run in runs:
-        if read_status(run.directory)["state"] == "done" and read_metric(run, metric) is None:
+        if lacks_metrics(suite, run):
             reset_run(run)
 
 
-def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, gpu: Any, lock: int) -> int | None:
+def run_suite(suite: Suite, runs: list[Run], config: SuiteConfig, lock: int) -> int | None:
     """Execute the runs of a suite that are not finished, and write the report.
 
     Returns:
-        0; 1 if a run has no metric; None if a signal stopped the suite.
+        0; 1 if a run lacks a metric; None if a signal stopped the suite.
     """
-    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    possible = [run for run in runs if not gpus or run.ranks <= gpus]
-    reset_incomplete_runs(possible, suite.metric)
-    finished_states = FINISHED_STATES[config.retry]
-    finished = {run for run in possible if read_status(run.directory)["state"] in finished_states}
-    remaining = [run for run in possible if run not in finished]
+    possible = select_possible(runs, config)
+    reset_incomplete_runs(suite, possible)
+    remaining = [run for run in possible if is_pending(suite, run, config.retry)]
+    finished = len(possible) - len(remaining)
     if remaining and has_remote_gpus(config):
         if not finished:
             raise ConfigError("--device=cuda: torch finds no GPU on this machine: remove the flag")
         print("this machine has no GPU: it reports only the runs that other machines finished")
         remaining = []
-    seconds = {run: estimate_seconds(run.config, run.phase, run.ranks, gpu) for run in remaining}
-    print(f"{len(possible)} runs, {len(finished)} already finished{describe_duration(seconds, config.price)}")
-    if not gpus and any(getattr(run.config, "kernels", "none") != "none" for run in remaining):
-        print("the estimate does not include the Triton interpreter, which runs the kernels without a GPU")
+    print(f"{len(possible)} runs, {finished} already finished")
     if len(possible) < len(runs):
-        print(f"skipped: {len(runs) - len(possible)} run(s) with more ranks than this machine's {gpus} GPU(s)")
+        skipped, gpus = len(runs) - len(possible), count_gpus(config)
+        print(f"skipped: {skipped} run(s) with more ranks than this machine's {gpus} GPU(s)")
     for i, run in enumerate(remaining):
-        print(f"[{len(finished) + i + 1}/{len(possible)}] {run.name} ...", end=" ", flush=True)
+        print(f"[{finished + i + 1}/{len(possible)}] {run.name} ...", end=" ", flush=True)
         status = execute(run, lock)
         print(" ".join(filter(None, [status["state"], f"{status['seconds']:.0f} s", status["reason"]])), flush=True)
         if status["state"] == "pending" or status.get("stopped"):
             return None
-    faults = {run.name: fault for run in possible if (fault := explain_missing_metric(run, suite.metric))}
-    path = write_report(suite.name, suite.about, suite.metric, possible, config.out_dir / suite.name)
-    print(f"wrote {path}")
+    faults = {run.name: explain_missing_metrics(run, suite.metrics, suite.target_loss) for run in possible}
+    print(f"wrote {write_report(suite, possible, config.out_dir / suite.name, config.price)}")
     for name, fault in faults.items():
-        print(f"not measured: {name}: {fault}")
-    return 1 if faults else 0
+        if fault:
+            print(f"not measured: {name}: {fault}")
+    return 1 if any(faults.values()) else 0

@@ -57,6 +57,8 @@ class Runtime:
     Attributes:
         reasons: why each automatic choice was made.
         stop_signal: name of the signal that asked this rank to stop; None if there was none.
+        is_stopping: whether any rank got such a signal, as of the last `exchange_requests`.
+        val_accuracy: token accuracy of the last evaluation; None if it was not measured.
         lock: the lock on out_dir; only on rank 0, while the run uses the directory.
         uses_autocast: False if parameters are cast instead, as FSDP does.
         group: the process group of `any` and `gather`; None: the default group.
@@ -73,6 +75,8 @@ class Runtime:
     dtype: torch.dtype
     reasons: dict[str, str] = field(default_factory=dict)
     stop_signal: str | None = None
+    is_stopping: bool = False
+    val_accuracy: float | None = None
     lock: DirectoryOwner | None = None
     uses_autocast: bool = True
     group: dist.ProcessGroup | None = None
@@ -173,8 +177,8 @@ class Runtime:
 
         It stops if any rank has received SIGTERM or SIGINT. It saves before it stops, and if a save is due on any rank.
         """
-        should_stop, should_save = self.any(self.stop_signal is not None, is_save_due)
-        return should_stop, should_stop or should_save
+        self.is_stopping, should_save = self.any(self.stop_signal is not None, is_save_due)
+        return self.is_stopping, self.is_stopping or should_save
 
 
 def pick_device(name: str, local_rank: int, local_world_size: int, world_size: int) -> tuple[torch.device, str]:

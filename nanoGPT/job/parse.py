@@ -25,8 +25,6 @@ RUN_FIELDS = {"out_dir", "resume_step", "eval_only"}  # apply to one start of a 
 NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what to use instead
     "backend": "leave it out: the backend follows the device, which --device selects",
     "wandb_log": "use --track=wandb instead",
-    "wandb_project": "use --track=wandb and the environment variable WANDB_PROJECT instead",
-    "wandb_run_name": "use --track=wandb and the environment variable WANDB_NAME instead",
 }
 # For the directory of each trainer, the name of its phase in a manifest.
 PHASE_OF_DIRECTORY = {"nanoGPT": "baseline", "phase1_zero1": "zero1", "phase2_triton": "triton", "phase3_fsdp": "fsdp"}

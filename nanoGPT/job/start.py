@@ -21,6 +21,7 @@ from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group, report_to_other_nodes
 from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, DivergedRanks, LostConnection, NonFiniteLoss, SaveError
+from nanoGPT.job.credentials import check_credentials
 from nanoGPT.job.elastic import (
     choose_free_out_dir,
     enter_out_dir,
@@ -57,6 +58,8 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     run = create_runtime(config.device, config.dtype)
     backends, run.reasons["attention"] = choose_attention(config.attention, config.deterministic, run.device)
     data = preflight(config, run.world_size, run.local_world_size)
+    if run.is_main and not reads_only:
+        check_credentials(config)
     if not reads_only:
         config = dataclasses.replace(config, out_dir=choose_free_out_dir(run, config))
     lock = None if reads_only else enter_out_dir(run, config)

@@ -83,7 +83,7 @@ class Telemetry:
             raise ConfigError(message, on_one_rank=True) from None
         keeps_history = config.diagnostics_interval > 0
         self.heartbeat = HeartbeatThread(run, self.out_dir, config.stall_seconds, self.stack_file, keeps_history)
-        self.tracker = Tracker(config, run) if run.is_main and config.track != "none" else None
+        self.tracker = Tracker(config, run, first_step) if run.is_main and config.track != "none" else None
 
     def _open_files(self, first_step: int) -> None:
         for folder in ("heartbeat", "stacks"):
@@ -151,7 +151,8 @@ class Telemetry:
                     self.stack_file.flush()
                     write_collectives(self.out_dir, self.run.rank)
             elif self.run.is_main:
-                text = f"stopped by {self.run.stop_signal}" if self.run.stop_signal else "ended"
+                signal_name = self.run.stop_signal or "a signal to another rank"
+                text = f"stopped by {signal_name}" if self.run.is_stopping else "ended"
                 append_to_log(self.out_dir, "rank 0", f"{text} in step {progress.step}")
             if self.tracker:
                 self.tracker.close()
@@ -186,6 +187,8 @@ class Telemetry:
             "peak_memory_bytes": read_peak_memory(self.run.device),
             **more,
         }
+        if line.get("val_loss") is not None and self.run.val_accuracy is not None:
+            line["val_accuracy"] = self.run.val_accuracy
         if not self.config.eval_only:
             self._write_metrics(line)
         if self.tracker:
@@ -212,6 +215,8 @@ def format_line(line: dict[str, Any]) -> str:
         words.append(f"loss {line['loss']:.4f}")
     if line.get("val_loss") is not None:
         words.append(f"val loss {line['val_loss']:.4f}")
+    if line.get("val_accuracy") is not None:
+        words.append(f"val accuracy {line['val_accuracy']:.2%}")
     if line["grad_norm"] is not None:
         words.append(f"grad norm {line['grad_norm']:.3f}")
     if line["tokens_per_second"] is not None:

@@ -1,28 +1,63 @@
-"""Send the metrics of a run to TensorBoard or Weights & Biases."""
+"""Send the metrics of a run to TensorBoard or Weights & Biases.
+
+A resumed run continues its run in Weights & Biases, whose id is in `wandb_run_id` in out_dir. Weights & Biases keeps
+the first values of a step. A step that is trained again after a kill and a resume has the same values, up to rounding.
+"""
 
 import dataclasses
 import os
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.files import write_atomically
 from nanoGPT.train_config import TrainConfig
 
 
-class Tracker:
-    """A connection to TensorBoard or Weights & Biases. After its first failure, the run continues without it."""
+def choose_wandb_run_id(config: TrainConfig, first_step: int) -> str:
+    """Return the id of the run in Weights & Biases.
 
-    def __init__(self, config: TrainConfig, run: Runtime) -> None:
+    It is a new id for a new run, an evaluation, and a run that resumes from an older checkpoint (`resume_step`), whose
+    steps may get other values. Otherwise, it is the id in out_dir.
+    """
+    path = Path(config.out_dir) / "wandb_run_id"
+    if first_step > 0 and config.resume_step is None and not config.eval_only and path.exists():
+        return path.read_text().strip()
+    run_id = uuid.uuid4().hex[:8]
+    if not config.eval_only:
+        write_atomically(path, f"{run_id}\n".encode())
+    return run_id
+
+
+class Tracker:
+    """A connection to TensorBoard or Weights & Biases. After its first failure, the run continues without it.
+
+    Args:
+        config: this rank's configuration.
+        run: this rank's Runtime.
+        first_step: the first step of this run; 0 unless it resumes.
+    """
+
+    def __init__(self, config: TrainConfig, run: Runtime, first_step: int) -> None:
         self.kind, self.run = config.track, run
         self.writer: Any = None
-        self._attempt(lambda: self._open(config))
+        self._attempt(lambda: self._open(config, first_step))
 
-    def _open(self, config: TrainConfig) -> None:
+    def _open(self, config: TrainConfig, first_step: int) -> None:
         if self.kind == "wandb":
             import wandb
 
-            project = os.environ.get("WANDB_PROJECT", "sharded-nanogpt")
-            self.writer = wandb.init(project=project, dir=config.out_dir, config=dataclasses.asdict(config))
+            self.writer = wandb.init(
+                project=config.wandb_project or os.environ.get("WANDB_PROJECT") or "sharded-nanogpt",
+                name=config.wandb_run_name or os.environ.get("WANDB_NAME") or Path(config.out_dir).resolve().name,
+                group=config.wandb_group,
+                id=choose_wandb_run_id(config, first_step),
+                resume="allow",
+                dir=config.out_dir,
+                config=dataclasses.asdict(config),
+            )
         else:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bench.plan.run import vocabulary_size
+from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
@@ -58,7 +58,7 @@ def check_ranks(config: TrainConfig, place: NodeConfig, package: str, params: in
     """Start all ranks and return their checks; on nodes other than node 0, an empty list."""
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = Path(folder) / "checks.json"
-        size = str(node.estimate_checkpoint_bytes(params, config))
+        size = str(estimate_checkpoint_bytes(params, config))
         command = ["-m", "operate.preflight.ranks", package, str(results), size, config.out_dir]
         config = dataclasses.replace(config, out_dir=folder)  # the launcher's log does not belong to a run
         watch = start_watchdog(config, place.world_size)

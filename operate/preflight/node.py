@@ -1,7 +1,6 @@
 """Check one node before a run: its devices, its data, its disk, its settings, and what the planner predicts."""
 
 import hashlib
-import netrc
 import os
 import resource
 import shutil
@@ -16,10 +15,11 @@ import numpy as np
 import torch
 
 from bench.plan.planner import usable_bytes
-from bench.plan.run import detect_hardware, find_gpu, predict_run
+from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
 from nanoGPT.checkpoint.manifest import collect_versions, step_directories
 from nanoGPT.dataset import MAX_HASHED_BYTES, find_dataset, read_dataset_meta
+from nanoGPT.job.credentials import WANDB_REMEDY, has_credentials
 from nanoGPT.memory.device import format_bytes, host_limits
 from nanoGPT.train_config import TrainConfig
 from operate.checks import Check
@@ -181,11 +181,6 @@ def check_directory(config: TrainConfig) -> Check:
     return Check("directory", "pass", finding)
 
 
-def estimate_checkpoint_bytes(params: int, config: TrainConfig) -> int:
-    """Return the approximate size of a checkpoint: fp32 parameters, and two fp32 moments; one moment with Muon."""
-    return (8 if config.optimizer == "muon" else 12) * params
-
-
 def check_disk(config: TrainConfig, params: int) -> Check:
     """Check that the disk has space for all checkpoints that the run keeps, and one that it is writing."""
     folder = find_existing_parent(Path(config.out_dir))
@@ -232,14 +227,9 @@ def check_tracker(config: TrainConfig) -> Check:
         return Check("tracker", "skip", "--track=none")
     if config.track == "tensorboard" or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         return Check("tracker", "pass", f"{config.track} needs no credentials")
-    try:
-        has_login = netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        has_login = False
-    if has_login or os.environ.get("WANDB_API_KEY"):
+    if has_credentials(config):
         return Check("tracker", "pass", "wandb has credentials")
-    remedy = "run `.venv/bin/wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline"
-    return Check("tracker", "fail", "--track=wandb has no credentials", remedy)
+    return Check("tracker", "fail", "--track=wandb has no credentials", WANDB_REMEDY)
 
 
 def check_settings(on_gpu: bool, is_multi_node: bool) -> Iterator[Check]:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.metrics import telemetry
 from nanoGPT.metrics.telemetry import Telemetry, drop_lines_from
-from tests.helpers.training import tiny, train
+from tests.helpers.training import tiny, train, train_all
 from workshop.ranks import RankFailed, run_on_ranks
 
 ONE_RANK = (0, 0, 1, 1, torch.device("cpu"), torch.float32)
@@ -34,6 +35,25 @@ def test_every_line_of_metrics_has_every_field(tmp_path):
         assert line["peak_memory_bytes"] > 50 << 20
         assert (line["val_loss"] is not None) == (line["step"] % 5 == 0)
     assert lines[-1]["loss"] is None and lines[-1]["val_loss"] > 0 and lines[-1]["tokens_per_second"] is None
+
+
+def test_every_trainer_measures_the_same_token_accuracy(tmp_path):
+    """With eval_accuracy, evaluations log the token accuracy. It is the same in every phase, also compiled."""
+    fields = {"eval_accuracy": True, "max_iters": 10, "dropout": 0.0, "learning_rate": 1e-2}
+    cells = {"nanoGPT": {}, "phase1_zero1": {}, "phase2_triton": {"kernels": "loss"}, "phase3_fsdp": {}}
+    configs = [(phase, tiny(phase, tmp_path / phase, **fields, **more)) for phase, more in cells.items()]
+    configs.append(("phase3_fsdp", tiny("phase3_fsdp", tmp_path / "compiled", **fields, compile=True)))
+    train_all(2, configs)
+    accuracies = [read_accuracy(config) for _, config in configs]
+    assert accuracies[0].keys() == {0, 5, 10} and accuracies[0][10] > accuracies[0][0]
+    assert all(each == accuracies[0] for each in accuracies)
+
+
+def read_accuracy(config) -> dict[int, float]:
+    """Return the token accuracy by step. Lines without an evaluation do not have it."""
+    lines = read_lines(Path(config.out_dir))
+    assert all(("val_accuracy" in line) == (line["val_loss"] is not None) for line in lines)
+    return {line["step"]: line["val_accuracy"] for line in lines if "val_accuracy" in line}
 
 
 def test_env_describes_the_run(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -29,11 +30,15 @@ from bench.suite.execution import (
     write_status,
 )
 from bench.suite.file import SUITES, Suite, load_suite
-from bench.suite.report import group_runs, plot_lines, read_metric, write_report
-from bench.suite.schedule import describe_duration, detect_hardware, estimate_seconds, select_gpu
+from bench.suite.intervals import half_width, paired_differences, t_quantile
+from bench.suite.metrics import explain_missing_metrics, read_metric
+from bench.suite.plot import plot_lines
+from bench.suite.report import describe_cheapest, group_runs, write_report
+from bench.suite.schedule import Estimate, detect_hardware, estimate_run, format_schedule, select_gpu
 from bench.suite.slurm import format_script
 from bench.suite.suite import SuiteConfig, build_runs, main, print_introduction
 from nanoGPT.cli.command_line import command_line
+from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
 from tests.helpers.programs import DEADLINE, Program, run_program
 from tests.helpers.slurm import SCONTROL, SRUN
@@ -44,12 +49,13 @@ TINY |= {"eval_interval": 2, "eval_iters": 1, "gradient_accumulation_steps": 2, 
 SUITE = """about = "Tiny runs."
 phases = ["baseline", "phase3"]
 ranks = [1]
-metric = "val_loss"
+metrics = ["val_loss"]
 minutes = 2
 seeds = [1, 2]
 
 [config]
 """
+BY_RANKS = SUITE.replace("[config]", "[by_ranks.1]")
 TWO_PHASES = """[variants.both]
 zero1_bucket_mb = 1
 fsdp_cpu_offload = true
@@ -67,7 +73,7 @@ def write_suite(tmp_path: Path, text: str = SUITE, **fields: object) -> Path:
 
 def make_run(tmp_path: Path, phase: str = "baseline", ranks: int = 1, **fields: object):
     """Return the only run of a suite with one run."""
-    suite = Suite("one", "One run.", [phase], [ranks], "val_loss", config={**TINY, **fields}, minutes=2)
+    suite = Suite("one", "One run.", [phase], [ranks], ["val_loss"], config={**TINY, **fields}, minutes=2)
     (run,) = build_runs(suite, tmp_path, "cpu")
     return run
 
@@ -86,7 +92,12 @@ def test_every_suite_can_be_planned(tmp_path, capsys):
     runs = build_runs(load_suite("memory"), tmp_path, "cpu")
     assert {run.variant for run in runs if run.phase == "phase1"} == {"plain"}
     run = build_runs(load_suite("scaling"), tmp_path, "cpu")[0]
-    assert 5 < estimate_seconds(run.config, run.phase, run.ranks, detect_hardware()) < 600
+    assert 5 < estimate_run(run.config, run.phase, run.ranks, detect_hardware()).seconds < 600
+
+
+def make_suite(**fields: Any) -> Suite:
+    """Return a suite for reports."""
+    return Suite(**{"name": "mixed", "about": "Some.", "phases": [], "ranks": [], "metrics": ["val_loss"], **fields})
 
 
 def test_the_suite_in_the_documents_can_be_run(tmp_path):
@@ -118,10 +129,10 @@ def test_a_killed_suite_continues(tmp_path):
     assert "2 runs, 1 already finished" in second.output
     assert (directory / finished / "status.json").read_text() == status
     assert set(read_states(directory).values()) == {"done"} and len(read_states(directory)) == 2
-    (row,) = json.loads((directory / "results.json").read_text())["rows"]
+    (row,) = json.loads((directory / "results.json").read_text())["metrics"]["val_loss"]
     assert row["mean"] == pytest.approx(sum(row["values"].values()) / 2) and row["spread"] > 0
     text = (directory / "report.md").read_text()
-    assert "| phase3 | 1 | plain |" in text and (directory / "tiny.png").stat().st_size > 5000
+    assert "| phase3 | 1 | plain |" in text and (directory / "tiny-val_loss.png").stat().st_size > 5000
 
 
 def read_states(directory: Path) -> dict[str, str]:
@@ -175,10 +186,10 @@ def test_the_state_of_a_run_reports_how_it_ended(tmp_path):
     status = read_status(killed_run.directory)
     assert status["state"] == "oom" and "SIGKILL" in status["reason"]
     assert group_runs([killed_run], "val_loss")[0]["mean"] is None
-    assert "oom: " in write_report("mixed", "Some.", "val_loss", [run, killed_run], tmp_path).read_text()
+    assert "oom: " in write_report(make_suite(), [run, killed_run], tmp_path).read_text()
     with open(run.out_dir / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "lo')
-    assert "cannot be read" in write_report("mixed", "Some.", "val_loss", [run], tmp_path).read_text()
+    assert "cannot be read" in write_report(make_suite(), [run], tmp_path).read_text()
 
 
 def test_a_run_is_executed_only_once(tmp_path, monkeypatch):
@@ -249,14 +260,134 @@ def test_an_estimate_counts_micro_batches_and_evaluations(tmp_path):
     """The estimated time includes every micro-batch and evaluation. The cost is the price of every GPU-hour."""
     long = {"max_iters": 1000, "eval_interval": 1000}
     runs = [make_run(tmp_path, **{**long, "gradient_accumulation_steps": n}) for n in (1, 2, 4)]
-    one, two, four = (estimate_seconds(run.config, run.phase, 1, select_gpu("h100")) for run in runs)
+    one, two, four = (estimate_run(run.config, run.phase, 1, select_gpu("h100")).seconds for run in runs)
     assert four - two == pytest.approx(2 * (two - one), rel=0.1)
     compiled = make_run(tmp_path, "phase1", compile=True).config
-    assert 0 < estimate_seconds(compiled, "phase1", 1, select_gpu("h100")) < 60
+    assert 0 < estimate_run(compiled, "phase1", 1, select_gpu("h100")).seconds < 60
     config = dataclasses.replace(runs[0].config, eval_iters=1000)
-    assert estimate_seconds(config, "baseline", 1, select_gpu("h100")) > one + 0.2
-    text = describe_duration({dataclasses.replace(runs[0], ranks=4): 5400.0}, 2.0)
-    assert text == "; estimated time: 90 minute(s), 6.00 GPU-hours, cost 12.00"
+    evaluated = estimate_run(config, "baseline", 1, select_gpu("h100")).seconds
+    assert evaluated > one + 0.2
+    measured = dataclasses.replace(config, eval_accuracy=True)
+    twice = estimate_run(measured, "baseline", 1, select_gpu("h100")).seconds
+    assert twice - evaluated == pytest.approx(evaluated - one, rel=0.1)
+
+
+def test_the_schedule_adds_up(tmp_path, monkeypatch):
+    """A line of the schedule adds the runs of all seeds. The total adds time, cost and disk of all suites.
+
+    Its memory is the largest.
+    """
+    sizes = {1: (1800.0, 2 * 10**9, 10**9), 4: (5400.0, 10**9, 3 * 10**9)}
+    monkeypatch.setattr("bench.suite.schedule.estimate_run", lambda _, __, ranks, ___: Estimate(*sizes[ranks]))
+    one, four = make_run(tmp_path), make_run(tmp_path, ranks=4, gradient_accumulation_steps=4)
+    runs = {"small": [one, dataclasses.replace(one, seed=2)], "large": [four], "none": []}
+    lines = [line.split(" | ") for line in format_schedule(runs, select_gpu("h100"), 2.0).splitlines()]
+    assert lines[2] == ["| small", "baseline", "1", "plain", "2", "1:00:00", "1.00", "2.00", "2.000", "2.000 |"]
+    assert lines[3] == ["| large", "baseline", "4", "plain", "1", "1:30:00", "6.00", "12.00", "1.000", "3.000 |"]
+    assert lines[4] == ["| total", "", "", "", "3", "2:30:00", "7.00", "14.00", "2.000", "5.000 |"]
+    assert "cost" not in format_schedule(runs, select_gpu("h100"), None)
+    assert format_schedule({"none": []}, select_gpu("h100"), None) == ""
+    monkeypatch.undo()
+    params = 65 * 16 + 8 * 16 + 12 * 16 * 16 + 3 * 16  # of the tiny model: tokens, positions, one block, LayerNorms
+    assert estimate_run(one.config, "baseline", 1, select_gpu("h100")).disk_bytes == pytest.approx(24 * params, rel=0.3)
+
+
+def write_metrics(run: Run, lines: list[dict[str, Any]]) -> None:
+    """Write metrics.jsonl of a run that is done."""
+    run.out_dir.mkdir(parents=True)
+    (run.out_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_status(run.directory, "done")
+
+
+def test_the_way_to_a_loss_has_the_correct_numbers(tmp_path):
+    """Steps, seconds and FLOPs count the training until the first evaluation with the target loss.
+
+    A loss that is never reached is infinite, and not a reason to repeat the run.
+    """
+    run = make_run(tmp_path, eval_interval=10)
+    lines = [{"step": 0, "val_loss": 4.0, "step_ms": 500.0}, {"step": 9, "val_loss": None, "step_ms": 100.0}]
+    lines += [{"step": 10, "val_loss": 2.0, "step_ms": 300.0}, {"step": 20, "val_loss": 1.0, "step_ms": None}]
+    write_metrics(run, lines)
+    assert read_metric(run, "steps_to_loss", 2.5) == 10
+    assert read_metric(run, "seconds_to_loss", 2.5) == pytest.approx(0.5 + 9 * 0.1)
+    tokens_per_step = 2 * 2 * 8
+    vocabulary = TokenData("shakespeare_char", 8, 2, 1).tokenizer["vocab_size"]
+    flops_per_token = 6 * (vocabulary * 16 + 12 * 16**2 + 3 * 16) + 12 * 1 * 16 * 8
+    assert read_metric(run, "flops_to_loss", 2.5) == 10 * tokens_per_step * flops_per_token
+    for name in ("steps_to_loss", "seconds_to_loss", "flops_to_loss"):
+        assert read_metric(run, name, 0.5) == math.inf
+        assert explain_missing_metrics(run, [name], 0.5) == ""
+    suite = make_suite(metrics=["steps_to_loss"], target_loss=0.5)
+    assert "| not reached |" in write_report(suite, [run], tmp_path).read_text()
+    (row,) = json.loads((tmp_path / "results.json").read_text())["metrics"]["steps_to_loss"]
+    assert row["mean"] is None and row["values"] == {"1337": None} and row["faults"] == {}
+    (run.out_dir / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n')
+    assert read_metric(run, "steps_to_loss", 2.5) is None
+
+
+def test_intervals_over_seeds():
+    """Intervals use Student's t distribution. Paired differences vary less than values, and need both seeds."""
+    assert t_quantile(1) == pytest.approx(math.tan(0.475 * math.pi), abs=1e-4)
+    assert t_quantile(2) == pytest.approx(0.95 * math.sqrt(2 / (1 - 0.95**2)), abs=1e-4)
+    for degrees, expected in ((31, 2.0395), (40, 2.0211), (100, 1.9840), (10**6, 1.9600)):
+        assert t_quantile(degrees) == pytest.approx(expected, abs=1e-4)
+    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / math.sqrt(3))
+    assert half_width([1.0]) is None and half_width([1.0, math.inf]) is None
+    reference = {1: 10.0, 2: 20.0, 3: 30.0, 4: None, 5: math.inf}
+    differences = paired_differences({1: 11.0, 2: 21.0, 3: 31.5, 4: 1.0, 5: 1.0, 6: 1.0}, reference)
+    assert differences == [1.0, 1.0, 1.5]
+    assert half_width(differences) < half_width([11.0, 21.0, 31.5]) / 10
+
+
+def test_rows_are_compared_with_a_reference(tmp_path):
+    """A variant is compared with the first variant of its phase, and a phase with the first phase, seed by seed."""
+    variants = {"a": {}, "b": {"n_layer": 2}}
+    fields = {"about": "", "phases": ["baseline", "phase1"], "metrics": ["val_loss"], "seeds": [1, 2], "config": TINY}
+    for names, expected in ((["a", "b"], [None, "baseline a", None, "phase1 a"]), (["a"], [None, "baseline a"])):
+        suite = Suite("s", **fields, ranks=[1], variants={name: variants[name] for name in names})
+        runs = build_runs(suite, tmp_path / str(len(names)), "cpu")
+        for i, run in enumerate(runs):
+            write_metrics(run, [{"step": 4, "val_loss": 10.0 * run.seed + i}])
+        rows = group_runs(runs, "val_loss")
+        assert [row["reference"] for row in rows] == expected
+        assert rows[0]["difference"] is None and rows[1]["difference"] == 2 and rows[1]["difference_interval"] == 0
+
+
+def test_the_cheapest_number_of_ranks(tmp_path):
+    """GPU-hours count every rank. The report names the cheapest and the fastest number of ranks, and their cost."""
+    runs = [make_run(tmp_path, ranks=ranks, gradient_accumulation_steps=4) for ranks in (1, 2, 4)]
+    for run, rate in zip(runs, (1e6, 1.9e6, 2e6), strict=True):
+        write_metrics(run, [{"tokens_per_second": 1.0}, {"tokens_per_second": rate}])
+    rows = group_runs(runs, "gpu_hours")
+    assert [row["mean"] for row in rows] == pytest.approx([1e3 / 3600, 2e3 / 1.9 / 3600, 4e3 / 2 / 3600])
+    cheapest = "1 rank(s), 0.28 GPU-hours in 0.28 hours, cost 0.83"
+    fastest = "4 rank(s), 0.56 GPU-hours in 0.14 hours, cost 1.67"
+    assert describe_cheapest(rows, 3.0).splitlines()[2] == f"| baseline | plain | {cheapest} | {fastest} |"
+    text = write_report(make_suite(metrics=["gpu_hours"]), runs, tmp_path, 3.0).read_text()
+    assert f"## The cheapest number of ranks\n\n{describe_cheapest(rows, 3.0)}" in text
+
+
+def test_fields_can_depend_on_the_number_of_ranks(tmp_path):
+    """by_ranks replaces fields of config, and the time limit, on one number of ranks only."""
+    config = {**TINY, "gradient_accumulation_steps": 4}
+    by_ranks = {"2": {"n_layer": 3, "fsdp_prefetch": 2, "minutes": 7}}
+    suite = Suite("s", "", ["baseline", "phase3"], [1, 2], ["loss"], config=config, by_ranks=by_ranks, minutes=2)
+    runs = build_runs(suite, tmp_path, "cpu")
+    assert [(run.ranks, run.config.n_layer, run.minutes) for run in runs] == 2 * [(1, 1, 2), (2, 3, 7)]
+    assert [getattr(run.config, "fsdp_prefetch", None) for run in runs] == [None, None, 0, 2]
+
+
+def test_a_suite_logs_to_weights_and_biases(tmp_path, monkeypatch):
+    """The group of a run is the suite. Without credentials, the suite stops before its first run."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write_suite(tmp_path, track="wandb")
+    (run, *_) = build_runs(load_suite(str(path)), tmp_path, "cpu")
+    assert (run.config.wandb_group, run.config.wandb_run_name) == ("tiny", "baseline-1-plain-1")
+    with pytest.raises(ConfigError, match="--track=wandb has no credentials"):
+        main(SuiteConfig(str(path), tmp_path / "out", device="cpu"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_its_metric_is_repeated(tmp_path, monkeypatch, capsys):
@@ -310,6 +441,7 @@ def test_runs_with_more_ranks_than_gpus_are_skipped(tmp_path, monkeypatch, capsy
 def test_a_signal_ends_all_suites(tmp_path, monkeypatch, capsys):
     """After a signal during a run, no other suite starts, even if the run has finished."""
     executed = []
+    monkeypatch.setattr("bench.suite.suite.format_schedule", lambda *_: "")  # it takes many seconds
     for status in ({"state": "pending"}, {"state": "done", "stopped": True}):
         status |= {"seconds": 1.0, "reason": ""}
         monkeypatch.setattr(
@@ -323,13 +455,14 @@ def test_a_signal_ends_all_suites(tmp_path, monkeypatch, capsys):
 def test_a_failing_suite_fails_the_command(tmp_path, monkeypatch):
     """The exit code of `all` is the highest exit code of a suite, even if the first suite fails."""
     monkeypatch.setattr("bench.suite.suite.run_suite", lambda suite, *_: int(suite.name == "kernels"))
+    monkeypatch.setattr("bench.suite.suite.format_schedule", lambda *_: "")
     assert main(SuiteConfig("all", tmp_path, device="cpu", gpu="h100")) == 1
 
 
 def test_the_figure_shows_equal_values_side_by_side(tmp_path):
-    """Equal values have different markers, side by side around the number of ranks. Error bars show the spread."""
+    """Equal values have different markers, side by side around the number of ranks, and error bars."""
     rows = [
-        {"phase": phase, "variant": "plain", "ranks": ranks, "mean": 2.5, "spread": 0.1}
+        {"phase": phase, "variant": "plain", "ranks": ranks, "mean": 2.5, "interval": 0.1}
         for phase in ("baseline", "phase1", "phase3")
         for ranks in (1, 2)
     ]
@@ -339,8 +472,8 @@ def test_the_figure_shows_equal_values_side_by_side(tmp_path):
     assert len({line.get_marker() for line in lines}) == 3
     positions = [line.get_xdata()[0] for line in lines]
     assert positions[0] < positions[1] == 1.0 < positions[2] < 1.2
-    text = write_report("none", "Some.", "val_loss", [], tmp_path).read_text()
-    assert "Spread and vertical bars: the standard deviation over the seeds." in text
+    text = write_report(make_suite(), [], tmp_path).read_text()
+    assert "Vertical bars: 95% confidence intervals over the seeds." in text
 
 
 def test_the_learning_rate_scales_only_on_request(tmp_path):
@@ -349,7 +482,7 @@ def test_the_learning_rate_scales_only_on_request(tmp_path):
     By default, it does not scale.
     """
     config = {**TINY, "learning_rate": 1e-3, "min_lr": 2e-4, "gradient_accumulation_steps": 4}
-    base = {"about": "", "phases": ["baseline"], "ranks": [1, 4], "metric": "loss", "config": config}
+    base = {"about": "", "phases": ["baseline"], "ranks": [1, 4], "metrics": ["loss"], "config": config}
     (deep, _) = build_runs(Suite("a", **base, variants={"deep": {"n_layer": 3}}), tmp_path, "cpu")
     assert deep.config.n_layer == 3 != TINY["n_layer"], "a variant does not override the shared configuration"
     assert [run.config.learning_rate for run in build_runs(Suite("a", **base), tmp_path, "cpu")] == [1e-3, 1e-3]
@@ -434,13 +567,13 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, capsys):
     config = SuiteConfig(str(path), tmp_path / "out", device="cpu", create_slurm=True, gpus_per_node=1, gpu="h100")
     assert main(dataclasses.replace(config, price=2.0)) == 0
     output = capsys.readouterr().out
-    assert "wrote 1 script(s); estimated time" in output and "GPU-hours" in output
+    assert "wrote 1 script(s); submit them with" in output and "| total |  |  |  | 1 | 0:00:" in output
     scripts = sorted((tmp_path / "out" / "tiny" / "slurm").iterdir())
     assert len(scripts) == 2
     for word in ("--nodes=2", "--requeue", f"--job-name=tiny-{scripts[0].stem}\n", "--dependency=singleton"):
         assert f"#SBATCH {word}" in scripts[0].read_text()
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    for script in (*scripts, ROOT / "phase3_fsdp" / "slurm.sh"):
+    for script in (*scripts, ROOT / "deploy" / "slurm.sh"):
         subprocess.run(["bash", "-n", script], check=True)
         completed = subprocess.run([shellcheck, script], capture_output=True, text=True)
         assert completed.returncode == 0, completed.stdout
@@ -464,10 +597,10 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, capsys):
     ("text", "message"),
     [
         ("phasse = 1\n" + SUITE, "phasse is not a field of a suite; did you mean phases"),
-        (SUITE.replace('metric = "val_loss"\n', ""), "metric is missing"),
-        (SUITE.replace("val_loss", "speed"), "metric = 'speed' is unknown: use tokens_per_second"),
+        (SUITE.replace('metrics = ["val_loss"]\n', ""), "metrics is missing"),
+        (SUITE.replace("val_loss", "speed"), "metrics = 'speed' is unknown: use tokens_per_second"),
         (SUITE.replace("phase3", "phase9"), "phases = 'phase9' is unknown"),
-        (SUITE.replace("[1]\nmetric", "[0]\nmetric"), "$.ranks[0] is 0: must be from 1 to "),
+        (SUITE.replace("[1]\nmetrics", "[0]\nmetrics"), "$.ranks[0] is 0: must be from 1 to "),
         (SUITE.replace("minutes = 2", "minutes = 0"), "minutes = 0 is out of range: use more than 0"),
         (SUITE.replace("minutes = 2", 'minutes = "2"'), "$.minutes is a string: must be a number"),
         (SUITE.replace("minutes = 2", "minutes = true"), "$.minutes is true or false: must be a number"),
@@ -483,8 +616,21 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, capsys):
         (SUITE + "seed = 3\n", "seed is set by the suite"),
         (SUITE + 'device = "cpu"\n', "device is set by the suite"),
         (SUITE + 'init_from = "resume"\n', "init_from is set by the suite"),
-        (SUITE.replace("val_loss", "peak_bytes"), "add ledger = true"),
+        (SUITE.replace("val_loss", "peak_bytes"), "peak_bytes needs ledger: add ledger = true"),
         (SUITE.replace("minutes = 2", "minutes = inf"), "less than one year"),
+        (SUITE.replace("metrics", "metric"), "metric is not a field of a suite; did you mean metrics"),
+        (SUITE.replace("val_loss", "val_accuracy"), "val_accuracy needs eval_accuracy: add eval_accuracy = true"),
+        (SUITE.replace("val_loss", "steps_to_loss"), "metric steps_to_loss needs target_loss"),
+        (SUITE.replace("minutes = 2", "target_loss = 2.0"), "target_loss is not used"),
+        (BY_RANKS + "n_layers = 3\n[config]\n", "n_layers is not a field of the configuration; did you mean n_layer"),
+        (SUITE + "minutes = 3\n", "minutes is not a field of the configuration"),
+        (BY_RANKS + "seed = 3\n[config]\n", "seed is set by the suite"),
+        (BY_RANKS + "minutes = true\n[config]\n", "minutes = True is out of range"),
+        (BY_RANKS.replace(".1]", ".2]") + "[config]\n", "by_ranks.2 is not in ranks = [1]"),
+        (
+            BY_RANKS + "n_layer = 3\n[variants.deep]\nn_layer = 2\n[config]\n",
+            "n_layer is in by_ranks.1 and variants.deep: keep only one",
+        ),
         (SUITE.replace("seeds = [1, 2]", f"seeds = {[*range(200_000)]}"), "has 400,000 runs, more than 10,000"),
         (SUITE + "x = " + "[" * 100_000, "is not a valid TOML file"),
         (SUITE + "n_layers = 3\n", "n_layers is not a field of the configuration; did you mean n_layer"),

@@ -23,8 +23,10 @@ from bench.sharding.fsdp_options import (
     make_covering_array,
     run_row,
 )
-from nanoGPT.checkpoint.state import allocate_state
+from nanoGPT.checkpoint.state import allocate_state, load_weights, read_full_state
+from nanoGPT.checkpoint.weights import find_newest
 from nanoGPT.checkpoint.writer import NewFiles
+from nanoGPT.dataset import EVALUATE, TokenData
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.out_dir import DirectoryLock
@@ -370,6 +372,21 @@ def test_compiled_recomputation_draws_the_same_dropout(tmp_path):
     assert gap(plain, recomputed) <= 1e-5
 
 
+def count_correct_tokens(config: EvaluateConfig) -> int:
+    """Count the correct predictions of a run's last checkpoint in an evaluation, token by token in one process."""
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    checkpoint = find_newest(Path(config.out_dir))
+    model = GPT(GPTConfig.from_dict(checkpoint.manifest["model_args"]))
+    load_weights(model, read_full_state(checkpoint.path).model)
+    model.eval()
+    correct = 0
+    for index in range(config.eval_iters):
+        x, y = data.batch("val", EVALUATE, 0, index)
+        for t in range(config.block_size):  # without targets, the model returns the logits of the last token
+            correct += int((model(x[:, : t + 1])[:, -1].argmax(-1) == y[:, t]).sum())
+    return correct
+
+
 def test_evaluate_reads_checkpoints_of_other_phases(tmp_path, capsys):
     """evaluate.py on 4 ranks prints the loss that the baseline logged with its last checkpoint on 2 ranks."""
     train("nanoGPT", 2, tiny("nanoGPT", tmp_path, max_iters=5, dropout=0.0))
@@ -377,8 +394,10 @@ def test_evaluate_reads_checkpoints_of_other_phases(tmp_path, capsys):
     fields = dataclasses.asdict(tiny("phase3_fsdp", tmp_path, dropout=0.0))
     config = EvaluateConfig(**{**fields, "init_from": "resume"})
     assert run_on_ranks(evaluate_weights, 4, config) == pytest.approx([logged] * 4, abs=1e-6)
-    match = re.search(r"validation loss (.+), perplexity (.+), over 96 tokens", capsys.readouterr().out)  # 3 x 2 x 16
+    pattern = r"validation loss (.+), perplexity (.+), over 96 tokens, token accuracy (.+)"  # 3 x 2 x 16
+    match = re.search(pattern, capsys.readouterr().out)
     assert match and [float(match[1]), float(match[2])] == pytest.approx([logged, math.exp(logged)], abs=1e-3)
+    assert float(match[3]) == pytest.approx(count_correct_tokens(config) / 96, abs=1e-4)
     with pytest.raises(ConfigError, match="has no trained weights"):
         EvaluateConfig(init_from="scratch").check(1)
 

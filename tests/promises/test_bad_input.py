@@ -66,7 +66,7 @@ def run_trainer(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **env
         ("--seed=46116860184273879040000000", ["--seed=", "from 0 to"]),
         ("--batch_size=999999999999", ["--batch_size=", "from 1 to"]),
         ("--init_from=resume", ["no checkpoint under", "--out_dir"]),
-        ("--track=wandb", ["[track]"]),
+        ("--track=tensorboard", ["[track]"]),
         ("config/nope.py", ["there is no config file config/nope.py"]),
     ],
 )

@@ -186,7 +186,7 @@ def test_commands_are_found():
     notes = [counts[f"{phase}/IMPLEMENTATION.md"] for phase in ("phase1_zero1", "phase2_triton", "phase3_fsdp")]
     assert counts["README.md"] >= 6 and counts["docs/running.md"] >= 17 and counts["docs/measuring.md"] >= 2
     assert notes[0] >= 11 and notes[1] >= 4 and notes[2] >= 12, counts
-    assert counts["phase3_fsdp/slurm.sh"] == 2
+    assert counts["deploy/slurm.sh"] == 2
     for phase in CONFIGS:
         assert counts[f"{phase}/train.py"] >= 5
         assert all(counts[str(path.relative_to(ROOT))] == 1 for path in list_files(f"{phase}/config/*.py"))
@@ -227,7 +227,7 @@ MALFORMED = [
     "python -m nanoGPT.launch --gpus=4 phase4/train.py",
     "python -m nanoGPT.launch --gpus=4",
     "python nanoGPT/train.py --learning_rate=fast",
-    "sbatch --nodes=3 phase3_fsdp/slurm.sh",
+    "sbatch --nodes=3 deploy/slurm.sh",
 ]
 
 

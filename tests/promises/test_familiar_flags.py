@@ -62,7 +62,7 @@ def test_the_configuration_of_an_older_checkpoint_is_accepted():
     assert (older.fsdp_wrap, older.fsdp_min_num_params) == ("auto", None)
 
 
-@pytest.mark.parametrize("name", ["backend", "wandb_log", "wandb_project", "wandb_run_name"])
+@pytest.mark.parametrize("name", ["backend", "wandb_log"])
 def test_flags_of_nanogpt_are_explained(name, tmp_path):
     """A flag of nanoGPT that does not exist here is one sentence with the replacement, also in a config file."""
     (tmp_path / "theirs.py").write_text(f"{name} = 'nccl'\n")

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from nanoGPT.distributed.network import find_interface, interface_address
-from tests.helpers.programs import DEADLINE, make_flags
+from tests.helpers.programs import DEADLINE, await_steps, find_free_port, make_flags
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses
 
 SHORT = {**TINY, "max_iters": 3, "gradient_accumulation_steps": 4}
-SLURM = ROOT / "phase3_fsdp" / "slurm.sh"
+SLURM = ROOT / "deploy" / "slurm.sh"
 
 
 def run(command: str) -> None:
@@ -111,16 +112,21 @@ def test_the_interface_of_the_master_is_found():
 JOB = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
 
 
+def create_slurm_job(tmp_path: Path) -> dict[str, str]:
+    """Write the simulated commands of Slurm into tmp_path, and return the environment of a job that writes there."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {**JOB, "SLURM_JOB_ID": find_free_port(), "OUT_DIR": str(tmp_path / "run"), "PY": sys.executable}
+    return {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
 def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
     """The sbatch script starts one launcher per node and trains to the end. The same job resumes when it starts again.
 
     The script replaces itself with srun, so that srun receives its signals. srun gets the processors of the job.
     """
-    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    job = {**JOB, "SLURM_JOB_ID": str(os.getpid()), "OUT_DIR": str(tmp_path / "run"), "PY": sys.executable}
-    job |= {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = create_slurm_job(tmp_path)
     script = ["bash", SLURM, *make_flags(**{**SHORT, "device": "cpu"})]
     completed = subprocess.run(script, cwd=ROOT, env=job, capture_output=True, text=True, timeout=DEADLINE)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -131,3 +137,18 @@ def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
         output, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0 and output.startswith(f"{process.pid} 64 ")
     assert output.rstrip().endswith(f"--out_dir={tmp_path}/run --init_from=resume")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_only_the_time_limit_requeues_a_slurm_job(number, tmp_path):
+    """At the time limit (SIGHUP), a job saves and requeues itself. After scancel (SIGTERM), it only saves."""
+    job = create_slurm_job(tmp_path)
+    long_run = make_flags(**{**SHORT, "device": "cpu", "max_iters": 100000, "eval_interval": 100000})
+    with subprocess.Popen(["bash", SLURM, *long_run], cwd=ROOT, env=job, start_new_session=True) as process:
+        await_steps(tmp_path / "run", 2, process)
+        os.killpg(process.pid, number)  # as Slurm does: the shell and the launcher of each node get the signal
+        assert process.wait(DEADLINE) == 0
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+    requeued = tmp_path / "scontrol.requeued"
+    assert requeued.exists() == (number == signal.SIGHUP)
+    assert not requeued.exists() or requeued.read_text().strip() == job["SLURM_JOB_ID"]

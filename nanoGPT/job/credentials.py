@@ -1,0 +1,36 @@
+"""Find out whether a run can log in to Weights & Biases, before its ranks start."""
+
+import netrc
+import os
+from urllib.parse import urlsplit
+
+from nanoGPT.errors import ConfigError
+from nanoGPT.train_config import TrainConfig
+
+WANDB_REMEDY = "run `.venv/bin/wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline"
+
+
+def has_credentials(config: TrainConfig) -> bool:
+    """Return whether the run's tracker needs no credentials or has them.
+
+    Weights & Biases takes them from an environment variable or from the file that `wandb login` writes.
+    """
+    if config.track != "wandb" or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def check_credentials(config: TrainConfig) -> None:
+    """Check that the run's tracker has credentials. Only the node and the rank that log the metrics need them.
+
+    Raises:
+        ConfigError: they are missing.
+    """
+    if not has_credentials(config):
+        raise ConfigError(f"--track={config.track} has no credentials: {WANDB_REMEDY}", on_one_rank=True)
