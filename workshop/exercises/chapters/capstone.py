@@ -1,0 +1,4 @@
+"""x"""
+from workshop.exercises.exercise import Exercise
+
+EXERCISES: list[Exercise] = []
