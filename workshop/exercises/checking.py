@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -78,6 +79,7 @@ def check_on_rank(name: str, path: str, limit: float, stacks: str) -> None:
     from workshop.exercises.registry import find_exercise  # here, because its chapters import this room
 
     exercise = find_exercise(name)
+    warnings.simplefilter("ignore")
     with open(Path(stacks) / f"rank{dist.get_rank()}.txt", "w") as file:
         faulthandler.dump_traceback_later(limit, file=file)
         try:
@@ -129,14 +131,30 @@ def replace_target(target: str, answer: ModuleType) -> None:
 
 def describe_exception(error: BaseException, path: Path) -> str:
     """Return the learner's line that raised an exception, or the line that called the code that did."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    if isinstance(error, NotImplementedError) and frames and frames[-1].line == STUB:
-        return f"Line {frames[-1].lineno} of {shorten(path)} still is `{STUB}`: write your code there."
-    message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-    if frames:
-        return f"Line {frames[-1].lineno} of {shorten(path)}, `{frames[-1].line}`, failed on a rank:\n{message}"
+    chain = list_causes(error)
+    if any(isinstance(each, NotImplementedError) and str(each) in STUB for each in chain):
+        return f"{shorten(path)} still contains `{STUB}`: write your code there."
+    for cause in reversed(chain):  # Triton's interpreter raises its own error from the learner's
+        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == str(path)]
+        if frames:
+            line = f"Line {frames[-1].lineno} of {shorten(path)}, `{frames[-1].line}`,"
+            return f"{line} failed on a rank:\n{describe_message(cause)}"
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"The code that uses your answer failed in {shorten(Path(last.filename))}, line {last.lineno}:\n{message}"
+    place = f"{shorten(Path(last.filename))}, line {last.lineno}"
+    return f"The code that uses your answer failed in {place}:\n{describe_message(error)}"
+
+
+def list_causes(error: BaseException) -> list[BaseException]:
+    """Return an exception, its cause, the cause of the cause, and so on."""
+    chain: list[BaseException] = []
+    while error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__ or error
+    return chain
+
+
+def describe_message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}"
 
 
 def describe_hang(exercise: Exercise, path: Path, stacks: Path, seconds: float) -> str | None:
