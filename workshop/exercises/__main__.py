@@ -1,11 +1,11 @@
 """Exercises on the code of this repository, which are checked immediately on real ranks.
 
-    make exercise                  # list the exercises
-    make exercise N=zero1.5        # write the task and a stub into work/zero1_5.py
-    make check N=zero1.5           # run your code on real ranks, and explain what is wrong
-    make hint N=zero1.5 LEVEL=1    # a nudge; LEVEL=2: the idea; LEVEL=3: the decisive line
-    make solution N=zero1.5        # print the repository's own code
-    make exercises                 # prove that all solutions pass, and that wrong answers are explained
+make exercise                  # list the exercises
+make exercise N=zero1.5        # write the task and a stub into work/zero1_5.py
+make check N=zero1.5           # run your code on real ranks, and explain what is wrong
+make hint N=zero1.5 LEVEL=1    # a nudge; LEVEL=2: the idea; LEVEL=3: the decisive line
+make solution N=zero1.5        # print the repository's own code
+make exercises                 # prove that all solutions pass, and that wrong answers are explained
 """
 
 import sys
@@ -15,6 +15,7 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import write_atomically
 from workshop.exercises.checking import check_file
+from workshop.exercises.document import write_document
 from workshop.exercises.proving import prove_all
 from workshop.exercises.registry import EXERCISES, find_exercise
 from workshop.exercises.stubs import find_hint_line, find_target, remove_markers, render_file
@@ -104,12 +105,19 @@ def prove_exercises(name: str = "") -> int:
     return 0 if prove_all(selected or [find_exercise(name)]) else 1
 
 
+def update_document() -> int:
+    """Write the tables of docs/exercises.md."""
+    write_document()
+    return 0
+
+
 COMMANDS = {
     "exercise": start_exercise,
     "check": check_exercise,
     "hint": show_hint,
     "solution": show_solution,
     "prove": prove_exercises,
+    "document": update_document,
 }
 
 
@@ -117,7 +125,9 @@ def main(arguments: list[str]) -> int:
     """Run one of the commands."""
     command = arguments[0] if arguments else ""
     if command not in COMMANDS:
-        raise ConfigError(f"{command or 'no command'} is unknown{did_you_mean(command, list(COMMANDS)) or ': use exercise'}")
+        raise ConfigError(
+            f"{command or 'no command'} is unknown{did_you_mean(command, list(COMMANDS)) or ': use exercise'}"
+        )
     return int(command_line(COMMANDS[command], arguments[1:]))
 
 

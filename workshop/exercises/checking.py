@@ -1,8 +1,8 @@
 """Check a learner's file: run it on real ranks in place of the repository's own code, and explain a failure.
 
-Every rank is a process with gloo collectives and a time limit. A rank that finds a wrong result, or whose code raises an
-exception, reports it, and all ranks are stopped. If ranks wait for each other until the limit, the report names the line
-in which each rank waits.
+Every rank is a process with gloo collectives and a time limit. A rank that finds a wrong result, or whose code raises
+an exception, reports it, and all ranks are stopped. If ranks wait for each other until the limit, the report names the
+line in which each rank waits.
 """
 
 import faulthandler
@@ -17,11 +17,11 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch.distributed as dist
 
 from workshop.exercises.exercise import Exercise, WrongAnswer
+from workshop.exercises.registry import find_exercise
 from workshop.exercises.stubs import STUB
 from workshop.imports import PACKAGES, ROOT
 from workshop.ranks import RankFailed, run_on_ranks
@@ -76,8 +76,6 @@ def check_on_rank(name: str, path: str, limit: float, stacks: str) -> None:
     Raises:
         Report: the answer is wrong, or its code raised an exception.
     """
-    from workshop.exercises.registry import find_exercise  # here, because its chapters import this room
-
     exercise = find_exercise(name)
     warnings.simplefilter("ignore")
     with open(Path(stacks) / f"rank{dist.get_rank()}.txt", "w") as file:
@@ -178,8 +176,3 @@ def describe_hang(exercise: Exercise, path: Path, stacks: Path, seconds: float) 
 def shorten(path: Path) -> str:
     """Return a path relative to the repository if it is inside."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-
-
-def collect_traffic(rows: dict[tuple[str, int], dict[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Return the calls and the bytes of full tensors of each collective that a `CollectiveCounter` has counted."""
-    return {kind: (row["calls"], row["tensor_bytes"]) for (kind, _), row in rows.items()}

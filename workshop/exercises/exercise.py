@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 
 class WrongAnswer(Exception):
     """The answer is wrong. The message explains the mistake in the terms of the lesson."""
@@ -21,23 +18,6 @@ def expect(is_right: bool, explanation: str) -> None:
     """
     if not is_right:
         raise WrongAnswer(explanation)
-
-
-def is_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> bool:
-    """Return whether two tensors or numbers have the same shape and differ by at most `tolerance`.
-
-    The difference is relative to the largest expected value. NaN is never close.
-    """
-    a, e = torch.as_tensor(actual).detach().double(), torch.as_tensor(expected).detach().double()
-    if a.shape != e.shape:
-        return False
-    limit = tolerance * max(1.0, e.abs().max().item() if e.numel() else 0.0)
-    return bool(((a - e).abs() <= limit).all())
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Return normally distributed fp32 numbers, the same on every rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
@@ -77,7 +57,7 @@ class Exercise:
         line: the beginning of the line of the solution that is the third hint.
         mistakes: typical wrong answers, each of which the check explains.
         prepare: called on every rank while the repository's own code is still in place.
-        planted: edits that turn the solution into the code that the learner gets. Without them, the learner gets a stub.
+        planted: edits that turn the solution into the code that the learner gets; without them, it is a stub.
         on_hang: the explanation if ranks wait for each other forever.
         limit: seconds after which a check counts as hanging.
     """

@@ -52,7 +52,9 @@ def prove(exercise: Exercise) -> Proof:
         for number, mistake in enumerate(exercise.mistakes, start=1):
             explanation = check(apply_mistake(solution, mistake), HANG_LIMIT if mistake.hangs else None)
             if mistake.explanation not in explanation or not explanation:
-                problems.append(f"wrong answer {number} should fail with {mistake.explanation!r}: {explanation or 'it passes'}")
+                problems.append(
+                    f"wrong answer {number} should fail with {mistake.explanation!r}: {explanation or 'it passes'}"
+                )
     if len(exercise.mistakes) < 2:
         problems.append("an exercise needs at least two wrong answers")
     find_hint_line(exercise)

@@ -1,9 +1,9 @@
 """Strip a solution out of the repository's own code: the learner gets the imports, the signatures and the docstrings.
 
 A target is a function, a method or a class: "phase1_zero1.buckets:split_into_buckets",
-"phase1_zero1.zero1:Zero1Optimizer.clip_grad_norm_" or "notebooks/04_fsdp.py:ShardedLinear". The body of each function is
-replaced by a line that raises NotImplementedError. If the code has the comments `# SOLUTION` and `# END SOLUTION`, only
-the lines between them are replaced.
+"phase1_zero1.zero1:Zero1Optimizer.clip_grad_norm_" or "notebooks/04_fsdp.py:ShardedLinear". The body of each function
+is replaced by a line that raises NotImplementedError. If the code has the comments `# SOLUTION` and `# END SOLUTION`,
+only the lines between them are replaced.
 """
 
 import ast
@@ -76,8 +76,10 @@ def find_target(target: str) -> Target:
             raise KeyError(f"{place} has no {name}")
         node, body = nodes[0], nodes[0].body
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    lines = file.text.splitlines(keepends=True)[first - 1 : node.end_lineno]
-    return Target(file, name, textwrap.dedent("".join(lines)), first)
+    lines, last = file.text.splitlines(keepends=True), node.end_lineno or first
+    if lines[last : last + 1] and lines[last].strip() == "# END SOLUTION":  # a comment at the end is not in the tree
+        last += 1
+    return Target(file, name, textwrap.dedent("".join(lines[first - 1 : last])), first)
 
 
 def strip_solution(code: str) -> str:
@@ -206,7 +208,8 @@ def render_file(exercise: Exercise) -> str:
     text = [
         f"Exercise {exercise.name}: {exercise.title}. {exercise.minutes} minutes, {exercise.difficulty}.",
         *exercise.task.split("\n\n"),
-        f"Check your answer with `make check N={exercise.name}`. `make hint N={exercise.name} LEVEL=1` gives the first of "
+        f"Check your answer with `make check N={exercise.name}`. `make hint N={exercise.name} LEVEL=1` gives the "
+        "first of "
         f"three hints, and `make solution N={exercise.name}` prints the repository's own code.",
         f"During the check, your code replaces {' and '.join(places)}.",
     ]
@@ -225,5 +228,3 @@ def find_hint_line(exercise: Exercise) -> str:
     if len(matches) != 1:
         raise ValueError(f"{exercise.name}: {len(matches)} lines of the solution begin with {exercise.line!r}")
     return matches[0]
-
-

@@ -1,203 +1,23 @@
 """Exercises on collectives: the ring algorithms, with send and receive."""
 
-import contextlib
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from workshop import collectives
-from workshop.exercises.exercise import Exercise, Mistake, draw, expect, is_close, mistake
-
-CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
-
-
-@contextlib.contextmanager
-def count_sent_bytes() -> Iterator[list[int]]:
-    """Count the bytes of each send of this rank, and refuse torch's own collectives."""
-    sent: list[int] = []
-    originals = {name: getattr(dist, name) for name in ("send", "isend", *CALLS)}
-
-    def count(name: str) -> Any:
-        def send(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            sent.append(tensor.numel() * tensor.element_size())
-            return originals[name](tensor, *args, **kwargs)
-
-        return send
-
-    def refuse(name: str) -> Any:
-        def call(*_: Any, **__: Any) -> Any:
-            expect(False, f"Your code calls dist.{name}: use only send and receive, to see what this collective does.")
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, count(name) if name in ("send", "isend") else refuse(name))
-    try:
-        yield sent
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-def draw_all(length: int) -> list[Tensor]:
-    """Return the values of every rank."""
-    return [draw(length, seed=rank) for rank in range(dist.get_world_size())]
-
-
-def check_volume(sent: list[int], limit: float, name: str) -> None:
-    expect(
-        sum(sent) <= limit,
-        f"A rank sends {sum(sent):,} bytes, but the ring algorithm sends {limit:,.0f}: send one chunk of 1/N per step, and "
-        f"not the full tensor. {name}",
-    )
-
-
-def check_reduce_scatter(answer: ModuleType, _: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    values = draw_all(12)
-    mine = values[rank].clone()
-    with count_sent_bytes() as sent:
-        result = answer.reduce_scatter(mine)
-    total = sum(values[1:], values[0])
-    expect(
-        not is_close(result, values[rank].chunk(ranks)[rank]),
-        f"Rank {rank} returns its own values of chunk {rank}, to which nothing was added. In the last step a rank must "
-        "receive the chunk that it returns: shift the index by one.",
-    )
-    expect(
-        not any(is_close(result, values[r].chunk(ranks)[i]) for r in range(ranks) for i in range(ranks)),
-        "The result is the chunk of a single rank. Add the received chunk to your own before you send it on.",
-    )
-    expect(
-        is_close(result, total.chunk(ranks)[rank]),
-        f"Rank {rank} does not return the sum of chunk {rank} over all ranks. In every step, a rank must send the chunk that "
-        "it has just completed, and add the received values to the chunk with the same index as that of the sender.",
-    )
-    check_volume(sent, 4 * 12 * (ranks - 1) / ranks, "Each chunk needs N - 1 steps.")
-    expect(torch.equal(mine, values[rank]), "The input has changed: work on a copy.")
-
-
-def check_all_gather(answer: ModuleType, _: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    values = draw_all(5)
-    with count_sent_bytes() as sent:
-        result = answer.all_gather(values[rank])
-    full = torch.cat(values)
-    expect(result.shape == full.shape, f"The result has the shape {tuple(result.shape)} instead of {tuple(full.shape)}.")
-    wrong = [i for i in range(ranks) if not torch.equal(result.chunk(ranks)[i], values[i])]
-    expect(
-        rank not in wrong, f"Chunk {rank} on rank {rank} is not its own: copy the local chunk into its place first."
-    )
-    expect(
-        not wrong,
-        f"Rank {rank} has wrong values in the chunks {wrong}. In step s, a rank passes on the chunk that it received in step "
-        "s - 1, and not its own chunk again.",
-    )
-    check_volume(sent, 4 * 5 * (ranks - 1), "Each rank passes on N - 1 chunks.")
-
-
-def check_all_reduce(answer: ModuleType, _: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for length in (12, 10, 1):
-        values = draw_all(length)
-        total, mine = sum(values[1:], values[0]), values[rank].clone()
-        with count_sent_bytes() as sent:
-            answer.all_reduce(mine)
-        expect(
-            not torch.equal(mine, values[rank]),
-            "The values have not changed: the result must be written into the argument, in place.",
-        )
-        expect(
-            not is_close(mine, total / ranks),
-            "The result is the mean over the ranks. An all-reduce returns the sum, and the caller divides.",
-        )
-        expect(
-            is_close(mine, total),
-            f"The result for {length} elements on {ranks} ranks is wrong. If the length is not a multiple of N, add zeros for "
-            "the ring, and remove them at the end.",
-        )
-        padded = 4 * (length + -length % ranks)
-        check_volume(sent, 2 * padded * (ranks - 1) / ranks, "An all-reduce is a reduce-scatter and an all-gather.")
-    matrix = torch.ones(2, 3)
-    answer.all_reduce(matrix)
-    expect(bool((matrix == ranks).all()), "A matrix must keep its shape: work on a flat view of it.")
-
-
-def check_broadcast(answer: ModuleType, _: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for source in range(ranks):
-        values = draw_all(6)
-        mine = values[rank].clone()
-        with count_sent_bytes() as sent:
-            answer.broadcast(mine, source)
-        expect(
-            torch.equal(mine, values[source]),
-            f"With source {source}, rank {rank} does not have the values of rank {source}. The position of a rank on the ring "
-            "is its distance from the source, (rank - source) % N, and not its rank.",
-        )
-        expect(
-            len(sent) <= 1,
-            f"Rank {rank} sends the tensor {len(sent)} times: the link of the source is then the bottleneck. Each rank passes "
-            "the values on to the next rank only.",
-        )
-
-
-def check_costs(answer: ModuleType, _: Any) -> None:
-    for ranks in (2, 4, 7):
-        for name, function, length in (
-            ("reduce-scatter", collectives.reduce_scatter, 28),
-            ("all-gather", collectives.all_gather, 28 // ranks),
-        ):
-            full = 4 * (length if name == "reduce-scatter" else length * ranks)
-            steps, volume = answer.predict_costs(name, full, ranks)
-            expect(
-                steps == ranks - 1,
-                f"A {name} on {ranks} ranks has {ranks - 1} steps, not {steps}: each chunk visits all other ranks once.",
-            )
-            expect(
-                is_close(volume, full * (ranks - 1) / ranks, 1e-9),
-                f"A rank sends {full * (ranks - 1) / ranks:g} bytes in a {name} of {full} bytes on {ranks} ranks, not "
-                f"{volume:g}: N - 1 chunks of 1/N of the tensor.",
-            )
-        steps, volume = answer.predict_costs("all-reduce", 28, ranks)
-        expect(
-            (steps, is_close(volume, 2 * 28 * (ranks - 1) / ranks, 1e-9)) == (2 * (ranks - 1), True),
-            f"An all-reduce is a reduce-scatter followed by an all-gather: {2 * (ranks - 1)} steps, and twice the bytes.",
-        )
-        steps, volume = answer.predict_costs("broadcast", 28, ranks)
-        expect(
-            (steps, volume) == (ranks - 1, 28.0),
-            "In a broadcast each rank passes on the full tensor, and not a chunk: 28 bytes in N - 1 steps.",
-        )
-    measured = measure_reduce_scatter()
-    expect(
-        is_close(answer.predict_costs("reduce-scatter", 48, 4)[1], measured, 1e-9),
-        f"4 ranks have just sent {measured:g} bytes each in a reduce-scatter of 48 bytes, and you predict another number.",
-    )
-    expect(answer.predict_costs("broadcast", 28, 1) == (0, 0.0), "A single rank sends nothing.")
-
-
-def measure_reduce_scatter() -> float:
-    """Return the bytes that this rank sends in a reduce-scatter of 48 bytes on 4 ranks."""
-    with count_sent_bytes() as sent:
-        collectives.reduce_scatter(torch.ones(12))
-    return float(sum(sent))
-
-
-NO_RECEIVER = "Every rank waits until its send has ended, and no rank receives. Start the send, receive, then wait for it."
+from workshop.exercises.checks.collectives import (
+    NO_RECEIVER,
+    check_all_gather,
+    check_all_reduce,
+    check_broadcast,
+    check_costs,
+    check_reduce_scatter,
+)
+from workshop.exercises.exercise import Exercise, Mistake, mistake
 
 EXERCISES = [
     Exercise(
         name="collectives.1",
         title="Write a reduce-scatter on a ring",
         targets=("workshop.collectives:reduce_scatter",),
-        task="""ZeRO and FSDP average gradients with a reduce-scatter: rank r gets chunk r of the sum over all ranks. Write it
-        with `exchange`, which sends a chunk to the next rank and receives one from the previous rank. In each of the N - 1
-        steps a rank sends one chunk, so it sends (N-1)/N of the tensor.""",
+        task="""ZeRO and FSDP average gradients with a reduce-scatter: rank r gets chunk r of the sum over all
+        ranks. Write it with `exchange`, which sends a chunk to the next rank and receives one from the previous
+        rank. In each of the N - 1 steps a rank sends one chunk, so it sends (N-1)/N of the tensor.""",
         minutes=20,
         difficulty="medium",
         ranks=4,
@@ -206,12 +26,21 @@ EXERCISES = [
         idea="In step s, rank r sends chunk r - s - 1 and adds what it receives to chunk r - s - 2 (modulo N).",
         line="outgoing, incoming",
         mistakes=(
-            mistake("(rank - step - 1) % ranks, (rank - step - 2)", "(rank - step) % ranks, (rank - step - 1)", "shift the index"),
+            mistake(
+                "(rank - step - 1) % ranks, (rank - step - 2)",
+                "(rank - step) % ranks, (rank - step - 1)",
+                "shift the index",
+            ),
             mistake("chunks[incoming] += received", "chunks[incoming].copy_(received)", "the chunk of a single rank"),
             mistake("full.clone().chunk", "full.chunk", "The input has changed"),
             Mistake(
-                (("exchange(chunks[outgoing], received)", "dist.send(chunks[outgoing], (rank + 1) % ranks)\n"
-                  "        dist.recv(received, (rank - 1) % ranks)"),),
+                (
+                    (
+                        "exchange(chunks[outgoing], received)",
+                        "dist.send(chunks[outgoing], (rank + 1) % ranks)\n"
+                        "        dist.recv(received, (rank - 1) % ranks)",
+                    ),
+                ),
                 "no rank receives",
                 hangs=True,
             ),  # fmt: skip
@@ -222,8 +51,8 @@ EXERCISES = [
         name="collectives.2",
         title="Write an all-gather on a ring",
         targets=("workshop.collectives:all_gather",),
-        task="""After the update of a shard, an all-gather gives every rank the chunks of all ranks. Write it with `exchange`.
-        A rank passes on what it has received, so that each chunk visits all ranks in N - 1 steps.""",
+        task="""After the update of a shard, an all-gather gives every rank the chunks of all ranks. Write it with
+        `exchange`. A rank passes on what it has received, so that each chunk visits all ranks in N - 1 steps.""",
         minutes=15,
         difficulty="medium",
         ranks=4,
@@ -242,14 +71,16 @@ EXERCISES = [
         name="collectives.3",
         title="Compose an all-reduce",
         targets=("workshop.collectives:all_reduce",),
-        task="""DDP averages gradients with an all-reduce. It is a reduce-scatter followed by an all-gather, and ZeRO-1 puts
-        the optimizer's update between the two. Use both functions. The length may not be a multiple of N.""",
+        task="""DDP averages gradients with an all-reduce. It is a reduce-scatter followed by an all-gather, and
+        ZeRO-1 puts the optimizer's update between the two. Use both functions. The length may not be a multiple of
+        N.""",
         minutes=10,
         difficulty="easy",
         ranks=4,
         check=check_all_reduce,
         nudge="Each rank needs a chunk of the same length, also for 10 elements on 4 ranks.",
-        idea="Add zeros up to a multiple of N, reduce-scatter, all-gather, and copy the first elements back into `flat`.",
+        idea="Add zeros up to a multiple of N, reduce-scatter, all-gather, and copy the first elements back into "
+        "`flat`.",
         line="flat.copy_",
         mistakes=(
             mistake("flat.copy_(", "flat = (", "The values have not changed"),
@@ -266,8 +97,8 @@ EXERCISES = [
         name="collectives.4",
         title="Broadcast from rank to rank",
         targets=("workshop.collectives:broadcast",),
-        task="""Naive ZeRO-1 broadcasts each updated parameter from its owner. Write a broadcast from any source rank: the
-        source sends to the next rank, and each rank passes the values on, except the last one.""",
+        task="""Naive ZeRO-1 broadcasts each updated parameter from its owner. Write a broadcast from any source
+        rank: the source sends to the next rank, and each rank passes the values on, except the last one.""",
         minutes=10,
         difficulty="easy",
         ranks=4,
@@ -293,20 +124,23 @@ EXERCISES = [
             mistake("(rank - source) % ranks", "rank", "is its distance from the source"),
             mistake("if position > 0:", "if True:", "the source must not receive", hangs=True),
         ),
-        on_hang="A rank waits for a message that no rank sends: the source must not receive, and the last rank must not send.",
+        on_hang="A rank waits for a message that no rank sends: the source must not receive, and the last rank must "
+        "not send.",
     ),
     Exercise(
         name="collectives.5",
         title="Predict the steps and the volume of a collective",
         targets=("workshop.collectives:predict_costs",),
-        task="""The ledger of this repository compares the measured communication with a formula. Return the number of steps,
-        and the largest number of bytes that a rank sends, for each collective of workshop/collectives.py.""",
+        task="""The ledger of this repository compares the measured communication with a formula. Return the number
+        of steps, and the largest number of bytes that a rank sends, for each collective of
+        workshop/collectives.py.""",
         minutes=10,
         difficulty="easy",
         ranks=4,
         check=check_costs,
         nudge="How large is a chunk, and how many chunks does a rank send?",
-        idea="N - 1 steps with one chunk each; an all-reduce is two collectives; a broadcast passes on the full tensor.",
+        idea="N - 1 steps with one chunk each; an all-reduce is two collectives; a broadcast passes on the full "
+        "tensor.",
         line="return steps, steps *",
         mistakes=(
             mistake("steps = 2 * steps", "pass", "a reduce-scatter followed by an all-gather"),
