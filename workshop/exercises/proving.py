@@ -34,7 +34,22 @@ class Proof:
 
 def prove(exercise: Exercise) -> Proof:
     """Check the solution, the stub and every wrong answer of an exercise through the path of a learner's file."""
-    begin, problems = time.monotonic(), []
+    begin = time.monotonic()
+    try:
+        problems = find_problems(exercise)
+    except (KeyError, ValueError) as error:
+        problems = [f"the exercise does not fit the code any more: {error}"]
+    return Proof(exercise, problems, time.monotonic() - begin)
+
+
+def find_problems(exercise: Exercise) -> list[str]:
+    """Return one message for each check that does not give the expected result.
+
+    Raises:
+        KeyError, ValueError: the code has changed, and a target, an edit or the line of the last hint does not exist.
+    """
+    problems: list[str] = []
+    find_hint_line(exercise)
     solution = render_code(exercise, is_stub=False)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / exercise.file_name
@@ -57,8 +72,7 @@ def prove(exercise: Exercise) -> Proof:
                 )
     if len(exercise.mistakes) < 2:
         problems.append("an exercise needs at least two wrong answers")
-    find_hint_line(exercise)
-    return Proof(exercise, problems, time.monotonic() - begin)
+    return problems
 
 
 def prove_all(exercises: Iterable[Exercise]) -> bool:

@@ -204,7 +204,7 @@ def render_file(exercise: Exercise) -> str:
     code = render_code(exercise, is_stub=not exercise.planted)
     for planted in exercise.planted:
         code = apply_mistake(code, planted)
-    places = [target.replace(":", ".") for target in exercise.targets]
+    places = [" of ".join(reversed(target.split(":"))) for target in exercise.targets]
     text = [
         f"Exercise {exercise.name}: {exercise.title}. {exercise.minutes} minutes, {exercise.difficulty}.",
         *exercise.task.split("\n\n"),

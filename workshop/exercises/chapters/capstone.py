@@ -44,7 +44,7 @@ SEED_OF_RANK = mistake(
     "a training step also draws random numbers",
 )
 NO_MASK = mistake(
-    "is_causal=T > 1,  # with a cache there is one query, which attends to every key",
+    "is_causal=mask is None and T > 1,  # with a cache there is one query, which attends to every key",
     "is_causal=False,",
     "only the forward pass",
 )
@@ -56,7 +56,10 @@ REENTRANT = Mistake(
             "        halves = [checkpoint(self.ln_2, half, use_reentrant=True) for half in x.chunk(2)]\n"
             "        return x + self.mlp(torch.cat(halves))",
         ),
-        ("import torch\n", "import torch\nfrom torch.utils.checkpoint import checkpoint\n"),
+        (
+            "from torch.nn import functional as F\n",
+            "from torch.nn import functional as F\nfrom torch.utils.checkpoint import checkpoint\n",
+        ),
     ),
     "a second backward() ran",
 )

@@ -385,5 +385,10 @@ def check_zero2(answer: ModuleType, expected: dict[str, Any]) -> None:
         "of step "
         "0 are still in local_grads. Set them to zero in clear_gradients.",
     )
-    calls, size = result["traffic"]["reduce-scatter"]
-    expect(size > 0 and is_close(result["weights"], expected["weights"]), "The weights differ from one process.")
+    reduced, gathered = (result["traffic"][kind][1] for kind in ("reduce-scatter", "all-gather"))
+    expect(
+        reduced == 2 * gathered,
+        f"The ledger counts reduce-scatters of {reduced:,} bytes and all-gathers of {gathered:,} in a step with 2 "
+        "micro-batches. ZeRO-2 reduces every bucket once per micro-batch.",
+    )
+    expect(is_close(result["weights"], expected["weights"]), "The weights differ from one process.")
