@@ -94,13 +94,13 @@ jupyter: .venv/.notebooks data  ## install Jupyter and open the notebooks
 exercise: .venv/.core  ## write exercise N=zero1.5 into work/, for you to solve; without N, list the exercises
 	@$(PY) -m workshop.exercises exercise --name=$(N)
 check: .venv/.core data  ## check your answer to exercise N=zero1.5 on real ranks, and explain what is wrong; takes seconds
-	@OMP_NUM_THREADS=1 $(PY) -m workshop.exercises check --name=$(N)
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises check --name=$(N)
 hint: .venv/.core  ## print a hint for exercise N=zero1.5; LEVEL=1: a nudge, 2: the idea, 3: the line
 	@$(PY) -m workshop.exercises hint --name=$(N) --level=$(LEVEL)
 solution: .venv/.core  ## print the repository's own code for exercise N=zero1.5
 	@$(PY) -m workshop.exercises solution --name=$(N)
 exercises: .venv/.core data  ## prove all exercises: solutions pass, stubs fail, wrong answers are explained; N=zero1: a chapter
-	@OMP_NUM_THREADS=1 $(PY) -m workshop.exercises prove --name=$(N)
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises prove --name=$(N)
 elastic: .venv/.core data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
 	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)
 rendezvous: .venv/.core  ## serve the store of make elastic on PORT=29400

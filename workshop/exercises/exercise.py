@@ -35,7 +35,7 @@ class Mistake:
     hangs: bool = False
 
 
-def mistake(old: str, new: str, explanation: str, hangs: bool = False) -> Mistake:
+def plant_mistake(old: str, new: str, explanation: str, hangs: bool = False) -> Mistake:
     """Return a wrong answer with one edit."""
     return Mistake(((old, new),), explanation, hangs)
 

@@ -23,7 +23,7 @@ def is_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> bool:
     return bool(((a - e).abs() <= limit).all())
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
+def draw_normal(*shape: int, seed: int = 0) -> Tensor:
     """Return normally distributed fp32 numbers, the same on every rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

@@ -32,7 +32,7 @@ class Proof:
         return f"{self.exercise.name:<14} {self.seconds:5.1f} s  {result}"
 
 
-def prove(exercise: Exercise) -> Proof:
+def prove_exercise(exercise: Exercise) -> Proof:
     """Check the solution, the stub and every wrong answer of an exercise through the path of a learner's file."""
     begin = time.monotonic()
     try:
@@ -79,7 +79,7 @@ def prove_all(exercises: Iterable[Exercise]) -> bool:
     """Prove exercises, print one line for each, and return whether there was no problem."""
     begin, has_problem, count = time.monotonic(), False, 0
     with ThreadPoolExecutor(PARALLEL_CHECKS) as pool:
-        for proof in pool.map(prove, exercises):
+        for proof in pool.map(prove_exercise, exercises):
             print(proof.format_row(), flush=True)
             has_problem, count = has_problem or bool(proof.problems), count + 1
     print(f"{count} exercises proved in {time.monotonic() - begin:.0f} s" if not has_problem else "some proofs failed")

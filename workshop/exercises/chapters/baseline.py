@@ -10,7 +10,7 @@ from workshop.exercises.checks.baseline import (
     draw_expected_rows,
     run_reference_steps,
 )
-from workshop.exercises.exercise import Exercise, Mistake, mistake
+from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
 
 EXERCISES = [
     Exercise(
@@ -27,13 +27,13 @@ EXERCISES = [
         idea="The progress of the decay is a number from 0 to 1. (1 + cos(pi * progress)) / 2 falls from 1 to 0.",
         line="progress =",
         mistakes=(
-            mistake(
+            plant_mistake(
                 "(step + 1) / (config.warmup_iters + 1)",
                 "step / config.warmup_iters",
                 "Step 0 has a learning rate of 0",
             ),
-            mistake("return config.min_lr + 0.5", "return 0.5", "decays to min_lr"),
-            mistake(
+            plant_mistake("return config.min_lr + 0.5", "return 0.5", "decays to min_lr"),
+            plant_mistake(
                 "(step - config.warmup_iters) / (decay_steps - config.warmup_iters)", "step / decay_steps", "progress"
             ),
         ),
@@ -54,7 +54,7 @@ EXERCISES = [
         "root.",
         line="squares =",
         mistakes=(
-            mistake("if sharded_over is not None:", "if False:", "each rank returns the norm of its own shards"),
+            plant_mistake("if sharded_over is not None:", "if False:", "each rank returns the norm of its own shards"),
             Mistake(
                 (
                     ("torch.stack(norms).square().sum()", "torch.stack(norms).square().sum().sqrt()"),
@@ -62,7 +62,7 @@ EXERCISES = [
                 ),
                 "Norms do not add up",
             ),
-            mistake("else torch.float64", "else torch.float32", "Accumulate in fp64"),
+            plant_mistake("else torch.float64", "else torch.float32", "Accumulate in fp64"),
         ),
     ),
     Exercise(
@@ -78,9 +78,9 @@ EXERCISES = [
         idea="The factor is max_norm / norm, but never more than 1. The norm may be 0.",
         line="scale =",
         mistakes=(
-            mistake(".clamp(max=1.0)", "", "clipping must never enlarge a gradient"),
-            mistake("max_norm > 0 and grads", "grads", "max_norm = 0 turns clipping off"),
-            mistake("max_norm / (norm + 1e-6)", "max_norm / (norm * norm + 1e-6)", "by max_norm / norm"),
+            plant_mistake(".clamp(max=1.0)", "", "clipping must never enlarge a gradient"),
+            plant_mistake("max_norm > 0 and grads", "grads", "max_norm = 0 turns clipping off"),
+            plant_mistake("max_norm / (norm + 1e-6)", "max_norm / (norm * norm + 1e-6)", "by max_norm / norm"),
         ),
     ),
     Exercise(
@@ -98,13 +98,15 @@ EXERCISES = [
         idea="Write the three numbers into one text with separators, hash it, and use the hash as the seed.",
         line="digest =",
         mistakes=(
-            mistake('f"{seed}/{step}/{micro_batch}"', 'f"{seed}/{step}"', "the micro-batch must be part of the key"),
-            mistake(
+            plant_mistake(
+                'f"{seed}/{step}/{micro_batch}"', 'f"{seed}/{step}"', "the micro-batch must be part of the key"
+            ),
+            plant_mistake(
                 'f"{seed}/{step}/{micro_batch}"',
                 'f"{seed}/{step}/{micro_batch}/{torch.distributed.get_rank()}"',
                 "the key depends on the rank",
             ),
-            mistake('f"{seed}/{step}/{micro_batch}"', 'f"{seed}{step}{micro_batch}"', "Separate the numbers"),
+            plant_mistake('f"{seed}/{step}/{micro_batch}"', 'f"{seed}{step}{micro_batch}"', "Separate the numbers"),
         ),
     ),
     Exercise(
@@ -133,8 +135,8 @@ EXERCISES = [
                 ),
                 "not the rows that one process draws",
             ),
-            mistake("else 0.02", "else 0.2", "standard deviation"),
-            mistake('if chunk else f"{seed}/{name}"', 'if chunk > 1 else f"{seed}/{name}"', "other keys"),
+            plant_mistake("else 0.02", "else 0.2", "standard deviation"),
+            plant_mistake('if chunk else f"{seed}/{name}"', 'if chunk > 1 else f"{seed}/{name}"', "other keys"),
         ),
     ),
     Exercise(
@@ -156,13 +158,13 @@ EXERCISES = [
         "parallel_model.require_backward_grad_sync.",
         line="parallel_model.require_backward_grad_sync",
         mistakes=(
-            mistake("loss / len(micro_batches)", "loss", "divide each loss by their number"),
-            mistake("micro_batch == micro_batches[-1]", "True", "DDP averages after every micro-batch"),
-            mistake("    optimizer.zero_grad(set_to_none=True)\n", "", "The gradients are still there"),
-            mistake(
+            plant_mistake("loss / len(micro_batches)", "loss", "divide each loss by their number"),
+            plant_mistake("micro_batch == micro_batches[-1]", "True", "DDP averages after every micro-batch"),
+            plant_mistake("    optimizer.zero_grad(set_to_none=True)\n", "", "The gradients are still there"),
+            plant_mistake(
                 "    clip_grads(grads, norm, config.grad_clip)\n", "", "clip the gradients by the global norm before"
             ),
-            mistake(
+            plant_mistake(
                 "        reseed(run.device, config.seed, step, micro_batch)\n", "", "reseed before each forward pass"
             ),
         ),

@@ -10,7 +10,7 @@ from workshop.exercises.checks.bugs import (
     check_tail,
     check_variance,
 )
-from workshop.exercises.exercise import Exercise, mistake
+from workshop.exercises.exercise import Exercise, plant_mistake
 
 EXERCISES = [
     Exercise(
@@ -25,13 +25,15 @@ EXERCISES = [
         idea="Which value must a lane beyond V have, so that it adds nothing to a sum of exponentials?",
         line="total += tl.sum",
         planted=(
-            mistake(
+            plant_mistake(
                 'other=float("-inf")))\n        total', "other=0.0))\n        total", "the last tile has lanes beyond V"
             ),
         ),
         mistakes=(
-            mistake('other=float("-inf")))\n        total', "other=-1.0))\n        total", "must add exp(-inf) = 0"),
-            mistake(
+            plant_mistake(
+                'other=float("-inf")))\n        total', "other=-1.0))\n        total", "must add exp(-inf) = 0"
+            ),
+            plant_mistake(
                 "tl.where(target != ignore_index, tl.log(total) - (target_logit - peak), 0.0)",
                 "tl.log(total) - (target_logit - peak)",
                 "an ignored target",
@@ -50,15 +52,15 @@ EXERCISES = [
         idea="The padding is loaded as 0, but the variance needs x - mean.",
         line="centred =",
         planted=(
-            mistake("tl.where(mask, v - row_mean[:, None], 0.0)", "v - row_mean[:, None]", "12 lanes of padding"),
+            plant_mistake("tl.where(mask, v - row_mean[:, None], 0.0)", "v - row_mean[:, None]", "12 lanes of padding"),
         ),
         mistakes=(
-            mistake(
+            plant_mistake(
                 "tl.where(mask, v - row_mean[:, None], 0.0)",
                 "tl.where(mask, v, 0.0) - row_mean[:, None]",
                 "must not count in the variance",
             ),
-            mistake(
+            plant_mistake(
                 "        tl.store(total + offs, rounded, mask=mask)",
                 "        tl.store(total + offs, to_fp32(tl.load(x + offs, mask=mask)), mask=mask)",
                 "the sum of both inputs",
@@ -77,17 +79,17 @@ EXERCISES = [
         idea="Triton multiplies two 32-bit integers in 32 bits. Convert the row to int64 before the multiplication.",
         line="base =",
         planted=(
-            mistake(
+            plant_mistake(
                 "tl.minimum(rows, M - 1).to(tl.int64)[:, None]", "tl.minimum(rows, M - 1)[:, None]", "wraps around"
             ),
         ),
         mistakes=(
-            mistake(
+            plant_mistake(
                 "tl.minimum(rows, M - 1).to(tl.int64)[:, None] * stride",
                 "(tl.minimum(rows, M - 1)[:, None] * stride).to(tl.int64)",
                 "wraps around",
             ),
-            mistake(
+            plant_mistake(
                 "dz = exp(target_logit - peak) * scale - SMOOTHING / V - (1 - SMOOTHING)",
                 "dz = exp(target_logit - peak) * scale",
                 "The gradient of the target is p - 1",
@@ -108,19 +110,19 @@ EXERCISES = [
         idea="Compute the product and the sum in the type of `total`, which is fp32.",
         line="total.addmm_(a.t().to",
         planted=(
-            mistake(
+            plant_mistake(
                 "total.addmm_(a.t().to(total.dtype), b.to(total.dtype))",
                 HALF_SUM,
                 "it grows with the number of additions",
             ),
         ),
         mistakes=(
-            mistake(
+            plant_mistake(
                 "total.addmm_(a.t().to(total.dtype), b.to(total.dtype))",
                 "total.copy_(total.addmm(a.t().to(total.dtype), b.to(total.dtype)).half())",
                 "must be summed in fp32",
             ),
-            mistake(
+            plant_mistake(
                 "total.addmm_(a.t().to(total.dtype), b.to(total.dtype))",
                 "total.sub_(a.t().to(total.dtype) @ b.to(total.dtype))",
                 "the product a.T @ b is wrong",
@@ -140,12 +142,12 @@ EXERCISES = [
         nudge="How many targets count in such a batch?",
         idea="Divide by at least 1.",
         line="return total if",
-        planted=(mistake(".clamp(min=1)", "", "0 / 0 is NaN"),),
+        planted=(plant_mistake(".clamp(min=1)", "", "0 / 0 is NaN"),),
         mistakes=(
-            mistake(
+            plant_mistake(
                 "is_counted.sum().clamp(min=1)", "is_counted.numel()", "divide by the number of targets that count"
             ),
-            mistake(
+            plant_mistake(
                 "is_counted.sum().clamp(min=1)", "(is_counted.sum() + 1)", "divide by the number of targets that count"
             ),
         ),
@@ -162,10 +164,10 @@ EXERCISES = [
         nudge="Which values does the loop keep from one block of keys to the next?",
         idea="acc is a sum of exponentials too: it is relative to the largest score so far.",
         line="acc = tl.dot(p.to",
-        planted=(mistake("acc * correction,", "acc,", "while lse is right"),),
+        planted=(plant_mistake("acc * correction,", "acc,", "while lse is right"),),
         mistakes=(
-            mistake("row_sum = row_sum * correction +", "row_sum = row_sum +", "lse for 70 tokens"),
-            mistake("acc * correction,", "acc * (1 / correction),", "while lse is right"),
+            plant_mistake("row_sum = row_sum * correction +", "row_sum = row_sum +", "lse for 70 tokens"),
+            plant_mistake("acc * correction,", "acc * (1 / correction),", "while lse is right"),
         ),
     ),
 ]

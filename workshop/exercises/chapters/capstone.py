@@ -8,7 +8,7 @@ from typing import Any
 
 from phase1_zero1 import train as trainer
 from phase1_zero1.parallelize import Zero1Config
-from workshop.exercises.exercise import Exercise, Mistake, expect, mistake
+from workshop.exercises.exercise import Exercise, Mistake, expect, plant_mistake
 from workshop.exercises.measuring import shared_folder
 
 SETTINGS: dict[str, Any] = {
@@ -33,17 +33,17 @@ SETTINGS: dict[str, Any] = {
 }
 TOLERANCE = 1e-6  # nats; rounding differences are smaller
 
-LOCAL_NORM = mistake(
+LOCAL_NORM = plant_mistake(
     "norm = grad_norm(grads, optimizer.shard_group) / scaler.scale",
     "norm = grad_norm(grads) / scaler.scale",
     "the ledger",
 )
-SEED_OF_RANK = mistake(
+SEED_OF_RANK = plant_mistake(
     "reseed(run.device, config.seed, step, micro_batch)",
     "reseed(run.device, config.seed + run.rank, step, micro_batch)",
     "a training step also draws random numbers",
 )
-NO_MASK = mistake(
+NO_MASK = plant_mistake(
     "is_causal=mask is None and T > 1,  # with a cache there is one query, which attends to every key",
     "is_causal=False,",
     "only the forward pass",

@@ -7,7 +7,7 @@ from workshop.exercises.checks.checkpoints import (
     check_shared_errors,
     check_verification,
 )
-from workshop.exercises.exercise import Exercise, Mistake, mistake
+from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
 
 EXERCISES = [
     Exercise(
@@ -31,8 +31,8 @@ EXERCISES = [
                 ),
                 "written into the file itself",
             ),
-            mistake("            os.fsync(file.fileno())\n", "", "There is no fsync before the rename"),
-            mistake("temporary.unlink(missing_ok=True)", "pass", "delete the temporary file"),
+            plant_mistake("            os.fsync(file.fileno())\n", "", "There is no fsync before the rename"),
+            plant_mistake("temporary.unlink(missing_ok=True)", "pass", "delete the temporary file"),
         ),
     ),
     Exercise(
@@ -50,8 +50,8 @@ EXERCISES = [
         "content.",
         line="for file in manifest",
         mistakes=(
-            mistake('if digest != file["sha256"]:', "if False:", "A flipped byte is not detected"),
-            mistake("[rank::world_size]", "", "Every rank would read the full checkpoint"),
+            plant_mistake('if digest != file["sha256"]:', "if False:", "A flipped byte is not detected"),
+            plant_mistake("[rank::world_size]", "", "Every rank would read the full checkpoint"),
         ),
     ),
     Exercise(
@@ -80,8 +80,8 @@ EXERCISES = [
                 ),
                 "The rename must be the last step",
             ),
-            mistake("    fsync_path(self.root)\n", "", "The parent directory is not flushed"),
-            mistake("    fsync_path(temporary)\n", "", "The temporary directory is not flushed"),
+            plant_mistake("    fsync_path(self.root)\n", "", "The parent directory is not flushed"),
+            plant_mistake("    fsync_path(temporary)\n", "", "The temporary directory is not flushed"),
         ),
     ),
     Exercise(
@@ -100,12 +100,12 @@ EXERCISES = [
         idea="Catch the exception, gather (result, failure) of all ranks, then raise or return on every rank alike.",
         line="outcomes =",
         mistakes=(
-            mistake(
+            plant_mistake(
                 "    except Exception as error:\n        failure = describe_failure(error, self.root)\n",
                 "    except PeerFailed as error:\n        failure = describe_failure(error, self.root)\n",
                 "exchange it with all ranks",
             ),
-            mistake(
+            plant_mistake(
                 "failures = [(rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason]",
                 "failures = [(self.run.rank, failure)] if failure else []",
                 "continues after the failure of rank 1",
@@ -129,10 +129,10 @@ EXERCISES = [
         idea="full_value.flatten()[offset : offset + value.numel()], in the shape of the value; scalars as they are.",
         line="part = full_value",
         mistakes=(
-            mistake(
+            plant_mistake(
                 "[offset : offset + value.numel()]", "[: value.numel()]", "A rank needs only the elements of its shard"
             ),
-            mistake("if value.dim() else full_value", "if value.dim() else value", "The step count is a scalar"),
+            plant_mistake("if value.dim() else full_value", "if value.dim() else value", "The step count is a scalar"),
         ),
     ),
 ]

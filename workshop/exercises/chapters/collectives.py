@@ -8,7 +8,7 @@ from workshop.exercises.checks.collectives import (
     check_costs,
     check_reduce_scatter,
 )
-from workshop.exercises.exercise import Exercise, Mistake, mistake
+from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
 
 EXERCISES = [
     Exercise(
@@ -26,13 +26,15 @@ EXERCISES = [
         idea="In step s, rank r sends chunk r - s - 1 and adds what it receives to chunk r - s - 2 (modulo N).",
         line="outgoing, incoming",
         mistakes=(
-            mistake(
+            plant_mistake(
                 "(rank - step - 1) % ranks, (rank - step - 2)",
                 "(rank - step) % ranks, (rank - step - 1)",
                 "shift the index",
             ),
-            mistake("chunks[incoming] += received", "chunks[incoming].copy_(received)", "the chunk of a single rank"),
-            mistake("full.clone().chunk", "full.chunk", "The input has changed"),
+            plant_mistake(
+                "chunks[incoming] += received", "chunks[incoming].copy_(received)", "the chunk of a single rank"
+            ),
+            plant_mistake("full.clone().chunk", "full.chunk", "The input has changed"),
             Mistake(
                 (
                     (
@@ -61,9 +63,9 @@ EXERCISES = [
         idea="In step s, rank r sends chunk r - s and receives chunk r - s - 1 (modulo N) directly into its place.",
         line="outgoing, incoming",
         mistakes=(
-            mistake("(rank - step) % ranks, (rank", "rank, (rank", "passes on the chunk that it received"),
-            mistake("    chunks[rank].copy_(local)\n", "", "copy the local chunk into its place"),
-            mistake("(rank - step - 1) % ranks", "(rank + step + 1) % ranks", "wrong values in the chunks"),
+            plant_mistake("(rank - step) % ranks, (rank", "rank, (rank", "passes on the chunk that it received"),
+            plant_mistake("    chunks[rank].copy_(local)\n", "", "copy the local chunk into its place"),
+            plant_mistake("(rank - step - 1) % ranks", "(rank + step + 1) % ranks", "wrong values in the chunks"),
         ),
         on_hang=NO_RECEIVER,
     ),
@@ -83,9 +85,9 @@ EXERCISES = [
         "`flat`.",
         line="flat.copy_",
         mistakes=(
-            mistake("flat.copy_(", "flat = (", "The values have not changed"),
-            mistake("[: len(flat)])", "[: len(flat)] / ranks)", "The result is the mean"),
-            mistake(
+            plant_mistake("flat.copy_(", "flat = (", "The values have not changed"),
+            plant_mistake("[: len(flat)])", "[: len(flat)] / ranks)", "The result is the mean"),
+            plant_mistake(
                 "flat.copy_(all_gather(reduce_scatter(padded))[: len(flat)])",
                 "flat.copy_(all_gather(flat.clone()).view(ranks, -1).sum(0))",
                 "send one chunk of 1/N per step",
@@ -107,7 +109,7 @@ EXERCISES = [
         idea="Compute the distance of this rank from the source. Receive if it is above 0; send if it is below N - 1.",
         line="position =",
         mistakes=(
-            mistake(
+            plant_mistake(
                 """    if position > 0:
         dist.recv(values, (rank - 1) % ranks)
     if position < ranks - 1:
@@ -121,8 +123,8 @@ EXERCISES = [
 """,
                 "the link of the source is then the bottleneck",
             ),
-            mistake("(rank - source) % ranks", "rank", "is its distance from the source"),
-            mistake("if position > 0:", "if True:", "the source must not receive", hangs=True),
+            plant_mistake("(rank - source) % ranks", "rank", "is its distance from the source"),
+            plant_mistake("if position > 0:", "if True:", "the source must not receive", hangs=True),
         ),
         on_hang="A rank waits for a message that no rank sends: the source must not receive, and the last rank must "
         "not send.",
@@ -143,9 +145,9 @@ EXERCISES = [
         "tensor.",
         line="return steps, steps *",
         mistakes=(
-            mistake("steps = 2 * steps", "pass", "a reduce-scatter followed by an all-gather"),
-            mistake("steps * tensor_bytes / ranks", "float(steps * tensor_bytes)", "N - 1 chunks of 1/N"),
-            mistake("steps = ranks - 1", "steps = ranks", "each chunk visits all other ranks once"),
+            plant_mistake("steps = 2 * steps", "pass", "a reduce-scatter followed by an all-gather"),
+            plant_mistake("steps * tensor_bytes / ranks", "float(steps * tensor_bytes)", "N - 1 chunks of 1/N"),
+            plant_mistake("steps = ranks - 1", "steps = ranks", "each chunk visits all other ranks once"),
         ),
     ),
 ]

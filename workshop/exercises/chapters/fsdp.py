@@ -9,7 +9,7 @@ from workshop.exercises.checks.fsdp import (
     check_sharded_linear,
     check_units,
 )
-from workshop.exercises.exercise import Exercise, Mistake, mistake
+from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
 
 EXERCISES = [
     Exercise(
@@ -28,7 +28,7 @@ EXERCISES = [
         idea="Save x and the rows. In the backward pass: dx = dy W and dW = dy^T x; then average dW over the ranks.",
         line="reduce_scatter(drows",
         mistakes=(
-            mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "Data parallelism needs the mean"),
+            plant_mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "Data parallelism needs the mean"),
             Mistake(
                 (
                     ("ctx.save_for_backward(x, rows)", "ctx.save_for_backward(x, rows, gather_rows(rows))"),
@@ -37,7 +37,7 @@ EXERCISES = [
                 ),
                 "If the full weight is saved",
             ),
-            mistake(
+            plant_mistake(
                 "reduce_scatter(drows, dy.T @ x, dist.ReduceOp.AVG)",
                 "drows.copy_((dy.T @ x).chunk(dist.get_world_size())[dist.get_rank()])",
                 "only this rank's examples",
@@ -59,9 +59,9 @@ EXERCISES = [
         idea="Each shard has ceil(rows / num_shards) rows. Both ends are at most `rows`.",
         line="return min",
         mistakes=(
-            mistake("-(-rows // num_shards)", "rows // num_shards", "do not cover each row once"),
-            mistake("min((index + 1) * size, rows)", "(index + 1) * size", "Limit both ends"),
-            mistake(
+            plant_mistake("-(-rows // num_shards)", "rows // num_shards", "do not cover each row once"),
+            plant_mistake("min((index + 1) * size, rows)", "(index + 1) * size", "Limit both ends"),
+            plant_mistake(
                 "return min(index * size, rows), min((index + 1) * size, rows)",
                 "return rows * index // num_shards, rows * (index + 1) // num_shards",
                 "ceil(rows / ranks)",
@@ -84,9 +84,13 @@ EXERCISES = [
         idea="set_requires_gradient_sync, set_requires_all_reduce; DDP has the attribute require_backward_grad_sync.",
         line="parallel_model.set_requires_gradient_sync",
         mistakes=(
-            mistake("last or config.fsdp_sync_every_micro_batch", "True", "reduce only after the last backward pass"),
-            mistake("last or config.fsdp_sync_every_micro_batch", "last", "reduce after every backward pass"),
-            mistake("set_requires_all_reduce(last)", "set_requires_all_reduce(True)", "all-reduces between replicas"),
+            plant_mistake(
+                "last or config.fsdp_sync_every_micro_batch", "True", "reduce only after the last backward pass"
+            ),
+            plant_mistake("last or config.fsdp_sync_every_micro_batch", "last", "reduce after every backward pass"),
+            plant_mistake(
+                "set_requires_all_reduce(last)", "set_requires_all_reduce(True)", "all-reduces between replicas"
+            ),
         ),
     ),
     Exercise(
@@ -104,13 +108,15 @@ EXERCISES = [
         idea="checkpoint(forward, *inputs, use_reentrant=False), and context_fn for a policy.",
         line="return checkpoint(",
         mistakes=(
-            mistake("use_reentrant=False", "use_reentrant=True", "marked as ready twice"),
-            mistake(
+            plant_mistake("use_reentrant=False", "use_reentrant=True", "marked as ready twice"),
+            plant_mistake(
                 "return checkpoint(forward, *inputs, use_reentrant=False, **context)",
                 "return forward(*inputs)",
                 "are still saved",
             ),
-            mistake("use_reentrant=False,", "use_reentrant=False, preserve_rng_state=False,", "other dropout masks"),
+            plant_mistake(
+                "use_reentrant=False,", "use_reentrant=False, preserve_rng_state=False,", "other dropout masks"
+            ),
         ),
     ),
     Exercise(
@@ -127,8 +133,8 @@ EXERCISES = [
         idea="Select full[begin:end] if the target has rows, and copy into local_shard(target).",
         line="full = full[",
         mistakes=(
-            mistake("full[begin:end]", "full[: end - begin]", "does not have its rows"),
-            mistake(
+            plant_mistake("full[begin:end]", "full[: end - begin]", "does not have its rows"),
+            plant_mistake(
                 "    if target.dim():\n        begin, end = own_rows(target)\n        full = full[begin:end]\n",
                 "    begin, end = own_rows(target)\n    full = full[begin:end]\n",
                 "a scalar without rows",
@@ -150,19 +156,19 @@ EXERCISES = [
         idea="Units first, from the inside to the outside; the root last.",
         line="fully_shard(unit",
         mistakes=(
-            mistake(
+            plant_mistake(
                 """    for unit in reversed(units):  # inner units first
         fully_shard(unit, reshard_after_forward=config.fsdp_reshard_after_forward, **shard_options)
     fully_shard(model, **shard_options)""",
                 "    fully_shard(model, **shard_options)",
                 "Shard the units before the root",
             ),
-            mistake(
+            plant_mistake(
                 "reshard_after_forward=config.fsdp_reshard_after_forward",
                 "reshard_after_forward=False",
                 "a unit is freed after",
             ),
-            mistake("    fully_shard(model, **shard_options)  #", "    #", "The root is not sharded"),
+            plant_mistake("    fully_shard(model, **shard_options)  #", "    #", "The root is not sharded"),
         ),
     ),
     Exercise(
@@ -180,17 +186,17 @@ EXERCISES = [
         idea="param.device_mesh.get_group(-1) for any parameter; None if it is not a DTensor.",
         line="return param.device_mesh",
         mistakes=(
-            mistake(
+            plant_mistake(
                 "param.device_mesh.get_group(-1) if isinstance(param, DTensor) else None",
                 "dist.group.WORLD",
                 "every shard counts twice",
             ),
-            mistake(
+            plant_mistake(
                 "param.device_mesh.get_group(-1) if isinstance(param, DTensor) else None",
                 "None",
                 "of this rank's shards",
             ),
-            mistake("get_group(-1)", "get_group(0)", "times the norm of the full gradient"),
+            plant_mistake("get_group(-1)", "get_group(0)", "times the norm of the full gradient"),
         ),
     ),
 ]

@@ -8,7 +8,7 @@ from workshop.exercises.checks.memory import (
     check_ring_bytes,
     check_zero_costs,
 )
-from workshop.exercises.exercise import Exercise, mistake
+from workshop.exercises.exercise import Exercise, plant_mistake
 
 EXERCISES = [
     Exercise(
@@ -24,11 +24,13 @@ EXERCISES = [
         idea="c_attn 3, c_proj 1, c_fc 4 and c_proj 4 times C * C; then embeddings, LayerNorms and biases.",
         line="block = 12",
         mistakes=(
-            mistake("(self.vocab_size + self.block_size) * C", "(2 * self.vocab_size + self.block_size) * C", "tied"),
-            mistake(
+            plant_mistake(
+                "(self.vocab_size + self.block_size) * C", "(2 * self.vocab_size + self.block_size) * C", "tied"
+            ),
+            plant_mistake(
                 "(self.vocab_size + self.block_size) * C", "self.vocab_size * C", "the position embedding is missing"
             ),
-            mistake("11 * C if self.bias", "9 * C if self.bias", "with biases"),
+            plant_mistake("11 * C if self.bias", "9 * C if self.bias", "with biases"),
         ),
     ),
     Exercise(
@@ -45,13 +47,13 @@ EXERCISES = [
         idea="6 N, where N excludes the position embedding, plus 12 L C T for the scores and their product with v.",
         line="return 6 * params",
         mistakes=(
-            mistake(
+            plant_mistake(
                 " + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size",
                 "",
                 "The attention scores are missing",
             ),
-            mistake(" - self.config.block_size * self.config.n_embd", "", "its rows are looked up"),
-            mistake("6 * params + 12", "2 * params + 4", "only the forward"),
+            plant_mistake(" - self.config.block_size * self.config.n_embd", "", "its rows are looked up"),
+            plant_mistake("6 * params + 12", "2 * params + 4", "only the forward"),
         ),
     ),
     Exercise(
@@ -68,8 +70,8 @@ EXERCISES = [
         idea="(N-1)/N of the tensor, and twice as much for an all-reduce.",
         line="return (2 if",
         mistakes=(
-            mistake('(2 if kind == "all-reduce" else 1)', "1", "sends twice as much as either"),
-            mistake(" * (ranks - 1) / ranks", "", "You count the full tensor"),
+            plant_mistake('(2 if kind == "all-reduce" else 1)', "1", "sends twice as much as either"),
+            plant_mistake(" * (ranks - 1) / ranks", "", "You count the full tensor"),
         ),
     ),
     Exercise(
@@ -88,11 +90,11 @@ EXERCISES = [
         idea="Traffic: 4 bytes per element of each bucket, for the reduction and for the gather. Count padding, too.",
         line="traffic[reduce, N]",
         mistakes=(
-            mistake(" * (micro_batches if shards_gradients else 1)", "", "ZeRO-2 once per micro-batch"),
-            mistake(
+            plant_mistake(" * (micro_batches if shards_gradients else 1)", "", "ZeRO-2 once per micro-batch"),
+            plant_mistake(
                 "4 * (local_length if shards_gradients else length)", "4 * length", "only its slice of the gradients"
             ),
-            mistake("        traffic[gather, N] += 4 * size\n", "", "is all-gathered once per step"),
+            plant_mistake("        traffic[gather, N] += 4 * size\n", "", "is all-gathered once per step"),
         ),
     ),
     Exercise(
@@ -112,9 +114,11 @@ EXERCISES = [
         "default.",
         line="gathers =",
         mistakes=(
-            mistake("1 if unit is model or not config.fsdp_reshard_after_forward else 2", "2", "but the root"),
-            mistake("micro_batches if config.fsdp_sync_every_micro_batch else 1", "1", "or after every micro-batch"),
-            mistake(
+            plant_mistake("1 if unit is model or not config.fsdp_reshard_after_forward else 2", "2", "but the root"),
+            plant_mistake(
+                "micro_batches if config.fsdp_sync_every_micro_batch else 1", "1", "or after every micro-batch"
+            ),
+            plant_mistake(
                 "size = count_padded_elements(unit, num_shards)",
                 "size = sum(p.numel() for p in unit.parameters())",
                 "you predict",
@@ -136,10 +140,10 @@ EXERCISES = [
         idea="select_checkpointed_blocks returns the recomputed blocks; all others have the mode none.",
         line="block_modes =",
         mistakes=(
-            mistake(
+            plant_mistake(
                 'checkpointed_mode if i in blocks else "none"', "checkpointed_mode", "add the tensors of each block"
             ),
-            mistake('"selective" if mode == "selective" else "full"', '"full"', "With the mode selective"),
+            plant_mistake('"selective" if mode == "selective" else "full"', '"full"', "With the mode selective"),
         ),
     ),
 ]

@@ -8,7 +8,7 @@ from workshop.exercises.checks.triton import (
     check_online_softmax,
     check_positions,
 )
-from workshop.exercises.exercise import Exercise, mistake
+from workshop.exercises.exercise import Exercise, plant_mistake
 
 EXERCISES = [
     Exercise(
@@ -25,11 +25,11 @@ EXERCISES = [
         idea="Load with other=0.0, subtract the mean, and set the lanes beyond N to 0 again before you square.",
         line="centred =",
         mistakes=(
-            mistake("tl.where(mask, v - row_mean, 0.0)", "v - row_mean", "must not count in the variance"),
-            mistake(
+            plant_mistake("tl.where(mask, v - row_mean, 0.0)", "v - row_mean", "must not count in the variance"),
+            plant_mistake(
                 "tl.store(y + row * N + cols, out, mask=mask)", "tl.store(y + row * N + cols, out)", "writes outside"
             ),
-            mistake("/ N + EPS", "/ N", "Add EPS"),
+            plant_mistake("/ N + EPS", "/ N", "Add EPS"),
         ),
     ),
     Exercise(
@@ -46,9 +46,9 @@ EXERCISES = [
         idea="exp(z - new) = exp(z - old) * exp(old - new), so the old total is multiplied by one factor.",
         line="return new_peak",
         mistakes=(
-            mistake("total * exp(peak - shift)", "total", "relative to the old maximum"),
-            mistake("tl.maximum(peak, tl.max(z, 1))", "tl.max(z, 1)", "larger of the old and the new maximum"),
-            mistake('tl.where(new_peak == float("-inf"), 0.0, new_peak)', "new_peak", "-inf - -inf is NaN"),
+            plant_mistake("total * exp(peak - shift)", "total", "relative to the old maximum"),
+            plant_mistake("tl.maximum(peak, tl.max(z, 1))", "tl.max(z, 1)", "larger of the old and the new maximum"),
+            plant_mistake('tl.where(new_peak == float("-inf"), 0.0, new_peak)', "new_peak", "-inf - -inf is NaN"),
         ),
     ),
     Exercise(
@@ -66,13 +66,13 @@ EXERCISES = [
         "with value.",
         line="visible =",
         mistakes=(
-            mistake(
+            plant_mistake(
                 "first + tl.arange(0, BLOCK)[:, None] >= tl.arange(0, KEYS)[None, :]",
                 "tl.arange(0, KEYS)[None, :] < T",
                 "the mask is missing",
             ),
-            mistake("tl.exp(scores - tl.max(scores, 1, keep_dims=True))", "tl.exp(scores)", "exp overflows"),
-            mistake(" * SCALE,", ",", "not multiplied by SCALE"),
+            plant_mistake("tl.exp(scores - tl.max(scores, 1, keep_dims=True))", "tl.exp(scores)", "exp overflows"),
+            plant_mistake(" * SCALE,", ",", "not multiplied by SCALE"),
         ),
     ),
     Exercise(
@@ -91,9 +91,9 @@ EXERCISES = [
         "and g.",
         line="out = row_rstd",
         mistakes=(
-            mistake(" - xhat * (tl.sum(g * xhat, 1) / N)[:, None]", "", "rstd also depends on x"),
-            mistake("        sums += program * (1 + HAS_BIAS) * N\n", "", "writes the sums into its own rows"),
-            mistake(
+            plant_mistake(" - xhat * (tl.sum(g * xhat, 1) / N)[:, None]", "", "rstd also depends on x"),
+            plant_mistake("        sums += program * (1 + HAS_BIAS) * N\n", "", "writes the sums into its own rows"),
+            plant_mistake(
                 "            out += to_fp32(tl.load(dtotal + offs, mask=mask, other=0.0))",
                 "            pass",
                 "add its gradient to dx",
@@ -114,9 +114,9 @@ EXERCISES = [
         idea="p = p * decay + rate * m / (sqrt(v) / sqrt_correction + eps), with the new m and v.",
         line="denominator =",
         mistakes=(
-            mistake("tl.div_rn(tl.sqrt_rn(square), sqrt_correction)", "tl.sqrt_rn(square)", "by sqrt_correction"),
-            mistake("    tl.store(m + offs, mean, mask=mask)\n", "", "the mean of the gradients"),
-            mistake(" * decay +", " +", "There is no weight decay"),
+            plant_mistake("tl.div_rn(tl.sqrt_rn(square), sqrt_correction)", "tl.sqrt_rn(square)", "by sqrt_correction"),
+            plant_mistake("    tl.store(m + offs, mean, mask=mask)\n", "", "the mean of the gradients"),
+            plant_mistake(" * decay +", " +", "There is no weight decay"),
         ),
     ),
     Exercise(
@@ -133,11 +133,11 @@ EXERCISES = [
         idea="t = row - first_position; load dout[b, t] for each b with a mask for 0 <= t < T, and add.",
         line="t = (rows",
         mistakes=(
-            mistake("rows - first_position", "rows", "The gradients are in the wrong rows"),
-            mistake(
+            plant_mistake("rows - first_position", "rows", "The gradients are in the wrong rows"),
+            plant_mistake(
                 "((t >= 0) & (t < T))[:, None] & (cols[None, :] < C)", "cols[None, :] < C", "positions without tokens"
             ),
-            mistake("total += to_fp32", "total = to_fp32", "the sum over all B sequences"),
+            plant_mistake("total += to_fp32", "total = to_fp32", "the sum over all B sequences"),
         ),
     ),
 ]

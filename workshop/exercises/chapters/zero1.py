@@ -12,7 +12,7 @@ from workshop.exercises.checks.zero1 import (
     check_zero2,
     train_unsharded,
 )
-from workshop.exercises.exercise import Exercise, Mistake, mistake
+from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
 
 EXERCISES = [
     Exercise(
@@ -29,13 +29,13 @@ EXERCISES = [
         idea="Go through the parameters from the last to the first, and keep one open bucket per dtype.",
         line="if not bucket or",
         mistakes=(
-            mistake(
+            plant_mistake(
                 "reversed([p for p in params if p.requires_grad and p.numel()])",
                 "[p for p in params if p.requires_grad]",
                 "Begin at the end",
             ),
-            mistake("size + param.nbytes > limit", "size > limit", "above the limit"),
-            mistake(
+            plant_mistake("size + param.nbytes > limit", "size > limit", "above the limit"),
+            plant_mistake(
                 "open_buckets.get(param.dtype, ([], 0))",
                 "open_buckets.get(torch.float32, ([], 0))",
                 "must have one dtype",
@@ -56,13 +56,15 @@ EXERCISES = [
         idea="Round numel / world_size up to a multiple of ALIGN.",
         line="slice_length =",
         mistakes=(
-            mistake("math.ceil(numel / (ALIGN * self.world_size))", "(numel // (ALIGN * self.world_size))", "Round up"),
-            mistake(
+            plant_mistake(
+                "math.ceil(numel / (ALIGN * self.world_size))", "(numel // (ALIGN * self.world_size))", "Round up"
+            ),
+            plant_mistake(
                 "ALIGN * math.ceil(numel / (ALIGN * self.world_size))",
                 "math.ceil(numel / self.world_size)",
                 "multiple of ALIGN",
             ),
-            mistake("return slice_length * self.world_size,", "return numel,", "must follow each other"),
+            plant_mistake("return slice_length * self.world_size,", "return numel,", "must follow each other"),
         ),
     ),
     Exercise(
@@ -81,13 +83,17 @@ EXERCISES = [
         "empty.",
         line="elements = slice",
         mistakes=(
-            mistake(
+            plant_mistake(
                 "Shard(param, index, elements.start - begin,",
                 "Shard(param, index, elements.start,",
                 "The offset counts from the begin of the parameter",
             ),
-            mistake("tensor = part.float() if is_low_precision else part", "tensor = part.clone()", "take a view"),
-            mistake("first = elements.start - self.local_slice.start", "first = 0", "the gradient of other elements"),
+            plant_mistake(
+                "tensor = part.float() if is_low_precision else part", "tensor = part.clone()", "take a view"
+            ),
+            plant_mistake(
+                "first = elements.start - self.local_slice.start", "first = 0", "the gradient of other elements"
+            ),
         ),
     ),
     Exercise(
@@ -106,13 +112,15 @@ EXERCISES = [
         idea="reduce_scatter(output, input, op, group, async_op=True); the output may be a slice of the input.",
         line="return reduce_scatter",
         mistakes=(
-            mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "not the mean"),
-            mistake(
+            plant_mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "not the mean"),
+            plant_mistake(
                 "return reduce_scatter(local_grads, self.flat_grads, dist.ReduceOp.AVG, self.group, async_op=True)",
                 "return dist.all_reduce(self.flat_grads, dist.ReduceOp.AVG, self.group, async_op=True)",
                 "sends twice the bytes of a reduce-scatter",
             ),
-            mistake("reduce_scatter(local_grads,", "reduce_scatter(local_grads.clone(),", "into this rank's slice"),
+            plant_mistake(
+                "reduce_scatter(local_grads,", "reduce_scatter(local_grads.clone(),", "into this rank's slice"
+            ),
         ),
     ),
     Exercise(
@@ -131,8 +139,8 @@ EXERCISES = [
         idea="grad_norm takes the process group over which the gradients are sharded, and sums the squares over it.",
         line="norm = grad_norm",
         mistakes=(
-            mistake("grad_norm(grads, self.shard_group)", "grad_norm(grads)", "each rank clips by its own norm"),
-            mistake("    clip_grads(grads, norm, max_norm)\n", "", "scale this rank's shards"),
+            plant_mistake("grad_norm(grads, self.shard_group)", "grad_norm(grads)", "each rank clips by its own norm"),
+            plant_mistake("    clip_grads(grads, norm, max_norm)\n", "", "scale this rank's shards"),
             Mistake(
                 (
                     (
@@ -164,7 +172,7 @@ EXERCISES = [
         idea="Walk through _bucket_order from _num_started on, and stop at the first bucket that is not full.",
         line="if not (include_partial",
         mistakes=(
-            mistake("            break", "            continue", "Stop at the first bucket of the common order"),
+            plant_mistake("            break", "            continue", "Stop at the first bucket of the common order"),
             Mistake(
                 (
                     (
@@ -180,7 +188,7 @@ EXERCISES = [
                 ),
                 "in different orders",
             ),
-            mistake("if not (include_partial or self.buckets", "if not (self.buckets", "with include_partial"),
+            plant_mistake("if not (include_partial or self.buckets", "if not (self.buckets", "with include_partial"),
         ),
     ),
     Exercise(
@@ -200,9 +208,9 @@ EXERCISES = [
         idea="dist.broadcast(param, src=owner) for each parameter, in the same order on all ranks.",
         line="dist.broadcast",
         mistakes=(
-            mistake("        dist.broadcast(param, src=self.owner[param])", "        pass", "Broadcast each"),
-            mistake("src=self.owner[param]", "src=0", "Only its owner has the new values"),
-            mistake(
+            plant_mistake("        dist.broadcast(param, src=self.owner[param])", "        pass", "Broadcast each"),
+            plant_mistake("src=self.owner[param]", "src=0", "Only its owner has the new values"),
+            plant_mistake(
                 'local_group.update({name: value for name, value in group.items() if name != "params"})',
                 "pass",
                 "The learning rate changes in every step",
@@ -222,9 +230,9 @@ EXERCISES = [
         idea="Sort by cost, largest first, and give each parameter to the rank with the smallest load so far.",
         line="for param in sorted",
         mistakes=(
-            mistake("sorted(params, key=cost, reverse=True)", "params", "Assign the largest parameters first"),
-            mistake("load.index(min(load))", "0", "One rank gets nearly all parameters"),
-            mistake("load[owner[param]] += cost(param)", "load[owner[param]] += 1", "smallest total cost"),
+            plant_mistake("sorted(params, key=cost, reverse=True)", "params", "Assign the largest parameters first"),
+            plant_mistake("load.index(min(load))", "0", "One rank gets nearly all parameters"),
+            plant_mistake("load[owner[param]] += cost(param)", "load[owner[param]] += 1", "smallest total cost"),
         ),
     ),
     Exercise(
@@ -258,12 +266,12 @@ EXERCISES = [
                 ),
                 "ZeRO-2 frees the buffer",
             ),
-            mistake(
+            plant_mistake(
                 "self.local_grads += self.flat_grads",
                 "self.local_grads[:] = self.flat_grads",
                 "add this rank's slice of every average",
             ),
-            mistake(
+            plant_mistake(
                 "        self._free_full_gradients()\n        self.local_grads.zero_()\n",
                 "        self._free_full_gradients()\n",
                 "Set them to zero",

@@ -16,7 +16,7 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import LossScaler, configure_optimizer
 from nanoGPT.train_config import TrainConfig
 from workshop.exercises.exercise import expect
-from workshop.exercises.measuring import collect_traffic, draw, is_close
+from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,10 @@ def check_schedule(answer: ModuleType, _: Any) -> None:
         "Step 0 has a learning rate of 0, so the first update changes nothing. The warm-up divides by "
         "warmup_iters + 1 and begins at step + 1.",
     )
-    expect(is_close(rates[9], 1e-2 * 10 / 11, 1e-9), "The last step of the warm-up has not 10/11 of the peak.")
+    expect(
+        is_close(rates[9], 1e-2 * 10 / 11, 1e-9),
+        "The last of 10 warm-up steps must have 10/11 of the peak learning rate.",
+    )
     expect(
         is_close(rates[60], 5.5e-3, 1e-9),
         f"In the middle of the decay the learning rate is {rates[60]:g} instead of the mean of learning_rate and "
@@ -46,7 +49,7 @@ def check_schedule(answer: ModuleType, _: Any) -> None:
 
 
 def check_grad_norm(answer: ModuleType, _: Any) -> None:
-    rank, full = dist.get_rank(), draw(1000) * 3
+    rank, full = dist.get_rank(), draw_normal(1000) * 3
     shard = full.chunk(dist.get_world_size())[rank]
     exact = full.double().norm().item()
     norm = answer.grad_norm([shard[:100], shard[100:]], dist.group.WORLD)

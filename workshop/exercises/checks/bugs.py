@@ -8,17 +8,17 @@ from torch.nn import functional as F
 
 from phase2_triton.kernels import attention, cross_entropy, layernorm, linear_cross_entropy
 from phase2_triton.kernels.core import launch
-from workshop.exercises.checks.triton import Buffers, check_values, surround
+from workshop.exercises.checks.triton import Buffers, check_values, surround_with_nan
 from workshop.exercises.exercise import expect
-from workshop.exercises.measuring import draw, is_close
+from workshop.exercises.measuring import draw_normal, is_close
 
 FIX = "The file contains the repository's code with one planted bug. Find it and fix it."
 
 
 def check_tail(answer: ModuleType, _: Any) -> None:
     for V, block in ((16, 16), (20, 16), (21, 8)):
-        logits, targets = draw(3, V) - 4, torch.tensor([1, V - 1, -1])
-        losses = cross_entropy.run_two_pass_step(surround(logits), targets, block=block)
+        logits, targets = draw_normal(3, V) - 4, torch.tensor([1, V - 1, -1])
+        losses = cross_entropy.run_two_pass_step(surround_with_nan(logits), targets, block=block)
         exact = F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
         expect(bool(losses[2] == 0), "The loss of an ignored target must be 0.")
         tail = "the vocabulary fills all tiles" if V % block == 0 else "the last tile has lanes beyond V"
@@ -32,7 +32,7 @@ def check_tail(answer: ModuleType, _: Any) -> None:
 
 def check_variance(answer: ModuleType, _: Any) -> None:
     for N in (32, 20):
-        x, weight, bias = draw(4, N) + 3, draw(N, seed=1), draw(N, seed=2)
+        x, weight, bias = draw_normal(4, N) + 3, draw_normal(N, seed=1), draw_normal(N, seed=2)
         y = layernorm.layer_norm(x, weight, bias)
         exact = F.layer_norm(x, (N,), weight, bias)
         padding = "no padding" if N == 32 else "12 lanes of padding"
@@ -43,7 +43,7 @@ def check_variance(answer: ModuleType, _: Any) -> None:
             f"y for rows of {N} elements, with {padding} in a tile,",
             "A lane of padding contains 0, and 0 - mean is not 0: it must not count in the variance.",
         )
-    x, branch = draw(4, 20) * 100, draw(4, 20, seed=5)
+    x, branch = draw_normal(4, 20) * 100, draw_normal(4, 20, seed=5)
     total, _ = layernorm.add_layer_norm(x, branch, torch.ones(20))
     check_values(total, x + branch, "total", "With HAS_BRANCH the kernel stores the sum of both inputs.")
 
@@ -54,7 +54,7 @@ def check_far_rows(answer: ModuleType, _: Any) -> None:
     The buffer begins 2^31 elements before row 0, so that an offset that wraps around stays inside.
     """
     buffer = torch.empty(2**32 + 8, dtype=torch.float16)
-    logits = buffer[2**31 :].as_strided((3, 8), (2**30, 1)).copy_(draw(3, 8))
+    logits = buffer[2**31 :].as_strided((3, 8), (2**30, 1)).copy_(draw_normal(3, 8))
     exact_logits, targets = logits.float().clone(), torch.tensor([1, 2, 3])
     gradient = exact_logits.softmax(1) - F.one_hot(targets, 8)
     losses, peaks, totals = (torch.full((3,), float("nan")) for _ in range(3))
@@ -68,7 +68,7 @@ def check_far_rows(answer: ModuleType, _: Any) -> None:
 
 
 def check_sums(answer: ModuleType, _: Any) -> None:
-    x, w = (draw(96, 16).abs() + 1).half(), (draw(75, 16, seed=2) / 10).half()
+    x, w = (draw_normal(96, 16).abs() + 1).half(), (draw_normal(75, 16, seed=2) / 10).half()
     targets = torch.full((96,), 3)
 
     def compute_dw(chunk_bytes: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def check_sums(answer: ModuleType, _: Any) -> None:
 
 
 def check_ignored(answer: ModuleType, _: Any) -> None:
-    logits = draw(3, 9).requires_grad_()
+    logits = draw_normal(3, 9).requires_grad_()
     loss = cross_entropy.cross_entropy(logits, torch.tensor([2, -1, 4]))
     exact = F.cross_entropy(logits, torch.tensor([2, -1, 4]), ignore_index=-1)
     expect(
@@ -113,7 +113,7 @@ def check_ignored(answer: ModuleType, _: Any) -> None:
 
 def check_long_sequences(answer: ModuleType, _: Any) -> None:
     for T in (8, 70):
-        q, k, v = (draw(1, 2, T, 16, seed=i) * 2 for i in range(3))
+        q, k, v = (draw_normal(1, 2, T, 16, seed=i) * 2 for i in range(3))
         buffers = Buffers()
         y, lse = buffers.allocate(1, T, 2, 16).transpose(1, 2), buffers.allocate(1, 2, T)
         strides = [stride for each in (q, k, v) for stride in each.stride()[:3]]

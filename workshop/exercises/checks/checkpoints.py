@@ -23,7 +23,7 @@ from nanoGPT.errors import SaveError
 from nanoGPT.files import sha256_of
 from phase1_zero1.zero1 import Zero1Optimizer
 from workshop.exercises.exercise import expect
-from workshop.exercises.measuring import draw, shared_folder
+from workshop.exercises.measuring import draw_normal, shared_folder
 
 NEW = b"new " * 1000
 
@@ -259,8 +259,8 @@ def check_resharding(answer: ModuleType, _: Any) -> None:
         allocate_state(inner)
     moments = {
         name: {
-            "exp_avg": draw(*p.shape, seed=i),
-            "exp_avg_sq": draw(*p.shape, seed=50 + i).square(),
+            "exp_avg": draw_normal(*p.shape, seed=i),
+            "exp_avg_sq": draw_normal(*p.shape, seed=50 + i).square(),
             "step": torch.tensor(7.0),
         }
         for i, (name, p) in enumerate(model.named_parameters())

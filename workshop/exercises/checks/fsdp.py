@@ -19,7 +19,7 @@ from nanoGPT.optim import grad_norm
 from phase3_fsdp import activation_checkpointing, fsdp
 from phase3_fsdp.fsdp import FsdpConfig
 from workshop.exercises.exercise import expect
-from workshop.exercises.measuring import collect_traffic, draw, is_close
+from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
 
 SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=31)
 SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 8, "gradient_accumulation_steps": 4}
@@ -77,7 +77,7 @@ def measure_saved_bytes(call: Callable[[], Tensor], ignored: Iterable[Tensor] = 
 
 def check_sharded_linear(answer: ModuleType, _: Any) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    full, x, dy = draw(12, 8), draw(3, 8, seed=10 + rank), draw(3, 12, seed=20 + rank)
+    full, x, dy = draw_normal(12, 8), draw_normal(3, 8, seed=10 + rank), draw_normal(3, 12, seed=20 + rank)
     rows = full.chunk(ranks)[rank].clone().requires_grad_()
     leaf_x, leaf_full = x.clone().requires_grad_(), full.clone().requires_grad_()
     with CollectiveCounter() as traffic:
@@ -184,7 +184,7 @@ class ReusedBlock(nn.Module):
 
 
 def check_recompute(answer: ModuleType, _: Any) -> None:
-    plain, x = ReusedBlock(), draw(16, 8)
+    plain, x = ReusedBlock(), draw_normal(16, 8)
     torch.manual_seed(1)
     y, plain_bytes = measure_saved_bytes(lambda: plain(x))
     y.square().sum().backward()
@@ -237,7 +237,7 @@ NO_ROWS = "The step count of AdamW is a scalar without rows: copy it as it is."
 def check_copy_rows(answer: ModuleType, _: Any) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for rows in (8, 5, 3):
-        full = draw(rows, 4, seed=rows)
+        full = draw_normal(rows, 4, seed=rows)
         target = distribute_tensor(torch.zeros(rows, 4), mesh, [Shard(0)])
         answer.copy_own_rows(target, full)
         expect(
@@ -247,8 +247,8 @@ def check_copy_rows(answer: ModuleType, _: Any) -> None:
             "this rank, and the row after its last.",
         )
     plain = torch.zeros(5, 4)
-    answer.copy_own_rows(plain, draw(5, 4))
-    expect(torch.equal(plain, draw(5, 4)), "A tensor that is not sharded gets all rows.")
+    answer.copy_own_rows(plain, draw_normal(5, 4))
+    expect(torch.equal(plain, draw_normal(5, 4)), "A tensor that is not sharded gets all rows.")
     count = torch.tensor(0.0)
     try:
         answer.copy_own_rows(count, torch.tensor(7.0))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from phase2_triton.kernels import adamw, attention, cross_entropy, embedding
 from phase2_triton.kernels.core import launch
 from workshop.exercises.exercise import expect
-from workshop.exercises.measuring import draw, is_close
+from workshop.exercises.measuring import draw_normal, is_close
 
 BAND = 64  # elements on each side of a buffer
 BAND_VALUE = -7777.0
@@ -37,7 +37,7 @@ class Buffers:
         )
 
 
-def surround(tensor: Tensor) -> Tensor:
+def surround_with_nan(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor between bands of NaN, so that an element that is read outside of it is visible."""
     buffer = torch.full((tensor.numel() + 2 * BAND,), float("nan"), dtype=tensor.dtype)
     return buffer[BAND:-BAND].copy_(tensor.flatten()).view(tensor.shape)
@@ -56,13 +56,21 @@ def check_values(actual: Tensor, expected: Tensor, name: str, advice: str, toler
 
 def check_layer_norm(answer: ModuleType, _: Any) -> None:
     M, N = 3, 20
-    x = draw(M, N) + 3
+    x = draw_normal(M, N) + 3
     x[2] = 5.0  # a constant row has a variance of 0
-    weight, bias = draw(N, seed=1), draw(N, seed=2)
+    weight, bias = draw_normal(N, seed=1), draw_normal(N, seed=2)
     for with_bias in (False, True):
         buffers = Buffers()
         y, mean, rstd = buffers.allocate(M, N), buffers.allocate(M), buffers.allocate(M)
-        args = (surround(x), surround(weight), surround(bias) if with_bias else None, y, mean, rstd, N)
+        args = (
+            surround_with_nan(x),
+            surround_with_nan(weight),
+            surround_with_nan(bias) if with_bias else None,
+            y,
+            mean,
+            rstd,
+            N,
+        )
         launch(answer.one_row_kernel, (M,), *args, EPS=1e-5, HAS_BIAS=with_bias, BLOCK=32)
         buffers.check()
         check_values(mean, x.mean(1), "mean", "Divide the sum by N, not by BLOCK.")
@@ -79,14 +87,14 @@ def check_layer_norm(answer: ModuleType, _: Any) -> None:
 
 def check_online_softmax(answer: ModuleType, _: Any) -> None:
     M, V = 4, 20
-    logits = draw(M, V) * 3
+    logits = draw_normal(M, V) * 3
     logits[1] = logits[1].sort().values  # the largest logit comes last
     logits[2] = logits[2].sort(descending=True).values
     logits[3, :8] = float("-inf")
     targets = torch.tensor([3, 19, 0, 9])
     buffers = Buffers()
     losses, peaks, totals = (buffers.allocate(M) for _ in range(3))
-    args = (surround(logits), targets, losses, peaks, totals, M, V, V, 16, V, -1, 0.0, 0.0)
+    args = (surround_with_nan(logits), targets, losses, peaks, totals, M, V, V, 16, V, -1, 0.0, 0.0)
     launch(cross_entropy.forward_kernel, (2,), *args, GRADIENT=False, ROWS=2, BLOCK=8, TAIL=4)
     check_values(peaks, logits.max(1).values, "the largest logit", "Keep the larger of the old and the new maximum.")
     expect(
@@ -105,12 +113,22 @@ def check_online_softmax(answer: ModuleType, _: Any) -> None:
 
 def check_attention(answer: ModuleType, _: Any) -> None:
     heads, T, hs = 2, 20, 24
-    q, k, v = (draw(heads, T, hs, seed=i) for i in range(3))
+    q, k, v = (draw_normal(heads, T, hs, seed=i) for i in range(3))
     q[0, 5] = 40 * k[0, 5]  # a score above 88 overflows exp in fp32
     buffers = Buffers()
     y = buffers.allocate(heads, T, hs)
     sizes = {"HS": hs, "BLOCK_D": 32, "BLOCK": 16, "KEYS": 32}
-    launch(answer.all_keys_kernel, (2, heads), surround(q), surround(k), surround(v), y, T, hs**-0.5, **sizes)
+    launch(
+        answer.all_keys_kernel,
+        (2, heads),
+        surround_with_nan(q),
+        surround_with_nan(k),
+        surround_with_nan(v),
+        y,
+        T,
+        hs**-0.5,
+        **sizes,
+    )
     buffers.check()
     expected = attention.reference(q[None], k[None], v[None])[0]
     everything = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
@@ -132,11 +150,11 @@ def check_attention(answer: ModuleType, _: Any) -> None:
 def check_layer_norm_backward(answer: ModuleType, _: Any) -> None:
     M, N = 5, 20
     x, weight, bias, dy, dtotal = (
-        draw(M, N) + 2,
-        draw(N, seed=1),
-        draw(N, seed=2),
-        draw(M, N, seed=3),
-        draw(M, N, seed=4),
+        draw_normal(M, N) + 2,
+        draw_normal(N, seed=1),
+        draw_normal(N, seed=2),
+        draw_normal(M, N, seed=3),
+        draw_normal(M, N, seed=4),
     )
     leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
     F.layer_norm(leaves[0], (N,), leaves[1], leaves[2]).backward(dy)
@@ -146,11 +164,11 @@ def check_layer_norm_backward(answer: ModuleType, _: Any) -> None:
     for with_dtotal in (False, True):
         buffers = Buffers()
         dx, sums = buffers.allocate(M, N), buffers.allocate(2, 2, N)
-        inputs = [surround(each) for each in (x, weight, mean, rstd)]
-        branch = surround(dtotal) if with_dtotal else None
+        inputs = [surround_with_nan(each) for each in (x, weight, mean, rstd)]
+        branch = surround_with_nan(dtotal) if with_dtotal else None
         constants = {"HAS_BIAS": True, "ATOMIC": False, "ROWS": 2, "BLOCK": 32}
         launch(
-            answer.backward_kernel, (2,), surround(dy), branch, *inputs, dx, sums, M, N,
+            answer.backward_kernel, (2,), surround_with_nan(dy), branch, *inputs, dx, sums, M, N,
             HAS_DTOTAL=with_dtotal, **constants,
         )  # fmt: skip
         buffers.check()
@@ -177,7 +195,12 @@ def check_layer_norm_backward(answer: ModuleType, _: Any) -> None:
 
 def check_adamw(answer: ModuleType, _: Any) -> None:
     size = 40
-    p, g, m, v = draw(size), draw(size, seed=1), draw(size, seed=2), draw(size, seed=3).square()
+    p, g, m, v = (
+        draw_normal(size),
+        draw_normal(size, seed=1),
+        draw_normal(size, seed=2),
+        draw_normal(size, seed=3).square(),
+    )
     param = torch.nn.Parameter(p.clone())
     group = {"lr": 1e-1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5}
     optimizer = torch.optim.AdamW([param], **group)  # type: ignore[arg-type]
@@ -207,12 +230,12 @@ def check_adamw(answer: ModuleType, _: Any) -> None:
 
 def check_positions(answer: ModuleType, _: Any) -> None:
     B, T, C, P, first = 3, 5, 20, 12, 4
-    dout = draw(B, T, C)
+    dout = draw_normal(B, T, C)
     expected = torch.zeros(P, C)
     expected[first : first + T] = dout.sum(0)
     buffers = Buffers()
     dwpe = buffers.allocate(P, C)
-    launch(embedding.positions_kernel, (3, 2), surround(dout), dwpe, B, T, C, P, first, ROWS=4, BLOCK=16)
+    launch(embedding.positions_kernel, (3, 2), surround_with_nan(dout), dwpe, B, T, C, P, first, ROWS=4, BLOCK=16)
     buffers.check()
     expect(
         not dwpe.isnan().any(),

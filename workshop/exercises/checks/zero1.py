@@ -14,7 +14,7 @@ from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase1_zero1.zero2 import Zero2Optimizer
 from workshop.exercises.exercise import expect
-from workshop.exercises.measuring import collect_traffic, draw, is_close
+from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
 
 BUCKET_MB = 1e-3  # about 1 KB: several small buckets, and shards that begin inside a parameter
 SMALL_LR, LARGE_LR = 1e-3, 1e-2
@@ -27,7 +27,7 @@ def build_model() -> nn.Module:
 
 
 def compute_loss(model: nn.Module, step: int, micro_batch: int) -> Tensor:
-    x = draw(5, 7, seed=100 * step + micro_batch)
+    x = draw_normal(5, 7, seed=100 * step + micro_batch)
     return model(x).square().mean() * (3 + micro_batch)
 
 
