@@ -209,8 +209,7 @@ def render_file(exercise: Exercise) -> str:
         f"Exercise {exercise.name}: {exercise.title}. {exercise.minutes} minutes, {exercise.difficulty}.",
         *exercise.task.split("\n\n"),
         f"Check your answer with `make check N={exercise.name}`. `make hint N={exercise.name} LEVEL=1` gives the "
-        "first of "
-        f"three hints, and `make solution N={exercise.name}` prints the repository's own code.",
+        f"first of three hints, and `make solution N={exercise.name}` prints the repository's own code.",
         f"During the check, your code replaces {' and '.join(places)}.",
     ]
     paragraphs = [textwrap.fill(" ".join(part.split()), WIDTH, break_on_hyphens=False) for part in text]

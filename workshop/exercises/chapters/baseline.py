@@ -147,7 +147,8 @@ EXERCISES = [
         r + N, ... of N ranks, and the update must not depend on N. For each micro-batch: read the batch, reseed,
         run the forward pass, add the loss to run.new_loss_sum(), and run the backward pass. Only the last backward
         pass of a step averages the gradients. Then clip by the global norm, step, and clear the gradients. scaler
-        is for float16; you can treat it as in the signature's type.""",
+        is for float16: scale each loss with scaler.scale_loss, divide the norm by scaler.scale, call
+        scaler.unscale_grads before clipping, and step with scaler.step(optimizer, norm).""",
         minutes=30,
         difficulty="medium",
         ranks=2,

@@ -101,8 +101,7 @@ EXERCISES = [
         title="Fix a gradient that loses precision with the number of chunks",
         targets=("phase2_triton.kernels.linear_cross_entropy:add_product",),
         task=f"{FIX} The loss kernel processes the rows in chunks, and adds the gradient of each chunk to dW. In "
-        "half precision "
-        "the error of dW grows with the number of chunks.",
+        "half precision the error of dW grows with the number of chunks.",
         minutes=10,
         difficulty="medium",
         check=check_sums,
@@ -134,8 +133,7 @@ EXERCISES = [
         title="Fix a loss that makes all weights NaN",
         targets=("phase2_triton.kernels.cross_entropy:reduce",),
         task=f"{FIX} In fine-tuning, the targets of a prompt are ignored. A run stopped with a loss that is not "
-        "finite, in the "
-        "first batch that contained only prompts.",
+        "finite, in the first batch that contained only prompts.",
         minutes=5,
         difficulty="easy",
         check=check_ignored,

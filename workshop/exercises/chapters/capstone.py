@@ -52,9 +52,9 @@ REENTRANT = Mistake(
     (
         (
             "return x + self.mlp(self.ln_2(x))",
-            "# Recompute LayerNorm in the backward pass, one half of the batch at a time, to save memory.\n"
-            "        halves = [checkpoint(self.ln_2, half, use_reentrant=True) for half in x.chunk(2)]\n"
-            "        return x + self.mlp(torch.cat(halves))",
+            "# Recompute LayerNorm in the backward pass, one half of the batch at a time, to save memory.\n        "
+            "halves = [checkpoint(self.ln_2, half, use_reentrant=True) for half in x.chunk(2)]\n        return x + "
+            "self.mlp(torch.cat(halves))",
         ),
         (
             "from torch.nn import functional as F\n",
@@ -97,22 +97,20 @@ def check_capstone(answer: ModuleType, expected: dict[str, Any]) -> None:
     expect(
         not differs("val_loss", 0),
         f"The validation loss before the first step is {actual[0]['val_loss']:.6f} instead of "
-        f"{reference[0]['val_loss']:.6f}. There "
-        f"has been no update, and an evaluation has no dropout: only the forward pass can be wrong.\n{table}",
+        f"{reference[0]['val_loss']:.6f}. There has been no update, and an evaluation has no dropout: only the "
+        f"forward pass can be wrong.\n{table}",
     )
     expect(
         not differs("loss", 0),
         "The validation loss before the first step is right, but the training loss of step 0 is not. The forward "
-        "pass is the "
-        f"same, but a training step also draws random numbers.\n{table}",
+        f"pass is the same, but a training step also draws random numbers.\n{table}",
     )
     for row in result["collectives"]:
         expect(
             row["tensor_bytes"] == row["expected_bytes"],
             f"The loss of step 0 is right, but the ledger counts {row['tensor_bytes']:,} bytes of {row['kind']} in "
-            f"{row['calls']} "
-            f"calls, and the formula has {row['expected_bytes']:,}: compare the missing bytes with the formulas in "
-            f"phase1_zero1/costs.py.\n{table}",
+            f"{row['calls']} calls, and the formula has {row['expected_bytes']:,}: compare the missing bytes with "
+            f"the formulas in phase1_zero1/costs.py.\n{table}",
         )
     wrong = [step for step, values in actual.items() if values["loss"] is not None and differs("loss", step)]
     expect(not wrong, f"The losses of the steps {wrong} differ from the one curve, so an update is wrong.\n{table}")
@@ -135,8 +133,7 @@ EXERCISES = [
         prepare=train_small,
         nudge="Order the symptoms: exception, evaluation before step 0, loss of step 0, ledger, later losses.",
         idea="Ask of each symptom which part of a step can cause it: the backward pass, the forward pass, the "
-        "random numbers of "
-        "the forward pass, or the update.",
+        "random numbers of the forward pass, or the update.",
         line="norm = grad_norm",
         planted=(Mistake(tuple(edit for fault in FAULTS for edit in fault.edits), "a second backward() ran"),),
         mistakes=FAULTS,

@@ -39,8 +39,8 @@ EXERCISES = [
                 (
                     (
                         "exchange(chunks[outgoing], received)",
-                        "dist.send(chunks[outgoing], (rank + 1) % ranks)\n"
-                        "        dist.recv(received, (rank - 1) % ranks)",
+                        "dist.send(chunks[outgoing], (rank + 1) % ranks)\n        dist.recv(received, (rank - 1) % "
+                        "ranks)",
                     ),
                 ),
                 "no rank receives",

@@ -86,7 +86,7 @@ EXERCISES = [
             plant_mistake(
                 "Shard(param, index, elements.start - begin,",
                 "Shard(param, index, elements.start,",
-                "The offset counts from the begin of the parameter",
+                "The offset counts from the beginning of the parameter",
             ),
             plant_mistake(
                 "tensor = part.float() if is_low_precision else part", "tensor = part.clone()", "take a view"

@@ -26,8 +26,8 @@ def check_schedule(answer: ModuleType, _: Any) -> None:
     rates = [answer.learning_rate(step, config) for step in range(200)]
     expect(
         rates[0] > 0,
-        "Step 0 has a learning rate of 0, so the first update changes nothing. The warm-up divides by "
-        "warmup_iters + 1 and begins at step + 1.",
+        "Step 0 has a learning rate of 0, so the first update changes nothing. The warm-up divides by warmup_iters "
+        "+ 1 and begins at step + 1.",
     )
     expect(
         is_close(rates[9], 1e-2 * 10 / 11, 1e-9),
@@ -36,9 +36,8 @@ def check_schedule(answer: ModuleType, _: Any) -> None:
     expect(
         is_close(rates[60], 5.5e-3, 1e-9),
         f"In the middle of the decay the learning rate is {rates[60]:g} instead of the mean of learning_rate and "
-        "min_lr, "
-        "5.5e-3. The progress runs from 0 after the warm-up to 1 at the end of the decay, and the cosine decays to "
-        "min_lr.",
+        "min_lr, 5.5e-3. The progress runs from 0 after the warm-up to 1 at the end of the decay, and the cosine "
+        "decays to min_lr.",
     )
     expect(is_close(rates[10], 1e-2, 1e-9), "The first step after the warm-up must have the peak learning rate.")
     expect(rates[110:] == [1e-3] * 90, "After lr_decay_iters the learning rate must stay at min_lr.")
@@ -56,20 +55,19 @@ def check_grad_norm(answer: ModuleType, _: Any) -> None:
     sum_of_norms = sum(part.double().norm().item() for part in full.chunk(dist.get_world_size()))
     expect(
         not is_close(norm, shard.double().norm(), 1e-9),
-        "The norm differs between ranks: each rank returns the norm of its own shards. Sum the squares over all ranks "
-        "before the square root.",
+        "The norm differs between ranks: each rank returns the norm of its own shards. Sum the squares over all "
+        "ranks before the square root.",
     )
     expect(
         not is_close(norm, sum_of_norms, 1e-6),
-        "The result is the sum of the local norms. Norms do not add up, but their squares do: all-reduce the squares, "
-        "and take the square root at the end.",
+        "The result is the sum of the local norms. Norms do not add up, but their squares do: all-reduce the "
+        "squares, and take the square root at the end.",
     )
     expect(is_close(norm, exact, 1e-6), f"The norm is {float(norm):.6f}, but the norm of all shards is {exact:.6f}.")
     expect(
         norm.dtype == torch.float64,
-        f"The norm has the type {norm.dtype}. In fp32 the rounding depends on how the gradients are sharded, and "
-        "the loss "
-        "curve depends on the number of ranks. Accumulate in fp64.",
+        f"The norm has the type {norm.dtype}. In fp32 the rounding depends on how the gradients are sharded, and the "
+        "loss curve depends on the number of ranks. Accumulate in fp64.",
     )
     local = answer.grad_norm([full])
     expect(
@@ -93,15 +91,13 @@ def check_clip_grads(answer: ModuleType, _: Any) -> None:
     expect(
         small <= 2.0,
         f"A gradient with the norm 0.5 grew by a factor of {small / 2:g}: clipping must never enlarge a gradient. "
-        "Limit the "
-        "factor to 1.",
+        "Limit the factor to 1.",
     )
     expect(is_close(small, 2.0, 1e-6), "A gradient whose norm is below max_norm must not change.")
     expect(
         is_close(clip(8.0, 1.0), 0.25, 1e-5),
         f"With the norm 8 and max_norm 1, a gradient of 2 became {clip(8.0, 1.0):g} instead of 0.25. Multiply all "
-        "gradients "
-        "by max_norm / norm, in place.",
+        "gradients by max_norm / norm, in place.",
     )
     expect(clip(8.0, 0.0) == 2.0, "max_norm = 0 turns clipping off: the gradients must not change.")
     expect(math.isfinite(clip(0.0, 1.0)), "A norm of 0 divides by 0: add a small number to the norm.")
@@ -153,9 +149,8 @@ def check_initial_rows(answer: ModuleType, expected: dict[str, torch.Tensor]) ->
             expect(
                 torch.equal(part, rows[begin:end]),
                 f"Rows {begin} to {end} of {name} are not the rows that one process draws: the values depend on how "
-                "the "
-                "parameter is sharded. Each chunk of rows needs its own generator, keyed by (seed, name, chunk), and a "
-                "rank draws every chunk that overlaps with its rows.",
+                "the parameter is sharded. Each chunk of rows needs its own generator, keyed by (seed, name, "
+                "chunk), and a rank draws every chunk that overlaps with its rows.",
             )
         expect(torch.equal(rows, full), f"The generators of {name} have other keys than those of the trainer.")
 
@@ -237,35 +232,33 @@ def check_train_step(answer: ModuleType, expected: list[dict[str, float]]) -> No
         has_grads = any(p.grad is not None and p.grad.any() for p in model.parameters())
         expect(
             not has_grads,
-            "The gradients are still there after the update, so the next step adds its gradients to them. Set them to "
-            "None after the update.",
+            "The gradients are still there after the update, so the next step adds its gradients to them. Set them "
+            "to None after the update.",
         )
         calls, size = collect_traffic(traffic.rows).get("all-reduce", (0, 0))
         gradient_bytes = 4 * sum(p.numel() for p in model.parameters())
         expect(
             size <= gradient_bytes,
             f"The ledger counts {size:,} bytes of all-reduces in {calls} calls, but the gradients have "
-            f"{gradient_bytes:,}: "
-            "DDP averages after every micro-batch. Set require_backward_grad_sync to True only for the last one.",
+            f"{gradient_bytes:,}: DDP averages after every micro-batch. Set require_backward_grad_sync to True only "
+            "for the last one.",
         )
         expect(size == gradient_bytes, "DDP averages no gradients: the last micro-batch of a step must synchronize.")
         expect(
             is_close(loss, reference["loss"], 1e-6),
             f"The mean loss of step {step} is {loss:.6f}, but one process has {reference['loss']:.6f}. Return the "
-            "sum of "
-            "the losses of this rank's micro-batches, rank, rank + N, ..., and reseed before each forward pass.",
+            "sum of the losses of this rank's micro-batches, rank, rank + N, ..., and reseed before each forward "
+            "pass.",
         )
         ratio = float(norm) / reference["norm"]
         expect(
             is_close(ratio, 1.0, 1e-4),
             f"The gradient norm is {ratio:.3g} times that of one process. DDP takes the mean over the ranks; each "
-            "rank must "
-            "contribute the mean over its own micro-batches, so divide each loss by their number.",
+            "rank must contribute the mean over its own micro-batches, so divide each loss by their number.",
         )
         weight = sum_squares(model)
         expect(
             is_close(weight, reference["weight"], 1e-6),
             "Loss and norm are right, but the updated weights differ from one process: clip the gradients by the "
-            "global "
-            "norm before the optimizer's step.",
+            "global norm before the optimizer's step.",
         )

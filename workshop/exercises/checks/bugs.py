@@ -86,8 +86,7 @@ def check_sums(answer: ModuleType, _: Any) -> None:
     expect(
         many < 1e-3,
         f"The relative error of dW is {one:.1e} with one chunk of rows and {many:.1e} with 96 chunks: it grows with "
-        "the number "
-        "of additions. The total must be summed in fp32, and rounded to half precision once at the end.",
+        "the number of additions. The total must be summed in fp32, and rounded to half precision once at the end.",
     )
 
 
@@ -105,9 +104,8 @@ def check_ignored(answer: ModuleType, _: Any) -> None:
     loss = cross_entropy.cross_entropy(logits, torch.full((3,), -1))
     expect(
         bool(loss == 0),
-        f"The loss of a batch whose targets are all ignored is {float(loss)}: 0 / 0 is NaN, and one such batch "
-        "makes all "
-        "weights NaN. The loss must be 0.",
+        f"The loss of a batch whose targets are all ignored is {float(loss)}: 0 / 0 is NaN, and one such batch makes "
+        "all weights NaN. The loss must be 0.",
     )
 
 

@@ -70,8 +70,7 @@ def check_atomic_write(answer: ModuleType, _: Any) -> None:
         expect(
             bool(renames) and contents[:1] != [NEW],
             "The content is written into the file itself. A kill in the middle leaves half a file, and the old "
-            "content is "
-            "lost: write into a temporary file, and rename it.",
+            "content is lost: write into a temporary file, and rename it.",
         )
         expect(
             Path(renames[0][0]).parent == path.parent,
@@ -81,8 +80,7 @@ def check_atomic_write(answer: ModuleType, _: Any) -> None:
         expect(
             "fsync" in names and names.index("fsync") < names.index("replace"),
             "There is no fsync before the rename. After a power failure the new name could point to a file without "
-            "content: "
-            "flush the file, and call os.fsync on it before the rename.",
+            "content: flush the file, and call os.fsync on it before the rename.",
         )
         check_failed_write(answer, path)
 
@@ -127,16 +125,15 @@ def check_verification(answer: ModuleType, _: Any) -> None:
         damage = find_damage(answer, folder, manifest)
         expect(
             damage != "",
-            "A flipped byte is not detected, because the size is still right: compare the sha256 of each file with the "
-            "manifest's. Otherwise a run resumes with wrong weights and no error.",
+            "A flipped byte is not detected, because the size is still right: compare the sha256 of each file with "
+            "the manifest's. Otherwise a run resumes with wrong weights and no error.",
         )
         expect("b" in damage.split(), f"The message {damage!r} does not name the damaged file: b.")
         found = [rank for rank in range(3) if find_damage(answer, folder, manifest, rank, 3)]
         expect(
             found == [1],
             f"Ranks {found} of 3 read the damaged file, but only rank 1 needs to. Every rank would read the full "
-            "checkpoint: "
-            "rank r verifies the files r, r + N, r + 2N, ...",
+            "checkpoint: rank r verifies the files r, r + N, r + 2N, ...",
         )
         (folder / "b").write_bytes(b"b" * 99)
         expect(find_damage(answer, folder, manifest) != "", "A truncated file is not detected.")
@@ -199,8 +196,7 @@ def check_events(events: list[str], root: Path) -> None:
     expect(
         "write manifest.json" in events[:rename],
         f"The directory is renamed before its manifest is written: {order}. A kill between the two leaves a "
-        "directory with the "
-        "name of a complete checkpoint. The rename must be the last step.",
+        "directory with the name of a complete checkpoint. The rename must be the last step.",
     )
     expect(
         "fsync .tmp-step-00000007" in events[:rename],
@@ -210,8 +206,7 @@ def check_events(events: list[str], root: Path) -> None:
     expect(
         f"fsync {root.name}" in events[rename:],
         f"The parent directory is not flushed after the rename: {order}. After a power failure the checkpoint could "
-        "have its old "
-        "name.",
+        "have its old name.",
     )
     latest = next((i for i, event in enumerate(events) if "LATEST" in event), len(events))
     expect(latest > rename, f"LATEST names a checkpoint that does not exist yet: {order}.")
@@ -235,14 +230,12 @@ def check_shared_errors(answer: ModuleType, _: Any) -> None:
             expect(
                 False,
                 "Rank 1 leaves with its own OSError, and rank 0 waits for it in the next collective. Catch the "
-                "error, exchange it "
-                "with all ranks, and then raise a SaveError on every rank.",
+                "error, exchange it with all ranks, and then raise a SaveError on every rank.",
             )
         expect(
             message != "",
             f"Rank {dist.get_rank()} continues after the failure of rank 1. All ranks must raise SaveError, or the "
-            "others wait "
-            "in the next collective.",
+            "others wait in the next collective.",
         )
         expect("rank 1" in message, f"The message {message!r} does not name the rank that failed.")
 
@@ -285,6 +278,5 @@ def check_resharding(answer: ModuleType, _: Any) -> None:
 
 SHARD_RANGE = (
     "A rank needs only the elements of its shard: `offset` is the position of the first one in the flattened "
-    "parameter, and the "
-    "shard has value.numel() elements."
+    "parameter, and the shard has value.numel() elements."
 )

@@ -53,8 +53,7 @@ def check_volume(sent: list[int], limit: float, name: str) -> None:
     expect(
         sum(sent) <= limit,
         f"A rank sends {sum(sent):,} bytes, but the ring algorithm sends {limit:,.0f}: send one chunk of 1/N per "
-        "step, and "
-        f"not the full tensor. {name}",
+        f"step, and not the full tensor. {name}",
     )
 
 
@@ -67,8 +66,8 @@ def check_reduce_scatter(answer: ModuleType, _: Any) -> None:
     total = sum(values[1:], values[0])
     expect(
         not is_close(result, values[rank].chunk(ranks)[rank]),
-        f"Rank {rank} returns its own values of chunk {rank}, to which nothing was added. In the last step a rank must "
-        "receive the chunk that it returns: shift the index by one.",
+        f"Rank {rank} returns its own values of chunk {rank}, to which nothing was added. In the last step a rank "
+        "must receive the chunk that it returns: shift the index by one.",
     )
     expect(
         not any(is_close(result, values[r].chunk(ranks)[i]) for r in range(ranks) for i in range(ranks)),
@@ -77,8 +76,8 @@ def check_reduce_scatter(answer: ModuleType, _: Any) -> None:
     expect(
         is_close(result, total.chunk(ranks)[rank]),
         f"Rank {rank} does not return the sum of chunk {rank} over all ranks. In every step, a rank must send the "
-        "chunk that "
-        "it has just completed, and add the received values to the chunk with the same index as that of the sender.",
+        "chunk that it has just completed, and add the received values to the chunk with the same index as that of "
+        "the sender.",
     )
     check_volume(sent, 4 * 12 * (ranks - 1) / ranks, "Each chunk needs N - 1 steps.")
     expect(torch.equal(mine, values[rank]), "The input has changed: work on a copy.")
@@ -97,9 +96,8 @@ def check_all_gather(answer: ModuleType, _: Any) -> None:
     expect(rank not in wrong, f"Chunk {rank} on rank {rank} is not its own: copy the local chunk into its place first.")
     expect(
         not wrong,
-        f"Rank {rank} has wrong values in the chunks {wrong}. In step s, a rank passes on the chunk that it "
-        "received in step "
-        "s - 1, and not its own chunk again.",
+        f"Rank {rank} has wrong values in the chunks {wrong}. In step s, a rank passes on the chunk that it received "
+        "in step s - 1, and not its own chunk again.",
     )
     check_volume(sent, 4 * 5 * (ranks - 1), "Each rank passes on N - 1 chunks.")
 
@@ -122,8 +120,7 @@ def check_all_reduce(answer: ModuleType, _: Any) -> None:
         expect(
             is_close(mine, total),
             f"The result for {length} elements on {ranks} ranks is wrong. If the length is not a multiple of N, add "
-            "zeros for "
-            "the ring, and remove them at the end.",
+            "zeros for the ring, and remove them at the end.",
         )
         padded = 4 * (length + -length % ranks)
         check_volume(sent, 2 * padded * (ranks - 1) / ranks, "An all-reduce is a reduce-scatter and an all-gather.")
@@ -141,15 +138,13 @@ def check_broadcast(answer: ModuleType, _: Any) -> None:
             answer.broadcast(mine, source)
         expect(
             torch.equal(mine, values[source]),
-            f"With source {source}, rank {rank} does not have the values of rank {source}. The position of a rank "
-            "on the ring "
-            "is its distance from the source, (rank - source) % N, and not its rank.",
+            f"With source {source}, rank {rank} does not have the values of rank {source}. The position of a rank on "
+            "the ring is its distance from the source, (rank - source) % N, and not its rank.",
         )
         expect(
             len(sent) <= 1,
             f"Rank {rank} sends the tensor {len(sent)} times: the link of the source is then the bottleneck. Each "
-            "rank passes "
-            "the values on to the next rank only.",
+            "rank passes the values on to the next rank only.",
         )
 
 
@@ -165,8 +160,8 @@ def check_costs(answer: ModuleType, _: Any) -> None:
             )
             expect(
                 is_close(volume, full * (ranks - 1) / ranks, 1e-9),
-                f"A rank sends {full * (ranks - 1) / ranks:g} bytes in a {name} of {full} bytes on {ranks} ranks, not "
-                f"{volume:g}: N - 1 chunks of 1/N of the tensor.",
+                f"A rank sends {full * (ranks - 1) / ranks:g} bytes in a {name} of {full} bytes on {ranks} ranks, "
+                f"not {volume:g}: N - 1 chunks of 1/N of the tensor.",
             )
         steps, volume = answer.predict_costs("all-reduce", 28, ranks)
         expect(

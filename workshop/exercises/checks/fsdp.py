@@ -135,8 +135,7 @@ def check_row_range(answer: ModuleType, _: Any) -> None:
         expect(
             local == list(range(begin, end)),
             f"{rows} rows on {ranks} ranks: rank {dist.get_rank()} has the rows {local} in torch, but you return "
-            f"({begin}, "
-            f"{end}). torch gives each shard ceil(rows / ranks) rows, and the last shards fewer or none.",
+            f"({begin}, {end}). torch gives each shard ceil(rows / ranks) rows, and the last shards fewer or none.",
         )
 
 
@@ -162,8 +161,7 @@ def check_gradient_sync(answer: ModuleType, _: Any) -> None:
         expect(
             calls == 3,
             f"With 2 replicas of the model, the ledger counts {calls} all-reduces between replicas instead of 3: "
-            "all-reduce "
-            "only after the last micro-batch, because shards can be accumulated before.",
+            "all-reduce only after the last micro-batch, because shards can be accumulated before.",
         )
 
 
@@ -195,16 +193,15 @@ def check_recompute(answer: ModuleType, _: Any) -> None:
     expect(
         saved_bytes < plain_bytes / 2,
         f"The forward pass saves {saved_bytes:,} bytes, and without checkpointing {plain_bytes:,}: the activations "
-        "inside the "
-        "block are still saved. Wrap the call in torch.utils.checkpoint.checkpoint.",
+        "inside the block are still saved. Wrap the call in torch.utils.checkpoint.checkpoint.",
     )
     torch.rand(100)
     y.square().sum().backward()
     pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
     expect(
         all(is_close(a.grad, b.grad) for a, b in pairs),
-        "The gradients differ from those without checkpointing: the recomputation draws other dropout masks than the "
-        "forward pass. The random state must be saved with the input.",
+        "The gradients differ from those without checkpointing: the recomputation draws other dropout masks than "
+        "the forward pass. The random state must be saved with the input.",
     )
     parallel = DDP(model)
     try:
@@ -214,8 +211,7 @@ def check_recompute(answer: ModuleType, _: Any) -> None:
             expect(
                 False,
                 "DDP reports that a parameter was marked as ready twice. The reentrant form runs a second backward "
-                "inside the "
-                "backward, once per use of the block. Use the form that is based on saved-tensor hooks.",
+                "inside the backward, once per use of the block. Use the form that is based on saved-tensor hooks.",
             )
         raise
     calls: list[Any] = []
@@ -242,9 +238,8 @@ def check_copy_rows(answer: ModuleType, _: Any) -> None:
         answer.copy_own_rows(target, full)
         expect(
             torch.equal(target.to_local(), distribute_tensor(full, mesh, [Shard(0)]).to_local()),
-            f"Rank {dist.get_rank()} does not have its rows of a matrix with {rows} rows: own_rows returns the "
-            "first row of "
-            "this rank, and the row after its last.",
+            f"Rank {dist.get_rank()} does not have its rows of a matrix with {rows} rows: own_rows returns the first "
+            "row of this rank, and the row after its last.",
         )
     plain = torch.zeros(5, 4)
     answer.copy_own_rows(plain, draw_normal(5, 4))
@@ -273,25 +268,23 @@ def check_units(answer: ModuleType, _: Any) -> None:
     P_root = sum(p.numel() for name, p in model.named_parameters() if ".h." not in name)
     calls, size = traffic["all-gather"]
     expected = 4 * 2 * (2 * P - P_root)
-    advice = {
-        4
-        * 2
-        * P: "Each parameter is all-gathered once per micro-batch. With reshard_after_forward=True a unit is freed "
-        "after "
-        "its forward pass, and all-gathered again for its backward pass.",
-    }
     expect(
         len(units) == 3,
         f"There are {len(units)} units instead of 3. Shard the units before the root: fully_shard takes all "
-        "parameters that "
-        "belong to no unit yet, so a root that comes first takes everything, and the full model is all-gathered at "
-        "once.",
+        "parameters that belong to no unit yet, so a root that comes first takes everything, and the full model is "
+        "all-gathered at once.",
     )
-    default = f"Each block is all-gathered twice per micro-batch and the root once: {expected:,} bytes for P = {P:,}."
+    padding = 64 * ranks * calls
     expect(
-        abs(size - expected) <= 64 * ranks * calls,
-        f"The ledger counts all-gathers of {size:,} bytes. "
-        f"{next((t for n, t in advice.items() if abs(size - n) < 0.05 * n), default)}",
+        abs(size - 4 * 2 * P) > padding,
+        f"The ledger counts all-gathers of {size:,} bytes: each parameter is all-gathered once per micro-batch. With "
+        "reshard_after_forward=True a unit is freed after its forward pass, and all-gathered again for its backward "
+        "pass.",
+    )
+    expect(
+        abs(size - expected) <= padding,
+        f"The ledger counts all-gathers of {size:,} bytes. Each block is all-gathered twice per micro-batch and the "
+        f"root once: {expected:,} bytes for P = {P:,}.",
     )
 
 
@@ -309,8 +302,7 @@ def check_shard_group(answer: ModuleType, _: Any) -> None:
     expect(
         not is_close(norm / exact, 2**0.5, 1e-5),
         "The norm is sqrt(2) times too large: there are 2 replicas of the model, and every shard counts twice. Use "
-        "the group "
-        "of one replica, the last dimension of the mesh, and not all ranks.",
+        "the group of one replica, the last dimension of the mesh, and not all ranks.",
     )
     expect(
         is_close(norm / exact, 1.0, 1e-6), f"The norm is {float(norm / exact):.3f} times the norm of the full gradient."

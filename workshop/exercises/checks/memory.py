@@ -35,8 +35,7 @@ def check_count(answer: ModuleType, _: Any) -> None:
         expect(
             counted - exact != 31 * C,
             f"You count {counted:,} parameters, and the model has {exact:,}: the token embedding and the head are "
-            "tied, so they "
-            "are one parameter.",
+            "tied, so they are one parameter.",
         )
         expect(
             exact - counted != 8 * C,
@@ -46,8 +45,8 @@ def check_count(answer: ModuleType, _: Any) -> None:
         expect(
             counted == exact,
             f"You count {counted:,} parameters for a model {kind}, and it has {exact:,}. A block has 12 C^2 weights "
-            "in four "
-            "matrices, 2 LayerNorms, and with biases 3C + C + 4C + C of the matrices and 2C of the LayerNorms.",
+            "in four matrices, 2 LayerNorms, and with biases 3C + C + 4C + C of the matrices and 2C of the "
+            "LayerNorms.",
         )
 
 
@@ -60,8 +59,7 @@ def check_flops(answer: ModuleType, _: Any) -> None:
     expect(
         flops != 6 * (params - positions),
         "The attention scores are missing: q k^T and p v have 2 * 2 C T multiply-adds per token and layer, with the "
-        "backward "
-        "pass three times.",
+        "backward pass three times.",
     )
     expect(
         flops != 6 * params + attention,
@@ -87,8 +85,7 @@ def check_ring_bytes(answer: ModuleType, _: Any) -> None:
             expect(
                 is_close(size, 800 * (ranks - 1) / ranks, 1e-9),
                 f"A rank sends {800 * (ranks - 1) / ranks:g} bytes in a {kind} of 800 bytes on {ranks} ranks, not "
-                f"{size:g}. Only an "
-                "all-reduce sends twice as much.",
+                f"{size:g}. Only an all-reduce sends twice as much.",
             )
         expect(
             is_close(answer.ring_bytes("all-reduce", 800, ranks), 1600 * (ranks - 1) / ranks, 1e-9),
@@ -124,18 +121,15 @@ def check_zero_costs(answer: ModuleType, _: Any) -> None:
         for kind in KINDS:
             expect(
                 costs.traffic[kind, dist.get_world_size()] == traffic.get(kind, 0),
-                f"ZeRO-{stage}: you predict {costs.traffic[kind, dist.get_world_size()]:,} bytes for {kind}, and "
-                "the ledger "
-                f"counts {traffic.get(kind, 0):,} in a step with 2 micro-batches. {ADVICE[kind]}",
+                f"ZeRO-{stage}: you predict {costs.traffic[kind, dist.get_world_size()]:,} bytes for {kind}, and the "
+                f"ledger counts {traffic.get(kind, 0):,} in a step with 2 micro-batches. {ADVICE[kind]}",
             )
         for name, size in measured.items():
             expect(
                 costs.state[name] == size,
                 f"ZeRO-{stage}: you predict {costs.state[name]:,} bytes of {name}, and a rank stores {size:,}. With "
-                "ZeRO-1 a rank "
-                "stores full buckets of parameters and gradients, with padding, and the moments of its shards. With "
-                "ZeRO-2 it "
-                "stores only its slice of the gradients.",
+                "ZeRO-1 a rank stores full buckets of parameters and gradients, with padding, and the moments of "
+                "its shards. With ZeRO-2 it stores only its slice of the gradients.",
             )
 
 
@@ -165,8 +159,7 @@ def check_fsdp_traffic(answer: ModuleType, _: Any) -> None:
             expect(
                 predicted[kind, 2] == traffic[kind][1],
                 f"With {options} you predict {predicted[kind, 2]:,} bytes for {kind}, and the ledger counts "
-                f"{traffic[kind][1]:,}. "
-                f"{advice} Units are padded to a multiple of the number of ranks.",
+                f"{traffic[kind][1]:,}. {advice} Units are padded to a multiple of the number of ranks.",
             )
         expect(predicted["all-reduce", 2] == 8, "The global norm needs an all-reduce of 8 bytes: one fp64 number.")
 
@@ -184,10 +177,8 @@ def check_activations(answer: ModuleType, _: Any) -> None:
         expect(
             size == exact,
             f"With the mode {mode} you predict {size:,} bytes, and a model with 3 blocks saves {exact:,}: add the "
-            "tensors of "
-            "each block in its own mode, and those of the embeddings, the head and the loss once. every_2 "
-            "recomputes blocks 0 "
-            "and 2, and saves everything in block 1.",
+            "tensors of each block in its own mode, and those of the embeddings, the head and the loss once. "
+            "every_2 recomputes blocks 0 and 2, and saves everything in block 1.",
         )
     model, x = GPT(shape), torch.randint(0, 31, (2, 16))
     inputs = (*model.parameters(), x)

@@ -47,8 +47,8 @@ def check_values(actual: Tensor, expected: Tensor, name: str, advice: str, toler
     """Check a result, and describe a wrong one by the kind of its error."""
     expect(
         not actual.isnan().any(),
-        f"{name} contains NaN: the kernel has not written all elements, has read outside of a tensor, or has computed "
-        f"inf - inf or 0 / 0. {advice}",
+        f"{name} contains NaN: the kernel has not written all elements, has read outside of a tensor, or has "
+        f"computed inf - inf or 0 / 0. {advice}",
     )
     error = (actual.double() - expected.double()).abs().max().item()
     expect(is_close(actual, expected, tolerance), f"The max error of {name} is {error:.1e}. {advice}")
@@ -135,8 +135,7 @@ def check_attention(answer: ModuleType, _: Any) -> None:
     expect(
         not is_close(y[:, :4], everything[:, :4], 1e-4),
         "A query attends to keys after its own position: the mask is missing. The model would see the token that it "
-        "must "
-        "predict, and its loss would be too small.",
+        "must predict, and its loss would be too small.",
     )
     expect(
         bool(y[0, 5].isfinite().all()),
@@ -223,8 +222,7 @@ def check_adamw(answer: ModuleType, _: Any) -> None:
         exact,
         "the parameter",
         "Divide sqrt(v) by sqrt_correction before you add eps: the moments start at 0, and without the correction "
-        "the first "
-        "steps are too large.",
+        "the first steps are too large.",
     )
 
 

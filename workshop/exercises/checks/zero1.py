@@ -103,23 +103,21 @@ def check_buckets(answer: ModuleType, _: Any) -> None:
     expect(
         order != sorted(order),
         "The buckets follow the order of the model. The backward pass computes the gradients of the last parameters "
-        "first, "
-        "so their bucket would fill last, and no communication would overlap with the backward pass. Begin at the end.",
+        "first, so their bucket would fill last, and no communication would overlap with the backward pass. Begin "
+        "at the end.",
     )
     for bucket in buckets:
         size = sum(4 * sizes[i] for i in bucket)
         expect(
             size <= 480 or len(bucket) == 1,
             f"A bucket has {size} bytes, above the limit of 480: open a new bucket before a parameter that does not "
-            "fit. The "
-            "limit is in bytes, not in elements.",
+            "fit. The limit is in bytes, not in elements.",
         )
     expect([3] in buckets, "A parameter that is larger than the limit gets its own bucket.")
     expect(
         buckets == [[4], [3], [2, 1], [0]],
         f"The buckets are {buckets} instead of [[4], [3], [2, 1], [0]]. Close a bucket only if the next parameter "
-        "does not "
-        "fit: many small buckets need many collectives.",
+        "does not fit: many small buckets need many collectives.",
     )
     mixed = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4).bfloat16()), nn.Parameter(torch.zeros(4))]
     dtypes = [{p.dtype for p in bucket} for bucket in answer.split_into_buckets(mixed, 480.0)]
@@ -173,9 +171,8 @@ def check_shards(answer: ModuleType, _: Any) -> None:
         part = shard.param.detach().flatten()[shard.offset : shard.offset + shard.tensor.numel()]
         expect(
             shard.tensor.shape == part.shape and torch.equal(shard.tensor, part),
-            f"{name} does not contain the elements of its parameter from offset {shard.offset} on. The offset "
-            "counts from "
-            "the begin of the parameter, not of the bucket or of the slice.",
+            f"{name} does not contain the elements of its parameter from offset {shard.offset} on. The offset counts "
+            "from the beginning of the parameter, not of the bucket or of the slice.",
         )
         expect(
             shard.tensor.data_ptr() == bucket.flat_params[shard.bucket_slice].data_ptr(),
@@ -190,8 +187,8 @@ def check_shards(answer: ModuleType, _: Any) -> None:
     dist.all_reduce(covered)
     expect(
         int(covered) == numel,
-        f"The shards of all ranks have {int(covered)} elements together, but the parameters have {numel}: each element "
-        "belongs to exactly one rank.",
+        f"The shards of all ranks have {int(covered)} elements together, but the parameters have {numel}: each "
+        "element belongs to exactly one rank.",
     )
 
 
@@ -213,8 +210,7 @@ def check_reduce(answer: ModuleType, expected: dict[str, Any]) -> None:
     expect(
         is_close(ratio, 1.0, 1e-4),
         f"The gradient norm is {ratio:.3f} times that of one process: the reduce-scatter must write the mean over "
-        "the ranks "
-        "into this rank's slice of flat_grads.",
+        "the ranks into this rank's slice of flat_grads.",
     )
     expect(
         is_close(result["weights"], expected["weights"]), "The norm is right, but the weights differ from one process."
@@ -227,8 +223,7 @@ def check_clipping(answer: ModuleType, expected: dict[str, Any]) -> None:
     check_same_on_all_ranks(
         norms,
         "The norm differs between ranks: each rank clips by its own norm, so each slice is scaled by another "
-        "factor. Sum the "
-        "squares over all ranks before the square root.",
+        "factor. Sum the squares over all ranks before the square root.",
     )
     expect(
         is_close(norms[:1], expected["norms"][:1], 1e-5),
@@ -236,8 +231,8 @@ def check_clipping(answer: ModuleType, expected: dict[str, Any]) -> None:
     )
     expect(
         is_close(norms, expected["norms"], 1e-5) and is_close(result["weights"], expected["weights"], 1e-5),
-        "The norm of step 0 is right, but the updated weights differ from one process: scale this rank's shards of the "
-        "gradient by max_norm / norm before the update.",
+        "The norm of step 0 is right, but the updated weights differ from one process: scale this rank's shards of "
+        "the gradient by max_norm / norm before the update.",
     )
 
 
@@ -258,8 +253,7 @@ class Branches(nn.Module):
 
 ONE_ORDER = (
     "Stop at the first bucket of the common order that is not full, count the started buckets in _num_started, and "
-    "with "
-    "include_partial also start those that are not full."
+    "with include_partial also start those that are not full."
 )
 
 
@@ -286,8 +280,7 @@ def check_order(answer: ModuleType, expected: dict[str, Any]) -> None:
     expect(
         all(order == orders[0] for order in orders),
         f"The ranks reduce their buckets in different orders: {orders}. Collectives match by the order of their "
-        "calls, so "
-        "gradients of different parameters are added. Use the order of _bucket_order.",
+        "calls, so gradients of different parameters are added. Use the order of _bucket_order.",
     )
     result = train_sharded(make_flat)
     expect(is_close(result["weights"], expected["weights"]), "The weights after 3 steps differ from one process.")
@@ -303,8 +296,7 @@ def check_naive(answer: ModuleType, expected: dict[str, Any]) -> None:
     check_same_on_all_ranks(
         weights,
         "The ranks have different parameters after the step: a rank updates only the parameters that it owns. "
-        "Broadcast each "
-        "parameter from its owner.",
+        "Broadcast each parameter from its owner.",
     )
     initial = flatten(build_model())
     expect(not torch.equal(weights, initial), "The parameters have not changed: step the local optimizer.")
@@ -312,15 +304,13 @@ def check_naive(answer: ModuleType, expected: dict[str, Any]) -> None:
     expect(
         not any(unchanged),
         f"{sum(unchanged)} of the parameters have not changed. Only its owner has the new values of a parameter, so "
-        "broadcast "
-        "each parameter from its owner.",
+        "broadcast each parameter from its owner.",
     )
     calls, size = traffic.get("broadcast", (0, 0))
     expect(
         size == initial.nbytes,
-        f"The ledger counts broadcasts of {size:,} bytes, but the parameters have {initial.nbytes:,}: each "
-        "parameter is "
-        "broadcast once, from its owner.",
+        f"The ledger counts broadcasts of {size:,} bytes, but the parameters have {initial.nbytes:,}: each parameter "
+        "is broadcast once, from its owner.",
     )
     expect(
         traffic["all-reduce"][1] == initial.nbytes,
@@ -329,8 +319,7 @@ def check_naive(answer: ModuleType, expected: dict[str, Any]) -> None:
     expect(
         is_close(weights, expected["weights"]),
         "The parameters are equal on all ranks, but differ from one process. The learning rate changes in every "
-        "step: copy "
-        "the options of self.param_groups to the groups of the local optimizer before its step.",
+        "step: copy the options of self.param_groups to the groups of the local optimizer before its step.",
     )
 
 
@@ -348,9 +337,9 @@ def check_owners(answer: ModuleType, _: Any) -> None:
     loads = get_loads((2, 2, 2, 6), 2)
     expect(
         loads == [6, 6],
-        f"The ranks store {loads} elements instead of 6 each. Assign the largest parameters first, and then each "
-        "one to the "
-        "rank whose parameters have the smallest total cost so far. A large parameter at the end cannot be balanced.",
+        f"The ranks store {loads} elements instead of 6 each. Assign the largest parameters first, and then each one "
+        "to the rank whose parameters have the smallest total cost so far. A large parameter at the end cannot be "
+        "balanced.",
     )
     squares = answer.assign_owners([torch.empty(n) for n in (4, 3, 3, 2)], 2, lambda p: p.numel() ** 2)
     loads = [sum(p.numel() ** 2 for p, r in squares.items() if r == rank) for rank in range(2)]
@@ -368,22 +357,20 @@ def check_zero2(answer: ModuleType, expected: dict[str, Any]) -> None:
     expect(
         result["gradient_bytes"] == 0,
         f"Between two backward passes a rank stores {result['gradient_bytes']:,} bytes of full gradients: ZeRO-2 "
-        "frees the "
-        "buffer of a bucket as soon as its reduce-scatter has ended and this rank's slice is added to local_grads.",
+        "frees the buffer of a bucket as soon as its reduce-scatter has ended and this rank's slice is added to "
+        "local_grads.",
     )
     ratio = result["norms"][0] / expected["norms"][0]
     expect(
         is_close(ratio, 1.0, 1e-4),
         f"The gradient norm of step 0 is {ratio:.3f} times that of one process. Each micro-batch reduces its own "
-        "gradient: "
-        "add this rank's slice of every average to local_grads.",
+        "gradient: add this rank's slice of every average to local_grads.",
     )
     ratio = result["norms"][1] / expected["norms"][1]
     expect(
         is_close(ratio, 1.0, 1e-4),
         f"The gradient norm of step 1 is {ratio:.3f} times that of one process, and step 0 was right: the gradients "
-        "of step "
-        "0 are still in local_grads. Set them to zero in clear_gradients.",
+        "of step 0 are still in local_grads. Set them to zero in clear_gradients.",
     )
     reduced, gathered = (result["traffic"][kind][1] for kind in ("reduce-scatter", "all-gather"))
     expect(
