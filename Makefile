@@ -22,6 +22,8 @@ PORT ?= 29400
 STORE ?= 127.0.0.1:$(PORT)
 RUN ?=
 NAME ?=
+N ?=
+LEVEL ?= 1
 ARGS ?=
 
 PY := .venv/bin/python
@@ -31,6 +33,7 @@ TRAINER = $(or $(filter nanoGPT%,$(PHASE:baseline=nanoGPT)),$(firstword $(wildca
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare synthetic $(DATASET),nanoGPT/data/$(name)/prepare.py)))
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample evaluate verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
+.PHONY: exercise check hint solution exercises
 .PHONY: elastic rendezvous preflight gate autopsy watch plot fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
 
 help:  ## list the targets
@@ -88,6 +91,16 @@ notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb
 	@$(PY) -m workshop.notebooks $(ARGS)
 jupyter: .venv/.notebooks data  ## install Jupyter and open the notebooks
 	@.venv/bin/jupyter lab notebooks $(ARGS)
+exercise: .venv/.core  ## write exercise N=zero1.5 into work/, for you to solve; without N, list the exercises
+	@$(PY) -m workshop.exercises exercise --name=$(N)
+check: .venv/.core data  ## check your answer to exercise N=zero1.5 on real ranks, and explain what is wrong; takes seconds
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises check --name=$(N)
+hint: .venv/.core  ## print a hint for exercise N=zero1.5; LEVEL=1: a nudge, 2: the idea, 3: the line
+	@$(PY) -m workshop.exercises hint --name=$(N) --level=$(LEVEL)
+solution: .venv/.core  ## print the repository's own code for exercise N=zero1.5
+	@$(PY) -m workshop.exercises solution --name=$(N)
+exercises: .venv/.core data  ## prove all exercises: solutions pass, stubs fail, wrong answers are explained; N=zero1: a chapter
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises prove --name=$(N)
 elastic: .venv/.core data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
 	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)
 rendezvous: .venv/.core  ## serve the store of make elastic on PORT=29400

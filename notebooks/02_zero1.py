@@ -747,6 +747,10 @@ assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 #
 # ## Exercises
 #
+# `make exercise N=zero1.1` and the exercises after it let you write parts of this chapter again: buckets, slices,
+# shards, the reduce-scatter, clipping, the order of collectives, and ZeRO-2. `make check N=zero1.1` runs your code on
+# real ranks and explains what is wrong. `docs/exercises.md` lists all of them.
+#
 # **1. ZeRO-2.** After the reduce-scatter, a rank needs only its own slice of the gradient. Suppose that it frees the
 # rest. Predict first: how many bytes of model state does a rank store for N = 4? Which value does it approach for a
 # large number of ranks? Now suppose that a rank runs M micro-batches per step and must never store the full gradient

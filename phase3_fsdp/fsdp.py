@@ -188,9 +188,11 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
         "offload_policy": CPUOffloadPolicy(run.device.type != "cpu") if config.fsdp_cpu_offload else OffloadPolicy(),
     }
     units = find_units(model, config)
+    # SOLUTION
     for unit in reversed(units):  # inner units first
         fully_shard(unit, reshard_after_forward=config.fsdp_reshard_after_forward, **shard_options)
     fully_shard(model, **shard_options)  # FSDP keeps the root unsharded after the forward: its backward comes next
+    # END SOLUTION
     register_fsdp_forward_method(model, "count_correct")  # it all-gathers parameters, as the forward does
     set_prefetching([model, *units], config.fsdp_prefetch)
     return model

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -34,6 +35,7 @@ from nanoGPT.errors import LOST_PEER_MESSAGES
 # import it at the first optimizer or the first random number on the meta device. That takes 0.8 s.
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "workshop.ranks"]
 PRELOADED += ["nanoGPT.train", "phase1_zero1.train", "phase2_triton.train", "phase3_fsdp.train"]
+MAIN_LOCK = threading.Lock()  # two threads may start ranks at the same time
 DEFAULT_TIMEOUT = 60.0  # seconds; the tests raise it for busy machines
 
 
@@ -118,12 +120,13 @@ def start_ranks(
 @contextlib.contextmanager
 def without_main_module() -> Iterator[None]:
     """Hide `__main__`, so that each rank does not import the program that starts it (pytest, a notebook's kernel)."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with MAIN_LOCK:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def run_rank(

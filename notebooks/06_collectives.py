@@ -1,0 +1,370 @@
+# %% [markdown]
+# # 6. Collectives: what the ranks send
+#
+# Every technique of this repository uses the same few collectives. DDP all-reduces gradients. ZeRO-1 reduce-scatters
+# them and all-gathers parameters. FSDP all-gathers parameters twice. In this notebook you look inside: you run the
+# collectives with send and receive only, and count every byte. You can read it before notebook 2.
+#
+# We test four claims:
+#
+# - **In a ring, a rank sends 2n(N-1)/N bytes for an all-reduce of n bytes. This is less than 2n for any number of
+#   ranks N.**
+# - **An all-reduce is a reduce-scatter followed by an all-gather.**
+# - **All ranks get exactly the same sum, but not the sum of a single process in every digit.**
+# - **Collectives match by the order of their calls. A wrong order gives a hang, or wrong numbers without an error.**
+#
+# Open `workshop/collectives.py` next to this page. It has five short functions. You need no GPU.
+
+# %%
+import time
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+
+from nanoGPT.memory.costs import ring_bytes
+from workshop import collectives
+from workshop.ranks import RankFailed, run_on_ranks
+
+RANKS = 4
+
+# %% [markdown]
+# ## a. Four collectives
+#
+# You will see what each collective does to small tensors on 4 ranks.
+#
+# Rank r starts with the values r, r + 10, r + 20 and r + 30.
+#
+# **Predict first:** what does rank 1 have after a broadcast from rank 0, after an all-reduce, after a reduce-scatter,
+# and after an all-gather of its first value?
+
+# %%
+def show_collectives() -> dict[str, list[float]]:
+    """Return the result of each collective on the calling rank."""
+    values = torch.arange(0.0, 40.0, 10.0) + dist.get_rank()
+    broadcast, all_reduce = values.clone(), values.clone()
+    collectives.broadcast(broadcast, source=0)
+    collectives.all_reduce(all_reduce)
+    return {
+        "before": values.tolist(),
+        "broadcast": broadcast.tolist(),
+        "all-reduce": all_reduce.tolist(),
+        "reduce-scatter": collectives.reduce_scatter(values).tolist(),
+        "all-gather": collectives.all_gather(values[:1]).tolist(),
+    }
+
+
+results = run_on_ranks(show_collectives, RANKS)
+for name in results[0]:
+    print(f"{name:15}" + "   ".join(f"rank {rank}: {result[name]}" for rank, result in enumerate(results)))
+
+# %% [markdown]
+# After the all-reduce every rank has all four sums. After the reduce-scatter rank r has only sum r. This is all that
+# ZeRO-1 needs, because rank r updates only its slice.
+#
+# ## b. A reduce-scatter, step by step
+#
+# You will draw how the sums grow on their way around the ring.
+#
+# ```
+# rank 0  ->  rank 1  ->  rank 2  ->  rank 3  ->  rank 0
+# ```
+#
+# A rank sends only to the next rank, and receives only from the previous one. The tensor is divided into N chunks. In
+# each step every rank sends one chunk, and adds the chunk that it receives to its own.
+#
+# **Predict first:** how many steps does it take until each rank has one complete chunk? On which rank must chunk 0 start,
+# so that it ends on rank 0?
+#
+# To see the contributions, rank r fills its tensor with 2**r. The bits of a sum then tell which ranks are in it. A
+# second row of values contains the number of the chunk.
+
+# %%
+def trace_reduce_scatter() -> list[tuple[int, int]]:
+    """Return for each step the chunk that the calling rank sends, and the ranks in it as bits."""
+    rank, ranks, sent = dist.get_rank(), dist.get_world_size(), []
+    original = collectives.exchange
+
+    def exchange(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        bits, chunk = int(outgoing[0]), outgoing[1] / bin(int(outgoing[0])).count("1")
+        sent.append((int(chunk), bits))
+        original(outgoing, incoming)
+
+    collectives.exchange = exchange
+    full = torch.stack([torch.full((ranks,), 2.0**rank), torch.arange(float(ranks))], dim=1).flatten()
+    collectives.reduce_scatter(full)
+    collectives.exchange = original
+    return sent
+
+
+traces = run_on_ranks(trace_reduce_scatter, RANKS)  # traces[rank][step]
+
+
+def name_ranks(bits: int) -> str:
+    return "+".join(str(rank) for rank in range(RANKS) if bits >> rank & 1)
+
+
+figure, grid = plt.subplots(1, RANKS - 1, figsize=(11, 3), sharey=True)
+for step, axes in enumerate(grid):
+    for rank in range(RANKS):
+        chunk, bits = traces[rank][step]
+        axes.add_patch(plt.Rectangle((chunk, rank), 1, 1, facecolor=plt.cm.Blues(0.25 * bin(bits).count("1"))))
+        color = "white" if bin(bits).count("1") > 2 else "black"
+        axes.text(chunk + 0.5, rank + 0.5, name_ranks(bits), ha="center", va="center", fontsize=9, color=color)
+    axes.set(xlim=(0, RANKS), ylim=(RANKS, 0), title=f"step {step}", xlabel="chunk")
+    axes.set_xticks([i + 0.5 for i in range(RANKS)], range(RANKS))
+    axes.set_yticks([i + 0.5 for i in range(RANKS)], [f"rank {i}" for i in range(RANKS)])
+    axes.grid(False)
+figure.suptitle("The chunk that each rank sends in each step, and the ranks whose values it contains")
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# There are N - 1 = 3 steps. Chunk 0 starts on rank 1, and each rank on its way adds its own values. After the last step
+# it arrives at rank 0, which adds the last contribution. All links are busy in every step, and no rank has more work
+# than another one.
+#
+# An all-gather goes around the ring in the same way, but the ranks copy the chunks instead of adding them.
+#
+# ## c. Count the bytes
+#
+# You will measure how much a rank sends, and compare it with the formula.
+#
+# The simplest all-reduce has no ring: all ranks send their tensor to rank 0, which adds them and sends the sum to each
+# rank.
+#
+# **Predict first:** for a tensor of n bytes on N ranks, how many bytes does rank 0 send with the simple version? And
+# how many does each rank send in the ring? What happens for a large N?
+
+# %%
+LENGTH = 840  # elements; 2, 3, 4, 5, 6, 7 and 8 divide it
+
+
+def all_reduce_on_rank_0(values: torch.Tensor) -> None:
+    """Add the values of all ranks on rank 0, which sends the sum to each rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        received = torch.empty_like(values)
+        for other in range(1, ranks):
+            dist.recv(received, other)
+            values += received
+        for other in range(1, ranks):
+            dist.send(values, other)
+    else:
+        dist.send(values, 0)
+        dist.recv(values, 0)
+
+
+def measure_sent_bytes(run_collective) -> int:
+    """Return the bytes that the calling rank sends."""
+    sent = 0
+    originals = {name: getattr(dist, name) for name in ("send", "isend")}
+
+    def count(name):
+        def send(tensor, *args, **kwargs):
+            nonlocal sent
+            sent += tensor.nbytes
+            return originals[name](tensor, *args, **kwargs)
+
+        return send
+
+    for name in originals:
+        setattr(dist, name, count(name))
+    run_collective()
+    for name, original in originals.items():
+        setattr(dist, name, original)
+    return sent
+
+
+def measure_all(length: int) -> dict[str, int]:
+    values, ranks = torch.ones(length), dist.get_world_size()
+    return {
+        "on rank 0": measure_sent_bytes(lambda: all_reduce_on_rank_0(values)),
+        "all-reduce": measure_sent_bytes(lambda: collectives.all_reduce(values)),
+        "reduce-scatter": measure_sent_bytes(lambda: collectives.reduce_scatter(values)),
+        "all-gather": measure_sent_bytes(lambda: collectives.all_gather(values[: length // ranks])),
+        "broadcast": measure_sent_bytes(lambda: collectives.broadcast(values, 0)),
+    }
+
+
+n = 4 * LENGTH
+counts = (2, 4, 8)
+measured = {ranks: run_on_ranks(measure_all, ranks, LENGTH) for ranks in counts}
+print(f"largest number of bytes that a rank sends, in units of n = {n:,} bytes; in parentheses the formula")
+print("  N   all-reduce on rank 0   all-reduce      reduce-scatter  all-gather      broadcast")
+for ranks in counts:
+    largest = {name: max(result[name] for result in measured[ranks]) for name in measured[ranks][0]}
+    columns = f"{largest['on rank 0'] / n:8.3f} ({ranks - 1:.3f})        "
+    for name in ("all-reduce", "reduce-scatter", "all-gather", "broadcast"):
+        _, volume = collectives.predict_costs(name, n, ranks)
+        columns += f"{largest[name] / n:.3f} ({volume / n:.3f})   "
+        assert largest[name] == volume
+        if name != "broadcast":
+            assert volume == ring_bytes(name, n, ranks)  # the function of the planner and the ledger
+    print(f"{ranks:3}  {columns}")
+
+# %% [markdown]
+# The measured bytes match the formulas exactly. With the simple version, rank 0 sends (N-1) n bytes, and it also
+# receives as much, so it gets slower with each rank. In the ring, a rank never sends more than 2n.
+#
+# An all-reduce sends exactly as much as a reduce-scatter and an all-gather together, because it consists of the two.
+# This is why ZeRO-1 costs no additional communication: it puts the update of the shards between the two.
+#
+# **Predict first:** in the next figure, at which N does the simple version send more than the ring?
+
+# %%
+figure, axes = plt.subplots(figsize=(6, 3.5))
+Ns = range(2, 17)
+axes.plot(Ns, [N - 1 for N in Ns], color="#d1495b", label="on rank 0: N - 1")
+axes.plot(Ns, [2 * (N - 1) / N for N in Ns], color="#00798c", label="ring: 2(N-1)/N")
+for name, color in (("on rank 0", "#d1495b"), ("all-reduce", "#00798c")):
+    points = [max(result[name] for result in measured[ranks]) / n for ranks in counts]
+    axes.plot(counts, points, "o", color=color, label="measured")
+axes.set(xlabel="ranks", ylabel="sent by one rank (n bytes)", title="All-reduce: formula and measurement")
+axes.legend()
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# With two ranks both versions send n bytes. From three ranks on, the ring sends less.
+#
+# The ring also has a cost: an all-reduce takes 2(N-1) steps, one after another, and each has a latency. For small
+# tensors on many ranks, the latency decides. NCCL then uses trees, which need fewer steps. Buckets are another remedy:
+# one collective for a bucket pays the latency once, and not once per parameter.
+#
+# ## d. The same sum on all ranks
+#
+# You will check whether the ranks get the same sum, and whether it is the sum of a single process.
+#
+# **Predict first:** floating-point addition rounds, so the order matters. In which order are the values of chunk 0
+# added, and in which order those of chunk 1? Can two ranks get different sums?
+
+# %%
+def sum_random_values(length: int) -> dict:
+    """Return the all-reduced values, and the sum that one process computes in rank order."""
+    values = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
+    result = values[dist.get_rank()].clone()
+    collectives.all_reduce(result)
+    return {"ring": result, "single": values[0] + values[1] + values[2] + values[3]}
+
+
+results = run_on_ranks(sum_random_values, RANKS, 4000)
+print("same bits on all ranks:", all(torch.equal(result["ring"], results[0]["ring"]) for result in results))
+for chunk, (ring, single) in enumerate(zip(results[0]["ring"].chunk(RANKS), results[0]["single"].chunk(RANKS))):
+    difference = (ring - single).abs().max().item()
+    print(f"chunk {chunk}: {(ring != single).float().mean():4.0%} of the elements differ from one process, by {difference:.1e}")
+assert all(torch.equal(result["ring"], results[0]["ring"]) for result in results)
+
+# %% [markdown]
+# Each chunk is completed on one rank and then copied, so all ranks have the same bits. This matters: if the parameters
+# of two ranks differed in the last digit, the difference would grow in every step.
+#
+# But each chunk begins at another rank, so its values are added in another order than in one process. (Chunk 3 begins at
+# rank 0, so its order is the same.) With another number of ranks, the last digits differ again. The loss curves of this repository agree to 1e-6 between
+# different numbers of ranks, and exactly only on the same number of ranks.
+#
+# ## e. Broken on purpose: all ranks send first
+#
+# You will replace `exchange` by a version that first sends and then receives.
+#
+# **Predict first:** each rank waits until its send has ended. When does the first send end?
+
+# %%
+def reduce_scatter_with_blocking_send() -> None:
+    def exchange(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        dist.send(outgoing, (rank + 1) % ranks)  # the bug: no rank receives yet
+        dist.recv(incoming, (rank - 1) % ranks)
+
+    collectives.exchange = exchange
+    collectives.reduce_scatter(torch.ones(4 * RANKS))
+
+
+begin = time.monotonic()
+try:
+    run_on_ranks(reduce_scatter_with_blocking_send, RANKS, timeout=3)
+except RankFailed as failure:
+    print(failure)
+assert time.monotonic() - begin < 60
+
+# %% [markdown]
+# No send ever ends. A send waits for the receiver, each receiver is itself in a send, and the ring of waiting ranks is
+# closed. There is no error message: only a time limit ends the run. The trainers of this repository have a watchdog for
+# this reason (notebook 5).
+#
+# ## f. Broken on purpose: two orders
+#
+# You will call two all-reduces in different orders on different ranks.
+#
+# Rank 0 first reduces a tensor of ones and then a tensor of tens. The other ranks do the opposite. This happens in real
+# code if each rank reduces a bucket as soon as it is full, and the buckets fill in different orders.
+#
+# **Predict first:** does this hang? If not, what are the sums?
+
+# %%
+def reduce_in_two_orders() -> tuple[float, float]:
+    ones, tens = torch.ones(4), torch.full((4,), 10.0)
+    order = [ones, tens] if dist.get_rank() == 0 else [tens, ones]
+    for values in order:
+        dist.all_reduce(values)  # torch's own
+    return ones[0].item(), tens[0].item()
+
+
+for rank, (ones, tens) in enumerate(run_on_ranks(reduce_in_two_orders, RANKS)):
+    print(f"rank {rank}: the sum of the ones is {ones:g} (should be {RANKS}), of the tens {tens:g} (should be {10 * RANKS})")
+
+# %% [markdown]
+# It does not hang, and there is no error. A collective has no name: the first call on a rank matches the first call on
+# the other ranks. Tensors of the same size are added, whatever they mean. (Tensors of different sizes can hang or
+# fail.) `Zero1Optimizer` therefore reduces its buckets in one order that all ranks share, and waits if a bucket fills
+# too early.
+#
+# ## Take home
+#
+# 1. A collective is a pattern of sends and receives in which all ranks take part.
+# 2. In a ring, each rank sends to the next rank only, and all links are always busy.
+# 3. A reduce-scatter gives rank r the sum of chunk r, and an all-gather copies the chunks of all ranks to all ranks.
+# 4. Both have N - 1 steps, and a rank sends n(N-1)/N bytes.
+# 5. An all-reduce is one after the other: 2(N-1) steps and 2n(N-1)/N bytes.
+# 6. ZeRO-1 updates the parameters between the two, so it sends as much as plain data parallelism.
+# 7. The volume is almost independent of N. The latency grows with N, so small tensors go into buckets.
+# 8. All ranks get the same bits, because each chunk is completed on one rank.
+# 9. The order of additions depends on N, so the last digits do as well.
+# 10. Collectives match by the order of their calls. A wrong order hangs, or it silently gives wrong numbers.
+#
+# ## Exercises
+#
+# A program checks these exercises on real ranks and explains what is wrong. `make exercise N=collectives.1` writes the
+# task into `work/`:
+#
+# | exercise | task |
+# |---|---|
+# | `collectives.1` | write the reduce-scatter |
+# | `collectives.2` | write the all-gather |
+# | `collectives.3` | compose the all-reduce, for any length |
+# | `collectives.4` | write the broadcast |
+# | `collectives.5` | predict steps and volume |
+#
+# **1. A broadcast in chunks.** The broadcast of (c) sends n bytes from rank to rank, and the last rank waits for N - 1
+# transfers of the full tensor. Predict first: the source divides the tensor into C chunks, and each rank passes on a
+# chunk as soon as it has it. How many steps does it take, and how large is each? What does it approach for many chunks?
+#
+# <details><summary>Hint</summary>
+#
+# The last rank receives its first chunk after N - 1 steps, and then one chunk per step: N - 1 + C - 1 steps with n/C
+# bytes each. For many chunks the total approaches the time for n bytes, for any N. NCCL's broadcast works like this. The
+# volume per rank stays n.
+#
+# </details>
+#
+# **2. The best order?** Predict first: the ring sends from rank r to rank r + 1. Two nodes have 4 ranks each, and the
+# connection between the nodes is 10 times slower than within a node. How many times does a chunk cross the slow
+# connection if the ranks are numbered node by node, and how many times if they alternate between the nodes?
+#
+# <details><summary>Hint</summary>
+#
+# Node by node, only the links 3 -> 4 and 7 -> 0 are slow. In each step one chunk crosses in each direction. If the ranks
+# alternate, all 8 links are slow, and 4 chunks at a time must cross in each direction. The slowest link decides the time
+# of a step, so the first numbering is 4 times faster. This is why launchers number ranks node by node.
+#
+# </details>

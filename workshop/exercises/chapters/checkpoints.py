@@ -1,0 +1,138 @@
+"""Exercises on checkpoints: atomic files, verification, the order of a save, errors on all ranks, and resharding."""
+
+from workshop.exercises.checks.checkpoints import (
+    check_atomic_write,
+    check_publication,
+    check_resharding,
+    check_shared_errors,
+    check_verification,
+)
+from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
+
+EXERCISES = [
+    Exercise(
+        name="checkpoints.1",
+        title="Write a file atomically",
+        targets=("nanoGPT.files:write_atomically",),
+        task="""A run can be killed at any moment, and a machine can lose power. A reader must see either the old
+        file or the complete new one. unique_name returns the name of a temporary file.""",
+        minutes=10,
+        difficulty="easy",
+        check=check_atomic_write,
+        nudge="Which operation of a file system is atomic?",
+        idea="Write a temporary file in the same directory, flush it to the disk, and rename it over the old one.",
+        line="os.replace",
+        mistakes=(
+            Mistake(
+                (
+                    ("temporary = path.with_name(unique_name(path.name))", "temporary = path"),
+                    ("os.replace(temporary, path)", "pass"),
+                    ("temporary.unlink(missing_ok=True)", "pass"),
+                ),
+                "written into the file itself",
+            ),
+            plant_mistake("            os.fsync(file.fileno())\n", "", "There is no fsync before the rename"),
+            plant_mistake("temporary.unlink(missing_ok=True)", "pass", "delete the temporary file"),
+        ),
+    ),
+    Exercise(
+        name="checkpoints.2",
+        title="Verify the files of a checkpoint",
+        targets=("nanoGPT.checkpoint.manifest:verify_files",),
+        task="""Disks and networks damage files without an error message. Compare each file with its entry in the
+        manifest, and raise DamagedCheckpoint with the name of the first file that differs. Rank r of N verifies
+        every N-th file.""",
+        minutes=10,
+        difficulty="easy",
+        check=check_verification,
+        nudge="Which damage does the size not show?",
+        idea="manifest['files'][rank::world_size]; size_of returns None for a missing file; sha256_of reads the "
+        "content.",
+        line="for file in manifest",
+        mistakes=(
+            plant_mistake('if digest != file["sha256"]:', "if False:", "A flipped byte is not detected"),
+            plant_mistake("[rank::world_size]", "", "Every rank would read the full checkpoint"),
+        ),
+    ),
+    Exercise(
+        name="checkpoints.3",
+        title="Publish a checkpoint",
+        targets=("nanoGPT.checkpoint.directory:CheckpointDirectory._publish",),
+        task="""All ranks have written and flushed their files into the directory `temporary`. Write the manifest
+        with write_and_sync and serialize_manifest, and give the directory its final name, so that a kill at any
+        moment leaves either a complete checkpoint or none. fsync_path flushes a directory. At the end, replace the
+        file LATEST, which is optional: a resume does not need it.""",
+        minutes=15,
+        difficulty="medium",
+        check=check_publication,
+        nudge="Which step makes the checkpoint visible to a reader?",
+        idea="manifest, fsync of the directory, rename, fsync of the parent directory, LATEST.",
+        line="temporary.rename(final)",
+        mistakes=(
+            Mistake(
+                (
+                    ("    fsync_path(temporary)\n    temporary.rename(final)\n", ""),
+                    (
+                        '    write_and_sync(temporary / "manifest.json", serialize_manifest(manifest))\n',
+                        "    fsync_path(temporary)\n    temporary.rename(final)\n"
+                        '    write_and_sync(final / "manifest.json", serialize_manifest(manifest))\n',
+                    ),
+                ),
+                "The rename must be the last step",
+            ),
+            plant_mistake("    fsync_path(self.root)\n", "", "The parent directory is not flushed"),
+            plant_mistake("    fsync_path(temporary)\n", "", "The temporary directory is not flushed"),
+        ),
+    ),
+    Exercise(
+        name="checkpoints.4",
+        title="Let all ranks fail together",
+        targets=("nanoGPT.checkpoint.directory:CheckpointDirectory._run_on_all",),
+        task="""In a save, the disk of one rank may be full. If only this rank raises an error, the others wait for
+        it in the next collective. Run the task on every rank, exchange results and failures with self.run.gather,
+        and raise on all ranks if any rank failed. describe_failure(error, self.root) returns the reason as text; a
+        PeerFailed of this rank needs no reason, because another rank reports it.""",
+        minutes=20,
+        difficulty="medium",
+        ranks=2,
+        check=check_shared_errors,
+        nudge="Every rank must reach the same collective, also the rank whose task failed.",
+        idea="Catch the exception, gather (result, failure) of all ranks, then raise or return on every rank alike.",
+        line="outcomes =",
+        mistakes=(
+            plant_mistake(
+                "    except Exception as error:\n        failure = describe_failure(error, self.root)\n",
+                "    except PeerFailed as error:\n        failure = describe_failure(error, self.root)\n",
+                "exchange it with all ranks",
+            ),
+            plant_mistake(
+                "failures = [(rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason]",
+                "failures = [(self.run.rank, failure)] if failure else []",
+                "continues after the failure of rank 1",
+            ),
+        ),
+        on_hang="A rank that failed does not reach self.run.gather, and the others wait for it there.",
+    ),
+    Exercise(
+        name="checkpoints.5",
+        title="Load full moments into the shards of this rank",
+        targets=("phase1_zero1.sharded_checkpoint:copy_full_optimizer_state",),
+        task="""A checkpoint of another phase contains the full moments of each parameter. optimizer.local_state()
+        yields, for each shard of this rank, the parameter, the offset of the shard in the flattened parameter, and
+        its state. Copy the matching elements, on any number of ranks. Return a dict whose keys name the state in
+        `full`.""",
+        minutes=15,
+        difficulty="medium",
+        ranks=2,
+        check=check_resharding,
+        nudge="A shard is a range of the flattened parameter. Where does it begin, and how long is it?",
+        idea="full_value.flatten()[offset : offset + value.numel()], in the shape of the value; scalars as they are.",
+        line="part = full_value",
+        mistakes=(
+            plant_mistake(
+                "[offset : offset + value.numel()]", "[: value.numel()]", "A rank needs only the elements of its shard"
+            ),
+            plant_mistake("if value.dim() else full_value", "if value.dim() else value", "The step count is a scalar"),
+        ),
+    ),
+]

@@ -1,0 +1,153 @@
+"""Exercises on collectives: the ring algorithms, with send and receive."""
+
+from workshop.exercises.checks.collectives import (
+    NO_RECEIVER,
+    check_all_gather,
+    check_all_reduce,
+    check_broadcast,
+    check_costs,
+    check_reduce_scatter,
+)
+from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
+
+EXERCISES = [
+    Exercise(
+        name="collectives.1",
+        title="Write a reduce-scatter on a ring",
+        targets=("workshop.collectives:reduce_scatter",),
+        task="""ZeRO and FSDP average gradients with a reduce-scatter: rank r gets chunk r of the sum over all
+        ranks. Write it with `exchange`, which sends a chunk to the next rank and receives one from the previous
+        rank. In each of the N - 1 steps a rank sends one chunk, so it sends (N-1)/N of the tensor.""",
+        minutes=20,
+        difficulty="medium",
+        ranks=4,
+        check=check_reduce_scatter,
+        nudge="Follow chunk 0 on its way around the ring: on which rank must it start, so that it ends on rank 0?",
+        idea="In step s, rank r sends chunk r - s - 1 and adds what it receives to chunk r - s - 2 (modulo N).",
+        line="outgoing, incoming",
+        mistakes=(
+            plant_mistake(
+                "(rank - step - 1) % ranks, (rank - step - 2)",
+                "(rank - step) % ranks, (rank - step - 1)",
+                "shift the index",
+            ),
+            plant_mistake(
+                "chunks[incoming] += received", "chunks[incoming].copy_(received)", "the chunk of a single rank"
+            ),
+            plant_mistake("full.clone().chunk", "full.chunk", "The input has changed"),
+            Mistake(
+                (
+                    (
+                        "exchange(chunks[outgoing], received)",
+                        "dist.send(chunks[outgoing], (rank + 1) % ranks)\n        dist.recv(received, (rank - 1) % "
+                        "ranks)",
+                    ),
+                ),
+                "no rank receives",
+                hangs=True,
+            ),  # fmt: skip
+        ),
+        on_hang=NO_RECEIVER,
+    ),
+    Exercise(
+        name="collectives.2",
+        title="Write an all-gather on a ring",
+        targets=("workshop.collectives:all_gather",),
+        task="""After the update of a shard, an all-gather gives every rank the chunks of all ranks. Write it with
+        `exchange`. A rank passes on what it has received, so that each chunk visits all ranks in N - 1 steps.""",
+        minutes=15,
+        difficulty="medium",
+        ranks=4,
+        check=check_all_gather,
+        nudge="Which chunk does a rank have in step s that the next rank does not have yet?",
+        idea="In step s, rank r sends chunk r - s and receives chunk r - s - 1 (modulo N) directly into its place.",
+        line="outgoing, incoming",
+        mistakes=(
+            plant_mistake("(rank - step) % ranks, (rank", "rank, (rank", "passes on the chunk that it received"),
+            plant_mistake("    chunks[rank].copy_(local)\n", "", "copy the local chunk into its place"),
+            plant_mistake("(rank - step - 1) % ranks", "(rank + step + 1) % ranks", "wrong values in the chunks"),
+        ),
+        on_hang=NO_RECEIVER,
+    ),
+    Exercise(
+        name="collectives.3",
+        title="Compose an all-reduce",
+        targets=("workshop.collectives:all_reduce",),
+        task="""DDP averages gradients with an all-reduce. It is a reduce-scatter followed by an all-gather, and
+        ZeRO-1 puts the optimizer's update between the two. Use both functions. The length may not be a multiple of
+        N.""",
+        minutes=10,
+        difficulty="easy",
+        ranks=4,
+        check=check_all_reduce,
+        nudge="Each rank needs a chunk of the same length, also for 10 elements on 4 ranks.",
+        idea="Add zeros up to a multiple of N, reduce-scatter, all-gather, and copy the first elements back into "
+        "`flat`.",
+        line="flat.copy_",
+        mistakes=(
+            plant_mistake("flat.copy_(", "flat = (", "The values have not changed"),
+            plant_mistake("[: len(flat)])", "[: len(flat)] / ranks)", "The result is the mean"),
+            plant_mistake(
+                "flat.copy_(all_gather(reduce_scatter(padded))[: len(flat)])",
+                "flat.copy_(all_gather(flat.clone()).view(ranks, -1).sum(0))",
+                "send one chunk of 1/N per step",
+            ),
+        ),
+        on_hang=NO_RECEIVER,
+    ),
+    Exercise(
+        name="collectives.4",
+        title="Broadcast from rank to rank",
+        targets=("workshop.collectives:broadcast",),
+        task="""Naive ZeRO-1 broadcasts each updated parameter from its owner. Write a broadcast from any source
+        rank: the source sends to the next rank, and each rank passes the values on, except the last one.""",
+        minutes=10,
+        difficulty="easy",
+        ranks=4,
+        check=check_broadcast,
+        nudge="The ring starts at the source. Which rank must not send, and which one must not receive?",
+        idea="Compute the distance of this rank from the source. Receive if it is above 0; send if it is below N - 1.",
+        line="position =",
+        mistakes=(
+            plant_mistake(
+                """    if position > 0:
+        dist.recv(values, (rank - 1) % ranks)
+    if position < ranks - 1:
+        dist.send(values, (rank + 1) % ranks)
+""",
+                """    if position > 0:
+        dist.recv(values, source)
+    for other in range(ranks if position == 0 else 0):
+        if other != source:
+            dist.send(values, other)
+""",
+                "the link of the source is then the bottleneck",
+            ),
+            plant_mistake("(rank - source) % ranks", "rank", "is its distance from the source"),
+            plant_mistake("if position > 0:", "if True:", "the source must not receive", hangs=True),
+        ),
+        on_hang="A rank waits for a message that no rank sends: the source must not receive, and the last rank must "
+        "not send.",
+    ),
+    Exercise(
+        name="collectives.5",
+        title="Predict the steps and the volume of a collective",
+        targets=("workshop.collectives:predict_costs",),
+        task="""The ledger of this repository compares the measured communication with a formula. Return the number
+        of steps, and the largest number of bytes that a rank sends, for each collective of
+        workshop/collectives.py.""",
+        minutes=10,
+        difficulty="easy",
+        ranks=4,
+        check=check_costs,
+        nudge="How large is a chunk, and how many chunks does a rank send?",
+        idea="N - 1 steps with one chunk each; an all-reduce is two collectives; a broadcast passes on the full "
+        "tensor.",
+        line="return steps, steps *",
+        mistakes=(
+            plant_mistake("steps = 2 * steps", "pass", "a reduce-scatter followed by an all-gather"),
+            plant_mistake("steps * tensor_bytes / ranks", "float(steps * tensor_bytes)", "N - 1 chunks of 1/N"),
+            plant_mistake("steps = ranks - 1", "steps = ranks", "each chunk visits all other ranks once"),
+        ),
+    ),
+]

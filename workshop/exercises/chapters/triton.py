@@ -1,0 +1,143 @@
+"""Exercises on Triton kernels. Triton's interpreter runs them on the CPU, between guard bands."""
+
+from workshop.exercises.checks.triton import (
+    check_adamw,
+    check_attention,
+    check_layer_norm,
+    check_layer_norm_backward,
+    check_online_softmax,
+    check_positions,
+)
+from workshop.exercises.exercise import Exercise, plant_mistake
+
+EXERCISES = [
+    Exercise(
+        name="triton.1",
+        title="Write LayerNorm with one row per program",
+        targets=("phase2_triton.kernels.layernorm:one_row_kernel",),
+        task="""A program loads one row of N elements into a tile of BLOCK lanes, a power of two. It computes y,
+        and stores the mean and rstd of the row for the backward pass: x is read once, and y is written once.
+        Compute in fp32.""",
+        minutes=20,
+        difficulty="medium",
+        check=check_layer_norm,
+        nudge="What do the lanes beyond N contribute to the sum, and to the sum of squares?",
+        idea="Load with other=0.0, subtract the mean, and set the lanes beyond N to 0 again before you square.",
+        line="centred =",
+        mistakes=(
+            plant_mistake("tl.where(mask, v - row_mean, 0.0)", "v - row_mean", "must not count in the variance"),
+            plant_mistake(
+                "tl.store(y + row * N + cols, out, mask=mask)", "tl.store(y + row * N + cols, out)", "writes outside"
+            ),
+            plant_mistake("/ N + EPS", "/ N", "Add EPS"),
+        ),
+    ),
+    Exercise(
+        name="triton.2",
+        title="Add a tile to an online softmax",
+        targets=("phase2_triton.kernels.cross_entropy:add_tile",),
+        task="""A row of 50,304 logits does not fit into the registers of a program. The kernel reads it tile by
+        tile, in one pass. It keeps the largest logit so far, `peak`, and the sum of exp(z - peak), `total`. Return
+        both after one more tile z, (ROWS, columns). All logits so far may be -inf.""",
+        minutes=15,
+        difficulty="medium",
+        check=check_online_softmax,
+        nudge="The old total is relative to the old peak. What is it relative to the new one?",
+        idea="exp(z - new) = exp(z - old) * exp(old - new), so the old total is multiplied by one factor.",
+        line="return new_peak",
+        mistakes=(
+            plant_mistake("total * exp(peak - shift)", "total", "relative to the old maximum"),
+            plant_mistake("tl.maximum(peak, tl.max(z, 1))", "tl.max(z, 1)", "larger of the old and the new maximum"),
+            plant_mistake('tl.where(new_peak == float("-inf"), 0.0, new_peak)', "new_peak", "-inf - -inf is NaN"),
+        ),
+    ),
+    Exercise(
+        name="triton.3",
+        title="Write causal attention over all keys",
+        targets=("phase2_triton.kernels.attention:all_keys_kernel",),
+        task="""This is step 1 of the attention kernel: a program has BLOCK queries of a head and attends to all
+        keys at once. program_id(0) is the block of queries, and program_id(1) the head. load_rows and store_rows
+        read and write a tile of a head's (T, HS) matrix, with masks.""",
+        minutes=30,
+        difficulty="hard",
+        check=check_attention,
+        nudge="Which (query, key) pairs are visible, and what score do the others need?",
+        idea="scores = query key^T * SCALE, -inf where the key is after the query; then a softmax, then a product "
+        "with value.",
+        line="visible =",
+        mistakes=(
+            plant_mistake(
+                "first + tl.arange(0, BLOCK)[:, None] >= tl.arange(0, KEYS)[None, :]",
+                "tl.arange(0, KEYS)[None, :] < T",
+                "the mask is missing",
+            ),
+            plant_mistake("tl.exp(scores - tl.max(scores, 1, keep_dims=True))", "tl.exp(scores)", "exp overflows"),
+            plant_mistake(" * SCALE,", ",", "not multiplied by SCALE"),
+        ),
+    ),
+    Exercise(
+        name="triton.4",
+        title="Write the backward pass of LayerNorm",
+        targets=("phase2_triton.kernels.layernorm:backward_kernel",),
+        task="""Compute dx row by row, and sums over all rows for dW and dB. Programs are persistent: program i
+        takes the tiles of rows i, i + programs, ..., adds up its part of dW and dB, and writes it into its rows of
+        `sums`. The result does not depend on the order of the programs. ATOMIC selects the older version, which
+        adds to one row with atomics. The docstring at the top of layernorm.py has the formulas.""",
+        minutes=40,
+        difficulty="hard",
+        check=check_layer_norm_backward,
+        nudge="y depends on x in three ways: directly, through the mean, and through rstd.",
+        idea="g = dy * weight; dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). Lanes beyond N must be 0 in xhat "
+        "and g.",
+        line="out = row_rstd",
+        mistakes=(
+            plant_mistake(" - xhat * (tl.sum(g * xhat, 1) / N)[:, None]", "", "rstd also depends on x"),
+            plant_mistake("        sums += program * (1 + HAS_BIAS) * N\n", "", "writes the sums into its own rows"),
+            plant_mistake(
+                "            out += to_fp32(tl.load(dtotal + offs, mask=mask, other=0.0))",
+                "            pass",
+                "add its gradient to dx",
+            ),
+        ),
+    ),
+    Exercise(
+        name="triton.5",
+        title="Update a chunk with AdamW",
+        targets=("phase2_triton.kernels.adamw:update_chunk",),
+        task="""AdamW in torch reads and writes the tensors several times. A kernel reads each element of p, g, m
+        and v once, and writes p, m and v once. Update one chunk; the formulas and the factors are in the
+        docstrings of adamw.py. `rate` is negative.""",
+        minutes=15,
+        difficulty="medium",
+        check=check_adamw,
+        nudge="Which of the three results must be stored?",
+        idea="p = p * decay + rate * m / (sqrt(v) / sqrt_correction + eps), with the new m and v.",
+        line="denominator =",
+        mistakes=(
+            plant_mistake("tl.div_rn(tl.sqrt_rn(square), sqrt_correction)", "tl.sqrt_rn(square)", "by sqrt_correction"),
+            plant_mistake("    tl.store(m + offs, mean, mask=mask)\n", "", "the mean of the gradients"),
+            plant_mistake(" * decay +", " +", "There is no weight decay"),
+        ),
+    ),
+    Exercise(
+        name="triton.6",
+        title="Sum the gradients of the position embedding",
+        targets=("phase2_triton.kernels.embedding:positions_kernel",),
+        task="""Row p of dwpe is the sum, over the B sequences, of the gradient at token p - first_position. With
+        atomic additions the order of the sum, and so its last bits, would change from run to run. Let each program
+        compute a tile of dwpe, and loop over b in order. Positions without tokens get zeros.""",
+        minutes=20,
+        difficulty="medium",
+        check=check_positions,
+        nudge="A program has fixed rows of dwpe. Which tokens contribute to them?",
+        idea="t = row - first_position; load dout[b, t] for each b with a mask for 0 <= t < T, and add.",
+        line="t = (rows",
+        mistakes=(
+            plant_mistake("rows - first_position", "rows", "The gradients are in the wrong rows"),
+            plant_mistake(
+                "((t >= 0) & (t < T))[:, None] & (cols[None, :] < C)", "cols[None, :] < C", "positions without tokens"
+            ),
+            plant_mistake("total += to_fp32", "total = to_fp32", "the sum over all B sequences"),
+        ),
+    ),
+]

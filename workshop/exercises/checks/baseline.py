@@ -1,0 +1,264 @@
+"""Checks of the exercises on the baseline."""
+
+import itertools
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import LossScaler, configure_optimizer
+from nanoGPT.train_config import TrainConfig
+from workshop.exercises.exercise import expect
+from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
+
+CPU = torch.device("cpu")
+
+
+def check_schedule(answer: ModuleType, _: Any) -> None:
+    config = TrainConfig(learning_rate=1e-2, min_lr=1e-3, warmup_iters=10, max_iters=200, lr_decay_iters=110)
+    rates = [answer.learning_rate(step, config) for step in range(200)]
+    expect(
+        rates[0] > 0,
+        "Step 0 has a learning rate of 0, so the first update changes nothing. The warm-up divides by warmup_iters "
+        "+ 1 and begins at step + 1.",
+    )
+    expect(
+        is_close(rates[9], 1e-2 * 10 / 11, 1e-9),
+        "The last of 10 warm-up steps must have 10/11 of the peak learning rate.",
+    )
+    expect(
+        is_close(rates[60], 5.5e-3, 1e-9),
+        f"In the middle of the decay the learning rate is {rates[60]:g} instead of the mean of learning_rate and "
+        "min_lr, 5.5e-3. The progress runs from 0 after the warm-up to 1 at the end of the decay, and the cosine "
+        "decays to min_lr.",
+    )
+    expect(is_close(rates[10], 1e-2, 1e-9), "The first step after the warm-up must have the peak learning rate.")
+    expect(rates[110:] == [1e-3] * 90, "After lr_decay_iters the learning rate must stay at min_lr.")
+    constant = TrainConfig(learning_rate=1e-2, decay_lr=False, warmup_iters=10)
+    expect(answer.learning_rate(0, constant) == 1e-2, "With decay_lr=False the learning rate must be constant.")
+    whole_run = TrainConfig(learning_rate=1e-2, min_lr=0.0, warmup_iters=0, max_iters=100, lr_decay_iters=None)
+    expect(is_close(answer.learning_rate(50, whole_run), 5e-3, 1e-9), "Without lr_decay_iters, decay over max_iters.")
+
+
+def check_grad_norm(answer: ModuleType, _: Any) -> None:
+    rank, full = dist.get_rank(), draw_normal(1000) * 3
+    shard = full.chunk(dist.get_world_size())[rank]
+    exact = full.double().norm().item()
+    norm = answer.grad_norm([shard[:100], shard[100:]], dist.group.WORLD)
+    sum_of_norms = sum(part.double().norm().item() for part in full.chunk(dist.get_world_size()))
+    expect(
+        not is_close(norm, shard.double().norm(), 1e-9),
+        "The norm differs between ranks: each rank returns the norm of its own shards. Sum the squares over all "
+        "ranks before the square root.",
+    )
+    expect(
+        not is_close(norm, sum_of_norms, 1e-6),
+        "The result is the sum of the local norms. Norms do not add up, but their squares do: all-reduce the "
+        "squares, and take the square root at the end.",
+    )
+    expect(is_close(norm, exact, 1e-6), f"The norm is {float(norm):.6f}, but the norm of all shards is {exact:.6f}.")
+    expect(
+        norm.dtype == torch.float64,
+        f"The norm has the type {norm.dtype}. In fp32 the rounding depends on how the gradients are sharded, and the "
+        "loss curve depends on the number of ranks. Accumulate in fp64.",
+    )
+    local = answer.grad_norm([full])
+    expect(
+        is_close(local, exact, 1e-6),
+        "Without a process group every rank has the full gradients: nothing must be summed.",
+    )
+    expect(float(answer.grad_norm([])) == 0, "The norm of no gradients must be 0.")
+
+
+def check_clip_grads(answer: ModuleType, _: Any) -> None:
+    def clip(norm: float, max_norm: float) -> float:
+        grads = [torch.full((4,), 2.0), torch.full((2, 2), 2.0)]
+        answer.clip_grads(grads, torch.tensor(norm, dtype=torch.float64), max_norm)
+        expect(
+            bool(grads[0][0] == grads[1][0, 0]),
+            "The tensors are scaled by different factors, which changes the direction of the gradient.",
+        )
+        return grads[0][0].item()
+
+    small = clip(0.5, 1.0)
+    expect(
+        small <= 2.0,
+        f"A gradient with the norm 0.5 grew by a factor of {small / 2:g}: clipping must never enlarge a gradient. "
+        "Limit the factor to 1.",
+    )
+    expect(is_close(small, 2.0, 1e-6), "A gradient whose norm is below max_norm must not change.")
+    expect(
+        is_close(clip(8.0, 1.0), 0.25, 1e-5),
+        f"With the norm 8 and max_norm 1, a gradient of 2 became {clip(8.0, 1.0):g} instead of 0.25. Multiply all "
+        "gradients by max_norm / norm, in place.",
+    )
+    expect(clip(8.0, 0.0) == 2.0, "max_norm = 0 turns clipping off: the gradients must not change.")
+    expect(math.isfinite(clip(0.0, 1.0)), "A norm of 0 divides by 0: add a small number to the norm.")
+    answer.clip_grads([], torch.tensor(1.0), 1.0)
+
+
+def check_reseed(answer: ModuleType, _: Any) -> None:
+    def draw_mask(seed: int, step: int, micro_batch: int) -> Any:
+        answer.reseed(CPU, seed, step, micro_batch)
+        return tuple(torch.rand(8).tolist())
+
+    masks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(masks, draw_mask(1, 2, 3))
+    expect(
+        all(mask == masks[0] for mask in masks),
+        "The ranks draw different masks for the same micro-batch: the key depends on the rank. The loss curve then "
+        "depends on the number of ranks.",
+    )
+    expect(
+        draw_mask(1, 2, 3) == draw_mask(1, 2, 3), "The same micro-batch gets another mask when it is computed again."
+    )
+    for other, name in (((9, 2, 3), "seed"), ((1, 9, 3), "step"), ((1, 2, 9), "micro-batch")):
+        expect(
+            draw_mask(*other) != draw_mask(1, 2, 3),
+            f"Two keys with a different {name} give the same mask: the {name} must be part of the key.",
+        )
+    keys = [(seed, step, micro) for seed, step, micro in itertools.product((1, 2, 12), (1, 2, 11), (1, 2, 3, 12))]
+    expect(
+        len({draw_mask(*key) for key in keys}) == len(keys),
+        "Two different keys give the same mask, for example the sum or the concatenated digits of their numbers are "
+        "equal. Separate the numbers, and hash them.",
+    )
+
+
+def check_initial_rows(answer: ModuleType, expected: dict[str, torch.Tensor]) -> None:
+    for (name, shape), full in zip(SHAPES.items(), expected.values(), strict=True):
+        rows = torch.empty(shape)
+        answer.draw_initial_rows(rows, name, torch.Size(shape), 2, 1337)
+        if rows.dim() == 1:
+            expect(torch.equal(rows, full), f"{name} must contain {full[0]:g}: biases are 0, and gains are 1.")
+            continue
+        expect(
+            is_close(rows.std(), full.std(), 1e-3),
+            f"The values of {name} have the standard deviation {rows.std():.4f} instead of {full.std():.4f}.",
+        )
+        for begin, end in ((0, 400), (100, 101), (700, 1500), (1499, 1500)):
+            part = torch.empty(end - begin, *shape[1:])
+            answer.draw_initial_rows(part, name, torch.Size(shape), 2, 1337, begin)
+            expect(
+                torch.equal(part, rows[begin:end]),
+                f"Rows {begin} to {end} of {name} are not the rows that one process draws: the values depend on how "
+                "the parameter is sharded. Each chunk of rows needs its own generator, keyed by (seed, name, "
+                "chunk), and a rank draws every chunk that overlaps with its rows.",
+            )
+        expect(torch.equal(rows, full), f"The generators of {name} have other keys than those of the trainer.")
+
+
+SHAPES = {"h.0.attn.c_attn.weight": (1500, 100), "h.0.mlp.c_proj.weight": (1500, 100), "ln_f.weight": (50,)}
+
+
+def draw_expected_rows() -> dict[str, torch.Tensor]:
+    from nanoGPT.model import draw_initial_rows
+
+    expected = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    for name, rows in expected.items():
+        draw_initial_rows(rows, name, rows.shape, 2, 1337)
+    return expected
+
+
+class RandomBatches:
+    """Random micro-batches with the interface of TokenData."""
+
+    def batch(self, _split: str, _purpose: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(100 * step + micro_batch)
+        tokens = torch.randint(0, 31, (2, 9), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+STEP_CONFIG = TrainConfig(
+    n_layer=1,
+    n_head=1,
+    n_embd=16,
+    block_size=8,
+    batch_size=2,
+    gradient_accumulation_steps=4,
+    grad_clip=0.1,
+    dropout=0.2,
+)
+
+
+def build_model() -> GPT:
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, vocab_size=31, dropout=0.2))
+    model.init_weights(0)
+    return model
+
+
+def sum_squares(model: GPT) -> float:
+    return sum(p.detach().double().square().sum().item() for p in model.parameters())
+
+
+def run_reference_steps() -> list[dict[str, float]]:
+    """Return the loss, the norm and a weight after each of 2 steps, computed by one process in plain torch."""
+    from nanoGPT.distributed.runtime import reseed
+
+    model, results = build_model(), []
+    optimizer = configure_optimizer(model, STEP_CONFIG)
+    for step in range(2):
+        losses = []
+        for micro_batch in range(4):
+            reseed(CPU, STEP_CONFIG.seed, step, micro_batch)
+            losses.append(model(*RandomBatches().batch("train", 0, step, micro_batch)))
+        (sum(losses) / 4).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        weight = sum_squares(model)
+        results.append({"loss": sum(loss.item() for loss in losses) / 4, "norm": norm.item(), "weight": weight})
+    return results
+
+
+def check_train_step(answer: ModuleType, expected: list[dict[str, float]]) -> None:
+    run = Runtime(dist.get_rank(), dist.get_rank(), 2, 2, CPU, torch.float32, {})
+    model = build_model()
+    optimizer, parallel = configure_optimizer(model, STEP_CONFIG), DDP(model)
+    for step in range(2):
+        with CollectiveCounter() as traffic:
+            loss_sum, norm = answer.train_step(
+                parallel, optimizer, LossScaler(False), RandomBatches(), step, STEP_CONFIG, run
+            )
+        dist.all_reduce(loss_sum)
+        reference, loss = expected[step], loss_sum.item() / 4
+        has_grads = any(p.grad is not None and p.grad.any() for p in model.parameters())
+        expect(
+            not has_grads,
+            "The gradients are still there after the update, so the next step adds its gradients to them. Set them "
+            "to None after the update.",
+        )
+        calls, size = collect_traffic(traffic.rows).get("all-reduce", (0, 0))
+        gradient_bytes = 4 * sum(p.numel() for p in model.parameters())
+        expect(
+            size <= gradient_bytes,
+            f"The ledger counts {size:,} bytes of all-reduces in {calls} calls, but the gradients have "
+            f"{gradient_bytes:,}: DDP averages after every micro-batch. Set require_backward_grad_sync to True only "
+            "for the last one.",
+        )
+        expect(size == gradient_bytes, "DDP averages no gradients: the last micro-batch of a step must synchronize.")
+        expect(
+            is_close(loss, reference["loss"], 1e-6),
+            f"The mean loss of step {step} is {loss:.6f}, but one process has {reference['loss']:.6f}. Return the "
+            "sum of the losses of this rank's micro-batches, rank, rank + N, ..., and reseed before each forward "
+            "pass.",
+        )
+        ratio = float(norm) / reference["norm"]
+        expect(
+            is_close(ratio, 1.0, 1e-4),
+            f"The gradient norm is {ratio:.3g} times that of one process. DDP takes the mean over the ranks; each "
+            "rank must contribute the mean over its own micro-batches, so divide each loss by their number.",
+        )
+        weight = sum_squares(model)
+        expect(
+            is_close(weight, reference["weight"], 1e-6),
+            "Loss and norm are right, but the updated weights differ from one process: clip the gradients by the "
+            "global norm before the optimizer's step.",
+        )

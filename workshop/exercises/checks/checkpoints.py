@@ -1,0 +1,282 @@
+"""Checks of the exercises on checkpoints."""
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW
+
+from nanoGPT.checkpoint import directory as directories
+from nanoGPT.checkpoint.manifest import DamagedCheckpoint
+from nanoGPT.checkpoint.state import FullState, allocate_state
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.errors import SaveError
+from nanoGPT.files import sha256_of
+from phase1_zero1.zero1 import Zero1Optimizer
+from workshop.exercises.exercise import expect
+from workshop.exercises.measuring import draw_normal, shared_folder
+
+NEW = b"new " * 1000
+
+
+@contextlib.contextmanager
+def record_calls(*names: str) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+    """Record the calls of functions of `os`, in order."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    originals = {name: getattr(os, name) for name in names}
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append((name, args))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(os, name, wrap(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(os, name, original)
+
+
+def check_atomic_write(answer: ModuleType, _: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state"
+        path.write_bytes(b"old")
+        with record_calls("fsync", "replace", "rename") as calls:
+            contents: list[bytes] = []
+            sync = os.fsync
+
+            def read_and_sync(file: int) -> None:
+                contents.append(path.read_bytes())
+                sync(file)
+
+            with mock.patch.object(os, "fsync", read_and_sync):
+                answer.write_atomically(path, NEW)
+        names = [name for name, _ in calls]
+        expect(path.read_bytes() == NEW, "The file does not have the new content.")
+        renames = [args for name, args in calls if name in ("replace", "rename")]
+        expect(
+            bool(renames) and contents[:1] != [NEW],
+            "The content is written into the file itself. A kill in the middle leaves half a file, and the old "
+            "content is lost: write into a temporary file, and rename it.",
+        )
+        expect(
+            Path(renames[0][0]).parent == path.parent,
+            "The temporary file is in another directory, which may be another file system: a rename is atomic only "
+            "within one.",
+        )
+        expect(
+            "fsync" in names and names.index("fsync") < names.index("replace"),
+            "There is no fsync before the rename. After a power failure the new name could point to a file without "
+            "content: flush the file, and call os.fsync on it before the rename.",
+        )
+        check_failed_write(answer, path)
+
+
+def check_failed_write(answer: ModuleType, path: Path) -> None:
+    """Check that a write to a full disk leaves the old file and nothing else."""
+    error = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "fsync", side_effect=error), contextlib.suppress(OSError):
+        answer.write_atomically(path, b"newer")
+    expect(path.read_bytes() == NEW, "After a write that failed, the old content is lost.")
+    left = [each.name for each in path.parent.iterdir()]
+    expect(
+        left == [path.name],
+        f"After a write that failed, {left} are left: delete the temporary file in a finally block, or a full disk "
+        "stays full.",
+    )
+
+
+def write_checkpoint(folder: Path) -> dict[str, Any]:
+    """Write three files, and return their entries in a manifest."""
+    files = []
+    for name in ("a", "b", "c"):
+        (folder / name).write_bytes(name.encode() * 100)
+        files.append({"name": name, "size": 100, "sha256": sha256_of(folder / name)})
+    return {"files": files}
+
+
+def find_damage(answer: ModuleType, folder: Path, manifest: dict[str, Any], *ranks: int) -> str:
+    try:
+        answer.verify_files(folder, manifest, *ranks)
+    except DamagedCheckpoint as damage:
+        return str(damage)
+    return ""
+
+
+def check_verification(answer: ModuleType, _: Any) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        manifest = write_checkpoint(folder)
+        expect(find_damage(answer, folder, manifest) == "", "An undamaged checkpoint is rejected.")
+        (folder / "b").write_bytes(b"b" * 50 + b"x" + b"b" * 49)
+        damage = find_damage(answer, folder, manifest)
+        expect(
+            damage != "",
+            "A flipped byte is not detected, because the size is still right: compare the sha256 of each file with "
+            "the manifest's. Otherwise a run resumes with wrong weights and no error.",
+        )
+        expect("b" in damage.split(), f"The message {damage!r} does not name the damaged file: b.")
+        found = [rank for rank in range(3) if find_damage(answer, folder, manifest, rank, 3)]
+        expect(
+            found == [1],
+            f"Ranks {found} of 3 read the damaged file, but only rank 1 needs to. Every rank would read the full "
+            "checkpoint: rank r verifies the files r, r + N, r + 2N, ...",
+        )
+        (folder / "b").write_bytes(b"b" * 99)
+        expect(find_damage(answer, folder, manifest) != "", "A truncated file is not detected.")
+        (folder / "b").unlink()
+        try:
+            damage = find_damage(answer, folder, manifest)
+        except Exception:
+            damage = ""
+        expect(damage != "", "A missing file must raise DamagedCheckpoint, so that a resume tries an older checkpoint.")
+
+
+@contextlib.contextmanager
+def open_directory() -> Iterator[Any]:
+    """Open a checkpoint directory of all ranks in a folder of rank 0."""
+    run = create_runtime("cpu", "float32")
+    with shared_folder() as folder:
+        yield directories.CheckpointDirectory(str(folder), run, 3)
+
+
+def check_publication(answer: ModuleType, _: Any) -> None:
+    events: list[str] = []
+    with open_directory() as checkpoints:
+        root: Path = checkpoints.root
+        temporary, final = root / ".tmp-step-00000007", root / "step-00000007"
+        temporary.mkdir()
+        originals = {name: getattr(directories, name) for name in ("write_and_sync", "fsync_path")}
+        rename = Path.rename
+
+        def write_and_sync(path: Path, text: str) -> None:
+            events.append(f"write {path.name}")
+            originals["write_and_sync"](path, text)
+
+        def fsync_path(path: Path) -> None:
+            events.append(f"fsync {path.name}")
+            originals["fsync_path"](path)
+
+        def record_rename(self: Path, target: Any) -> Any:
+            events.append(f"rename {self.name}")
+            return rename(self, target)
+
+        replaced = {"write_and_sync": write_and_sync, "fsync_path": fsync_path}
+        for name, function in replaced.items():
+            setattr(directories, name, function)
+            setattr(answer, name, function)
+        with mock.patch.object(Path, "rename", record_rename):
+            checkpoints._publish(temporary, final, {"step": 7})
+        check_events(events, root)
+        expect((final / "manifest.json").is_file(), "The final directory has no manifest.json.")
+        latest = root / "LATEST"
+        expect(
+            latest.is_file() and latest.read_text().strip() == final.name, "LATEST does not name the new checkpoint."
+        )
+
+
+def check_events(events: list[str], root: Path) -> None:
+    """Check the order of the writes, renames and fsyncs of a publication."""
+    order = ", then ".join(events)
+    expect("rename .tmp-step-00000007" in events, f"The directory is not renamed. Your code did: {order}.")
+    rename = events.index("rename .tmp-step-00000007")
+    expect(
+        "write manifest.json" in events[:rename],
+        f"The directory is renamed before its manifest is written: {order}. A kill between the two leaves a "
+        "directory with the name of a complete checkpoint. The rename must be the last step.",
+    )
+    expect(
+        "fsync .tmp-step-00000007" in events[:rename],
+        f"The temporary directory is not flushed before the rename: {order}. After a power failure its files could "
+        "be missing.",
+    )
+    expect(
+        f"fsync {root.name}" in events[rename:],
+        f"The parent directory is not flushed after the rename: {order}. After a power failure the checkpoint could "
+        "have its old name.",
+    )
+    latest = next((i for i, event in enumerate(events) if "LATEST" in event), len(events))
+    expect(latest > rename, f"LATEST names a checkpoint that does not exist yet: {order}.")
+
+
+def check_shared_errors(answer: ModuleType, _: Any) -> None:
+    with open_directory() as checkpoints:
+        results = checkpoints._run_on_all(lambda: dist.get_rank() * 10)
+        expect(results == [0, 10], f"The results of the ranks are {results} instead of [0, 10], on every rank.")
+
+        def fail_on_rank_1() -> None:
+            if dist.get_rank() == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        message = ""
+        try:
+            checkpoints._run_on_all(fail_on_rank_1, checkpoints.root / ".tmp-step-00000007")
+        except SaveError as error:
+            message = str(error)
+        except OSError:
+            expect(
+                False,
+                "Rank 1 leaves with its own OSError, and rank 0 waits for it in the next collective. Catch the "
+                "error, exchange it with all ranks, and then raise a SaveError on every rank.",
+            )
+        expect(
+            message != "",
+            f"Rank {dist.get_rank()} continues after the failure of rank 1. All ranks must raise SaveError, or the "
+            "others wait in the next collective.",
+        )
+        expect("rank 1" in message, f"The message {message!r} does not name the rank that failed.")
+
+
+def build_odd_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 19), nn.Linear(19, 5, bias=False))
+
+
+def check_resharding(answer: ModuleType, _: Any) -> None:
+    model = build_odd_model()
+    optimizer = Zero1Optimizer(model.parameters(), AdamW, bucket_mb=1e-3, lr=1e-3)
+    for inner in optimizer.inner_optimizers():
+        allocate_state(inner)
+    moments = {
+        name: {
+            "exp_avg": draw_normal(*p.shape, seed=i),
+            "exp_avg_sq": draw_normal(*p.shape, seed=50 + i).square(),
+            "step": torch.tensor(7.0),
+        }
+        for i, (name, p) in enumerate(model.named_parameters())
+    }
+    full = FullState({}, moments)
+    try:
+        keys = answer.copy_full_optimizer_state(full, model, optimizer)
+    except RuntimeError as error:
+        expect("shape" not in str(error) and "size" not in str(error), f"{SHARD_RANGE} torch reports: {error}")
+        raise
+    names = {p: name for name, p in model.named_parameters()}
+    for param, offset, items in optimizer.local_state():
+        expect(float(items["step"]) == 7, "The step count is a scalar without an offset: copy it as it is.")
+        for item in ("exp_avg", "exp_avg_sq"):
+            exact = moments[names[param]][item].flatten()[offset : offset + items[item].numel()]
+            expect(torch.equal(items[item].flatten(), exact), f"{item} of {names[param]} is wrong. {SHARD_RANGE}")
+    expected = {f"optimizer.{name}.{item}" for name, items in moments.items() for item in items}
+    expect(
+        set(keys) == expected, "Return the keys of the optimizer state in `full`, such as optimizer.0.weight.exp_avg."
+    )
+
+
+SHARD_RANGE = (
+    "A rank needs only the elements of its shard: `offset` is the position of the first one in the flattened "
+    "parameter, and the shard has value.numel() elements."
+)

@@ -1,0 +1,195 @@
+"""Checks of the exercises on collectives: they count what a rank sends."""
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workshop import collectives
+from workshop.exercises.exercise import expect
+from workshop.exercises.measuring import draw_normal, is_close
+
+CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+@contextlib.contextmanager
+def count_sent_bytes() -> Iterator[list[int]]:
+    """Count the bytes of each send of this rank, and refuse torch's own collectives."""
+    sent: list[int] = []
+    originals = {name: getattr(dist, name) for name in ("send", "isend", *CALLS)}
+
+    def count(name: str) -> Any:
+        def send(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sent.append(tensor.numel() * tensor.element_size())
+            return originals[name](tensor, *args, **kwargs)
+
+        return send
+
+    def refuse(name: str) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            expect(False, f"Your code calls dist.{name}: use only send and receive, to see what this collective does.")
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, count(name) if name in ("send", "isend") else refuse(name))
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def draw_all(length: int) -> list[Tensor]:
+    """Return the values of every rank."""
+    return [draw_normal(length, seed=rank) for rank in range(dist.get_world_size())]
+
+
+def check_volume(sent: list[int], limit: float, name: str) -> None:
+    expect(
+        sum(sent) <= limit,
+        f"A rank sends {sum(sent):,} bytes, but the ring algorithm sends {limit:,.0f}: send one chunk of 1/N per "
+        f"step, and not the full tensor. {name}",
+    )
+
+
+def check_reduce_scatter(answer: ModuleType, _: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    values = draw_all(12)
+    mine = values[rank].clone()
+    with count_sent_bytes() as sent:
+        result = answer.reduce_scatter(mine)
+    total = sum(values[1:], values[0])
+    expect(
+        not is_close(result, values[rank].chunk(ranks)[rank]),
+        f"Rank {rank} returns its own values of chunk {rank}, to which nothing was added. In the last step a rank "
+        "must receive the chunk that it returns: shift the index by one.",
+    )
+    expect(
+        not any(is_close(result, values[r].chunk(ranks)[i]) for r in range(ranks) for i in range(ranks)),
+        "The result is the chunk of a single rank. Add the received chunk to your own before you send it on.",
+    )
+    expect(
+        is_close(result, total.chunk(ranks)[rank]),
+        f"Rank {rank} does not return the sum of chunk {rank} over all ranks. In every step, a rank must send the "
+        "chunk that it has just completed, and add the received values to the chunk with the same index as that of "
+        "the sender.",
+    )
+    check_volume(sent, 4 * 12 * (ranks - 1) / ranks, "Each chunk needs N - 1 steps.")
+    expect(torch.equal(mine, values[rank]), "The input has changed: work on a copy.")
+
+
+def check_all_gather(answer: ModuleType, _: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    values = draw_all(5)
+    with count_sent_bytes() as sent:
+        result = answer.all_gather(values[rank])
+    full = torch.cat(values)
+    expect(
+        result.shape == full.shape, f"The result has the shape {tuple(result.shape)} instead of {tuple(full.shape)}."
+    )
+    wrong = [i for i in range(ranks) if not torch.equal(result.chunk(ranks)[i], values[i])]
+    expect(rank not in wrong, f"Chunk {rank} on rank {rank} is not its own: copy the local chunk into its place first.")
+    expect(
+        not wrong,
+        f"Rank {rank} has wrong values in the chunks {wrong}. In step s, a rank passes on the chunk that it received "
+        "in step s - 1, and not its own chunk again.",
+    )
+    check_volume(sent, 4 * 5 * (ranks - 1), "Each rank passes on N - 1 chunks.")
+
+
+def check_all_reduce(answer: ModuleType, _: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for length in (12, 10, 1):
+        values = draw_all(length)
+        total, mine = sum(values[1:], values[0]), values[rank].clone()
+        with count_sent_bytes() as sent:
+            answer.all_reduce(mine)
+        expect(
+            not torch.equal(mine, values[rank]),
+            "The values have not changed: the result must be written into the argument, in place.",
+        )
+        expect(
+            not is_close(mine, total / ranks),
+            "The result is the mean over the ranks. An all-reduce returns the sum, and the caller divides.",
+        )
+        expect(
+            is_close(mine, total),
+            f"The result for {length} elements on {ranks} ranks is wrong. If the length is not a multiple of N, add "
+            "zeros for the ring, and remove them at the end.",
+        )
+        padded = 4 * (length + -length % ranks)
+        check_volume(sent, 2 * padded * (ranks - 1) / ranks, "An all-reduce is a reduce-scatter and an all-gather.")
+    matrix = torch.ones(2, 3)
+    answer.all_reduce(matrix)
+    expect(bool((matrix == ranks).all()), "A matrix must keep its shape: work on a flat view of it.")
+
+
+def check_broadcast(answer: ModuleType, _: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for source in range(ranks):
+        values = draw_all(6)
+        mine = values[rank].clone()
+        with count_sent_bytes() as sent:
+            answer.broadcast(mine, source)
+        expect(
+            torch.equal(mine, values[source]),
+            f"With source {source}, rank {rank} does not have the values of rank {source}. The position of a rank on "
+            "the ring is its distance from the source, (rank - source) % N, and not its rank.",
+        )
+        expect(
+            len(sent) <= 1,
+            f"Rank {rank} sends the tensor {len(sent)} times: the link of the source is then the bottleneck. Each "
+            "rank passes the values on to the next rank only.",
+        )
+
+
+def check_costs(answer: ModuleType, _: Any) -> None:
+    for ranks in (2, 4, 7):
+        for name in ("reduce-scatter", "all-gather"):
+            full = 28
+            steps, volume = answer.predict_costs(name, full, ranks)
+            expect(
+                steps == ranks - 1,
+                f"A {name} on {ranks} ranks has {ranks - 1} steps, not {steps}: each chunk visits all other ranks "
+                "once.",
+            )
+            expect(
+                is_close(volume, full * (ranks - 1) / ranks, 1e-9),
+                f"A rank sends {full * (ranks - 1) / ranks:g} bytes in a {name} of {full} bytes on {ranks} ranks, "
+                f"not {volume:g}: N - 1 chunks of 1/N of the tensor.",
+            )
+        steps, volume = answer.predict_costs("all-reduce", 28, ranks)
+        expect(
+            (steps, is_close(volume, 2 * 28 * (ranks - 1) / ranks, 1e-9)) == (2 * (ranks - 1), True),
+            f"An all-reduce is a reduce-scatter followed by an all-gather: {2 * (ranks - 1)} steps, and twice the "
+            "bytes.",
+        )
+        steps, volume = answer.predict_costs("broadcast", 28, ranks)
+        expect(
+            (steps, volume) == (ranks - 1, 28.0),
+            "In a broadcast each rank passes on the full tensor, and not a chunk: 28 bytes in N - 1 steps.",
+        )
+    measured = measure_reduce_scatter()
+    expect(
+        is_close(answer.predict_costs("reduce-scatter", 48, 4)[1], measured, 1e-9),
+        f"4 ranks have just sent {measured:g} bytes each in a reduce-scatter of 48 bytes, and you predict another "
+        "number.",
+    )
+    expect(answer.predict_costs("broadcast", 28, 1) == (0, 0.0), "A single rank sends nothing.")
+
+
+def measure_reduce_scatter() -> float:
+    """Return the bytes that this rank sends in a reduce-scatter of 48 bytes on 4 ranks."""
+    with count_sent_bytes() as sent:
+        collectives.reduce_scatter(torch.ones(12))
+    return float(sum(sent))
+
+
+NO_RECEIVER = (
+    "Every rank waits until its send has ended, and no rank receives. Start the send, receive, then wait for it."
+)

@@ -1,0 +1,310 @@
+"""Checks of the exercises on FSDP."""
+
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import grad_norm
+from phase3_fsdp import activation_checkpointing, fsdp
+from phase3_fsdp.fsdp import FsdpConfig
+from workshop.exercises.exercise import expect
+from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
+
+SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=31)
+SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 8, "gradient_accumulation_steps": 4}
+
+
+def make_config(**changes: Any) -> FsdpConfig:
+    return FsdpConfig(**{**SMALL, **changes})
+
+
+def build_sharded(config: FsdpConfig) -> GPT:
+    """Return a small model, sharded over all ranks, with its initial weights."""
+    run = create_runtime("cpu", "float32")
+    with fsdp.init_device(config, run):
+        model = GPT(SHAPE)
+    model = fsdp.shard_model(model, config, run)
+    fsdp.init_shards(model, config, run)
+    return model
+
+
+def run_micro_batches(model: nn.Module, config: FsdpConfig, count: int = 2) -> dict[str, tuple[int, int]]:
+    """Run forward and backward for the micro-batches of one step, and return the traffic by collective."""
+    with CollectiveCounter() as traffic:
+        for i in range(count):
+            fsdp.set_gradient_sync(model, config, last=i == count - 1)
+            x = torch.randint(0, 31, (2, 8), generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
+            (model(x, x.roll(1, 1)) / count).backward()
+    return collect_traffic(traffic.rows)
+
+
+def count_params(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def measure_saved_bytes(call: Callable[[], Tensor], ignored: Iterable[Tensor] = ()) -> tuple[Tensor, int]:
+    """Return the result of a forward pass, and the bytes that it saves for the backward pass, each storage once.
+
+    Scalars do not count.
+
+    Args:
+        call: the forward pass.
+        ignored: tensors that do not count, such as the parameters.
+    """
+    saved: dict[int, int] = {}
+    known = {tensor.untyped_storage().data_ptr() for tensor in ignored}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dim() and tensor.untyped_storage().data_ptr() not in known:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call()
+    return result, sum(saved.values())
+
+
+def check_sharded_linear(answer: ModuleType, _: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    full, x, dy = draw_normal(12, 8), draw_normal(3, 8, seed=10 + rank), draw_normal(3, 12, seed=20 + rank)
+    rows = full.chunk(ranks)[rank].clone().requires_grad_()
+    leaf_x, leaf_full = x.clone().requires_grad_(), full.clone().requires_grad_()
+    with CollectiveCounter() as traffic:
+        y, saved_bytes = measure_saved_bytes(lambda: answer.ShardedLinear.apply(leaf_x, rows))
+        expect(
+            is_close(y, x @ full.T),
+            "The forward pass must compute x W^T with the full weight: all-gather the rows first.",
+        )
+        expect(
+            saved_bytes < x.nbytes + full.nbytes,
+            f"The forward pass saves {saved_bytes} bytes for the backward pass, but x and this rank's rows have only "
+            f"{x.nbytes + rows.nbytes}. If the full weight is saved, FSDP saves no memory: save the rows, and "
+            "all-gather again.",
+        )
+        y.backward(dy)
+    exact_x = x.clone().requires_grad_()
+    (exact_x @ leaf_full.T).backward(dy)
+    assert leaf_full.grad is not None and rows.grad is not None
+    expect(is_close(leaf_x.grad, exact_x.grad), "The gradient of x is dy W, with the full weight.")
+    mean = leaf_full.grad.clone()
+    dist.all_reduce(mean)
+    local_sum = mean.chunk(ranks)[rank]
+    expect(
+        not is_close(rows.grad, local_sum),
+        "The gradient of the rows is the sum over the ranks. Data parallelism needs the mean: use ReduceOp.AVG.",
+    )
+    expect(
+        not is_close(rows.grad, leaf_full.grad.chunk(ranks)[rank]),
+        "The gradient contains only this rank's examples. Reduce-scatter it, so that each rank gets the mean of its "
+        "rows.",
+    )
+    expect(is_close(rows.grad, local_sum / ranks), "The gradient of the rows is not the mean of dy^T x over the ranks.")
+    counts = {kind: calls for kind, (calls, _) in collect_traffic(traffic.rows).items()}
+    expected = {"all-gather": 2, "reduce-scatter": 1}
+    expect(counts == expected, f"The ledger counts {counts}, but a layer needs {expected}.")
+
+
+def check_row_range(answer: ModuleType, _: Any) -> None:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    for rows in (12, 10, 5, 3, 1):
+        ranges = [answer.row_range(rows, ranks, index) for index in range(ranks)]
+        covered = [row for begin, end in ranges for row in range(begin, end)]
+        expect(
+            all(begin <= end <= rows for begin, end in ranges),
+            f"{rows} rows on {ranks} ranks: the ranges {ranges} pass the last row. Limit both ends to the number of "
+            "rows.",
+        )
+        expect(
+            covered == list(range(rows)),
+            f"{rows} rows on {ranks} ranks: the ranges {ranges} do not cover each row once.",
+        )
+        local = distribute_tensor(torch.arange(rows), mesh, [Shard(0)]).to_local().tolist()
+        begin, end = ranges[dist.get_rank()]
+        expect(
+            local == list(range(begin, end)),
+            f"{rows} rows on {ranks} ranks: rank {dist.get_rank()} has the rows {local} in torch, but you return "
+            f"({begin}, {end}). torch gives each shard ceil(rows / ranks) rows, and the last shards fewer or none.",
+        )
+
+
+def check_gradient_sync(answer: ModuleType, _: Any) -> None:
+    for every in (False, True):
+        config = make_config(fsdp_sync_every_micro_batch=every)
+        model = build_sharded(config)
+        calls, _ = run_micro_batches(model, config).get("reduce-scatter", (0, 0))
+        expected = 3 * (2 if every else 1)
+        flag = f"With fsdp_sync_every_micro_batch={every}, the ledger counts {calls} reduce-scatters in a step with 2 "
+        advice = "reduce after every backward pass" if every else "reduce only after the last backward pass of a step"
+        expect(calls == expected, f"{flag}micro-batches and 3 units, instead of {expected}: {advice}.")
+    parallel_model = DDP(GPT(SHAPE))
+    for last in (False, True):
+        fsdp.set_gradient_sync(parallel_model, make_config(use_fsdp=False), last)
+        expect(
+            parallel_model.require_backward_grad_sync == last,
+            "With use_fsdp=False the model is in DDP: set require_backward_grad_sync, else DDP all-reduces every time.",
+        )
+    if dist.get_world_size() == 4:
+        config = make_config(fsdp_shard_size="2", fsdp_sync_every_micro_batch=True, gradient_accumulation_steps=8)
+        calls, _ = run_micro_batches(build_sharded(config), config).get("all-reduce", (0, 0))
+        expect(
+            calls == 3,
+            f"With 2 replicas of the model, the ledger counts {calls} all-reduces between replicas instead of 3: "
+            "all-reduce only after the last micro-batch, because shards can be accumulated before.",
+        )
+
+
+class ReusedBlock(nn.Module):
+    """A stem, and a block with dropout that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(8, 8)
+        self.block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(2):
+            x = self.block(x)
+        return x
+
+
+def check_recompute(answer: ModuleType, _: Any) -> None:
+    plain, x = ReusedBlock(), draw_normal(16, 8)
+    torch.manual_seed(1)
+    y, plain_bytes = measure_saved_bytes(lambda: plain(x))
+    y.square().sum().backward()
+    model = ReusedBlock()
+    model.block.forward = answer.recompute_in_backward(model.block.forward, None)  # type: ignore[method-assign]
+    torch.manual_seed(1)
+    y, saved_bytes = measure_saved_bytes(lambda: model(x))
+    expect(
+        saved_bytes < plain_bytes / 2,
+        f"The forward pass saves {saved_bytes:,} bytes, and without checkpointing {plain_bytes:,}: the activations "
+        "inside the block are still saved. Wrap the call in torch.utils.checkpoint.checkpoint.",
+    )
+    torch.rand(100)
+    y.square().sum().backward()
+    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+    expect(
+        all(is_close(a.grad, b.grad) for a, b in pairs),
+        "The gradients differ from those without checkpointing: the recomputation draws other dropout masks than "
+        "the forward pass. The random state must be saved with the input.",
+    )
+    parallel = DDP(model)
+    try:
+        parallel(x).square().sum().backward()
+    except RuntimeError as error:
+        if "marked as ready twice" in str(error) or "mark a variable ready" in str(error):
+            expect(
+                False,
+                "DDP reports that a parameter was marked as ready twice. The reentrant form runs a second backward "
+                "inside the backward, once per use of the block. Use the form that is based on saved-tensor hooks.",
+            )
+        raise
+    calls: list[Any] = []
+
+    def save_matmuls(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return activation_checkpointing.save_matmuls(*args, **kwargs)
+
+    answer.recompute_in_backward(ReusedBlock(), save_matmuls)(x).sum().backward()
+    expect(
+        bool(calls),
+        "The policy is never called: pass it to checkpoint as context_fn, with create_selective_checkpoint_contexts.",
+    )
+
+
+NO_ROWS = "The step count of AdamW is a scalar without rows: copy it as it is."
+
+
+def check_copy_rows(answer: ModuleType, _: Any) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for rows in (8, 5, 3):
+        full = draw_normal(rows, 4, seed=rows)
+        target = distribute_tensor(torch.zeros(rows, 4), mesh, [Shard(0)])
+        answer.copy_own_rows(target, full)
+        expect(
+            torch.equal(target.to_local(), distribute_tensor(full, mesh, [Shard(0)]).to_local()),
+            f"Rank {dist.get_rank()} does not have its rows of a matrix with {rows} rows: own_rows returns the first "
+            "row of this rank, and the row after its last.",
+        )
+    plain = torch.zeros(5, 4)
+    answer.copy_own_rows(plain, draw_normal(5, 4))
+    expect(torch.equal(plain, draw_normal(5, 4)), "A tensor that is not sharded gets all rows.")
+    count = torch.tensor(0.0)
+    try:
+        answer.copy_own_rows(count, torch.tensor(7.0))
+    except (TypeError, IndexError):
+        expect(False, NO_ROWS)
+    expect(bool(count == 7), NO_ROWS)
+
+
+def check_units(answer: ModuleType, _: Any) -> None:
+    config, ranks = make_config(), dist.get_world_size()
+    model = build_sharded(config)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    expect(
+        isinstance(model, FSDPModule), "The root is not sharded: the embeddings and the head stay full on every rank."
+    )
+    expect(
+        all(isinstance(p, DTensor) for p in model.parameters()),
+        "Some parameters are not sharded: the root takes those that belong to no other unit.",
+    )
+    traffic = run_micro_batches(model, config)
+    P = count_params(model)
+    P_root = sum(p.numel() for name, p in model.named_parameters() if ".h." not in name)
+    calls, size = traffic["all-gather"]
+    expected = 4 * 2 * (2 * P - P_root)
+    expect(
+        len(units) == 3,
+        f"There are {len(units)} units instead of 3. Shard the units before the root: fully_shard takes all "
+        "parameters that belong to no unit yet, so a root that comes first takes everything, and the full model is "
+        "all-gathered at once.",
+    )
+    padding = 64 * ranks * calls
+    expect(
+        abs(size - 4 * 2 * P) > padding,
+        f"The ledger counts all-gathers of {size:,} bytes: each parameter is all-gathered once per micro-batch. With "
+        "reshard_after_forward=True a unit is freed after its forward pass, and all-gathered again for its backward "
+        "pass.",
+    )
+    expect(
+        abs(size - expected) <= padding,
+        f"The ledger counts all-gathers of {size:,} bytes. Each block is all-gathered twice per micro-batch and the "
+        f"root once: {expected:,} bytes for P = {P:,}.",
+    )
+
+
+def check_shard_group(answer: ModuleType, _: Any) -> None:
+    config = make_config(fsdp_shard_size="2", gradient_accumulation_steps=8)
+    model = build_sharded(config)
+    run_micro_batches(model, config)
+    exact = grad_norm([p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)])
+    norm = grad_norm(fsdp.local_grads(model), answer.shard_group(model))
+    local = grad_norm(fsdp.local_grads(model))
+    expect(
+        not is_close(norm, local, 1e-9),
+        "The norm is that of this rank's shards: return the process group of the ranks that store the other shards.",
+    )
+    expect(
+        not is_close(norm / exact, 2**0.5, 1e-5),
+        "The norm is sqrt(2) times too large: there are 2 replicas of the model, and every shard counts twice. Use "
+        "the group of one replica, the last dimension of the mesh, and not all ranks.",
+    )
+    expect(
+        is_close(norm / exact, 1.0, 1e-6), f"The norm is {float(norm / exact):.3f} times the norm of the full gradient."
+    )
+    expect(answer.shard_group(GPT(SHAPE)) is None, "A model that is not sharded has no shard group: return None.")

@@ -1,0 +1,189 @@
+"""Checks of the exercises on the planner's formulas: each prediction is compared with a measurement."""
+
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.memory.costs import storage_bytes
+from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.model import GPT, GPTConfig
+from phase1_zero1.zero1 import Zero1Optimizer
+from phase1_zero1.zero2 import Zero2Optimizer
+from phase3_fsdp import activation_bytes as activations
+from workshop.exercises.checks.fsdp import SHAPE, build_sharded, make_config, measure_saved_bytes, run_micro_batches
+from workshop.exercises.exercise import expect
+from workshop.exercises.measuring import collect_traffic, is_close
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+def check_count(answer: ModuleType, _: Any) -> None:
+    def count(**fields: Any) -> tuple[int, int]:
+        config = GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 31, **fields})
+        with torch.device("meta"):
+            model = GPT(config)
+        return answer.count_params(config), sum(p.numel() for p in model.parameters())
+
+    for fields in ({"bias": False}, {}, {"n_layer": 5, "n_embd": 48}):
+        counted, exact = count(**fields)
+        C = fields.get("n_embd", 16)
+        expect(
+            counted - exact != 31 * C,
+            f"You count {counted:,} parameters, and the model has {exact:,}: the token embedding and the head are "
+            "tied, so they are one parameter.",
+        )
+        expect(
+            exact - counted != 8 * C,
+            f"You count {counted:,} parameters, and the model has {exact:,}: the position embedding is missing.",
+        )
+        kind = "without biases" if "bias" in fields else "with biases"
+        expect(
+            counted == exact,
+            f"You count {counted:,} parameters for a model {kind}, and it has {exact:,}. A block has 12 C^2 weights "
+            "in four matrices, 2 LayerNorms, and with biases 3C + C + 4C + C of the matrices and 2C of the "
+            "LayerNorms.",
+        )
+
+
+def check_flops(answer: ModuleType, _: Any) -> None:
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=31)
+    model = GPT(config)
+    flops = answer.flops_per_token(model)
+    params = sum(p.numel() for p in model.parameters())
+    attention, positions = 12 * 2 * 16 * 8, 8 * 16
+    expect(
+        flops != 6 * (params - positions),
+        "The attention scores are missing: q k^T and p v have 2 * 2 C T multiply-adds per token and layer, with the "
+        "backward pass three times.",
+    )
+    expect(
+        flops != 6 * params + attention,
+        "The position embedding is a table: its rows are looked up, and not multiplied. Do not count it.",
+    )
+    expect(
+        flops not in (2 * (params - positions) + attention // 3, 4 * (params - positions) + attention // 3 * 2),
+        "You count only the forward or only the backward pass. The backward pass computes two products per matrix "
+        "product.",
+    )
+    exact = 6 * (params - positions) + attention
+    expect(flops == exact, f"You count {flops:,} FLOPs per token instead of {exact:,}: 6 N + 12 L C T.")
+
+
+def check_ring_bytes(answer: ModuleType, _: Any) -> None:
+    for ranks in (2, 4, 8, 1):
+        for kind in ("all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all"):
+            size = answer.ring_bytes(kind, 800, ranks)
+            expect(
+                not (size == 800 and ranks > 1),
+                f"You count the full tensor for a {kind}. A rank keeps its own part and sends the other (N-1)/N of it.",
+            )
+            expect(
+                is_close(size, 800 * (ranks - 1) / ranks, 1e-9),
+                f"A rank sends {800 * (ranks - 1) / ranks:g} bytes in a {kind} of 800 bytes on {ranks} ranks, not "
+                f"{size:g}. Only an all-reduce sends twice as much.",
+            )
+        expect(
+            is_close(answer.ring_bytes("all-reduce", 800, ranks), 1600 * (ranks - 1) / ranks, 1e-9),
+            "An all-reduce is a reduce-scatter followed by an all-gather, so it sends twice as much as either of them.",
+        )
+
+
+def check_zero_costs(answer: ModuleType, _: Any) -> None:
+    for stage, optimizer_class in ((1, Zero1Optimizer), (2, Zero2Optimizer)):
+        model = GPT(SHAPE)
+        model.init_weights(0)
+        params = sum(p.numel() for p in model.parameters())
+        optimizer = optimizer_class(model.parameters(), AdamW, bucket_mb=0.02, lr=1e-3)
+        for _ in range(2):
+            with CollectiveCounter() as counter:
+                for i in range(2):
+                    optimizer.require_backward_grad_sync = stage == 2 or i == 1
+                    x = torch.randint(0, 31, (2, 8))
+                    (model(x, x) / 2).backward()
+                optimizer.clip_grad_norm_(1.0)
+                gradients = storage_bytes(optimizer.gradient_buffers())
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.wait_for_params()
+        state = [t for items in optimizer.state.values() for t in items.values() if isinstance(t, torch.Tensor)]
+        measured = {
+            "parameters": storage_bytes(model.parameters()),
+            "gradients": gradients,
+            "optimizer_state": storage_bytes(state),
+        }
+        costs = answer.flat_costs(optimizer, params, 2, dist.get_world_size())
+        traffic = {kind: size for kind, (_, size) in collect_traffic(counter.rows).items()}
+        for kind in KINDS:
+            expect(
+                costs.traffic[kind, dist.get_world_size()] == traffic.get(kind, 0),
+                f"ZeRO-{stage}: you predict {costs.traffic[kind, dist.get_world_size()]:,} bytes for {kind}, and the "
+                f"ledger counts {traffic.get(kind, 0):,} in a step with 2 micro-batches. {ADVICE[kind]}",
+            )
+        for name, size in measured.items():
+            expect(
+                costs.state[name] == size,
+                f"ZeRO-{stage}: you predict {costs.state[name]:,} bytes of {name}, and a rank stores {size:,}. With "
+                "ZeRO-1 a rank stores full buckets of parameters and gradients, with padding, and the moments of "
+                "its shards. With ZeRO-2 it stores only its slice of the gradients.",
+            )
+
+
+ADVICE = {
+    "all-gather": "Each bucket of parameters is all-gathered once per step, 4 bytes per element with padding.",
+    "reduce-scatter": "ZeRO-1 reduces each bucket once per step, and ZeRO-2 once per micro-batch.",
+    "all-reduce": "One byte per parameter tensor (does any rank have a gradient of it?), and the squared norm, 8 "
+    "bytes.",
+}
+
+
+def check_fsdp_traffic(answer: ModuleType, _: Any) -> None:
+    for fields in ({}, {"fsdp_reshard_after_forward": False}, {"fsdp_sync_every_micro_batch": True}):
+        config = make_config(**fields)
+        run = create_runtime("cpu", "float32")
+        model = build_sharded(config)
+        run_micro_batches(model, config)
+        traffic = run_micro_batches(model, config)
+        predicted: Counter[tuple[str, int]] = answer.expected_traffic(model, config, run)
+        options = ", ".join(f"{name}={value}" for name, value in fields.items()) or "the default options"
+        for kind, advice in (
+            ("all-gather", "Each unit is gathered in the forward and in the backward pass of each micro-batch, but "
+                           "the root, and "
+             "every unit that is not resharded, only once."),
+            ("reduce-scatter", "Gradients are reduced once per step, or after every micro-batch, in fp32."),
+        ):  # fmt: skip
+            expect(
+                predicted[kind, 2] == traffic[kind][1],
+                f"With {options} you predict {predicted[kind, 2]:,} bytes for {kind}, and the ledger counts "
+                f"{traffic[kind][1]:,}. {advice} Units are padded to a multiple of the number of ranks.",
+            )
+        expect(predicted["all-reduce", 2] == 8, "The global norm needs an all-reduce of 8 bytes: one fp64 number.")
+
+
+def check_activations(answer: ModuleType, _: Any) -> None:
+    shape = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=31)
+    measured = {}
+    for mode in ("none", "full", "every_2", "selective"):
+        exact = sum(row.bytes for row in activations.saved_activations_outside_blocks(shape, 2, 16))
+        for i in range(3):
+            block = mode if mode in ("none", "selective") else "full" if mode == "full" or i % 2 == 0 else "none"
+            exact += sum(row.bytes for row in activations.saved_activations(shape, 2, 16, mode=block))
+        size = answer.activation_bytes(shape, 2, 16, mode=mode)
+        measured[mode] = size
+        expect(
+            size == exact,
+            f"With the mode {mode} you predict {size:,} bytes, and a model with 3 blocks saves {exact:,}: add the "
+            "tensors of each block in its own mode, and those of the embeddings, the head and the loss once. "
+            "every_2 recomputes blocks 0 and 2, and saves everything in block 1.",
+        )
+    model, x = GPT(shape), torch.randint(0, 31, (2, 16))
+    inputs = (*model.parameters(), x)
+    _, saved = measure_saved_bytes(lambda: model(x, x), ignored=inputs)
+    expect(
+        measured["none"] == saved,
+        f"You predict {measured['none']:,} bytes, and a forward pass has just saved {saved:,}.",
+    )

@@ -1,0 +1,247 @@
+"""Checks of the exercises on Triton kernels. Triton's interpreter runs them on the CPU, between guard bands."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phase2_triton.kernels import adamw, attention, cross_entropy, embedding
+from phase2_triton.kernels.core import launch
+from workshop.exercises.exercise import expect
+from workshop.exercises.measuring import draw_normal, is_close
+
+BAND = 64  # elements on each side of a buffer
+BAND_VALUE = -7777.0
+
+
+class Buffers:
+    """Tensors between bands of one value, so that a write outside of a tensor can be detected."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+
+    def allocate(self, *shape: int) -> Tensor:
+        """Return a tensor of NaN, so that an element that a kernel does not write is visible."""
+        size = torch.Size(shape).numel()
+        buffer = torch.full((size + 2 * BAND,), BAND_VALUE)
+        self.buffers.append(buffer)
+        return buffer[BAND : BAND + size].fill_(float("nan")).view(shape)
+
+    def check(self) -> None:
+        bands = [band for buffer in self.buffers for band in (buffer[:BAND], buffer[-BAND:])]
+        expect(
+            all(bool((band == BAND_VALUE).all()) for band in bands),
+            "The kernel writes outside of its tensors: lanes beyond the end need a mask in each store.",
+        )
+
+
+def surround_with_nan(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor between bands of NaN, so that an element that is read outside of it is visible."""
+    buffer = torch.full((tensor.numel() + 2 * BAND,), float("nan"), dtype=tensor.dtype)
+    return buffer[BAND:-BAND].copy_(tensor.flatten()).view(tensor.shape)
+
+
+def check_values(actual: Tensor, expected: Tensor, name: str, advice: str, tolerance: float = 1e-5) -> None:
+    """Check a result, and describe a wrong one by the kind of its error."""
+    expect(
+        not actual.isnan().any(),
+        f"{name} contains NaN: the kernel has not written all elements, has read outside of a tensor, or has "
+        f"computed inf - inf or 0 / 0. {advice}",
+    )
+    error = (actual.double() - expected.double()).abs().max().item()
+    expect(is_close(actual, expected, tolerance), f"The max error of {name} is {error:.1e}. {advice}")
+
+
+def check_layer_norm(answer: ModuleType, _: Any) -> None:
+    M, N = 3, 20
+    x = draw_normal(M, N) + 3
+    x[2] = 5.0  # a constant row has a variance of 0
+    weight, bias = draw_normal(N, seed=1), draw_normal(N, seed=2)
+    for with_bias in (False, True):
+        buffers = Buffers()
+        y, mean, rstd = buffers.allocate(M, N), buffers.allocate(M), buffers.allocate(M)
+        args = (
+            surround_with_nan(x),
+            surround_with_nan(weight),
+            surround_with_nan(bias) if with_bias else None,
+            y,
+            mean,
+            rstd,
+            N,
+        )
+        launch(answer.one_row_kernel, (M,), *args, EPS=1e-5, HAS_BIAS=with_bias, BLOCK=32)
+        buffers.check()
+        check_values(mean, x.mean(1), "mean", "Divide the sum by N, not by BLOCK.")
+        exact = 1 / (x.var(1, correction=0) + 1e-5).sqrt()
+        check_values(
+            rstd[:2], exact[:2], "rstd", "Lanes beyond the row must not count in the variance: mask the centred values."
+        )
+        check_values(rstd, exact, "rstd of a constant row", "Add EPS to the variance.")
+        expected = F.layer_norm(x, (N,), weight, bias if with_bias else None)
+        check_values(
+            y, expected, f"y {'with' if with_bias else 'without'} a bias", "y = (x - mean) * rstd * weight + bias."
+        )
+
+
+def check_online_softmax(answer: ModuleType, _: Any) -> None:
+    M, V = 4, 20
+    logits = draw_normal(M, V) * 3
+    logits[1] = logits[1].sort().values  # the largest logit comes last
+    logits[2] = logits[2].sort(descending=True).values
+    logits[3, :8] = float("-inf")
+    targets = torch.tensor([3, 19, 0, 9])
+    buffers = Buffers()
+    losses, peaks, totals = (buffers.allocate(M) for _ in range(3))
+    args = (surround_with_nan(logits), targets, losses, peaks, totals, M, V, V, 16, V, -1, 0.0, 0.0)
+    launch(cross_entropy.forward_kernel, (2,), *args, GRADIENT=False, ROWS=2, BLOCK=8, TAIL=4)
+    check_values(peaks, logits.max(1).values, "the largest logit", "Keep the larger of the old and the new maximum.")
+    expect(
+        not totals[3].isnan(),
+        "A row whose first tile is all -inf gives NaN: -inf - -inf is NaN. Subtract 0 while the maximum is -inf.",
+    )
+    exact = (logits - logits.max(1, keepdim=True).values).exp().sum(1)
+    check_values(
+        totals,
+        exact,
+        "the sum of exponentials",
+        "When a larger logit appears, the sum so far is relative to the old maximum: multiply it by exp(old - new).",
+    )
+    check_values(losses, F.cross_entropy(logits, targets, reduction="none"), "the loss", "", 1e-5)
+
+
+def check_attention(answer: ModuleType, _: Any) -> None:
+    heads, T, hs = 2, 20, 24
+    q, k, v = (draw_normal(heads, T, hs, seed=i) for i in range(3))
+    q[0, 5] = 40 * k[0, 5]  # a score above 88 overflows exp in fp32
+    buffers = Buffers()
+    y = buffers.allocate(heads, T, hs)
+    sizes = {"HS": hs, "BLOCK_D": 32, "BLOCK": 16, "KEYS": 32}
+    launch(
+        answer.all_keys_kernel,
+        (2, heads),
+        surround_with_nan(q),
+        surround_with_nan(k),
+        surround_with_nan(v),
+        y,
+        T,
+        hs**-0.5,
+        **sizes,
+    )
+    buffers.check()
+    expected = attention.reference(q[None], k[None], v[None])[0]
+    everything = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+    expect(
+        not is_close(y[:, :4], everything[:, :4], 1e-4),
+        "A query attends to keys after its own position: the mask is missing. The model would see the token that it "
+        "must predict, and its loss would be too small.",
+    )
+    expect(
+        bool(y[0, 5].isfinite().all()),
+        "Large scores give NaN: exp overflows. Subtract the largest score of the row before exp.",
+    )
+    unscaled = attention.reference(q[None], k[None], v[None], scale=1.0)[0]
+    expect(not is_close(y, unscaled, 1e-4), "The scores are not multiplied by SCALE, so softmax is too sharp.")
+    check_values(y, expected, "y", "y = softmax(q k^T * SCALE) v over the keys up to the position of the query.", 1e-4)
+
+
+def check_layer_norm_backward(answer: ModuleType, _: Any) -> None:
+    M, N = 5, 20
+    x, weight, bias, dy, dtotal = (
+        draw_normal(M, N) + 2,
+        draw_normal(N, seed=1),
+        draw_normal(N, seed=2),
+        draw_normal(M, N, seed=3),
+        draw_normal(M, N, seed=4),
+    )
+    leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+    F.layer_norm(leaves[0], (N,), leaves[1], leaves[2]).backward(dy)
+    exact_dx, exact_dw, exact_db = (leaf.grad for leaf in leaves)
+    assert exact_dx is not None and exact_dw is not None and exact_db is not None
+    mean, rstd = x.mean(1), 1 / (x.var(1, correction=0) + 1e-5).sqrt()
+    for with_dtotal in (False, True):
+        buffers = Buffers()
+        dx, sums = buffers.allocate(M, N), buffers.allocate(2, 2, N)
+        inputs = [surround_with_nan(each) for each in (x, weight, mean, rstd)]
+        branch = surround_with_nan(dtotal) if with_dtotal else None
+        constants = {"HAS_BIAS": True, "ATOMIC": False, "ROWS": 2, "BLOCK": 32}
+        launch(
+            answer.backward_kernel, (2,), surround_with_nan(dy), branch, *inputs, dx, sums, M, N,
+            HAS_DTOTAL=with_dtotal, **constants,
+        )  # fmt: skip
+        buffers.check()
+        if with_dtotal:
+            check_values(
+                dx, exact_dx + dtotal, "dx with dtotal", "x + branch is also an output: add its gradient to dx."
+            )
+            continue
+        g = dy * weight
+        xhat = (x - mean[:, None]) * rstd[:, None]
+        expect(
+            not is_close(dx, rstd[:, None] * (g - g.mean(1, keepdim=True)), 1e-4),
+            "dx lacks the term xhat * mean(g * xhat): rstd also depends on x.",
+        )
+        expect(not is_close(dx, rstd[:, None] * g, 1e-4), "dx lacks both means: mean and rstd depend on x.")
+        advice = "dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight, and means over N elements."
+        check_values(dx, exact_dx, "dx", advice)
+        total = sums.sum(0)
+        advice = "Each program adds up its rows, and writes the sums into its own rows of `sums`, (programs, 2, N)."
+        check_values(total[0], exact_dw, "dW", f"dW = sum of dy * xhat over the rows. {advice}")
+        check_values(total[1], exact_db, "dB", f"dB = sum of dy over the rows. {advice}")
+        assert is_close(xhat.mean(1), torch.zeros(M), 1e-4)
+
+
+def check_adamw(answer: ModuleType, _: Any) -> None:
+    size = 40
+    p, g, m, v = (
+        draw_normal(size),
+        draw_normal(size, seed=1),
+        draw_normal(size, seed=2),
+        draw_normal(size, seed=3).square(),
+    )
+    param = torch.nn.Parameter(p.clone())
+    group = {"lr": 1e-1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5}
+    optimizer = torch.optim.AdamW([param], **group)  # type: ignore[arg-type]
+    param.grad = g.clone()
+    optimizer.state[param] = {"step": torch.tensor(2.0), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+    optimizer.step()
+    state = optimizer.state[param]
+    buffers = Buffers()
+    tensors = [buffers.allocate(size).copy_(each) for each in (p, g, m, v)]
+    adamw.run_one_tensor_step(tensors[0], tensors[1], tensors[2], tensors[3], adamw.compute_factors(group, 3))
+    buffers.check()
+    check_values(tensors[2], state["exp_avg"], "the mean of the gradients", "m = m + (g - m) * lerp; store it.")
+    check_values(
+        tensors[3], state["exp_avg_sq"], "the mean of the squares", "v = v * beta2 + one_minus_beta2 * g * g; store it."
+    )
+    exact, plain = param.detach(), param.detach() + 0.05 * p
+    expect(not is_close(tensors[0], plain, 1e-5), "There is no weight decay: multiply the parameter by `decay` first.")
+    check_values(
+        tensors[0],
+        exact,
+        "the parameter",
+        "Divide sqrt(v) by sqrt_correction before you add eps: the moments start at 0, and without the correction "
+        "the first steps are too large.",
+    )
+
+
+def check_positions(answer: ModuleType, _: Any) -> None:
+    B, T, C, P, first = 3, 5, 20, 12, 4
+    dout = draw_normal(B, T, C)
+    expected = torch.zeros(P, C)
+    expected[first : first + T] = dout.sum(0)
+    buffers = Buffers()
+    dwpe = buffers.allocate(P, C)
+    launch(embedding.positions_kernel, (3, 2), surround_with_nan(dout), dwpe, B, T, C, P, first, ROWS=4, BLOCK=16)
+    buffers.check()
+    expect(
+        not dwpe.isnan().any(),
+        "dwpe contains NaN: rows of positions without tokens must get zeros, and lanes without a token must load "
+        "zeros.",
+    )
+    expect(
+        not is_close(dwpe[:T], dout.sum(0)),
+        "The gradients are in the wrong rows: row p belongs to the token p - first_position.",
+    )
+    check_values(dwpe, expected, "dwpe", "Row p is the sum over all B sequences of the gradient at p - first_position.")

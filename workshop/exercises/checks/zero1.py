@@ -1,0 +1,381 @@
+"""Checks of the exercises on ZeRO-1 and ZeRO-2, on a small model whose parameters have odd sizes."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from nanoGPT.metrics.ledger import CollectiveCounter
+from phase1_zero1.buckets import ALIGN, Bucket
+from phase1_zero1.naive import NaiveZero1Optimizer
+from phase1_zero1.zero1 import Zero1Optimizer
+from phase1_zero1.zero2 import Zero2Optimizer
+from workshop.exercises.exercise import expect
+from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
+
+BUCKET_MB = 1e-3  # about 1 KB: several small buckets, and shards that begin inside a parameter
+SMALL_LR, LARGE_LR = 1e-3, 1e-2
+
+
+def build_model() -> nn.Module:
+    """Return a small model whose parameters have sizes that 4 does not divide."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 13), nn.Tanh(), nn.Linear(13, 3))
+
+
+def compute_loss(model: nn.Module, step: int, micro_batch: int) -> Tensor:
+    x = draw_normal(5, 7, seed=100 * step + micro_batch)
+    return model(x).square().mean() * (3 + micro_batch)
+
+
+def train_unsharded(steps: int = 3, max_norm: float = 0.5) -> dict[str, Any]:
+    """Train in this process on the micro-batches of all ranks, 2 per rank. Return the weights and the norms."""
+    model, norms = build_model(), []
+    optimizer = AdamW(model.parameters(), lr=SMALL_LR)
+    count = 2 * dist.get_world_size()
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = LARGE_LR if step else SMALL_LR
+        for micro_batch in range(count):
+            (compute_loss(model, step, micro_batch) / count).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": flatten(model), "norms": norms}
+
+
+def train_sharded(make_optimizer: Any, steps: int = 3, max_norm: float = 0.5, sync_all: bool = False) -> dict[str, Any]:
+    """Train on all ranks with a sharded optimizer. Return weights, norms, gradient bytes and the traffic of a step."""
+    model, norms = build_model(), []
+    optimizer = make_optimizer(model.parameters(), AdamW, lr=SMALL_LR)
+    gradient_bytes = 0
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = LARGE_LR if step else SMALL_LR
+        with CollectiveCounter() as traffic:
+            for i in range(2):
+                optimizer.require_backward_grad_sync = sync_all or i == 1
+                loss = compute_loss(model, step, dist.get_rank() + i * dist.get_world_size())
+                (loss / 2).backward()
+                gradient_bytes = max(gradient_bytes, count_gradient_bytes(optimizer))
+            if hasattr(optimizer, "clip_grad_norm_"):
+                norms.append(optimizer.clip_grad_norm_(max_norm).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.wait_for_params()
+    traffic_by_kind = collect_traffic(traffic.rows)
+    return {"weights": flatten(model), "norms": norms, "traffic": traffic_by_kind, "gradient_bytes": gradient_bytes}
+
+
+def count_gradient_bytes(optimizer: Any) -> int:
+    """Return the bytes of full gradients that a ZeRO optimizer stores between two backward passes."""
+    return sum(bucket.flat_grads.nbytes for bucket in getattr(optimizer, "buckets", []))
+
+
+def flatten(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def make_flat(params: Any, optimizer_class: type[AdamW], lr: float) -> Zero1Optimizer:
+    return Zero1Optimizer(params, optimizer_class, bucket_mb=BUCKET_MB, lr=lr)
+
+
+def check_same_on_all_ranks(weights: Tensor, explanation: str) -> None:
+    others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, weights)
+    expect(all(torch.equal(other, others[0]) for other in others), explanation)
+
+
+def check_buckets(answer: ModuleType, _: Any) -> None:
+    sizes = (100, 50, 60, 300, 10)
+    params = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    names = {id(p): i for i, p in enumerate(params)}
+
+    def split(params: Any, limit: float) -> list[list[int]]:
+        return [[names[id(p)] for p in bucket] for bucket in answer.split_into_buckets(params, limit)]
+
+    buckets = split(params, 480.0)
+    order = [i for bucket in buckets for i in bucket]
+    expect(
+        sorted(order) == list(range(5)), f"The buckets contain the parameters {order}; each one must be in one bucket."
+    )
+    expect(
+        order != sorted(order),
+        "The buckets follow the order of the model. The backward pass computes the gradients of the last parameters "
+        "first, so their bucket would fill last, and no communication would overlap with the backward pass. Begin "
+        "at the end.",
+    )
+    for bucket in buckets:
+        size = sum(4 * sizes[i] for i in bucket)
+        expect(
+            size <= 480 or len(bucket) == 1,
+            f"A bucket has {size} bytes, above the limit of 480: open a new bucket before a parameter that does not "
+            "fit. The limit is in bytes, not in elements.",
+        )
+    expect([3] in buckets, "A parameter that is larger than the limit gets its own bucket.")
+    expect(
+        buckets == [[4], [3], [2, 1], [0]],
+        f"The buckets are {buckets} instead of [[4], [3], [2, 1], [0]]. Close a bucket only if the next parameter "
+        "does not fit: many small buckets need many collectives.",
+    )
+    mixed = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4).bfloat16()), nn.Parameter(torch.zeros(4))]
+    dtypes = [{p.dtype for p in bucket} for bucket in answer.split_into_buckets(mixed, 480.0)]
+    expect(
+        all(len(each) == 1 for each in dtypes), "A bucket is one flat buffer, so its parameters must have one dtype."
+    )
+    frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+    expect(answer.split_into_buckets([frozen], 480.0) == [], "A frozen parameter has no gradient and needs no bucket.")
+
+
+def check_partition(answer: ModuleType, _: Any) -> None:
+    class FakeBucket:
+        pass
+
+    for ranks in (1, 3, 4):
+        for numel in (1, ALIGN * ranks, ALIGN * ranks + 1, 1000):
+            slices = []
+            for rank in range(ranks):
+                bucket: Any = FakeBucket()
+                bucket.rank, bucket.world_size = rank, ranks
+                length, local = answer._partition(bucket, numel)
+                slices.append((local.start, local.stop))
+            text = f"For {numel} elements on {ranks} ranks, the slices are {slices} of {length} elements."
+            expect(length >= numel, f"{text} The last elements belong to no rank, and are never updated. Round up.")
+            expect(
+                len({stop - start for start, stop in slices}) == 1,
+                f"{text} A reduce-scatter needs slices of equal length: pad the bucket.",
+            )
+            expect(
+                [start for start, _ in slices] == [i * (length // ranks) for i in range(ranks)],
+                f"{text} The slices must follow each other in rank order.",
+            )
+            expect(
+                all(start % ALIGN == 0 for start, _ in slices),
+                f"{text} Each slice must begin at a multiple of ALIGN = {ALIGN} elements, for vectorized kernels.",
+            )
+            expect(length - numel < ALIGN * ranks, f"{text} This is more padding than one ALIGN per rank.")
+
+
+def check_shards(answer: ModuleType, _: Any) -> None:
+    model = build_model()
+    params = list(model.parameters())
+    bucket = Bucket(params, {"lr": 1e-3, "params": params}, lambda shards, group: AdamW(shards), None)
+    numel = sum(p.numel() for p in params)
+    for shard in bucket.shards:
+        expect(
+            shard.bucket_slice.stop <= numel,
+            "A shard contains padding, which would count in the moments and in the gradient norm.",
+        )
+        name = f"A shard of parameter {shard.param_index}"
+        part = shard.param.detach().flatten()[shard.offset : shard.offset + shard.tensor.numel()]
+        expect(
+            shard.tensor.shape == part.shape and torch.equal(shard.tensor, part),
+            f"{name} does not contain the elements of its parameter from offset {shard.offset} on. The offset counts "
+            "from the beginning of the parameter, not of the bucket or of the slice.",
+        )
+        expect(
+            shard.tensor.data_ptr() == bucket.flat_params[shard.bucket_slice].data_ptr(),
+            f"{name} is a copy. The optimizer must update the flat buffer itself, so take a view.",
+        )
+        offset = shard.grad.data_ptr() - bucket.local_grads.data_ptr()
+        expect(
+            offset == 4 * (shard.bucket_slice.start - bucket.local_slice.start),
+            f"{name} has the gradient of other elements: local_grads begins where this rank's slice begins.",
+        )
+    covered = torch.tensor(sum(shard.tensor.numel() for shard in bucket.shards))
+    dist.all_reduce(covered)
+    expect(
+        int(covered) == numel,
+        f"The shards of all ranks have {int(covered)} elements together, but the parameters have {numel}: each "
+        "element belongs to exactly one rank.",
+    )
+
+
+def check_reduce(answer: ModuleType, expected: dict[str, Any]) -> None:
+    result = train_sharded(make_flat)
+    ratio = result["norms"][0] / expected["norms"][0]
+    ranks = dist.get_world_size()
+    expect(
+        not is_close(ratio, ranks, 1e-3),
+        f"The gradient is {ranks} times too large: you compute the sum over the ranks, not the mean.",
+    )
+    kinds = {kind: calls for kind, (calls, _) in result["traffic"].items() if kind not in ("all-gather", "broadcast")}
+    flags_and_norm = 2
+    expect(
+        kinds.get("all-reduce", 0) <= flags_and_norm,
+        f"The ledger counts {kinds}: an all-reduce gives every rank the full mean, and sends twice the bytes of a "
+        "reduce-scatter. A rank needs only its own slice.",
+    )
+    expect(
+        is_close(ratio, 1.0, 1e-4),
+        f"The gradient norm is {ratio:.3f} times that of one process: the reduce-scatter must write the mean over "
+        "the ranks into this rank's slice of flat_grads.",
+    )
+    expect(
+        is_close(result["weights"], expected["weights"]), "The norm is right, but the weights differ from one process."
+    )
+
+
+def check_clipping(answer: ModuleType, expected: dict[str, Any]) -> None:
+    result = train_sharded(make_flat)
+    norms = torch.tensor(result["norms"], dtype=torch.float64)
+    check_same_on_all_ranks(
+        norms,
+        "The norm differs between ranks: each rank clips by its own norm, so each slice is scaled by another "
+        "factor. Sum the squares over all ranks before the square root.",
+    )
+    expect(
+        is_close(norms[:1], expected["norms"][:1], 1e-5),
+        f"The norm is {norms[0]:.6f}, but one process has {expected['norms'][0]:.6f}.",
+    )
+    expect(
+        is_close(norms, expected["norms"], 1e-5) and is_close(result["weights"], expected["weights"], 1e-5),
+        "The norm of step 0 is right, but the updated weights differ from one process: scale this rank's shards of "
+        "the gradient by max_norm / norm before the update.",
+    )
+
+
+class Branches(nn.Module):
+    """Five layers whose gradients arrive in another order on odd ranks, which also do not use the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(9, 9, bias=False) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for i in range(5) if dist.get_rank() % 2 == 0 else reversed(range(4)):
+            h = h + self.layers[i](x * (i + 1)).tanh()
+        return h
+
+
+ONE_ORDER = (
+    "Stop at the first bucket of the common order that is not full, count the started buckets in _num_started, and "
+    "with include_partial also start those that are not full."
+)
+
+
+def check_order(answer: ModuleType, expected: dict[str, Any]) -> None:
+    model = Branches()
+    optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, bucket_mb=1e-4, lr=1.0)
+    started = list[int]()
+    # Only record the order: reduce-scatters that do not match would not return.
+    optimizer._start_reduce = lambda bucket: started.append(optimizer.buckets.index(bucket))  # type: ignore[method-assign]
+    try:
+        model(torch.ones(2, 9)).sum().backward()
+    except RuntimeError as error:
+        expect(
+            "a second backward() ran" not in str(error), f"Rank {dist.get_rank()} starts a bucket twice. {ONE_ORDER}"
+        )
+        raise
+    orders: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(orders, started)
+    for rank, order in enumerate(orders):
+        expect(
+            sorted(order) == list(range(5)),
+            f"Rank {rank} reduces the buckets {order}, but a step must reduce each of the 5 buckets once. {ONE_ORDER}",
+        )
+    expect(
+        all(order == orders[0] for order in orders),
+        f"The ranks reduce their buckets in different orders: {orders}. Collectives match by the order of their "
+        "calls, so gradients of different parameters are added. Use the order of _bucket_order.",
+    )
+    result = train_sharded(make_flat)
+    expect(is_close(result["weights"], expected["weights"]), "The weights after 3 steps differ from one process.")
+
+
+def split_weights(weights: Tensor) -> list[Tensor]:
+    return list(weights.split([p.numel() for p in build_model().parameters()]))
+
+
+def check_naive(answer: ModuleType, expected: dict[str, Any]) -> None:
+    result = train_sharded(NaiveZero1Optimizer)
+    weights, traffic = result["weights"], result["traffic"]
+    check_same_on_all_ranks(
+        weights,
+        "The ranks have different parameters after the step: a rank updates only the parameters that it owns. "
+        "Broadcast each parameter from its owner.",
+    )
+    initial = flatten(build_model())
+    expect(not torch.equal(weights, initial), "The parameters have not changed: step the local optimizer.")
+    unchanged = [torch.equal(a, b) for a, b in zip(*(split_weights(w) for w in (weights, initial)), strict=True)]
+    expect(
+        not any(unchanged),
+        f"{sum(unchanged)} of the parameters have not changed. Only its owner has the new values of a parameter, so "
+        "broadcast each parameter from its owner.",
+    )
+    calls, size = traffic.get("broadcast", (0, 0))
+    expect(
+        size == initial.nbytes,
+        f"The ledger counts broadcasts of {size:,} bytes, but the parameters have {initial.nbytes:,}: each parameter "
+        "is broadcast once, from its owner.",
+    )
+    expect(
+        traffic["all-reduce"][1] == initial.nbytes,
+        "The gradients must be averaged once per step: call reduce_gradients, which remembers that it has run.",
+    )
+    expect(
+        is_close(weights, expected["weights"]),
+        "The parameters are equal on all ranks, but differ from one process. The learning rate changes in every "
+        "step: copy the options of self.param_groups to the groups of the local optimizer before its step.",
+    )
+
+
+def check_owners(answer: ModuleType, _: Any) -> None:
+    def get_loads(sizes: tuple[int, ...], ranks: int) -> list[int]:
+        params = [torch.empty(size) for size in sizes]
+        owner = answer.assign_owners(params, ranks, Tensor.numel)
+        expect(len(owner) == len(params), "Each parameter must have exactly one owner.")
+        return [sum(p.numel() for p, r in owner.items() if r == rank) for rank in range(ranks)]
+
+    expect(
+        max(get_loads((8, 7, 1, 1, 1), 2)) <= 10,
+        "One rank gets nearly all parameters: give each parameter to the rank that has the least so far.",
+    )
+    loads = get_loads((2, 2, 2, 6), 2)
+    expect(
+        loads == [6, 6],
+        f"The ranks store {loads} elements instead of 6 each. Assign the largest parameters first, and then each one "
+        "to the rank whose parameters have the smallest total cost so far. A large parameter at the end cannot be "
+        "balanced.",
+    )
+    squares = answer.assign_owners([torch.empty(n) for n in (4, 3, 3, 2)], 2, lambda p: p.numel() ** 2)
+    loads = [sum(p.numel() ** 2 for p, r in squares.items() if r == rank) for rank in range(2)]
+    expect(sorted(loads) == [18, 20] or sorted(loads) == [16, 22], f"The costs {loads} ignore the argument `cost`.")
+
+
+def check_zero2(answer: ModuleType, expected: dict[str, Any]) -> None:
+    class AnswerOptimizer(Zero2Optimizer):
+        bucket_class = answer.Zero2Bucket
+
+    def make(params: Any, optimizer_class: type[AdamW], lr: float) -> Zero2Optimizer:
+        return AnswerOptimizer(params, optimizer_class, bucket_mb=BUCKET_MB, lr=lr)
+
+    result = train_sharded(make, sync_all=True)
+    expect(
+        result["gradient_bytes"] == 0,
+        f"Between two backward passes a rank stores {result['gradient_bytes']:,} bytes of full gradients: ZeRO-2 "
+        "frees the buffer of a bucket as soon as its reduce-scatter has ended and this rank's slice is added to "
+        "local_grads.",
+    )
+    ratio = result["norms"][0] / expected["norms"][0]
+    expect(
+        is_close(ratio, 1.0, 1e-4),
+        f"The gradient norm of step 0 is {ratio:.3f} times that of one process. Each micro-batch reduces its own "
+        "gradient: add this rank's slice of every average to local_grads.",
+    )
+    ratio = result["norms"][1] / expected["norms"][1]
+    expect(
+        is_close(ratio, 1.0, 1e-4),
+        f"The gradient norm of step 1 is {ratio:.3f} times that of one process, and step 0 was right: the gradients "
+        "of step 0 are still in local_grads. Set them to zero in clear_gradients.",
+    )
+    reduced, gathered = (result["traffic"][kind][1] for kind in ("reduce-scatter", "all-gather"))
+    expect(
+        reduced == 2 * gathered,
+        f"The ledger counts reduce-scatters of {reduced:,} bytes and all-gathers of {gathered:,} in a step with 2 "
+        "micro-batches. ZeRO-2 reduces every bucket once per micro-batch.",
+    )
+    expect(is_close(result["weights"], expected["weights"]), "The weights differ from one process.")

@@ -1,0 +1,40 @@
+"""All exercises, by name."""
+
+from nanoGPT.errors import ConfigError, did_you_mean
+from workshop.exercises.chapters import (
+    baseline,
+    bugs,
+    capstone,
+    checkpoints,
+    collectives,
+    fsdp,
+    memory,
+    triton,
+    zero1,
+)
+from workshop.exercises.exercise import Exercise
+
+CHAPTERS = {
+    "baseline": baseline.EXERCISES,
+    "collectives": collectives.EXERCISES,
+    "zero1": zero1.EXERCISES,
+    "triton": triton.EXERCISES,
+    "bugs": bugs.EXERCISES,
+    "fsdp": fsdp.EXERCISES,
+    "memory": memory.EXERCISES,
+    "checkpoints": checkpoints.EXERCISES,
+    "capstone": capstone.EXERCISES,
+}
+EXERCISES: dict[str, Exercise] = {each.name: each for chapter in CHAPTERS.values() for each in chapter}
+
+
+def find_exercise(name: str) -> Exercise:
+    """Return an exercise.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in EXERCISES:
+        advice = did_you_mean(name, list(EXERCISES)) or ": `make exercise` lists all exercises"
+        raise ConfigError(f"N={name} is not an exercise{advice}" if name else f"N= is missing{advice}")
+    return EXERCISES[name]
