@@ -5,7 +5,7 @@
     python -m bench.sharding.generation --kills=50 --write
 
 Each way generates the same tokens with 1 and with 8 sequences. The communication is what the ledger counts in one
-round. The kills are SIGKILL of a launcher and its ranks, 0 to 2.5 seconds after a new answer. The same command then
+round. The kills are SIGKILL of a launcher and its ranks, 0 to 0.5 seconds after a new answer. The same command then
 continues.
 """
 
@@ -104,7 +104,7 @@ def kill_evaluations(kills: int) -> dict[str, Any]:
             to = Path(temporary) / f"answers-{evaluation}"
             evaluation += 1
             while len(rows) < kills and (before := count_lines(to)) < PROBLEMS - 10:
-                seconds = draw.uniform(0, 2.5)
+                seconds = draw.uniform(0, 0.5)
                 row = {"seconds": round(seconds, 3), "finished_before": before}
                 process = start_evaluation(model, to)
                 wait_for(process, to, before, seconds)
