@@ -105,14 +105,18 @@ def compare_with_transformers(folder: Path, ways: tuple[str, ...]) -> list[tuple
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", list(WAYS))
-def test_a_model_computes_what_transformers_computes(models, name, ranks):
+def compare_all(models: Path) -> dict[str, list[tuple[str, bool, float, float, float]]]:
+    """Compare every model in every way. One call, because each new process imports transformers for seconds."""
+    return {name: compare_with_transformers(models / name, ways) for name, ways in WAYS.items()}
+
+
+def test_models_compute_what_transformers_computes(models):
     """Greedy tokens, logits to 1e-4 and the likelihood of a text, in each way; a rank holds its share of the model."""
-    for results in run_on_ranks(compare_with_transformers, ranks, models / name, WAYS[name], show=False):
-        for way, is_equal, difference, loss, held in results:
-            assert is_equal and difference < 1e-4 and loss < 1e-3, (way, difference, loss)
-            assert held == pytest.approx(1, abs=0.2), (way, held)  # one rank has two of three experts
+    for found in run_on_ranks(compare_all, 2, models, show=False):
+        for name, results in found.items():
+            for way, is_equal, difference, loss, held in results:
+                assert is_equal and difference < 1e-4 and loss < 1e-3, (name, way, difference, loss)
+                assert held == pytest.approx(1, abs=0.2), (name, way, held)  # one rank has two of three experts
 
 
 def test_packed_experts_are_unpacked(models):
