@@ -99,7 +99,7 @@ hint: .venv/.core  ## print a hint for exercise N=zero1.5; LEVEL=1: a nudge, 2: 
 	@$(PY) -m workshop.exercises hint --name=$(N) --level=$(LEVEL)
 solution: .venv/.core  ## print the repository's own code for exercise N=zero1.5
 	@$(PY) -m workshop.exercises solution --name=$(N)
-exercises: .venv/.core data  ## prove all exercises: solutions pass, stubs fail, wrong answers are explained; N=zero1: a chapter
+exercises: .venv/.core data  ## test all exercises: solutions pass, stubs fail, wrong answers are explained; N=zero1: a chapter
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises prove --name=$(N)
 elastic: .venv/.core data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
 	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)

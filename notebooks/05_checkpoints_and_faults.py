@@ -867,8 +867,8 @@ assert stacks[0][0].startswith("distributed/distributed_c10d.py") and "unshard" 
 #
 # `make exercise N=checkpoints.1` and the exercises after it let you write parts of this chapter again: atomic files,
 # verification, publication, errors on all ranks and resharding. `make check N=checkpoints.1` runs your code on real
-# ranks and explains what is wrong. With `make exercise N=capstone` you bring a trainer with four faults back to the
-# one loss curve. `docs/exercises.md` lists all of them.
+# ranks and explains what is wrong. In `make exercise N=capstone` you fix four faults of a trainer, until its loss curve
+# is right again. `docs/exercises.md` lists all of them.
 #
 # **1. Killed in the middle of a file.** In (c) rank 1 was killed before it opened its file. Now kill it in the middle
 # of the file, again with PyTorch's writer alone and in the same directory. Predict first: can the checkpoint be loaded

@@ -10,7 +10,7 @@
 # - **In a ring, a rank sends 2n(N-1)/N bytes for an all-reduce of n bytes. This is less than 2n for any number of
 #   ranks N.**
 # - **An all-reduce is a reduce-scatter followed by an all-gather.**
-# - **All ranks get exactly the same sum, but not the sum of a single process in every digit.**
+# - **All ranks get exactly the same sum. Its last digits can differ from the sum that a single process computes.**
 # - **Collectives match by the order of their calls. A wrong order gives a hang, or wrong numbers without an error.**
 #
 # Open `workshop/collectives.py` next to this page. It has five short functions. You need no GPU.
@@ -73,8 +73,8 @@ for name in results[0]:
 # A rank sends only to the next rank, and receives only from the previous one. The tensor is divided into N chunks. In
 # each step every rank sends one chunk, and adds the chunk that it receives to its own.
 #
-# **Predict first:** how many steps does it take until each rank has one complete chunk? On which rank must chunk 0 start,
-# so that it ends on rank 0?
+# **Predict first:** how many steps does it take until each rank has one complete chunk? On which rank must chunk 0
+# start, so that it ends on rank 0?
 #
 # To see the contributions, rank r fills its tensor with 2**r. The bits of a sum then tell which ranks are in it. A
 # second row of values contains the number of the chunk.
@@ -199,7 +199,7 @@ for ranks in counts:
         _, volume = collectives.predict_costs(name, n, ranks)
         columns += f"{largest[name] / n:.3f} ({volume / n:.3f})   "
         assert largest[name] == volume
-        if name != "broadcast":
+        if name != "broadcast":  # the ledger counts the mean over the ranks, n(N-1)/N
             assert volume == ring_bytes(name, n, ranks)  # the function of the planner and the ledger
     print(f"{ranks:3}  {columns}")
 
@@ -259,9 +259,10 @@ assert all(torch.equal(result["ring"], results[0]["ring"]) for result in results
 # Each chunk is completed on one rank and then copied, so all ranks have the same bits. This matters: if the parameters
 # of two ranks differed in the last digit, the difference would grow in every step.
 #
-# But each chunk begins at another rank, so its values are added in another order than in one process. (Chunk 3 begins at
-# rank 0, so its order is the same.) With another number of ranks, the last digits differ again. The loss curves of this repository agree to 1e-6 between
-# different numbers of ranks, and exactly only on the same number of ranks.
+# But each chunk starts on a different rank, so the order of its additions differs from that in one process. (Chunk 3
+# begins at rank 0, so its order is the same.) With another number of ranks, the last digits differ again. The loss
+# curves of this repository agree to 1e-6 between different numbers of ranks, and exactly only on the same number of
+# ranks.
 #
 # ## e. Broken on purpose: all ranks send first
 #
@@ -319,7 +320,7 @@ for rank, (ones, tens) in enumerate(run_on_ranks(reduce_in_two_orders, RANKS)):
 # fail.) `Zero1Optimizer` therefore reduces its buckets in one order that all ranks share, and waits if a bucket fills
 # too early.
 #
-# ## Take home
+# ## To take home
 #
 # 1. A collective is a pattern of sends and receives in which all ranks take part.
 # 2. In a ring, each rank sends to the next rank only, and all links are always busy.
@@ -352,19 +353,20 @@ for rank, (ones, tens) in enumerate(run_on_ranks(reduce_in_two_orders, RANKS)):
 # <details><summary>Hint</summary>
 #
 # The last rank receives its first chunk after N - 1 steps, and then one chunk per step: N - 1 + C - 1 steps with n/C
-# bytes each. For many chunks the total approaches the time for n bytes, for any N. NCCL's broadcast works like this. The
-# volume per rank stays n.
+# bytes each. For many chunks the total approaches the time for n bytes, for any N. NCCL's broadcast works like this.
+# The volume per rank stays n.
 #
 # </details>
 #
 # **2. The best order?** Predict first: the ring sends from rank r to rank r + 1. Two nodes have 4 ranks each, and the
-# connection between the nodes is 10 times slower than within a node. How many times does a chunk cross the slow
-# connection if the ranks are numbered node by node, and how many times if they alternate between the nodes?
+# connection between the nodes is 10 times slower than within a node. All ranks of a node share
+# this connection. How many chunks cross it in each step if the ranks are numbered node by node, and how many if they
+# alternate between the nodes?
 #
 # <details><summary>Hint</summary>
 #
-# Node by node, only the links 3 -> 4 and 7 -> 0 are slow. In each step one chunk crosses in each direction. If the ranks
-# alternate, all 8 links are slow, and 4 chunks at a time must cross in each direction. The slowest link decides the time
-# of a step, so the first numbering is 4 times faster. This is why launchers number ranks node by node.
+# Node by node, only the links 3 -> 4 and 7 -> 0 are slow. In each step one chunk crosses in each direction. If the
+# ranks alternate, all 8 links are slow, and 4 chunks at a time must cross in each direction. The shared connection
+# decides the time of a step, so the first numbering is 4 times faster. This is why launchers number ranks node by node.
 #
 # </details>

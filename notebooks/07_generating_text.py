@@ -2,8 +2,9 @@
 # # 7. Generating text with a model that is spread over ranks
 #
 # Suppose a model has 20 billion parameters, and you have two GPUs with 40 GB each. In bfloat16 the weights take 40 GB,
-# so no GPU can hold them and a cache. Sharding solves this. Phase 3 shards models for training. **Is FSDP also a good
-# way to generate text?**
+# so one
+# GPU has no memory left for activations and a key-value cache. Sharding solves this. Phase 3 shards models for
+# training. **Is FSDP also a good way to generate text?**
 #
 # You will measure what one generated token costs with FSDP and with tensor parallelism. Then you give FSDP more
 # sequences at a time, and break tensor parallelism on purpose. Keep `phase3_fsdp/solve/tensor_parallel.py` and
@@ -68,8 +69,8 @@ draw_weights_per_rank()
 # - Tensor parallelism stores half of each layer too: two of the four heads, and half of the MLP. Each rank computes
 #   with its half. An all-reduce after the attention and another one after the MLP add up the partial results.
 #
-# **Predict first:** there are P parameters of 4 bytes and two ranks. How many bytes does a rank receive per token with
-# FSDP? With tensor parallelism, how many numbers are in one all-reduce, and how many all-reduces are there?
+# **Predict first:** there are P parameters of 4 bytes and two ranks. How many bytes does a rank send per token
+# with FSDP? With tensor parallelism, how many numbers are in one all-reduce, and how many all-reduces are there?
 
 # %%
 def measure_round(spread: str, slots: int) -> tuple[int, float, dict]:
@@ -128,8 +129,8 @@ for slots in (1, 2, 8):
     print(f"{slots} per rank: {rounds:3} rounds, {sent / (16 * 12) / 1e6:.3f} MB per generated token")
 
 # %% [markdown]
-# With 8 sequences per rank, one all-gather of a layer serves 16 tokens. The tokens are the same in all cases. (Reading
-# a prompt takes a round of its own, so the last case needs 8 + 11 rounds.)
+# With 8 sequences per rank, one all-gather of a layer serves 16 tokens. The tokens are the same in all cases. (A rank
+# reads each prompt in a separate round, which also gives the first token. The last case therefore needs 8 + 11 rounds.)
 #
 # ## c. Something broken on purpose
 #
@@ -176,7 +177,7 @@ for is_broken in (False, True):
 # - All ranks must run the model the same number of times: they work in rounds.
 # - Tensor parallelism divides each layer. Weights stay where they are.
 # - Column-parallel layers need no communication; row-parallel layers need an all-reduce of activations.
-# - Two all-reduces of C numbers per block and token are latency, not bandwidth.
+# - The two all-reduces per block are small. Their latency matters, not the bandwidth.
 # - Tensor parallelism needs a number of ranks that divides the heads.
 # - Key-value caches are divided with the heads.
-# - `make evaluate` uses both ways, and chooses.
+# - `make evaluate` supports both ways (and FSDP with CPU offload), and chooses the first one that fits.

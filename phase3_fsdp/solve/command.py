@@ -131,5 +131,5 @@ def solve(config: SolveConfig) -> int:
         else:
             work.append(item)
     if not work:
-        raise ConfigError(f"--problems={config.problems}: no problem is left, because all were skipped")
+        raise ConfigError(f"--problems={config.problems}: all problems were skipped: correct them, or use others")
     return Evaluation(config, run, model, prompter, work).finish()

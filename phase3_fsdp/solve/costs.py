@@ -81,7 +81,7 @@ def cache_bytes(size: ModelSize, tokens: int, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class SpreadCosts:
-    """The costs of one way, in bytes per rank.
+    """The costs of one way to spread a model, in bytes per rank.
 
     Attributes:
         weights: resident weights on the device.
@@ -108,7 +108,7 @@ class SpreadCosts:
 
 
 def predict(spread: Spread, size: ModelSize, ranks: int, slots: int, tokens: int, itemsize: int) -> SpreadCosts:
-    """Return the costs of one way.
+    """Return the costs of one way to spread a model.
 
     Args:
         spread: fsdp, offload or tp.
@@ -153,7 +153,7 @@ def choose_spread(
     limit = float("inf") if device_bytes is None else RESERVE * device_bytes
     needs = {each: predict(each, size, ranks, slots, tokens, itemsize).memory for each in SPREADS}
     if ranks == 1 and needs["fsdp"] <= limit:
-        return "fsdp", "one rank holds the whole model"
+        return "fsdp", "the full model fits on one rank"
     divides = size.kv_heads > 0 and size.kv_heads % ranks == 0
     if divides and ranks > 1 and needs["tp"] <= limit:
         return "tp", "weights stay where they are, and only activations are communicated"

@@ -86,7 +86,7 @@ def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, 
 
 
 def is_large(shape: GPTConfig) -> bool:
-    """Return whether the attention of a block has enough parameters for an FSDP unit of its own."""
+    """Return whether the attention of a block has enough parameters for a separate FSDP unit."""
     return 4 * shape.n_embd**2 >= fsdp.DEFAULT_MIN_NUM_PARAMS
 
 

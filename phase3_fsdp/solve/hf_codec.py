@@ -38,7 +38,9 @@ class HfCodec:
     def encode_chat(self, message: str) -> list[int]:
         """Return the ids of a user's message in the chat template, up to where the model answers."""
         if not self.tokenizer.chat_template:
-            raise ConfigError("--prompt=chat needs a tokenizer with a chat template, which this model lacks: use plain")
+            raise ConfigError(
+                "--prompt=chat needs a tokenizer with a chat template, which this model lacks: use --prompt=plain"
+            )
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
         )

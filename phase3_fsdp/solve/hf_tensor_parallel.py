@@ -3,7 +3,7 @@
 The plan names a style for each layer, such as `model.layers.*.self_attn.q_proj: colwise`. The styles are those of
 `tensor_parallel.py`: `colwise` is column parallel, `rowwise` is row parallel, `embedding_rowwise` and
 `colwise_gather_output` divide the vocabulary. Queries, keys and values are separate layers here, so a rank's rows are
-whole heads without reordering. Mixtures of experts have styles of their own, which this module lacks.
+whole heads without reordering. Mixtures of experts use other styles, which this module does not support.
 """
 
 import re

@@ -71,7 +71,9 @@ class OwnCodec:
         return self.tokenizer.decode(ids)
 
     def encode_chat(self, message: str) -> list[int]:
-        raise ConfigError("--prompt=chat needs a tokenizer with a chat template, which this model lacks: use plain")
+        raise ConfigError(
+            "--prompt=chat needs a tokenizer with a chat template, which this model lacks: use --prompt=plain"
+        )
 
     def find_special(self, names: tuple[str, ...]) -> dict[str, int]:
         return {}

@@ -102,7 +102,7 @@ def test_a_way_is_chosen_by_memory_and_heads():
     held = {way: costs.predict(way, size, 4, 8, 64, 4).memory / costs.RESERVE for way in costs.SPREADS}
     assert held["tp"] < held["offload"] < held["fsdp"]
     choices = {
-        (1, 8, None): ("fsdp", "one rank holds the whole model"),
+        (1, 8, None): ("fsdp", "the full model fits on one rank"),
         (4, 8, None): ("tp", "weights stay where they are"),
         (4, 8, held["tp"] * 0.99): (None, "--batch_size=7 would fit"),
         (3, 8, None): ("fsdp", "a number of ranks that divides 4 heads"),

@@ -42,9 +42,9 @@ EXERCISES = [
     ),
     Exercise(
         name="bugs.2",
-        title="Fix a LayerNorm that is wrong at a width of 769",
+        title="Fix a LayerNorm that is wrong at a width of 768",
         targets=("phase2_triton.kernels.layernorm:forward_kernel",),
-        task=f"{FIX} The result is right for a width of 768 = 3 * 256 only if the tile has no padding.",
+        task=f"{FIX} The result is right at a width of 512 or 1,024, and wrong at a width of 768.",
         minutes=10,
         difficulty="easy",
         check=check_variance,

@@ -1,4 +1,4 @@
-"""The capstone: a trainer with four planted faults, which must bring back the one loss curve."""
+"""The capstone: a trainer with four planted faults, which the learner must fix to restore the loss curve."""
 
 import contextlib
 import io
@@ -79,7 +79,7 @@ def train_small() -> dict[str, Any]:
 def describe_curves(actual: dict[int, Any], expected: dict[int, Any]) -> str:
     """Return a table of the losses of all steps."""
     rows = [
-        f"    step {step}: {values['loss']:.6f}, and the one curve has {expected[step]['loss']:.6f}"
+        f"    step {step}: {values['loss']:.6f}, expected {expected[step]['loss']:.6f}"
         for step, values in actual.items()
         if values["loss"] is not None
     ]
@@ -113,16 +113,19 @@ def check_capstone(answer: ModuleType, expected: dict[str, Any]) -> None:
             f"the formulas in phase1_zero1/costs.py.\n{table}",
         )
     wrong = [step for step, values in actual.items() if values["loss"] is not None and differs("loss", step)]
-    expect(not wrong, f"The losses of the steps {wrong} differ from the one curve, so an update is wrong.\n{table}")
+    expect(
+        not wrong,
+        f"The losses of the steps {wrong} differ from the expected loss curve, so an update is wrong.\n{table}",
+    )
 
 
 EXERCISES = [
     Exercise(
         name="capstone",
-        title="Bring back the one loss curve: a trainer with four faults",
+        title="Fix four faults of a trainer, and restore its loss curve",
         targets=("phase1_zero1.train:train_step", "nanoGPT.model:CausalSelfAttention", "nanoGPT.model:Block"),
-        task="""This file contains parts of the trainer of phase 1 with four planted faults. Two ranks must print
-        the losses of the shipped trainer, which are the same on every number of ranks.
+        task="""This file contains parts of the trainer of phase 1 with four planted faults. After your fixes, two
+        ranks must print the same losses as the repository's trainer, which are the same on every number of ranks.
 
         Do not compare the code with the repository's. The check trains, and reports what an engineer would see: an
         exception with its stack, the ledger, and the losses. Find the cause of one symptom at a time.""",

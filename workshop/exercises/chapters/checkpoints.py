@@ -119,8 +119,8 @@ EXERCISES = [
         targets=("phase1_zero1.sharded_checkpoint:copy_full_optimizer_state",),
         task="""A checkpoint of another phase contains the full moments of each parameter. optimizer.local_state()
         yields, for each shard of this rank, the parameter, the offset of the shard in the flattened parameter, and
-        its state. Copy the matching elements, on any number of ranks. Return a dict whose keys name the state in
-        `full`.""",
+        its state. Copy the matching elements, on any number of ranks. Return a dict whose keys are
+        "optimizer.<parameter>.<item>" for each item in `full.optimizer`; its values are None.""",
         minutes=15,
         difficulty="medium",
         ranks=2,

@@ -15,9 +15,10 @@ EXERCISES = [
         name="collectives.1",
         title="Write a reduce-scatter on a ring",
         targets=("workshop.collectives:reduce_scatter",),
-        task="""ZeRO and FSDP average gradients with a reduce-scatter: rank r gets chunk r of the sum over all
-        ranks. Write it with `exchange`, which sends a chunk to the next rank and receives one from the previous
-        rank. In each of the N - 1 steps a rank sends one chunk, so it sends (N-1)/N of the tensor.""",
+        task="""ZeRO and FSDP reduce gradients with a reduce-scatter: rank r gets chunk r of the sum over all
+        ranks (for a mean, the sum is divided by N). Write it with `exchange`, which sends a chunk to the next rank and
+        receives one from the previous rank. In each of the N - 1 steps a rank sends one chunk, so it sends (N-1)/N of
+        the tensor.""",
         minutes=20,
         difficulty="medium",
         ranks=4,
@@ -74,8 +75,8 @@ EXERCISES = [
         title="Compose an all-reduce",
         targets=("workshop.collectives:all_reduce",),
         task="""DDP averages gradients with an all-reduce. It is a reduce-scatter followed by an all-gather, and
-        ZeRO-1 puts the optimizer's update between the two. Use both functions. The length may not be a multiple of
-        N.""",
+        ZeRO-1 puts the optimizer's update between the two. Use both functions. The length is not always
+        a multiple of N.""",
         minutes=10,
         difficulty="easy",
         ranks=4,

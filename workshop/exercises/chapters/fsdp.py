@@ -55,7 +55,7 @@ EXERCISES = [
         difficulty="easy",
         ranks=4,
         check=check_row_range,
-        nudge="How are 5 rows distributed over 4 ranks, if each shard except the last ones must be equally large?",
+        nudge="How are 5 rows distributed over 4 ranks, if all shards except the last ones must have the same size?",
         idea="Each shard has ceil(rows / num_shards) rows. Both ends are at most `rows`.",
         line="return min",
         mistakes=(
@@ -74,8 +74,8 @@ EXERCISES = [
         targets=("phase3_fsdp.fsdp:set_gradient_sync",),
         task="""A rank runs several micro-batches per step. By default only the last one reduces the gradients, and
         the ones before accumulate full gradients; fsdp_sync_every_micro_batch trades communication for memory. Set
-        this for a model in FSDP and for one in DDP. The replicas of hybrid sharding are all-reduced once per step
-        in both cases.""",
+        this for a model in FSDP and for one in DDP. With hybrid sharding, the gradients are
+        all-reduced between the replicas once per step in both cases.""",
         minutes=10,
         difficulty="medium",
         ranks=4,

@@ -61,8 +61,10 @@ EXERCISES = [
         title="Predict the volume of a collective",
         targets=("nanoGPT.memory.costs:ring_bytes",),
         task="""The ledger and the planner compare strategies by the bytes that a rank sends with the ring
-        algorithm. Return them for a full tensor of `tensor_bytes` bytes. (The exercises collectives.1 to
-        collectives.5 implement the ring.)""",
+        algorithm. Return them for a full tensor of `tensor_bytes` bytes. For a
+        broadcast, return the mean over the ranks: N - 1 ranks send the full tensor, and the last rank sends nothing.
+        (The exercises collectives.1 to collectives.5 implement the ring, and collectives.5 returns the maximum
+        instead.)""",
         minutes=5,
         difficulty="easy",
         check=check_ring_bytes,

@@ -15,9 +15,9 @@ EXERCISES = [
         name="triton.1",
         title="Write LayerNorm with one row per program",
         targets=("phase2_triton.kernels.layernorm:one_row_kernel",),
-        task="""A program loads one row of N elements into a tile of BLOCK lanes, a power of two. It computes y,
-        and stores the mean and rstd of the row for the backward pass: x is read once, and y is written once.
-        Compute in fp32.""",
+        task="""A program loads one row of N elements into a tile of BLOCK lanes, a power of two. It computes
+        y, and stores the mean and rstd = 1 / sqrt(variance + EPS) of the row for the backward pass: x is read once, and
+        y is written once. Compute in fp32.""",
         minutes=20,
         difficulty="medium",
         check=check_layer_norm,
@@ -42,7 +42,7 @@ EXERCISES = [
         minutes=15,
         difficulty="medium",
         check=check_online_softmax,
-        nudge="The old total is relative to the old peak. What is it relative to the new one?",
+        nudge="The old total is relative to the old peak. How do you make it relative to the new peak?",
         idea="exp(z - new) = exp(z - old) * exp(old - new), so the old total is multiplied by one factor.",
         line="return new_peak",
         mistakes=(
@@ -123,7 +123,8 @@ EXERCISES = [
         name="triton.6",
         title="Sum the gradients of the position embedding",
         targets=("phase2_triton.kernels.embedding:positions_kernel",),
-        task="""Row p of dwpe is the sum, over the B sequences, of the gradient at token p - first_position. With
+        task="""Row p of dwpe is the sum of the gradients at token
+        p - first_position over the B sequences. With
         atomic additions the order of the sum, and so its last bits, would change from run to run. Let each program
         compute a tile of dwpe, and loop over b in order. Positions without tokens get zeros.""",
         minutes=20,

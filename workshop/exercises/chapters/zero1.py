@@ -73,7 +73,8 @@ EXERCISES = [
         targets=("phase1_zero1.buckets:Bucket._create_shards",),
         task="""This rank's slice of a bucket may begin and end inside a parameter. Return a Shard for each
         parameter that overlaps with self.local_slice. A shard is a view into self.flat_params, without padding.
-        For a parameter in bfloat16 or float16, the tensor of the shard is a copy in fp32, the master.""",
+        For a parameter in bfloat16 or float16, the tensor of the shard is a copy in fp32 (the master
+        weights).""",
         minutes=25,
         difficulty="hard",
         ranks=4,
@@ -159,7 +160,7 @@ EXERCISES = [
         title="Reduce the buckets of all ranks in one order",
         targets=("phase1_zero1.zero1:Zero1Optimizer._reduce_full_buckets",),
         task="""A bucket can be reduced as soon as all of its gradients are ready. But the buckets may fill in
-        another order on another rank, and collectives match by the order of their calls. self._bucket_order is an
+        different orders on different ranks, and collectives match by the order of their calls. self._bucket_order is an
         order that all ranks share, and self._num_started counts the buckets of this step that were started. Start
         the next ones with self._start_reduce, as many as possible. With include_partial, do not wait for full
         buckets.""",

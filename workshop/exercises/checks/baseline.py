@@ -26,8 +26,8 @@ def check_schedule(answer: ModuleType, _: Any) -> None:
     rates = [answer.learning_rate(step, config) for step in range(200)]
     expect(
         rates[0] > 0,
-        "Step 0 has a learning rate of 0, so the first update changes nothing. The warm-up divides by warmup_iters "
-        "+ 1 and begins at step + 1.",
+        "Step 0 has a learning rate of 0, so the first update changes nothing. In the warm-up, the rate is "
+        "learning_rate * (step + 1) / (warmup_iters + 1).",
     )
     expect(
         is_close(rates[9], 1e-2 * 10 / 11, 1e-9),
@@ -72,9 +72,9 @@ def check_grad_norm(answer: ModuleType, _: Any) -> None:
     local = answer.grad_norm([full])
     expect(
         is_close(local, exact, 1e-6),
-        "Without a process group every rank has the full gradients: nothing must be summed.",
+        "Without a process group every rank has the full gradients: do not sum over the ranks.",
     )
-    expect(float(answer.grad_norm([])) == 0, "The norm of no gradients must be 0.")
+    expect(float(answer.grad_norm([])) == 0, "The norm of an empty list of gradients must be 0.")
 
 
 def check_clip_grads(answer: ModuleType, _: Any) -> None:
@@ -127,8 +127,8 @@ def check_reseed(answer: ModuleType, _: Any) -> None:
     keys = [(seed, step, micro) for seed, step, micro in itertools.product((1, 2, 12), (1, 2, 11), (1, 2, 3, 12))]
     expect(
         len({draw_mask(*key) for key in keys}) == len(keys),
-        "Two different keys give the same mask, for example the sum or the concatenated digits of their numbers are "
-        "equal. Separate the numbers, and hash them.",
+        "Two different keys give the same mask, for example because their numbers have the same sum or the "
+        "same concatenated digits. Separate the numbers, and hash them.",
     )
 
 

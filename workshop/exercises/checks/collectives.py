@@ -75,9 +75,9 @@ def check_reduce_scatter(answer: ModuleType, _: Any) -> None:
     )
     expect(
         is_close(result, total.chunk(ranks)[rank]),
-        f"Rank {rank} does not return the sum of chunk {rank} over all ranks. In every step, a rank must send the "
-        "chunk that it has just completed, and add the received values to the chunk with the same index as that of "
-        "the sender.",
+        f"Rank {rank} does not return the sum of chunk {rank} over all ranks. After step 0, a rank must send the "
+        "chunk to which it has just added values. It must add the received values to the chunk with the index that "
+        "the previous rank has sent.",
     )
     check_volume(sent, 4 * 12 * (ranks - 1) / ranks, "Each chunk needs N - 1 steps.")
     expect(torch.equal(mine, values[rank]), "The input has changed: work on a copy.")

@@ -58,8 +58,8 @@ def check_flops(answer: ModuleType, _: Any) -> None:
     attention, positions = 12 * 2 * 16 * 8, 8 * 16
     expect(
         flops != 6 * (params - positions),
-        "The attention scores are missing: q k^T and p v have 2 * 2 C T multiply-adds per token and layer, with the "
-        "backward pass three times.",
+        "The attention scores are missing: q k^T and p v have 2 * 2 C T FLOPs per token and layer in the forward "
+        "pass, and twice as many in the backward pass.",
     )
     expect(
         flops != 6 * params + attention,
@@ -136,8 +136,8 @@ def check_zero_costs(answer: ModuleType, _: Any) -> None:
 ADVICE = {
     "all-gather": "Each bucket of parameters is all-gathered once per step, 4 bytes per element with padding.",
     "reduce-scatter": "ZeRO-1 reduces each bucket once per step, and ZeRO-2 once per micro-batch.",
-    "all-reduce": "One byte per parameter tensor (does any rank have a gradient of it?), and the squared norm, 8 "
-    "bytes.",
+    "all-reduce": "There are two: one byte per parameter tensor, which shows whether any rank has a gradient of it, "
+    "and 8 bytes for the squared norm.",
 }
 
 
@@ -151,9 +151,8 @@ def check_fsdp_traffic(answer: ModuleType, _: Any) -> None:
         predicted: Counter[tuple[str, int]] = answer.expected_traffic(model, config, run)
         options = ", ".join(f"{name}={value}" for name, value in fields.items()) or "the default options"
         for kind, advice in (
-            ("all-gather", "Each unit is gathered in the forward and in the backward pass of each micro-batch, but "
-                           "the root, and "
-             "every unit that is not resharded, only once."),
+            ("all-gather", "In each micro-batch, a unit is all-gathered in the forward and in the backward pass, but "
+             "the root and every unit that is not resharded are all-gathered only once."),
             ("reduce-scatter", "Gradients are reduced once per step, or after every micro-batch, in fp32."),
         ):  # fmt: skip
             expect(
