@@ -35,6 +35,7 @@ PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespe
 .PHONY: help setup data baseline phase1 phase2 phase3 sample evaluate verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
 .PHONY: exercise check hint solution exercises
 .PHONY: elastic rendezvous preflight gate autopsy watch plot fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
+.PHONY: book book-serve record
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -50,13 +51,13 @@ STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= rea
 
 # The rules for these files write them atomically, so an existing file is complete. By default, make would delete it
 # when it is interrupted or when the rule fails later.
-.PRECIOUS: .venv/.core .venv/.pytest .venv/.dev .venv/.notebooks nanoGPT/data/%/meta.json
+.PRECIOUS: .venv/.core .venv/.pytest .venv/.dev .venv/.notebooks .venv/.book nanoGPT/data/%/meta.json
 
 .venv/.core: pyproject.toml constraints.txt $(STALE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is missing or older than Python 3.11: run make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) workshop/set_up.py core --torch=$(TORCH)
 
-.venv/.pytest .venv/.dev .venv/.notebooks: .venv/.core
+.venv/.pytest .venv/.dev .venv/.notebooks .venv/.book: .venv/.core
 	@$(PYTHON) workshop/set_up.py $(@F:.%=%) --torch=$(TORCH)
 
 nanoGPT/data/synthetic/meta.json: nanoGPT/prepare/synthetic.py
@@ -154,6 +155,12 @@ torture: .venv/.dev  ## kill saves at every point and at 500 random moments, fli
 	@OMP_NUM_THREADS=1 $(PY) -m bench.checkpoints.torture $(ARGS)
 tables: .venv/.dev  ## write the committed results into the tables of the documents
 	@$(PY) -m bench.tables $(ARGS)
+book: .venv/.book  ## build the site from the documents, notebooks and results: out/book/index.html
+	@$(PY) -m book $(ARGS)
+book-serve: book  ## build the site, and serve it on http://127.0.0.1:8000 (ARGS= is for the build)
+	@$(PY) -m http.server --bind 127.0.0.1 --directory out/book 8000
+record: .venv/.core data  ## record the runs behind the interactive pages of the book; NAME=ring: only this one
+	@OMP_NUM_THREADS=1 $(PY) -m book.recordings $(if $(NAME),--name=$(NAME)) $(ARGS)
 clean:  ## delete caches; keep prepared data, .venv and out/
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	@find . \( -path ./.venv -o -path ./out \) -prune -o -name __pycache__ -prune -exec rm -rf {} +

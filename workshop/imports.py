@@ -7,7 +7,17 @@ from pathlib import Path
 from nanoGPT.files import PACKAGE
 
 ROOT = PACKAGE.parent
-PACKAGES = ("nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp", "workshop", "bench", "tests", "notebooks")
+PACKAGES = (
+    "nanoGPT",
+    "phase1_zero1",
+    "phase2_triton",
+    "phase3_fsdp",
+    "workshop",
+    "bench",
+    "book",
+    "tests",
+    "notebooks",
+)
 
 
 def module_name(path: Path) -> str:

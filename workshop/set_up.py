@@ -5,6 +5,7 @@
     python3 workshop/set_up.py pytest              # also install pytest, for make preflight
     python3 workshop/set_up.py dev                 # also install the packages for the tests
     python3 workshop/set_up.py notebooks           # also install Jupyter
+    python3 workshop/set_up.py book                # also install Sphinx, for make book
 
 This program runs before anything is installed, so it imports only the standard library. It uses these files:
 
@@ -38,6 +39,7 @@ GOALS = {
     "pytest": (".[pytest]", "Installing pytest into .venv, once."),
     "dev": (".[dev]", "Installing the packages for the tests into .venv, once."),
     "notebooks": (".[notebooks]", "Installing Jupyter into .venv, once."),
+    "book": (".[book]", "Installing Sphinx into .venv, once."),
 }
 TORCH_BUILDS = ("default", "cpu")
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", "constraints.txt")

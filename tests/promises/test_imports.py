@@ -24,6 +24,7 @@ LAYERS = [
     ["workshop"],
     ["bench"],
     ["operate"],
+    ["book"],
     ["tests", "notebooks"],
 ]
 SHARED_MODULE = "phase2_triton.apply"  # the only module of a phase that other phases may import, for --kernels

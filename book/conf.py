@@ -1,0 +1,46 @@
+"""The settings of Sphinx. `python -m book` copies this file next to the documents and sets BOOK_REPOSITORY."""
+
+import os
+from typing import Any
+
+project = "Sharded training, one idea at a time"
+author = "The sharded-nanogpt contributors"
+copyright = author
+extensions = ["myst_nb"]
+root_doc = "index"
+html_theme = "furo"
+html_title = project
+html_static_path = ["_static"]
+html_css_files = ["explorer.css"]
+html_copy_source = False
+html_show_sphinx = False
+# The search would fetch the pages for excerpts, which a browser refuses for files that are opened from the disk.
+html_show_search_summary = False
+pygments_style = "default"
+pygments_dark_style = "github-dark"
+
+myst_heading_anchors = 4
+nb_execution_mode = "off"  # the committed outputs are shown
+nb_ipywidgets_js: dict[str, Any] = {}  # no notebook has widgets; the default loads a script from the network
+nb_merge_streams = True
+suppress_warnings = ["mystnb.unknown_mime_type", "myst.header"]
+
+repository = os.environ.get("BOOK_REPOSITORY", "")
+if repository:
+    html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": ""}
+
+WITHOUT_SOURCE = ("index", "results/", "genindex", "search")  # pages that no single file in the repository has
+
+
+def add_page_files(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Load the scripts of an interactive page only on that page, and hide edit links that would lead nowhere."""
+    if page.startswith("book/pages/"):
+        app.add_js_file("explorer.js")
+        app.add_js_file(f"{page.rpartition('/')[2]}.js")
+    if page.startswith(WITHOUT_SOURCE):
+        context["theme_source_repository"] = ""
+
+
+def setup(app: Any) -> None:
+    """Register the hooks of this file with Sphinx."""
+    app.connect("html-page-context", add_page_files)
