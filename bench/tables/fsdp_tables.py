@@ -159,10 +159,12 @@ def generation_table() -> str:
         table = format_table([*head, "matches the formula", "tokens per second"], rows)
         text = ""
         if kills := samples.get("kills"):
-            count, problems = len(kills["kills"]), kills["problems"]
+            count, problems, memory = len(kills["kills"]), kills["problems"], kills["memory_bytes"][9:]
             text = (
                 f"\nAn evaluation with {problems} problems was killed with SIGKILL {count} times at random moments. "
-                "The same command continued each time. No problem was lost or solved twice.\n"
+                "The same command continued each time. No problem was lost or solved twice. In a run without a kill, "
+                f"rank 0 used {memory[0] / 1e6:.0f} MB after the tenth problem and {memory[-1] / 1e6:.0f} MB after the "
+                "last.\n"
             )
         parts.append(f"Measured on {hardware_of(result)}, {samples['ranks']} ranks:\n\n" + table + text)
     return "\n".join(parts)
