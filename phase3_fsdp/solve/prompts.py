@@ -125,7 +125,7 @@ class Prompter:
         self.special = codec.find_special((*HARMONY, "<|call|>"))
         if form == "harmony" and (missing := [name for name in HARMONY if name not in self.special]):
             raise ConfigError(
-                f"--prompt=harmony needs the token {missing[0]}, which this model's tokenizer lacks: use chat"
+                f"--prompt=harmony needs the token {missing[0]}, which this model's tokenizer lacks: use --prompt=plain"
             )
         if form == "chat":
             codec.encode_chat("test")
