@@ -41,7 +41,7 @@ def await_start(out: Path, count: int, ranks: int, nodes: list[Program]) -> None
         starts = re.findall(r"started at step (\d+) .*, (\d+) rank\(s\)", log)
         if len(starts) < count or int(starts[-1][1]) != ranks:
             return False
-        logged = losses(out)
+        logged = losses(out) if (out / "metrics.jsonl").exists() else {}
         return bool(logged) and max(logged) >= int(starts[-1][0]) + 3
 
     wait_until(has_started)
