@@ -12,11 +12,23 @@ import torch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else each rank that compiles tests the processor for seconds
-torch.set_num_threads(1)  # two tests run at a time, and many of them start ranks
+torch.set_num_threads(1)  # several tests run at a time, and many of them start ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"])
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of tests that run at a time: 3 for every 2 cores, because many tests wait for their ranks.
+
+    A test uses up to 2 GiB of memory. On GPUs, two tests share them at a time.
+    """
+    if config.getoption("--device") == "cuda":
+        return 2
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(2, min(3 * cores // 2, memory // (2 << 30)))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -104,8 +104,9 @@ def record_compiled_calls(phase: str, config: TrainConfig) -> tuple[set[str], se
     return modes, with_gradients
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("phase", "ranks"), [("nanoGPT", 1), ("nanoGPT", 2), ("phase1_zero1", 2), ("phase2_triton", 1), ("phase3_fsdp", 2)]
+)
 def test_the_compiled_model_is_evaluated(phase, ranks, tmp_path):
     """With --compile, training and evaluation call the compiled model, in the given mode of torch.compile."""
     options = {"kernels": "none"} if phase == "phase2_triton" else {}

@@ -99,12 +99,13 @@ def draw_configuration(seed: int) -> tuple[str, int, dict[str, Any]]:
     return phase, draw.choice([2, 4]), fields
 
 
+NARROW = {"n_layer": 3, "n_embd": 64, "block_size": 32, "batch_size": 2}
 FIXED_CONFIGURATIONS: list[tuple[str, int, dict[str, Any]]] = [
-    ("phase1", 4, {"zero_stage": 2, "zero1_bucket_mb": 0.05, "n_layer": 3}),
-    ("phase1", 4, {"zero_stage": 2, "optimizer": "muon", "n_layer": 3}),
-    ("phase1", 2, {"optimizer": "muon", "n_layer": 3}),
-    ("phase3", 4, {"optimizer": "muon", "n_layer": 3}),
-    ("phase3", 4, {"optimizer": "muon", "fsdp_activation_checkpointing": "full", "fsdp_shard_size": "2"}),
+    ("phase1", 4, {**NARROW, "zero_stage": 2, "zero1_bucket_mb": 0.05}),
+    ("phase1", 4, {**NARROW, "zero_stage": 2, "optimizer": "muon"}),
+    ("phase1", 2, {**NARROW, "optimizer": "muon"}),
+    ("phase3", 4, {**NARROW, "optimizer": "muon"}),
+    ("phase3", 4, {**NARROW, "optimizer": "muon", "fsdp_activation_checkpointing": "full", "fsdp_shard_size": "2"}),
 ]
 
 

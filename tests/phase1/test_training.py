@@ -55,7 +55,8 @@ def test_kernels_and_zero_go_together(options, tmp_path, device, need_ranks):
     Kernels read parameters of other modules, so `step` has to wait for its all-gathers.
     """
     need_ranks(2)
-    steps = {**STEPS, "device": device, "dtype": "float32", "compile": False, "max_iters": 4}
+    steps = {**STEPS, "device": device, "dtype": "float32", "compile": False}
+    steps |= {"max_iters": 3, "gradient_accumulation_steps": 4}
     baseline = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **steps, dropout=0.0))
     fields = {**steps, **options, "kernels": "triton", "ledger": True, "dropout": 0.0, "zero1_bucket_mb": 0.01}
     assert gap(baseline, train("phase1_zero1", 2, tiny("phase1_zero1", tmp_path / "two", **fields))) <= 1e-5
@@ -137,7 +138,7 @@ def test_naive_and_torch_backends_communicate_half_as_much_again(tmp_path):
         assert 8 * params < sum(state["optimizer_state"] for state in states) < 8 * params + 500, backend
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_the_optimizer_state_of_124m(ranks):
     """GPT-2 124M: the moments use 8P/N bytes per rank, to 0.1 percent, and exactly 8P bytes in total."""
     params = 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768

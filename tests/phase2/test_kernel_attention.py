@@ -184,10 +184,10 @@ def test_any_layout_and_expanded_gradients_work():
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.heavy
 def test_gradcheck(p):
-    """In fp64, finite differences match the backward pass, with and without dropout."""
+    """In fp64, finite differences in a random direction match the backward pass, with and without dropout."""
     q, k, v = (draw_normal((1, 2, 3, 2), seed).requires_grad_() for seed in (1, 2, 3))
     seed = torch.tensor([11]) if p else None
-    assert torch.autograd.gradcheck(lambda *x: attention.forward_op(*x, seed, p, 0.7)[0], (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: attention.forward_op(*x, seed, p, 0.7)[0], (q, k, v), fast_mode=True)
 
 
 def make_distant_rows(dtype=torch.float16):
@@ -432,11 +432,11 @@ def test_a_planted_bug_is_caught(name, tmp_path):
     seed = torch.tensor([7])
     with contextlib.nullcontext() if name == "nothing" else pytest.raises(AssertionError, match="error of"):
         for num_heads in (3, 2):
-            keep = compute_dropout_mask(seed, 1, num_heads, 97, 0.2)
+            keep = compute_dropout_mask(seed, 1, num_heads, 65, 0.2)
             assert_as_exact_as_torch(
                 lambda qkv: kernels.forward_op(*split_heads(qkv), seed, 0.2, 0.2)[0],
                 lambda qkv, keep=keep: reference(*split_heads(qkv), 0.2, 0.2, keep),
-                (make_projection(1, num_heads, 97, 24),),
+                (make_projection(1, num_heads, 65, 24),),
                 gradient_factor=3.0,
             )
 

@@ -70,12 +70,12 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def test_two_hosts_form_one_job(one_process, tmp_path):
-    """Two hosts with two ranks each have the losses of one process.
+    """Two hosts with a rank each have the losses of one process.
 
     The hosts know only the address of the master, and their own names resolve to loopback addresses.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("GLOO_SOCKET_IFNAME", "MASTER_PORT")}
-    launcher = [sys.executable, "-m", "nanoGPT.launch", "--gpus=2", "--nnodes=2"]
+    launcher = [sys.executable, "-m", "nanoGPT.launch", "--gpus=1", "--nnodes=2"]
     fields = make_flags(**{**SHORT, "out_dir": tmp_path / "run", "device": "cpu"})
     with two_hosts() as hosts:
         nodes = [
@@ -112,12 +112,15 @@ def test_the_interface_of_the_master_is_found():
 JOB = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
 
 
-def create_slurm_job(tmp_path: Path) -> dict[str, str]:
-    """Write the simulated commands of Slurm into tmp_path, and return the environment of a job that writes there."""
+def create_slurm_job(tmp_path: Path, **variables: str) -> dict[str, str]:
+    """Write the simulated commands of Slurm into tmp_path, and return the environment of a job that writes there.
+
+    `variables` replace those of `JOB`.
+    """
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    job = {**JOB, "SLURM_JOB_ID": find_free_port(), "OUT_DIR": str(tmp_path / "run"), "PY": sys.executable}
+    job = {**JOB, **variables, "SLURM_JOB_ID": find_free_port(), "OUT_DIR": str(tmp_path / "run"), "PY": sys.executable}
     return {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
@@ -142,7 +145,7 @@ def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_only_the_time_limit_requeues_a_slurm_job(number, tmp_path):
     """At the time limit (SIGHUP), a job saves and requeues itself. After scancel (SIGTERM), it only saves."""
-    job = create_slurm_job(tmp_path)
+    job = create_slurm_job(tmp_path, SLURM_JOB_NODELIST="node1", SLURM_NNODES="1")
     long_run = make_flags(**{**SHORT, "device": "cpu", "max_iters": 100000, "eval_interval": 100000})
     with subprocess.Popen(["bash", SLURM, *long_run], cwd=ROOT, env=job, start_new_session=True) as process:
         await_steps(tmp_path / "run", 2, process)
