@@ -1,7 +1,8 @@
 """Record memory, norms and digests of the parameters every `--diagnostics_interval` steps, and compare the ranks.
 
     diagnostics/rank{r}.jsonl     one line per record: memory, norms, the loss of this rank, a digest of the parameters
-    diagnostics/rank{r}.json      dtypes and devices of all tensors, memory at the start, seconds to the first step
+    diagnostics/rank{r}.json      dtypes and devices of all tensors, modules by class (which show the kernels in use),
+                                  the optimizer, memory at the start, seconds to the first step
 
 Each rank writes its own files, so that a fault of one rank is visible. `make autopsy` reads them. Without the flag,
 nothing is measured. A record reads every parameter and waits for the GPU, so it adds a fraction of the time of a step.
@@ -185,12 +186,14 @@ class Diagnostics:
                 file.write(json.dumps(replace_non_finite(record)) + "\n")
 
     def _describe(self) -> dict[str, Any]:
-        """Return the summary: the dtypes and devices of all tensors, and the memory at the start."""
+        """Return the summary: dtypes and devices of all tensors, modules by class, and the memory at the start."""
         state = (t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor))
         return {
             "parameters": describe_tensors(self.model.parameters()),
             "buffers": describe_tensors(self.model.buffers()),
             "optimizer_state": describe_tensors(state),
+            "modules": dict(Counter(type(module).__name__ for module in self.model.modules())),
+            "optimizer": type(self.optimizer).__name__,
             "memory_at_start": self.memory_at_start,
         }
 

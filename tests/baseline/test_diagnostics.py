@@ -10,6 +10,7 @@ from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.metrics import diagnostics
 from nanoGPT.metrics.diagnostics import Diagnostics, compute_digest, describe_groups
 from nanoGPT.model import GPT, GPTConfig
+from phase2_triton.apply import apply_kernels
 from tests.helpers.training import CONFIGS, gap, tiny, train_all
 from workshop.ranks import RankFailed, losses, run_on_ranks
 
@@ -94,6 +95,19 @@ def test_groups_of_ranks_are_described():
     """Ranks with the same value are named together."""
     assert describe_groups({0: 1.5, 1: 1.5, 2: 2.0}) == "[0, 1]: 1.5, [2]: 2"
     assert describe_groups({0: "a", 1: "b", 2: "a"}, show_values=False) == "[0, 2] and [1]"
+
+
+def test_the_summary_counts_the_modules_with_kernels(tmp_path):
+    """The summary has the number of modules of each class, so it shows which modules use a kernel and which do not."""
+    model = GPT(GPTConfig(2, 2, 32, 8, False, 16))
+    apply_kernels(model, "gelu", "cpu")
+    config = CONFIGS["phase2_triton"](out_dir=str(tmp_path), diagnostics_interval=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    recorder = Diagnostics(config, create_runtime("cpu", "float32"), model, optimizer)
+    recorder.record(0, torch.zeros(()), torch.zeros(()))
+    summary = json.loads((tmp_path / "diagnostics" / "rank0.json").read_text())
+    assert summary["modules"]["KernelMLP"] == summary["modules"]["CausalSelfAttention"] == 2
+    assert "MLP" not in summary["modules"] and summary["optimizer"] == "AdamW"
 
 
 def test_without_the_flag_nothing_is_measured(tmp_path, monkeypatch):
