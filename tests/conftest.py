@@ -51,6 +51,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
 
 
+@pytest.fixture(autouse=True)
+def end_programs() -> Iterator[None]:
+    """Kill the programs that a test has started and that still run, for example because the test has failed."""
+    from tests.helpers.programs import Program, kill_programs
+
+    already_started = len(Program.started)
+    yield
+    kill_programs(Program.started[already_started:])
+    del Program.started[already_started:]
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
     """Return the device type of `--device`: cpu or cuda."""

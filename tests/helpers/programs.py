@@ -21,11 +21,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+from nanoGPT.job.watchdog import list_children
 from tests.helpers.training import ROOT, TINY
 from workshop.ranks import PRELOADED, without_main_module
 
@@ -50,7 +51,13 @@ class Outcome:
 
 
 class Program:
-    """A running program with the methods of subprocess.Popen that tests use. It writes its output into a file."""
+    """A running program with the methods of subprocess.Popen that tests use. It writes its output into a file.
+
+    Attributes:
+        started: all programs of this process, in the order in which they were started.
+    """
+
+    started: ClassVar[list["Program"]] = []
 
     def __init__(
         self,
@@ -81,6 +88,7 @@ class Program:
             self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
+        Program.started.append(self)
 
     def output(self) -> str:
         """Return the output that the program has written until now."""
@@ -115,6 +123,16 @@ class Program:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
+
+
+def kill_programs(programs: list[Program]) -> None:
+    """Kill the programs that still run, and all their descendants, such as the ranks of a launcher."""
+    running = [program.pid for program in programs if program.poll() is None]
+    for pid in running:
+        running += list_children(pid)  # the loop also visits the children that it adds
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def run_program(
