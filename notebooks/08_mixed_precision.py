@@ -263,10 +263,10 @@ for scale in (1, SCALE):
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3.3))
-for scale, color, label in ((1, "#D55E00", "not scaled"), (SCALE, "#0072B2", "scaled by 65,536")):
+for scale, color, label in ((SCALE, "#0072B2", "scaled by 65,536"), (1, "#E69F00", "not scaled")):
     counts = torch.histc((gradients * scale).clamp(min=1e-30).log2(), bins=88, min=-32, max=12)
-    axes.stairs(counts, torch.linspace(-32, 12, 89), fill=True, color=color, alpha=0.7, label=label)
-axes.axvspan(-32, -25, color="#cccccc", label="zero in fp16")
+    axes.stairs(counts, torch.linspace(-32, 12, 89), fill=True, color=color, label=label)
+axes.axvspan(-32, -25, color="#dddddd", zorder=0, label="zero in fp16")
 axes.axvline(-14, color="black", linestyle=":", label="below: fp16 loses digits")
 axes.set(yscale="log", xlabel="log2 of the gradient's absolute value", ylabel="number of logits", xlim=(-32, 12))
 axes.set_title("Gradients of the logits of a real micro-batch")
@@ -276,7 +276,7 @@ plt.show()
 
 # %% [markdown]
 # Without scaling, nearly all of these gradients are zero in fp16. The few that survive belong to the targets (the small
-# hill on the right). **Loss scaling** multiplies the loss by a power of two. By the chain rule, all gradients are then
+# bar near 2^-10, since 1/768 = 2^-9.6). **Loss scaling** multiplies the loss by a power of two. By the chain rule, all gradients are then
 # multiplied by it. Before the update they are divided by it, which adds no error.
 #
 # **Predict first:** train with the real `train_step`, in fp32, in fp16 with a `LossScaler`, and in fp16 without one.

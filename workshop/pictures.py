@@ -57,7 +57,7 @@ def draw_memory_bars(
     for row, bar in enumerate(bars.values()):
         begin = 0.0
         for part, size in bar.items():
-            text = f"{size:.3g}" if size > 0.04 * largest else ""
+            text = f"{size:.3g}" if size > 0.07 * largest else ""
             draw_cell(axes, begin, row, size, 0.7, COLORS[parts.index(part) % len(COLORS)], text)
             begin += size
     for part in parts:

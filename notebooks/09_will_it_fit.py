@@ -1,0 +1,343 @@
+# %% [markdown]
+# # 9. Will it fit?
+#
+# *35 minutes. Read [notebook 4](04_fsdp.ipynb) first, for FSDP units and activation checkpointing.*
+#
+# A job on 64 GPUs waits for a day in the queue, starts, and runs out of memory in its third step. You could have known
+# it before. **How much memory does a training step need on each rank, and what do you change first if it is too much?**
+#
+# You test four claims:
+#
+# - **Formulas that fit on an envelope give the memory of a rank to about 10%, or 20% with activation checkpointing.**
+# - **A trace on fake tensors gives it to 1%, for any number of GPUs, on a laptop.**
+# - **Which lever helps most depends on what fills the memory: model state or activations.**
+# - **Generating text needs other formulas: weights and the key-value cache.**
+#
+# Open `phase3_fsdp/activation_bytes.py` and `bench/plan/trace.py` next to this page. `make plan` does all of this for
+# you. After this notebook you can check its numbers on the back of an envelope. You need no GPU.
+
+# %%
+import importlib
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench.matrix.cells import make_config
+from bench.plan.plan import MODELS
+from bench.plan.trace import trace
+from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.memory.tracker import MemoryTracker
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import configure_adamw
+from phase3_fsdp.activation_bytes import activation_bytes, saved_activations
+from phase3_fsdp.solve.costs import cache_bytes, measure_gpt
+from workshop.phases import PHASES
+from workshop.pictures import draw_memory_bars
+from workshop.ranks import run_on_ranks
+
+folder = tempfile.TemporaryDirectory()  # for the runs of this notebook; it is deleted when the kernel stops
+GB = 1e9
+
+
+def make_shape(name: str, block_size: int = 1024) -> GPTConfig:
+    """Return the shape of a model that `make plan MODEL=name` knows."""
+    n_layer, n_head, n_embd = MODELS[name]
+    return GPTConfig(n_layer, n_head, n_embd, block_size, False, 50304)
+
+# %% [markdown]
+# ## a. Model state: 16 bytes per parameter
+#
+# You will compute the memory that a model needs before it sees any data.
+#
+# A block has 12 C² parameters, so a model has P = 12 L C² + (V + T) C, for L blocks, C channels, V vocabulary entries
+# and T positions. With AdamW in fp32 each parameter needs 16 bytes: 4 for its value, 4 for its gradient and 8 for the
+# moments. On N ranks, a rank stores 16P with DDP, 8P + 8P/N with ZeRO-1, 4P + 12P/N with ZeRO-2, and 16P/N with FSDP.
+#
+# **Predict first:** a model has 20 billion parameters. How many GB does a rank store with DDP? A GPU has 80 GB. How many
+# GPUs does the job need with DDP, with ZeRO-1, and with FSDP?
+
+# %%
+STATE_BYTES = {
+    "DDP": lambda P, N: 16 * P,
+    "ZeRO-1": lambda P, N: 8 * P + 8 * P / N,
+    "ZeRO-2": lambda P, N: 4 * P + 12 * P / N,
+    "FSDP": lambda P, N: 16 * P / N,
+}
+print("model state per rank (GB)   parameters" + "".join(f"{name + ', 8 ranks':>18}" for name in STATE_BYTES))
+for name in ("gpt2", "gpt2-xl", "6.7b", "20b", "70b"):
+    P = make_shape(name).count_params()
+    print(f"{name:26} {P / 1e9:11.2f}B" + "".join(f"{f(P, 8) / GB:18.1f}" for f in STATE_BYTES.values()))
+print("\n20 billion parameters by DDP:", STATE_BYTES["DDP"](20e9, 8) / GB, "GB on every rank")
+
+# %%
+P = 20e9
+draw_memory_bars(
+    {f"{name}, 8 ranks": {"model state": f(P, 8) / GB} for name, f in STATE_BYTES.items()},
+    "Model state of 20 billion parameters", "GB per rank", limit=("80 GB of a GPU", 80),
+)
+
+# %% [markdown]
+# **20 billion parameters need 320 GB with DDP, on every rank.** More ranks do not help: each one stores all 320 GB.
+# ZeRO-1 approaches 160 GB with many ranks, and ZeRO-2 80 GB. Only FSDP has no lower limit: 40 GB on 8 ranks, and
+# 20 GB on 16.
+#
+# ## b. Activations
+#
+# You will compute the memory that depends on the batch, and not on the number of ranks.
+#
+# The forward pass saves tensors for the backward pass. For B sequences of T tokens, a block saves 16 tensors of
+# (B, T, C) without dropout, and two small statistics. The head saves the log-probabilities, (B T, V) in fp32.
+#
+# **Predict first:** GPT-2 124M, 8 sequences of 1,024 tokens in bf16. What takes more memory: the 12 blocks together, or
+# the log-probabilities? (Each has its factor: 16 x 12 x 768 x 2 bytes, or 50,304 x 4 bytes, per token.)
+
+# %%
+gpt2, B, T = make_shape("gpt2"), 8, 1024
+for row in saved_activations(gpt2, B, T, torch.bfloat16):
+    print(f"{row.bytes / 1e6:8.1f} MB   {row.shape:18} {row.name}")
+block_bytes = sum(row.bytes for row in saved_activations(gpt2, B, T, torch.bfloat16))
+print(f"{block_bytes / 1e6:8.1f} MB   one block; 16 B T C tensors: {16 * B * T * gpt2.n_embd * 2 / 1e6:.1f} MB")
+print(f"{12 * block_bytes / 1e6:8.1f} MB   twelve blocks")
+print(f"{4 * B * T * gpt2.vocab_size / 1e6:8.1f} MB   log-probabilities of the head")
+assert abs(block_bytes / (16 * B * T * gpt2.n_embd * 2) - 1) < 0.01
+
+# %% [markdown]
+# The head alone takes 1.6 GB, two thirds of what the twelve blocks take. And the backward pass of the loss creates the
+# gradient of the logits, which is as large again. In a model with few channels and a large vocabulary, the head decides
+# whether a batch fits.
+#
+# Activation checkpointing saves only a part and recomputes the rest:
+
+# %%
+print("activations of GPT-2 124M, 8 x 1,024 tokens, bf16")
+for mode in ("none", "selective", "every_2", "full"):
+    print(f"{mode:10} {activation_bytes(gpt2, B, T, torch.bfloat16, mode) / GB:6.2f} GB")
+
+# %% [markdown]
+# ## c. Everything together, on the back of an envelope
+#
+# You will add up four terms, and compare the sum with a real run.
+#
+# With FSDP there is one more term. A layer needs its full weights, so some units are all-gathered at any time. At the
+# peak, this is the root and two blocks: one that computes, and the flat buffer of the next.
+#
+# ```
+# memory of a rank  =  model state            16P, 8P + 8P/N, or 16P/N
+#                   +  all-gathered units     FSDP only: root + 2 blocks, in the dtype of the computation
+#                   +  activations            16 L B T C, and B T V x 4 bytes of the head
+#                                             with full checkpointing: L B T C, and one recomputed block, 16 B T C
+#                   +  gradients in full      FSDP with several micro-batches per rank: 4P, from the second one on
+# ```
+#
+# At the peak, gradients do not exist yet if a rank has one micro-batch: DDP's buckets do exist, and FSDP's gradients
+# (4P/N) do not.
+#
+# **Predict first:** for a small model (0.8 million parameters, 2 ranks, 4 sequences of 64 tokens, fp32), add up the
+# terms for DDP, ZeRO-1 and FSDP. Which of the three needs the least, and how far will your sums be off?
+
+# %%
+small, RANKS, SMALL_B, SMALL_T = GPTConfig(4, 4, 128, 64, False, 75), 2, 4, 64
+FIELDS = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": SMALL_T, "batch_size": SMALL_B, "device": "cpu"}
+FIELDS |= {"dtype": "float32", "max_iters": 3, "eval_interval": 3, "eval_iters": 2, "gradient_accumulation_steps": RANKS}
+ROWS = {
+    "DDP": ("baseline", {}),
+    "ZeRO-1": ("phase1", {}),
+    "FSDP": ("phase3", {}),
+    "FSDP, full checkpointing": ("phase3", {"fsdp_activation_checkpointing": "full"}),
+}
+
+
+def estimate_by_hand(name: str) -> dict[str, float]:
+    """Return the terms of the formula in bytes, for a row of ROWS."""
+    P, C = small.count_params(), small.n_embd
+    is_fsdp, mode = name.startswith("FSDP"), "full" if "checkpointing" in name else "none"
+    root = (small.vocab_size + SMALL_T + 1) * C
+    recomputed = sum(row.bytes for row in saved_activations(small, SMALL_B, SMALL_T)) if mode == "full" else 0
+    return {
+        "model state": 12 * P / RANKS if is_fsdp else STATE_BYTES[name](P, RANKS),
+        "all-gathered": 4 * (root + 2 * 12 * C * C) if is_fsdp else 0,
+        "activations": activation_bytes(small, SMALL_B, SMALL_T, mode=mode) + recomputed,
+    }
+
+# %% [markdown]
+# Two programs check your sums. `trace` runs the phase's own code for one step on *fake tensors*: tensors with a shape
+# and without memory, so a laptop can trace a model for 1,024 GPUs. Then the ledger measures a real run on two ranks.
+
+# %%
+def trace_memory(phase: str, options: dict) -> dict[str, int]:
+    """Return the peak memory of rank 0 by category, from a trace on fake tensors."""
+    config = make_config(phase, Path(folder.name) / "trace", **FIELDS, **options)
+    return trace(config, small, RANKS).memory.peak
+
+
+def measure_memory(name: str) -> dict[str, int]:
+    """Train three steps on real ranks, and return the peak memory of rank 0 by category."""
+    phase, options = ROWS[name]
+    config = make_config(phase, Path(folder.name) / name, **FIELDS, **options)
+    run_on_ranks(importlib.import_module(f"{PHASES[phase]}.train").train, RANKS, config, show=False)
+    return json.loads((Path(config.out_dir) / "ledger.json").read_text())["ranks"][0]["memory"]["peak"]
+
+
+# %%
+measured = {name: measure_memory(name) for name in ROWS}
+print("peak memory (MB)            by hand    traced   measured   by hand/measured   traced/measured")
+for name, (phase, options) in ROWS.items():
+    hand, traced = (sum(each.values()) / 1e6 for each in (estimate_by_hand(name), trace_memory(phase, options)))
+    real = sum(measured[name].values()) / 1e6
+    print(f"{name:25} {hand:9.2f} {traced:9.2f} {real:10.2f} {hand / real:18.1%} {traced / real:17.1%}")
+    assert abs(traced / real - 1) < (0.15 if name == "DDP" else 0.02) and 0.8 < hand / real < 1.1
+
+# %%
+draw_memory_bars(
+    {name: {part: size / 1e6 for part, size in parts.items() if size} for name, parts in measured.items()},
+    "Measured peak memory of rank 0, by category", "MB",
+)
+
+# %% [markdown]
+# By hand you get within 10% of the first three, and within 20% with full checkpointing. The category *other* is missing
+# in the formula. These are the temporary tensors of the backward pass, a few times (B, T, 4C). With a large vocabulary
+# they are the gradient of the logits, B T V numbers.
+#
+# The trace is within 1% for ZeRO-1 and FSDP, because it runs the real code. For DDP it is higher than the measurement:
+# DDP allocates a buffer for all gradients at the start, and the ledger counts a bucket only from the first gradient in
+# it. The trace counts it in full, so plan with the trace. So: **estimate by hand to see whether it can fit at all, then
+# trace.** `make plan MODEL=20b GPUS=16 GPU=h100` traces every phase.
+#
+# ## d. Which lever first?
+#
+# You will rank the levers for two models, and find opposite orders.
+#
+# **Predict first:** two jobs on 8 GPUs, in bf16: (1) GPT-2 124M with 32 sequences per micro-batch, and (2) 6.7 billion
+# parameters with 1 sequence. For each, which lever frees the most memory: sharding everything with FSDP, full
+# checkpointing, or half of the batch?
+
+# %%
+def estimate(shape: GPTConfig, batch_size: int, sharding: str = "DDP", mode: str = "none") -> dict[str, float]:
+    """Return the terms for a rank of 8 in GB. The computation is in bf16."""
+    P, C = shape.count_params(), shape.n_embd
+    gathered = 2 * ((shape.vocab_size + 1024) * C + 2 * 12 * C * C) if sharding == "FSDP" else 0
+    activations = activation_bytes(shape, batch_size, 1024, torch.bfloat16, mode)
+    terms = {"model state": STATE_BYTES[sharding](P, 8), "all-gathered": gathered, "activations": activations}
+    return {name: size / GB for name, size in terms.items() if size}
+
+
+JOBS = {"124M, 32 sequences": (make_shape("gpt2"), 32), "6.7B, 1 sequence": (make_shape("6.7b"), 1)}
+for job, (shape, batch_size) in JOBS.items():
+    bars = {
+        "DDP": estimate(shape, batch_size),
+        "FSDP": estimate(shape, batch_size, "FSDP"),
+        "DDP, full checkpointing": estimate(shape, batch_size, mode="full"),
+        "FSDP, full checkpointing": estimate(shape, batch_size, "FSDP", "full"),
+    }
+    if batch_size > 1:
+        bars["DDP, half of the batch"] = estimate(shape, batch_size // 2)
+    draw_memory_bars(bars, f"{job} per micro-batch, 8 ranks", "GB per rank", limit=("40 GB of a GPU", 40))
+
+# %% [markdown]
+# For 124M parameters, sharding frees less than 2 GB, because the model state is small. Half of the batch frees 8 GB, and
+# it costs almost nothing: the step gets twice as many micro-batches. Full checkpointing frees 9 GB, and it costs time.
+# For 6.7 billion parameters the model state is nearly everything, and only sharding helps. So look at the largest term
+# first:
+#
+# 1. **Activations are largest?** First a smaller micro-batch with more accumulation. It does not change the losses.
+#    Then `--kernels=loss` (it never stores all logits), then activation checkpointing, which costs about a third more
+#    compute.
+# 2. **Model state is largest?** First ZeRO-1, which communicates no more than DDP. Then FSDP. Then more GPUs.
+# 3. **Both are too large?** FSDP with full checkpointing, and as the last resort CPU offload.
+#
+# If a run does run out of memory, the trainers print this list for your run, with the bytes that each flag would free.
+#
+# ## e. Generating text: weights and the key-value cache
+#
+# You will see why a model that trains on 16 GPUs generates text on one or two.
+#
+# Generating needs no gradients, no optimizer state and no saved activations. A rank stores the weights in bf16, 2P
+# bytes, and the keys and values of all earlier tokens: 2 L T C numbers per sequence.
+#
+# **Predict first:** for 20 billion parameters, how many sequences of 2,048 tokens have a cache as large as the weights?
+
+# %%
+size = measure_gpt(make_shape("20b"))
+weights, cache = 2 * size.params, cache_bytes(size, 2048, itemsize=2)
+print(f"weights {weights / GB:.1f} GB; cache of one sequence of 2,048 tokens {cache / GB:.2f} GB")
+print(f"the caches of {weights / cache:.0f} sequences are as large as the weights")
+assert cache == 2 * 44 * 2048 * 6144 * 2
+
+# %% [markdown]
+# A server with many users is therefore limited by the cache, and not by the weights. (Newer models share keys and
+# values between heads, which makes the cache several times smaller.)
+#
+# ## f. Something broken on purpose
+#
+# You will forget one line, and find it with the memory tracker.
+#
+# An evaluation computes losses and needs no gradients, so it runs under `torch.no_grad()`. Without it, each loss keeps
+# its graph, and the graph keeps all activations of its forward pass.
+#
+# **Predict first:** an evaluation sums the losses of 4 micro-batches and forgets `no_grad`. How many bytes of activations
+# are alive at its end, in units of the activations of one forward pass? Does the trainer report an error?
+
+# %%
+def measure_evaluation(has_no_grad: bool) -> float:
+    """Return the bytes of activations that are alive after 4 micro-batches of an evaluation."""
+    config = make_config("baseline", Path(folder.name), **FIELDS)
+    data, model = TokenData(config.dataset, SMALL_T, SMALL_B, config.seed), GPT(small)
+    model.init_weights(config.seed)
+    with MemoryTracker(model, configure_adamw(model, config)) as memory:
+        total = torch.zeros(())
+        with torch.set_grad_enabled(not has_no_grad):
+            for micro_batch in range(4):
+                total = total + model(*data.batch("val", TRAIN, 0, micro_batch))
+        return memory.snapshot()["activations"]
+
+
+one = activation_bytes(small, SMALL_B, SMALL_T)
+for has_no_grad in (True, False):
+    alive = measure_evaluation(has_no_grad)
+    print(f"{'with' if has_no_grad else 'without'} no_grad: {alive / 1e6:6.2f} MB alive, {alive / one:.2f} forward passes")
+assert measure_evaluation(False) > 3.9 * one
+
+# %% [markdown]
+# Without `no_grad`, the activations of all four micro-batches stay alive. No error appears, until an evaluation with more
+# micro-batches runs out of memory. In a training step the same sum would be harmless after `backward()`, which frees the
+# graph. Still, the trainers sum `loss.detach()`.
+#
+# ## To take home
+#
+# 1. Model state with AdamW in fp32 is 16 bytes per parameter: 20 billion parameters need 320 GB by DDP, on every rank.
+# 2. DDP 16P, ZeRO-1 8P + 8P/N, ZeRO-2 4P + 12P/N, FSDP 16P/N.
+# 3. A block saves 16 B T C numbers for its backward pass, and the head B T V numbers in fp32.
+# 4. Activations do not depend on the number of ranks. Only a smaller micro-batch or checkpointing shrinks them.
+# 5. FSDP also needs the largest units in full: the root and two blocks.
+# 6. With several micro-batches, FSDP accumulates full gradients, 4P bytes, unless it reduces after each one.
+# 7. Estimate by hand first; then trace with `make plan`; then measure with `--ledger=True`.
+# 8. Look at the largest term, and pull its lever: batch and checkpointing for activations, sharding for model state.
+# 9. Generating text needs 2P bytes in bf16, and 2 L T C numbers per sequence for the cache.
+# 10. A tensor lives as long as something refers to it: a loss with its graph keeps all activations.
+#
+# ## Exercises
+#
+# A program checks these exercises: `make exercise N=memory.1` writes the task into `work/`.
+#
+# | exercise | task |
+# |---|---|
+# | `memory.1` | count the parameters of GPT-2 |
+# | `memory.2` | count the FLOPs per token |
+# | `memory.4` | predict the costs of ZeRO-1 and ZeRO-2 |
+# | `memory.5` | predict the communication of FSDP |
+# | `memory.6` | predict the activations of a model |
+#
+# **1. Your own job.** Choose a model of `make plan` and the GPUs that you have. Estimate by hand the largest micro-batch
+# that fits, with each sharding. Then run `make plan` and compare. Which term did you forget?
+#
+# **2. Long sequences.** Predict first: T grows from 1,024 to 8,192, and B shrinks from 8 to 1, so B T is the same. Which
+# terms of section (b) change? What would change if attention stored its scores?
+#
+# <details><summary>Hint</summary>
+#
+# All terms depend on the product B T, so nothing changes. Scores would have B nh T² elements: 8 times as many for the
+# same B T. This is why fused attention, which does not store them, made long sequences possible.
+#
+# </details>

@@ -1,0 +1,450 @@
+# %% [markdown]
+# # 10. What comes next: tensor, pipeline, context and expert parallelism
+#
+# *45 minutes. Read [notebook 4](04_fsdp.ipynb) and [notebook 6](06_collectives.ipynb) first.*
+#
+# DDP, ZeRO and FSDP are all *data parallelism*: each rank computes the full model on its own part of the batch. With
+# 1,000 ranks, a step needs at least 1,000 sequences, and every rank all-gathers every weight. **What else can we divide
+# among ranks?**
+#
+# There are four answers. A rank can have a part of each layer (tensor parallelism), some of the layers (pipeline
+# parallelism), a part of each sequence (context parallelism), or some of the experts (expert parallelism). This notebook
+# has one page for each. The first one you write and train for real, on this repository's GPT. You test three claims:
+#
+# - **Tensor parallelism needs two autograd functions and no change to the model. Its losses are on the one curve.**
+# - **It sends activations instead of weights: 4 L B T C numbers per micro-batch are reduced.**
+# - **A pipeline of N stages idles for N - 1 of M + N - 1 time slots.**
+#
+# Open `nanoGPT/model.py` and `phase3_fsdp/solve/tensor_parallel.py` next to this page. You need no GPU.
+
+# %%
+import dataclasses
+import tempfile
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.memory.costs import ring_bytes, storage_bytes
+from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.train import train
+from nanoGPT.train_config import TrainConfig
+from phase3_fsdp.solve.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL, take_part
+from workshop import collectives
+from workshop.pictures import draw_schedule, draw_who_holds_what
+from workshop.ranks import losses, run_on_ranks
+
+folder = tempfile.TemporaryDirectory()  # for the runs of this notebook; it is deleted when the kernel stops
+config = TrainConfig(
+    device="cpu", block_size=32, batch_size=4, gradient_accumulation_steps=4, n_layer=2, n_head=4, n_embd=64,
+    max_iters=20, eval_interval=20, eval_iters=4, log_interval=1, learning_rate=2e-3, min_lr=2e-4, warmup_iters=2,
+    out_dir=f"{folder.name}/baseline",
+)
+data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]})
+P, L, C, B, T = shape.count_params(), shape.n_layer, shape.n_embd, config.batch_size, config.block_size
+
+# %% [markdown]
+# ## a. Tensor parallelism: a part of each layer
+#
+# You will divide an MLP by hand, and see why it needs only one collective.
+#
+# An MLP computes y = W₂ gelu(W₁ x). Rank 0 takes the upper half of the rows of W₁, and the left half of the columns of
+# W₂. Rank 1 takes the others:
+#
+# - **Column parallel** (W₁): rank r computes half of the hidden channels, from the full x. GELU works on each channel
+#   separately, so the halves stay separate.
+# - **Row parallel** (W₂): rank r multiplies its half of the hidden channels, and gets a *partial sum* of the full y. An
+#   all-reduce adds the partial sums.
+#
+# Attention is divided in the same way: a rank has some of the heads, and the output projection is row parallel.
+
+# %%
+draw_who_holds_what(
+    {
+        "x": ["01", "01"], "W₁ (rows)": ["0.", ".1"], "hidden channels": ["0.", ".1"], "W₂ (columns)": ["0.", ".1"],
+        "y, after the all-reduce": ["01", "01"],
+    },
+    "Tensor parallelism on 2 ranks: who holds what in an MLP",
+)
+
+# %% [markdown]
+# **Predict first:** in the forward pass, one all-reduce adds the partial sums of y. In the backward pass, each rank gets
+# the full gradient of y. Which gradient is only a partial sum on each rank, and needs an all-reduce?
+
+# %%
+class CopyToRanks(torch.autograd.Function):
+    """The input of a column-parallel layer: identity in the forward pass, all-reduce in the backward pass (f)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> Tensor:
+        dx = dx.clone()
+        dist.all_reduce(dx)  # each rank has only the part of dx that came through its own channels
+        return dx
+
+# %%
+class SumOverRanks(torch.autograd.Function):
+    """The output of a row-parallel layer: all-reduce in the forward pass, identity in the backward pass (g)."""
+
+    @staticmethod
+    def forward(ctx, partial: Tensor) -> Tensor:
+        total = partial.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        return dy
+
+# %% [markdown]
+# The gradient of x is a partial sum: x went into the channels of both ranks, so its gradient has a part from each. The
+# Megatron-LM paper calls these two functions f and g. They mirror each other: where one communicates in the forward
+# pass, the other communicates in the backward pass.
+#
+# That is all that the model needs. `take_part` (which notebook 7 uses to generate text) returns a rank's part of each
+# weight: whole heads of `c_attn`, rows of `c_fc`, and columns of both `c_proj`. Two kinds of hooks put f before the
+# column-parallel layers, and g after the row-parallel layers. The embeddings and LayerNorms stay full on every rank.
+
+# %%
+def divide_model(model: GPT, reduces_backward: bool = True) -> None:
+    """Divide the blocks of a GPT among the ranks, in place."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name, module in model.named_modules():
+        if name.endswith(COLUMN_PARALLEL + ROW_PARALLEL):
+            part = take_part(module.weight.detach(), f"{name}.weight", rank, ranks)
+            module.weight = nn.Parameter(part.clone())
+        if name.endswith(COLUMN_PARALLEL) and reduces_backward:
+            module.register_forward_pre_hook(lambda module, inputs: CopyToRanks.apply(*inputs))
+        if name.endswith(ROW_PARALLEL):
+            module.register_forward_hook(lambda module, inputs, output: SumOverRanks.apply(output))
+
+# %% [markdown]
+# The training loop changes in two places. Every rank runs **all** micro-batches, because the ranks share one copy of the
+# model. And the global gradient norm counts each parameter once: the parts of divided weights are added over the ranks,
+# and full weights are counted on one rank.
+#
+# **Predict first:** does this loop have to average or reduce gradients before the update?
+
+# %%
+def is_divided(name: str) -> bool:
+    """Return whether each rank has only a part of a parameter."""
+    return name.removesuffix(".weight").endswith(COLUMN_PARALLEL + ROW_PARALLEL)
+
+
+def norm_over_ranks(model: GPT) -> Tensor:
+    """Return the global norm of gradients of which some are divided among the ranks. Collective."""
+    divided = [p.grad for name, p in model.named_parameters() if is_divided(name)]
+    full = [p.grad for name, p in model.named_parameters() if not is_divided(name)]
+    squares = grad_norm(divided).square()
+    dist.all_reduce(squares)
+    return (squares + grad_norm(full).square()).sqrt()
+
+# %%
+def run_micro_batch(model: GPT, data: TokenData, step: int, micro_batch: int, micro_batches: int) -> float:
+    """Add the gradients of a micro-batch to `.grad`, and return its loss."""
+    loss = model(*data.batch("train", TRAIN, step, micro_batch))
+    (loss / micro_batches).backward()
+    return loss.item()
+
+# %%
+def train_tensor_parallel(config: TrainConfig, shape: GPTConfig, reduces_backward: bool = True) -> dict:
+    """Train on all ranks as one model. Return the losses, the bytes of weights, and the collectives of a step."""
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    model, loss_of_step, M = GPT(shape), {}, config.gradient_accumulation_steps
+    model.init_weights(config.seed)
+    divide_model(model, reduces_backward)
+    optimizer = configure_adamw(model, config)
+    for step in range(config.max_iters):
+        set_learning_rate(optimizer, learning_rate(step, config))
+        with CollectiveCounter() as counter:
+            loss_of_step[step] = sum(run_micro_batch(model, data, step, m, M) for m in range(M)) / M
+        clip_grads([p.grad for p in model.parameters()], norm_over_ranks(model), config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": loss_of_step, "weights": storage_bytes(model.parameters()), "traffic": counter.rows}
+
+# %% [markdown]
+# It does not. Each rank computes the exact gradient of its own weights. The full weights (embeddings, LayerNorms) get the
+# same gradient on every rank, because f has added its parts.
+#
+# Now compare it with the baseline: the same seed, data, initial weights and learning rates, in one process.
+#
+# **Predict first:** what is the largest loss difference over 20 steps: 0, 1e-6, 1e-3 or 0.1? How many bytes of weights
+# does a rank of 2 store?
+
+# %%
+run_on_ranks(train, 1, config, show=False)
+baseline = losses(config.out_dir)
+results = {ranks: run_on_ranks(train_tensor_parallel, ranks, config, shape) for ranks in (2, 4)}
+print(f"baseline: loss {baseline[0]:.6f} to {baseline[19]:.6f}, weights {4 * P:,} B")
+for ranks, result in results.items():
+    curve = result[0]["losses"]
+    difference = max(abs(curve[step] - baseline[step]) for step in baseline)
+    print(f"{ranks} ranks:  loss {curve[0]:.6f} to {curve[19]:.6f}, weights {result[0]['weights']:,} B, "
+          f"max loss difference {difference:.1e}")
+    assert difference < 1e-5 and all(each["losses"] == curve for each in result)
+divided = 12 * L * C * C
+assert all(result[0]["weights"] == 4 * (divided // ranks + P - divided) for ranks, result in results.items())
+
+# %% [markdown]
+# The losses are on the one curve, within the tolerance of 1e-5 that all phases of this repository keep. The difference
+# is rounding: partial sums are added in another order. A rank stores 1/N of the block weights, and all of the embeddings.
+# (With a large vocabulary these are divided as well: see `VocabParallelEmbedding`.)
+#
+# Unlike in FSDP, **nobody ever has the full weights of a layer**. So the memory for all-gathered units disappears, and
+# so does a part of the activations: the hidden channels of the MLP, and q, k and v.
+#
+# **Predict first:** how many all-reduces does a micro-batch need, in both passes together? How large is each? With 2
+# ranks, B = 4, T = 32 and C = 64, does tensor parallelism send more or less per step than DDP, which reduces P gradients?
+
+# %%
+M = config.gradient_accumulation_steps
+for ranks, result in results.items():
+    row = result[0]["traffic"]["all-reduce", ranks]
+    expected = 4 * L * M * B * T * C * 4
+    print(f"{ranks} ranks: {row['calls'] / M:.0f} all-reduces per micro-batch, {row['tensor_bytes']:,} B per step, "
+          f"formula 4 L M B T C x 4 B = {expected:,} B")
+    assert row["tensor_bytes"] == expected and row["calls"] == 4 * L * M
+tokens = M * B * T
+print(f"per step and rank of 2: {ring_bytes('all-reduce', expected, 2):,.0f} B; DDP: {ring_bytes('all-reduce', 4 * P, 2):,.0f} B")
+print(f"computed for gpt2-xl with 500,000 tokens per step: {4 * 48 * 5e5 * 1600 * 4 / 1e9:,.0f} GB; DDP: {4 * 1.56:.1f} GB")
+
+# %% [markdown]
+# Four all-reduces of B T C numbers per block: two in the forward pass (g), and two in the backward pass (f). This volume
+# grows with the number of *tokens*, and not with the number of parameters. For a real batch it is 100 times that of
+# DDP. And nothing overlaps with it: the next layer waits. So tensor parallelism stays within a node, where the links
+# between GPUs are fast, and FSDP or DDP connects the nodes.
+#
+# ### Something broken on purpose
+#
+# Leave out f: the backward pass no longer adds the partial gradients of x.
+#
+# **Predict first:** does it raise an error? Is the first loss right? Does the loss still fall?
+
+# %%
+broken = run_on_ranks(train_tensor_parallel, 2, config, shape, False)
+print("step   baseline   f left out, rank 0   rank 1")
+for step in (0, 1, 2, 5, 19):
+    print(f"{step:4} {baseline[step]:10.4f} {broken[0]['losses'][step]:20.4f} {broken[1]['losses'][step]:8.4f}")
+assert broken[0]["losses"][0] == results[2][0]["losses"][0] and abs(broken[0]["losses"][19] - baseline[19]) > 1e-3
+
+# %%
+figure, axes = plt.subplots(figsize=(7, 3.2))
+axes.plot(baseline.values(), color="#56B4E9", linewidth=7, label="baseline, one process")
+axes.plot(results[2][0]["losses"].values(), color="black", linewidth=1.2, label="tensor parallel, 2 ranks")
+axes.plot(broken[0]["losses"].values(), color="#D55E00", linestyle="--", label="f left out")
+axes.set(xlabel="step", ylabel="training loss (nats per token)", title="Tensor parallelism is on the one curve")
+axes.legend(frameon=False)
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# There is no error, and the forward pass is right, so the first loss is right. The loss even falls, because the last
+# layers still learn. But each rank's LayerNorms and embeddings get another gradient, so the copies that should be equal
+# drift apart, and the ranks disagree about the loss. **A falling loss proves nothing. The one curve does.**
+#
+# ## b. Pipeline parallelism: some of the layers
+#
+# You will see how a pipeline idles, and how micro-batches fill it.
+#
+# With pipeline parallelism rank r has some consecutive blocks. It receives activations (B, T, C) from rank r - 1,
+# computes, and sends the result to rank r + 1. In the backward pass gradients take the way back. One micro-batch would
+# keep only one rank busy at a time. So several micro-batches follow each other:
+
+# %%
+def schedule_pipeline(ranks: int, micro_batches: int) -> dict[str, list[str]]:
+    """Return what each rank does in each time slot: all forward passes, then all backward passes (GPipe)."""
+    slots = 2 * (micro_batches + ranks - 1)
+    rows = {f"rank {rank}": [""] * slots for rank in range(ranks)}
+    for rank in range(ranks):
+        for m in range(micro_batches):
+            rows[f"rank {rank}"][rank + m] = f"F{m}"
+            rows[f"rank {rank}"][slots - 1 - rank - m] = f"B{m}"
+    return rows
+
+
+for micro_batches in (1, 4):
+    draw_schedule(schedule_pipeline(4, micro_batches), f"Pipeline with {micro_batches} micro-batch(es)", "time slot")
+
+# %% [markdown]
+# **Predict first:** which share of the slots is empty with 4 ranks and 1, 4, 8 and 32 micro-batches?
+
+# %%
+for micro_batches in (1, 4, 8, 32):
+    cells = [cell for row in schedule_pipeline(4, micro_batches).values() for cell in row]
+    formula = 3 / (micro_batches + 3)
+    print(f"{micro_batches:3} micro-batches: {cells.count('') / len(cells):.0%} idle; (N-1)/(M+N-1) = {formula:.0%}")
+    assert abs(cells.count("") / len(cells) - formula) < 1e-9
+
+# %% [markdown]
+# The empty slots are the *bubble*. With many micro-batches it gets small, but rank 0 must then store the activations of
+# all micro-batches that are on their way. The schedule *1F1B* (one forward, one backward) starts each backward pass as
+# early as possible, so that a rank stores at most N micro-batches. *Interleaved* schedules give each rank several
+# groups of layers, which divides the bubble.
+#
+# - **Sends:** B T C numbers per micro-batch between neighbours, point to point. It is the least of all methods, so a
+#   pipeline can cross slow links between nodes.
+# - **Costs:** the bubble, and a batch with many micro-batches. The first and last rank have the embedding and the head,
+#   so the work must be balanced by hand.
+# - **In PyTorch:** `torch.distributed.pipelining`.
+#
+# ## c. Context parallelism: a part of each sequence
+#
+# You will divide one sequence among ranks, and compute attention without any rank seeing all keys.
+#
+# With sequences of 100,000 tokens, the activations of a single sequence do not fit on a GPU. Every layer except attention
+# works on each token separately, so each rank can take T/N tokens. In attention a query needs all keys. In *ring
+# attention* keys and values travel around the ring, as in notebook 6. Each rank adds one block of keys at a time, with
+# the online softmax of notebook 3: it keeps a running maximum, a running sum, and a running result.
+
+# %%
+draw_who_holds_what(
+    {
+        "queries, in every step": ["0...", ".1..", "..2.", "...3"],
+        "keys and values, step 0": ["0...", ".1..", "..2.", "...3"],
+        "keys and values, step 1": ["...3", "0...", ".1..", "..2."],
+        "keys and values, step 2": ["..2.", "...3", "0...", ".1.."],
+        "keys and values, step 3": [".1..", "..2.", "...3", "0..."],
+    },
+    "Ring attention on 4 ranks: queries stay, keys and values travel",
+)
+
+# %%
+def attend_in_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the attention of this rank's queries (T/N, hs) to the keys and values of all ranks. Collective."""
+    maximum, total = torch.full((len(q), 1), -torch.inf), torch.zeros(len(q), 1)
+    result, kv = torch.zeros_like(q), torch.cat([k, v], dim=1)
+    for _ in range(dist.get_world_size()):
+        k, v = kv.chunk(2, dim=1)
+        scores = q @ k.T / q.size(1) ** 0.5
+        new_maximum = torch.maximum(maximum, scores.amax(1, keepdim=True))
+        weights, decay = (scores - new_maximum).exp(), (maximum - new_maximum).exp()
+        total, result = decay * total + weights.sum(1, keepdim=True), decay * result + weights @ v
+        maximum, received = new_maximum, torch.empty_like(kv)
+        collectives.exchange(kv, received)  # to the next rank, and from the previous one
+        kv = received
+    return result / total
+
+# %%
+def measure_ring_attention() -> float:
+    """Return the largest difference between ring attention and attention over the full sequence."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    q, k, v = torch.randn(3, 256, 32, generator=torch.Generator().manual_seed(0))
+    full = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+    return (attend_in_ring(*(x.chunk(ranks)[rank] for x in (q, k, v))) - full.chunk(ranks)[rank]).abs().max().item()
+
+
+difference = max(run_on_ranks(measure_ring_attention, 4))
+print(f"max difference from attention in one process, on 4 ranks: {difference:.1e}")
+assert difference < 1e-6
+
+# %% [markdown]
+# No rank ever had more than two blocks of keys. (This attention is not causal. With a causal mask, rank 0 would have
+# little to do and the last rank the most. Real implementations therefore give each rank one early and one late part of
+# the sequence.)
+#
+# - **Sends:** the keys and values of every layer, N - 1 times T/N tokens, while the current block computes.
+# - **Costs:** it needs long sequences, so that the computation hides the communication.
+# - **In PyTorch:** `torch.distributed.tensor.experimental.context_parallel`.
+#
+# ## d. Expert parallelism: some of the experts
+#
+# A *mixture of experts* replaces the MLP of a block by E MLPs, the experts. A small layer, the *router*, selects one or
+# two of them for each token. The model has E times the MLP parameters at almost the same compute per token.
+#
+# With expert parallelism each rank has E/N experts. A token travels to the rank of its expert, and back: two
+# *all-to-alls* per layer in the forward pass, and two in the backward pass.
+
+# %%
+draw_who_holds_what(
+    {
+        "tokens before": ["0000", "1111", "2222", "3333"],
+        "tokens at the experts": ["0123", "0123", "0123", "0123"],
+        "expert weights": ["0...", ".1..", "..2.", "...3"],
+        "tokens after": ["0000", "1111", "2222", "3333"],
+    },
+    "Expert parallelism on 4 ranks (tokens: the rank that they belong to)",
+)
+
+
+def exchange_tokens(C: int) -> float:
+    """Send a quarter of this rank's 64 tokens to each rank. Return the bytes that the rank sends."""
+    tokens = torch.randn(64, C)
+    with CollectiveCounter() as counter:
+        dist.all_to_all_single(torch.empty_like(tokens), tokens)
+    return sum(row["ring_bytes"] for row in counter.rows.values())
+
+
+sent = run_on_ranks(exchange_tokens, 4, C)[0]
+print(f"one all-to-all of 64 tokens: {sent:,.0f} B per rank; formula n(N-1)/N = {64 * C * 4 * 3 / 4:,.0f} B")
+assert sent == 64 * C * 4 * 3 / 4
+
+# %% [markdown]
+# - **Sends:** k B T C numbers per all-to-all, if the router selects k experts for each token.
+# - **Costs:** the router may send most tokens to one expert. Its rank is then overloaded, and the others wait. Trainers
+#   add a loss for balance, or limit the number of tokens of an expert and drop the rest.
+#
+# ## e. All of them together
+#
+# Large runs combine the methods, and put each one where its communication is cheap. A *device mesh* has one dimension
+# for each:
+#
+# | method | divides | a rank sends per step | place |
+# |---|---|---|---|
+# | tensor parallelism | each layer | 4 L M B T C numbers, and waits for them | within a node |
+# | context parallelism | each sequence | keys and values of each layer, while it computes | within a node, or near |
+# | expert parallelism | experts | four all-to-alls per layer and micro-batch | within a few nodes |
+# | FSDP | model state | the weights, 2 M P + P numbers, while it computes | across nodes |
+# | pipeline parallelism | layers | B T C numbers per micro-batch, to one neighbour | across nodes |
+# | DDP | nothing (the batch) | the gradients, 2P numbers, while it computes | farthest apart |
+#
+# You do not need all of them. For many models FSDP with activation checkpointing is enough, and it changes no line of
+# the model. This is why this repository trains with FSDP, and uses tensor parallelism only to generate text.
+#
+# ## To take home
+#
+# 1. Data parallelism divides the batch; the other methods divide layers, depth, sequences and experts.
+# 2. Tensor parallelism: column-parallel, then row-parallel, and one all-reduce at the end.
+# 3. f is the identity forward and an all-reduce backward, and g is the reverse.
+# 4. Nobody ever has the full weights of a layer, and gradients need no reduction before the update.
+# 5. Its volume grows with the tokens, and the next layer waits for it: keep it within a node.
+# 6. A pipeline sends least, and idles for (N-1)/(M+N-1) of the time.
+# 7. Ring attention: queries stay, keys and values travel, and the online softmax adds the blocks.
+# 8. Experts: two all-to-alls forward and two backward, and the balance is the problem.
+# 9. Methods combine as dimensions of a mesh; the most demanding communication gets the fastest links.
+# 10. A wrong backward pass can still lower the loss. Compare with the one curve.
+#
+# ## Exercises
+#
+# `make exercise N=collectives.1` to `collectives.4` let you write the collectives of this chapter on send and receive,
+# `triton.2` the online softmax, and `fsdp.7` a mesh with two dimensions.
+#
+# **1. Biases.** Predict first: the model above has no biases. With `bias=True`, which part of each bias does a rank need
+# in a column-parallel layer, and what goes wrong if every rank adds the full bias of a row-parallel layer?
+#
+# <details><summary>Hint</summary>
+#
+# A column-parallel layer needs the entries of its own channels. In a row-parallel layer, the all-reduce would add the
+# bias N times. `take_part` gives it to rank 0 only, and zeros to the others. For training, the gradient of those zeros
+# must not be applied, or the bias must be added after the all-reduce.
+#
+# </details>
+#
+# **2. Sequence parallelism.** Between a row-parallel layer and the next column-parallel layer, all ranks compute the same
+# LayerNorm on the same activations. Predict first: an all-reduce is a reduce-scatter followed by an all-gather. Where
+# can you put the two, so that each rank normalises only its part of the tokens? What does it save?
+#
+# <details><summary>Hint</summary>
+#
+# Replace g by a reduce-scatter over the tokens, and f by an all-gather. In between, a rank has T/N tokens. The volume is
+# the same, and the activations of LayerNorms and dropouts shrink to 1/N.
+#
+# </details>

@@ -1,0 +1,53 @@
+"""The guide for leaders and the list of chapters agree with the code: clocks, exercises, diffs and notebooks."""
+
+import re
+
+from tests.helpers.training import ROOT
+from workshop.diff import find_hunks
+from workshop.exercises.registry import EXERCISES
+from workshop.notebooks import list_scripts
+
+GUIDE = (ROOT / "workshop" / "GUIDE.md").read_text()
+PHASE_OF_DIFF = {"diff1": "phase1_zero1", "diff2": "phase2_triton", "diff3": "phase3_fsdp"}
+
+
+def find_section(title: str) -> str:
+    """Return the text of a section of the guide, up to the next heading of the same level."""
+    return GUIDE.split(f"\n## {title}")[1].split("\n## ")[0]
+
+
+def test_the_clocks_of_the_plans_add_up():
+    """In both plans, each row begins when the one before it ends."""
+    for title, total in (("Half a day", 4 * 60), ("A full day", 8 * 60 + 15)):
+        rows = re.findall(r"^\| (\d+):(\d\d) \| (\d+) \|", find_section(title), re.MULTILINE)
+        begins = [60 * int(hours) + int(minutes) for hours, minutes, _ in rows]
+        lengths = [int(length) for _, _, length in rows]
+        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        assert begins[1:] == ends[:-1] and ends[-1] - begins[0] == total, (title, rows)
+
+
+def test_the_guide_names_exercises_that_exist():
+    """Every exercise that the guide names exists, and those of the list of wrong answers have a check with mistakes."""
+    names = set(re.findall(r"`((?:" + "|".join({each.chapter for each in EXERCISES.values()}) + r")\.\d+)`", GUIDE))
+    assert len(names) > 15 and names <= EXERCISES.keys(), names - EXERCISES.keys()
+
+
+def test_the_guide_explains_every_hunk_of_the_diffs():
+    """The guide states the size of each diff, and has a row for each tag of the diffs of phases 1 and 3."""
+    section = find_section("What to say at each diff")
+    for target, phase in PHASE_OF_DIFF.items():
+        part = section.split(f"**`make {target}`")[1].split("**`make")[0]
+        hunks = find_hunks(phase)
+        size = f"{len(hunks)} hunks, {sum(len(hunk.added) for hunk in hunks)} added lines"
+        assert size in part, (target, size)
+        tags = {tag for hunk in hunks for tag in hunk.tags} - {"phase", "apply"}
+        explained = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", part, re.MULTILINE))))
+        assert tags <= explained | {"phase"}, (target, tags - explained)
+
+
+def test_every_notebook_is_listed():
+    """Notebook 0 and the README lead to every notebook."""
+    start = (ROOT / "notebooks" / "00_start_here.py").read_text()
+    for script in list_scripts()[1:]:
+        assert f"({script.stem}.ipynb)" in start, script.stem
+        assert f"notebooks/{script.stem}.ipynb" in (ROOT / "README.md").read_text(), script.stem
