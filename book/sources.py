@@ -15,6 +15,7 @@ from nanoGPT.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "phase*/IMPLEMENTATION.md", "book/pages/*.md")
+DOCUMENTS += ("workshop/GUIDE.md",)
 NOTEBOOKS = "notebooks/*.ipynb"
 PICTURES = ("docs/images/*.png", "bench/results/*.png")
 # A link to a file, or code, in which nothing is a link. The alternative that begins first wins.
@@ -29,7 +30,7 @@ CHAPTERS = (
     ("Explore", ("book/pages/*.md",)),
     ("Notebooks", (NOTEBOOKS,)),
     ("Phases", ("phase*/IMPLEMENTATION.md",)),
-    ("Documents", ("docs/*.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ("Documents", ("docs/*.md", "workshop/GUIDE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     ("Measurements", ("results/index.md",)),
 )
 

@@ -1,7 +1,7 @@
 """Draw the pictures that several notebooks share: who stores what, bars of memory, and schedules.
 
     draw_who_holds_what({"between steps": ["0...", ".1..", "..2.", "...3"]}, "FSDP on 4 ranks")
-    draw_memory_bars({"DDP": {"parameters": 4, "gradients": 4, "optimizer state": 8}}, "Model state", "bytes per parameter")
+    draw_memory_bars({"DDP": {"parameters": 4, "gradients": 4, "moments": 8}}, "Model state", "bytes per parameter")
     draw_schedule({"rank 0": ["F0", "F1", "", "B0", "B1"]}, "A pipeline", "time slot")
 
 The colours are those of Okabe and Ito (2008), which readers with a colour vision deficiency can tell apart. Every cell

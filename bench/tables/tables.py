@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 from bench.kernels.forecast import forecast_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
+from bench.tables.phase_tables import PHASE_TABLES
 from bench.tables.plan_tables import PLAN_TABLES
 from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
 from bench.tables.zero1_tables import ZERO1_TABLES
@@ -286,6 +287,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
     **CAMPAIGN_TABLES,
+    **PHASE_TABLES,
     **PLAN_TABLES,
     **ZERO1_TABLES,
     **FSDP_TABLES,
