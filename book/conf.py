@@ -11,7 +11,7 @@ root_doc = "index"
 html_theme = "furo"
 html_title = project
 html_static_path = ["_static"]
-html_css_files = ["explorer.css"]
+html_css_files = ["explorer.css", "print.css"]
 html_copy_source = False
 html_show_sphinx = False
 # The search would fetch the pages for excerpts, which a browser refuses for files that are opened from the disk.

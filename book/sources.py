@@ -14,8 +14,15 @@ from pathlib import Path
 from nanoGPT.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "phase*/IMPLEMENTATION.md", "book/pages/*.md")
-DOCUMENTS += ("workshop/GUIDE.md",)
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "phase*/IMPLEMENTATION.md",
+    "book/pages/*.md",
+    "workshop/GUIDE.md",
+)
 NOTEBOOKS = "notebooks/*.ipynb"
 PICTURES = ("docs/images/*.png", "bench/results/*.png")
 # A link to a file, or code, in which nothing is a link. The alternative that begins first wins.
