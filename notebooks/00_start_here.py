@@ -69,7 +69,7 @@ checks = {
     "the data is prepared": (has_data, "make data"),
     "2 GB of the disk are free": (gigabytes_free > 2, "delete old runs under out/"),
     "there are 2 cores or more": ((os.cpu_count() or 1) >= 2, "everything works, but more slowly"),
-    "Triton is installed": (importlib.util.find_spec("triton") is not None, "only notebook 3 needs it (Linux)"),
+    "Triton is installed": (importlib.util.find_spec("triton") is not None, "only notebooks 3 and 11 need it (Linux)"),
     "4 ranks communicate": (can_communicate(), "allow connections to 127.0.0.1 in your firewall"),
 }
 for name, (is_ok, remedy) in checks.items():
@@ -121,6 +121,7 @@ draw_who_holds_what(
 # | [6. Collectives](06_collectives.ipynb) | 30 | 1 | What do ranks send, and how much? |
 # | [2. ZeRO-1](02_zero1.ipynb) | 60 | 1 | Can we shard the optimizer state for free? |
 # | [3. Triton](03_triton.ipynb) | 90 | 1 | How fast can a kernel be, and how do we check one? |
+# | [11. Inside a GPU](11_triton_attention.ipynb) | 45 | 3 | How do matrix products and attention read so little? |
 # | [4. FSDP](04_fsdp.ipynb) | 60 | 2 | What does it cost to shard the parameters as well? |
 # | [5. Checkpoints and faults](05_checkpoints_and_faults.ipynb) | 45 | 4 | What remains after a kill? |
 # | [7. Generating text](07_generating_text.ipynb) | 20 | 4 | Is FSDP a good way to generate text? |
