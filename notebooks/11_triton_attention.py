@@ -144,8 +144,8 @@ def order_tiles(rows: int, columns: int, group: int) -> list[tuple[int, int]]:
 
 for group, name in ((1, "Row-major"), (4, "Swizzled, groups of 4 rows")):
     numbers = {tile: number for number, tile in enumerate(order_tiles(8, 8, group))}
-    rows = {f"row {i}": [f"{'AB'[numbers[i, j] >= 16]}{numbers[i, j]}" for j in range(8)] for i in range(8)}
-    draw_schedule(rows, f"{name}: order of the tiles (A: the first 16)", "column of tiles", colors="AB")
+    rows = {f"row {i}": [f"{'●○'[numbers[i, j] >= 16]} {numbers[i, j]}" for j in range(8)] for i in range(8)}
+    draw_schedule(rows, f"{name}: order of the tiles (●: the first 16)", "column of tiles", colors="●○")
 
 # %% [markdown]
 # **Predict first:** 16 programs run at the same time. How many different rows of A and columns of B do the first 16
