@@ -17,6 +17,7 @@ from workshop.notebooks import execute, find_differences, read_script
 
 SCRIPTS = notebooks.list_scripts()
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|private|var)\b|" + re.escape(tempfile.gettempdir()))
+SLOW = ("08_mixed_precision", "09_will_it_fit", "11_triton_attention")  # `make notebooks` runs them too
 each_notebook = pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
 
 
@@ -65,7 +66,10 @@ def start_session() -> int:
     return os.open(os.devnull, os.O_WRONLY)
 
 
-@each_notebook
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(script, marks=[pytest.mark.slow] * (script.stem in SLOW), id=script.stem) for script in SCRIPTS],
+)
 @pytest.mark.heavy
 def test_the_notebook_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every notebook runs in a new kernel and prints nothing to standard error.
