@@ -54,8 +54,9 @@ def phases_table() -> str:
     tokens = memory["settings"]["model"]["block_size"]
     lead = (
         f"GPT-2 124M in fp32 on {RANKS} ranks, rank 0, one step with sequences of {tokens} tokens; the speed is that "
-        f"of {SPEED_RANKS} ranks. Measured on {hardware_of(memory)}, where phase 2 runs in Triton's interpreter: the "
-        f"speeds say nothing about a GPU. The planner predicts the largest model, for {RANKS} x {LARGEST_GPU}:\n\n"
+        f"of {SPEED_RANKS} ranks. Measured on {hardware_of(memory)}, where phase 2 ran only its GELU kernel, in "
+        "Triton's interpreter: the speeds say nothing about a GPU. The planner predicts the largest model, for "
+        f"{RANKS} x {LARGEST_GPU}:\n\n"
     )
     return lead + format_table(head, rows) + DECISION_TREE
 
