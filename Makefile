@@ -36,6 +36,7 @@ PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespe
 .PHONY: exercise check hint solution exercises
 .PHONY: elastic rendezvous preflight gate autopsy watch plot fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
 .PHONY: book book-serve record
+.PHONY: doctor
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -112,6 +113,8 @@ gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare loss
 	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
 autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
 	@$(PY) -m operate.autopsy $(if $(RUN),--run=$(RUN)) $(ARGS)
+doctor:  ## check this machine and the environment; each problem has a remedy; also runs before make setup
+	@$(PYTHON) -m operate.doctor
 watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
 	@$(PY) -m operate.watch $(if $(RUN),--run=$(RUN))
 plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b in one figure, and print a summary
