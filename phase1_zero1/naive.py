@@ -108,7 +108,9 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
     if not ranks:
         raise ConfigError("this program needs a launcher: start it with torchrun --standalone --nproc_per_node=2")
     if micro_batches < ranks or micro_batches % ranks:
-        raise ConfigError(f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use {ranks}")
+        raise ConfigError(
+            f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
+        )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     config = TrainConfig()

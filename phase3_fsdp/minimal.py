@@ -156,7 +156,9 @@ def main(
     if not ranks:
         raise ConfigError("this program needs a launcher: start it with torchrun --standalone --nproc_per_node=2")
     if micro_batches < ranks or micro_batches % ranks:
-        raise ConfigError(f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use {ranks}")
+        raise ConfigError(
+            f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
+        )
     device, config = join_ranks(), TrainConfig()
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]})

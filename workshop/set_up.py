@@ -321,7 +321,7 @@ def install(goal: str, torch_build: str, lock: int) -> None:
         SetUpError: pip failed. If it changed nothing, for example without a network, a finished .venv stays finished.
     """
     before = package_times()
-    offline = ["--no-index", "--find-links", BUNDLE / "wheels"] if BUNDLE.is_dir() else []
+    offline: list[str | Path] = ["--no-index", "--find-links", BUNDLE / "wheels"] if BUNDLE.is_dir() else []
     try:
         if torch_build == "cpu" and not has_torch() and not offline:
             install_torch_for_cpu(lock)

@@ -16,34 +16,34 @@ from workshop.offline_bundle import find_packages, make_bundle, name_wheel, writ
 from workshop.set_up import describe_platform
 
 
-def install(wheel: Path, prefix: Path) -> None:
-    """Install one wheel into a new directory, without a network and without its dependencies."""
+def install(wheels: list[Path], prefix: Path) -> Path:
+    """Install wheels into a new directory, without a network and without their dependencies. Return site-packages."""
     options = ["--no-index", "--no-deps", "--ignore-installed", "--quiet", "--prefix", str(prefix)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, env=environment)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *map(str, wheels)], check=True, env=environment)
+    (site,) = prefix.glob("lib*/python*/site-packages")
+    return site
 
 
-@pytest.mark.parametrize("name", ["cloudpickle", "tqdm", "ruff"])
-def test_a_repacked_package_is_installed_again(name, tmp_path):
-    """pip installs the wheel of an installed package: all files with their bytes, commands, and an executable program.
+def test_repacked_packages_are_installed_again(tmp_path):
+    """pip installs the wheels of installed packages: all files with their bytes, commands, and an executable program.
 
-    cloudpickle has only modules, tqdm has a command and data files, and ruff is a program.
+    cloudpickle has only modules, tqdm has a command, and ruff is a program.
     """
-    package = distribution(name)
-    wheel = write_wheel(package, tmp_path)
-    install(wheel, tmp_path / "prefix")
-    (site,) = (tmp_path / "prefix").glob("lib*/python*/site-packages")
-    for file in package.files or []:
-        if file.name in offline_bundle.INSTALLER_FILES or file.suffix == ".pyc":
-            continue
-        copy = site.joinpath(*file.parts)
-        assert copy.exists(), file
-        if "bin" not in file.parts or name == "ruff":
-            assert copy.read_bytes() == Path(str(file.locate())).read_bytes()
-    if name != "cloudpickle":
-        program = tmp_path / "prefix" / "bin" / name
-        done = subprocess.run([program, "--version"], capture_output=True, env={**os.environ, "PYTHONPATH": str(site)})
-        assert done.returncode == 0, done.stderr
+    packages = [distribution(name) for name in ("cloudpickle", "tqdm", "ruff")]
+    site = install([write_wheel(package, tmp_path) for package in packages], tmp_path / "prefix")
+    for package in packages:
+        for file in package.files or []:
+            if file.name in offline_bundle.INSTALLER_FILES or file.suffix == ".pyc":
+                continue
+            copy, original = site.joinpath(*file.parts), Path(str(file.locate()))
+            assert copy.exists(), file
+            if file.name != "tqdm":  # a command, which names the Python that runs it
+                assert copy.read_bytes() == original.read_bytes(), file
+    assert os.access(tmp_path / "prefix" / "bin" / "ruff", os.X_OK)
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([tmp_path / "prefix" / "bin" / "tqdm", "--version"], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_packages_of_the_project_are_found():
