@@ -159,6 +159,8 @@ def main(
         raise ConfigError(
             f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
         )
+    if resume_from and not os.path.isdir(resume_from):
+        raise ConfigError(f"--resume_from={resume_from} is not a directory: give one that --save_to has written")
     device, config = join_ranks(), TrainConfig()
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]})

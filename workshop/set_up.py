@@ -188,7 +188,7 @@ def run_step(description: str, command: list[str | Path], lock: int) -> None:
             program.kill()
             raise
     if program.returncode:
-        advice = WITHOUT_BUNDLE if BUNDLE.is_dir() else WHAT_TO_CHECK
+        advice = f"check the free disk space; {WITHOUT_BUNDLE}" if BUNDLE.is_dir() else WHAT_TO_CHECK
         raise SetUpError(f"{description} failed ({find_reason(program.returncode, lines)}): {advice}")
 
 

@@ -200,3 +200,5 @@ def test_wrong_starts_are_refused(program, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="micro_batches=3 cannot be divided by 2 ranks: use a multiple of 2"):
         program(micro_batches=3)
+    with pytest.raises(ConfigError, match="--resume_from=nowhere is not a directory"):
+        minimal.main(resume_from="nowhere")
