@@ -4,8 +4,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.provisioning import local_provisioner
 
 from nanoGPT.errors import ConfigError
+from tests.helpers.notebooks import ForkedKernel
 from workshop.answers import is_unwritten, use_answers
 from workshop.exercises.registry import EXERCISES
 from workshop.exercises.stubs import STUB, find_target, remove_markers
@@ -65,8 +67,9 @@ def run_without_answers(script: Path, cells: int | None = None) -> None:
 
 
 @pytest.mark.heavy
-def test_a_section_runs_without_any_answer():
+def test_a_section_runs_without_any_answer(monkeypatch):
     """The first section of notebook 4 trains two layers on 4 ranks, with the repository's code for both answers."""
+    monkeypatch.setattr(local_provisioner, "launch_kernel", ForkedKernel)
     run_without_answers(ROOT / "notebooks" / "04_fsdp.py", cells=7)
 
 
