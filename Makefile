@@ -36,6 +36,7 @@ PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespe
 .PHONY: exercise check hint solution exercises
 .PHONY: elastic rendezvous preflight gate autopsy watch plot fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
 .PHONY: book book-serve record
+.PHONY: doctor student offline-bundle slides diffs
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -92,6 +93,10 @@ notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb
 	@$(PY) -m workshop.notebooks $(ARGS)
 jupyter: .venv/.notebooks data  ## install Jupyter and open the notebooks
 	@.venv/bin/jupyter lab notebooks $(ARGS)
+student: .venv/.notebooks data  ## write the notebooks for students into TO=DIR: without outputs, with cells for their code
+	@$(PY) -m workshop.student --to=$(TO)
+offline-bundle: .venv/.notebooks .venv/.pytest data  ## write an archive that sets up laptops without a network: repository, wheels, data
+	@$(PY) -m workshop.offline_bundle $(if $(TO),--to=$(TO))
 exercise: .venv/.core  ## write exercise N=zero1.5 into work/, for you to solve; without N, list the exercises
 	@$(PY) -m workshop.exercises exercise --name=$(N)
 check: .venv/.core data  ## check your answer to exercise N=zero1.5 on real ranks, and explain what is wrong; takes seconds
@@ -112,6 +117,8 @@ gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare loss
 	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
 autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
 	@$(PY) -m operate.autopsy $(if $(RUN),--run=$(RUN)) $(ARGS)
+doctor:  ## check this machine and the environment; each problem has a remedy; also runs before make setup
+	@$(PYTHON) -m operate.doctor
 watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
 	@$(PY) -m operate.watch $(if $(RUN),--run=$(RUN))
 plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b in one figure, and print a summary
@@ -129,6 +136,10 @@ diff2: .venv/.core  ## show what phase 2 changes in the baseline's train.py, hun
 	@$(PY) -m workshop.diff phase2_triton
 diff3: .venv/.core  ## show what phase 3 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase3_fsdp
+diffs: .venv/.core  ## write what all phases change in train.py, side by side, into out/diffs.html
+	@$(PY) -m workshop.diff_page $(if $(TO),--to=$(TO))
+slides: .venv/.notebooks  ## write slides from the notebooks' questions, pictures and lists to take home: out/slides.html
+	@$(PY) -m workshop.slides $(if $(TO),--to=$(TO))
 plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for every phase; needs no GPU
 	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
 profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, memory, most expensive operators

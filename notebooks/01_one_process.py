@@ -236,7 +236,7 @@ for step in range(5):
 #
 # **Predict first:** rank r of N runs the micro-batches r, r + N, r + 2N, ... Which ones does rank 1 of 2 run?
 
-# %%
+# %% answer="local_micro_batches"
 def local_micro_batches(micro_batches: int) -> list[int]:
     """Return the numbers of the micro-batches that the calling rank runs."""
     import torch.distributed as dist  # imported here, because only the processes of the ranks use it
@@ -304,7 +304,7 @@ plt.show()
 # **Predict first:** with one seed per rank, which micro-batches keep their mask when you go from 1 rank to 2? And from
 # 2 ranks to 4?
 
-# %%
+# %% answer="draw_masks"
 def draw_masks(ranks: int, reseeds: bool) -> list[str]:
     """Return the dropout masks of micro-batches 0 to 3 when this number of ranks runs them."""
     masks = [""] * 4

@@ -264,7 +264,7 @@ for rank, buckets in enumerate(layouts):
 # **Predict first:** what is the max difference between the parameters of the two runs after 8 steps? And what is the
 # max difference from one process that runs all four micro-batches?
 
-# %%
+# %% answer="average_gradients"
 def train_by_hand(config: Zero1Config, make_optimizer, before_step=None, steps: int = 8) -> dict:
     """Train on the calling ranks, and return losses, final parameters, norms and the traffic of the last step.
 
@@ -330,7 +330,7 @@ assert max_param_difference(naive_results[0], adamw_results[0]) == 0
 # **Predict first:** how many calls does one step make? How many elements does a rank send, in units of P(N-1)/N? Each
 # of the 4 ranks owns full parameters: how evenly are the elements distributed?
 
-# %%
+# %% answer="count_owned_elements"
 def show_traffic(rows: list[dict]) -> None:
     for row in rows:
         print(f"{row['kind']:15} {row['calls']:3} calls  {row['ring_bytes'] / 4:9,.0f} elements communicated per rank")

@@ -640,7 +640,7 @@ assert abs(shift_sum) < 1e-12 and abs(scale_sum) < 1e-3
 #
 # **Predict first:** which of its loads need an `other`? Do padded lanes add anything to a sum?
 
-# %%
+# %% answer="norm_backward_kernel"
 @triton.jit
 def norm_backward_kernel(dy, x, weight, dx, N, eps, WITH_MEANS: tl.constexpr, BLOCK: tl.constexpr):
     """Compute dx, one row per program; without WITH_MEANS, omit the two mean terms."""
@@ -752,7 +752,7 @@ assert len(set(map(to_bits, sums))) == 20
 # **Predict first:** launch each version 10 times. How many different dW do you get with atomics, and how many with
 # separate rows?
 
-# %%
+# %% answer="sum_columns"
 @triton.jit
 def column_sums_kernel(terms, out, order, M, N, ATOMIC: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.load(order + tl.program_id(0))

@@ -104,7 +104,7 @@ print(f"P = {P:,} parameters in {config.n_layer} blocks, the embeddings and the 
 # and how many reduce-scatters does one step need? Does the optimizer have to know about other ranks? After 5 steps, how
 # far are the weights from those of a single process?
 
-# %%
+# %% answer="gather_rows ShardedLinear"
 def build_two_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 12, bias=False), nn.Tanh(), nn.Linear(12, 4, bias=False))

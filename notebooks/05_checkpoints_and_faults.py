@@ -120,7 +120,7 @@ assert all(1.2 < size / (3 * P) < 1.26 for size in sizes.values())
 # You can read the index yourself. **Predict first:** the token embedding `wte` has 75 rows. How are they partitioned
 # over 4 ranks?
 
-# %%
+# %% answer="read_chunk"
 def list_chunks(checkpoint: Path) -> list[dict]:
     """Return every chunk of every tensor: its position in the tensor, and its file and byte range."""
     index = SafeReader(checkpoint).read_metadata()
@@ -271,7 +271,7 @@ assert reason == "its manifest.json was changed after it was written"
 #
 # **Predict first:** does `dcp.load` report an error? And what is the new value of a number near 0.01?
 
-# %%
+# %% answer="flip_bit"
 def flip_bit(checkpoint: Path, key: str) -> int:
     """Flip the highest exponent bit of the first number of rank 1's chunk, and return the position of its byte."""
     chunk = select_chunks(list_chunks(checkpoint), key)[1]

@@ -136,7 +136,7 @@ plt.show()
 # **Predict first:** for a tensor of n bytes on N ranks, how many bytes does rank 0 send with the simple version? And
 # how many does each rank send in the ring? What happens for a large N?
 
-# %%
+# %% answer="all_reduce_on_rank_0"
 LENGTH = 840  # elements; 2, 3, 4, 5, 6, 7 and 8 divide it
 
 
@@ -239,7 +239,7 @@ plt.show()
 # **Predict first:** floating-point addition rounds, so the order matters. In which order are the values of chunk 0
 # added, and in which order those of chunk 1? Can two ranks get different sums?
 
-# %%
+# %% answer="sum_random_values"
 def sum_random_values(length: int) -> dict:
     """Return the all-reduced values, and the sum that one process computes in rank order."""
     values = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]

@@ -8,8 +8,14 @@ avoids:
 - Communication does not overlap with the backward pass or with other communication, because a rank waits for each
   collective before it starts the next.
 - Each rank owns full parameters, so one large parameter can make the partition uneven.
+
+This file is also a program, without the services of `train.py`. It trains the repository's GPT on Shakespeare:
+
+    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase1_zero1/naive.py
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
+from nanoGPT.dataset import TRAIN, TokenData, to_device
 from nanoGPT.distributed.sharding import assign_owners
+from nanoGPT.errors import ConfigError
+from nanoGPT.memory.costs import storage_bytes
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import clip_grads, grad_norm, param_groups
+from nanoGPT.train_config import TrainConfig
 from phase1_zero1.protocol import DataParallelOptimizer
 
 
@@ -81,3 +95,53 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
     def inner_optimizers(self) -> list[Optimizer]:
         """Return the optimizer of the parameters that this rank owns."""
         return [self.local_optimizer]
+
+
+def main(max_iters: int = 20, micro_batches: int = 8) -> None:
+    """Train the GPT of this repository with the default configuration for a CPU, and print the state of each rank.
+
+    Args:
+        max_iters: number of steps.
+        micro_batches: per step, in total over all ranks.
+    """
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 0)), int(os.environ.get("RANK", 0))
+    if not ranks:
+        raise ConfigError("this program needs a launcher: start it with torchrun --standalone --nproc_per_node=2")
+    if micro_batches < ranks or micro_batches % ranks:
+        raise ConfigError(
+            f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
+        )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    config = TrainConfig()
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    model = GPT(GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]}))
+    model.init_weights(config.seed)  # the same values on every rank
+    model.to(device)
+    groups, betas = param_groups(model, config.weight_decay), (config.beta1, config.beta2)
+    optimizer = NaiveZero1Optimizer(groups, torch.optim.AdamW, lr=config.learning_rate, betas=betas, fused=True)
+
+    for step in range(max_iters):
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        for micro_batch in range(rank, micro_batches, ranks):  # the micro-batches of this rank
+            loss = model(*to_device(data.batch("train", TRAIN, step, micro_batch), device))
+            loss_sum += loss.detach()
+            (loss / (micro_batches // ranks)).backward()
+        grads = optimizer.reduce_gradients()
+        norm = grad_norm(grads)
+        clip_grads(grads, norm, config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss_sum)
+        if rank == 0:
+            print(f"step {step}  loss {loss_sum.item() / micro_batches:.6f}  gradient norm {norm:.4f}", flush=True)
+    state = storage_bytes(value for items in optimizer.state.values() for value in items.values())
+    total = sum(p.numel() for p in model.parameters())
+    owned = sum(p.numel() for p in optimizer.state)
+    print(f"rank {rank} owns {owned:,} of {total:,} parameters, {state:,} bytes of optimizer state", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with report_errors():
+        command_line(main, sys.argv[1:])

@@ -78,6 +78,18 @@ def copy_datasets(to: Path) -> list[str]:
     return too_large
 
 
+def create_new_directory(to: Path) -> Path:
+    """Create a directory if it does not exist, and return it.
+
+    Raises:
+        ConfigError: it exists and is not empty.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"TO={to} exists and is not an empty directory: use a new directory")
+    to.mkdir(parents=True, exist_ok=True)
+    return to
+
+
 def copy_phase(phase: str, to: Path) -> None:
     """Copy a phase into a new directory.
 
@@ -89,9 +101,7 @@ def copy_phase(phase: str, to: Path) -> None:
         ConfigError: the phase is unknown, or the directory cannot be used.
     """
     package = find_package(phase)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"TO={to} exists and is not an empty directory: use a new directory")
-    to.mkdir(parents=True, exist_ok=True)
+    create_new_directory(to)
     copied = copy_modules(package, to)
     shutil.copytree(ROOT / package / "config", to / "config", ignore=shutil.ignore_patterns("__pycache__"))
     if package != "nanoGPT":

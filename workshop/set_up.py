@@ -7,21 +7,26 @@
     python3 workshop/set_up.py notebooks           # also install Jupyter
     python3 workshop/set_up.py book                # also install Sphinx, for make book
 
-This program runs before anything is installed, so it imports only the standard library. It uses these files:
+If the directory `offline-bundle` exists, which `make offline-bundle` writes, nothing is downloaded: packages and data
+come from there. This program runs before anything is installed, so it imports only the standard library. It uses these
+files:
 
 .venv.lock            locked while a set-up is running; another set-up waits for it
 .venv/.unfinished     marker: exists while .venv is being changed; a set-up that finds it starts with an empty .venv
+offline-bundle/       wheels, prepared data, and the platform that they are for
 .venv/.core, ...      stamps, written last: the directory and the Python of .venv, which the Makefile compares
 """
 
 import argparse
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +36,7 @@ PYTHON = VENV / "bin" / "python"
 UNFINISHED = VENV / ".unfinished"
 CORE = VENV / ".core"
 TEMPORARY = VENV / ".stamp"
+BUNDLE = ROOT / "offline-bundle"
 GOALS = {
     "core": (
         ".",
@@ -45,6 +51,7 @@ TORCH_BUILDS = ("default", "cpu")
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", "constraints.txt")
 RUN_AGAIN = "then run the same command again"
 WHAT_TO_CHECK = "check the network and the free disk space, " + RUN_AGAIN
+WITHOUT_BUNDLE = f"to download packages instead, delete the directory {BUNDLE.name}, {RUN_AGAIN}"
 CHECK_PYTHON = (
     "import os, sys, pip; sys.exit(sys.version_info < (3, 11) or not os.path.samefile(sys.prefix, sys.argv[1]))"
 )
@@ -181,7 +188,8 @@ def run_step(description: str, command: list[str | Path], lock: int) -> None:
             program.kill()
             raise
     if program.returncode:
-        raise SetUpError(f"{description} failed ({find_reason(program.returncode, lines)}): {WHAT_TO_CHECK}")
+        advice = f"check the free disk space; {WITHOUT_BUNDLE}" if BUNDLE.is_dir() else WHAT_TO_CHECK
+        raise SetUpError(f"{description} failed ({find_reason(program.returncode, lines)}): {advice}")
 
 
 def find_reason(code: int, lines: list[str]) -> str:
@@ -193,6 +201,44 @@ def find_reason(code: int, lines: list[str]) -> str:
     reason = [*errors, *[line for line in reversed(lines) if line], f"exit code {code}"][0]
     is_offline = any("after connection broken by" in line for line in lines)
     return f"the package index cannot be reached; {reason}" if is_offline else reason
+
+
+def describe_platform() -> dict[str, str]:
+    """Return the platform and the version of Python that decide which wheels can be installed."""
+    return {"platform": sysconfig.get_platform(), "python": "{}.{}".format(*sys.version_info)}
+
+
+def check_bundle() -> None:
+    """Check that the packages of the offline bundle are for this platform and this Python.
+
+    Raises:
+        SetUpError: they are for another one, or the bundle is incomplete.
+    """
+    try:
+        expected = json.loads((BUNDLE / "bundle.json").read_text())
+    except (OSError, ValueError):
+        raise SetUpError(
+            f"{BUNDLE.name}/bundle.json cannot be read: unpack the archive again; {WITHOUT_BUNDLE}"
+        ) from None
+    actual = describe_platform()
+    if expected != actual:
+        raise SetUpError(
+            f"{BUNDLE.name} is for {expected.get('platform')} with Python {expected.get('python')}, but this is "
+            f"{actual['platform']} with Python {actual['python']}: use PYTHON=/path/to/python{expected.get('python')}, "
+            f"or make a bundle on a machine like this one; {WITHOUT_BUNDLE}"
+        )
+
+
+def copy_bundled_data() -> None:
+    """Copy the datasets of the offline bundle that are not prepared yet. `meta.json` comes last: it marks the end.
+
+    The copies are newer than the programs that prepare the data, so make does not prepare them again.
+    """
+    for source in sorted((BUNDLE / "data").rglob("*"), key=lambda path: path.name == "meta.json"):
+        target = ROOT / "nanoGPT" / "data" / source.relative_to(BUNDLE / "data")
+        if source.is_file() and not target.with_name("meta.json").exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
 
 
 def check_ensurepip() -> None:
@@ -275,10 +321,11 @@ def install(goal: str, torch_build: str, lock: int) -> None:
         SetUpError: pip failed. If it changed nothing, for example without a network, a finished .venv stays finished.
     """
     before = package_times()
+    offline: list[str | Path] = ["--no-index", "--find-links", BUNDLE / "wheels"] if BUNDLE.is_dir() else []
     try:
-        if torch_build == "cpu" and not has_torch():
+        if torch_build == "cpu" and not has_torch() and not offline:
             install_torch_for_cpu(lock)
-        run_step("pip install", [PYTHON, *INSTALL, "--editable", GOALS[goal][0]], lock)
+        run_step("pip install", [PYTHON, *INSTALL, *offline, "--editable", GOALS[goal][0]], lock)
     except SetUpError:
         if CORE.exists() and package_times() == before:
             UNFINISHED.unlink()
@@ -297,6 +344,10 @@ def set_up(goal: str, torch_build: str, lock: int) -> None:
         must_create = True
     if must_create:
         check_ensurepip()
+    if BUNDLE.is_dir():
+        check_bundle()
+        copy_bundled_data()
+        print(f"Using {BUNDLE.name}/: nothing is downloaded.", flush=True)
     print(GOALS[goal][1], flush=True)
     VENV.mkdir(exist_ok=True)
     if must_create:

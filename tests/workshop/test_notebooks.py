@@ -1,17 +1,15 @@
 """The notebooks run, and the committed notebooks match their scripts."""
 
-import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 from jupyter_client.provisioning import local_provisioner
 from nbformat import NotebookNode
 
-from tests.helpers.programs import Program, wait_until
+from tests.helpers.notebooks import ForkedKernel
 from workshop import notebooks
 from workshop.notebooks import execute, find_differences, read_script
 
@@ -48,22 +46,6 @@ def test_the_committed_outputs_are_from_a_complete_run(script: Path) -> None:
     assert [cell.execution_count for cell in code_cells] == list(range(1, len(code_cells) + 1))
     assert all(output.output_type != "error" for output in list_outputs(notebook))
     assert [path for output in list_outputs(notebook) for path in ABSOLUTE_PATH.findall(get_text(output))] == []
-
-
-class ForkedKernel(Program):
-    """A kernel that is forked from a process with torch imported, and whose ranks are forked from the same process."""
-
-    stdin = stdout = stderr = None
-
-    def __init__(self, command: list[str], env: dict[str, str], cwd: str, **_: Any) -> None:
-        super().__init__("ipykernel_launcher", *command[3:], cwd=Path(cwd), open_output=start_session, **env)
-        wait_until(lambda: os.getpgid(self.pid) == self.pid)  # a signal to the kernel's group must not reach the tests
-
-
-def start_session() -> int:
-    """Start a new session, as jupyter_client does for a kernel. Return a descriptor that discards the output."""
-    os.setsid()
-    return os.open(os.devnull, os.O_WRONLY)
 
 
 @pytest.mark.parametrize(

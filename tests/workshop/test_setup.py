@@ -1,6 +1,7 @@
 """`make setup` recovers from every interruption. The tests use real environments and pip, with a tiny project."""
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -16,6 +17,7 @@ import pytest
 
 from tests.helpers.programs import DEADLINE, Outcome
 from tests.helpers.training import ROOT
+from workshop.set_up import describe_platform
 
 PROJECT = """
 [build-system]
@@ -487,3 +489,44 @@ def test_clean_deletes_only_caches(project):
     assert make(project, "clean") == Outcome(0, "")
     assert [name for name in deleted if (project / name).exists()] == []
     assert all((project / name).is_dir() for name in (*kept, ".venv/lib/__pycache__", "out/run/__pycache__"))
+
+
+def write_bundle(project: Path, **platform: str) -> None:
+    """Move the wheels of a project into an offline bundle, with a dataset of one file."""
+    bundle = project / "offline-bundle"
+    (bundle / "data" / "tiny").mkdir(parents=True)
+    (bundle / "wheels").mkdir()
+    for wheel in project.parent.glob("*.whl"):
+        wheel.rename(bundle / "wheels" / wheel.name)
+    for name in ("meta.json", "train.bin"):
+        (bundle / "data" / "tiny" / name).write_text(name)
+    (bundle / "bundle.json").write_text(json.dumps({**describe_platform(), **platform}))
+
+
+def test_a_bundle_is_used_without_a_network(ready_project):
+    """With an offline bundle, make installs only its wheels and copies its data. Data that is prepared already stays.
+
+    The index is an address that refuses connections, and TORCH=cpu needs no other index. If a wheel is missing, the
+    error names the bundle.
+    """
+    write_bundle(ready_project)
+    offline = {"PIP_NO_INDEX": "0", "PIP_FIND_LINKS": "", "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+    outcome = make(ready_project, ".venv/.dev", "TORCH=cpu", **offline)
+    lines = ["Using offline-bundle/: nothing is downloaded.", "Installing the packages for the tests into .venv, once."]
+    assert outcome == Outcome(0, "\n".join([*lines, ""]))
+    assert "delta-1" in list_packages(ready_project)
+    data = ready_project / "nanoGPT/data/tiny"
+    assert (data / "train.bin").read_text() == "train.bin"
+    (data / "train.bin").write_text("mine")
+    set_requirements(ready_project, "alpha", "late")
+    assert_refused(make(ready_project, "setup", **offline), "requirement late", "delete the directory offline-bundle")
+    assert (data / "train.bin").read_text() == "mine"
+
+
+def test_a_bundle_for_another_machine_is_refused(project):
+    """A bundle for another version of Python is refused before .venv is created, and the error names both versions."""
+    write_bundle(project, python="3.99")
+    outcome = make(project, "setup")
+    assert_refused(outcome, "with Python 3.99, but this is", "PYTHON=/path/to/python3.99")
+    (project / "offline-bundle/bundle.json").write_text("{")
+    assert_refused(make(project, "setup"), "bundle.json cannot be read: unpack the archive again")

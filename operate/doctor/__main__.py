@@ -1,0 +1,63 @@
+"""Check this machine and the environment, and print a remedy below each problem: `make doctor`.
+
+    python3 -m operate.doctor
+
+The program needs only Python: it also runs before `make setup`. If .venv exists, it also checks the packages, PyTorch,
+GPUs, Triton, Jupyter and two real ranks. `make preflight` checks a particular run instead.
+
+The exit code is 2 if a check fails. Otherwise it is 0, even if there are warnings.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from operate.checks import Check, format_check, has_failed, summarize
+from operate.doctor.machine import ROOT, VENV_PYTHON, check_machine
+
+SUBJECT_WIDTH = 12
+REINSTALL = "delete .venv and run make setup"
+
+
+def check_packages() -> Iterator[Check]:
+    """Yield the checks of .venv, which its own Python runs."""
+    command = [str(VENV_PYTHON), "-m", "operate.doctor.environment"]
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as program:
+            assert program.stdout
+            for line in program.stdout:
+                yield Check(**json.loads(line))
+        errors.seek(0)
+        error = errors.read().strip().splitlines()
+    if program.returncode:
+        reason = error[-1] if error else f"it stopped with exit code {program.returncode}"
+        yield Check("packages", "fail", reason, REINSTALL)
+
+
+def main() -> int:
+    """Run all checks, print each as soon as it is known, and return the exit code."""
+    begin, checks = time.monotonic(), []
+
+    def report(check: Check) -> None:
+        checks.append(check)
+        print(format_check(check, SUBJECT_WIDTH), flush=True)
+
+    for check in check_machine():
+        report(check)
+    if VENV_PYTHON.exists():
+        for check in check_packages():
+            report(check)
+    print(f"\n{summarize(checks)}, in {time.monotonic() - begin:.0f} s")
+    if has_failed(checks):
+        print("error: a check failed: follow the remedies above", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Check .venv: packages, PyTorch, GPUs, NCCL, Triton, real ranks, settings and Jupyter.
+
+.venv/bin/python -m operate.doctor.environment     # `make doctor` starts it; it prints one check per line, as JSON
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from operate.checks import Check
+from operate.preflight.node import check_gpus, check_settings
+from workshop.imports import ROOT
+from workshop.ranks import RankFailed, collect, start_ranks
+
+RANKS, RANK_SECONDS = 2, 60.0
+SHOWN_PACKAGES = ("torch", "triton", "numpy", "tyro")
+
+
+def check_all() -> Iterator[Check]:
+    """Yield all checks. The ranks start first, because their server imports torch while the other checks run."""
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        begin = time.monotonic()
+        started = start_ranks(sum_over_ranks, RANKS, folder=folder)
+        yield check_packages()
+        yield check_torch()
+        if torch.cuda.is_available():
+            yield from check_gpus(torch.cuda.device_count())
+            yield check_nccl()
+        yield check_triton()
+        yield check_ranks(started, begin)
+        yield from check_settings(torch.cuda.is_available(), is_multi_node=False)
+        yield check_jupyter()
+
+
+def check_packages() -> Check:
+    """Compare the installed versions with constraints.txt."""
+    different = []
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, expected = line.partition("==")
+        with contextlib.suppress(PackageNotFoundError):
+            if expected and version(name).partition("+")[0] != expected:
+                different.append(f"{name} {version(name)} instead of {expected}")
+    shown = []
+    for name in SHOWN_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            shown.append(f"{name} {version(name)}")
+    if different:
+        remedy = "the tests ran with other versions: if something fails, delete .venv and run make setup"
+        return Check("packages", "warn", "; ".join(different), remedy)
+    return Check("packages", "pass", ", ".join(shown) + ": the versions of constraints.txt")
+
+
+def check_torch() -> Check:
+    """Multiply two matrices on the device of the trainers, and check that PyTorch can use the GPU of the machine."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a = torch.arange(16.0, device=device).view(4, 4)
+    if (a @ a.T).diagonal().tolist() != a.square().sum(1).tolist():
+        return Check("PyTorch", "fail", f"a matrix product on {device} is wrong", "delete .venv and run make setup")
+    finding = f"matrix products on {device}, {torch.get_num_threads()} threads"
+    if device == "cpu" and shutil.which("nvidia-smi"):
+        if torch.version.cuda is None:
+            remedy = "this is the CPU build: to use the GPU, delete .venv and run make setup without TORCH=cpu"
+        else:
+            remedy = f"the driver does not fit to CUDA {torch.version.cuda}: update the driver"
+        return Check("PyTorch", "warn", f"{finding}; the GPU is not used", remedy)
+    return Check("PyTorch", "pass", finding)
+
+
+def check_nccl() -> Check:
+    """Report the version of NCCL."""
+    if not dist.is_nccl_available():
+        return Check("NCCL", "fail", "this build of PyTorch has no NCCL", "delete .venv and run make setup")
+    return Check("NCCL", "pass", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def check_triton() -> Check:
+    """Run the LayerNorm kernel of phase 2, compiled on a GPU or interpreted on a CPU, and compare it with torch."""
+    if importlib.util.find_spec("triton") is None:
+        return Check("Triton", "skip", "not installed: phase 2 and notebook 3 need Linux")
+    from phase2_triton.kernels.core import is_interpreted
+    from phase2_triton.kernels.layernorm import layer_norm
+
+    device = "cpu" if is_interpreted() else "cuda"
+    x, weight = torch.randn(3, 40, device=device), torch.ones(40, device=device)
+    try:
+        error = (layer_norm(x, weight) - F.layer_norm(x, (40,))).abs().max().item()
+    except Exception as failure:
+        reason = str(failure).strip().splitlines() or [type(failure).__name__]
+        return Check(
+            "Triton", "fail", f"a kernel failed: {reason[0]}", "read make check-ptx, or use TRITON_INTERPRET=1"
+        )
+    mode = "interpreted" if is_interpreted() else "compiled"
+    if not error < 1e-5:
+        return Check(
+            "Triton", "fail", f"a kernel has an error of {error:.1e} ({mode})", "run make test ARGS=tests/phase2"
+        )
+    return Check("Triton", "pass", f"kernels run {mode}, with the results of torch")
+
+
+def sum_over_ranks() -> float:
+    """Return the sum of the rank numbers, by an all-reduce. Collective."""
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def check_ranks(started: list, begin: float) -> Check:
+    """Wait for the ranks, and check the result of their all-reduce.
+
+    Args:
+        started: the processes and connections of `start_ranks`.
+        begin: when they were started, as `time.monotonic()`.
+    """
+    remedy = "a firewall or a VPN may block local connections: allow them on the loopback interface"
+    try:
+        sums = collect(started, RANK_SECONDS, show=False)
+    except RankFailed as failure:
+        return Check("ranks", "fail", str(failure).strip().splitlines()[-1], remedy)
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+    if sums != [sum(range(RANKS))] * RANKS:
+        return Check("ranks", "fail", f"an all-reduce over {RANKS} ranks returned {sums}", remedy)
+    return Check(
+        "ranks", "pass", f"{RANKS} ranks started and all-reduced with gloo in {time.monotonic() - begin:.1f} s"
+    )
+
+
+def check_jupyter() -> Check:
+    """Check that Jupyter and its kernel are installed."""
+    missing = [name for name in ("jupyterlab", "ipykernel") if importlib.util.find_spec(name) is None]
+    if missing:
+        return Check("Jupyter", "skip", f"{', '.join(missing)} not installed", "make jupyter installs and opens it")
+    return Check("Jupyter", "pass", f"jupyterlab {version('jupyterlab')}, kernel: ipykernel {version('ipykernel')}")
+
+
+if __name__ == "__main__":
+    for check in check_all():
+        print(json.dumps(dataclasses.asdict(check)), flush=True)
+    sys.exit(0)

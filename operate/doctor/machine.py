@@ -1,0 +1,184 @@
+"""Check the machine before anything is installed. This module imports only the standard library.
+
+It also runs on Python 3.9, so that it can report that this version is too old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from operate.checks import Check
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
+GIB = 1 << 30
+MIN_PYTHON = (3, 11)
+MIN_FREE_MEMORY = 4 * GIB  # for four ranks, a notebook and a browser
+MIN_DISK, ENVIRONMENT_DISK = 1 * GIB, 8 * GIB  # for runs; for an environment with the CUDA build of PyTorch
+PORTS = {29500: "torchrun", 29400: "make elastic", 8888: "Jupyter"}
+DATASETS = ("shakespeare_char", "shakespeare", "synthetic")
+
+
+def check_machine() -> Iterator[Check]:
+    """Yield the checks that need no packages."""
+    yield check_platform()
+    yield check_python()
+    if os.name == "nt":
+        return
+    yield check_cores()
+    yield check_memory()
+    yield check_disk()
+    yield check_loopback()
+    yield check_ports()
+    yield check_driver()
+    yield check_data()
+    yield check_environment()
+
+
+def check_platform() -> Check:
+    """Report the operating system and the processor, and what does not work there."""
+    finding = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    if os.name == "nt":
+        return Check("machine", "fail", finding, "use WSL 2, and follow the instructions for Linux")
+    if sys.platform == "darwin":
+        return Check("machine", "warn", finding, "phase 2, --kernels and notebook 3 need Triton: use Linux for them")
+    return Check("machine", "pass", finding)
+
+
+def check_python() -> Check:
+    """Check the version of this Python, and the modules that create a virtual environment."""
+    finding = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < MIN_PYTHON:
+        remedy = "install Python 3.11 or newer, and name it: make doctor PYTHON=/path/to/python3.11"
+        return Check("Python", "fail", finding, remedy)
+    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    if missing and not VENV_PYTHON.exists():
+        name = "python{}.{}-venv".format(*sys.version_info)
+        return Check("Python", "fail", f"{finding} has no module {missing[0]}", f"install it: sudo apt install {name}")
+    return Check("Python", "pass", finding)
+
+
+def check_cores() -> Check:
+    """Report the cores, and whether other programs use them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    finding = f"{cores} cores, load {load:.1f}"
+    if load > 0.5 * cores:
+        return Check("cores", "warn", finding, "other programs are running: stop them, or expect slower steps")
+    if cores < 2:
+        return Check("cores", "warn", finding, "runs with several ranks are slow here: use small models and few steps")
+    return Check("cores", "pass", finding)
+
+
+def check_memory() -> Check:
+    """Check the memory that new programs can use."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return Check("memory", "pass", f"{total / GIB:.1f} GiB in total")
+    fields = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    free = 1024 * int(fields["MemAvailable"].split()[0])
+    finding = f"{free / GIB:.1f} GiB of {total / GIB:.1f} GiB are free"
+    if free < MIN_FREE_MEMORY:
+        return Check("memory", "warn", finding, "stop other programs, or use at most 2 ranks")
+    return Check("memory", "pass", finding)
+
+
+def check_disk() -> Check:
+    """Check the free space for runs, and for the environment if it does not exist yet."""
+    free = shutil.disk_usage(ROOT).free
+    finding = f"{free / GIB:.1f} GiB are free in {ROOT}"
+    if free < MIN_DISK:
+        return Check("disk", "fail", finding, "delete files: old runs are in out/")
+    if not VENV_PYTHON.exists() and free < ENVIRONMENT_DISK:
+        remedy = "make setup TORCH=cpu needs less space than the build with CUDA"
+        return Check("disk", "warn", finding, remedy)
+    return Check("disk", "pass", finding)
+
+
+def check_loopback() -> Check:
+    """Send a message from this process to itself through 127.0.0.1, and look up the names that ranks look up."""
+    remedy = "a firewall or a VPN blocks local connections: allow them on the interface lo, or stop it"
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(3)
+            with socket.create_connection(server.getsockname(), timeout=3) as sender:
+                sender.sendall(b"ping")
+                receiver, _ = server.accept()
+                with receiver:
+                    received = receiver.recv(4)
+    except OSError as error:
+        return Check("loopback", "fail", f"127.0.0.1 does not work ({error})", remedy)
+    if received != b"ping":
+        return Check("loopback", "fail", "127.0.0.1 changes data", remedy)
+    for name in ("localhost", socket.gethostname()):
+        try:
+            socket.getaddrinfo(name, 80)
+        except OSError:
+            return Check(
+                "loopback", "warn", f"the name {name} has no address", f"add it: 127.0.0.1 {name} in /etc/hosts"
+            )
+    return Check("loopback", "pass", "127.0.0.1 works, and the names localhost and of this machine have addresses")
+
+
+def check_ports() -> Check:
+    """Check that the default ports of the programs are free."""
+    used = []
+    for port in PORTS:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections that have just ended
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                used.append(port)
+    if used:
+        names = ", ".join(f"{port} ({PORTS[port]})" for port in used)
+        remedy = "torchrun --standalone and make GPUS=4 choose a free port; for the others, give another port"
+        return Check("ports", "warn", f"in use: {names}", remedy)
+    return Check("ports", "pass", "free: " + ", ".join(f"{port} ({name})" for port, name in PORTS.items()))
+
+
+def check_driver() -> Check:
+    """Report the GPUs that the NVIDIA driver finds."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Check("GPU driver", "skip", "no nvidia-smi: ranks run on the CPU, which is enough for the workshop")
+    output = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5).stdout
+    gpus = [line.split(" (UUID")[0] for line in output.splitlines() if line.startswith("GPU")]
+    if not gpus:
+        return Check("GPU driver", "warn", "nvidia-smi finds no GPU", "restart the machine, or reinstall the driver")
+    return Check("GPU driver", "pass", "; ".join(gpus))
+
+
+def check_data() -> Check:
+    """Check that the datasets of the notebooks are prepared."""
+    missing = [name for name in DATASETS if not (ROOT / "nanoGPT" / "data" / name / "meta.json").exists()]
+    if missing:
+        return Check("data", "warn", f"not prepared: {', '.join(missing)}", "run make data, or start a training run")
+    return Check("data", "pass", f"prepared: {', '.join(DATASETS)}")
+
+
+def check_environment() -> Check:
+    """Check that .venv is complete and belongs to this directory."""
+    if not VENV_PYTHON.exists():
+        return Check("environment", "warn", ".venv does not exist yet", "run make setup (without a GPU: TORCH=cpu)")
+    if sys.version_info < MIN_PYTHON:
+        return Check("environment", "skip", "cannot be checked with this Python", "use the Python of .venv")
+    from workshop.set_up import UNFINISHED, is_done
+
+    if UNFINISHED.exists():
+        return Check("environment", "fail", ".venv is unfinished", "run make setup, which creates it again")
+    if not is_done("core"):
+        return Check("environment", "warn", ".venv was not set up for this version of the repository", "run make setup")
+    return Check("environment", "pass", f"{VENV_PYTHON.parent.parent} is complete")

@@ -1,0 +1,191 @@
+"""FSDP in about 80 lines of torch, for any nn.Module whose forward returns the loss.
+
+    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py
+    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py --save_to=out/minimal
+
+The functions above `main` need only torch: copy them into your project. `main` uses them to train this repository's GPT
+on Shakespeare, with the losses of `train.py`. IMPLEMENTATION.md lists what `train.py` adds to this recipe.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+
+def join_ranks() -> torch.device:
+    """Join the process group of torchrun (NCCL on GPUs, else gloo), and return the device of this rank."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return device
+
+
+@contextmanager
+def put_parameters_on_meta() -> Iterator[None]:
+    """Give no memory to parameters that are created inside this context. Buffers get their values as usual.
+
+    Under `torch.device("meta")`, buffers would have no values either. A checkpoint cannot restore buffers that are not
+    persistent, such as the tables of rotary position embeddings (RoPE).
+    """
+
+    def move_to_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
+        return param if param.is_meta else nn.Parameter(param.to("meta"), param.requires_grad)  # meta: a tied parameter
+
+    handle = register_module_parameter_registration_hook(move_to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def build_sharded_model(
+    build: Callable[[], nn.Module],
+    find_units: Callable[[Any], Iterable[nn.Module]],
+    fill: Callable[[str, Tensor], object],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """Build a model whose parameters are sharded over all ranks. Peak memory: the shards and one full parameter.
+
+    Args:
+        build: returns the model. Its parameters get no memory here.
+        find_units: returns the modules that FSDP all-gathers one at a time, usually the blocks.
+        fill: writes the initial values of one parameter into a full tensor, given its name, the same on all ranks.
+        device: of this rank.
+        dtype: of the computation and of the all-gathers. Shards and gradient reductions are fp32.
+    """
+    with put_parameters_on_meta():
+        model = build()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for unit in find_units(model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # the root unit has the parameters that no other unit has
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        buffer.copy_(buffers[name])
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        full = torch.empty(param.shape, device=device)
+        fill(name, full)
+        own = distribute_tensor(full, mesh, param.placements, src_data_rank=None)  # None: without communication
+        param.to_local().copy_(own.to_local())
+    return model
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[tuple[Tensor, ...]], max_norm: float
+) -> tuple[float, float]:
+    """Accumulate the gradients of this rank's micro-batches, clip them, and update the shards. Collective.
+
+    Returns:
+        The mean loss over the micro-batches of all ranks, and the norm of the full gradient before clipping.
+    """
+    assert isinstance(model, FSDPModule)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=micro_batches[0][0].device)
+    for i, micro_batch in enumerate(micro_batches):
+        model.set_requires_gradient_sync(i == len(micro_batches) - 1)  # reduce gradients in the last backward pass only
+        loss = model(*micro_batch)
+        loss_sum += loss.detach()
+        (loss / len(micro_batches)).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # of DTensors, so it all-reduces the sum of squares
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(loss_sum)
+    assert isinstance(norm, DTensor)
+    return loss_sum.item() / (len(micro_batches) * dist.get_world_size()), norm.full_tensor().item()
+
+
+def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write the shards of every rank into a directory, with the number of updates so far. Collective."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(step)}, checkpoint_id=path)
+
+
+def load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Read a checkpoint of any number of ranks into the shards of this rank, and return its step. Collective.
+
+    torch unpickles the index of the checkpoint, which can execute code: load only files that you trust.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(0)}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return int(state["step"].item())
+
+
+def main(
+    max_iters: int = 20,
+    micro_batches: int = 8,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    save_to: str = "",
+    resume_from: str = "",
+) -> None:
+    """Train the GPT of this repository on Shakespeare, with the default configuration for a CPU.
+
+    Args:
+        max_iters: number of steps.
+        micro_batches: per step, in total over all ranks.
+        dtype: of the computation.
+        save_to: directory for a checkpoint at the end; empty: save nothing.
+        resume_from: directory of a checkpoint to resume from; empty: start from new weights.
+    """
+    from nanoGPT.dataset import TRAIN, TokenData, to_device
+    from nanoGPT.errors import ConfigError
+    from nanoGPT.model import GPT, GPTConfig, draw_initial_rows
+    from nanoGPT.optim import configure_adamw
+    from nanoGPT.train_config import TrainConfig
+
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 0)), int(os.environ.get("RANK", 0))
+    if not ranks:
+        raise ConfigError("this program needs a launcher: start it with torchrun --standalone --nproc_per_node=2")
+    if micro_batches < ranks or micro_batches % ranks:
+        raise ConfigError(
+            f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
+        )
+    if resume_from and not os.path.isdir(resume_from):
+        raise ConfigError(f"--resume_from={resume_from} is not a directory: give one that --save_to has written")
+    device, config = join_ranks(), TrainConfig()
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    shape = GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]})
+
+    def fill(name: str, full: Tensor) -> None:
+        draw_initial_rows(full, name, full.shape, shape.n_layer, config.seed)
+
+    model = build_sharded_model(
+        lambda: GPT(shape), lambda gpt: gpt.transformer["h"], fill, device, getattr(torch, dtype)
+    )
+    optimizer = configure_adamw(model, config)
+    first_step = load(resume_from, model, optimizer) if resume_from else 0
+    for step in range(first_step, max_iters):
+        batches = [data.batch("train", TRAIN, step, i) for i in range(rank, micro_batches, ranks)]
+        loss, norm = train_step(model, optimizer, [to_device(batch, device) for batch in batches], config.grad_clip)
+        if rank == 0:
+            print(f"step {step}  loss {loss:.6f}  gradient norm {norm:.4f}", flush=True)
+    if save_to:
+        save(save_to, model, optimizer, max_iters)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from nanoGPT.cli.command_line import command_line
+    from nanoGPT.cli.program import report_errors
+
+    with report_errors():
+        command_line(main, sys.argv[1:])

@@ -1,0 +1,204 @@
+"""`phase3_fsdp/minimal.py`, the FSDP recipe in torch alone: on a Llama-shaped model, and as a program."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanoGPT.errors import ConfigError
+from phase1_zero1 import naive
+from phase3_fsdp import minimal
+from tests.helpers.programs import Program
+from tests.helpers.training import TINY, gap, tiny, train
+from workshop.ranks import run_on_ranks
+
+V, C, T, HEADS = 61, 24, 10, 3  # sizes that 2 ranks cannot divide evenly: vocabulary, channels, tokens, heads
+
+
+class Rope(nn.Module):
+    """Rotary position embeddings. Their tables are buffers that no checkpoint contains."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        frequencies = 10_000.0 ** (-torch.arange(0, size, 2) / size)
+        angles = torch.outer(torch.arange(T), frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)  # (T, size / 2)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate (B, nh, T, hs) queries or keys."""
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * self.cos - b * self.sin, a * self.sin + b * self.cos], dim=-1).to(x.dtype)
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm, attention with RoPE, RMSNorm, SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(C), nn.RMSNorm(C)
+        self.qkv, self.out = nn.Linear(C, 3 * C, bias=False), nn.Linear(C, C, bias=False)
+        self.rope = Rope(C // HEADS)
+        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((C, 64), (C, 64), (64, C)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in self.qkv(self.attention_norm(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(self.rope(q), self.rope(k), v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Llama(nn.Module):
+    """A small model with the shape of Llama. It knows nothing about FSDP, and its head is tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, C)
+        self.layers = nn.ModuleList(LlamaBlock() for _ in range(3))
+        self.norm, self.head = nn.RMSNorm(C), nn.Linear(C, V, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("shift", torch.linspace(0, 1, V))  # a persistent buffer
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy((self.head(self.norm(x)) + self.shift).flatten(0, 1).float(), targets.flatten())
+
+
+def fill(name: str, full: Tensor) -> None:
+    """Draw a parameter from a generator that depends on its name only."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    full.copy_(
+        1 + 0.1 * torch.randn(full.shape, generator=generator)
+        if "norm" in name
+        else torch.randn(full.shape, generator=generator) / math.sqrt(C)
+    )
+
+
+def batches_of(step: int, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's part of the 4 micro-batches of a step, each with 3 sequences."""
+    starts = torch.randint(V, (4, 3, 1), generator=torch.Generator().manual_seed(step))
+    tokens = (starts + 7 * torch.arange(T + 1)) % V  # each token follows from the one before
+    return [(each[:, :-1], each[:, 1:]) for each in tokens[rank::ranks]]
+
+
+def build(dtype: torch.dtype = torch.float32) -> tuple[minimal.FSDPModule, torch.optim.Optimizer]:
+    model = minimal.build_sharded_model(Llama, lambda llama: llama.layers, fill, minimal.join_ranks(), dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_llama(first: int, last: int, model, optimizer) -> list[tuple[float, float]]:
+    steps = range(first, last)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [minimal.train_step(model, optimizer, batches_of(step, rank, ranks), 0.5) for step in steps]
+
+
+def exercise_recipe(folder: str) -> dict:
+    """Train 3 + 3 steps, save in the middle, and train the last 3 steps again after a resume. Runs on every rank."""
+    model, optimizer = build()
+    shards = {name: (p.shape, p.to_local().numel(), p.dtype) for name, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    history = train_llama(0, 3, model, optimizer)
+    minimal.save(folder, model, optimizer, 3)
+    history += train_llama(3, 6, model, optimizer)
+    resumed, resumed_optimizer = build()
+    step = minimal.load(folder, resumed, resumed_optimizer)
+    again = train_llama(step, 6, resumed, resumed_optimizer)
+    in_bf16 = train_llama(0, 1, *build(torch.bfloat16))
+    return {"shards": shards, "buffers": buffers, "history": history, "again": again, "bf16": in_bf16, "step": step}
+
+
+def train_unsharded() -> list[tuple[float, float]]:
+    """Train the same model in one process, without FSDP."""
+    model = Llama()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            fill(name, param)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    history = []
+    for step in range(6):
+        losses = [model(*batch) for batch in batches_of(step, 0, 1)]
+        sum(loss / 4 for loss in losses).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((sum(loss.item() for loss in losses) / 4, norm))
+    return history
+
+
+def max_difference(history: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    return max(
+        abs(a - b) for row, other_row in zip(history, other, strict=True) for a, b in zip(row, other_row, strict=True)
+    )
+
+
+def test_any_module_trains_sharded_and_resumes_exactly(tmp_path):
+    """A Llama-shaped model on 2 ranks has the losses and norms of an unsharded run, and resumes exactly.
+
+    Each rank stores half of the rows of each parameter. All buffers, also non-persistent ones, have their values.
+    """
+    results = run_on_ranks(exercise_recipe, 2, str(tmp_path / "checkpoint"))
+    expected = train_unsharded()
+    for rank, result in enumerate(results):
+        assert max_difference(result["history"], expected) < 2e-6
+        assert result["again"] == result["history"][3:] and result["step"] == 3
+        assert 0 < max_difference(result["bf16"], expected[:1]) < 0.05
+        for name, (shape, elements, dtype) in result["shards"].items():
+            rows = min(-(-shape[0] // 2) * (rank + 1), shape[0]) - -(-shape[0] // 2) * rank
+            assert elements == rows * shape.numel() // shape[0] and dtype == torch.float32, name
+        true_buffers = dict(Llama().named_buffers())
+        assert result["buffers"].keys() == true_buffers.keys() and len(true_buffers) == 7
+        assert all(torch.equal(buffer, true_buffers[name]) for name, buffer in result["buffers"].items())
+    assert expected[-1][0] < expected[0][0] - 0.3, "the model does not learn"
+
+
+def read_losses(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)", output, re.MULTILINE)}
+
+
+@pytest.mark.ranks
+def test_the_programs_print_the_losses_of_the_baseline(tmp_path, monkeypatch):
+    """torchrun starts `minimal.py` and `naive.py` on 2 ranks, and both print the losses of the baseline on one rank.
+
+    `minimal.py` also saves and resumes.
+    """
+    fields = {"decay_lr": False, "dropout": 0.0, "max_iters": 4, "eval_interval": 4}
+    default = {"block_size": 64, "batch_size": 4, "n_layer": 4, "n_head": 4, "n_embd": 128, "learning_rate": 4e-3}
+    baseline = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "run", **{**TINY, **fields, **default}))
+    torchrun = partial(Program, "torch.distributed.run", "--standalone", "--nproc_per_node=2", OMP_NUM_THREADS="1")
+    outputs = []
+    for words in (
+        ["phase3_fsdp/minimal.py", "--max_iters=3", f"--save_to={tmp_path / 'saved'}"],
+        ["phase3_fsdp/minimal.py", "--max_iters=4", f"--resume_from={tmp_path / 'saved'}"],
+        ["phase1_zero1/naive.py", "--max_iters=4"],
+    ):
+        program = torchrun(*words)
+        program.wait()
+        outputs.append(program.output())
+    first, resumed, naive_output = outputs
+    assert gap(read_losses(first) | read_losses(resumed), baseline) < 1e-5, outputs
+    assert list(read_losses(resumed)) == [3] and gap(read_losses(naive_output), baseline) < 1e-5, outputs
+    owned = [int(text.replace(",", "")) for text in re.findall(r"owns ([\d,]+) of 805,376", naive_output)]
+    assert len(owned) == 2 and sum(owned) == 805_376 and max(owned) < 0.51 * 805_376
+
+
+@pytest.mark.parametrize("program", [minimal.main, naive.main])
+def test_wrong_starts_are_refused(program, monkeypatch):
+    """A start without torchrun, and micro-batches that the ranks cannot share, are one error."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="start it with torchrun"):
+        program()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="micro_batches=3 cannot be divided by 2 ranks: use a multiple of 2"):
+        program(micro_batches=3)
+    with pytest.raises(ConfigError, match="--resume_from=nowhere is not a directory"):
+        minimal.main(resume_from="nowhere")

@@ -1,0 +1,109 @@
+"""`make slides` and `make diffs`: complete pages in one file each, without links to other files."""
+
+import base64
+import html
+import re
+from html.parser import HTMLParser
+
+import nbformat
+import pytest
+
+from nanoGPT.errors import ConfigError
+from workshop import diff_page, slides
+from workshop.diff import BASELINE, ROOT, find_hunks
+from workshop.notebooks import list_scripts
+from workshop.phases import PHASES
+from workshop.slides import read_sections, split_paragraphs, write_slides
+
+PHASE_PACKAGES = [package for name, package in PHASES.items() if name != "baseline"]
+
+
+class Cells(HTMLParser):
+    """Collects the text of the cells of each class, and all links to other files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: dict[str, list[str]] = {}
+        self.links: list[str] = []
+        self.current = ""
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.links += [
+            value for name, value in attrs if name in ("src", "href") and not value.startswith(("#", "data:"))
+        ]
+        if tag == "td":
+            self.current = values.get("class", "")
+            self.texts.setdefault(self.current, []).append("")
+
+    def handle_data(self, data):
+        if self.current:
+            self.texts[self.current][-1] += data
+
+    def handle_endtag(self, tag):
+        self.current = "" if tag == "td" else self.current
+
+
+def test_the_slides_have_every_picture_question_and_list(tmp_path, capsys):
+    """One file has all pictures of the notebooks, each after its question, and every list to take home."""
+    write_slides(str(tmp_path / "slides.html"))
+    text = (tmp_path / "slides.html").read_text()
+    assert re.search(r": \d+ slides, \d+\.\d MB", capsys.readouterr().out)
+    parser = Cells()
+    parser.feed(text)
+    assert parser.links == []
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    expected = []
+    for script in list_scripts():
+        for cell in nbformat.read(script.with_suffix(".ipynb"), as_version=4).cells:
+            data = [output.get("data", {}).get("image/png") for output in cell.get("outputs", [])]
+            expected += [picture.replace("\n", "") for picture in data if picture]
+    in_sections = [content for script in list_scripts() for section in read_sections(script.with_suffix(".ipynb"))
+                   if section.level == 2 for kind, content in section.parts if kind == "picture"]  # fmt: skip
+    assert pictures == in_sections and len(pictures) >= len(expected) - 2  # a title slide has no picture
+    assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
+    assert text.count('<section class="title">') == len(list_scripts()) + 1
+    assert text.count("<section>") > len(pictures) and text.count("To take home</h2>") >= 2
+    first = text.index("e. Dropout with naive seeding")
+    assert text.index('class="question"', first) < text.index("<img", first)
+
+
+def test_paragraphs_keep_blocks_of_code():
+    """Paragraphs end at blank lines and headings, but not inside a block of code, which may contain `#`."""
+    text = "# A\nfirst\nline\n\n```\n# code\n\nmore\n```\n## B\n**Predict first:** what?"
+    assert split_paragraphs(text) == [
+        "# A",
+        "first\nline",
+        "```\n# code\n\nmore\n```",
+        "## B",
+        "**Predict first:** what?",
+    ]
+
+
+def test_a_damaged_notebook_is_one_error(tmp_path, monkeypatch):
+    """A notebook that cannot be read is named, with a remedy, and no slides are written."""
+    (tmp_path / "a.ipynb").write_text("{")
+    monkeypatch.setattr(slides, "list_scripts", lambda: [tmp_path / "a.py"])
+    with pytest.raises(ConfigError, match="a.ipynb cannot be read.*restore it from git"):
+        write_slides(str(tmp_path / "slides.html"))
+    assert not (tmp_path / "slides.html").exists()
+
+
+def test_the_diffs_have_every_line_of_both_files(tmp_path):
+    """Both columns contain their file line by line; removed and added lines are those of the hunks and imports."""
+    diff_page.write_diffs(str(tmp_path / "diffs.html"))
+    text = (tmp_path / "diffs.html").read_text()
+    assert all(f'id="{phase}"' in text for phase in PHASE_PACKAGES)
+    for phase, part in zip(PHASE_PACKAGES, text.split("<h2 id=")[1:], strict=True):
+        rows = re.findall(r'<tr><td class="line">(\d*)</td><td class="\w+">(.*?)</td><td class="line">(\d*)</td>'
+                          r'<td class="\w+">(.*?)</td></tr>', part)  # fmt: skip
+        for path, number, content in ((BASELINE, 0, 1), (ROOT / phase / "train.py", 2, 3)):
+            lines = [html.unescape(re.sub(r"<[^>]+>", "", row[content])) for row in rows if row[number]]
+            assert lines == path.read_text().splitlines(), path
+        parser = Cells()
+        parser.feed(part)
+        assert parser.links == []
+        added = [line for hunk in find_hunks(phase) for line in hunk.added]
+        assert set(added) <= set(parser.texts["added"])
+        assert "".join(parser.texts["note"]).count("micro-batch") >= 1 or phase == "phase2_triton"
+        assert part.count('<b class="tag">') >= len(find_hunks(phase))
