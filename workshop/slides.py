@@ -134,9 +134,11 @@ def make_slides(sections: list[Section]) -> Iterator[str]:
     title = sections[0].title
     texts = [text for kind, text in sections[0].parts if kind == "text"][:MAX_INTRODUCTION]
     yield f'<section class="title"><h1>{html.escape(title)}</h1>{"".join(map(render, texts))}</section>'
-    for section in sections[1:] if len(sections) > 1 else []:
+    yield from (make_picture_slide(title, "", content) for kind, content in sections[0].parts if kind == "picture")
+    for section in sections[1:]:
         name = section.title.lower()
-        if section.level != 2 or name.startswith(LEFT_OUT):
+        has_picture = any(kind == "picture" for kind, _ in section.parts)
+        if (section.level > 2 and not has_picture) or name.startswith(LEFT_OUT):
             continue
         heading = f'<p class="part">{html.escape(title)}</p><h2>{html.escape(section.title)}</h2>'
         if name.startswith(TAKE_HOME):
@@ -144,6 +146,12 @@ def make_slides(sections: list[Section]) -> Iterator[str]:
             yield f"<section>{heading}{render(chr(10).join(lists))}</section>"
             continue
         yield from make_section_slides(section, heading)
+
+
+def make_picture_slide(title: str, heading: str, content: str) -> str:
+    """Return a slide with a picture, which is base64 in PNG."""
+    source = f'src="data:image/png;base64,{content}"'
+    return f'<section>{heading}<img alt="{html.escape(title)}" {source}></section>'
 
 
 def make_section_slides(section: Section, heading: str) -> Iterator[str]:
@@ -158,8 +166,7 @@ def make_section_slides(section: Section, heading: str) -> Iterator[str]:
             if waiting:
                 yield f"<section>{heading}{''.join(waiting)}</section>"
                 waiting = []
-            source = f'src="data:image/png;base64,{content}"'
-            yield f'<section>{heading}<img alt="{html.escape(section.title)}" {source}></section>'
+            yield make_picture_slide(section.title, heading, content)
         if len(waiting) == 3:  # an introduction and two questions, or three questions, fill a slide
             yield f"<section>{heading}{''.join(waiting)}</section>"
             waiting = []

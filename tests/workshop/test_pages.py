@@ -13,7 +13,7 @@ from workshop import diff_page, slides
 from workshop.diff import BASELINE, ROOT, find_hunks
 from workshop.notebooks import list_scripts
 from workshop.phases import PHASES
-from workshop.slides import read_sections, split_paragraphs, write_slides
+from workshop.slides import split_paragraphs, write_slides
 
 PHASE_PACKAGES = [package for name, package in PHASES.items() if name != "baseline"]
 
@@ -58,9 +58,7 @@ def test_the_slides_have_every_picture_question_and_list(tmp_path, capsys):
         for cell in nbformat.read(script.with_suffix(".ipynb"), as_version=4).cells:
             data = [output.get("data", {}).get("image/png") for output in cell.get("outputs", [])]
             expected += [picture.replace("\n", "") for picture in data if picture]
-    in_sections = [content for script in list_scripts() for section in read_sections(script.with_suffix(".ipynb"))
-                   if section.level == 2 for kind, content in section.parts if kind == "picture"]  # fmt: skip
-    assert pictures == in_sections and len(pictures) >= len(expected) - 2  # a title slide has no picture
+    assert pictures == expected and len(pictures) > 30
     assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
     assert text.count('<section class="title">') == len(list_scripts()) + 1
     assert text.count("<section>") > len(pictures) and text.count("To take home</h2>") >= 2
