@@ -35,7 +35,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
     """Return a headless browser."""
-    pytest.importorskip("playwright", reason="the packages of `make book` are not installed")
+    for package in ("playwright", "axe_playwright_python"):
+        pytest.importorskip(package, reason="the packages of `make book` are not installed")
     from playwright.sync_api import sync_playwright
 
     path = next((path for name in BROWSERS if (path := shutil.which(name))), None)
