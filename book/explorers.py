@@ -5,6 +5,7 @@ script `book/static/NAME.js` reads, and tables for browsers without scripts and 
 """
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from book.sources import ROOT
 from nanoGPT.errors import ConfigError
 
 RECORDINGS = ROOT / "docs" / "data"
-MB = 1e6
+MB, GIB = 1e6, 2**30
+SHOWN_CASES = 24  # of the planner's results
 
 
 def render_explorer(name: str) -> str:
@@ -29,7 +31,7 @@ def render_explorer(name: str) -> str:
     try:
         tables = TABLES[name](result["samples"])
         origin = describe_recording(result)
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, StopIteration) as error:
         raise ConfigError(f"{path} is damaged ({error!r}): run make record NAME={name}") from None
     data = json.dumps(result, separators=(",", ":")).replace("</", "<\\/")
     script = f'<script type="application/json">{data}</script>'
@@ -88,4 +90,70 @@ def tabulate_fsdp_step(samples: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"ring": tabulate_ring, "fsdp_step": tabulate_fsdp_step}
+def tabulate_will_it_fit(samples: dict[str, Any]) -> str:
+    """Return the planner's results for some of the recorded cases."""
+    names = ("model", "gpus", "gpu", "dtype", "batch_size", "block_size")
+    rows = []
+    for case in samples["cases"][:SHOWN_CASES]:
+        memory = [f"{size / GIB:,.1f}" for size in (sum(case["state_bytes"].values()), case["peak_bytes"])]
+        times = [f"{1e3 * case[mode]:,.1f}" for mode in ("compiled", "eager")]
+        inputs = [f"{case[name]:,}" if isinstance(case[name], int) else case[name] for name in names]
+        rows.append([f"`{samples['rows'][case['row']]['name']}`", *inputs, *memory, *times])
+    header = ["row", "model", "GPUs", "GPU", "dtype", "sequences per GPU", "tokens per sequence"]
+    header += ["model state (GiB)", "peak memory (GiB)", "compiled step (ms)", "eager step (ms)"]
+    text = f"The planner's results for {SHOWN_CASES} of the {len(samples['cases'])} cases with which a test compares "
+    return f"{text}the formulas:\n\n{format_table(header, rows)}"
+
+
+def tabulate_kill_save(samples: dict[str, Any]) -> str:
+    """Return what every kill left, and which step opened."""
+    rows = []
+    for kill in samples["kills"]:
+        folders = dict.fromkeys(name.partition("/")[0] for name, _ in kill["files"] if "/" in name)
+        rows.append([kill["mode"], str(kill["rank"]), kill["point"], ", ".join(f"`{name}`" for name in folders)])
+        rows[-1].append(f"step {kill['step']}")
+    return format_table(["save", "killed rank", "moment", "directories after the kill", "opens"], rows)
+
+
+def tabulate_layout(samples: dict[str, Any]) -> str:
+    """Return the places of every parameter on 4 ranks."""
+    layout = next(each for each in samples["layouts"] if each["ranks"] == 4)
+    places, sizes = {}, {name: math.prod(shape) for name, shape in samples["parameters"]}
+    for number, bucket in enumerate(layout["buckets"], start=1):
+        begin = 0
+        for name in bucket["params"]:
+            places[name] = number, begin // bucket["slice"], (begin + sizes[name] - 1) // bucket["slice"]
+            begin += sizes[name]
+    rows = []
+    for name, shape in samples["parameters"]:
+        bucket, first, last = places[name]
+        owners = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        positions = [f"{data:,}" for _, _, data in layout["files"][f"model.{name}"]]
+        rows.append([f"`{name}`", " x ".join(map(str, shape)), str(bucket), owners, str(layout["rows"][name])])
+        rows[-1].append(", ".join(positions))
+    header = ["parameter", "shape", "ZeRO-1: bucket", "ZeRO-1: owners", "FSDP: rows per rank"]
+    return "On 4 ranks:\n\n" + format_table([*header, "checkpoint: position in the file of each rank (bytes)"], rows)
+
+
+def tabulate_bug_museum(samples: dict[str, Any]) -> str:
+    """Return the first step and the last losses of every trainer."""
+
+    def list_numbers(curve: dict[str, Any]) -> list[str]:
+        first = [curve["val_loss"][0][1], curve["loss"][0], curve["grad_norm"][0]]
+        return [f"{value:.6f}" for value in (*first, curve["loss"][-1], curve["val_loss"][-1][1])]
+
+    rows = [["none: the right trainer", *list_numbers(samples["right"]), ""]]
+    rows += [[each["fault"], *list_numbers(each), each["symptom"]] for each in samples["exhibits"]]
+    header = ["fault", "validation loss before step 0", "training loss of step 0", "gradient norm of step 0"]
+    header += [f"training loss of step {samples['steps'] - 1}", "last validation loss", "how to recognize it"]
+    return format_table(header, rows)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "ring": tabulate_ring,
+    "fsdp_step": tabulate_fsdp_step,
+    "will_it_fit": tabulate_will_it_fit,
+    "kill_save": tabulate_kill_save,
+    "layout": tabulate_layout,
+    "bug_museum": tabulate_bug_museum,
+}

@@ -171,6 +171,23 @@ def save_and_die(out_dir: str, point: str, victim: int, is_async: bool) -> None:
     time.sleep(60)  # the caller kills this rank after the victim
 
 
+def kill_save(folder: str, point: str, victim: int, is_async: bool) -> None:
+    """Save steps 1 and 2 into a directory, and kill rank `victim` at a point of the save of step 3.
+
+    The other rank is killed after it, as the launcher does.
+
+    Raises:
+        AssertionError: the rank did not reach the point.
+    """
+    with tempfile.TemporaryDirectory() as rendezvous:
+        started = start_ranks(save_and_die, RANKS, folder, point, victim, is_async, folder=rendezvous)
+        deadline = time.monotonic() + 120
+        while started[victim][0].is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert started[victim][0].exitcode == -signal.SIGKILL, f"rank {victim} was not killed {point}"
+        kill_ranks(started)
+
+
 def kill_at_point(point: str, victim: int, is_async: bool) -> int:
     """Kill rank `victim` at a point of the save of step 3, then load the newest checkpoint on two new ranks.
 
@@ -180,13 +197,8 @@ def kill_at_point(point: str, victim: int, is_async: bool) -> int:
     Raises:
         AssertionError: that checkpoint is not complete, or the next save leaves temporary files behind.
     """
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as rendezvous:
-        started = start_ranks(save_and_die, RANKS, folder, point, victim, is_async, folder=rendezvous)
-        deadline = time.monotonic() + 30
-        while started[victim][0].is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert started[victim][0].exitcode == -signal.SIGKILL, f"rank {victim} was not killed {point}"
-        kill_ranks(started)
+    with tempfile.TemporaryDirectory() as folder:
+        kill_save(folder, point, victim, is_async)
         step = max(run_on_ranks(load_and_save, RANKS, folder, show=False))
         leftovers = [p.name for p in (Path(folder) / "checkpoints").iterdir() if p.name.startswith(".tmp")]
         assert step in (2, 3) and not leftovers, (step, leftovers)

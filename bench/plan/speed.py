@@ -17,7 +17,7 @@ Peak rates come from the vendors' data sheets. All other assumptions are the con
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,12 +116,30 @@ def count_bytes(tensor: Tensor) -> int:
     return size
 
 
+class Product(NamedTuple):
+    """An operator with FLOPs: a matrix product, an attention or a fused loss.
+
+    Attributes:
+        stage: forward, backward or update.
+        flops: its FLOPs.
+        efficiency: the fraction of the peak at which they run.
+        traffic: bytes that it reads and writes.
+    """
+
+    stage: str
+    flops: float
+    efficiency: float
+    traffic: float
+
+
 class Roofline(TorchDispatchMode):
     """A dispatch mode that adds up the estimated GPU time of the operators inside it.
 
     Attributes:
         eager, compiled: seconds on the GPU per stage: forward, backward (recomputation included) and update.
         kernels: number of kernels that the eager model launches, per stage.
+        products: every operator with FLOPs. Its time is the same in the eager and in the compiled model.
+        eager_bytes, compiled_bytes: bytes that all other operators read and write, per stage.
         stage: set it to "update" when the backward pass is done. The mode detects the other two stages itself.
     """
 
@@ -129,6 +147,8 @@ class Roofline(TorchDispatchMode):
         super().__init__()
         self.gpu, self.stage, self._last_stage = gpu, "forward", "forward"
         self.eager, self.compiled, self.kernels = (dict.fromkeys(STAGES, 0.0) for _ in range(3))
+        self.eager_bytes, self.compiled_bytes = (dict.fromkeys(STAGES, 0.0) for _ in range(2))
+        self.products: list[Product] = []
         self._read: dict[int, Any] = {}  # weak references to the storages that the current fused pass has read
         self._written: dict[int, tuple[Any, int]] = {}  # and to those that it has written, with their bytes
 
@@ -144,7 +164,7 @@ class Roofline(TorchDispatchMode):
     def _add_operator(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         stage = self.stage if self.stage == "update" or torch._C._current_graph_task_id() == -1 else "backward"
         if stage != self._last_stage:  # the compiler makes separate graphs of forward and backward
-            self.compiled[stage] += self._finish_pass()
+            self._add_compiled_bytes(stage, self._finish_pass())
             self._last_stage = stage
         values = list(zip(func._schema.arguments, args, strict=False))
         values += [(each, kwargs[each.name]) for each in func._schema.arguments if kwargs and each.name in kwargs]
@@ -160,10 +180,19 @@ class Roofline(TorchDispatchMode):
         seconds = max(work / (efficiency * self.gpu.peak), traffic / bandwidth)
         self.kernels[stage] += 1
         self.eager[stage] += seconds
-        if work or name.startswith(UNFUSED):
-            self.compiled[stage] += seconds + self._finish_pass()
-        else:
-            self.compiled[stage] += self._add_to_pass(read, written) / bandwidth
+        if work:
+            self.products.append(Product(stage, work, efficiency, traffic))
+            self.compiled[stage] += seconds
+            self._add_compiled_bytes(stage, self._finish_pass())
+            return
+        self.eager_bytes[stage] += traffic
+        is_unfused = name.startswith(UNFUSED)
+        fused_traffic = traffic + self._finish_pass() if is_unfused else self._add_to_pass(read, written)
+        self._add_compiled_bytes(stage, fused_traffic)
+
+    def _add_compiled_bytes(self, stage: str, traffic: float) -> None:
+        self.compiled_bytes[stage] += traffic
+        self.compiled[stage] += traffic / (MEMORY_EFFICIENCY * self.gpu.bandwidth)
 
     def _add_to_pass(self, read: list[Tensor], written: list[Tensor]) -> int:
         """Fuse an operator into the current pass. Return the bytes that the pass reads in addition."""
@@ -179,15 +208,15 @@ class Roofline(TorchDispatchMode):
             self._written[storage._cdata] = (weakref.ref(storage), count_bytes(tensor))
         return total
 
-    def _finish_pass(self) -> float:
-        """Finish the current fused pass. Return the seconds to write those of its results that are still in use."""
+    def _finish_pass(self) -> int:
+        """Finish the current fused pass. Return the bytes to write: those of its results that are still in use."""
         total = sum(size for ref, size in self._written.values() if ref() is not None)
         self._read.clear()
         self._written.clear()
-        return total / (MEMORY_EFFICIENCY * self.gpu.bandwidth)
+        return total
 
     def __exit__(self, *error: Any) -> None:
-        self.compiled[self.stage] += self._finish_pass()
+        self._add_compiled_bytes(self.stage, self._finish_pass())
         super().__exit__(*error)
 
 

@@ -13,14 +13,21 @@ import sys
 import torch
 
 from bench.tables.records import FORMAT, describe_origin
-from book.recordings import fsdp_step, ring
+from book.recordings import bug_museum, fsdp_step, kill_save, layout, ring, will_it_fit
 from book.sources import ROOT
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import write_atomically
 
-RECORDERS = {"ring": ring.record, "fsdp_step": fsdp_step.record}
+RECORDERS = {
+    "ring": ring.record,
+    "fsdp_step": fsdp_step.record,
+    "will_it_fit": will_it_fit.record,
+    "kill_save": kill_save.record,
+    "layout": layout.record,
+    "bug_museum": bug_museum.record,
+}
 FOLDER = ROOT / "docs" / "data"
 MAX_BYTES = 300_000  # of one file: a page contains its recording
 

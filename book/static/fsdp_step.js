@@ -46,7 +46,7 @@ Explorers.fsdp_step = function (root, samples) {
     const stepper = addStepper(root, "event of the step", events.length, show);
     const legend = make("p", { class: "legend" }, ...categories.flatMap((name, i) => [
       make("span", { class: "key", style: `background:${colors[i]}` }), `${name.replaceAll("_", " ")}  `]));
-    root.append(sentence, make("div", { class: "scroll" }, grid), volume, legend, make("div", { class: "scroll" }, bars));
+    root.append(sentence, makeScroll("state of the units", grid), volume, legend, makeScroll("memory of the ranks", bars));
     stepper.go(0);
 
     function show(position) {

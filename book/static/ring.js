@@ -29,21 +29,15 @@ Explorers.ring = function (root, samples) {
 
   function reveal() {
     const unique = (key) => [...new Set(samples.runs.map((run) => run[key]))];
-    const select = (name, values, value) => {
-      const element = make("select", { "aria-label": name, class: name.replaceAll(" ", "-"), onchange: restart },
-        ...values.map((each) => make("option", { value: each }, each)));
-      element.value = value;
-      return element;
-    };
-    const collective = select("collective", unique("collective"), "all-reduce");
-    const ranks = select("number of ranks", unique("ranks"), 4);
+    const [collectiveLabel, collective] = makeSelect("collective", unique("collective"), "all-reduce", restart);
+    const [ranksLabel, ranks] = makeSelect("number of ranks", unique("ranks"), 4, restart);
     const sentence = make("p", { class: "sentence", "aria-live": "polite" });
     const volume = make("p", { class: "volume" });
     const table = make("table", {});
-    root.append(make("p", {}, collective, ranks, " ranks"));
+    root.append(make("p", { class: "choices" }, collectiveLabel, ranksLabel));
     const run = () => find(collective.value, ranks.value);
     const stepper = addStepper(root, "step of the collective", run().steps.length + 1, show);
-    root.append(sentence, make("div", { class: "scroll" }, table), volume);
+    root.append(sentence, makeScroll("chunks of all ranks", table), volume);
     stepper.go(0);
 
     function restart() { stepper.setCount(run().steps.length + 1); }

@@ -1,14 +1,20 @@
 """The recordings in docs/data agree with the code: its order, bytes, owners and losses. Times are not compared."""
 
 import json
+import math
+import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from book.explorers import render_explorer
-from book.recordings import fsdp_step, ring
+from book.recordings import bug_museum, fsdp_step, kill_save, layout, ring, will_it_fit
 from book.recordings.__main__ import FOLDER, MAX_BYTES, RECORDERS, write_recordings
+from nanoGPT.distributed.sharding import row_range
 from nanoGPT.errors import ConfigError
 from nanoGPT.memory.costs import ring_bytes
+from nanoGPT.model import GPTConfig
+from workshop.ranks import run_on_ranks
 
 
 def read_samples(name):
@@ -76,6 +82,94 @@ def test_the_recorded_fsdp_step_matches_the_formulas():
     for unit in recorded["units"][1:]:
         kinds = [kind for kind, each, _ in recorded["events"] if each == unit]
         assert kinds == ["all-gather", "forward", "free", "all-gather", "backward", "free", "reduce-scatter"]
+
+
+@pytest.mark.heavy
+def test_the_planner_still_gives_the_recorded_results():
+    """For a case of ZeRO-1 and one of FSDP, the planner returns the recorded bytes and seconds."""
+    recorded = read_samples("will_it_fit")
+    assert [(row["phase"], row["options"]) for row in recorded["rows"]] == will_it_fit.ROWS
+    assert recorded["constants"] == json.loads(json.dumps(will_it_fit.list_constants()))
+    with ThreadPoolExecutor(1) as pool:  # a trace needs a process group, so one at a time
+        for number in (1, 6):
+            case = next(case for case in recorded["cases"] if case["row"] == number)
+            planned = will_it_fit.plan_case(case, pool)
+            assert {name: case[name] for name in planned} == planned
+
+
+def test_a_kill_leaves_the_recorded_files():
+    """A kill before the final rename leaves the recorded files. The rename decides which step opens."""
+    kills = read_samples("kill_save")["kills"]
+    new = kill_save.record_kill("before the final rename", 0, "synchronous")
+    recorded = next(kill for kill in kills if (kill["point"], kill["mode"]) == (new["point"], new["mode"]))
+    assert {**new, "files": [name for name, _ in new["files"]]} == {
+        **recorded,
+        "files": [name for name, _ in recorded["files"]],
+    }
+    for kill in kills:
+        position = kill_save.POINTS[0].index(kill["point"])
+        is_renamed = position >= kill_save.POINTS[0].index("after the final rename")
+        assert kill["step"] == (3 if is_renamed else 2), kill
+        names = {name.partition("/")[0] for name, _ in kill["files"]}
+        assert ("step-00000003" in names) == is_renamed and "step-00000002" in names
+    counted = {(kill["mode"], kill["rank"], kill["point"]) for kill in kills}
+    assert len(counted) == len(kills) == 2 * sum(len(points) for points in kill_save.POINTS.values())
+
+
+@pytest.mark.heavy
+def test_a_checkpoint_stores_weights_where_the_layout_says(tmp_path):
+    """In a new checkpoint of 3 ranks, the bytes at the recorded kind of position are those of the weight.
+
+    The recorded buckets and shards of GPT-2 are those of the code.
+    """
+    shape = GPTConfig(2, 2, 16, 8, False, 75)
+    run_on_ranks(layout.save_state, 3, str(tmp_path), shape, show=False)
+    positions = layout.read_positions(tmp_path)
+    for name, (rows, *width) in layout.list_parameters(shape):
+        for (first, file, data), (begin, end) in zip(
+            positions[f"model.{name}"], (row_range(rows, 3, rank) for rank in range(3)), strict=True
+        ):
+            assert first == begin
+            size = math.prod(width)
+            content = (tmp_path / f"__{file}_0.distcp").read_bytes()[data : data + 4 * (end - begin) * size]
+            assert struct.unpack(f"<{len(content) // 4}f", content) == tuple(range(begin * size, end * size))
+    recorded = read_samples("layout")
+    assert recorded["parameters"] == layout.list_parameters(layout.GPT2)
+    for each in recorded["layouts"]:
+        assert each["buckets"] == layout.list_buckets(layout.GPT2, each["ranks"])
+        assert each["rows"] == {n: row_range(size[0], each["ranks"], 0)[1] for n, size in recorded["parameters"]}
+        for name, size in recorded["parameters"]:
+            firsts = [row_range(size[0], each["ranks"], rank)[0] for rank in range(each["ranks"])]
+            for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
+                assert [first for first, _, _ in each["files"][key]] == firsts
+
+
+def test_a_planted_fault_still_gives_its_curve():
+    """The first 3 steps with the largest fault have the recorded losses. Every fault has its recorded symptom."""
+    samples = read_samples("bug_museum")
+    right, exhibits = samples["right"], {each["name"]: each for each in samples["exhibits"]}
+    assert list(exhibits) == list(bug_museum.EXHIBITS)
+    for name, exhibit in bug_museum.EXHIBITS.items():
+        assert (exhibits[name]["fault"], exhibits[name]["symptom"]) == (exhibit.fault, exhibit.symptom)
+    new = bug_museum.record_curve("norm", steps=3)
+    for key in ("loss", "grad_norm"):
+        assert new[key] == pytest.approx(exhibits["norm"][key][:3], abs=1e-5), key
+
+    def differs(name: str, key: str) -> bool:
+        first, other = ((c["val_loss"][0][1] if key == "val_loss" else c[key][0]) for c in (exhibits[name], right))
+        return abs(first - other) > 1e-6
+
+    symptoms = {name: [key for key in ("val_loss", "loss", "grad_norm") if differs(name, key)] for name in exhibits}
+    everything = ["val_loss", "loss", "grad_norm"]
+    assert symptoms == {
+        "norm": everything[2:],
+        "mask": everything,
+        "same_data": everything[1:],
+        "seeds": everything[1:],
+        "scale": everything[2:],
+    }
+    assert exhibits["scale"]["grad_norm"][0] == pytest.approx(2 * right["grad_norm"][0], rel=1e-6)
+    assert 0.3 < exhibits["norm"]["grad_norm"][0] / right["grad_norm"][0] < 0.4
 
 
 def test_unusable_recordings_are_reported(tmp_path, monkeypatch):

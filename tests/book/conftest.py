@@ -1,0 +1,47 @@
+"""The site and the browser of the tests in this directory. Each worker of pytest-xdist starts one browser."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.training import ROOT
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site once for all workers, and return its directory. BOOK_SITE names a site that is built already."""
+    pytest.importorskip("myst_nb", reason="the packages of `make book` are not installed")
+    if built := os.environ.get("BOOK_SITE"):
+        return (ROOT / built).resolve()
+    common = tmp_path_factory.getbasetemp().parent
+    folder = common / "book"
+    with (common / "book.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            command = [sys.executable, "-m", "book", f"--to={folder}"]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    """Return a headless browser."""
+    for package in ("playwright", "axe_playwright_python"):
+        pytest.importorskip(package, reason="the packages of `make book` are not installed")
+    from playwright.sync_api import sync_playwright
+
+    path = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if path is None:
+        pytest.skip(f"there is no browser ({', '.join(BROWSERS)})")
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses its sandbox to root
+        yield playwright.chromium.launch(executable_path=path, args=arguments)

@@ -1,0 +1,279 @@
+"""The interactive pages in a real browser: what they show equals the recordings and the Python functions."""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from book.recordings.__main__ import FOLDER, RECORDERS
+from nanoGPT.distributed.sharding import row_range
+
+pytestmark = pytest.mark.heavy
+
+# Move the slider through all positions, and return the texts of the elements that each selector matches.
+READ_STEPS = """(selectors) => {
+  const slider = document.querySelector(".explorer input[type=range]");
+  return Array.from({length: Number(slider.max) + 1}, (_, position) => {
+    slider.value = position;
+    slider.dispatchEvent(new Event("input"));
+    return Object.fromEntries(selectors.map((selector) =>
+      [selector, [...document.querySelectorAll(`.explorer ${selector}`)].map((each) => each.textContent)]));
+  });
+}"""
+READ_SAMPLES = "JSON.parse(document.querySelector('.explorer script').textContent).samples"
+# One damage for each recording: a text, and what replaces it.
+DAMAGES = {
+    "ring": ('"ranks":', '"tanks":'),
+    "fsdp_step": ('"memory":[[[', '"memory":[[[9],['),
+    "will_it_fit": ('"polynomials":[', '"polynomials":[7,'),
+    "kill_save": ('"files":[[', '"piles":[['),
+    "layout": ('"buckets":[{', '"packets":[{'),
+    "bug_museum": ('"steps":', '"stops":'),
+}
+
+
+def open_explorer(browser, site: Path, name: str, **options):
+    """Open an interactive page, answer its question, and return the page and the recorded samples."""
+    page = browser.new_page(**options)
+    page.goto((site / "book" / "pages" / f"{name}.html").as_uri())
+    controls = page.locator(".explorer select, .explorer input, .symptom")
+    assert controls.count() == 0, "the run must not be visible before the prediction"
+    page.locator(".explorer fieldset button").first.click()
+    return page, json.loads((FOLDER / f"{name}.json").read_text())["samples"]
+
+
+def read_rows(page, selector: str) -> list[list[str]]:
+    """Return the texts of a table's cells by row."""
+    script = "(rows) => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
+    return page.locator(f"{selector} tr").evaluate_all(script)
+
+
+def test_the_ring_page_shows_the_recorded_run(site, browser):
+    """For each collective and number of ranks, every step shows the recorded sends, contents and bytes."""
+    page, samples = open_explorer(browser, site, "ring")
+    assert "24,576 bytes" in page.locator(".verdict").inner_text()
+    for run in samples["runs"]:
+        page.select_option(".collective", run["collective"])
+        page.select_option(".number-of-ranks", str(run["ranks"]))
+        steps = page.evaluate(READ_STEPS, ["td", "td.sent", ".sentence", ".volume"])
+        assert len(steps) == len(run["steps"]) + 1
+        for position, shown in enumerate(steps):
+            sends = run["steps"][position] if position < len(run["steps"]) else []
+            values = [send["chunks"] for send in sends] or run["end"]
+            assert shown["td"] == [name_ranks(value) for row in values for value in row]
+            assert len(shown["td.sent"]) == len(sends)
+            for rank, send in enumerate(sends):
+                assert f"rank {rank} sends chunk {send['chunk']} to rank {send['to']}" in shown[".sentence"][0]
+            sent = sum(each[0]["bytes"] for each in run["steps"][:position])
+            assert shown[".volume"][0].startswith(f"Rank 0 has sent {sent:,} bytes.")
+            assert f"{run['predicted_bytes']:,.0f}" in shown[".volume"][0]
+    page.close()
+
+
+def name_ranks(value: int | None) -> str:
+    """Return the ranks in a recorded value, as the page writes them."""
+    return "empty" if value is None else "+".join(str(rank) for rank in range(8) if value >> rank & 1)
+
+
+def test_the_fsdp_page_shows_the_recorded_step(site, browser):
+    """Every event shows the recorded memory of every rank. The keyboard, the buttons and Play change the event."""
+    page, samples = open_explorer(browser, site, "fsdp_step")
+    assert "the recorded value is 2 times" in page.locator(".verdict").inner_text()
+    steps = page.evaluate(READ_STEPS, [".total", ".volume", ".units tr:nth-child(2) td"])
+    sent = 0.0
+    for position, (kind, unit, size) in enumerate(samples["events"]):
+        shown = steps[position]
+        assert shown[".total"] == [f"{sum(by_event[position]):,} bytes" for by_event in samples["memory"]]
+        sent += size * (samples["ranks"] - 1) / samples["ranks"]
+        assert f"has sent {sent:,.0f} bytes" in shown[".volume"][0]
+        state = shown[".units tr:nth-child(2) td"][samples["units"].index(unit)]
+        expected = {"all-gather": "gathered", "free": "sharded", "forward": "forward", "backward": "backward"}
+        assert state == expected.get(kind, "sharded")
+    assert sent == sum(samples["ring_bytes"].values())
+    slider, last = page.locator("input[type=range]"), len(samples["events"]) - 1
+    for action, position in (("First", 0), ("Next", 1), ("Last", last), ("Back", last - 1)):
+        page.get_by_role("button", name=action, exact=True).click()
+        assert slider.input_value() == str(position)
+    slider.press("ArrowLeft")
+    assert f"Event {last - 1} of" in page.locator(".sentence").inner_text()
+    slider.press("ArrowRight")
+    page.get_by_role("button", name="Play").click()
+    page.wait_for_function(f"document.querySelector('input[type=range]').value === '{last}'")
+    page.close()
+
+
+def test_the_planner_in_the_browser_equals_the_planner(site, browser):
+    """For every recorded case, model state and communication are exact, and peak memory and time within 0.5%.
+
+    The table of the page shows these numbers.
+    """
+    page, samples = open_explorer(browser, site, "will_it_fit")
+    results = page.evaluate(f"() => {{ const s = {READ_SAMPLES}; return s.cases.map(makePlanner(s).plan); }}")
+    errors = dict.fromkeys(("peak_bytes", "eager", "compiled"), 0.0)
+    for case, result in zip(samples["cases"], results, strict=True):
+        assert result["state_bytes"] == case["state_bytes"], case
+        assert result["sent_bytes"] == pytest.approx(case["sent_bytes"], abs=0.5), case  # the planner's is rounded
+        for name in errors:
+            errors[name] = max(errors[name], abs(result[name] / case[name] - 1))
+    assert len(results) >= 200
+    assert max(errors.values()) < 0.005, errors
+    case, result = samples["cases"][0], results[0]
+    labels = {"model": ".model", "gpus": ".number-of-GPUs", "gpu": ".GPU", "dtype": ".dtype"}
+    for name, selector in {**labels, "batch_size": ".sequences-per-GPU", "block_size": ".tokens-per-sequence"}.items():
+        page.select_option(selector, str(case[name]))
+    row = read_rows(page, ".plan")[1 + case["row"]]
+    state = sum(case["state_bytes"].values()) / 2**30
+    assert row[2:4] == [f"{result['peak_bytes'] / 2**30:.1f} GiB", f"{state:.1f} GiB"]
+    assert row[6:] == [
+        f"{case['sent_bytes'] / 1e9:.2f}",
+        f"{1e3 * result['compiled']:.1f}",
+        f"{1e3 * result['eager']:.1f}",
+    ]
+    page.close()
+
+
+def test_the_kill_page_shows_the_recorded_files(site, browser):
+    """Every moment of every kill shows the recorded directories and the step that opens."""
+    page, samples = open_explorer(browser, site, "kill_save")
+    assert "the recorded value is step 2" in page.locator(".verdict").inner_text()
+    for mode in samples["modes"]:
+        for rank in range(samples["ranks"]):
+            page.select_option(".save", mode)
+            page.select_option(".killed-rank", str(rank))
+            kills = [kill for kill in samples["kills"] if (kill["mode"], kill["rank"]) == (mode, rank)]
+            steps = page.evaluate(READ_STEPS, [".sentence", ".opens", ".files td"])
+            for kill, shown in zip(kills, steps, strict=True):
+                assert shown[".sentence"] == [f"Rank {rank} is killed {kill['point']}. Step {kill['step']} opens."]
+                assert shown[".opens"] == ["complete: this one opens"]
+                text = " ".join(shown[".files td"])
+                for name, size in kill["files"]:
+                    assert size is None or f"{name.rpartition('/')[2]} ({size:,})" in text
+    page.close()
+
+
+def test_the_layout_page_locates_weights(site, browser):
+    """For random weights, bucket, slice, shard and positions equal those of the recorded layout.
+
+    The pointer and the arrow keys change the weight.
+    """
+    page, samples = open_explorer(browser, site, "layout")
+    draw, shapes = random.Random(0), dict(samples["parameters"])
+    weights = []
+    for _ in range(60):
+        name, ranks = draw.choice(list(shapes)), draw.choice((2, 4, 8))
+        weights.append([ranks, name, *(draw.randrange(length) for length in [*shapes[name], 1][:2])])
+    places = page.evaluate(
+        f"(weights) => {{ const s = {READ_SAMPLES}; return weights.map(([ranks, ...weight]) => "
+        "locateWeight(s, s.layouts.find((each) => each.ranks === ranks), ...weight)); }",
+        weights,
+    )
+    for weight, place in zip(weights, places, strict=True):
+        assert place == locate_weight(samples, *weight), weight
+    page.locator("canvas.fsdp").scroll_into_view_if_needed()
+    box = page.locator("canvas.fsdp").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 1)
+    row, column = (int(page.locator(f"input.{name}").input_value()) for name in ("row", "column"))
+    assert row >= 760 and 380 <= column <= 388
+    page.locator("canvas.zero1").press("ArrowUp")
+    assert int(page.locator("input.row").input_value()) == row - 24
+    place = locate_weight(samples, 4, "h.0.attn.c_proj.weight", row - 24, column)
+    cells = dict(read_rows(page, ".places"))
+    assert cells["slice in ZeRO-1"] == f"slice of rank {place['owner']}, element {place['in_slice']:,}"
+    assert cells["weight in the checkpoint"] == f"{place['weight']['file']}, byte {place['weight']['position']:,}"
+    page.close()
+
+
+def locate_weight(samples: dict[str, Any], ranks: int, name: str, row: int, column: int) -> dict[str, Any]:
+    """Return where a weight is stored, computed from the recorded buckets and files."""
+    layout = next(each for each in samples["layouts"] if each["ranks"] == ranks)
+    shapes = dict(samples["parameters"])
+    width = shapes[name][1] if len(shapes[name]) > 1 else 1
+    number = next(i for i, bucket in enumerate(layout["buckets"]) if name in bucket["params"])
+    params = layout["buckets"][number]["params"]
+    offset = sum(math.prod(shapes[each]) for each in params[: params.index(name)]) + row * width + column
+    owner, in_slice = divmod(offset, layout["buckets"][number]["slice"])
+    ranges = [row_range(shapes[name][0], ranks, rank) for rank in range(ranks)]
+    rank = next(i for i, (begin, end) in enumerate(ranges) if begin <= row < end)
+    position = 4 * ((row - ranges[rank][0]) * width + column)
+
+    def find(key: str) -> dict[str, Any]:
+        first, file, data = layout["files"][key][rank]
+        assert first == ranges[rank][0]
+        return {"file": f"__{file}_0.distcp", "position": data + position}
+
+    return {
+        "bucket": number,
+        "buckets": len(layout["buckets"]),
+        "offset": offset,
+        "owner": owner,
+        "in_slice": in_slice,
+        "rank": rank,
+        "shard": list(ranges[rank]),
+        "in_shard": position // 4,
+        "weight": find(f"model.{name}"),
+        "exp_avg": find(f"optimizer.{name}.exp_avg"),
+        "exp_avg_sq": find(f"optimizer.{name}.exp_avg_sq"),
+    }
+
+
+def test_the_museum_explains_every_curve(site, browser):
+    """Each curve shows the recorded numbers of step 0. An answer reveals the fault, its edit, and other curves."""
+    page, samples = open_explorer(browser, site, "bug_museum")
+    for letter, exhibit in zip("ABCDE", samples["exhibits"], strict=True):
+        if letter != "A":
+            page.select_option(".curve", letter)
+            assert page.locator(".symptom").count() == 0, "the cause must not be visible before the answer"
+            page.get_by_role("button", name=exhibit["fault"]).click()
+            assert page.locator(".verdict").inner_text().startswith("Correct")
+        assert page.locator(".verdict").inner_text().endswith(f"the planted fault was that {exhibit['fault']}.")
+        numbers = [exhibit["val_loss"][0][1], exhibit["loss"][0], exhibit["grad_norm"][0]]
+        assert read_rows(page, ".first-step")[2] == [f"curve {letter}", *(f"{number:.6f}" for number in numbers)]
+        assert page.locator(".cause del").inner_text() == f"- {exhibit['old']}"
+        assert page.locator(".cause ins").inner_text() == f"+ {exhibit['new']}"
+        points = page.locator(".charts svg .line-1").first.get_attribute("points").split()
+        heights = [-float(point.split(",")[1]) for point in points]
+        assert len(heights) == samples["steps"]
+        assert heights.index(max(heights)) == exhibit["loss"].index(max(exhibit["loss"]))
+    page.close()
+
+
+@pytest.mark.parametrize("name", RECORDERS)
+def test_pages_work_for_everyone(name, site, browser, tmp_path):
+    """Without scripts a page shows tables, with reduced motion it has no Play, and on a phone it fits the screen.
+
+    axe-core finds no serious accessibility fault. A damaged recording leads to one sentence with the command that
+    repairs it.
+    """
+    from axe_playwright_python.sync_playwright import Axe
+
+    source = site / "book" / "pages" / f"{name}.html"
+    page = browser.new_context(java_script_enabled=False).new_page()
+    page.goto(source.as_uri())
+    assert page.locator("article table").first.is_visible()
+    page.context.close()
+    page, _ = open_explorer(
+        browser, site, name, reduced_motion="reduce", viewport={"width": 390, "height": 800}, color_scheme="dark"
+    )
+    assert not page.locator(".play").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    faults = Axe().run(page, context=".explorer").response["violations"]
+    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in faults if fault["impact"] in SERIOUS] == []
+    old, new = DAMAGES[name]
+    text = source.read_text()
+    assert old in text
+    damaged = source.with_name(f"damaged-{tmp_path.name}.html")  # next to the scripts that it loads
+    damaged.write_text(text.replace(old, new, 1))
+    try:
+        page.goto(damaged.as_uri())
+        error = page.locator(".explorer .error").inner_text()
+    finally:
+        damaged.unlink()
+    assert "is damaged" in error and re.search(f'"make record NAME={name}"', error)
+    page.close()
+
+
+SERIOUS = ("serious", "critical")
