@@ -94,9 +94,9 @@ notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb
 jupyter: .venv/.notebooks data  ## install Jupyter and open the notebooks
 	@.venv/bin/jupyter lab notebooks $(ARGS)
 student: .venv/.notebooks data  ## write the notebooks for students into TO=DIR: without outputs, with cells for their code
-	@$(PY) -m workshop.student --to=$(TO)
+	@$(PY) -m workshop.student --to="$(TO)"
 offline-bundle: .venv/.notebooks .venv/.pytest data  ## write an archive that sets up laptops without a network: repository, wheels, data
-	@$(PY) -m workshop.offline_bundle $(if $(TO),--to=$(TO))
+	@$(PY) -m workshop.offline_bundle $(if $(TO),--to="$(TO)")
 exercise: .venv/.core  ## write exercise N=zero1.5 into work/, for you to solve; without N, list the exercises
 	@$(PY) -m workshop.exercises exercise --name=$(N)
 check: .venv/.core data  ## check your answer to exercise N=zero1.5 on real ranks, and explain what is wrong; takes seconds
@@ -137,9 +137,9 @@ diff2: .venv/.core  ## show what phase 2 changes in the baseline's train.py, hun
 diff3: .venv/.core  ## show what phase 3 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase3_fsdp
 diffs: .venv/.core  ## write what all phases change in train.py, side by side, into out/diffs.html
-	@$(PY) -m workshop.diff_page $(if $(TO),--to=$(TO))
+	@$(PY) -m workshop.diff_page $(if $(TO),--to="$(TO)")
 slides: .venv/.notebooks  ## write slides from the notebooks' questions, pictures and lists to take home: out/slides.html
-	@$(PY) -m workshop.slides $(if $(TO),--to=$(TO))
+	@$(PY) -m workshop.slides $(if $(TO),--to="$(TO)")
 plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for every phase; needs no GPU
 	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
 profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, memory, most expensive operators

@@ -384,7 +384,7 @@ assert differences[1] < 1e-4 < differences[0] < 1e-2
 #
 # ## To take home
 #
-# 1. bf16 has the range of fp32 and about 3 digits. fp16 has about 4 digits, and ends at 6e-8.
+# 1. bf16 has the range of fp32 and 2 to 3 digits. fp16 has 3 to 4 digits, and ends at 6e-8.
 # 2. Compute in 16 bits; accumulate in 32 bits.
 # 3. A parameter in bf16 does not notice small updates. The optimizer needs an fp32 master copy.
 # 4. The ZeRO paper counts 2 + 2 + 12 bytes per parameter, and this repository 4 + 4 + 8. Both give 16.

@@ -290,7 +290,7 @@ for micro_batches in (1, 4, 8, 32):
 # early as possible, so that a rank stores at most N micro-batches. *Interleaved* schedules give each rank several
 # groups of layers, which divides the bubble.
 #
-# - **Sends:** B T C numbers per micro-batch between neighbours, point to point. It is the least of all methods, so a
+# - **Sends:** B T C numbers per micro-batch and direction between neighbours, point to point. It is the least of all methods, so a
 #   pipeline can cross slow links between nodes.
 # - **Costs:** the bubble, and a batch with many micro-batches. The first and last rank have the embedding and the head,
 #   so the work must be balanced by hand.
@@ -322,15 +322,17 @@ def attend_in_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the attention of this rank's queries (T/N, hs) to the keys and values of all ranks. Collective."""
     maximum, total = torch.full((len(q), 1), -torch.inf), torch.zeros(len(q), 1)
     result, kv = torch.zeros_like(q), torch.cat([k, v], dim=1)
-    for _ in range(dist.get_world_size()):
+    for remaining in reversed(range(dist.get_world_size())):
         k, v = kv.chunk(2, dim=1)
         scores = q @ k.T / q.size(1) ** 0.5
         new_maximum = torch.maximum(maximum, scores.amax(1, keepdim=True))
         weights, decay = (scores - new_maximum).exp(), (maximum - new_maximum).exp()
         total, result = decay * total + weights.sum(1, keepdim=True), decay * result + weights @ v
-        maximum, received = new_maximum, torch.empty_like(kv)
-        collectives.exchange(kv, received)  # to the next rank, and from the previous one
-        kv = received
+        maximum = new_maximum
+        if remaining:
+            received = torch.empty_like(kv)
+            collectives.exchange(kv, received)  # to the next rank, and from the previous one
+            kv = received
     return result / total
 
 # %%
@@ -399,11 +401,11 @@ assert sent == 64 * C * 4 * 3 / 4
 #
 # | method | divides | a rank sends per step | place |
 # |---|---|---|---|
-# | tensor parallelism | each layer | 4 L M B T C numbers, and waits for them | within a node |
+# | tensor parallelism | each layer | 8 L M B T C numbers (all-reduces of 4 L M B T C), and waits for them | within a node |
 # | context parallelism | each sequence | keys and values of each layer, while it computes | within a node, or near |
 # | expert parallelism | experts | four all-to-alls per layer and micro-batch | within a few nodes |
 # | FSDP | model state | the weights, 2 M P + P numbers, while it computes | across nodes |
-# | pipeline parallelism | layers | B T C numbers per micro-batch, to one neighbour | across nodes |
+# | pipeline parallelism | layers | B T C numbers per micro-batch to each neighbour: activations forward, gradients back | across nodes |
 # | DDP | nothing (the batch) | the gradients, 2P numbers, while it computes | farthest apart |
 #
 # You do not need all of them. For many models FSDP with activation checkpointing is enough, and it changes no line of

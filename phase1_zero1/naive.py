@@ -112,6 +112,8 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
             f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
         )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     config = TrainConfig()
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py --save_to=out/minimal
 
 The functions above `main` need only torch: copy them into your project. `main` uses them to train this repository's GPT
-on Shakespeare, with the losses of `train.py`. IMPLEMENTATION.md lists what `train.py` adds to this recipe.
+on Shakespeare, with the losses of `train.py --decay_lr=False`. IMPLEMENTATION.md lists what `train.py` adds.
 """
 
 import os
@@ -39,7 +39,8 @@ def put_parameters_on_meta() -> Iterator[None]:
     """Give no memory to parameters that are created inside this context. Buffers get their values as usual.
 
     Under `torch.device("meta")`, buffers would have no values either. A checkpoint cannot restore buffers that are not
-    persistent, such as the tables of rotary position embeddings (RoPE).
+    persistent, such as the tables of rotary position embeddings (RoPE). Tie parameters through the attribute of a
+    module, as in `head.weight = embedding.weight`: one nn.Parameter with two names would become two parameters.
     """
 
     def move_to_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
@@ -179,7 +180,7 @@ def main(
         if rank == 0:
             print(f"step {step}  loss {loss:.6f}  gradient norm {norm:.4f}", flush=True)
     if save_to:
-        save(save_to, model, optimizer, max_iters)
+        save(save_to, model, optimizer, max(first_step, max_iters))
     dist.destroy_process_group()
 
 

@@ -63,6 +63,9 @@ def find_packages() -> list[Distribution]:
         found[normalize(requirement.name)] = package
         needed = [Requirement(line) for line in package.requires or []]
         waiting += [(each, name) for each in needed for name in ("", *requirement.extras)]
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#") and normalize(Requirement(line).name) in found:
+            read_package(Requirement(line))  # the set-up on a laptop demands these versions
     return [found[name] for name in sorted(found)]
 
 

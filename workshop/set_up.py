@@ -22,11 +22,11 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,7 +205,7 @@ def find_reason(code: int, lines: list[str]) -> str:
 
 def describe_platform() -> dict[str, str]:
     """Return the platform and the version of Python that decide which wheels can be installed."""
-    return {"platform": sysconfig.get_platform(), "python": "{}.{}".format(*sys.version_info)}
+    return {"platform": f"{platform.system()}-{platform.machine()}", "python": "{}.{}".format(*sys.version_info)}
 
 
 def check_bundle() -> None:
@@ -238,7 +238,9 @@ def copy_bundled_data() -> None:
         target = ROOT / "nanoGPT" / "data" / source.relative_to(BUNDLE / "data")
         if source.is_file() and not target.with_name("meta.json").exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
+            temporary = target.with_name(f".tmp-{target.name}")
+            shutil.copyfile(source, temporary)
+            os.replace(temporary, target)
 
 
 def check_ensurepip() -> None:

@@ -61,8 +61,9 @@ function show(index) {{
 document.addEventListener("keydown", (event) => {{
   const steps = {{ArrowRight: 1, ArrowDown: 1, PageDown: 1, " ": 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1,
                  Home: -slides.length, End: slides.length}};
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "p") print();
-  if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in steps)) return;
+  if (!(event.key in steps)) return;
   event.preventDefault();
   show(now + steps[event.key]);
 }});
@@ -157,19 +158,24 @@ def make_picture_slide(title: str, heading: str, content: str) -> str:
 def make_section_slides(section: Section, heading: str) -> Iterator[str]:
     """Yield the slides of a section: its first paragraph, then its questions and pictures in order."""
     introduction = section.parts[0][1] if section.parts and section.parts[0][0] == "text" else ""
-    waiting = [render(introduction)] if not introduction.startswith(QUESTION) else []
+    introduction = introduction.partition(QUESTION)[0]
+    waiting = [render(introduction)] if introduction else []
+    follows_question = False
     for kind, content in section.parts:
         if kind == "text" and QUESTION in content:
+            if len(waiting) == 3:  # an introduction and two questions, or three questions, fill a slide
+                yield f"<section>{heading}{''.join(waiting)}</section>"
+                waiting = []
             question = content[content.index(QUESTION) :]
             waiting.append(f'<div class="question">{render(question)}</div>')
+        elif follows_question and content.startswith(("1. ", "- ", "|")):  # the list or table of the question
+            waiting[-1] += render(content)
         elif kind == "picture":
             if waiting:
                 yield f"<section>{heading}{''.join(waiting)}</section>"
                 waiting = []
             yield make_picture_slide(section.title, heading, content)
-        if len(waiting) == 3:  # an introduction and two questions, or three questions, fill a slide
-            yield f"<section>{heading}{''.join(waiting)}</section>"
-            waiting = []
+        follows_question = kind == "text" and QUESTION in content
     if waiting:
         yield f"<section>{heading}{''.join(waiting)}</section>"
 

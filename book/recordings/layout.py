@@ -68,7 +68,7 @@ def save_state(folder: str, shape: GPTConfig) -> None:
     """Shard a model and its optimizer with FSDP, and write a checkpoint. Collective.
 
     Each element of a parameter contains its position in the flattened parameter, so that a reader can verify where it
-    is. The optimizer state contains zeros.
+    is. fp32 is exact for positions up to 2^24. The optimizer state contains zeros.
     """
     run = Runtime(dist.get_rank(), dist.get_rank(), dist.get_world_size(), dist.get_world_size(), CPU, torch.float32)
     config = FsdpConfig(device="cpu", dtype="float32")

@@ -31,7 +31,8 @@ def check_packages() -> Iterator[Check]:
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as program:
             assert program.stdout
             for line in program.stdout:
-                yield Check(**json.loads(line))
+                if line.startswith("{"):  # libraries may print other lines
+                    yield Check(**json.loads(line))
         errors.seek(0)
         error = errors.read().strip().splitlines()
     if program.returncode:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -33,8 +34,8 @@ def check_all() -> Iterator[Check]:
         begin = time.monotonic()
         started = start_ranks(sum_over_ranks, RANKS, folder=folder)
         yield check_packages()
-        yield check_torch()
-        if torch.cuda.is_available():
+        yield (result := check_torch())
+        if torch.cuda.is_available() and result.result != "fail":
             yield from check_gpus(torch.cuda.device_count())
             yield check_nccl()
         yield check_triton()
@@ -64,15 +65,19 @@ def check_packages() -> Check:
 def check_torch() -> Check:
     """Multiply two matrices on the device of the trainers, and check that PyTorch can use the GPU of the machine."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    a = torch.arange(16.0, device=device).view(4, 4)
+    try:
+        a = torch.arange(16.0, device=device).view(4, 4)
+    except RuntimeError as failure:
+        reason, remedy = str(failure).splitlines()[0], "run nvidia-smi: the GPU may be full, reserved or faulty"
+        return Check("PyTorch", "fail", f"{device} cannot be used: {reason}", remedy)
     if (a @ a.T).diagonal().tolist() != a.square().sum(1).tolist():
         return Check("PyTorch", "fail", f"a matrix product on {device} is wrong", "delete .venv and run make setup")
     finding = f"matrix products on {device}, {torch.get_num_threads()} threads"
-    if device == "cpu" and shutil.which("nvidia-smi"):
+    if device == "cpu" and shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         if torch.version.cuda is None:
             remedy = "this is the CPU build: to use the GPU, delete .venv and run make setup without TORCH=cpu"
         else:
-            remedy = f"the driver does not fit to CUDA {torch.version.cuda}: update the driver"
+            remedy = f"the driver does not support CUDA {torch.version.cuda}: update the driver"
         return Check("PyTorch", "warn", f"{finding}; the GPU is not used", remedy)
     return Check("PyTorch", "pass", finding)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 from pathlib import Path
@@ -265,7 +266,7 @@ def test_pages_work_for_everyone(name, site, browser, tmp_path):
     old, new = DAMAGES[name]
     text = source.read_text()
     assert old in text
-    damaged = source.with_name(f"damaged-{tmp_path.name}.html")  # next to the scripts that it loads
+    damaged = source.with_name(f"damaged-{name}-{os.getpid()}.html")  # next to the scripts that it loads
     damaged.write_text(text.replace(old, new, 1))
     try:
         page.goto(damaged.as_uri())

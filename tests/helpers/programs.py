@@ -107,7 +107,7 @@ class Program:
         self.process.join(timeout)
         alive = self.process.is_alive()
         if alive:
-            self.kill()
+            kill_programs([self])
         assert not alive, f"{self.words} did not exit within {timeout} s:\n{self.output()}"
         return self.returncode
 
@@ -129,10 +129,14 @@ def kill_programs(programs: list[Program]) -> None:
     """Kill the programs that still run, and all their descendants, such as the ranks of a launcher."""
     running = [program.pid for program in programs if program.poll() is None]
     for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)  # so that it starts no more children
         running += list_children(pid)  # the loop also visits the children that it adds
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for program in programs:
+        program.process.join(10)
 
 
 def run_program(

@@ -11,7 +11,7 @@ import pytest
 from operate.checks import Check
 from operate.doctor import __main__ as doctor
 from operate.doctor import environment, machine
-from tests.helpers.programs import run_program
+from tests.helpers.programs import find_free_port, run_program
 from tests.helpers.training import ROOT
 
 
@@ -52,7 +52,7 @@ def test_a_broken_environment_is_one_failed_check(tmp_path, monkeypatch, capsys)
 
 def test_problems_of_a_machine_have_remedies(tmp_path, monkeypatch):
     """An old Python, a used port, little memory, a full disk, missing data and an unfinished .venv are reported."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", int(find_free_port()))) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(machine, "PORTS", {port: "torchrun"})
         used = machine.check_ports()
