@@ -110,7 +110,13 @@ FIXED_CONFIGURATIONS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("phase", "ranks", "fields"), [*map(draw_configuration, range(12)), *FIXED_CONFIGURATIONS], ids=str
+    ("phase", "ranks", "fields"),
+    [
+        *map(draw_configuration, range(6)),
+        *FIXED_CONFIGURATIONS,
+        *(pytest.param(*draw_configuration(seed), marks=pytest.mark.slow) for seed in range(6, 12)),
+    ],
+    ids=str,
 )
 def test_a_trace_matches_the_memory_of_a_run(phase, ranks, fields, tmp_path):
     """For twelve random configurations, and for Muon and ZeRO-2, the traced state of rank 0 is exact.

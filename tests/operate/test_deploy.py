@@ -177,7 +177,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("one"), **SHORT))
 
 
-@pytest.mark.parametrize("build", [compose_node, skypilot_node])
+@pytest.mark.parametrize("build", [pytest.param(compose_node, marks=pytest.mark.slow), skypilot_node])
 def test_two_nodes_form_one_job(build, one_process, tmp_path):
     """The commands of two containers, or of two machines of SkyPilot, train one job with the losses of one process."""
     out = tmp_path / "run"

@@ -140,6 +140,7 @@ def test_generation_matches_the_plain_model():
     assert lengths == [2, *[1] * 7, *range(2, 10)]  # with the cache, each step computes one token
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_match_the_baseline(tmp_path, device):
     """In 100 training steps with all kernels, every loss is within 1e-4 of the baseline's."""
     small = {"max_iters": 100, "gradient_accumulation_steps": 1, "eval_interval": 1000}

@@ -53,7 +53,7 @@ from workshop.ranks import RankFailed, run_on_ranks
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
 
 
-@pytest.mark.parametrize("ranks", OPTIONS["ranks"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_option_with_every_other(ranks, tmp_path):
     """In each row of a covering array of all options, losses match the baseline's.
 

@@ -27,7 +27,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("naive", "torch", "hsdp"))) for kind in KINDS]
+)
 def test_float16_trains_and_resumes(kind, tmp_path, device, need_ranks):
     """On 2 ranks, float16 follows fp32: losses differ by at most 2e-2, norms of the unscaled gradients by at most 5%.
 

@@ -15,7 +15,9 @@ from workshop.notebooks import execute, find_differences, read_script
 
 SCRIPTS = notebooks.list_scripts()
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|private|var)\b|" + re.escape(tempfile.gettempdir()))
-SLOW = ("08_mixed_precision", "09_will_it_fit", "11_triton_attention")  # `make notebooks` runs them too
+# `make notebooks` runs these, too.
+SLOW = ("02_zero1", "03_triton", "05_checkpoints_and_faults", "08_mixed_precision", "09_will_it_fit")
+SLOW += ("11_triton_attention",)
 each_notebook = pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
 
 
