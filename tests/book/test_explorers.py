@@ -43,7 +43,10 @@ def open_explorer(browser, site: Path, name: str, **options):
     page.goto((site / "book" / "pages" / f"{name}.html").as_uri())
     controls = page.locator(".explorer select, .explorer input, .symptom")
     assert controls.count() == 0, "the run must not be visible before the prediction"
+    tables = page.locator("#the-recorded-run-as-tables")
+    assert not tables.is_visible(), "the tables contain the answer"
     page.locator(".explorer fieldset button").first.click()
+    assert tables.is_visible()
     return page, json.loads((FOLDER / f"{name}.json").read_text())["samples"]
 
 
