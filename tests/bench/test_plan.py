@@ -172,7 +172,9 @@ def test_an_all_to_all_between_nodes_uses_the_share_of_one_gpu():
     assert between == pytest.approx(within * (15 / 16) / (7 / 8) * H100.link / (H100.network / 8), rel=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8]
+)
 @pytest.mark.parametrize("phase", ["phase1", "phase3"])
 @pytest.mark.heavy
 def test_the_trace_of_gpt2_124m_matches_the_formula(phase, ranks, tmp_path):

@@ -133,7 +133,16 @@ OTHER_CASES = {c.__name__: (c, {"lr": 1e-3}) for c in ELEMENTWISE if c.__name__ 
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("AdamW", 1), ("AdamW", 2), ("AdamW", 4), ("AdamW", 8), ("SGD", 2), ("SGD", 4), ("Adam", 4)]
+    ("name", "ranks"),
+    [
+        ("AdamW", 1),
+        ("AdamW", 2),
+        ("AdamW", 4),
+        pytest.param("AdamW", 8, marks=pytest.mark.slow),
+        ("SGD", 2),
+        ("SGD", 4),
+        ("Adam", 4),
+    ],
 )
 def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
     """After 20 clipped and accumulated steps of SGD, Adam and AdamW, all parameters match those of one process.
@@ -153,7 +162,10 @@ def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
         assert all(torch.equal(a, b) for a, b in zip(result["params"], results[0]["params"], strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "reduces_every"), [(1, True), (2, True), (4, True), (8, True), (4, False)])
+@pytest.mark.parametrize(
+    ("ranks", "reduces_every"),
+    [(1, True), (2, True), (4, True), pytest.param(8, True, marks=pytest.mark.slow), (4, False)],
+)
 def test_zero2_equals_the_unsharded_optimizer(ranks, reduces_every, device, need_ranks):
     """With sharded gradients the parameters match too, whether a step reduces them once or in every micro-batch."""
     need_ranks(ranks)

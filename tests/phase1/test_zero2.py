@@ -36,7 +36,7 @@ def read_ledger(out_dir: Path) -> tuple[list[dict[str, int]], int, dict[str, int
     return states, 4 * ledger["ranks"][0]["padding"], {row["kind"]: row["tensor_bytes"] for row in rows}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_it_trains_like_the_baseline(ranks, baseline, tmp_path, device, need_ranks):
     """The losses match the baseline's. State and communication match the formula exactly.
 

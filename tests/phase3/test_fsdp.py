@@ -362,6 +362,7 @@ def test_wrong_options_are_one_sentence(options, words):
         FsdpConfig(**options).check(4)
 
 
+@pytest.mark.slow
 def test_compiled_recomputation_draws_the_same_dropout(tmp_path):
     """With compilation and dropout, recomputed blocks give the losses of blocks that are not recomputed."""
     small = {"compile": True, "max_iters": 2, "n_layer": 1}

@@ -35,7 +35,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         (1, {}),
         (2, {}),
         (4, {}),
-        (8, {}),
+        pytest.param(8, {}, marks=pytest.mark.slow),
         (4, {"fsdp_shard_size": "2"}),
         (2, {"fsdp_min_num_params": 4_000, "fsdp_activation_checkpointing": "full"}),
         (2, {"fsdp_cpu_offload": True}),
