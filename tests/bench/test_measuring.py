@@ -27,6 +27,7 @@ from nanoGPT.metrics.hardware import PEAK_FLOPS, describe_hardware, find_peak_fl
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels import core
+from tests.helpers.marks import mark_slow
 from tests.helpers.training import ROOT
 
 
@@ -325,7 +326,13 @@ def test_the_zero1_benchmark_runs():
     assert {"phase: forward", "phase: backward", "phase: step"} < names and samples["started_in_backward"] > 1
 
 
-@pytest.mark.parametrize("name", list(CASE_BUILDERS))
+QUICK_KERNELS = ("cross_entropy", "adamw")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*QUICK_KERNELS, *mark_slow(*(name for name in CASE_BUILDERS if name not in QUICK_KERNELS))],
+)
 @pytest.mark.heavy
 def test_every_kernel_is_measured(name, device):
     """Each case runs for every contender, forward and backward, and every time is above 0."""

@@ -17,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.helpers.marks import mark_slow
 from tests.helpers.programs import DEADLINE, await_steps, find_free_port, make_flags
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses
@@ -177,7 +178,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("one"), **SHORT))
 
 
-@pytest.mark.parametrize("build", [pytest.param(compose_node, marks=pytest.mark.slow), skypilot_node])
+@pytest.mark.parametrize("build", [skypilot_node, *mark_slow(compose_node)])
 def test_two_nodes_form_one_job(build, one_process, tmp_path, python):
     """The commands of two containers, or of two machines of SkyPilot, train one job with the losses of one process."""
     out = tmp_path / "run"
