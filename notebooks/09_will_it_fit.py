@@ -125,16 +125,17 @@ for mode in ("none", "selective", "every_2", "full"):
 # You will add up the terms of a formula, and compare the sum with a real run.
 #
 # Two terms are new. With FSDP, a layer needs its full weights, so some units are all-gathered at any time. At the peak,
-# these are the root and two blocks: one that computes, and the flat buffer of the next one. With DDP and ZeRO-1 in
-# bf16, autocast rounds each fp32 weight to bf16 for the product, and the backward pass needs this copy again.
+# these are the root and at most two blocks: one that computes, and the flat buffer of the next one. With DDP and ZeRO-1
+# in bf16, autocast rounds each fp32 weight to bf16 for the product, and the backward pass needs this copy again.
 #
 # ```
 # memory of a rank  =  model state            16P, 8P + 8P/N, or 16P/N bytes
-#                   +  all-gathered units     FSDP: root + 2 blocks, in the dtype of the computation
+#                   +  all-gathered units     FSDP: at most root + 2 blocks, in the dtype of the computation
 #                   +  copies of the weights  DDP and ZeRO-1 with autocast: 2P
 #                   +  activations            16 L B T C numbers, and B T V x 4 bytes of the head
 #                                             with full checkpointing: L B T C numbers instead of 16 L B T C
-#                                             DDP and ZeRO-1 with autocast: 2 L B T C numbers are in fp32
+#                                             DDP and ZeRO-1 with autocast: 2 L B T C of these numbers are in fp32
+#                                             (with full checkpointing, L B T C)
 #                   +  backward pass          the head: 2 B T V x 4 bytes
 #                                             with full checkpointing: this, or one recomputed block of 16 B T C numbers
 #                                             if that is larger
