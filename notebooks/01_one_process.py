@@ -61,8 +61,8 @@ config = TrainConfig(
 # token. Position i of `y` is therefore the target for position i of `x`, and one window gives T predictions to learn
 # from.
 #
-# **Predict first:** what are the shapes of `x` and `y`? Cover the line `y:` in the output: which of its characters can
-# you not read from the line `x:`?
+# **Predict first:** what are the shapes of `x` and `y`? Cover the line `y:` in the output. Which of its
+# characters can you not read from the line `x:`?
 
 # %%
 data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)

@@ -582,7 +582,7 @@ draw_timeline(timeline["buckets"], min(timeline["steps"][1:], key=duration))
 #
 # Read this figure with two cautions:
 #
-# - The bar of a reduce-scatter ends where the optimizer finished waiting for it. The transfer itself may have ended
+# - The bar of a reduce-scatter ends when the optimizer has finished waiting for it. The transfer itself may have ended
 #   earlier, but gloo does not report this time.
 # - The ranks share the CPU cores with gloo's threads, so an early start saves little time here. With GPUs and a
 #   network, computation and communication run at the same time.

@@ -170,7 +170,7 @@ assert torch.equal(y, x - x.mean(1, keepdim=True))
 
 # %% [markdown]
 # The interpreter prints a single number as an array with one element, because it computes with NumPy. The cell fills y
-# with NaN before the launch, so that an element that no program writes stays visible.
+# with NaN before the launch, so that you can see elements that no program writes.
 #
 # The interpreter runs program 0, then 1, then 2. A GPU runs hundreds of programs at the same time, in no guaranteed
 # order. This is the most important difference between the two, and it matters in sections (c) and (g).
