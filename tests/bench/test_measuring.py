@@ -150,7 +150,7 @@ SOURCES = {
     "5 percent": "asserted by tests/bench/test_plan.py",
     "2%": "asserted by tests/bench/test_plan.py",
     "0.2 GB": "192 MB: the wheel of torch 2.13.0+cpu for Python 3.11 on x86-64",
-    "0.25 GB": "248 MB: the wheel of Triton 3.8 for Python 3.11 on x86-64",
+    "0.3 GB": "286 MB: the wheel of Triton 3.9 for Python 3.11 on x86-64",
     "2 GB": "754 MB of torch, 999 MB of Triton, and 0.2 GB of other packages, by du",
     "1.5 times": "3P(N-1)/N to 2P(N-1)/N",
     "16 bytes": "4 for a parameter, 4 for its gradient, 8 for the moments of AdamW",
