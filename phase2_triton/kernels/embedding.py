@@ -8,7 +8,7 @@ same row of dwte, and the order of these additions decides the last bits.
 
 Steps of the backward:
 1. Atomic additions. On a GPU their order changes from run to run.
-2. A stable sort of the tokens. Equal tokens are then neighbors, and the gradients of each row of dwte form one
+2. A stable sort of the tokens. Equal tokens are then neighbours, and the gradients of each row of dwte form one
    segment of the sorted order. A program takes some rows of dwte and sums their segments from begin to end.
 3. A frequent token has a long segment, and all other programs would wait for its program. Therefore windows of fixed
    length are summed first, in parallel. Where a window contains only one token, the row of that token adds the sum of
@@ -89,7 +89,7 @@ def atomic_kernel(dout, idx, dwte, tokens, V, C, ROWS: tl.constexpr, BLOCK: tl.c
 def windows_kernel(
     dout, tokens, order, sums, windows, C, WINDOWS: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Step 3: sum each window of LENGTH neighbors in the sorted order that contains only one token.
+    """Step 3: sum each window of LENGTH neighbours in the sorted order that contains only one token.
 
     Args:
         dout: gradients, (B * T, C).

@@ -258,7 +258,7 @@ def check_inputs(
     """
     check_tensors(kernel, x=x, branch=branch, weight=weight, bias=bias)
     if x.dim() == 0 or x.size(-1) == 0:
-        raise KernelError(f"{kernel}: x of shape {tuple(x.shape)} has no last dimension to normalize: pass (..., N)")
+        raise KernelError(f"{kernel}: x of shape {tuple(x.shape)} has no last dimension to normalise: pass (..., N)")
     if branch is not None and branch.shape != x.shape:
         raise KernelError(f"{kernel}: branch has shape {tuple(branch.shape)} and x {tuple(x.shape)}: pass equal shapes")
     check_number(kernel, "eps", eps, 0)
