@@ -410,10 +410,15 @@ assert differences[1] < 1e-4 < differences[0] < 1e-2
 #
 # ## Exercises
 #
-# A program checks these exercises: `make exercise N=zero1.3` writes the task into `work/`.
+# A program checks these exercises: `make exercise N=precision.1` writes the task into `work/`.
 #
 # | exercise | task |
 # |---|---|
+# | `precision.1` | scale the loss, and unscale the gradients |
+# | `precision.2` | skip the same steps on all ranks |
+# | `precision.3` | update parameters in bf16 through fp32 master copies |
+# | `precision.4` | choose where autocast is on |
+# | `precision.5` | round to bf16 stochastically (exercise 2 below) |
 # | `zero1.3` | create the shards of a slice, with fp32 master copies for bf16 parameters |
 # | `baseline.6` | write the training step, with the loss scaler in the right places |
 # | `bugs.4` | fix a kernel whose gradient loses precision with the number of chunks |
@@ -429,19 +434,27 @@ assert differences[1] < 1e-4 < differences[0] < 1e-2
 #
 # </details>
 #
-# **2. Stochastic rounding.** Some trainers store parameters in bf16 without a master copy. They round an update up or
-# down at random, with probabilities such that the expected value is right. Predict first: what happens to the 60 steps
-# of section (b)? Try it: add uniform noise below the last bit before you cut off the lower 16 bits of the fp32 number.
+# **2. Stochastic rounding** (`precision.5`). Some trainers store parameters in bf16 without a master copy. They round an
+# update up or down at random, with probabilities such that the expected value is right. Predict first: 1,000 weights of
+# 0.02 get 100 updates of 0.00002 each. What is their mean with the usual rounding to the nearest number, and what is it
+# with stochastic rounding? How much memory does a parameter then save?
 #
 # <details><summary>Hint</summary>
 #
-# ```python
-# def round_stochastically(x: Tensor) -> Tensor:
-#     bits = x.view(torch.int32) + torch.randint(0, 2**16, x.shape, dtype=torch.int32)
-#     return (bits & -(2**16)).view(torch.float32).bfloat16()
-# ```
-#
-# The mean of many updates is right, so the loss follows the fp32 curve, with more noise. A parameter then takes 2 bytes
-# instead of 6.
+# bf16 is fp32 without its lower 16 bits. Add uniform noise to these bits before you cut them off. The mean of many updates
+# is then right, so the loss follows the fp32 curve, with more noise. A parameter takes 2 bytes instead of 6.
 #
 # </details>
+
+# %% answer="round_stochastically"
+def round_stochastically(x: Tensor) -> Tensor:
+    """Round fp32 numbers to bf16, up or down at random, so that the expected value is right."""
+    bits = x.view(torch.int32) + torch.randint(0, 2**16, x.shape, dtype=torch.int32)
+    return (bits & -(2**16)).view(torch.float32).bfloat16()
+
+# %%
+nearest = stochastic = torch.full((1000,), 0.02).bfloat16()
+for _ in range(100):
+    nearest, stochastic = (nearest.float() + 2e-5).bfloat16(), round_stochastically(stochastic.float() + 2e-5)
+print(f"0.02 + 100 x 0.00002, rounded to nearest: {nearest.float().mean():.4f}, stochastically: {stochastic.float().mean():.4f}")
+assert (nearest == torch.tensor(0.02).bfloat16()).all() and abs(stochastic.float().mean() - 0.022) < 1e-4

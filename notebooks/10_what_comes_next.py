@@ -433,8 +433,18 @@ assert sent == 64 * C * 4 * 3 / 4
 #
 # ## Exercises
 #
-# `make exercise N=collectives.1` to `collectives.4` let you write the collectives of this chapter on send and receive,
-# `triton.2` the online softmax, and `fsdp.7` a mesh with two dimensions.
+# A program checks these exercises: `make exercise N=parallel.1` writes the task into `work/`.
+#
+# | exercise | task |
+# |---|---|
+# | `parallel.1` | write the two autograd functions of tensor parallelism |
+# | `parallel.2` | take a rank's part of each parameter |
+# | `parallel.3` | count each gradient once in the global norm |
+# | `parallel.4` | schedule a pipeline |
+# | `parallel.5` | write ring attention |
+# | `collectives.1` to `collectives.4` | write the collectives of this chapter on send and receive |
+# | `triton.2` | add a tile to an online softmax |
+# | `fsdp.7` | find the ranks that share one copy of the model, in a mesh with two dimensions |
 #
 # **1. Biases.** Predict first: the model above has no biases. With `bias=True`, which part of each bias does a rank
 # need in a column-parallel layer, and what goes wrong if every rank adds the full bias of a row-parallel layer?

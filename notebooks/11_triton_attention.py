@@ -315,8 +315,14 @@ assert out.item() == 64
 #
 # ## Exercises
 #
+# A program checks these exercises: `make exercise N=tiles.1` writes the task into `work/`.
+#
 # | exercise | task |
 # |---|---|
+# | `tiles.1` | multiply two matrices in tiles |
+# | `tiles.2` | swizzle the order of the tiles |
+# | `tiles.3` | count the reads of a cache |
+# | `tiles.4` | write flash attention |
 # | `triton.2` | add a tile to an online softmax |
 # | `triton.3` | write causal attention over all keys |
 # | `bugs.3` | fix a loss that is wrong only for large batches |

@@ -9,6 +9,9 @@ from workshop.exercises.chapters import (
     collectives,
     fsdp,
     memory,
+    parallel,
+    precision,
+    tiles,
     triton,
     zero1,
 )
@@ -23,6 +26,9 @@ CHAPTERS = {
     "fsdp": fsdp.EXERCISES,
     "memory": memory.EXERCISES,
     "checkpoints": checkpoints.EXERCISES,
+    "precision": precision.EXERCISES,
+    "parallel": parallel.EXERCISES,
+    "tiles": tiles.EXERCISES,
     "capstone": capstone.EXERCISES,
 }
 EXERCISES: dict[str, Exercise] = {each.name: each for chapter in CHAPTERS.values() for each in chapter}

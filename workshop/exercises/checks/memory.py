@@ -1,20 +1,24 @@
 """Checks of the exercises on the planner's formulas: each prediction is compared with a measurement."""
 
+import dataclasses
 from collections import Counter
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.metrics.ledger import CollectiveCounter
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPT, GPTConfig, KVCache
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase1_zero1.zero2 import Zero2Optimizer
 from phase3_fsdp import activation_bytes as activations
+from phase3_fsdp.solve.costs import SPREADS, ModelSize, measure_gpt, predict
 from workshop.exercises.checks.fsdp import SHAPE, build_sharded, make_config, measure_saved_bytes, run_micro_batches
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import collect_traffic, is_close
@@ -186,3 +190,137 @@ def check_activations(answer: ModuleType, _: Any) -> None:
         measured["none"] == saved,
         f"You predict {measured['none']:,} bytes, and a forward pass has just saved {saved:,}.",
     )
+
+
+def measure_state(model: nn.Module, optimizer: AdamW) -> dict[str, int]:
+    """Step the optimizer, and return the bytes of the model state on this rank."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    states = [t for items in optimizer.state.values() for t in items.values() if isinstance(t, torch.Tensor)]
+    return {
+        "parameters": storage_bytes(model.parameters()),
+        "gradients": storage_bytes(gradients),
+        "optimizer_state": storage_bytes(states),
+    }
+
+
+def check_ddp_costs(answer: ModuleType, _: Any) -> None:
+    run, config = create_runtime("cpu", "float32"), make_config(use_fsdp=False)
+    model = DDP(GPT(SHAPE), gradient_as_bucket_view=True)
+    for _ in range(2):  # before the second step, DDP arranges its buckets in the order of the gradients
+        model.zero_grad()
+        traffic = run_micro_batches(model, config)
+    optimizer = AdamW(model.parameters())
+    measured = measure_state(model, optimizer)
+    costs = answer.step_costs(model.module, optimizer, config, run)
+    advice = {
+        "parameters": "DDP shards nothing, and a parameter in fp32 has 4 bytes.",
+        "gradients": "Every rank stores all gradients: DDP averages them, and shards nothing.",
+        "optimizer_state": "AdamW stores two moments per element, and a step count of 4 bytes per tensor.",
+    }
+    for name, size in measured.items():
+        expect(
+            costs.state[name] == size,
+            f"You predict {costs.state[name]:,} bytes of {name}, and a rank stores {size:,}. {advice[name]}",
+        )
+    predicted, counted = costs.traffic["all-reduce", run.world_size], traffic["all-reduce"][1]
+    expect(
+        predicted == counted,
+        f"You predict all-reduces of {predicted:,} bytes, and the ledger counts {counted:,}: the size of all "
+        "gradients, before the factors of the ring algorithm, once per step.",
+    )
+    alone = answer.step_costs(model.module, optimizer, config, dataclasses.replace(run, world_size=1))
+    expect(not any(alone.traffic.values()), "A single rank communicates nothing: its traffic is empty.")
+    buffers = (costs.has_gradient_buffers, alone.has_gradient_buffers)
+    expect(buffers == (True, False), "has_gradient_buffers must be True with several ranks, and False with one.")
+
+
+def check_fsdp_costs(answer: ModuleType, _: Any) -> None:
+    for shards, count in (("2", 2), ("all", 4)):
+        config, run = (
+            make_config(fsdp_shard_size=shards, gradient_accumulation_steps=8),
+            create_runtime("cpu", "float32"),
+        )
+        model = build_sharded(config)
+        run_micro_batches(model, config)
+        optimizer = AdamW(model.parameters())
+        costs, measured = answer.step_costs(model, optimizer, config, run), measure_state(model, optimizer)
+        for name, size in measured.items():
+            story = (
+                f"With --fsdp_shard_size={shards} on 4 ranks, you predict {costs.state[name]:,} bytes of {name}, and a "
+            )
+            story += f"rank stores {size:,}."
+            expect(costs.state[name] != count * size, f"{story} That is the full model: a rank stores only its shards.")
+            expect(
+                abs(2 * costs.state[name] / size - 1) > 0.1,
+                f"{story} There are two copies of the model, so each one is sharded over only 2 ranks, and not over 4.",
+            )
+            expect(
+                costs.state[name] == size,
+                f"{story} The rows of each parameter are padded to a multiple of the number of shards: the "
+                f"{SHAPE.vocab_size} rows of the token embedding to 32.",
+            )
+        padding = 4 * measured["parameters"] * count // 16 - sum(p.numel() for p in model.parameters())
+        expect(
+            costs.padding == padding,
+            f"You count {costs.padding} padding elements, and all shards of a copy have {padding} elements more than "
+            "the parameters.",
+        )
+    run = create_runtime("cpu", "float32")
+    plain, config = GPT(SHAPE), make_config(use_fsdp=False)
+    expected = 4 * sum(p.numel() for p in plain.parameters())
+    costs = answer.step_costs(plain, AdamW(plain.parameters()), config, run)
+    expect(costs.state["parameters"] == expected, "With use_fsdp=False the costs are those of DDP: call ddp_costs.")
+
+
+def check_cache_bytes(answer: ModuleType, _: Any) -> None:
+    model, caches, tokens = GPT(SHAPE), [KVCache() for _ in range(SHAPE.n_layer)], SHAPE.block_size
+    model(torch.zeros(1, tokens, dtype=torch.long), caches=caches)
+    measured = storage_bytes(tensor for cache in caches for tensor in (cache.keys, cache.values) if tensor is not None)
+    predicted = answer.cache_bytes(measure_gpt(SHAPE), tokens, 4)
+    story = (
+        f"You predict {predicted:,} bytes for {tokens} tokens, and a model with {SHAPE.n_layer} layers has just stored "
+    )
+    story += f"{measured:,}."
+    expect(predicted * SHAPE.n_layer != measured or predicted == measured, f"{story} {EVERY_LAYER}")
+    expect(predicted == measured, f"{story} A cache contains keys and values.")
+    grouped = dataclasses.replace(measure_gpt(dataclasses.replace(SHAPE, n_layer=3)), kv_channels=SHAPE.n_embd // 4)
+    predicted, expected = answer.cache_bytes(grouped, tokens, 2), 2 * 3 * tokens * SHAPE.n_embd // 4 * 2
+    expect(
+        predicted == expected,
+        f"You predict {predicted:,} instead of {expected:,} bytes for a model with 3 layers whose heads share keys and "
+        "values: it has kv_channels key channels, and as many value channels.",
+    )
+
+
+EVERY_LAYER = "Every layer has its own keys and values."
+
+
+def check_fitting_slots(answer: ModuleType, _: Any) -> None:
+    size = measure_gpt(SHAPE)
+    for ranks, heads in ((2, 2), (2, 3), (4, 0)):
+        size = dataclasses.replace(size, kv_heads=heads)
+        names = [each for each in SPREADS if each != "tp" or (heads and heads % ranks == 0)]
+
+        def needs(name: Any, slots: int, size: ModelSize = size, ranks: int = ranks) -> float:
+            return predict(name, size, ranks, slots, 64, 4).memory
+
+        smallest, largest = (sorted(needs(each, 5) for each in names)[i] for i in (0, -1))
+        limits = [needs(each, 5) for each in SPREADS]
+        for limit in (*limits, smallest - 1, largest, needs(names[0], 1) / 4):
+            fitting = answer.find_fitting_slots(size, ranks, 9, 64, 4, limit)
+            exact = max((n for n in range(1, 9) if any(needs(each, n) <= limit for each in names)), default=0)
+            story = f"{ranks} ranks, {heads} key heads and {limit:,.0f} bytes: you return {fitting}, and {exact} fit."
+            all_fit = [n for n in range(1, 9) if all(needs(each, n) <= limit for each in names)]
+            expect(
+                fitting != 1 or exact <= 1, f"{story} You return the smallest number that fits: begin with the largest."
+            )
+            expect(
+                fitting == exact or fitting != max(all_fit, default=0),
+                f"{story} Not every spread must fit: one spread that fits is enough.",
+            )
+            expect(
+                fitting <= exact,
+                f"{story} {heads} key heads cannot be divided among {ranks} ranks, so tp is not possible.",
+            )
+            expect(fitting == exact, story)

@@ -1,0 +1,151 @@
+"""Exercises on the methods beyond data parallelism: tensor, pipeline and context parallelism, on real ranks."""
+
+from workshop.exercises.checks.parallel import (
+    check_divided_norm,
+    check_parts,
+    check_pipeline,
+    check_ring_attention,
+    check_tensor_parallel,
+)
+from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
+
+NOTEBOOK = "notebooks/10_what_comes_next.py"
+
+EXERCISES = [
+    Exercise(
+        name="parallel.1",
+        title="Write the two autograd functions of tensor parallelism",
+        targets=(f"{NOTEBOOK}:CopyToRanks", f"{NOTEBOOK}:SumOverRanks"),
+        task="""A column-parallel layer follows a row-parallel layer in each half of a block. CopyToRanks stands before
+        the column-parallel layer, whose input every rank has in full. SumOverRanks stands after the row-parallel
+        layer, whose output is a partial sum on each rank. Write the forward and backward pass of both. Exactly one
+        pass of each function communicates. Do not change a tensor that you were given.""",
+        minutes=15,
+        difficulty="medium",
+        ranks=2,
+        check=check_tensor_parallel,
+        nudge="The full input went into the channels of every rank. What does each rank know of its gradient?",
+        idea="The gradient of the input is a partial sum, so the backward pass of CopyToRanks adds it over the ranks. "
+        "SumOverRanks is the mirror image.",
+        line="dist.all_reduce(dx)",
+        mistakes=(
+            plant_mistake(
+                "        dist.all_reduce(dx)  # each rank has only the part of dx that came through its own channels\n",
+                "",
+                "only the part of dx",
+            ),
+            plant_mistake(
+                "        return dy",
+                "        dy = dy.clone()\n        dist.all_reduce(dy)\n        return dy",
+                "N times",
+            ),
+            plant_mistake("        dist.all_reduce(total)\n", "", "only a partial sum"),
+            plant_mistake("total = partial.clone()", "total = partial", "The input has changed"),
+        ),
+    ),
+    Exercise(
+        name="parallel.2",
+        title="Take a rank's part of each parameter",
+        targets=("phase3_fsdp.solve.tensor_parallel:take_part",),
+        task="""Divide the parameters of a GPT among the ranks. Names that end in COLUMN_PARALLEL before ".weight" or
+        ".bias" give a rank some output features: rows of the weight. Those in ROW_PARALLEL give it the matching input
+        features: columns of the weight. The rows of c_attn are all queries, then all keys, then all values;
+        group_heads_by_rank(full, ranks) brings those of a rank's heads together. The token embedding, EMBEDDING, is
+        divided by rows, and padded with zero rows to a multiple of the ranks. All other parameters stay full.""",
+        minutes=20,
+        difficulty="medium",
+        ranks=2,
+        check=check_parts,
+        nudge="An all-reduce adds the outputs of a row-parallel layer. What happens to a bias that every rank adds?",
+        idea="tensor_split in dimension 0 or 1. Rank 0 has the full bias of a row-parallel layer; the others have 0.",
+        line="full = group_heads_by_rank",
+        mistakes=(
+            plant_mistake(
+                'group_heads_by_rank(full, ranks) if path.endswith("c_attn") else full', "full", "whole heads"
+            ),
+            plant_mistake("full if rank == 0 else torch.zeros_like(full)", "full", "adds the bias 2 times"),
+            plant_mistake("full.tensor_split(ranks, dim=1)[rank]", "full.tensor_split(ranks)[rank]", "columns"),
+        ),
+    ),
+    Exercise(
+        name="parallel.3",
+        title="Count each gradient once in the global norm",
+        targets=(f"{NOTEBOOK}:norm_over_ranks",),
+        task="""With tensor parallelism, some parameters are divided among the ranks, and is_divided(name) says which.
+        The others (embeddings, LayerNorms) are full on every rank, with the same gradient. Return the global gradient
+        norm, the same on every rank: that of the undivided model. grad_norm(gradients) returns the norm of a list.""",
+        minutes=10,
+        difficulty="easy",
+        ranks=2,
+        check=check_divided_norm,
+        nudge="Which squares must be added over the ranks, and which does a rank already have in full?",
+        idea="All-reduce the squared norm of the divided gradients only, then add that of the full ones.",
+        line="squares = grad_norm(divided)",
+        mistakes=(
+            plant_mistake(
+                "    dist.all_reduce(squares)\n    return (squares + grad_norm(full).square()).sqrt()",
+                "    squares += grad_norm(full).square()\n    dist.all_reduce(squares)\n    return squares.sqrt()",
+                "counted on every rank",
+            ),
+            plant_mistake("    dist.all_reduce(squares)\n", "", "only this rank's parts"),
+            plant_mistake("squares + grad_norm(full).square()", "squares", "are missing"),
+        ),
+    ),
+    Exercise(
+        name="parallel.4",
+        title="Schedule a pipeline",
+        targets=(f"{NOTEBOOK}:schedule_pipeline",),
+        task="""Rank r of a pipeline has the r-th part of the layers. A forward or backward pass of one micro-batch on
+        one rank takes one time slot. All forward passes come first, then all backward passes, as in GPipe. Return for
+        each rank, "rank 0", "rank 1", ..., what it does in each slot: "F0" is the forward pass of micro-batch 0, "B0"
+        its backward pass, and "" an idle slot. Use as few slots as possible.""",
+        minutes=15,
+        difficulty="medium",
+        check=check_pipeline,
+        nudge="When can rank 1 begin with F0? On which rank does the first backward pass begin?",
+        idea="Rank r runs F m in slot r + m. The backward passes are the mirror image, from the last slot on.",
+        line='rows[f"rank {rank}"][slots - 1',
+        mistakes=(
+            plant_mistake("[rank + m]", "[m]", "has not received"),
+            plant_mistake(
+                "[slots - 1 - rank - m]", "[micro_batches + rank + m + ranks - 1]", "the gradient of B0 comes from"
+            ),
+            plant_mistake(
+                "slots = 2 * (micro_batches + ranks - 1)", "slots = 2 * (micro_batches + ranks)", "can be shorter"
+            ),
+            Mistake(
+                (
+                    ("slots = 2 * (micro_batches + ranks - 1)", "slots = 2 * ranks * micro_batches"),
+                    ("[rank + m]", "[rank + ranks * m]"),
+                    ("[slots - 1 - rank - m]", "[slots - 1 - rank - ranks * m]"),
+                ),
+                "can be shorter",
+            ),
+        ),
+    ),
+    Exercise(
+        name="parallel.5",
+        title="Write ring attention",
+        targets=(f"{NOTEBOOK}:attend_in_ring",),
+        task="""With context parallelism, a rank has T/N tokens of a sequence. Its queries need the keys and values of
+        all ranks. Let them travel around the ring: collectives.exchange(outgoing, incoming) sends to the next rank and
+        receives from the previous one. No rank may have more than two blocks of keys and values. Add one block at a
+        time with the online softmax: keep the largest score, the sum of the exponentials, and the weighted sum of the
+        values of each query. There is no causal mask. The scores are q k^T / sqrt(channels).""",
+        minutes=30,
+        difficulty="hard",
+        ranks=4,
+        check=check_ring_attention,
+        nudge="After a block with a larger score, which of the numbers that you keep are relative to the old one?",
+        idea="Multiply the sum and the result by exp(old maximum - new maximum), then add the block. Send N - 1 times.",
+        line="weights, decay",
+        mistakes=(
+            plant_mistake("decay * result + weights @ v", "result + weights @ v", "relative to the old maximum"),
+            plant_mistake("            kv = received\n", "", "its own keys"),
+            plant_mistake("        if remaining:\n", "        if True:\n", "N - 1 exchanges"),
+            plant_mistake(
+                "torch.maximum(maximum, scores.amax(1, keepdim=True))", "torch.zeros_like(maximum)", "exp overflows"
+            ),
+        ),
+    ),
+]

@@ -1,0 +1,119 @@
+"""Exercises on kernels in tiles: the matrix product, the order of its programs, a cache, and flash attention."""
+
+from workshop.exercises.checks.tiles import check_cache, check_flash_attention, check_matmul, check_order
+from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
+
+NOTEBOOK = "notebooks/11_triton_attention.py"
+
+EXERCISES = [
+    Exercise(
+        name="tiles.1",
+        title="Multiply two matrices in tiles",
+        targets=(f"{NOTEBOOK}:matmul_kernel",),
+        task="""Program (i, j) computes tile (i, j) of c = a b, BM x BN numbers. a is (M, K), b is (K, N), both row by
+        row, and no size needs to be a multiple of its tile. Walk along K in steps of BK. In each step load a BM x BK
+        tile of a and a BK x BN tile of b, each number once, and add their product. Also add BM * BK + BK * BN to
+        `counter` with tl.atomic_add in each step: it counts what you load. Tiles are small here, so multiply with
+        tl.sum(x[:, :, None] * y[None, :, :], axis=1).""",
+        minutes=20,
+        difficulty="medium",
+        check=check_matmul,
+        nudge="How many steps does a loop along K = 7 need with BK = 4, and what do the lanes beyond K contain?",
+        idea="Lanes beyond an edge load 0, so they add nothing. Keep the sum in fp32, and store it once, with a mask.",
+        line="total += tl.sum",
+        mistakes=(
+            plant_mistake("total += tl.sum", "total = tl.sum", "of the last step only"),
+            plant_mistake("range(0, K, BK)", "range(0, K - K % BK, BK)", "beyond the last full tile"),
+            plant_mistake("(rows < M) & (k[None, :] < K)", "rows < M", "read outside"),
+            plant_mistake("total, mask=(rows < M) & (columns < N))", "total)", "writes outside"),
+        ),
+    ),
+    Exercise(
+        name="tiles.2",
+        title="Swizzle the order of the tiles",
+        targets=(f"{NOTEBOOK}:order_tiles",),
+        task="""Programs that run at the same time share the L2 cache. If their tiles form a square, they need fewer
+        rows of A and columns of B. Return all tiles (row, column) of a result with `rows` x `columns` tiles, in the
+        order in which programs compute them. Go through `group` rows at a time: down the rows of a group, then to the
+        next column. The last group may have fewer rows.""",
+        minutes=10,
+        difficulty="easy",
+        check=check_order,
+        nudge="Which of row, column and group changes fastest?",
+        idea="Three loops: the first row of each group, then the columns, then the rows of the group.",
+        line="for row in range(first",
+        mistakes=(
+            plant_mistake("min(first + group, rows)", "first + group", "that do not exist"),
+            Mistake(
+                (
+                    ("        for column in range(columns)\n", ""),
+                    (
+                        "        for row in range(first, min(first + group, rows))\n",
+                        "        for row in range(first, min(first + group, rows))\n"
+                        "        for column in range(columns)\n",
+                    ),
+                ),
+                "row by row",
+            ),
+            plant_mistake("range(0, rows, group)", "range(rows)", "several times"),
+        ),
+    ),
+    Exercise(
+        name="tiles.3",
+        title="Count the reads of a cache",
+        targets=(f"{NOTEBOOK}:count_reads",),
+        task="""A program needs a panel of A for its row of tiles, ("A", row), and a panel of B, ("B", column), in this
+        order. A cache has room for the `cached` panels that were used last. If it is full, the panel that was unused
+        for the longest time leaves. Return how many panels are read from device memory if the programs run in this
+        order. An OrderedDict remembers an order, and has move_to_end and popitem.""",
+        minutes=15,
+        difficulty="medium",
+        check=check_cache,
+        nudge="A panel is found in the cache. What changes in the cache?",
+        idea="Every use moves a panel to the end of the OrderedDict. The first panel leaves.",
+        line="cache.move_to_end",
+        mistakes=(
+            plant_mistake("            cache.move_to_end(panel)\n", "", "has just been used"),
+            plant_mistake("popitem(last=False)", "popitem()", "has just been read"),
+            plant_mistake(
+                "            if len(cache) > cached:\n                cache.popitem(last=False)\n",
+                "",
+                "no panel leaves",
+            ),
+        ),
+    ),
+    Exercise(
+        name="tiles.4",
+        title="Write flash attention",
+        targets=(f"{NOTEBOOK}:attention_kernel",),
+        task="""Program i computes causal attention for queries i * BQ to (i + 1) * BQ of one head. q, k, v and out are
+        (T, HS) matrices, and T need not be a multiple of a tile. Loop over tiles of BK keys. Keep for each query the
+        largest score, the sum of the exponentials, and the weighted sum of the values. No tile above the diagonal may
+        be loaded: the loop ends with the last key that a query of this program sees. Multiply the scores by `scale`.
+        RESCALES is for the experiment of the notebook, and True here.""",
+        minutes=40,
+        difficulty="hard",
+        check=check_flash_attention,
+        nudge="Which is the last key that the last query of program i sees?",
+        idea="end = min(T, (i + 1) * BQ). In a tile, mask the scores with -inf, multiply the old sums by exp(old - "
+        "new maximum), and add the new terms.",
+        line="for start in range(0, tl.minimum",
+        mistakes=(
+            plant_mistake("tl.minimum(T, (tl.program_id(0) + 1) * BQ)", "T", "above the diagonal"),
+            plant_mistake(
+                "tl.minimum(T, (tl.program_id(0) + 1) * BQ)",
+                "tl.minimum(T, tl.program_id(0) * BQ + 1)",
+                "the last keys that its queries see",
+            ),
+            plant_mistake(
+                "rows[:, None] >= keys[None, :], tl.dot", "keys[None, :] < T, tl.dot", "after their own position"
+            ),
+            plant_mistake("result * decay[:, None]", "result", "relative to the old maximum"),
+            plant_mistake(
+                "v_tile = tl.load(v + keys[:, None] * HS + channels[None, :], mask=keys[:, None] < T, other=0.0)",
+                "v_tile = tl.load(v + keys[:, None] * HS + channels[None, :])",
+                "read outside",
+            ),
+        ),
+    ),
+]

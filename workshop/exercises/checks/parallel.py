@@ -1,0 +1,214 @@
+"""Checks of the exercises on tensor, pipeline and context parallelism."""
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import grad_norm
+from phase3_fsdp.solve import tensor_parallel
+from phase3_fsdp.solve.gpt import spread_gpt
+from phase3_fsdp.solve.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
+from workshop.exercises.checks.collectives import count_sent_bytes
+from workshop.exercises.exercise import expect
+from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
+
+SHAPE = GPTConfig(n_layer=1, n_head=4, n_embd=16, block_size=8, bias=True, vocab_size=31)
+
+
+def is_divided(name: str) -> bool:
+    """Return whether the weights of the layer with this parameter are divided among the ranks."""
+    return name.rpartition(".")[0].endswith(COLUMN_PARALLEL + ROW_PARALLEL)
+
+
+def check_tensor_parallel(answer: ModuleType, _: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    first, second, x, dy = (draw_normal(*size, seed=i) for i, size in enumerate(((12, 8), (8, 12), (5, 8), (5, 8))))
+    full = [each.clone().requires_grad_() for each in (first, second, x)]
+    exact = F.gelu(full[2] @ full[0].T) @ full[1].T
+    exact.backward(dy)
+    rows, columns = (w.chunk(ranks, dim)[rank].clone().requires_grad_() for dim, w in enumerate((first, second)))
+    leaf, given = x.clone().requires_grad_(), dy.clone()
+    with CollectiveCounter() as traffic:
+        partial = F.gelu(answer.CopyToRanks.apply(leaf) @ rows.T) @ columns.T
+        before = partial.detach().clone()
+        y = answer.SumOverRanks.apply(partial)
+    count = collect_traffic(traffic.rows).get("all-reduce", (0, 0))[0]
+    expect(torch.equal(partial.detach(), before), "The input has changed: add the partial sums up in a copy.")
+    expect(
+        not is_close(y, before),
+        f"The output on rank {rank} is only a partial sum, from its own hidden channels: SumOverRanks must add those "
+        "of all ranks.",
+    )
+    expect(is_close(y, exact), "The output of the divided MLP is wrong. CopyToRanks returns its input as it is.")
+    expect(count == 1, f"The forward pass has {count} all-reduces instead of one: every rank already has x in full.")
+    y.backward(given)
+    assert leaf.grad is not None and rows.grad is not None and full[0].grad is not None and full[2].grad is not None
+    wanted = full[0].grad.chunk(ranks)[rank]
+    expect(
+        not is_close(rows.grad, ranks * wanted),
+        "The gradients of the weights are N times too large. Every rank already has the full gradient of y, and an "
+        "all-reduce would add it N times: SumOverRanks returns it as it is.",
+    )
+    expect(is_close(rows.grad, wanted), "The gradient of the column-parallel weight is wrong.")
+    expect(
+        is_close(leaf.grad, full[2].grad),
+        f"Rank {rank} has only the part of dx that came through its own channels. Nothing reports this, and the losses "
+        "leave the one curve: the backward pass of CopyToRanks must add the parts of all ranks.",
+    )
+    expect(torch.equal(given, dy), "The gradient that the backward pass was given has changed: work on a copy.")
+
+
+def check_parts(answer: ModuleType, _: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    full = {name: draw_normal(*p.shape, seed=i) / 4 for i, (name, p) in enumerate(GPT(SHAPE).named_parameters())}
+    parts = {name: answer.take_part(p, name, rank, ranks) for name, p in full.items()}
+    size = SHAPE.n_embd // ranks
+    for name, part in parts.items():
+        if "c_attn" in name:
+            own = torch.cat([group[rank * size : (rank + 1) * size] for group in full[name].chunk(3)])
+            expect(
+                torch.equal(part, own),
+                f"Rank {rank} needs the queries, keys and values of whole heads from {name}, but it has other rows. "
+                "The 3C rows are all queries, then all keys, then all values: bring those of a rank's heads together "
+                "first.",
+            )
+        elif "c_proj.weight" in name:
+            expect(
+                part.shape == (SHAPE.n_embd, full[name].size(1) // ranks),
+                f"{name} is row parallel, and your part has the shape {tuple(part.shape)}: a rank needs the columns "
+                "that match its own input features, and all rows.",
+            )
+        elif "c_proj.bias" in name:
+            total = part.clone()
+            dist.all_reduce(total)
+            expect(
+                not is_close(total, ranks * full[name]),
+                "The all-reduce after a row-parallel layer adds the outputs of all ranks, and so it adds the bias "
+                f"{ranks} times: one rank has the bias, and the others have zeros.",
+            )
+            expect(is_close(total, full[name]), f"The sum of {name} over the ranks must be the full bias.")
+    for name in ("transformer.wpe.weight", "transformer.ln_f.weight"):
+        expect(torch.equal(parts[name], full[name]), f"{name} is not divided: every rank needs all of it.")
+    compare_logits(full)
+
+
+@torch.no_grad()
+def compare_logits(full: dict[str, Tensor]) -> None:
+    """Check that a model that is divided with `take_part` computes the same logits as the full model."""
+    exact, tokens = GPT(SHAPE), torch.arange(8)[None]
+    exact.load_state_dict(full, strict=False)
+    model = spread_gpt(SHAPE, full, "tp", create_runtime("cpu", "float32"))
+    expect(
+        is_close(model(tokens), exact(tokens), 1e-4),
+        "The divided model computes other logits than the full one. Each rank needs consecutive rows of c_fc, the "
+        "columns of mlp.c_proj that match them, and its rows of the token embedding.",
+    )
+
+
+def check_divided_norm(answer: ModuleType, _: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = GPT(dataclasses.replace(SHAPE, bias=False))
+    gradients = {name: draw_normal(*p.shape, seed=i) for i, (name, p) in enumerate(model.named_parameters())}
+    own = {name: tensor_parallel.take_part(g, name, rank, ranks) for name, g in gradients.items() if is_divided(name)}
+    full = [g for name, g in gradients.items() if name not in own]
+    for name, p in model.named_parameters():
+        p.data = p.grad = own.get(name, gradients[name]).clone()
+    norm, exact = answer.norm_over_ranks(model), grad_norm(list(gradients.values()))
+    divided = grad_norm(list(own.values())).square()
+    dist.all_reduce(divided)
+    expect(
+        not is_close(norm, (divided + ranks * grad_norm(full).square()).sqrt(), 1e-9),
+        "The gradients of embeddings and LayerNorms are counted on every rank, although they are the same: add only "
+        "the squares of the divided gradients over the ranks.",
+    )
+    expect(
+        not is_close(norm, grad_norm([*own.values(), *full]), 1e-9),
+        f"On rank {rank} the norm contains only this rank's parts of the divided gradients: add their squares over the "
+        "ranks.",
+    )
+    expect(
+        not is_close(norm, divided.sqrt(), 1e-9),
+        "The gradients that are not divided are missing: embeddings and LayerNorms.",
+    )
+    expect(
+        is_close(norm, exact, 1e-9),
+        f"The norm is {float(norm):.4f}, and that of the undivided model {float(exact):.4f}. Squares can be added, and "
+        "norms cannot.",
+    )
+
+
+def check_pipeline(answer: ModuleType, _: Any) -> None:
+    for ranks, micro_batches in ((1, 3), (2, 1), (4, 4), (3, 5)):
+        try:
+            rows = answer.schedule_pipeline(ranks, micro_batches)
+        except IndexError:
+            expect(False, f"{ranks} ranks and {micro_batches} micro-batches: a pass is in a slot that does not exist.")
+        story = f"With {ranks} ranks and {micro_batches} micro-batches,"
+        work = [f"{kind}{m}" for kind in "FB" for m in range(micro_batches)]
+        names = [f"rank {rank}" for rank in range(ranks)]
+        expect(list(rows) == names, f"{story} the rows are {list(rows)} instead of {names}.")
+        for rank in range(ranks):
+            row = rows[f"rank {rank}"]
+            missing = [each for each in work if row.count(each) != 1]
+            expect(not missing, f"{story} rank {rank} does not run {missing[:1]} exactly once.")
+            begin = {each: row.index(each) for each in work}
+            expect(
+                max(begin[each] for each in work if "F" in each) < min(begin[each] for each in work if "B" in each),
+                f"{story} rank {rank} begins a backward pass before its last forward pass.",
+            )
+            for each in work if rank else []:
+                previous = rows[f"rank {rank - 1}"].index(each)
+                expect(
+                    begin[each] > previous or "B" in each,
+                    f"{story} rank {rank} runs {each} in slot {begin[each]}, but it has not received the activations: "
+                    f"rank {rank - 1} computes them in slot {previous}.",
+                )
+                expect(
+                    begin[each] < previous or "F" in each,
+                    f"{story} rank {rank - 1} runs {each} in slot {previous}, but the gradient of {each} comes from "
+                    f"rank {rank}, in slot {begin[each]}. The last rank begins the backward passes.",
+                )
+        slots = len(rows["rank 0"])
+        expect(
+            slots == 2 * (micro_batches + ranks - 1),
+            f"{story} the schedule has {slots} slots, and it can be shorter: {2 * (micro_batches + ranks - 1)} slots "
+            "are enough, because different ranks work on different micro-batches at the same time.",
+        )
+
+
+def check_ring_attention(answer: ModuleType, _: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    q, k, v = (draw_normal(16, 8, seed=i) * (1.5 if i < 2 else 1) for i in range(3))
+    q[:, 0], k[:, 0] = 30.0, k[:, 0] / 10 + 10  # all scores are above 100, so that exp overflows
+    full = F.scaled_dot_product_attention(q[None], k[None], v[None])[0].chunk(ranks)[rank]
+    own = [each.chunk(ranks)[rank].clone() for each in (q, k, v)]
+    with count_sent_bytes() as sent:
+        result = answer.attend_in_ring(*own)
+    local = F.scaled_dot_product_attention(own[0][None], own[1][None], own[2][None])[0]
+    expect(
+        bool(result.isfinite().all()),
+        "The result is not finite: exp overflows for large scores. Subtract the largest score so far.",
+    )
+    expect(
+        not is_close(result, local, 1e-4),
+        f"The queries of rank {rank} attend only to its own keys: compute with the block that you have received.",
+    )
+    expect(
+        is_close(result, full, 1e-4),
+        "The result differs from attention over the full sequence. When a block raises the maximum, the sum and the "
+        "result so far are still relative to the old maximum: multiply both by exp(old - new).",
+    )
+    wanted = (ranks - 1) * 2 * own[1].nbytes
+    expect(
+        sum(sent) == wanted,
+        f"A rank sends {sum(sent):,} bytes, but {ranks} blocks need only N - 1 exchanges of one block of keys and "
+        f"values, {wanted:,} bytes: after the last block there is nothing left to send.",
+    )

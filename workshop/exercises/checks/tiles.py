@@ -1,0 +1,140 @@
+"""Checks of the exercises on kernels in tiles. Triton's interpreter runs the kernels, between guard bands."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phase2_triton.kernels.core import launch
+from workshop.exercises.checks.triton import Buffers, check_values, surround_with_nan
+from workshop.exercises.exercise import expect
+from workshop.exercises.measuring import draw_normal, is_close
+
+TILE, KEYS = 16, 8  # queries and keys of a tile of attention
+
+
+def check_matmul(answer: ModuleType, _: Any) -> None:
+    for M, N, K in ((4, 4, 8), (5, 3, 7)):
+        a, b = draw_normal(M, K), draw_normal(K, N, seed=1)
+        buffers, counter = Buffers(), torch.zeros(1, dtype=torch.int64)
+        c, grid = buffers.allocate(M, N), (-(-M // 4), -(-N // 4))
+        args = (surround_with_nan(a), surround_with_nan(b), c, counter, M, N, K)
+        launch(answer.matmul_kernel, grid, *args, BM=4, BN=4, BK=4)
+        buffers.check()
+        story = f"A product of ({M}, {K}) and ({K}, {N}) in tiles of 4 x 4"
+        last = (K - 1) // 4 * 4
+        expect(
+            not is_close(c, a[:, last:] @ b[last:]),
+            f"{story} is that of the last step only: add the products of all steps.",
+        )
+        full = K // 4 * 4
+        expect(
+            full == K or not is_close(c, a[:, :full] @ b[:full]),
+            f"{story} lacks the elements of K beyond the last full tile: the loop needs one more step, with a mask.",
+        )
+        advice = "Each load needs a mask for both dimensions, and other=0.0: a lane beyond K must add 0 to the sum."
+        check_values(c, a @ b, story, advice)
+        steps, programs = -(-K // 4), grid[0] * grid[1]
+        expect(
+            int(counter) == programs * steps * 32,
+            f"{story} counts {int(counter)} loaded elements instead of {programs * steps * 32}: {programs} programs "
+            f"with {steps} steps each, and two tiles per step.",
+        )
+
+
+def check_order(answer: ModuleType, _: Any) -> None:
+    for rows, columns, group in ((4, 3, 2), (5, 3, 2), (3, 4, 1), (3, 3, 8)):
+        order = answer.order_tiles(rows, columns, group)
+        story = f"With {rows} x {columns} tiles and groups of {group} rows,"
+        outside = [tile for tile in order if tile[0] >= rows or tile[1] >= columns]
+        expect(not outside, f"{story} the order contains tiles that do not exist, such as {outside[:1]}.")
+        expect(
+            len(order) == len(set(order)),
+            f"{story} the order contains some tiles several times: a group begins where the last one has ended.",
+        )
+        expect(len(order) == rows * columns, f"{story} the order has {len(order)} of {rows * columns} tiles.")
+        expect(
+            group == 1 or order[:columns] != [(0, column) for column in range(columns)],
+            f"{story} the tiles come row by row: go down the rows of the group before you go to the next column.",
+        )
+        expected = sorted(order, key=lambda tile: (tile[0] // group, tile[1], tile[0]))
+        wrong = next((i for i, pair in enumerate(zip(order, expected, strict=True)) if pair[0] != pair[1]), 0)
+        expect(order == expected, f"{story} tile number {wrong} is {order[wrong]}, and it should be {expected[wrong]}.")
+
+
+def check_cache(answer: ModuleType, _: Any) -> None:
+    order = [(0, 0), (0, 1), (0, 2), (0, 3)]
+    story = f"The tiles {order} with room for 2 panels:"
+    reads = answer.count_reads(order, 2)
+    expect(
+        reads != 6,
+        f"{story} you count 6 reads. Panel A 0 is used by every tile, so it is always among the last 2: a panel that "
+        "has just been used must be the last to leave.",
+    )
+    expect(reads == 5, f"{story} one row of A and four columns of B are read, 5 panels, and you count {reads}.")
+    order = [(0, 0), (1, 1), (0, 0)]
+    reads = answer.count_reads(order, 3)
+    expect(
+        reads != 4,
+        f"The tiles {order} with room for 3 panels: you count 4 reads, so no panel leaves, or the one that has just "
+        "been read. The first panel of the order must leave.",
+    )
+    expect(reads == 6, f"The tiles {order} with room for 3 panels: all 6 uses are reads, and you count {reads}.")
+    order = [(row, column) for row in range(6) for column in range(6)]
+    expect(
+        (reads := answer.count_reads(order, 100)) == 12,
+        f"With room for all panels, each is read once: 12 reads, and you count {reads}.",
+    )
+
+
+def attend(answer: ModuleType, q: Tensor, k: Tensor, v: Tensor, programs: int) -> Tensor:
+    """Return the result of the first programs; other rows are NaN."""
+    (T, HS), buffers = q.shape, Buffers()
+    out = buffers.allocate(T, HS)
+    args = (*map(surround_with_nan, (q, k, v)), out, T, HS**-0.5)
+    launch(answer.attention_kernel, (programs,), *args, HS=HS, BQ=TILE, BK=KEYS, RESCALES=True)
+    buffers.check()
+    return out
+
+
+def check_flash_attention(answer: ModuleType, _: Any) -> None:
+    T, HS = 43, 16
+    q, k, v = (draw_normal(T, HS, seed=i) * 2 for i in range(3))
+    exact = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    everything = F.scaled_dot_product_attention(q[None, :TILE], k[None, :TILE], v[None, :TILE])[0]
+    y = attend(answer, q[:TILE], k[:TILE], v[:TILE], 1)
+    expect(
+        not is_close(y, everything, 1e-4),
+        "Queries attend to keys after their own position: set those scores to -inf before the softmax.",
+    )
+    truncated = F.scaled_dot_product_attention(q[None, KEYS:TILE], k[None, :KEYS], v[None, :KEYS])[0]
+    expect(
+        not is_close(y[KEYS:], truncated, 1e-4),
+        "The loop ends before the last keys that its queries see: the last query of program 0 sees its own key.",
+    )
+    later_k, later_v = (each.clone() for each in (k, v))
+    later_k[TILE:], later_v[TILE:] = float("nan"), float("nan")
+    y = attend(answer, q, later_k, later_v, 1)
+    expect(
+        bool(y[:TILE].isfinite().all()),
+        "Program 0 loads keys or values of tiles above the diagonal, which none of its queries may see. It would do "
+        "twice the work: the loop must end with the diagonal.",
+    )
+    y = attend(answer, q, k, v, -(-T // TILE))
+    check_rows(y, exact, q, k, v)
+
+
+def check_rows(y: Tensor, exact: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check the result for several tiles of keys."""
+    scores = (q @ k.T * q.size(1) ** -0.5).masked_fill(~torch.ones(len(q), len(q), dtype=torch.bool).tril(), -torch.inf)
+    maximum = torch.stack([scores[:, : end + KEYS].amax(1) for end in range(0, len(q), KEYS)], 1)
+    is_growing = (maximum[:, 1:] > maximum[:, :-1]).any(1)
+    wrong = ((y - exact).abs() > 1e-4).any(1) & ~y.isnan().any(1)
+    expect(
+        not (wrong.any() and is_growing[wrong].all()),
+        "Rows in which a later tile contains the largest score are wrong: everything that was summed so far, the sum "
+        "and the result, is relative to the old maximum. Multiply both by exp(old - new).",
+    )
+    check_values(y, exact, "the result for several tiles of keys", "Does each load have a mask for rows up to T?", 1e-4)
