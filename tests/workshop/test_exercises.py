@@ -19,13 +19,15 @@ from workshop.exercises.stubs import STUB, apply_mistake, find_hint_line, find_t
 # One of each kind; `make exercises` proves all. The others run with `make test ARGS='-m slow'`.
 QUICK = (
     "baseline.2",
-    "collectives.3",
     "zero1.5",
     "triton.2",
     "bugs.1",
-    "fsdp.1",
     "fsdp.6",
+    "memory.10",
     "checkpoints.4",
+    "precision.2",
+    "parallel.1",
+    "tiles.2",
     "capstone",
 )
 NAMES = [*QUICK, *mark_slow(*(name for name in EXERCISES if name not in QUICK))]
