@@ -11,9 +11,11 @@ The exit code is 2 if a check fails. Otherwise it is 0, even if there are warnin
 from __future__ import annotations
 
 import json
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 
@@ -21,6 +23,7 @@ from operate.checks import Check, format_check, has_failed, summarize
 from operate.doctor.machine import ROOT, VENV_PYTHON, check_machine
 
 SUBJECT_WIDTH = 12
+SILENT_SECONDS = 300.0  # without a line, until the checks of .venv count as hanging; busy machines take over 120 s
 REINSTALL = "delete .venv and run make setup"
 
 
@@ -28,16 +31,33 @@ def check_packages() -> Iterator[Check]:
     """Yield the checks of .venv, which its own Python runs."""
     command = [str(VENV_PYTHON), "-m", "operate.doctor.environment"]
     with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as program:
-            assert program.stdout
-            for line in program.stdout:
+        program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=read_lines, args=(program, lines), daemon=True).start()
+        try:
+            while line := lines.get(timeout=SILENT_SECONDS):
                 if line.startswith("{"):  # libraries may print other lines
                     yield Check(**json.loads(line))
+        except queue.Empty:
+            program.kill()  # without waiting: a process that waits for a driver may not end
+            finding = f"no answer within {SILENT_SECONDS:g} s, for example from a GPU driver that hangs"
+            yield Check("packages", "fail", finding, "run nvidia-smi; if it hangs, too, restart the machine")
+            return
+        program.wait()
         errors.seek(0)
         error = errors.read().strip().splitlines()
     if program.returncode:
         reason = error[-1] if error else f"it stopped with exit code {program.returncode}"
         yield Check("packages", "fail", reason, REINSTALL)
+
+
+def read_lines(program: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+    """Pass on the lines that a program prints, and an empty text when its output has ended."""
+    assert program.stdout
+    with program.stdout as output:
+        for line in output:
+            lines.put(line)
+    lines.put("")
 
 
 def main() -> int:

@@ -10,9 +10,11 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ GIB = 1 << 30
 MIN_PYTHON = (3, 11)
 MIN_FREE_MEMORY = 4 * GIB  # for four ranks, a notebook and a browser
 MIN_DISK, ENVIRONMENT_DISK = 1 * GIB, 8 * GIB  # for runs; for an environment with the CUDA build of PyTorch
+DRIVER_SECONDS = 10.0  # until nvidia-smi counts as hanging
 PORTS = {29500: "torchrun", 29400: "make elastic", 8888: "Jupyter"}
 DATASETS = ("shakespeare_char", "shakespeare", "synthetic")
 
@@ -134,12 +137,11 @@ def check_ports() -> Check:
     """Check that the default ports of the programs are free."""
     used = []
     for port in PORTS:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections that have just ended
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                used.append(port)
+        # Connect, and do not bind: on macOS, 127.0.0.1 can be bound while another program listens on all interfaces.
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.settimeout(1)
+            probe.connect(("127.0.0.1", port))
+            used.append(port)
     if used:
         names = ", ".join(f"{port} ({PORTS[port]})" for port in used)
         remedy = "torchrun --standalone and make GPUS=4 choose a free port; for the others, give another port"
@@ -153,8 +155,16 @@ def check_driver() -> Check:
     if program is None:
         return Check("GPU driver", "skip", "no nvidia-smi: ranks run on the CPU, which is enough for the workshop")
     output = ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        output = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5).stdout
+    with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
+        query = subprocess.Popen([program, "-L"], stdout=file, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            query.wait(DRIVER_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(query.pid, signal.SIGKILL)  # without waiting: a process that waits for a driver may not end
+            finding = f"nvidia-smi gives no answer within {DRIVER_SECONDS:g} s: the driver hangs"
+            return Check("GPU driver", "fail", finding, "restart the machine; programs that use a GPU would hang, too")
+        file.seek(0)
+        output = file.read()
     gpus = [line.split(" (UUID")[0] for line in output.splitlines() if line.startswith("GPU")]
     if not gpus:
         return Check("GPU driver", "warn", "nvidia-smi finds no GPU", "restart the machine, or reinstall the driver")

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -50,13 +51,32 @@ def test_a_broken_environment_is_one_failed_check(tmp_path, monkeypatch, capsys)
     assert "-> delete .venv and run make setup" in output.out and output.err.startswith("error: a check failed")
 
 
+def test_a_driver_that_hangs_is_one_failed_check(tmp_path, monkeypatch, capsys):
+    """If nvidia-smi, or a program that uses the GPU, gives no answer, the doctor reports it in time and goes on."""
+    for name in ("nvidia-smi", "python"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\nexec sleep 60\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(machine, "DRIVER_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "VENV_PYTHON", tmp_path / "python")
+    monkeypatch.setattr(doctor, "check_machine", lambda: iter([machine.check_driver()]))
+    begin = time.monotonic()
+    assert doctor.main() == 2 and time.monotonic() - begin < 30
+    output = capsys.readouterr().out
+    assert "fail  GPU driver    nvidia-smi gives no answer within 0.2 s: the driver hangs" in output
+    assert "-> restart the machine" in output and "fail  packages      no answer within 0.2 s" in output
+
+
 def test_problems_of_a_machine_have_remedies(tmp_path, monkeypatch):
     """An old Python, a used port, little memory, a full disk, missing data and an unfinished .venv are reported."""
-    with socket.create_server(("127.0.0.1", int(find_free_port()))) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setattr(machine, "PORTS", {port: "torchrun"})
-        used = machine.check_ports()
-    assert used.result == "warn" and used.finding == f"in use: {port} (torchrun)"
+    for interface in ("127.0.0.1", ""):  # "": all interfaces
+        with socket.create_server((interface, int(find_free_port()))) as server:
+            port = server.getsockname()[1]
+            monkeypatch.setattr(machine, "PORTS", {port: "torchrun"})
+            used = machine.check_ports()
+        assert used.result == "warn" and used.finding == f"in use: {port} (torchrun)"
     assert machine.check_ports().result == "pass"
     monkeypatch.setattr(machine, "MIN_FREE_MEMORY", 1 << 60)
     monkeypatch.setattr(machine, "MIN_DISK", 1 << 60)
