@@ -16,12 +16,12 @@ EXERCISES = [
         name="parallel.1",
         title="Write the two autograd functions of tensor parallelism",
         targets=(f"{NOTEBOOK}:CopyToRanks", f"{NOTEBOOK}:SumOverRanks"),
-        task="""A column-parallel layer follows a row-parallel layer in each half of a block. CopyToRanks stands before
-        the column-parallel layer, whose input every rank has in full. SumOverRanks stands after the row-parallel
-        layer, whose output is a partial sum on each rank. Write the forward and backward pass of both. Exactly one
+        task="""Attention and the MLP of a block have a column-parallel layer, and after it a row-parallel layer.
+        CopyToRanks stands before the column-parallel layer, whose input every rank has in full. SumOverRanks stands
+        after the row-parallel layer, whose output is a partial sum on each rank. Write the forward and backward pass of both. Exactly one
         pass of each function communicates. Do not change a tensor that you were given.""",
-        minutes=15,
-        difficulty="medium",
+        minutes=10,
+        difficulty="easy",
         ranks=2,
         check=check_tensor_parallel,
         nudge="The full input went into the channels of every rank. What does each rank know of its gradient?",
