@@ -18,8 +18,9 @@ EXERCISES = [
         targets=(f"{NOTEBOOK}:CopyToRanks", f"{NOTEBOOK}:SumOverRanks"),
         task="""Attention and the MLP of a block have a column-parallel layer, and after it a row-parallel layer.
         CopyToRanks stands before the column-parallel layer, whose input every rank has in full. SumOverRanks stands
-        after the row-parallel layer, whose output is a partial sum on each rank. Write the forward and backward pass of both. Exactly one
-        pass of each function communicates. Do not change a tensor that you were given.""",
+        after the row-parallel layer, whose output is a partial sum on each rank. Write the forward and
+        backward pass of both. Exactly one pass of each function communicates. Do not change a tensor that you were
+        given.""",
         minutes=10,
         difficulty="easy",
         ranks=2,
