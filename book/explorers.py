@@ -149,6 +149,33 @@ def tabulate_bug_museum(samples: dict[str, Any]) -> str:
     return format_table(header, rows)
 
 
+def tabulate_train_diffs(samples: dict[str, Any]) -> str:
+    """Return every change of every phase, with its lesson, its cost and its tests."""
+    text = (
+        f"The costs are those of one step of GPT-2 on {samples['ranks']} ranks, with {samples['micro_batches']} "
+        "micro-batches per rank, from the `costs` modules of the phases.\n"
+    )
+    for phase in samples["phases"]:
+        rows = []
+        for hunk in phase["hunks"]:
+            notes = f"../../{phase['name']}/IMPLEMENTATION.html"
+            lessons = ", ".join(f'<a href="{notes}#{each["anchor"]}">{each["tag"]}</a>' for each in hunk["lessons"])
+            costs = [
+                f"{name}: {format_bytes(a)} without it, {format_bytes(b)} with it" for name, a, b in hunk["quantities"]
+            ]
+            tests = [f"`{test['name']}`: {test['claim']}" for test in hunk["tests"]]
+            rows.append([str(hunk["line"]), f"-{hunk['removed']}, +{hunk['added']}", lessons])
+            rows[-1] += ["; ".join(costs) or "none", " ".join(tests)]
+        header = ["line", "lines", "lesson", "cost", "tests"]
+        text += f"\n**{phase['title']}**, `{phase['name']}/train.py`:\n\n{format_table(header, rows)}"
+    return text
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes as the scripts of the pages write it."""
+    return f"{math.floor(size + 0.5):,} bytes"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "ring": tabulate_ring,
     "fsdp_step": tabulate_fsdp_step,
@@ -156,4 +183,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "kill_save": tabulate_kill_save,
     "layout": tabulate_layout,
     "bug_museum": tabulate_bug_museum,
+    "train_diffs": tabulate_train_diffs,
 }

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from book.explorers import format_bytes
 from book.recordings.__main__ import FOLDER, RECORDERS
 from nanoGPT.distributed.sharding import row_range
+from workshop.diff import find_hunks
 
 pytestmark = pytest.mark.heavy
 
@@ -34,6 +36,7 @@ DAMAGES = {
     "kill_save": ('"files":[[', '"piles":[['),
     "layout": ('"buckets":[{', '"packets":[{'),
     "bug_museum": ('"steps":', '"stops":'),
+    "train_diffs": ('"lessons":[{', '"sessions":[{'),
 }
 
 
@@ -242,6 +245,28 @@ def test_the_museum_explains_every_curve(site, browser):
         heights = [-float(point.split(",")[1]) for point in points]
         assert len(heights) == samples["steps"]
         assert heights.index(max(heights)) == exhibit["loss"].index(max(exhibit["loss"]))
+    page.close()
+
+
+def test_the_diff_page_shows_every_change(site, browser):
+    """Each change shows the lines of the phase's train.py, its bytes, its tests, and a link to its paragraph."""
+    page, samples = open_explorer(browser, site, "train_diffs")
+    for phase in samples["phases"]:
+        page.select_option(".phase", phase["name"])
+        notes = (site / phase["name"] / "IMPLEMENTATION.html").read_text()
+        steps = page.evaluate(READ_STEPS, ["del", "ins", ".quantities td", ".tests code", ".lessons"])
+        for hunk, recorded, shown in zip(find_hunks(phase["name"]), phase["hunks"], steps, strict=True):
+            assert ([line[6:] for line in shown["del"]], [line[6:] for line in shown["ins"]]) == (
+                hunk.removed,
+                hunk.added,
+            )
+            sizes = [size for _, *pair in recorded["quantities"] for size in pair]
+            assert shown[".quantities td"] == [format_bytes(size) for size in sizes]
+            assert shown[".tests code"] == [f'make test ARGS="{test["name"]}"' for test in recorded["tests"]]
+            for lesson in recorded["lessons"]:
+                assert lesson["text"] in shown[".lessons"][0] and f'id="{lesson["anchor"]}"' in notes
+    page.locator(".lessons a").click()
+    assert page.url.endswith(f"{phase['name']}/IMPLEMENTATION.html#{lesson['anchor']}")
     page.close()
 
 

@@ -8,12 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from book.explorers import render_explorer
-from book.recordings import bug_museum, fsdp_step, kill_save, layout, ring, will_it_fit
+from book.recordings import (
+    bug_museum,
+    fsdp_step,
+    kill_save,
+    layout,
+    ring,
+    train_diffs,
+    will_it_fit,
+)
 from book.recordings.__main__ import FOLDER, MAX_BYTES, RECORDERS, write_recordings
 from nanoGPT.distributed.sharding import row_range
 from nanoGPT.errors import ConfigError
 from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.model import GPTConfig
+from workshop.diff import Hunk
 from workshop.ranks import run_on_ranks
 
 
@@ -170,6 +179,27 @@ def test_a_planted_fault_still_gives_its_curve():
     }
     assert exhibits["scale"]["grad_norm"][0] == pytest.approx(2 * right["grad_norm"][0], rel=1e-6)
     assert 0.3 < exhibits["norm"]["grad_norm"][0] / right["grad_norm"][0] < 0.4
+
+
+def test_every_change_has_a_lesson_a_cost_and_a_test(monkeypatch):
+    """The recorded changes are those of the code, with the costs of the phases' formulas.
+
+    A change without a lesson or cost, or with a test that does not exist, cannot be recorded.
+    """
+    new_recording = json.loads(json.dumps(train_diffs.record()))
+    assert read_samples("train_diffs") == new_recording, "run make record NAME=train_diffs"
+    tags = {(phase, tag) for phase in ("phase1", "phase2", "phase3") for tag in train_diffs.list_tags(phase)}
+    assert tags == train_diffs.LINKS.keys()
+    costs, new = train_diffs.PredictedCosts(), Hunk(1, [], ["x = 1  # [zero1:new] why"])
+    with pytest.raises(ConfigError, match=r"\[new\] of phase1 has no lesson, cost or test: add it to LINKS"):
+        train_diffs.describe_hunk("phase1", new, costs)
+    test = "tests/phase1/test_zero1.py::test_nothing"
+    monkeypatch.setitem(train_diffs.LINKS, ("phase1", "new"), (train_diffs.PredictedCosts.compare_nothing, (test,)))
+    with pytest.raises(ConfigError, match=f"{test} does not exist"):
+        train_diffs.describe_hunk("phase1", new, costs)
+    monkeypatch.setitem(train_diffs.LINKS, ("phase1", "new"), (train_diffs.PredictedCosts.compare_nothing, ()))
+    with pytest.raises(ConfigError, match="has no lesson, cost or test"):
+        train_diffs.describe_hunk("phase1", new, costs)
 
 
 def test_unusable_recordings_are_reported(tmp_path, monkeypatch):
