@@ -171,6 +171,28 @@ def tabulate_train_diffs(samples: dict[str, Any]) -> str:
     return text
 
 
+def tabulate_flash_attention(samples: dict[str, Any]) -> str:
+    """Return the running values of every query after each tile, and the results."""
+
+    def list_values(values: list[float]) -> str:
+        return ", ".join(f"{value:.3f}" for value in values)
+
+    rows, tokens, tile = [], samples["tokens"], samples["tile"]
+    for number, step in enumerate(samples["steps"], start=1):
+        for i in range(min(tile, tokens - step["query"])):
+            keys = f"{step['key']} to {min(step['key'] + tile, tokens) - 1}"
+            values = [f"{step[name][i]:.3f}" for name in ("maximum", "correction", "sum")]
+            output = list_values([value / step["sum"][i] for value in step["output"][i]])
+            rows.append([str(number), str(step["query"] + i), keys, *values, output])
+    header = ["tile", "query", "keys", "maximum", "factor of the old sums", "sum of weights", "output so far"]
+    results = [
+        [str(query), list_values(row), list_values(expected)]
+        for query, (row, expected) in enumerate(zip(samples["output"], samples["expected"], strict=True))
+    ]
+    comparison = format_table(["query", "output of the kernel", "plain softmax in fp64"], results)
+    return f"{format_table(header, rows)}\nThe results:\n\n{comparison}"
+
+
 def format_bytes(size: float) -> str:
     """Return a number of bytes as the scripts of the pages write it."""
     return f"{math.floor(size + 0.5):,} bytes"
@@ -184,4 +206,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "layout": tabulate_layout,
     "bug_museum": tabulate_bug_museum,
     "train_diffs": tabulate_train_diffs,
+    "flash_attention": tabulate_flash_attention,
 }

@@ -15,6 +15,7 @@ import torch
 from bench.tables.records import FORMAT, describe_origin
 from book.recordings import (
     bug_museum,
+    flash_attention,
     fsdp_step,
     kill_save,
     layout,
@@ -36,6 +37,7 @@ RECORDERS = {
     "layout": layout.record,
     "bug_museum": bug_museum.record,
     "train_diffs": train_diffs.record,
+    "flash_attention": flash_attention.record,
 }
 FOLDER = ROOT / "docs" / "data"
 MAX_BYTES = 300_000  # of one file: a page contains its recording

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from book.explorers import format_bytes
+from book.recordings import flash_attention
 from book.recordings.__main__ import FOLDER, RECORDERS
 from nanoGPT.distributed.sharding import row_range
+from phase2_triton.kernels.attention import reference
 from workshop.diff import find_hunks
 
 pytestmark = pytest.mark.heavy
@@ -36,6 +38,7 @@ DAMAGES = {
     "kill_save": ('"files":[[', '"piles":[['),
     "layout": ('"buckets":[{', '"packets":[{'),
     "bug_museum": ('"steps":', '"stops":'),
+    "flash_attention": ('"sum":', '"some":'),
     "train_diffs": ('"lessons":[{', '"sessions":[{'),
 }
 
@@ -267,6 +270,27 @@ def test_the_diff_page_shows_every_change(site, browser):
                 assert lesson["text"] in shown[".lessons"][0] and f'id="{lesson["anchor"]}"' in notes
     page.locator(".lessons a").click()
     assert page.url.endswith(f"{phase['name']}/IMPLEMENTATION.html#{lesson['anchor']}")
+    page.close()
+
+
+def test_the_attention_page_shows_the_recorded_tiles(site, browser):
+    """Each tile shows the recorded scores and running values. The last step shows the output of plain softmax."""
+    page, samples = open_explorer(browser, site, "flash_attention")
+    assert f"is {len(samples['steps'])} tiles" in page.locator(".verdict").inner_text()
+    steps = page.evaluate(READ_STEPS, [".running td", ".scores td.now", ".scores td.skipped", ".comparison td"])
+    for step, shown in zip(samples["steps"], steps[:-1], strict=True):
+        queries = min(samples["tile"], samples["tokens"] - step["query"])
+        keys = min(samples["tile"], samples["tokens"] - step["key"])
+        scores = [score for row in step["scores"][:queries] for score in row[:keys]]
+        assert shown[".scores td.now"] == ["hidden" if score is None else f"{score:.2f}" for score in scores]
+        assert len(shown[".scores td.skipped"]) == 4 * 4 + 2 * 8  # above the tiles on the diagonal
+        rows = [shown[".running td"][i : i + 5] for i in range(0, 5 * queries, 5)]
+        for i, row in enumerate(rows):
+            assert row[1:4] == [f"{step[name][i]:.3f}" for name in ("maximum", "correction", "sum")]
+            assert row[4] == ", ".join(f"{value / step['sum'][i]:.3f}" for value in step["output"][i])
+    q, k, v = (x.double() for x in flash_attention.draw_inputs())
+    expected = [", ".join(f"{value:.3f}" for value in row) for row in reference(q, k, v)[0, 0].tolist()]
+    assert steps[-1][".comparison td"] == [text for row in expected for text in (row, row)]
     page.close()
 
 

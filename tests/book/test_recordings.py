@@ -10,6 +10,7 @@ import pytest
 from book.explorers import render_explorer
 from book.recordings import (
     bug_museum,
+    flash_attention,
     fsdp_step,
     kill_save,
     layout,
@@ -200,6 +201,28 @@ def test_every_change_has_a_lesson_a_cost_and_a_test(monkeypatch):
     monkeypatch.setitem(train_diffs.LINKS, ("phase1", "new"), (train_diffs.PredictedCosts.compare_nothing, ()))
     with pytest.raises(ConfigError, match="has no lesson, cost or test"):
         train_diffs.describe_hunk("phase1", new, costs)
+
+
+def test_flash_attention_still_computes_the_recorded_tiles():
+    """A new run of the kernel has the recorded values, and they are those of softmax over the keys so far."""
+    recorded, new = read_samples("flash_attention"), flash_attention.record()
+    order = [(step["query"], step["key"]) for step in recorded["steps"]]
+    assert order == [(step["query"], step["key"]) for step in new["steps"]]
+    assert order == [(8, 0), (8, 4), (8, 8), (4, 0), (4, 4), (0, 0)]
+    q, k, v = (x[0, 0].double() for x in flash_attention.draw_inputs())
+    scores = (q @ k.T * recorded["channels"] ** -0.5 / math.log(2)).tolist()
+    for step, again in zip(recorded["steps"], new["steps"], strict=True):
+        assert step["scores"] == again["scores"]
+        for i in range(min(recorded["tile"], recorded["tokens"] - step["query"])):
+            query = step["query"] + i
+            visible = scores[query][: min(step["key"] + recorded["tile"], query + 1)]
+            weights = [2 ** (score - max(visible)) for score in visible]
+            assert step["maximum"][i] == pytest.approx(max(visible), abs=1e-5)
+            assert step["sum"][i] == pytest.approx(sum(weights), abs=1e-5) == pytest.approx(again["sum"][i], abs=1e-5)
+            total = [sum(w * x for w, x in zip(weights, column, strict=False)) for column in v.T.tolist()]
+            assert step["output"][i] == pytest.approx(total, abs=1e-5)
+    for row, expected, again in zip(recorded["output"], recorded["expected"], new["expected"], strict=True):
+        assert row == pytest.approx(expected, abs=1e-5) and expected == pytest.approx(again, abs=1e-6)
 
 
 def test_unusable_recordings_are_reported(tmp_path, monkeypatch):
