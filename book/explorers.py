@@ -193,6 +193,24 @@ def tabulate_flash_attention(samples: dict[str, Any]) -> str:
     return f"{format_table(header, rows)}\nThe results:\n\n{comparison}"
 
 
+def tabulate_roofline(samples: dict[str, Any]) -> str:
+    """Return the limit of every kernel on every GPU, for GPT-2 and 16 sequences of 1,024 tokens."""
+    shape = next(
+        each
+        for each in samples["shapes"]
+        if (each["model"], each["batch_size"], each["block_size"]) == ("gpt2", 16, 1024)
+    )
+    gpus, rows = samples["gpus"], []
+    for name, which, size, flops in shape["costs"]:
+        seconds = [max(size / gpu["bandwidth"], flops / gpu["peak"]) for gpu in gpus.values()]
+        times = [f"{1e6 * value:,.1f}" for value in seconds]
+        rows.append([f"{name}, {which}", f"{size / 1e6:,.1f}", f"{flops / 1e9:,.1f}", f"{flops / size:.1f}", *times])
+    header = ["pass", "memory traffic (MB)", "GFLOPs", "FLOPs per byte", *(f"{name} (µs)" for name in gpus)]
+    note = "No GPU has measured these kernels yet." if not samples["measured"] else "The page shows measured times too."
+    text = "The shortest time on each GPU, for GPT-2 and 16 sequences of 1,024 tokens in bfloat16. "
+    return f"{text}{note}\n\n{format_table(header, rows)}"
+
+
 def format_bytes(size: float) -> str:
     """Return a number of bytes as the scripts of the pages write it."""
     return f"{math.floor(size + 0.5):,} bytes"
@@ -207,4 +225,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "bug_museum": tabulate_bug_museum,
     "train_diffs": tabulate_train_diffs,
     "flash_attention": tabulate_flash_attention,
+    "roofline": tabulate_roofline,
 }

@@ -20,6 +20,7 @@ from book.recordings import (
     kill_save,
     layout,
     ring,
+    roofline,
     train_diffs,
     will_it_fit,
 )
@@ -38,6 +39,7 @@ RECORDERS = {
     "bug_museum": bug_museum.record,
     "train_diffs": train_diffs.record,
     "flash_attention": flash_attention.record,
+    "roofline": roofline.record,
 }
 FOLDER = ROOT / "docs" / "data"
 MAX_BYTES = 300_000  # of one file: a page contains its recording

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from bench.kernels.costs import list_kernel_costs
+from bench.plan.speed import GPUS
 from book.explorers import format_bytes
-from book.recordings import flash_attention
+from book.recordings import flash_attention, roofline
 from book.recordings.__main__ import FOLDER, RECORDERS
 from nanoGPT.distributed.sharding import row_range
 from phase2_triton.kernels.attention import reference
@@ -38,6 +40,7 @@ DAMAGES = {
     "kill_save": ('"files":[[', '"piles":[['),
     "layout": ('"buckets":[{', '"packets":[{'),
     "bug_museum": ('"steps":', '"stops":'),
+    "roofline": ('"peak":', '"peek":'),
     "flash_attention": ('"sum":', '"some":'),
     "train_diffs": ('"lessons":[{', '"sessions":[{'),
 }
@@ -291,6 +294,42 @@ def test_the_attention_page_shows_the_recorded_tiles(site, browser):
     q, k, v = (x.double() for x in flash_attention.draw_inputs())
     expected = [", ".join(f"{value:.3f}" for value in row) for row in reference(q, k, v)[0, 0].tolist()]
     assert steps[-1][".comparison td"] == [text for row in expected for text in (row, row)]
+    page.close()
+
+
+def test_the_roofline_page_equals_the_cost_functions(site, browser):
+    """For each GPU and several shapes, bytes, FLOPs, limit and time are those of the kernels' `cost` functions.
+
+    A measured kernel is shown with its rate.
+    """
+    page, samples = open_explorer(browser, site, "roofline")
+    assert "answer is reading and writing memory" in page.locator(".verdict").inner_text()
+    assert page.locator("p.measured").inner_text() == "No GPU has measured these kernels yet."
+    draw = random.Random(0)
+    for name, gpu in GPUS.items():
+        page.select_option(".GPU", name)
+        sizes = draw.choice(roofline.MODEL_NAMES), draw.choice(roofline.SEQUENCES), draw.choice(roofline.TOKENS)
+        for selector, value in zip((".model", ".sequences", ".tokens-per-sequence"), sizes, strict=True):
+            page.select_option(selector, str(value))
+        costs = list_kernel_costs(roofline.make_shapes(*sizes))
+        rows = iter(read_rows(page, ".kernels")[1:])
+        for cost in (cost for passes in costs.values() for cost in passes.values()):
+            traffic, seconds = cost.read + cost.written, cost.seconds(gpu.bandwidth, gpu.peak)
+            assert next(rows)[1:] == [
+                f"{traffic / 1e6:,.1f}",
+                f"{cost.flops / 1e9:,.1f}",
+                f"{cost.flops / traffic:.1f}",
+                "memory" if traffic / gpu.bandwidth > cost.flops / gpu.peak else "arithmetic",
+                f"{1e6 * seconds:,.1f}",
+            ]
+        assert not any(rows)
+    measured = {"hardware": "a GPU", "kernel": "gelu", "shape": "4 x 8", "pass": "forward", "bytes": 4e9, "flops": 2e9}
+    show = "document.body.replaceChildren(root); root.className = 'explorer'; Explorers.roofline(root, samples);"
+    read = f"const root = make('div'), samples = {{...{READ_SAMPLES}, measured: [row]}};"
+    page.evaluate(f"(row) => {{ {read} {show} }}", {**measured, "ms": 2.0})
+    page.locator("fieldset button").first.click()
+    assert read_rows(page, "table.measured")[1] == ["gelu, forward", "a GPU", "4 x 8", "2.000", "1.0", "2000"]
+    assert page.locator("circle.measured").count() == 1
     page.close()
 
 

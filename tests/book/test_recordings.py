@@ -15,6 +15,7 @@ from book.recordings import (
     kill_save,
     layout,
     ring,
+    roofline,
     train_diffs,
     will_it_fit,
 )
@@ -223,6 +224,19 @@ def test_flash_attention_still_computes_the_recorded_tiles():
             assert step["output"][i] == pytest.approx(total, abs=1e-5)
     for row, expected, again in zip(recorded["output"], recorded["expected"], new["expected"], strict=True):
         assert row == pytest.approx(expected, abs=1e-5) and expected == pytest.approx(again, abs=1e-6)
+
+
+def test_the_roofline_has_the_costs_of_the_kernels(tmp_path, monkeypatch):
+    """The recorded costs, rates and measurements are those of the code. Results of the interpreter are left out."""
+    assert read_samples("roofline") == json.loads(json.dumps(roofline.record())), "run make record NAME=roofline"
+    row = {"kernel": "gelu", "shape": "4 x 8", "pass": "forward", "bytes": 8, "flops": 2}
+    rows = [{**row, "contender": name, "samples_ms": [3.0, 1.0, 2.0]} for name in ("ours", "eager")]
+    rows.append({**row, "contender": "ours", "error": "out of memory"})
+    for hardware, is_interpreted in (("a GPU", False), ("a CPU", True)):
+        result = {"hardware": hardware, "settings": {"interpreted": is_interpreted}, "samples": {"rows": rows}}
+        (tmp_path / f"kernels-{hardware}.json").write_text(json.dumps(result))
+    monkeypatch.setattr("bench.tables.records.RESULTS", tmp_path)
+    assert roofline.list_measurements() == [{"hardware": "a GPU", **row, "ms": 2.0}]
 
 
 def test_unusable_recordings_are_reported(tmp_path, monkeypatch):
