@@ -117,8 +117,9 @@ function startExplorer(root) {
     const recording = JSON.parse(root.querySelector("script[type='application/json']").textContent);
     Explorers[name](live, recording.samples);
   } catch (error) {
+    const remedy = root.dataset.remedy ?? `run "make record NAME=${name}" and "make book"`;
     live.replaceChildren(make("p", { class: "error", role: "alert" },
-      `The recording of this page is damaged (${error.message}): run "make record NAME=${name}" and "make book".`));
+      `The recording of this page is damaged (${error.message}): ${remedy}.`));
   }
 }
 
