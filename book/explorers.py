@@ -211,6 +211,28 @@ def tabulate_roofline(samples: dict[str, Any]) -> str:
     return f"{text}{note}\n\n{format_table(header, rows)}"
 
 
+def tabulate_overlap(samples: dict[str, Any]) -> str:
+    """Return the times of every run."""
+    rows = []
+    for run in samples["runs"]:
+        summary, collectives = (
+            run["summary"],
+            ", ".join(f"{name} {count}" for name, count in run["collectives"].items()),
+        )
+        times = [f"{summary[f'{name}_ms']:.1f}" for name in ("step", "computation", "communication", "exposed")]
+        sizes = [str(run["bucket_mb"]), str(run["buckets"])]
+        rows.append([run["method"], *sizes, *times, f"{summary['overlap']:.0%}", collectives])
+    header = [
+        "method",
+        "largest bucket or smallest unit (2^20 bytes)",
+        "buckets or units",
+        "step (ms)",
+        "computation (ms)",
+    ]
+    header += ["communication (ms)", "communication without computation (ms)", "overlap"]
+    return format_table([*header, f"gloo's collectives in {samples['steps']} steps"], rows)
+
+
 def format_bytes(size: float) -> str:
     """Return a number of bytes as the scripts of the pages write it."""
     return f"{math.floor(size + 0.5):,} bytes"
@@ -226,4 +248,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "train_diffs": tabulate_train_diffs,
     "flash_attention": tabulate_flash_attention,
     "roofline": tabulate_roofline,
+    "overlap": tabulate_overlap,
 }

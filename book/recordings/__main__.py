@@ -19,6 +19,7 @@ from book.recordings import (
     fsdp_step,
     kill_save,
     layout,
+    overlap,
     ring,
     roofline,
     train_diffs,
@@ -40,6 +41,7 @@ RECORDERS = {
     "train_diffs": train_diffs.record,
     "flash_attention": flash_attention.record,
     "roofline": roofline.record,
+    "overlap": overlap.record,
 }
 FOLDER = ROOT / "docs" / "data"
 MAX_BYTES = 300_000  # of one file: a page contains its recording

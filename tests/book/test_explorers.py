@@ -40,6 +40,7 @@ DAMAGES = {
     "kill_save": ('"files":[[', '"piles":[['),
     "layout": ('"buckets":[{', '"packets":[{'),
     "bug_museum": ('"steps":', '"stops":'),
+    "overlap": ('"sizes_mb":', '"prizes_mb":'),
     "roofline": ('"peak":', '"peek":'),
     "flash_attention": ('"sum":', '"some":'),
     "train_diffs": ('"lessons":[{', '"sessions":[{'),
@@ -330,6 +331,29 @@ def test_the_roofline_page_equals_the_cost_functions(site, browser):
     page.locator("fieldset button").first.click()
     assert read_rows(page, "table.measured")[1] == ["gelu, forward", "a GPU", "4 x 8", "2.000", "1.0", "2000"]
     assert page.locator("circle.measured").count() == 1
+    page.close()
+
+
+def test_the_overlap_page_shows_the_recorded_runs(site, browser):
+    """Each bucket size shows the recorded times of all methods, and draws their spans on one axis."""
+    page, samples = open_explorer(browser, site, "overlap")
+    assert "the recorded value is about 0%" in page.locator(".verdict").inner_text()
+    steps = page.evaluate(READ_STEPS, [".times td", "figcaption"])
+    for size, shown in zip(samples["sizes_mb"], steps, strict=True):
+        runs = [run for run in samples["runs"] if run["bucket_mb"] == size]
+        assert shown["figcaption"] == [run["method"] for run in runs] == samples["methods"]
+        rows = [shown[".times td"][i : i + 6] for i in range(0, 6 * len(runs), 6)]
+        for run, row in zip(runs, rows, strict=True):
+            times = [run["summary"][f"{name}_ms"] for name in ("step", "computation", "communication", "exposed")]
+            assert row[0] == str(run["buckets"]) and float(row[5].rstrip("%")) == pytest.approx(
+                100 * run["summary"]["overlap"], abs=0.51
+            )
+            assert [float(text) for text in row[1:5]] == pytest.approx(times, abs=0.051)
+    end = max(run["stages"][-1][2] for run in runs)  # those of the last size, which is shown now
+    for run, name in ((run, name) for run in runs for name in ("computation", "communication")):
+        drawn = page.locator(f"svg path.{name}").nth(samples["methods"].index(run["method"])).get_attribute("d")
+        begins = [float(text) for text in re.findall(r"M([\d.]+)", drawn)]
+        assert begins == pytest.approx([8 + 684 * min(begin, end) / end for begin, _ in run[name]], abs=0.06)
     page.close()
 
 

@@ -14,6 +14,7 @@ from book.recordings import (
     fsdp_step,
     kill_save,
     layout,
+    overlap,
     ring,
     roofline,
     train_diffs,
@@ -237,6 +238,26 @@ def test_the_roofline_has_the_costs_of_the_kernels(tmp_path, monkeypatch):
         (tmp_path / f"kernels-{hardware}.json").write_text(json.dumps(result))
     monkeypatch.setattr("bench.tables.records.RESULTS", tmp_path)
     assert roofline.list_measurements() == [{"hardware": "a GPU", **row, "ms": 2.0}]
+
+
+@pytest.mark.heavy
+def test_a_step_still_runs_the_recorded_collectives():
+    """With buckets of 6 MB, a new run of each method has the recorded buckets and calls the recorded collectives.
+
+    In the recording, smaller buckets mean more of them. DDP overlaps with small buckets, and not with a single one.
+    """
+    samples = read_samples("overlap")
+    runs = {(run["method"], run["bucket_mb"]): run for run in samples["runs"]}
+    for new in run_on_ranks(overlap.record_on_rank, overlap.RANKS, (6,), (1, 16), show=False)[0]:
+        recorded = runs[new["method"], 6]
+        assert (new["buckets"], new["collectives"]) == (recorded["buckets"], recorded["collectives"])
+    for method in samples["methods"]:
+        buckets = [runs[method, size]["buckets"] for size in samples["sizes_mb"]]
+        assert buckets == sorted(buckets, reverse=True) and buckets[0] > buckets[-1]
+    for run in runs.values():
+        assert [name for name, _, _ in run["stages"]] == samples["steps"] * ["forward", "backward", "update"]
+        assert 0 <= run["summary"]["exposed_ms"] <= run["summary"]["communication_ms"] < run["summary"]["step_ms"]
+    assert runs["DDP", 2]["summary"]["overlap"] > 0.5 > 0.1 > runs["DDP", 64]["summary"]["overlap"]
 
 
 def test_unusable_recordings_are_reported(tmp_path, monkeypatch):
