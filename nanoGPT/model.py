@@ -221,7 +221,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Initialise the parameters as in GPT-2.
+        """Initialize the parameters as in GPT-2.
 
         Weights are normal with std 0.02, or 0.02 / sqrt(2 n_layer) for projections into the residual stream. The values
         depend on the seed, the name of the parameter and its shape, but not on the order of the parameters, the device

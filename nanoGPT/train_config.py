@@ -97,7 +97,7 @@ class TrainConfig:
     deterministic: bool = False
     """use only deterministic algorithms, so that a run on the same GPUs repeats to the last digit; slower"""
     seed: int = 1337
-    """random seed of initialisation, batches and dropout"""
+    """random seed of initialization, batches and dropout"""
     # monitoring
     track: Literal["none", "tensorboard", "wandb"] = "none"
     """log the metrics to this tool too; needs `pip install -e '.[track]'`"""

@@ -5,8 +5,8 @@
 #
 # This notebook answers three questions: **Does my set-up work? Where is what? How do I work with the exercises?**
 #
-# At the end you will have started real ranks, made a prediction and compared it with a measurement, and got a wrong
-# answer explained.
+# You start real ranks, make a prediction and compare it with a measurement, and read how a program explains a wrong
+# answer.
 #
 # If you read this in a browser and nothing is installed yet, run these two commands in the repository. `make jupyter`
 # creates `.venv`, installs everything into it, prepares the data, and opens the notebooks:
@@ -79,7 +79,7 @@ assert checks["the data is prepared"][0] and checks["4 ranks communicate"][0]
 # %% [markdown]
 # ## b. Where is what?
 #
-# The repository contains one trainer, four times. Each version after the first adds one idea:
+# The repository contains four versions of one trainer. Each version after the first adds one idea:
 #
 # | directory | the idea | the question that it answers |
 # |---|---|---|
@@ -154,8 +154,9 @@ print(f"measured {measured / 1e6:.0f} MB, formula 2n(N-1)/N = {ring_bytes('all-r
 assert measured == ring_bytes("all-reduce", 4e6, 4)
 
 # %% [markdown]
-# Each rank sends 6 MB: three quarters of the tensor on the way to the sum, and three quarters on the way back. Chapter
-# 6 shows how. This repository compares every such formula with a measurement. The program that does it is the *ledger*.
+# Each rank sends 6 MB: three quarters of the tensor in a reduce-scatter, which computes the sums, and three quarters in
+# an all-gather, which distributes them. Chapter 6 shows both. This repository compares every such formula with a
+# measurement by the *ledger*, a tool that counts the bytes of a training run.
 #
 # ## e. Something broken on purpose
 #

@@ -3,11 +3,11 @@
 #
 # With data parallelism, every rank stores the same optimizer state and computes the same update. With ZeRO-1, each rank
 # updates only one slice of the parameters, so it needs the optimizer state of this slice only. We test three claims:
-# **the model state per rank is 8P + 8P/N bytes instead of 16P, the communication volume stays the same, and so do the
-# losses.** P is the number of parameters, and N is the number of ranks.
+# **the model state per rank is 8P + 8P/N bytes instead of 16P, the communication volume stays the same, and the losses
+# stay the same.** P is the number of parameters, and N is the number of ranks.
 #
-# We first measure bytes, and then draw which rank stores what. After that comes the optimizer, twice: in the simplest
-# form (`phase1_zero1/naive.py`), and in the form that the trainer uses (`phase1_zero1/zero1.py` and
+# We first measure bytes, and then draw which rank stores what. Then we study two versions of the optimizer: the
+# simplest one (`phase1_zero1/naive.py`), and the one that the trainer uses (`phase1_zero1/zero1.py` and
 # `phase1_zero1/buckets.py`). At the end we clip gradients by a wrong norm on purpose, and save a checkpoint. Keep the
 # three files open next to this notebook. No GPU is needed.
 
@@ -582,7 +582,7 @@ draw_timeline(timeline["buckets"], min(timeline["steps"][1:], key=duration))
 #
 # Read this figure with two cautions:
 #
-# - The bar of a reduce-scatter ends where the optimizer finished waiting for it. The transfer itself may have ended
+# - The bar of a reduce-scatter ends when the optimizer has finished waiting for it. The transfer itself may have ended
 #   earlier, but gloo does not report this time.
 # - The ranks share the CPU cores with gloo's threads, so an early start saves little time here. With GPUs and a
 #   network, computation and communication run at the same time.
@@ -744,6 +744,22 @@ assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 #
 # The crash-safe protocol is the one of notebook 1: the manifest is written last, and then the directory is renamed.
 # Only the files in the directory are different.
+#
+# ## To take home
+#
+# 1. DDP stores 16P bytes of model state on every rank, and ZeRO-1 stores 8P + 8P/N. ZeRO-1 saves at most half.
+# 2. Parameters are stored one after another in flat buckets. Each bucket has N equal slices, and rank r updates slice
+#    r.
+# 3. AdamW updates each element independently, so the parameters are the same, whichever rank computes the update.
+# 4. An all-reduce is a reduce-scatter and an all-gather. ZeRO-1 runs the update between the two, so it sends no more
+#    than DDP.
+# 5. The naive version sends 3P(N-1)/N elements, and flat buckets send 2P(N-1)/N.
+# 6. A bucket is reduced as soon as it is full, during the backward pass. All ranks must reduce their buckets in the
+#    same order.
+# 7. Clip by the global norm: the square root of the sum of the squares of all shards.
+# 8. A local norm raises no error, and the models of all ranks stay equal. Only the comparison with one process shows
+#    the mistake.
+# 9. A checkpoint stores ranges of each parameter, and no buckets, so another number of ranks can load it.
 #
 # ## Exercises
 #

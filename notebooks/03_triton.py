@@ -132,8 +132,8 @@ print(f"arithmetic: {flops / 1e6:6.1f} MFLOPs  {flops / SCALAR_FLOPS * 1e6:5.1f}
 assert bytes_moved / BANDWIDTH > 5 * flops / SCALAR_FLOPS
 
 # %% [markdown]
-# The memory takes ten times as long as the arithmetic. LayerNorm is *memory-bound*, and so are most operations of a GPT
-# that are not matrix products. You can make a memory-bound kernel faster only if it moves fewer bytes.
+# Moving the bytes takes ten times as long as the arithmetic. LayerNorm is *memory-bound*, and so are most operations of
+# a GPT that are not matrix products. You can make a memory-bound kernel faster only if it moves fewer bytes.
 #
 # ## b. A kernel runs as many programs
 #
@@ -170,7 +170,7 @@ assert torch.equal(y, x - x.mean(1, keepdim=True))
 
 # %% [markdown]
 # The interpreter prints a single number as an array with one element, because it computes with NumPy. The cell fills y
-# with NaN before the launch, so that an element that no program writes stays visible.
+# with NaN before the launch, so that you can see elements that no program writes.
 #
 # The interpreter runs program 0, then 1, then 2. A GPU runs hundreds of programs at the same time, in no guaranteed
 # order. This is the most important difference between the two, and it matters in sections (c) and (g).
@@ -558,9 +558,9 @@ assert loss_without_targets == 0 and "9 classes" in message
 # rule limits only their size. A batch without any target has loss 0, and not 0/0.
 #
 # A kernel with one row per program gives a GPU little work where rows are short. The LayerNorm of phase 2 therefore
-# loads a tile of several rows, `rows[:, None]` by `lanes[None, :]`, with one mask for both edges. This is step 2 in
-# `layernorm.py`. The cross-entropy of phase 2 reads a row of 50,257 logits in pieces and keeps a running maximum. So
-# does attention, over the keys.
+# loads a tile of several rows, `rows[:, None]` by `lanes[None, :]`, with one mask for rows and lanes out of bounds.
+# This is step 2 in `layernorm.py`. The cross-entropy of phase 2 reads a row of 50,257 logits in pieces and keeps a
+# running maximum. So does attention, over the keys.
 #
 # ## f. Derive a backward pass
 #
@@ -609,19 +609,19 @@ def rstd(x):
     return torch.rsqrt(var(x) + eps)
 
 
-def normalise(x):
+def normalize(x):
     return (x - mean(x)) * rstd(x)
 
 
-r, xhat, identity = rstd(x), normalise(x), torch.eye(N, dtype=torch.float64)
+r, xhat, identity = rstd(x), normalize(x), torch.eye(N, dtype=torch.float64)
 g = dy * w
 dx = r * (g - g.mean() - xhat * (g * xhat).mean())
 DERIVATIVES = {
     "dm/dx": (mean, torch.full((N,), 1 / N, dtype=torch.float64)),
     "dv/dx": (var, 2 * (x - x.mean()) / N),
     "dr/dx": (rstd, -r.square() * xhat / N),
-    "dxhat/dx": (normalise, r * (identity - 1 / N - torch.outer(xhat, xhat) / N)),
-    "dx": (lambda x: (dy * w * normalise(x)).sum(), dx),
+    "dxhat/dx": (normalize, r * (identity - 1 / N - torch.outer(xhat, xhat) / N)),
+    "dx": (lambda x: (dy * w * normalize(x)).sum(), dx),
 }
 for name, (function, derivative) in DERIVATIVES.items():
     error = (torch.autograd.functional.jacobian(function, x) - derivative).abs().max().item()
@@ -806,7 +806,7 @@ assert all(is_accurate(result, sum_in_order(terms), exact) for result in (dw, at
 #
 # ## h. Read the compiled code
 #
-# In this section you compile kernels for an H100 without owning one. You learn to count load instructions, to recognise
+# In this section you compile kernels for an H100 without owning one. You learn to count load instructions, to recognize
 # register spills, and to check that a kernel uses tensor cores.
 #
 # This notebook imported Triton with the interpreter switched on, so this process cannot compile. Another process can,
@@ -910,7 +910,8 @@ assert counts_768["shfl.sync.bfly.b32"] == 2 * (math.log2(32) + math.log2(4))
 #
 # The code also confirms the claim of section (a). The threads load 2,048 elements, one tile of x and one tile of
 # weight, and they store one tile of y. (All programs load the same weight, so most of these loads hit the cache.) The
-# kernel computes two sums. Each sum needs 7 exchanges: 5 halvings over 32 threads and 2 over 4 warps.
+# kernel computes two sums. Each exchange halves the number of partial sums, so a sum needs 7 exchanges: 5 for the 32
+# threads of a warp, and 2 for the 4 warps.
 #
 # **Predict first:** a thread has at most 255 registers. This kernel keeps a row in registers. How wide can the row be
 # with 4 warps? What happens to a row that is twice as wide?
@@ -1093,8 +1094,8 @@ plt.show()
 # one optimizer step. White triangles are the same FLOPs with more bytes: LayerNorm as the separate operations of
 # section (a), and attention if it wrote its T x T scores to memory and read them back once.
 #
-# The plot helps you to decide which kernels to write. On the slope only bytes matter, so fuse operations and keep
-# intermediate values in registers, as in section (a). But `torch.compile` already fuses neighbouring operations, so a
+# The plot helps you to decide which kernels to write. On the sloped part only bytes matter, so fuse operations and keep
+# intermediate values in registers, as in section (a). But `torch.compile` already fuses neighboring operations, so a
 # custom kernel gains little over a compiled model there. On the flat part only the tensor cores matter. The large gains
 # come from *other algorithms*: attention that never stores its scores, and a loss head that never stores all its
 # logits.
@@ -1158,6 +1159,20 @@ assert max_difference < 1e-4 and kernel_names == torch_names and torch_losses[-1
 # %% [markdown]
 # The losses differ only by rounding. `make phase2` trains the same way with the full trainer, and
 # `tests/phase2/test_training.py` compares 100 steps.
+#
+# ## To take home
+#
+# 1. LayerNorm is limited by memory. Eager torch operations move the size of x ten times, and one kernel moves it twice.
+# 2. A kernel runs as many programs. A GPU runs them in no guaranteed order.
+# 3. Rows that do not fill a tile need masks. Guard bands of NaN reveal reads and writes out of bounds.
+# 4. A masked lane needs a value that does not change the next operation: 0 for a sum, minus infinity for a maximum.
+# 5. Compute in fp32, and round at the end. A probability of 0.999 becomes 1 in bf16, and its gradient becomes 0.
+# 6. The product of two int32 numbers overflows without an error. Compute offsets with 64 bits.
+# 7. Compare a kernel with an fp64 reference: its error may be at most twice the error of torch in the same dtype.
+# 8. A falling loss does not prove that a gradient is correct. `gradcheck` in fp64 finds wrong gradients.
+# 9. Atomic additions make a sum irreproducible. Partial sums are bitwise the same in every run, if their number and
+#    order are fixed.
+# 10. Registers, spills and tensor-core instructions can be checked without a GPU. Speed cannot.
 #
 # ## Exercises
 #

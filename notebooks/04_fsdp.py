@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 4. FSDP: shard parameters, gradients and optimizer state
 #
-# Let P be the number of parameters and N the number of ranks. With ZeRO-1 each rank stores 8P + 8P/N bytes. The 8P bytes
-# are the full parameters and the full gradients. FSDP shards these as well.
+# Let P be the number of parameters and N the number of ranks. With ZeRO-1 each rank stores 8P + 8P/N bytes. The 8P
+# bytes are the full parameters and the full gradients. FSDP shards these as well.
 #
 # A layer needs its full weights. FSDP therefore all-gathers the weights of a layer shortly before the layer runs and
 # frees them afterwards. The notebook tests three claims:
@@ -230,7 +230,7 @@ assert max_difference(by_torch[2]["weights"], by_hand[2]["weights"]) < 1e-7
 #
 # ## b. Shard the GPT
 #
-# In this section you learn which rank stores which rows, how much communication to expect, and how to initialise a
+# In this section you learn which rank stores which rows, how much communication to expect, and how to initialize a
 # model that fits on no single rank.
 #
 # `shard_model` turns every block into a unit. The remaining parameters belong to the root unit: both embeddings and the
@@ -328,7 +328,7 @@ assert f"reduce-scatter {4 * P / 1e6:,.1f} MB" in layout[0]["message"]
 # %% [markdown]
 # With the ring algorithm each of 4 ranks sends three quarters of these bytes.
 #
-# **How to initialise the weights.** A model that fits on no single rank cannot be created first and sharded later. The
+# **How to initialize the weights.** A model that fits on no single rank cannot be created first and sharded later. The
 # trainer therefore works in three steps:
 #
 # 1. It creates the model on the *meta device*, where tensors have shapes but no memory.
@@ -348,7 +348,7 @@ def init_as_trainer(config: FsdpConfig) -> dict[str, Tensor]:
 
 
 def init_with_one_seed(config: FsdpConfig) -> tuple[Tensor, list[str]]:
-    """Initialise the local rows with the same seed on every rank; return the full `wte`, and torch's warnings."""
+    """Initialize the local rows with the same seed on every rank; return the full `wte`, and torch's warnings."""
     with torch.device("meta"):
         model = GPT(shape)
     model = shard_model(model, config, create_runtime(config.device, config.dtype))
@@ -389,7 +389,7 @@ for axes, (title, weight) in zip(grid, pictures.items()):
     image = axes.imshow((rows @ rows.T).abs(), cmap="Blues", vmin=0, vmax=1)
     axes.set(title=title, xticks=[0, 19, 38, 57], yticks=[0, 19, 38, 57], xlabel="row of wte", ylabel="row of wte")
 figure.colorbar(image, ax=grid, label="absolute cosine similarity", shrink=0.8)
-figure.suptitle("Similarity of the rows of wte, initialised on 4 ranks")
+figure.suptitle("Similarity of the rows of wte, initialized on 4 ranks")
 plt.show()
 
 # %% [markdown]
@@ -416,8 +416,8 @@ plt.show()
 # - `fsdp_prefetch=2` all-gathers the next two blocks while the current block computes. On GPUs this hides the time of
 #   the communication.
 #
-# **Predict first:** there are four combinations of the two options. For each of them, sketch the gathered bytes during a
-# step of a model with 4 blocks. How high is each maximum, in blocks?
+# **Predict first:** there are four combinations of the two options. For each of them, sketch the gathered bytes during
+# a step of a model with 4 blocks. How high is each maximum, in blocks?
 
 # %%
 def record_blocks(model: GPT, memory: MemoryTracker, marks: list) -> list:
@@ -554,15 +554,15 @@ plt.show()
 # 4. In the backward pass torch frees a buffer right after its copy-out. By default it also prefetches the block that
 #    comes next. While a block computes, its parameters and the buffer of the next block both exist: 2 blocks.
 #
-# Block 3 is freed after its forward pass and all-gathered again directly afterwards. This all-gather could be saved.
+# Block 3 is freed after its forward pass and all-gathered again directly afterwards. This all-gather could be avoided.
 #
-# Several units are therefore in memory at the same time, as full parameters or as flat buffers. By default they take at most the bytes
-# of 3 blocks and the root, whether the model has 4 blocks or 100.
+# Several units are therefore in memory at the same time, as full parameters or as flat buffers. By default they take at
+# most the bytes of 3 blocks and the root, whether the model has 4 blocks or 100.
 #
-# Without resharding after the forward pass, the curve climbs by one block per block. When the backward pass starts, the
-# full model is there, and no block is all-gathered again. The maximum is 6 blocks: 4 unsharded blocks and 2 flat buffers.
-# Prefetching adds the buffers that arrive early: the maximum
-# of the default rises by one block. Without resharding the maximum stays the same, because all blocks are there anyway.
+# Without resharding after the forward pass, each block adds one block to the curve. When the backward pass starts, the
+# full model is there, and no block is all-gathered again. The maximum is 6 blocks: 4 unsharded blocks and 2 flat
+# buffers. Prefetching adds the buffers that arrive early: the maximum of the default rises by one block. Without
+# resharding the maximum stays the same, because all blocks are unsharded anyway.
 #
 # ## d. Memory per rank
 #
@@ -628,7 +628,7 @@ plt.show()
 # gradients yet.)
 #
 # Gathered weights and activations do not shrink when you add ranks. (A single rank needs no buffers, so its value is
-# lower.) With very many ranks, almost only these two remain. Next we reduce the activations.
+# lower.) With very many ranks, the peak consists almost only of these two. Next we reduce the activations.
 #
 # ## e. Activation checkpointing
 #
@@ -660,10 +660,11 @@ for row in saved_activations(larger_shape, B, T):
 # Do not confuse `selective` with the selective recomputation of Korthikanti et al. (2022). Their method recomputes only
 # the attention core (scores, softmax, dropout, and the product with the values) and saves the rest.
 #
-# **Predict first:** how many of the 16 BTC remain for a block with `full`, and how many with `selective`? (The saved matrix
-# products are `c_attn`, `c_fc` and the two `c_proj`. The outputs of the two `c_proj` are not in the list above, because
-# the backward pass does not need them. `selective` saves them anyway, because it saves the output of every matrix product.)
-# A forward pass takes half the FLOPs of a backward pass. How much longer does a step take with `full`, at most?
+# **Predict first:** how many of the 16 BTC remain for a block with `full`, and how many with `selective`? (The saved
+# matrix products are `c_attn`, `c_fc` and the two `c_proj`. The outputs of the two `c_proj` are not in the list above,
+# because the backward pass does not need them. `selective` saves them anyway, because it saves the output of every
+# matrix product.) A forward pass takes half the FLOPs of a backward pass. How much longer does a step take with `full`,
+# at most?
 
 # %%
 MODES = ("none", "every_2", "selective", "full")
@@ -725,15 +726,15 @@ print("gradients bitwise identical in every mode:", is_same)
 assert all(torch.equal(each, gradients["none"]) for each in gradients.values())
 
 # %% [markdown]
-# Count FLOPs first. `full` runs the forward pass of every block a second time, so a step takes at most 4/3 of the time without checkpointing.
-# `every_2` adds half of that, at most 7/6. `selective` recomputes attention and elementwise operations, but none of the
-# large matrix products. By FLOPs it should be the fastest of the three.
+# Count FLOPs first. `full` runs the forward pass of every block a second time, so a step takes at most 4/3 of the time
+# without checkpointing. `every_2` adds half of that, at most 7/6. `selective` recomputes attention and elementwise
+# operations, but none of the large matrix products. By FLOPs it should be the fastest of the three.
 #
-# The measurement shows the opposite. **In our runs `selective` is slower and needs more memory than `every_2`**: it saves 10 BTC
-# per block, and `every_2` saves 8.5 on average. Two costs are missing in the FLOP count: elementwise operations are
-# limited by memory bandwidth, and a Python function decides for every operator whether to save its output. For this model
-# on a CPU, `every_2` is the better choice. On a GPU or for a larger model the order of the times may change, so measure
-# your own model.
+# The measurement shows the opposite. **In our runs `selective` is slower and needs more memory than `every_2`**: it
+# saves 10 BTC per block, and `every_2` saves 8.5 on average. Two costs are missing in the FLOP count: elementwise
+# operations are limited by memory bandwidth, and a Python function decides for every operator whether to save its
+# output. For this model on a CPU, `every_2` is the better choice. On a GPU or for a larger model the order of the times
+# may change, so measure your own model.
 #
 # With `full` each block saves one tensor of (B, T, C). The embeddings, the last LayerNorm and the head save the same
 # tensors in every mode.
@@ -801,8 +802,8 @@ print(message.splitlines()[-1])
 assert "marked as ready twice" in message
 
 # %% [markdown]
-# The hook runs twice: each use of the block has an inner backward pass, and each of them accumulates into the same weight. The next cell
-# shows three solutions, and then FSDP.
+# The hook runs twice: each use of the block has an inner backward pass, and each of them accumulates into the same
+# weight. The next cell shows three solutions, and then FSDP.
 #
 # **Predict first:** FSDP does not count gradients. Does it raise an error? Is its gradient correct?
 
@@ -843,9 +844,9 @@ if torch.__version__.startswith("2.13"):
     assert is_first_part
 
 # %% [markdown]
-# FSDP keeps only the gradient of the first use. The gradient of the second use, which is computed earlier, is lost. Training would continue with the
-# wrong gradient, and its loss curve would look normal. This is one more reason why `checkpoint_activations` uses the
-# non-reentrant form. Remember the first solution: `use_reentrant=False`.
+# FSDP keeps only the gradient of the first use. The gradient of the second use, which is computed earlier, is lost.
+# Training would continue with the wrong gradient, and its loss curve would look normal. This is one more reason why
+# `checkpoint_activations` uses the non-reentrant form. Remember the first solution: `use_reentrant=False`.
 #
 # Two remarks on DDP. `static_graph=True` promises that every step has the same graph as the first step, and DDP then
 # counts how often each hook runs. `find_unused_parameters=True` makes the reentrant form fail even if a block is used
@@ -906,9 +907,9 @@ print(f"default with M = 1, as in section (d): a rank sends {per_rank:.3f} P")
 assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 
 # %% [markdown]
-# DDP communicates least per rank and needs the most memory. Its volume does not depend on M, because it all-reduces once per
-# step. FSDP all-gathers for every micro-batch, so a few large micro-batches cost less communication than many small
-# ones. With M = 1 FSDP sends 1.5 times as much as DDP.
+# DDP communicates least per rank and needs the most memory. Its volume does not depend on M, because it all-reduces
+# once per step. FSDP all-gathers for every micro-batch, so a few large micro-batches cost less communication than many
+# small ones. With M = 1 FSDP sends 1.5 times as much as DDP.
 #
 # - The default sends most and stores least.
 # - Without resharding after the forward pass, a rank sends 40% less. In return all blocks are unsharded at once.
@@ -972,6 +973,21 @@ plt.show()
 #
 # The checkpoints of such a run are sharded as well. `sharded_checkpoint.py` writes them with the protocol of notebooks
 # 1 and 2, and notebook 5 explains them.
+#
+# ## To take home
+#
+# 1. FSDP all-gathers the weights of a unit, computes, frees them, and reduce-scatters the gradients.
+# 2. Each rank stores 16P/N bytes of model state, and AdamW updates the local rows without communication.
+# 3. With M micro-batches, a rank all-gathers M(2P - P_root) elements and reduce-scatters P, times (N-1)/N. DDP needs
+#    2P(N-1)/N.
+# 4. By default, the full parameters and flat buffers need at most 3 blocks and the root, for any number of blocks.
+# 5. Without resharding, a rank sends less, but all blocks are unsharded at once.
+# 6. Activations do not shrink with more ranks. Activation checkpointing reduces them, and costs compute.
+# 7. A block saves 16 B T C numbers; `selective` saves 10 of them, and `full` only 1.
+# 8. Use `use_reentrant=False`. The reentrant form fails with DDP, and gives wrong gradients with FSDP if a block is
+#    used twice.
+# 9. Draw initial weights by parameter and chunk. With one seed for all ranks, the shards of different ranks are equal.
+# 10. The losses match those of one process up to rounding, with any of these options.
 #
 # ## Exercises
 #

@@ -266,7 +266,7 @@ assert reason == "its manifest.json was changed after it was written"
 #
 # You will see what one wrong bit does to a model, and how a resume handles a damaged checkpoint.
 #
-# Memory, disks and cables lose a bit now and then. We flip one bit in the file of rank 1: the highest bit of the
+# Memory, disks and cables sometimes change a bit. We flip one bit in the file of rank 1: the highest bit of the
 # exponent of one number of `c_fc`.
 #
 # **Predict first:** does `dcp.load` report an error? And what is the new value of a number near 0.01?
@@ -367,7 +367,7 @@ assert any("resuming after 2 updates" in line for line in lines) and losses(dama
 #
 # ## c. Overwriting in place
 #
-# You will see why a script must not save into the same directory again and again.
+# You will see why a script must not save into the same directory twice.
 #
 # `dcp.save` allows this, and overwrites existing files by default. Here two ranks do it. When they save for the first
 # time, every number of their model is 1. When they save for the second time, every number is 2, so the value of a
@@ -862,6 +862,20 @@ assert stacks[0][0].startswith("distributed/distributed_c10d.py") and "unshard" 
 #
 # With `torchrun --max-restarts=3`, or in a queue that restarts the job, training now continues automatically from the
 # newest checkpoint. Sections (a) to (e) showed that this is safe.
+#
+# ## To take home
+#
+# 1. Each rank writes its shards into a separate file. The index records where each chunk is.
+# 2. PyTorch's sharded files have no checksum: a flipped bit loads without an error. The SHA-256 in the manifest detects
+#    it.
+# 3. Do not overwrite a checkpoint in place. A kill can leave a mix of two steps, which loads without an error.
+# 4. Write into a temporary directory, write the manifest last, then rename. The rename decides whether the checkpoint
+#    counts.
+# 5. A killed run loses only the steps since its last checkpoint.
+# 6. Any number of ranks can load a checkpoint, and a rank reads only the rows that it needs.
+# 7. An asynchronous save stops the training only for the copy, or until the previous save has ended.
+# 8. A hash proves that you read what was written. It does not prove that the right data was written.
+# 9. A hang raises no error. The rank at fault has made the least progress, and its stack shows the line.
 #
 # ## Exercises
 #

@@ -10,10 +10,12 @@
 # You test five claims:
 #
 # - **bf16 has the range of fp32, but only 2 to 3 decimal digits. fp16 has one digit more, but a small range.**
-# - **A parameter in bf16 does not notice most of its updates, so the optimizer needs an fp32 master copy.**
-# - **Both ways to count arrive at 16 bytes per parameter: 2 + 2 + 12 in the ZeRO paper, 4 + 4 + 8 here.**
+# - **With a small learning rate, rounding removes most updates of a bf16 parameter, so the optimizer needs an fp32
+#   master copy.**
+# - **The ZeRO paper and this repository both store 16 bytes per parameter: 2 + 2 + 12 and 4 + 4 + 8.**
 # - **In fp16, small gradients become zero, and training slows down without an error. Loss scaling prevents it.**
-# - **Summing gradients over ranks in bf16 adds an error that grows with the number of ranks. The losses hardly show it.**
+# - **Summing gradients over ranks in bf16 adds an error that grows with the number of ranks. The losses hardly show
+#   it.**
 #
 # Open `nanoGPT/optim.py` (the class `LossScaler`) and `Runtime.autocast` in `nanoGPT/distributed/runtime.py` next to
 # this page. You need no GPU. On a CPU you measure the rounding, which is the same as on a GPU, but not the speed.
@@ -54,7 +56,6 @@ SMALL |= {"gradient_accumulation_steps": 4, "max_iters": 8, "eval_interval": 8, 
 config = TrainConfig(**{**SMALL, "gradient_accumulation_steps": 2})
 
 
-
 def load_data(config: TrainConfig) -> TokenData:
     return TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
 
@@ -89,24 +90,29 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     name = str(dtype).removeprefix("torch.")
     print(f"{name:9} {info.max:8.1e} {smallest:14.1e} {1 + info.eps:21.7f} {total.item():19.8f} {tiny.item():14.1e}")
 
-weight = torch.tensor(0.02, dtype=torch.bfloat16)
-assert weight + 2e-5 == weight and torch.tensor(1e-8, dtype=torch.float16) == 0
+weight, half = torch.tensor(0.02, dtype=torch.bfloat16), torch.tensor(0.02, dtype=torch.float16)
+print(f"\nnearest to 0.02: {weight.item():.8f} in bf16, {half.item():.8f} in fp16")
+assert weight + 2e-5 == weight and half + 2e-5 > half and torch.tensor(1e-8, dtype=torch.float16) == 0
 
 # %% [markdown]
-# In bf16 the weight did not change: the distance from 0.02 to the next bf16 number is 0.00012. (fp32 shows the sum,
-# and fp16 comes close to it.) In fp16 the gradient became zero: its smallest number is 6e-8. So each 16-bit format has
-# one weakness: bf16 is coarse, and fp16 ends early.
+# Both 16-bit formats show 0.02001953, for different reasons. In bf16 this is the number nearest to 0.02, and the update
+# did not change it: the distance to the next bf16 number is 0.00012. In fp16 the nearest number to 0.02 is 0.02000427,
+# and the update changed it to 0.02001953, the next fp16 number. (fp32 shows the sum.)
+#
+# In fp16 the gradient of 1e-8 became zero, because the smallest fp16 number above zero is 6e-8. So each 16-bit format
+# has one weakness: bf16 has few digits, and fp16 has a small range.
 #
 # ## b. Updates that disappear: why there are fp32 master weights
 #
-# You will measure how many updates of a real run a bf16 parameter would not notice, and then train without fp32
-# weights.
+# You will measure how many updates of a real run rounding to bf16 would remove, and then train without fp32 weights.
 #
 # **Predict first:** in step 10 of a run with a learning rate of 1e-3, which share of all parameters would keep exactly
 # the same bf16 value?
 
 # %%
-def train_in(param_dtype: torch.dtype, steps: int, lr: float, compute_dtype: str = "float32") -> tuple[GPT, list[float]]:
+def train_in(
+    param_dtype: torch.dtype, steps: int, lr: float, compute_dtype: str = "float32"
+) -> tuple[GPT, list[float]]:
     """Train with parameters and AdamW's state in one dtype. Return the model and the loss of each step."""
     model = GPT(shape)
     model.init_weights(config.seed)
@@ -117,7 +123,12 @@ def train_in(param_dtype: torch.dtype, steps: int, lr: float, compute_dtype: str
     return model, [loss_sum.item() / config.gradient_accumulation_steps for loss_sum in loss_sums]
 
 
-before, after = (torch.cat([p.detach().flatten() for p in train_in(torch.float32, n, 1e-3)[0].parameters()]) for n in (9, 10))
+def train_flat(steps: int) -> Tensor:
+    """Return all parameters after some steps in fp32, as one vector."""
+    return torch.cat([p.detach().flatten() for p in train_in(torch.float32, steps, 1e-3)[0].parameters()])
+
+
+before, after = train_flat(9), train_flat(10)
 update = after - before
 is_lost = (before.bfloat16() + update.bfloat16() == before.bfloat16()) & (update != 0)
 print(f"size of a parameter {before.abs().median():.1e}, of its update {update.abs().median():.1e} (medians)")
@@ -126,11 +137,11 @@ smaller = (before.bfloat16() + (update / 10).bfloat16() == before.bfloat16()) & 
 print(f"{smaller.float().mean():.0%} at 1e-4")
 
 # %% [markdown]
-# A run usually ends with a small learning rate, so it is the last part of training that disappears.
+# At the end of a run the learning rate is usually small, so rounding removes most updates there.
 #
-# **Predict first:** three runs with a learning rate of 1e-4: everything in fp32; fp32 parameters with matrix products in
-# bf16 (this is what `--dtype=bfloat16` does); and everything in bf16. Which of the losses after 60 steps differ by more
-# than 0.01?
+# **Predict first:** three runs with a learning rate of 1e-4: everything in fp32; fp32 parameters with matrix products
+# in bf16 (this is what `--dtype=bfloat16` does); and everything in bf16. Which of the losses after 60 steps differ by
+# more than 0.01?
 
 # %%
 STEPS, LR = 60, 1e-4
@@ -148,7 +159,8 @@ assert abs(last["fp32 master, bf16 products"] - last["all fp32"]) < 0.01 < last[
 figure, axes = plt.subplots(figsize=(7, 3.3))
 for (name, curve), style in zip(curves.items(), (("#56B4E9", 6, "-"), ("#000000", 1.2, "-"), ("#D55E00", 2, "--"))):
     axes.plot(curve, color=style[0], linewidth=style[1], linestyle=style[2], label=name)
-axes.set(xlabel="step", ylabel="training loss (nats per token)", title=f"Parameters in bf16 lag behind (learning rate {LR:g})")
+axes.set(xlabel="step", ylabel="training loss (nats per token)")
+axes.set_title(f"Training with bf16 parameters is slower (learning rate {LR:g})")
 axes.legend(frameon=False)
 figure.tight_layout()
 plt.show()
@@ -177,7 +189,7 @@ draw_memory_bars(
 )
 
 # %% [markdown]
-# Both arrive at 16 bytes. The difference is what ZeRO-1 can shard: the optimizer state is 12 of the 16 bytes in the
+# Both need 16 bytes. The difference is what ZeRO-1 can shard: the optimizer state is 12 of the 16 bytes in the
 # paper, and 8 of them here.
 #
 # `Zero1Optimizer` supports both: if a parameter is in bf16, a rank stores a master copy of its own shard.
@@ -228,14 +240,14 @@ for ranks in (1, 4):
 #
 # ## d. Something broken on purpose: fp16 without loss scaling
 #
-# You will look at real gradients, and lose some of them.
+# You will look at real gradients, and see which of them fp16 rounds to zero.
 #
 # The first gradient of a backward pass is that of the logits. For a token that is not the target, it is the token's
 # probability, divided by the number of tokens in the step: the loss is their mean. GPT-2 has 50,304 logits. At the
 # start each has a probability of about 1/50,304, and this step has 768 tokens.
 #
-# **Predict first:** how large is such a gradient? Is it above 6e-8, the smallest fp16 number? What is it after a
-# multiplication with 65,536?
+# **Predict first:** how large is such a gradient? Is it above 6e-8, the smallest fp16 number? How large is it after a
+# multiplication by 65,536?
 
 # %%
 gpt2_config = TrainConfig(
@@ -275,9 +287,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Without scaling, nearly all of these gradients are zero in fp16. The few that survive belong to the targets (the small
-# bar near 2^-10, since 1/768 = 2^-9.6). **Loss scaling** multiplies the loss by a power of two. By the chain rule, all gradients are then
-# multiplied by it. Before the update they are divided by it, which adds no error.
+# Without scaling, nearly all of these gradients are zero in fp16. Most of those that are not zero belong to the targets
+# (the small bar near 2^-10, since 1/768 = 2^-9.6). **Loss scaling** multiplies the loss by a power of two. By the chain
+# rule, all gradients are then multiplied by it. Before the update they are divided by it, which adds no error.
 #
 # **Predict first:** train with the real `train_step`, in fp32, in fp16 with a `LossScaler`, and in fp16 without one.
 # The surviving gradients pull up the probability of the targets. The missing ones would push down all other tokens.
@@ -303,8 +315,8 @@ assert abs(runs["float16", True][-1] - reference[-1]) < 0.002
 assert runs["float16", False][-1] > reference[-1] + 0.01
 
 # %% [markdown]
-# It learns more slowly, and nothing reports it: after two updates the loss has fallen by less than the right one. This is typical of numerical bugs: you find them only if you compare
-# with a run in fp32.
+# It learns more slowly, and nothing reports it: after two updates the loss has fallen by 0.05, and in fp32 by 0.07.
+# This is typical of numerical bugs. You find them only if you compare with a run in fp32.
 #
 # bf16 needs no scaling, because its range is that of fp32. This is why nearly all training uses it. If a GPU has no
 # bf16 (a T4, for example), `--dtype=auto` selects fp16 with loss scaling. Too large a scale makes gradients infinite.
@@ -342,8 +354,8 @@ for ranks, error in errors.items():
 assert errors[8]["bfloat16"] > errors[2]["bfloat16"] > 1000 * errors[2]["float32"]
 
 # %% [markdown]
-# The error in bf16 is almost 100,000 times as large, and it grows with the number of ranks. On thousands of ranks, a sum
-# can become so large that the contribution of one rank disappears in it, like the updates in section (b).
+# The error in bf16 is about 70,000 to 90,000 times as large, and it grows with the number of ranks. On thousands of
+# ranks, a sum can become so large that the contribution of one rank disappears in it, like the updates in section (b).
 #
 # FSDP has a setting for each dtype. `param_dtype` is that of the all-gathers and of the computation, and `reduce_dtype`
 # that of the reduce-scatters. Phase 3 uses bf16 for the first and fp32 for the second. What would bf16 reductions
@@ -375,7 +387,7 @@ for dtype, reduce_dtype in (("bfloat16", torch.float32), ("float32", torch.bfloa
 assert differences[1] < 1e-4 < differences[0] < 1e-2
 
 # %% [markdown]
-# The bf16 reduction changes the losses hundreds of times less than the bf16 computation. The error of an element is up
+# The bf16 reduction changes the losses about 200 times less than the bf16 computation. The error of an element is up
 # to 0.4%, but the errors of many elements are independent, and AdamW's moments average them over many steps.
 #
 # So why does phase 3 reduce in fp32? A reduction happens once per step, so half of its bytes is a small gain with
@@ -384,15 +396,16 @@ assert differences[1] < 1e-4 < differences[0] < 1e-2
 #
 # ## To take home
 #
-# 1. bf16 has the range of fp32 and 2 to 3 digits. fp16 has 3 to 4 digits, and ends at 6e-8.
+# 1. bf16 has the range of fp32 and 2 to 3 digits. fp16 has 3 to 4 digits, and its smallest number is 6e-8.
 # 2. Compute in 16 bits; accumulate in 32 bits.
-# 3. A parameter in bf16 does not notice small updates. The optimizer needs an fp32 master copy.
+# 3. With bf16 parameters, rounding removes most small updates. The optimizer needs an fp32 master copy.
 # 4. The ZeRO paper counts 2 + 2 + 12 bytes per parameter, and this repository 4 + 4 + 8. Both give 16.
 # 5. With 2 + 2 + 12, ZeRO-1 can shard three quarters of the model state; with 4 + 4 + 8, one half.
 # 6. In fp16, small gradients become zero. The run learns more slowly, and nothing reports it.
 # 7. Loss scaling multiplies the loss by a power of two, and divides the gradients before clipping and the update.
 # 8. If the scaled gradients overflow, all ranks skip the step together and halve the scale.
-# 9. A reduction in bf16 sends half of the bytes. Its error grows with the number of ranks, and AdamW averages much of it.
+# 9. A reduction in bf16 sends half of the bytes. Its error grows with the number of ranks, and AdamW averages much of
+#    it.
 # 10. Compare every new precision with a run in fp32: numerical bugs raise no errors.
 #
 # ## Exercises

@@ -8,13 +8,14 @@
 #
 # You test four claims:
 #
-# - **Formulas that fit on an envelope give the memory of a rank to about 10%, or 20% with activation checkpointing.**
-# - **A trace on fake tensors gives it to 1%, for any number of GPUs, on a laptop.**
-# - **Which lever helps most depends on what fills the memory: model state or activations.**
+# - **Formulas that you can compute by hand give the memory of a rank to about 10%, or 20% with activation
+#   checkpointing.**
+# - **A trace on fake tensors gives it to 1% for ZeRO-1 and FSDP, for any number of GPUs, on a laptop.**
+# - **The best way to save memory depends on what fills it: model state or activations.**
 # - **Generating text needs other formulas: weights and the key-value cache.**
 #
-# Open `phase3_fsdp/activation_bytes.py` and `bench/plan/trace.py` next to this page. `make plan` does all of this for
-# you. After this notebook you can check its numbers on the back of an envelope. You need no GPU.
+# Open `phase3_fsdp/activation_bytes.py` and `bench/plan/trace.py` next to this page. `make plan` computes all of this
+# for you. After this notebook you can check its numbers by hand. You need no GPU.
 
 # %%
 import importlib
@@ -55,8 +56,8 @@ def make_shape(name: str, block_size: int = 1024) -> GPTConfig:
 # and T positions. With AdamW in fp32 each parameter needs 16 bytes: 4 for its value, 4 for its gradient and 8 for the
 # moments. On N ranks, a rank stores 16P with DDP, 8P + 8P/N with ZeRO-1, 4P + 12P/N with ZeRO-2, and 16P/N with FSDP.
 #
-# **Predict first:** a model has 20 billion parameters. How many GB does a rank store with DDP? A GPU has 80 GB. How many
-# GPUs does the job need with DDP, with ZeRO-1, and with FSDP?
+# **Predict first:** a model has 20 billion parameters. How many GB does a rank store with DDP? A GPU has 80 GB. How
+# many GPUs does the job need with DDP, with ZeRO-1, and with FSDP?
 
 # %%
 STATE_BYTES = {
@@ -80,8 +81,11 @@ draw_memory_bars(
 
 # %% [markdown]
 # **20 billion parameters need 320 GB with DDP, on every rank.** More ranks do not help: each one stores all 320 GB.
-# ZeRO-1 approaches 160 GB with many ranks, and ZeRO-2 80 GB. Only FSDP has no lower limit: 40 GB on 8 ranks, and
-# 20 GB on 16.
+# ZeRO-1 approaches 160 GB with many ranks, and ZeRO-2 approaches 80 GB, so neither fits on any number of these GPUs.
+# Only FSDP has no lower limit.
+#
+# The job needs at least 5 ranks with FSDP: 64 GB of model state on each, and 16 GB for everything else. (On 4 ranks,
+# the model state alone would fill the 80 GB.) On 8 ranks it is 40 GB, and on 16 ranks 20 GB.
 #
 # ## b. Activations
 #
@@ -104,9 +108,9 @@ print(f"{4 * B * T * gpt2.vocab_size / 1e6:8.1f} MB   log-probabilities of the h
 assert abs(block_bytes / (16 * B * T * gpt2.n_embd * 2) - 1) < 0.01
 
 # %% [markdown]
-# The head alone takes 1.6 GB, two thirds of what the twelve blocks take. And the backward pass of the loss creates the
-# gradient of the logits, which is as large again. In a model with few channels and a large vocabulary, the head decides
-# whether a batch fits.
+# The log-probabilities take 1.6 GB, two thirds of what the twelve blocks take. The backward pass of the loss then
+# creates two more tensors of this size: the gradients of the log-probabilities and of the logits. In a model with few
+# channels and a large vocabulary, the head decides whether a batch fits.
 #
 # Activation checkpointing saves only a part and recomputes the rest:
 
@@ -116,23 +120,32 @@ for mode in ("none", "selective", "every_2", "full"):
     print(f"{mode:10} {activation_bytes(gpt2, B, T, torch.bfloat16, mode) / GB:6.2f} GB")
 
 # %% [markdown]
-# ## c. Everything together, on the back of an envelope
+# ## c. Everything together, by hand
 #
-# You will add up four terms, and compare the sum with a real run.
+# You will add up the terms of a formula, and compare the sum with a real run.
 #
-# With FSDP there is one more term. A layer needs its full weights, so some units are all-gathered at any time. At the
-# peak, this is the root and two blocks: one that computes, and the flat buffer of the next.
+# Two terms are new. With FSDP, a layer needs its full weights, so some units are all-gathered at any time. At the peak,
+# these are the root and at most two blocks: one that computes, and the flat buffer of the next one. With DDP and ZeRO-1
+# in bf16, autocast rounds each fp32 weight to bf16 for the product, and the backward pass needs this copy again.
 #
 # ```
-# memory of a rank  =  model state            16P, 8P + 8P/N, or 16P/N
-#                   +  all-gathered units     FSDP only: root + 2 blocks, in the dtype of the computation
-#                   +  activations            16 L B T C, and B T V x 4 bytes of the head
-#                                             with full checkpointing: L B T C, and one recomputed block, 16 B T C
-#                   +  gradients in full      FSDP with several micro-batches per rank: 4P, from the second one on
+# memory of a rank  =  model state            16P, 8P + 8P/N, or 16P/N bytes
+#                   +  all-gathered units     FSDP: at most root + 2 blocks, in the dtype of the computation
+#                   +  copies of the weights  DDP and ZeRO-1 with autocast: 2P
+#                   +  activations            16 L B T C numbers, and B T V x 4 bytes of the head
+#                                             with full checkpointing: L B T C numbers instead of 16 L B T C
+#                                             DDP and ZeRO-1 with autocast: 2 L B T C of these numbers are in fp32
+#                                             (with full checkpointing, L B T C)
+#                   +  backward pass          the head: 2 B T V x 4 bytes
+#                                             with full checkpointing: this, or one recomputed block of 16 B T C numbers
+#                                             if that is larger
+#                   +  full gradients         FSDP with several micro-batches per rank: 4P, from the second one on
+#                   -  missing gradients      FSDP with one micro-batch per rank: 4P/N
 # ```
 #
-# At the peak, gradients do not exist yet if a rank has one micro-batch: DDP's buckets do exist, and FSDP's gradients
-# (4P/N) do not.
+# The last line belongs to FSDP only: at the peak, which is early in the backward pass, the gradients of a single
+# micro-batch do not exist yet. DDP and ZeRO-1 allocate buckets for all gradients when they start, so their 4P always
+# count.
 #
 # **Predict first:** for a small model (0.8 million parameters, 2 ranks, 4 sequences of 64 tokens, fp32), add up the
 # terms for DDP, ZeRO-1 and FSDP. Which of the three needs the least, and how far will your sums be off?
@@ -149,17 +162,31 @@ ROWS = {
 }
 
 
+def estimate(
+    shape: GPTConfig, ranks: int, B: int, sharding: str, mode: str = "none", dtype: torch.dtype = torch.bfloat16
+) -> dict[str, float]:
+    """Return the terms of the formula in bytes, for one micro-batch per rank."""
+    P, L, C, T = shape.count_params(), shape.n_layer, shape.n_embd, shape.block_size
+    head, block = (shape.vocab_size + T) * C, 12 * C * C
+    is_fsdp, is_full = sharding == "FSDP", mode == "full"
+    copies = fp32_activations = 0
+    if dtype == torch.bfloat16 and not is_fsdp:  # autocast; it drops the copies of checkpointed blocks
+        copies = 2 * (head + block if is_full else P)
+        fp32_activations = 2 * (1 if is_full else 2) * L * B * T * C
+    recomputed = sum(row.bytes for row in saved_activations(shape, B, T, dtype)) if is_full else 0
+    return {
+        "model state": 12 * P / ranks if is_fsdp else STATE_BYTES[sharding](P, ranks),
+        "all-gathered": dtype.itemsize * (head + 2 * block) if is_fsdp else 0,
+        "copies of the weights": copies,
+        "activations": activation_bytes(shape, B, T, dtype, mode) + fp32_activations,
+        "backward pass": max(2 * B * T * shape.vocab_size * 4, recomputed),
+    }
+
+
 def estimate_by_hand(name: str) -> dict[str, float]:
     """Return the terms of the formula in bytes, for a row of ROWS."""
-    P, C = small.count_params(), small.n_embd
-    is_fsdp, mode = name.startswith("FSDP"), "full" if "checkpointing" in name else "none"
-    root = (small.vocab_size + SMALL_T + 1) * C
-    recomputed = sum(row.bytes for row in saved_activations(small, SMALL_B, SMALL_T)) if mode == "full" else 0
-    return {
-        "model state": 12 * P / RANKS if is_fsdp else STATE_BYTES[name](P, RANKS),
-        "all-gathered": 4 * (root + 2 * 12 * C * C) if is_fsdp else 0,
-        "activations": activation_bytes(small, SMALL_B, SMALL_T, mode=mode) + recomputed,
-    }
+    sharding, _, checkpointing = name.partition(", ")
+    return estimate(small, RANKS, SMALL_B, sharding, "full" if checkpointing else "none", torch.float32)
 
 # %% [markdown]
 # Two programs check your sums. `trace` runs the phase's own code for one step on *fake tensors*: tensors with a shape
@@ -196,62 +223,86 @@ draw_memory_bars(
 )
 
 # %% [markdown]
-# By hand you get within 10% of the first three, and within 20% with full checkpointing. The category *other* is missing
-# in the formula. These are the temporary tensors of the backward pass, a few times (B, T, 4C). With a large vocabulary
-# they are the gradient of the logits, B T V numbers.
+# By hand you get within 10% of the first three, and within 20% with full checkpointing. The category *other* contains
+# the temporary tensors of the backward pass. With this small vocabulary they are a few times (B, T, 4C), and the
+# formula omits them.
 #
-# The trace is within 1% for ZeRO-1 and FSDP, because it runs the real code. For DDP it is higher than the measurement:
-# DDP allocates a buffer for all gradients at the start, and the ledger counts a bucket only from the first gradient in
-# it. The trace counts it in full, so plan with the trace. So: **estimate by hand to see whether it can fit at all, then
-# trace.** `make plan MODEL=20b GPUS=16 GPU=h100` traces every phase.
+# The trace is within 1% for ZeRO-1 and FSDP, because it runs the real code. For DDP the trace is higher than the
+# measurement, and the estimate too. DDP allocates its buckets when it starts, but the ledger counts a bucket only from
+# the first gradient in it. The trace counts all buckets from the first gradient, and the formula counts them always.
 #
-# ## d. Which lever first?
-#
-# You will rank the levers for two models, and find opposite orders.
-#
-# **Predict first:** two jobs on 8 GPUs, in bf16: (1) GPT-2 124M with 32 sequences per micro-batch, and (2) 6.7 billion
-# parameters with 1 sequence. For each, which lever frees the most memory: sharding everything with FSDP, full
-# checkpointing, or half of the batch?
+# Does the formula also hold for a large vocabulary, in bf16? A laptop cannot run such a model on 8 ranks, but it can
+# trace it:
 
 # %%
-def estimate(shape: GPTConfig, batch_size: int, sharding: str = "DDP", mode: str = "none") -> dict[str, float]:
+def trace_gpt2(sharding: str, mode: str, batch_size: int) -> int:
+    """Return the peak memory of a rank of 8 in bytes, from a trace of GPT-2 124M with one micro-batch per rank."""
+    fields = {**FIELDS, "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": batch_size}
+    options = {"fsdp_activation_checkpointing": mode} if mode != "none" else {}
+    fields |= {"dtype": "bfloat16", "gradient_accumulation_steps": 8, **options}
+    config = make_config(ROWS[sharding][0], Path(folder.name) / "trace", **fields)
+    return sum(trace(config, gpt2, 8).memory.peak.values())
+
+
+print("GPT-2 124M, 8 ranks, 8 sequences, bf16 (GB)   by hand   traced   by hand/traced")
+for sharding, mode in (("ZeRO-1", "none"), ("FSDP", "none"), ("FSDP", "full")):
+    hand, traced = sum(estimate(gpt2, 8, B, sharding, mode).values()), trace_gpt2(sharding, mode, B)
+    print(f"{sharding + ', checkpointing: ' + mode:45} {hand / GB:7.2f} {traced / GB:8.2f} {hand / traced:16.1%}")
+    assert abs(hand / traced - 1) < 0.02
+
+# %% [markdown]
+# Here the formula is within 2%, because the head is much larger than the temporary tensors that it omits. So **estimate
+# by hand to see whether a job can fit at all, then trace.** `make plan MODEL=20b GPUS=16 GPU=h100` traces every phase.
+#
+# ## d. What do you change first?
+#
+# You will compare three ways to save memory for two models. The best order differs between the models.
+#
+# **Predict first:** two jobs on 8 GPUs, in bf16: (1) GPT-2 124M with 32 sequences per micro-batch, and (2) 6.7 billion
+# parameters with 1 sequence. For each, what frees the most memory: sharding everything with FSDP, full checkpointing,
+# or half of the batch?
+
+# %%
+def estimate_in_gb(shape: GPTConfig, batch_size: int, sharding: str = "DDP", mode: str = "none") -> dict[str, float]:
     """Return the terms for a rank of 8 in GB. The computation is in bf16."""
-    P, C = shape.count_params(), shape.n_embd
-    gathered = 2 * ((shape.vocab_size + 1024) * C + 2 * 12 * C * C) if sharding == "FSDP" else 0
-    activations = activation_bytes(shape, batch_size, 1024, torch.bfloat16, mode)
-    terms = {"model state": STATE_BYTES[sharding](P, 8), "all-gathered": gathered, "activations": activations}
-    return {name: size / GB for name, size in terms.items() if size}
+    return {name: size / GB for name, size in estimate(shape, 8, batch_size, sharding, mode).items() if size}
 
 
 JOBS = {"124M, 32 sequences": (make_shape("gpt2"), 32), "6.7B, 1 sequence": (make_shape("6.7b"), 1)}
 for job, (shape, batch_size) in JOBS.items():
     bars = {
-        "DDP": estimate(shape, batch_size),
-        "FSDP": estimate(shape, batch_size, "FSDP"),
-        "DDP, full checkpointing": estimate(shape, batch_size, mode="full"),
-        "FSDP, full checkpointing": estimate(shape, batch_size, "FSDP", "full"),
+        "DDP": estimate_in_gb(shape, batch_size),
+        "FSDP": estimate_in_gb(shape, batch_size, "FSDP"),
+        "DDP, full checkpointing": estimate_in_gb(shape, batch_size, mode="full"),
+        "FSDP, full checkpointing": estimate_in_gb(shape, batch_size, "FSDP", "full"),
     }
     if batch_size > 1:
-        bars["DDP, half of the batch"] = estimate(shape, batch_size // 2)
+        bars["DDP, half of the batch"] = estimate_in_gb(shape, batch_size // 2)
+    freed = {name: sum(bars["DDP"].values()) - sum(terms.values()) for name, terms in bars.items() if name != "DDP"}
+    print(f"{job}: {sum(bars['DDP'].values()):.0f} GB with DDP")
+    for name, gigabytes in freed.items():
+        print(f"  {name:25} frees {gigabytes:5.1f} GB")
+    assert max(freed, key=freed.get).startswith("DDP, half" if batch_size > 1 else "FSDP")
     draw_memory_bars(bars, f"{job} per micro-batch, 8 ranks", "GB per rank", limit=("40 GB of a GPU", 40))
 
 # %% [markdown]
-# For 124M parameters, sharding frees less than 2 GB, because the model state is small. Half of the batch frees 8 GB, and
-# it costs almost nothing: the step gets twice as many micro-batches. Full checkpointing frees 9 GB, and it costs time.
-# For 6.7 billion parameters the model state is nearly everything, and only sharding helps. So look at the largest term
+# For 124M parameters, sharding frees only 3 GB, because the model state is small. Half of the batch frees 15 GB and
+# costs almost nothing: the step gets twice as many micro-batches. Full checkpointing frees 10 GB and costs time. For
+# 6.7 billion parameters the model state is most of the memory, so sharding frees most: 109 GB. Look at the largest term
 # first:
 #
-# 1. **Activations are largest?** First a smaller micro-batch with more accumulation. It does not change the losses.
-#    Then `--kernels=loss` (it never stores all logits), then activation checkpointing, which costs about a third more
+# 1. **Activations, or the tensors of the head, are largest?** First use a smaller micro-batch with more accumulation.
+#    The losses are then similar, but not equal, because another micro-batch size draws other sequences. Then use
+#    `--kernels=loss` (it never stores all logits), then activation checkpointing, which costs about a third more
 #    compute.
-# 2. **Model state is largest?** First ZeRO-1, which communicates no more than DDP. Then FSDP. Then more GPUs.
-# 3. **Both are too large?** FSDP with full checkpointing, and as the last resort CPU offload.
+# 2. **Model state is largest?** First use ZeRO-1, which communicates no more than DDP. Then FSDP, then more GPUs.
+# 3. **Both are too large?** Use FSDP with full checkpointing, and if that is not enough, CPU offload.
 #
 # If a run does run out of memory, the trainers print this list for your run, with the bytes that each flag would free.
 #
 # ## e. Generating text: weights and the key-value cache
 #
-# You will see why a model that trains on 16 GPUs generates text on one or two.
+# You will see why generating text needs much less memory than training.
 #
 # Generating needs no gradients, no optimizer state and no saved activations. A rank stores the weights in bf16, 2P
 # bytes, and the keys and values of all earlier tokens: 2 L T C numbers per sequence.
@@ -266,18 +317,18 @@ print(f"the caches of {weights / cache:.0f} sequences are as large as the weight
 assert cache == 2 * 44 * 2048 * 6144 * 2
 
 # %% [markdown]
-# A server with many users is therefore limited by the cache, and not by the weights. (Newer models share keys and
+# With many users, the cache therefore needs more memory than the weights. (Newer models share keys and
 # values between heads, which makes the cache several times smaller.)
 #
 # ## f. Something broken on purpose
 #
-# You will forget one line, and find it with the memory tracker.
+# You will leave out one line, and see the effect in the memory tracker.
 #
 # An evaluation computes losses and needs no gradients, so it runs under `torch.no_grad()`. Without it, each loss keeps
 # its graph, and the graph keeps all activations of its forward pass.
 #
-# **Predict first:** an evaluation sums the losses of 4 micro-batches and forgets `no_grad`. How many bytes of activations
-# are alive at its end, in units of the activations of one forward pass? Does the trainer report an error?
+# **Predict first:** an evaluation sums the losses of 4 micro-batches and forgets `no_grad`. How many bytes of
+# activations are alive at its end, in units of the activations of one forward pass? Does the trainer report an error?
 
 # %%
 def measure_evaluation(has_no_grad: bool) -> float:
@@ -300,20 +351,20 @@ for has_no_grad in (True, False):
 assert measure_evaluation(False) > 3.9 * one
 
 # %% [markdown]
-# Without `no_grad`, the activations of all four micro-batches stay alive. No error appears, until an evaluation with more
-# micro-batches runs out of memory. In a training step the same sum would be harmless after `backward()`, which frees the
-# graph. Still, the trainers sum `loss.detach()`.
+# Without `no_grad`, the activations of all four micro-batches stay alive. No error appears, until an evaluation with
+# more micro-batches runs out of memory. In a training step the same sum would be harmless after `backward()`, which
+# frees the graph. Still, the trainers sum `loss.detach()`.
 #
 # ## To take home
 #
 # 1. Model state with AdamW in fp32 is 16 bytes per parameter: 20 billion parameters need 320 GB by DDP, on every rank.
 # 2. DDP 16P, ZeRO-1 8P + 8P/N, ZeRO-2 4P + 12P/N, FSDP 16P/N.
-# 3. A block saves 16 B T C numbers for its backward pass, and the head B T V numbers in fp32.
+# 3. A block saves 16 B T C numbers for its backward pass. The head needs 3 B T V fp32 numbers at the peak.
 # 4. Activations do not depend on the number of ranks. Only a smaller micro-batch or checkpointing shrinks them.
-# 5. FSDP also needs the largest units in full: the root and two blocks.
+# 5. FSDP also needs some units in full: the root and two blocks. Autocast stores copies of the weights, 2P bytes.
 # 6. With several micro-batches, FSDP accumulates full gradients, 4P bytes, unless it reduces after each one.
 # 7. Estimate by hand first; then trace with `make plan`; then measure with `--ledger=True`.
-# 8. Look at the largest term, and pull its lever: batch and checkpointing for activations, sharding for model state.
+# 8. Reduce the largest term: activations by a smaller batch or checkpointing, model state by sharding.
 # 9. Generating text needs 2P bytes in bf16, and 2 L T C numbers per sequence for the cache.
 # 10. A tensor lives as long as something refers to it: a loss with its graph keeps all activations.
 #
@@ -329,11 +380,11 @@ assert measure_evaluation(False) > 3.9 * one
 # | `memory.5` | predict the communication of FSDP |
 # | `memory.6` | predict the activations of a model |
 #
-# **1. Your own job.** Choose a model of `make plan` and the GPUs that you have. Estimate by hand the largest micro-batch
-# that fits, with each sharding. Then run `make plan` and compare. Which term did you forget?
+# **1. Your own job.** Choose a model of `make plan` and the GPUs that you have. Estimate by hand the largest
+# micro-batch that fits, with each sharding. Then run `make plan` and compare. Which term did you forget?
 #
-# **2. Long sequences.** Predict first: T grows from 1,024 to 8,192, and B shrinks from 8 to 1, so B T is the same. Which
-# terms of section (b) change? What would change if attention stored its scores?
+# **2. Long sequences.** Predict first: T grows from 1,024 to 8,192, and B shrinks from 8 to 1, so B T is the same.
+# Which terms of section (b) change? What would change if attention stored its scores?
 #
 # <details><summary>Hint</summary>
 #

@@ -8,12 +8,14 @@
 # among ranks?**
 #
 # There are four answers. A rank can have a part of each layer (tensor parallelism), some of the layers (pipeline
-# parallelism), a part of each sequence (context parallelism), or some of the experts (expert parallelism). This notebook
-# has one page for each. The first one you write and train for real, on this repository's GPT. You test three claims:
+# parallelism), a part of each sequence (context parallelism), or some of the experts (expert parallelism). This
+# notebook has one section for each. You write the first one yourself, and train this repository's GPT with it. You test
+# three claims:
 #
-# - **Tensor parallelism needs two autograd functions and no change to the model. Its losses are on the one curve.**
+# - **Tensor parallelism needs two autograd functions and no change to the model. Its losses match the
+#   baseline's.**
 # - **It sends activations instead of weights: 4 L B T C numbers per micro-batch are reduced.**
-# - **A pipeline of N stages idles for N - 1 of M + N - 1 time slots.**
+# - **In a pipeline of N ranks with M micro-batches, each rank is idle in N - 1 of M + N - 1 time slots.**
 #
 # Open `nanoGPT/model.py` and `phase3_fsdp/solve/tensor_parallel.py` next to this page. You need no GPU.
 
@@ -54,10 +56,11 @@ P, L, C, B, T = shape.count_params(), shape.n_layer, shape.n_embd, config.batch_
 # You will divide an MLP by hand, and see why it needs only one collective.
 #
 # An MLP computes y = W₂ gelu(W₁ x). Rank 0 takes the upper half of the rows of W₁, and the left half of the columns of
-# W₂. Rank 1 takes the others:
+# W₂. Rank 1 takes the other halves. The names of the two layers come from the Megatron-LM paper, which writes y = x A
+# and divides the columns of A. PyTorch stores the transpose, W = Aᵀ, so these columns are the rows of W:
 #
 # - **Column parallel** (W₁): rank r computes half of the hidden channels, from the full x. GELU works on each channel
-#   separately, so the halves stay separate.
+#   separately, so it needs no communication.
 # - **Row parallel** (W₂): rank r multiplies its half of the hidden channels, and gets a *partial sum* of the full y. An
 #   all-reduce adds the partial sums.
 #
@@ -69,12 +72,12 @@ draw_who_holds_what(
         "x": ["01", "01"], "W₁ (rows)": ["0.", ".1"], "hidden channels": ["0.", ".1"], "W₂ (columns)": ["0.", ".1"],
         "y, after the all-reduce": ["01", "01"],
     },
-    "Tensor parallelism on 2 ranks: who holds what in an MLP",
+    "Tensor parallelism on 2 ranks: what each rank stores in an MLP",
 )
 
 # %% [markdown]
-# **Predict first:** in the forward pass, one all-reduce adds the partial sums of y. In the backward pass, each rank gets
-# the full gradient of y. Which gradient is only a partial sum on each rank, and needs an all-reduce?
+# **Predict first:** in the forward pass, one all-reduce adds the partial sums of y. In the backward pass, each rank
+# gets the full gradient of y. Which gradient is only a partial sum on each rank, and needs an all-reduce?
 
 # %%
 class CopyToRanks(torch.autograd.Function):
@@ -127,9 +130,10 @@ def divide_model(model: GPT, reduces_backward: bool = True) -> None:
             module.register_forward_hook(lambda module, inputs, output: SumOverRanks.apply(output))
 
 # %% [markdown]
-# The training loop changes in two places. Every rank runs **all** micro-batches, because the ranks share one copy of the
-# model. And the global gradient norm counts each parameter once: the parts of divided weights are added over the ranks,
-# and full weights are counted on one rank.
+# The training loop changes in two places. Every rank runs **all** micro-batches, because the ranks share one copy of
+# the model. And the global gradient norm counts each parameter once. The all-reduce adds the squared norms of the
+# gradients of the divided weights. Each rank then adds the squared norm of the full ones, which is the same on every
+# rank.
 #
 # **Predict first:** does this loop have to average or reduce gradients before the update?
 
@@ -172,8 +176,8 @@ def train_tensor_parallel(config: TrainConfig, shape: GPTConfig, reduces_backwar
     return {"losses": loss_of_step, "weights": storage_bytes(model.parameters()), "traffic": counter.rows}
 
 # %% [markdown]
-# It does not. Each rank computes the exact gradient of its own weights. The full weights (embeddings, LayerNorms) get the
-# same gradient on every rank, because f has added its parts.
+# It does not. Each rank computes the exact gradient of its own weights. The full weights (embeddings, LayerNorms) get
+# the same gradient on every rank, because f has added its parts.
 #
 # Now compare it with the baseline: the same seed, data, initial weights and learning rates, in one process.
 #
@@ -195,15 +199,16 @@ divided = 12 * L * C * C
 assert all(result[0]["weights"] == 4 * (divided // ranks + P - divided) for ranks, result in results.items())
 
 # %% [markdown]
-# The losses are on the one curve, within the tolerance of 1e-5 that all phases of this repository keep. The difference
-# is rounding: partial sums are added in another order. A rank stores 1/N of the block weights, and all of the embeddings.
-# (With a large vocabulary these are divided as well: see `VocabParallelEmbedding`.)
+# The losses match the baseline's, within the tolerance of 1e-5 that all phases of this repository keep. The difference
+# is rounding: partial sums are added in another order. A rank stores 1/N of the block weights, and all of the
+# embeddings. (With a large vocabulary these are divided as well: see `VocabParallelEmbedding`.)
 #
 # Unlike in FSDP, **nobody ever has the full weights of a layer**. So the memory for all-gathered units disappears, and
 # so does a part of the activations: the hidden channels of the MLP, and q, k and v.
 #
 # **Predict first:** how many all-reduces does a micro-batch need, in both passes together? How large is each? With 2
-# ranks, B = 4, T = 32 and C = 64, does tensor parallelism send more or less per step than DDP, which reduces P gradients?
+# ranks, B = 4, T = 32 and C = 64, does tensor parallelism send more or less per step than DDP, which reduces P
+# gradients?
 
 # %%
 M = config.gradient_accumulation_steps
@@ -218,10 +223,11 @@ print(f"per step and rank of 2: {ring_bytes('all-reduce', expected, 2):,.0f} B; 
 print(f"computed for gpt2-xl with 500,000 tokens per step: {4 * 48 * 5e5 * 1600 * 4 / 1e9:,.0f} GB; DDP: {4 * 1.56:.1f} GB")
 
 # %% [markdown]
-# Four all-reduces of B T C numbers per block: two in the forward pass (g), and two in the backward pass (f). This volume
-# grows with the number of *tokens*, and not with the number of parameters. For a real batch it is 100 times that of
-# DDP. And nothing overlaps with it: the next layer waits. So tensor parallelism stays within a node, where the links
-# between GPUs are fast, and FSDP or DDP connects the nodes.
+# Four all-reduces of B T C numbers per block: two in the forward pass (g), and two in the backward pass (f). This
+# volume grows with the number of *tokens*, and not with the number of parameters. For gpt2-xl with 500,000 tokens per
+# step it is 100 times that of DDP. No computation overlaps with these all-reduces, because the next layer needs their
+# results. So tensor parallelism is used within a node, where the links between GPUs are fast, and FSDP or DDP between
+# the nodes.
 #
 # ### Something broken on purpose
 #
@@ -241,7 +247,7 @@ figure, axes = plt.subplots(figsize=(7, 3.2))
 axes.plot(baseline.values(), color="#56B4E9", linewidth=7, label="baseline, one process")
 axes.plot(results[2][0]["losses"].values(), color="black", linewidth=1.2, label="tensor parallel, 2 ranks")
 axes.plot(broken[0]["losses"].values(), color="#D55E00", linestyle="--", label="f left out")
-axes.set(xlabel="step", ylabel="training loss (nats per token)", title="Tensor parallelism is on the one curve")
+axes.set(xlabel="step", ylabel="training loss (nats per token)", title="The losses of tensor parallelism match the baseline's")
 axes.legend(frameon=False)
 figure.tight_layout()
 plt.show()
@@ -249,11 +255,12 @@ plt.show()
 # %% [markdown]
 # There is no error, and the forward pass is right, so the first loss is right. The loss even falls, because the last
 # layers still learn. But each rank's LayerNorms and embeddings get another gradient, so the copies that should be equal
-# drift apart, and the ranks disagree about the loss. **A falling loss proves nothing. The one curve does.**
+# drift apart, and the ranks disagree about the loss. **A falling loss does not prove that a trainer is right. The same
+# losses as the baseline's are much stronger evidence.**
 #
 # ## b. Pipeline parallelism: some of the layers
 #
-# You will see how a pipeline idles, and how micro-batches fill it.
+# You will see when the ranks of a pipeline are idle, and how micro-batches reduce the idle time.
 #
 # With pipeline parallelism rank r has some consecutive blocks. It receives activations (B, T, C) from rank r - 1,
 # computes, and sends the result to rank r + 1. In the backward pass gradients take the way back. One micro-batch would
@@ -285,13 +292,13 @@ for micro_batches in (1, 4, 8, 32):
     assert abs(cells.count("") / len(cells) - formula) < 1e-9
 
 # %% [markdown]
-# The empty slots are the *bubble*. With many micro-batches it gets small, but rank 0 must then store the activations of
-# all micro-batches that are on their way. The schedule *1F1B* (one forward, one backward) starts each backward pass as
-# early as possible, so that a rank stores at most N micro-batches. *Interleaved* schedules give each rank several
-# groups of layers, which divides the bubble.
+# The empty slots are the *bubble*. With many micro-batches it gets small. But in this schedule (GPipe), every rank
+# stores the activations of all M micro-batches, because all backward passes run after all forward passes. The schedule
+# *1F1B* (one forward, one backward) starts each backward pass as early as possible, so that a rank stores at most N
+# micro-batches. *Interleaved* schedules give each rank several groups of layers, which divides the bubble.
 #
-# - **Sends:** B T C numbers per micro-batch and direction between neighbours, point to point. It is the least of all methods, so a
-#   pipeline can cross slow links between nodes.
+# - **Sends:** B T C numbers per micro-batch and direction between neighbors, point to point. This is the least of all
+#   methods, so a pipeline can use slow links between nodes.
 # - **Costs:** the bubble, and a batch with many micro-batches. The first and last rank have the embedding and the head,
 #   so the work must be balanced by hand.
 # - **In PyTorch:** `torch.distributed.pipelining`.
@@ -300,10 +307,10 @@ for micro_batches in (1, 4, 8, 32):
 #
 # You will divide one sequence among ranks, and compute attention without any rank seeing all keys.
 #
-# With sequences of 100,000 tokens, the activations of a single sequence do not fit on a GPU. Every layer except attention
-# works on each token separately, so each rank can take T/N tokens. In attention a query needs all keys. In *ring
-# attention* keys and values travel around the ring, as in notebook 6. Each rank adds one block of keys at a time, with
-# the online softmax of notebook 3: it keeps a running maximum, a running sum, and a running result.
+# With sequences of 100,000 tokens, the activations of a single sequence do not fit on a GPU. Every layer except
+# attention works on each token separately, so each rank can take T/N tokens. In attention a query needs all keys. In
+# *ring attention* keys and values travel around the ring, as in notebook 6. Each rank adds one block of keys at a time,
+# with the online softmax of notebook 3: it keeps a running maximum, a running sum, and a running result.
 
 # %%
 draw_who_holds_what(
@@ -399,13 +406,13 @@ assert sent == 64 * C * 4 * 3 / 4
 # Large runs combine the methods, and put each one where its communication is cheap. A *device mesh* has one dimension
 # for each:
 #
-# | method | divides | a rank sends per step | place |
+# | method | divides | a rank sends per step (without factors (N-1)/N) | place |
 # |---|---|---|---|
 # | tensor parallelism | each layer | 8 L M B T C numbers (all-reduces of 4 L M B T C), and waits for them | within a node |
 # | context parallelism | each sequence | keys and values of each layer, while it computes | within a node, or near |
 # | expert parallelism | experts | four all-to-alls per layer and micro-batch | within a few nodes |
 # | FSDP | model state | the weights, 2 M P + P numbers, while it computes | across nodes |
-# | pipeline parallelism | layers | B T C numbers per micro-batch to each neighbour: activations forward, gradients back | across nodes |
+# | pipeline parallelism | layers | B T C numbers per micro-batch to each neighbor: activations forward, gradients back | across nodes |
 # | DDP | nothing (the batch) | the gradients, 2P numbers, while it computes | farthest apart |
 #
 # You do not need all of them. For many models FSDP with activation checkpointing is enough, and it changes no line of
@@ -418,19 +425,19 @@ assert sent == 64 * C * 4 * 3 / 4
 # 3. f is the identity forward and an all-reduce backward, and g is the reverse.
 # 4. Nobody ever has the full weights of a layer, and gradients need no reduction before the update.
 # 5. Its volume grows with the tokens, and the next layer waits for it: keep it within a node.
-# 6. A pipeline sends least, and idles for (N-1)/(M+N-1) of the time.
+# 6. A pipeline sends least, and each rank is idle for (N-1)/(M+N-1) of the time.
 # 7. Ring attention: queries stay, keys and values travel, and the online softmax adds the blocks.
 # 8. Experts: two all-to-alls forward and two backward, and the balance is the problem.
 # 9. Methods combine as dimensions of a mesh; the most demanding communication gets the fastest links.
-# 10. A wrong backward pass can still lower the loss. Compare with the one curve.
+# 10. A wrong backward pass can still lower the loss. Compare the losses with the baseline's.
 #
 # ## Exercises
 #
 # `make exercise N=collectives.1` to `collectives.4` let you write the collectives of this chapter on send and receive,
 # `triton.2` the online softmax, and `fsdp.7` a mesh with two dimensions.
 #
-# **1. Biases.** Predict first: the model above has no biases. With `bias=True`, which part of each bias does a rank need
-# in a column-parallel layer, and what goes wrong if every rank adds the full bias of a row-parallel layer?
+# **1. Biases.** Predict first: the model above has no biases. With `bias=True`, which part of each bias does a rank
+# need in a column-parallel layer, and what goes wrong if every rank adds the full bias of a row-parallel layer?
 #
 # <details><summary>Hint</summary>
 #
@@ -440,13 +447,13 @@ assert sent == 64 * C * 4 * 3 / 4
 #
 # </details>
 #
-# **2. Sequence parallelism.** Between a row-parallel layer and the next column-parallel layer, all ranks compute the same
-# LayerNorm on the same activations. Predict first: an all-reduce is a reduce-scatter followed by an all-gather. Where
-# can you put the two, so that each rank normalises only its part of the tokens? What does it save?
+# **2. Sequence parallelism.** Between a row-parallel layer and the next column-parallel layer, all ranks compute the
+# same LayerNorm on the same activations. Predict first: an all-reduce is a reduce-scatter followed by an all-gather.
+# Where can you put the two, so that each rank normalizes only its part of the tokens? What does it save?
 #
 # <details><summary>Hint</summary>
 #
-# Replace g by a reduce-scatter over the tokens, and f by an all-gather. In between, a rank has T/N tokens. The volume is
-# the same, and the activations of LayerNorms and dropouts shrink to 1/N.
+# Replace g by a reduce-scatter over the tokens, and f by an all-gather. In between, a rank has T/N tokens. The volume
+# is the same, and the activations of LayerNorms and dropouts shrink to 1/N.
 #
 # </details>

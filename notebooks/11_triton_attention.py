@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 11. Inside a GPU: tiled matrix products and flash attention
 #
-# *45 minutes. Read [notebook 3](03_triton.ipynb) first, for programs, masks and the roofline. You need Linux, but no GPU.*
+# *45 minutes. Read [notebook 3](03_triton.ipynb) first, for programs, masks and the roofline. You need Linux, but no
+# GPU.*
 #
 # A GPU can multiply and add much faster than it can read its memory. Two kernels decide the speed of a GPT: the matrix
 # product and attention. **How do they compute so much with so few reads?**
@@ -13,7 +14,8 @@
 # - **Attention needs no T x T matrix: softmax can be computed from left to right, with two numbers per row.**
 # - **The interpreter shows wrong numbers, but no races.**
 #
-# Open `phase2_triton/kernels/attention.py` next to this page. This notebook writes the same kernel in its simplest form.
+# Open `phase2_triton/kernels/attention.py` next to this page. This notebook writes the same kernel in its simplest
+# form.
 
 # %%
 import os
@@ -37,8 +39,8 @@ torch.manual_seed(1337);
 #
 # You will compute how often a number must be used once it has been read.
 #
-# A GPU consists of *streaming multiprocessors* (SMs). Each one runs programs, and has its own fast memory. These are the
-# **published** numbers of an H100 SXM. They are not measured here:
+# A GPU consists of *streaming multiprocessors* (SMs). Each one runs programs, and has its own fast memory. These are
+# the **published** numbers of an H100 SXM. They are not measured here:
 #
 # | memory | size | who uses it | how fast |
 # |---|---|---|---|
@@ -50,8 +52,8 @@ torch.manual_seed(1337);
 #
 # Triton decides what is in registers and in shared memory. You decide the tiles, and the order of the programs.
 #
-# **Predict first:** a program reads a bf16 number from device memory (2 bytes). In how many multiplications and additions
-# must it use this number, so that the tensor cores do not wait?
+# **Predict first:** a program reads a bf16 number from device memory (2 bytes). In how many multiplications and
+# additions must it use this number, so that the tensor cores do not wait?
 
 # %%
 BANDWIDTH, PEAK = 3.35e12, 989e12  # bytes and FLOPs per second
@@ -69,9 +71,9 @@ for M, N, K in ((1, 768, 768), (16, 768, 768), (16384, 3072, 768), (16384, 50304
     print(f"({M:6}, {K}) x ({K}, {N:6}): {intensity:6.1f} FLOPs per byte, bound by {bound}")
 
 # %% [markdown]
-# A product with one row (generating one token) reads every weight for one multiplication, so it is bound by memory. In
-# training, with 16,384 rows, it is bound by compute, *if* each number is read only once. The next section shows that
-# this is not a matter of course.
+# A product with one row (generating one token) uses every weight that it reads for only one multiplication, so it is
+# bound by memory. In training, with 16,384 rows, it is bound by compute, *if* each number is read only once. A naive
+# kernel reads each number many times, as the next section shows.
 #
 # ## b. A matrix product in tiles
 #
@@ -118,18 +120,17 @@ ragged = multiply(torch.ones(5, 7), torch.ones(7, 3), 4)[0]
 assert torch.equal(ragged, torch.full((5, 3), 7.0))  # the masks work
 
 # %% [markdown]
-# A tile of B x B uses each loaded element B times, so it loads 1/B of the elements. (A tile of 1 x 1 would load 2 M N K =
-# 131,072.)
-# Larger tiles would be better still, but a tile of 128 x 128 sums already fills a quarter of an SM's registers. This is
-# the central trade of every kernel: **reuse needs space close to the arithmetic.**
+# A tile of B x B uses each loaded element B times, so it loads 1/B of the elements. (A tile of 1 x 1 would load 2 M N K
+# = 131,072.) Larger tiles would be better still, but a tile of 128 x 128 sums already fills a quarter of an SM's
+# registers. This is the central trade of every kernel: **reuse needs space close to the arithmetic.**
 #
 # ## c. Swizzling: the order of the tiles
 #
 # You will change only the order of the programs, and read less from device memory.
 #
-# Programs that run at the same time share the L2 cache. If they need the same tiles of A and B, only the first one reads
-# them from device memory. In *row-major* order, programs (0, 0), (0, 1), (0, 2), ... share one row of A, and each needs
-# another column of B. *Swizzled* order goes through groups of rows: down a few tiles, then to the next column.
+# Programs that run at the same time share the L2 cache. If they need the same tiles of A and B, only the first one
+# reads them from device memory. In *row-major* order, programs (0, 0), (0, 1), (0, 2), ... share one row of A, and each
+# needs another column of B. *Swizzled* order goes through groups of rows: down a few tiles, then to the next column.
 
 # %%
 def order_tiles(rows: int, columns: int, group: int) -> list[tuple[int, int]]:
@@ -184,9 +185,9 @@ assert count_reads(order_tiles(32, 32, 8), 12) < count_reads(order_tiles(32, 32,
 #
 # You will derive an attention that never stores its scores.
 #
-# For one query, attention computes scores s_j = q k_j, weights exp(s_j - m) with the maximum m, and the weighted mean of
-# the values. The problem is m: it is known only after the last key. So the plain version stores all scores: T x T for
-# each head.
+# For one query, attention computes scores s_j = q k_j, weights exp(s_j - m) with the maximum m, and the weighted mean
+# of the values. The problem is m: it is known only after the last key. So the plain version stores all scores: T x T
+# for each head.
 #
 # Suppose that we have seen some of the keys, and know their maximum m, the sum l of exp(s_j - m), and the sum o of
 # exp(s_j - m) v_j. Now a tile of new keys arrives, with scores s':
@@ -199,8 +200,8 @@ assert count_reads(order_tiles(32, 32, 8), 12) < count_reads(order_tiles(32, 32,
 # At the end the result is o / l. This is exact, and no approximation. Each program needs one tile of queries, m, l and
 # o. The tiles of keys and values pass through.
 #
-# **Predict first:** T = 1,024 tokens, heads of 64 channels, bf16. How many bytes of scores does a head store in the plain
-# version? How many bytes do q, k, v and the result have together?
+# **Predict first:** T = 1,024 tokens, heads of 64 channels, bf16. How many bytes of scores does a head store in the
+# plain version? How many bytes do q, k, v and the result have together?
 
 # %%
 T, HS = 1024, 64
@@ -245,9 +246,10 @@ for T in (16, 50, 128):  # 50 is not a multiple of the tile
     assert error < 1e-5
 
 # %% [markdown]
-# The kernel is exact up to rounding, also for a T that is no multiple of the tile, and it stores no score outside of its
-# program. The mask does two things: it hides later keys, and it skips whole tiles above the diagonal, half of the work.
-# The kernel of phase 2 is this one, with a backward pass that recomputes the weights from the saved log-sum-exp.
+# The kernel is exact up to rounding, also for a T that is not a multiple of the tile, and it never writes scores to
+# device memory. The mask hides later keys within a tile. The bound of the loop skips all tiles above the diagonal,
+# about half of the work. The kernel of phase 2 is this one, with a backward pass that recomputes the weights from the
+# saved log-sum-exp.
 #
 # ### Something broken on purpose
 #
@@ -263,16 +265,16 @@ for T in (16, 128):
     assert (errors[:16] < 1e-5).all() and (T == 16 or (errors[16:] > 1e-5).float().mean() > 0.5)
 
 # %% [markdown]
-# Rows 0 to 15 are right, because they have only one tile of keys. Most other rows are wrong: those in which a later tile
-# raises the maximum. A test with short sequences would pass. This is why every kernel of this repository is tested with
-# several tiles, and with sizes that are no multiple of a tile. (`bugs.6` is such a bug.)
+# Rows 0 to 15 are right, because they have only one tile of keys. Most other rows are wrong: those in which a later
+# tile raises the maximum. A test with short sequences would pass. This is why every kernel of this repository is tested
+# with several tiles, and with sizes that are not multiples of a tile. (`bugs.6` is such a bug.)
 #
 # ## e. What the interpreter cannot show
 #
 # You will write a kernel that is wrong on every GPU, and right in the interpreter.
 #
-# **Predict first:** 64 programs add their element to one sum. They load the sum, add, and store it. What is the result in
-# the interpreter? On a GPU?
+# **Predict first:** 64 programs add their element to one sum. They load the sum, add, and store it. What is the result
+# in the interpreter? On a GPU?
 
 # %%
 @triton.jit
@@ -287,8 +289,8 @@ print(f"sum of 64 ones in the interpreter: {out.item():g}")
 assert out.item() == 64
 
 # %% [markdown]
-# The interpreter runs one program after the other, so the sum is right. On a GPU programs run at the same time, and most
-# additions are lost. The interpreter also hides:
+# The interpreter runs one program after the other, so the sum is right. On a GPU programs run at the same time, and
+# most additions are lost. The interpreter also hides:
 #
 # | what | why | how this repository checks it |
 # |---|---|---|

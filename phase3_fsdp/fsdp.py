@@ -261,7 +261,7 @@ def set_prefetching(units: list[nn.Module], ahead: int) -> None:
 
 @torch.no_grad()
 def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Allocate this rank's shards of a model from `shard_model`, and initialise them one parameter at a time.
+    """Allocate this rank's shards of a model from `shard_model`, and initialize them one parameter at a time.
 
     A rank draws only the chunks of rows that contain its shard. Every chunk has its own generator, so the weights are
     the same for every number of ranks. (If every rank drew its shard from one generator with the same seed, the weights

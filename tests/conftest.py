@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,15 @@ def end_programs() -> Iterator[None]:
     yield
     kill_programs(Program.started[already_started:])
     del Program.started[already_started:]
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Iterator[str]:
+    """Return a program that replaces `python` in shell scripts. It forks the programs that they start."""
+    from tests.helpers.python_server import serve_python
+
+    with serve_python(tmp_path) as script:
+        yield script
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@
     draw_memory_bars({"DDP": {"parameters": 4, "gradients": 4, "moments": 8}}, "Model state", "bytes per parameter")
     draw_schedule({"rank 0": ["F0", "F1", "", "B0", "B1"]}, "A pipeline", "time slot")
 
-The colours are those of Okabe and Ito (2008), which readers with a colour vision deficiency can tell apart. Every cell
-also has a text or a position, so that no picture depends on colour alone.
+The colors are those of Okabe and Ito (2008), which readers with a color vision deficiency can tell apart. Every cell
+also has a text or a position, so that no picture depends on color alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ def draw_memory_bars(
     """Draw one horizontal bar per name, divided into its parts.
 
     Args:
-        bars: for each name, the size of each part, in `unit`. A part has the same colour in every bar.
+        bars: for each name, the size of each part, in `unit`. A part has the same color in every bar.
         title: of the figure.
         unit: of the sizes, such as "GB per rank".
         limit: the label and the size of a vertical line, such as the memory of a GPU.
@@ -77,7 +77,7 @@ def draw_schedule(rows: Mapping[str, Sequence[str]], title: str, label: str, col
         rows: for each row, the texts of its cells; an empty text is an empty cell.
         title: of the figure.
         label: of the columns.
-        colors: the first characters of the texts that get colours of their own, in order.
+        colors: the first characters of the texts that get colors of their own, in order.
     """
     columns = max(map(len, rows.values()))
     figure, axes = plt.subplots(figsize=(max(5.0, 0.62 * columns + 1.4), 0.5 * len(rows) + 1.3))

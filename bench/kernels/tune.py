@@ -75,7 +75,7 @@ def row_size(key: str, case: Case) -> int:
     return case.inputs[1 if key.startswith("embedding") else 0].size(-1)
 
 
-def neighbours(row: Row) -> Iterator[Row]:
+def neighbors(row: Row) -> Iterator[Row]:
     """Yield the rows in which one number is half or twice as large; `num_stages` changes by one."""
     for name, value in row.items():
         if name in FIXED:
@@ -160,7 +160,7 @@ def climb(key: str, case: Case, watch: Stopwatch, rounds: int, deadline: float =
     has_improved = True
     while has_improved:
         has_improved = False
-        for row in neighbours(best):
+        for row in neighbors(best):
             if time.monotonic() > deadline:
                 break
             set_row(key, row)

@@ -35,6 +35,7 @@ from tqdm import tqdm
 from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, Row, exit_with_parent, usable_bytes
 from bench.plan.report import format_name, format_plan, plot_memory
 from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
+from bench.plan.startup import estimate_startup
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
 from workshop.ranks import PRELOADED
@@ -103,6 +104,8 @@ class PlanConfig:
     """bandwidth between the GPUs of a node in GB/s, in one direction; None: that of the GPU"""
     network: float | None = None
     """bandwidth between nodes in GB/s, of all adapters of a node together; None: that of the GPU"""
+    disk: float = 2.0
+    """bandwidth of the file system with the checkpoints, in GB/s and node"""
     tokens: float | None = None
     """tokens to train on, to estimate the training time in days"""
     price: float | None = None
@@ -139,6 +142,7 @@ def resolve_shape(config: PlanConfig) -> GPTConfig:
     if width % heads:
         raise ConfigError(f"--n_embd={width} is not a multiple of --n_head={heads}: change one of them")
     amounts = {"tokens": config.tokens, "price": config.price, "link": config.link, "network": config.network}
+    amounts["disk"] = config.disk
     for name, amount in amounts.items():
         check_amount(name, amount)
     if config.price is not None and config.tokens is None:
@@ -255,6 +259,8 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         planner = Planner(job, pool)
         planned = list(threads.map(lambda row: planner.plan_row(row, config.batch_size), rows))
     for row in planned:
+        if "cannot" not in row:
+            row["startup"] = estimate_startup(row, planner.params, config.gpus, 1e9 * config.disk)
         for speed in (row["speed"] or {}).values():
             seconds = config.tokens / speed["tokens_per_second"] if config.tokens else None
             hours = seconds / 3600 * config.gpus if seconds else None
@@ -262,7 +268,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
             speed["cost"] = hours * config.price if hours and config.price else None
     result = {"parameters": planner.params, "shape": vars(job.shape), "gpus": config.gpus, "gpu": config.gpu}
     result |= {"optimizer": config.optimizer, "dtype": config.dtype, "tokens": config.tokens}
-    result |= {"batch_size": config.batch_size, "micro_batches": config.micro_batches}
+    result |= {"batch_size": config.batch_size, "micro_batches": config.micro_batches, "disk": config.disk}
     return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned}
 
 

@@ -41,6 +41,11 @@ def format_plan(result: dict[str, Any]) -> str:
             "exposed: the share of the step in which the GPU waits for communication.",
             *format_speed_table(rows),
         ]
+    lines += [
+        f"\nStart-up and checkpoints, with a file system of {result['disk']:g} GB/s per node (--disk).",
+        "draw: time in which a rank draws the initial weights. per rank: bytes that the busiest rank writes.",
+        *format_startup_table(result["rows"]),
+    ]
     return "\n".join([*lines, "", recommend(result), *ASSUMPTIONS])
 
 
@@ -115,6 +120,18 @@ def format_speed_row(row: dict[str, Any]) -> str:
     if compiled["cost"] is not None:
         cells += f"{compiled['cost']:>14,.0f}"
     return f"{format_batch_size(row):>10}{cells}"
+
+
+def format_startup_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table with one row per way to store the model: other options do not change it."""
+    rows = [row for row in rows if "startup" in row and row["options"].keys() <= {"fsdp_shard_size"}]
+    head = f"{'draw (s)':>10}{'checkpoint (GB)':>17}{'per rank (GB)':>15}{'save (s)':>10}{'resume (s)':>12}"
+    cells = [
+        f"{each['start_seconds']:>10,.1f}{each['checkpoint_bytes'] / 1e9:>17,.2f}{each['rank_bytes'] / 1e9:>15,.2f}"
+        f"{each['save_seconds']:>10,.1f}{each['resume_seconds']:>12,.1f}"
+        for each in (row["startup"] for row in rows)
+    ]
+    return align_rows(rows, head, cells)
 
 
 def recommend(result: dict[str, Any]) -> str:

@@ -182,7 +182,7 @@ def build_command(run: Run, slurm: bool = False) -> list[str]:
         environment = [
             f"OUT_DIR={run.out_dir}",
             f"TRAINER={trainer}",
-            f"PY={sys.executable}",
+            f"PY={os.environ.get('PY', sys.executable)}",
             f"GPUS={ranks_per_node(run)}",
         ]
         return ["env", *environment, "bash", SLURM, *run.words]

@@ -28,15 +28,17 @@ DECISION_TREE = """
 Which phase? Stop at the first answer that fits (`make plan` computes all of it):
 
 ```
-Does the full model state, 16 bytes per parameter, fit next to the activations?
-  yes: baseline.  Does a profile show much time in LayerNorm, GELU or the loss? Then phase 2.
-  no:  Do 8P + 8P/N bytes fit?
-         yes: phase 1.  It sends no more than DDP.
-         no:  Do 4P + 12P/N bytes fit, and does a rank run only one micro-batch per step?
-                yes: phase 1 with --zero_stage=2.
-                no:  phase 3.  Are the activations still too large?
-                       --kernels=loss, then --fsdp_activation_checkpointing=selective, then full.
-                       Still too large: --fsdp_cpu_offload=True, or more GPUs.
+Do the activations of one micro-batch alone fit?
+  no:  use a smaller --batch_size with more --gradient_accumulation_steps. At --batch_size=1: phase 3, see below.
+  yes: Does the full model state, 16P bytes, fit next to the activations?
+         yes: baseline.  Does a profile show much time in LayerNorm, GELU or the loss? Then use phase 2.
+         no:  Does the model state of ZeRO-1, 8P + 8P/N bytes, fit?
+                yes: phase 1.  It sends no more than DDP.
+                no:  Does that of ZeRO-2, 4P + 12P/N bytes, fit, with one micro-batch per rank and step?
+                       yes: phase 1 with --zero_stage=2.
+                       no:  phase 3.  Is the memory still too small?
+                              --kernels=loss, then --fsdp_activation_checkpointing=selective, then full.
+                              Still too small: --fsdp_cpu_offload=True, or more GPUs.
 ```
 """
 
@@ -50,13 +52,14 @@ def phases_table() -> str:
     rows = [format_row(phase, by_phase, largest) for phase in PHASES]
     head = ["trainer", *(f"{category.replace('_', ' ')} (MB)" for category in STATE), "communication per rank (MB)"]
     head += ["speed relative to DDP", "largest model (billions of parameters)", "`--compile=True` compiles"]
-    head += ["hunks and added lines in train.py", "best for"]
+    head += ["changes in train.py", "best for"]
     tokens = memory["settings"]["model"]["block_size"]
     lead = (
-        f"GPT-2 124M in fp32 on {RANKS} ranks, rank 0, one step with sequences of {tokens} tokens; the speed is that "
-        f"of {SPEED_RANKS} ranks. Measured on {hardware_of(memory)}, where phase 2 ran only its GELU kernel, in "
-        "Triton's interpreter: the speeds say nothing about a GPU. The planner predicts the largest model, for "
-        f"{RANKS} x {LARGEST_GPU}:\n\n"
+        f"The model is GPT-2 124M in fp32, with sequences of {tokens} tokens. State and communication are those of "
+        f"rank 0 in one step on {RANKS} ranks. The speed is measured on {SPEED_RANKS} ranks, because the machine has "
+        f"{SPEED_RANKS} cores: {hardware_of(memory)}. It says nothing about the speed on a GPU: here, phase 2 ran only "
+        "its GELU kernel, in Triton's interpreter. The largest model is a prediction of the planner for "
+        f"{RANKS} x {LARGEST_GPU}.\n\n"
     )
     return lead + format_table(head, rows) + DECISION_TREE
 
@@ -73,7 +76,7 @@ def format_row(phase: str, by_phase: dict[tuple[str, int], dict[str, Any]], larg
     speed = by_phase[phase, SPEED_RANKS]["tokens_per_second"] / by_phase["baseline", SPEED_RANKS]["tokens_per_second"]
     params = next(each["parameters"] for each in largest if each["phase"] == phase and not each["options"])
     hunks = find_hunks(PHASES[phase]) if phase != "baseline" else []
-    size = f"{len(hunks)}, {sum(len(hunk.added) for hunk in hunks)}" if hunks else "-"
+    size = f"{len(hunks)} hunks, {sum(len(hunk.added) for hunk in hunks)} added lines" if hunks else "-"
     cells = [f"{row['state_bytes'][category] / 1e6:.0f}" for category in STATE] + [f"{row['sent_bytes'] / 1e6:.0f}"]
     cells += [f"{speed:.2f}", f"{params / 1e9:.1f}", COMPILED[phase], size, BEST_FOR[phase]]
     return [TRAINERS[phase], *cells]

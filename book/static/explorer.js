@@ -16,7 +16,7 @@ function make(tag, attributes = {}, ...children) {
 
 const formatBytes = (bytes) => `${Math.round(bytes).toLocaleString("en-US")} bytes`;
 
-// Create a labelled select. `name` is its label, and its class with dashes for blanks.
+// Create a labeled select. `name` is its label, and its class with dashes for blanks.
 function makeSelect(name, values, value, onchange, format = String) {
   const select = make("select", { class: name.replaceAll(" ", "-"), onchange },
     ...values.map((each) => make("option", { value: each }, format(each))));

@@ -91,7 +91,7 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
         The configuration. If the job resumes, it is that of the newest checkpoint, with init_from=resume.
 
     Raises:
-        ConfigError: the directory holds checkpoints of another job, or there is no checkpoint to resume.
+        ConfigError: the directory contains checkpoints of another job, or there is no checkpoint to resume.
     """
     job = read_elastic_job()
     agent = job[2] if job else f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"

@@ -32,7 +32,7 @@ def describe_resume(evidence: Evidence) -> str:
 
 
 def format_report(evidence: Evidence, cause: Cause) -> str:
-    """Return the report: one labelled paragraph per subject."""
+    """Return the report: one labeled paragraph per subject."""
     config = evidence.environment.get("config", {})
     ranks = evidence.environment.get("world_size") or len(evidence.heartbeats)
     last = max((beat.get("step", 0) for beat in evidence.heartbeats.values()), default=0)

@@ -65,11 +65,11 @@ def test_a_run_without_any_output_trains_to_its_end(tmp_path):
     assert result.returncode == 0 and list_checkpoints(tmp_path)[-1] == "step-00000006"
 
 
-def test_an_interrupted_run_saves_after_its_reader_has_exited(tmp_path):
+def test_an_interrupted_run_saves_after_its_reader_has_exited(tmp_path, python):
     """With `| tee log`, Ctrl-C stops tee first. The run still completes its step and saves."""
-    words = launch_command(tmp_path, 2, max_iters=100000, eval_interval=100000)
+    _, *words = launch_command(tmp_path, 2, max_iters=100000, eval_interval=100000)
     process = subprocess.Popen(
-        ["bash", "-c", '"$0" "$@" 2>&1 | tee /dev/null', *words],
+        ["bash", "-c", '"$0" "$@" 2>&1 | tee /dev/null', python, *words],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

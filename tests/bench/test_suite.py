@@ -558,7 +558,7 @@ def test_scripts_are_written_for_the_gpus_of_a_cluster(tmp_path, monkeypatch, ca
     assert "Measured on NVIDIA H100, torch 2.13.0." in (tmp_path / "out" / "tiny" / "report.md").read_text()
 
 
-def test_slurm_scripts_are_valid_and_run(tmp_path, capsys):
+def test_slurm_scripts_are_valid_and_run(tmp_path, capsys, python):
     """Scripts pass bash -n and shellcheck. A simulated scheduler runs one to its end on two nodes.
 
     The next submission leaves out the finished run.
@@ -582,7 +582,7 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, capsys):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
-    environment = {**os.environ, **job, "PY": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {**os.environ, **job, "PY": python, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     submit = ["bash", str(tmp_path / "out" / "tiny" / "slurm" / "submit-all.sh")]
     completed = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=DEADLINE)
     assert completed.returncode == 0 and completed.stdout.strip() == "done", completed.stdout + completed.stderr

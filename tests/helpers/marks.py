@@ -1,4 +1,7 @@
-"""Find the tests that start processes, from the functions that they, their fixtures and their helpers call."""
+"""Marks of tests: slow cases, and the tests that start processes.
+
+The latter are found from the functions that a test, its fixtures and its helpers call.
+"""
 
 import inspect
 import subprocess
@@ -13,6 +16,11 @@ from workshop import ranks
 
 PROCESS_STARTERS: list[Any] = [Program, ranks.start_ranks, subprocess]
 SEARCHED_PACKAGES = ("tests.", "workshop.", "bench.")
+
+
+def mark_slow(*cases: Any) -> list[Any]:
+    """Return cases of a parametrized test that run only with the slow tests. A tuple has a case's arguments."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
 def find_names(code: CodeType) -> set[str]:

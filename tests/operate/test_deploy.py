@@ -17,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.helpers.marks import mark_slow
 from tests.helpers.programs import DEADLINE, await_steps, find_free_port, make_flags
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses
@@ -145,12 +146,12 @@ Node = Callable[[int, Path, list[str]], tuple[list[str], dict[str, str]]]
 
 
 @contextlib.contextmanager
-def two_nodes(build: Node, out: Path, **fields: Any) -> Iterator[list[subprocess.Popen]]:
+def two_nodes(build: Node, python: str, out: Path, **fields: Any) -> Iterator[list[subprocess.Popen]]:
     """Start the commands of two nodes on this machine, and kill what is left of them at the end."""
     port, nodes = find_free_port(), []
     for rank in range(2):
         words, environment = build(rank, out, make_flags(**fields))
-        environment = {**os.environ, "PY": sys.executable, "MASTER_PORT": port, **environment}
+        environment = {**os.environ, "PY": python, "MASTER_PORT": port, **environment}
         with open(out.parent / f"node{rank}.txt", "a") as file:
             nodes.append(
                 subprocess.Popen(words, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -177,27 +178,27 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("one"), **SHORT))
 
 
-@pytest.mark.parametrize("build", [pytest.param(compose_node, marks=pytest.mark.slow), skypilot_node])
-def test_two_nodes_form_one_job(build, one_process, tmp_path):
+@pytest.mark.parametrize("build", [skypilot_node, *mark_slow(compose_node)])
+def test_two_nodes_form_one_job(build, one_process, tmp_path, python):
     """The commands of two containers, or of two machines of SkyPilot, train one job with the losses of one process."""
     out = tmp_path / "run"
-    with two_nodes(build, out, **SHORT) as nodes:
+    with two_nodes(build, python, out, **SHORT) as nodes:
         assert exit_codes(nodes, out) == [0, 0]
     assert json.loads((out / "env.json").read_text())["world_size"] == 2
     assert gap(losses(out), one_process) < 1e-5
 
 
-def test_two_pods_form_one_job_and_resume_after_an_eviction(tmp_path):
+def test_two_pods_form_one_job_and_resume_after_an_eviction(tmp_path, python):
     """If Kubernetes stops one of two pods, both exit with 75, so that the Job starts them again. Then they resume."""
     out = tmp_path / "run"
-    with two_nodes(kubernetes_node, out, **LONG) as nodes:
+    with two_nodes(kubernetes_node, python, out, **LONG) as nodes:
         await_steps(out, 2, nodes[0])
         nodes[1].send_signal(signal.SIGTERM)  # to the first process of the pod only, as the kubelet does
         assert exit_codes(nodes, out) == [75, 75]
     (checkpoint,) = (out / "checkpoints").glob("step-*")
     steps = int(checkpoint.name.removeprefix("step-"))
     assert json.loads((out / "env.json").read_text())["world_size"] == 2
-    with two_nodes(kubernetes_node, out, **{**LONG, "max_iters": steps + 2}) as nodes:
+    with two_nodes(kubernetes_node, python, out, **{**LONG, "max_iters": steps + 2}) as nodes:
         assert exit_codes(nodes, out) == [0, 0]
     assert list(losses(out)) == list(range(steps + 2))
     assert f"resuming after {steps} updates" in (tmp_path / "node0.txt").read_text()

@@ -23,6 +23,7 @@ from phase1_zero1.buckets import ALIGN
 from phase1_zero1.parallelize import data_parallel, shard_optimizer
 from phase1_zero1.sharded_checkpoint import load_shards, save_shards
 from phase1_zero1.zero1 import Zero1Optimizer
+from tests.helpers.marks import mark_slow
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import call_train, gap, tiny, train, train_all
 from workshop.ranks import RankFailed, losses, run_on_ranks
@@ -138,7 +139,7 @@ def test_naive_and_torch_backends_communicate_half_as_much_again(tmp_path):
         assert 8 * params < sum(state["optimizer_state"] for state in states) < 8 * params + 500, backend
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [4, *mark_slow(1)])
 def test_the_optimizer_state_of_124m(ranks):
     """GPT-2 124M: the moments use 8P/N bytes per rank, to 0.1 percent, and exactly 8P bytes in total."""
     params = 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768
@@ -247,7 +248,7 @@ def muon_losses(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
     return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("muon"), **options))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("ranks", [1, 2, *mark_slow(8)])
 def test_sharded_muon_matches_muon(ranks, muon_losses, tmp_path, device, need_ranks):
     """With --optimizer=muon, phase 1 prints the baseline's losses: identical on 1 rank, to 1e-4 on more ranks.
 

@@ -18,6 +18,7 @@ from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.sharded_checkpoint import training_state
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase1_zero1.zero2 import Zero2Optimizer
+from tests.helpers.marks import mark_slow
 from tests.helpers.programs import Program
 from tests.helpers.training import ROOT
 from workshop.ranks import RankFailed, run_on_ranks
@@ -133,7 +134,16 @@ OTHER_CASES = {c.__name__: (c, {"lr": 1e-3}) for c in ELEMENTWISE if c.__name__ 
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("AdamW", 1), ("AdamW", 2), ("AdamW", 4), ("AdamW", 8), ("SGD", 2), ("SGD", 4), ("Adam", 4)]
+    ("name", "ranks"),
+    [
+        ("AdamW", 1),
+        ("AdamW", 2),
+        ("AdamW", 4),
+        *mark_slow(("AdamW", 8)),
+        ("SGD", 2),
+        ("SGD", 4),
+        ("Adam", 4),
+    ],
 )
 def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
     """After 20 clipped and accumulated steps of SGD, Adam and AdamW, all parameters match those of one process.
@@ -153,7 +163,10 @@ def test_it_equals_the_unsharded_optimizer(name, ranks, device, need_ranks):
         assert all(torch.equal(a, b) for a, b in zip(result["params"], results[0]["params"], strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "reduces_every"), [(1, True), (2, True), (4, True), (8, True), (4, False)])
+@pytest.mark.parametrize(
+    ("ranks", "reduces_every"),
+    [(1, True), (2, True), (4, True), *mark_slow((8, True)), (4, False)],
+)
 def test_zero2_equals_the_unsharded_optimizer(ranks, reduces_every, device, need_ranks):
     """With sharded gradients the parameters match too, whether a step reduces them once or in every micro-batch."""
     need_ranks(ranks)

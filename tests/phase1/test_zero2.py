@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bench.matrix.cells import matches_formula
 from nanoGPT.model import GPT, GPTConfig
 from phase1_zero1.zero2 import Zero2Bucket, Zero2Optimizer
+from tests.helpers.marks import mark_slow
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train
 from workshop.ranks import losses, run_on_ranks
@@ -36,7 +37,7 @@ def read_ledger(out_dir: Path) -> tuple[list[dict[str, int]], int, dict[str, int
     return states, 4 * ledger["ranks"][0]["padding"], {row["kind"]: row["tensor_bytes"] for row in rows}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, *mark_slow(8)])
 def test_it_trains_like_the_baseline(ranks, baseline, tmp_path, device, need_ranks):
     """The losses match the baseline's. State and communication match the formula exactly.
 

@@ -114,7 +114,7 @@ def test_dropout_matches_the_reference_with_the_same_mask(B, nh, dtype):
 
 
 def test_the_masks_look_random():
-    """A fifth of the elements is dropped in every head, and neighbours in each direction are dropped independently."""
+    """A fifth of the elements is dropped in every head, and neighbors in each direction are dropped independently."""
     B, nh, T, p = 2, 4, 128, 0.2
     torch.manual_seed(3)
     flat = torch.zeros(B, nh, T, T)

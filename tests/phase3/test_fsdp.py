@@ -46,6 +46,7 @@ from phase3_fsdp.fsdp import (
     shard_model,
 )
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
+from tests.helpers.marks import mark_slow
 from tests.helpers.training import ROOT, gap, tiny, train, train_all
 from workshop.phases import PHASES
 from workshop.ranks import RankFailed, run_on_ranks
@@ -53,7 +54,7 @@ from workshop.ranks import RankFailed, run_on_ranks
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2, 4, *mark_slow(8)])
 def test_every_option_with_every_other(ranks, tmp_path):
     """In each row of a covering array of all options, losses match the baseline's.
 
@@ -362,6 +363,7 @@ def test_wrong_options_are_one_sentence(options, words):
         FsdpConfig(**options).check(4)
 
 
+@pytest.mark.slow
 def test_compiled_recomputation_draws_the_same_dropout(tmp_path):
     """With compilation and dropout, recomputed blocks give the losses of blocks that are not recomputed."""
     small = {"compile": True, "max_iters": 2, "n_layer": 1}

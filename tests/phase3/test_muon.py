@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from bench.matrix.cells import matches_formula
 from phase3_fsdp import muon
 from phase3_fsdp.muon import ShardedMuon, orthogonalize
+from tests.helpers.marks import mark_slow
 from tests.helpers.training import gap, tiny, train
 from workshop.ranks import losses, run_on_ranks
 
@@ -35,7 +36,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         (1, {}),
         (2, {}),
         (4, {}),
-        (8, {}),
+        *mark_slow((8, {})),
         (4, {"fsdp_shard_size": "2"}),
         (2, {"fsdp_min_num_params": 4_000, "fsdp_activation_checkpointing": "full"}),
         (2, {"fsdp_cpu_offload": True}),

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from nanoGPT.errors import NonFiniteLoss, check_finite
 from nanoGPT.optim import LossScaler
 from nanoGPT.train_config import TrainConfig
+from tests.helpers.marks import mark_slow
 from tests.helpers.training import gap, read_metric, tiny, train, train_all
 from workshop.ranks import run_on_ranks
 
@@ -27,9 +28,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("naive", "torch", "hsdp"))) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", ["baseline", "flat", "muon", "triton", "fsdp", *mark_slow("naive", "torch", "hsdp")])
 def test_float16_trains_and_resumes(kind, tmp_path, device, need_ranks):
     """On 2 ranks, float16 follows fp32: losses differ by at most 2e-2, norms of the unscaled gradients by at most 5%.
 

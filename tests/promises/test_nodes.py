@@ -112,24 +112,24 @@ def test_the_interface_of_the_master_is_found():
 JOB = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
 
 
-def create_slurm_job(tmp_path: Path, **variables: str) -> dict[str, str]:
+def create_slurm_job(tmp_path: Path, python: str, **variables: str) -> dict[str, str]:
     """Write the simulated commands of Slurm into tmp_path, and return the environment of a job that writes there.
 
-    `variables` replace those of `JOB`.
+    The job runs `python`. `variables` replace those of `JOB`.
     """
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    job = {**JOB, **variables, "SLURM_JOB_ID": find_free_port(), "OUT_DIR": str(tmp_path / "run"), "PY": sys.executable}
+    job = {**JOB, **variables, "SLURM_JOB_ID": find_free_port(), "OUT_DIR": str(tmp_path / "run"), "PY": python}
     return {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
-def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
+def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path, python):
     """The sbatch script starts one launcher per node and trains to the end. The same job resumes when it starts again.
 
     The script replaces itself with srun, so that srun receives its signals. srun gets the processors of the job.
     """
-    job = create_slurm_job(tmp_path)
+    job = create_slurm_job(tmp_path, python)
     script = ["bash", SLURM, *make_flags(**{**SHORT, "device": "cpu"})]
     completed = subprocess.run(script, cwd=ROOT, env=job, capture_output=True, text=True, timeout=DEADLINE)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -143,9 +143,9 @@ def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_only_the_time_limit_requeues_a_slurm_job(number, tmp_path):
+def test_only_the_time_limit_requeues_a_slurm_job(number, tmp_path, python):
     """At the time limit (SIGHUP), a job saves and requeues itself. After scancel (SIGTERM), it only saves."""
-    job = create_slurm_job(tmp_path, SLURM_JOB_NODELIST="node1", SLURM_NNODES="1")
+    job = create_slurm_job(tmp_path, python, SLURM_JOB_NODELIST="node1", SLURM_NNODES="1")
     long_run = make_flags(**{**SHORT, "device": "cpu", "max_iters": 100000, "eval_interval": 100000})
     with subprocess.Popen(["bash", SLURM, *long_run], cwd=ROOT, env=job, start_new_session=True) as process:
         await_steps(tmp_path / "run", 2, process)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanoGPT.errors import ConfigError
+from tests.helpers.marks import mark_slow
 from workshop.exercises import __main__ as program
 from workshop.exercises.checking import check_file
 from workshop.exercises.document import DOCUMENT, render_document
@@ -27,7 +28,7 @@ QUICK = (
     "checkpoints.4",
     "capstone",
 )
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXERCISES]
+NAMES = [*QUICK, *mark_slow(*(name for name in EXERCISES if name not in QUICK))]
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,8 @@ from workshop.notebooks import execute, find_differences, read_script
 
 SCRIPTS = notebooks.list_scripts()
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|private|var)\b|" + re.escape(tempfile.gettempdir()))
-# `make notebooks` runs these, too.
-SLOW = ("02_zero1", "03_triton", "05_checkpoints_and_faults", "08_mixed_precision", "09_will_it_fit")
-SLOW += ("11_triton_attention",)
+# `make notebooks` and the slow tests run all of them.
+QUICK = ("00_start_here", "06_collectives", "07_generating_text")
 each_notebook = pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
 
 
@@ -52,7 +51,7 @@ def test_the_committed_outputs_are_from_a_complete_run(script: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(script, marks=[pytest.mark.slow] * (script.stem in SLOW), id=script.stem) for script in SCRIPTS],
+    [pytest.param(script, marks=[pytest.mark.slow] * (script.stem not in QUICK), id=script.stem) for script in SCRIPTS],
 )
 @pytest.mark.heavy
 def test_the_notebook_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

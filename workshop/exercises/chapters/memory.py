@@ -73,6 +73,7 @@ EXERCISES = [
         line="return (2 if",
         mistakes=(
             plant_mistake('(2 if kind == "all-reduce" else 1)', "1", "sends twice as much as either"),
+            plant_mistake('(2 if kind == "all-reduce" else 1)', "2", "Only an all-reduce sends twice as much"),
             plant_mistake(" * (ranks - 1) / ranks", "", "You count the full tensor"),
         ),
     ),
