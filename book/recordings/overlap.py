@@ -142,10 +142,10 @@ def compress(spans: list[tuple[float, float]]) -> list[list[float]]:
     return compressed
 
 
-def record_on_rank(sizes: tuple[int, ...], batch_shape: tuple[int, int]) -> list[Run]:
+def record_on_rank(sizes: tuple[int, ...], methods: tuple[str, ...], batch_shape: tuple[int, int]) -> list[Run]:
     """Return the runs of this rank, for each size and each method. Collective."""
     torch.set_num_threads(1)
-    return [record_method(method, size, batch_shape) for size in sizes for method in METHODS]
+    return [record_method(method, size, batch_shape) for size in sizes for method in methods]
 
 
 def record() -> dict[str, Any]:
@@ -155,6 +155,7 @@ def record() -> dict[str, Any]:
         ranks, steps, sizes_mb, methods, and runs of rank 0: method, bucket_mb, buckets, summary (`summarize`),
         collectives: calls by name, and stages, computation and communication: spans in ms.
     """
-    rounds = [run_on_ranks(record_on_rank, RANKS, SIZES_MB, BATCH, show=False, timeout=600)[0] for _ in range(ROUNDS)]
+    arguments = SIZES_MB, METHODS, BATCH
+    rounds = [run_on_ranks(record_on_rank, RANKS, *arguments, show=False, timeout=600)[0] for _ in range(ROUNDS)]
     runs = [min(same, key=lambda run: run["summary"]["step_ms"]) for same in zip(*rounds, strict=True)]
     return {"ranks": RANKS, "steps": STEPS, "sizes_mb": list(SIZES_MB), "methods": list(METHODS), "runs": runs}

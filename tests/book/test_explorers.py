@@ -17,6 +17,7 @@ from book.recordings import flash_attention, roofline
 from book.recordings.__main__ import FOLDER, RECORDERS
 from nanoGPT.distributed.sharding import row_range
 from phase2_triton.kernels.attention import reference
+from tests.helpers.pages import find_faults, read_rows
 from workshop.diff import find_hunks
 
 pytestmark = pytest.mark.heavy
@@ -58,12 +59,6 @@ def open_explorer(browser, site: Path, name: str, **options):
     page.locator(".explorer fieldset button").first.click()
     assert tables.is_visible()
     return page, json.loads((FOLDER / f"{name}.json").read_text())["samples"]
-
-
-def read_rows(page, selector: str) -> list[list[str]]:
-    """Return the texts of a table's cells by row."""
-    script = "(rows) => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
-    return page.locator(f"{selector} tr").evaluate_all(script)
 
 
 def test_the_ring_page_shows_the_recorded_run(site, browser):
@@ -364,8 +359,6 @@ def test_pages_work_for_everyone(name, site, browser, tmp_path):
     axe-core finds no serious accessibility fault. A damaged recording leads to one sentence with the command that
     repairs it.
     """
-    from axe_playwright_python.sync_playwright import Axe
-
     source = site / "book" / "pages" / f"{name}.html"
     page = browser.new_context(java_script_enabled=False).new_page()
     page.goto(source.as_uri())
@@ -376,8 +369,7 @@ def test_pages_work_for_everyone(name, site, browser, tmp_path):
     )
     assert not page.locator(".play").is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    faults = Axe().run(page, context=".explorer").response["violations"]
-    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in faults if fault["impact"] in SERIOUS] == []
+    assert find_faults(page) == []
     old, new = DAMAGES[name]
     text = source.read_text()
     assert old in text
@@ -390,6 +382,3 @@ def test_pages_work_for_everyone(name, site, browser, tmp_path):
         damaged.unlink()
     assert "is damaged" in error and re.search(f'"make record NAME={name}"', error)
     page.close()
-
-
-SERIOUS = ("serious", "critical")

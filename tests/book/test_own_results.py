@@ -7,7 +7,7 @@ import pytest
 from bench.tables.records import read_results
 from book.own_results import LABELS, collect_numbers
 from book.results import RESULTS
-from tests.book.test_explorers import SERIOUS, read_rows
+from tests.helpers.pages import find_faults, read_rows
 
 pytestmark = pytest.mark.heavy
 DROP = """([name, text]) => {
@@ -30,8 +30,6 @@ def test_a_reader_compares_a_result_with_the_committed_ones(site, browser, tmp_p
 
     A damaged file leads to one sentence with a remedy. The page has no serious accessibility fault, and fits a phone.
     """
-    from axe_playwright_python.sync_playwright import Axe
-
     page = browser.new_page(viewport={"width": 390, "height": 800})
     page.goto((site / "results" / "index.html").as_uri())
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
@@ -55,8 +53,7 @@ def test_a_reader_compares_a_result_with_the_committed_ones(site, browser, tmp_p
         assert [float(text.replace(",", "")) for text in row[1:3]] == pytest.approx([value, value], rel=1e-5)
     assert [row[1] for row in read_rows(page, ".origin")[1:]] == ["my <b>machine</b>", "AMD EPYC, 2 cores"]
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    faults = Axe().run(page, context=".explorer").response["violations"]
-    assert [fault["id"] for fault in faults if fault["impact"] in SERIOUS] == []
+    assert find_faults(page) == []
 
     for name, (text, words) in DAMAGED.items():
         page.evaluate(DROP, [name, text])
