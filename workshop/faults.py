@@ -165,11 +165,16 @@ def plant_leak(trainer: ModuleType, rank: int) -> None:
 
 
 def plant_straggler(trainer: ModuleType, rank: int) -> None:
+    last_begin = time.perf_counter()
+
     def compute_slowly(_model: torch.nn.Module, step: int) -> None:
+        nonlocal last_begin
         if rank == 1:
-            end = time.perf_counter() + 1.0
+            seconds = time.perf_counter() - last_begin  # of the last step, which is long on a busy machine
+            end = time.perf_counter() + min(max(1.0, 4 * seconds), 3.0)  # longer would count as a hang
             while time.perf_counter() < end:
                 time.sleep(0.01)
+            last_begin = time.perf_counter()
 
     call_before_step(trainer, compute_slowly)
 

@@ -144,3 +144,23 @@ def test_verification_lists_name_tests_that_exist(phase, words):
 
 def list_test_names(path: Path) -> list[str]:
     return re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+
+
+# Patterns, and what to write instead. They do not match themselves.
+REPLACED_WORDS = {
+    r"\bcomput(?:ed|es) again\b": "recomputed, recomputes",
+    r"\b(?:bytes|tokens|steps) an? (?:element|micro-batch|parameter|second|step|token)\b": "bytes per parameter, ...",
+    r"\bloss(?:es)? (?:is |are )?off by\b": "max loss difference",
+    r"\bfulle(?:st) rank\b": "maximum over all ranks",
+    r"\bkeeps? (?:whole)\b|\bmade (?:whole)\b": "full, complete",
+    r"\bdear(?:er)\b": "more expensive",
+    r"\bmend(?:ed|s)\b": "fixed",
+}
+
+
+@pytest.mark.parametrize(("pattern", "replacement"), REPLACED_WORDS.items())
+def test_documents_and_code_use_the_standard_words(pattern, replacement):
+    """No document, notebook or module contains a wording that CONTRIBUTING's rules replace."""
+    files = [*list_files("*.py"), *list_files("*.md"), *list_files("*.ipynb"), ROOT / "Makefile"]
+    found = [f"{path}: {match[0]}" for path in files for match in re.finditer(pattern, path.read_text(), re.IGNORECASE)]
+    assert found == [], f"write: {replacement}"

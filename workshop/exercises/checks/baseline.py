@@ -116,9 +116,7 @@ def check_reseed(answer: ModuleType, _: Any) -> None:
         "The ranks draw different masks for the same micro-batch: the key depends on the rank. The loss curve then "
         "depends on the number of ranks.",
     )
-    expect(
-        draw_mask(1, 2, 3) == draw_mask(1, 2, 3), "The same micro-batch gets another mask when it is computed again."
-    )
+    expect(draw_mask(1, 2, 3) == draw_mask(1, 2, 3), "The same micro-batch gets another mask when it is recomputed.")
     for other, name in (((9, 2, 3), "seed"), ((1, 9, 3), "step"), ((1, 2, 9), "micro-batch")):
         expect(
             draw_mask(*other) != draw_mask(1, 2, 3),
