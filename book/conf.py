@@ -34,9 +34,10 @@ WITHOUT_SOURCE = ("index", "results/", "genindex", "search")  # pages that no si
 
 def add_page_files(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
     """Load the scripts of an interactive page only on that page, and hide edit links that would lead nowhere."""
-    if page.startswith("book/pages/"):
+    script = "own_results" if page == "results/index" else page.removeprefix("book/pages/")
+    if script != page:
         app.add_js_file("explorer.js")
-        app.add_js_file(f"{page.rpartition('/')[2]}.js")
+        app.add_js_file(f"{script}.js")
     if page.startswith(WITHOUT_SOURCE):
         context["theme_source_repository"] = ""
 

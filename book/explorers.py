@@ -149,6 +149,95 @@ def tabulate_bug_museum(samples: dict[str, Any]) -> str:
     return format_table(header, rows)
 
 
+def tabulate_train_diffs(samples: dict[str, Any]) -> str:
+    """Return every change of every phase, with its lesson, its cost and its tests."""
+    text = (
+        f"The costs are those of one step of GPT-2 on {samples['ranks']} ranks, with {samples['micro_batches']} "
+        "micro-batches per rank, from the `costs` modules of the phases.\n"
+    )
+    for phase in samples["phases"]:
+        rows = []
+        for hunk in phase["hunks"]:
+            notes = f"../../{phase['name']}/IMPLEMENTATION.html"
+            lessons = ", ".join(f'<a href="{notes}#{each["anchor"]}">{each["tag"]}</a>' for each in hunk["lessons"])
+            costs = [
+                f"{name}: {format_bytes(a)} without it, {format_bytes(b)} with it" for name, a, b in hunk["quantities"]
+            ]
+            tests = [f"`{test['name']}`: {test['claim']}" for test in hunk["tests"]]
+            rows.append([str(hunk["line"]), f"-{hunk['removed']}, +{hunk['added']}", lessons])
+            rows[-1] += ["; ".join(costs) or "none", " ".join(tests)]
+        header = ["line", "lines", "lesson", "cost", "tests"]
+        text += f"\n**{phase['title']}**, `{phase['name']}/train.py`:\n\n{format_table(header, rows)}"
+    return text
+
+
+def tabulate_flash_attention(samples: dict[str, Any]) -> str:
+    """Return the running values of every query after each tile, and the results."""
+
+    def list_values(values: list[float]) -> str:
+        return ", ".join(f"{value:.3f}" for value in values)
+
+    rows, tokens, tile = [], samples["tokens"], samples["tile"]
+    for number, step in enumerate(samples["steps"], start=1):
+        for i in range(min(tile, tokens - step["query"])):
+            keys = f"{step['key']} to {min(step['key'] + tile, tokens) - 1}"
+            values = [f"{step[name][i]:.3f}" for name in ("maximum", "correction", "sum")]
+            output = list_values([value / step["sum"][i] for value in step["output"][i]])
+            rows.append([str(number), str(step["query"] + i), keys, *values, output])
+    header = ["tile", "query", "keys", "maximum", "factor of the old sums", "sum of weights", "output so far"]
+    results = [
+        [str(query), list_values(row), list_values(expected)]
+        for query, (row, expected) in enumerate(zip(samples["output"], samples["expected"], strict=True))
+    ]
+    comparison = format_table(["query", "output of the kernel", "plain softmax in fp64"], results)
+    return f"{format_table(header, rows)}\nThe results:\n\n{comparison}"
+
+
+def tabulate_roofline(samples: dict[str, Any]) -> str:
+    """Return the limit of every kernel on every GPU, for GPT-2 and 16 sequences of 1,024 tokens."""
+    shape = next(
+        each
+        for each in samples["shapes"]
+        if (each["model"], each["batch_size"], each["block_size"]) == ("gpt2", 16, 1024)
+    )
+    gpus, rows = samples["gpus"], []
+    for name, which, size, flops in shape["costs"]:
+        seconds = [max(size / gpu["bandwidth"], flops / gpu["peak"]) for gpu in gpus.values()]
+        times = [f"{1e6 * value:,.1f}" for value in seconds]
+        rows.append([f"{name}, {which}", f"{size / 1e6:,.1f}", f"{flops / 1e9:,.1f}", f"{flops / size:.1f}", *times])
+    header = ["pass", "memory traffic (MB)", "GFLOPs", "FLOPs per byte", *(f"{name} (µs)" for name in gpus)]
+    note = "No GPU has measured these kernels yet." if not samples["measured"] else "The page shows measured times too."
+    text = "The shortest time on each GPU, for GPT-2 and 16 sequences of 1,024 tokens in bfloat16. "
+    return f"{text}{note}\n\n{format_table(header, rows)}"
+
+
+def tabulate_overlap(samples: dict[str, Any]) -> str:
+    """Return the times of every run."""
+    rows = []
+    for run in samples["runs"]:
+        summary, collectives = (
+            run["summary"],
+            ", ".join(f"{name} {count}" for name, count in run["collectives"].items()),
+        )
+        times = [f"{summary[f'{name}_ms']:.1f}" for name in ("step", "computation", "communication", "exposed")]
+        sizes = [str(run["bucket_mb"]), str(run["buckets"])]
+        rows.append([run["method"], *sizes, *times, f"{summary['overlap']:.0%}", collectives])
+    header = [
+        "method",
+        "largest bucket or smallest unit (2^20 bytes)",
+        "buckets or units",
+        "step (ms)",
+        "computation (ms)",
+    ]
+    header += ["communication (ms)", "communication without computation (ms)", "overlap"]
+    return format_table([*header, f"gloo's collectives in {samples['steps']} steps"], rows)
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes as the scripts of the pages write it."""
+    return f"{math.floor(size + 0.5):,} bytes"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "ring": tabulate_ring,
     "fsdp_step": tabulate_fsdp_step,
@@ -156,4 +245,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "kill_save": tabulate_kill_save,
     "layout": tabulate_layout,
     "bug_museum": tabulate_bug_museum,
+    "train_diffs": tabulate_train_diffs,
+    "flash_attention": tabulate_flash_attention,
+    "roofline": tabulate_roofline,
+    "overlap": tabulate_overlap,
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tables.records import RESULTS, format_table, read_result
+from book.own_results import render_own_results
 from book.sources import write_page
 from nanoGPT.errors import ConfigError
 
@@ -22,10 +23,11 @@ def write_result_pages(folder: Path, repository: str) -> None:
     Raises:
         ConfigError: a result file is damaged.
     """
-    rows, names = [], []
+    rows, names, named = [], [], []
     for path in sorted(RESULTS.glob("*.json")):
         result = read_result_or_numbers(path)
         names.append(path.stem)
+        named += [result] if "name" in result else []
         rows.append([f"[{path.stem}]({path.stem}.md)", *describe_origin(result, repository)])
         write_page(folder / f"{path.stem}.md", render_result(path.stem, result, repository))
     header = ["result", "hardware", "commit", "date", "command"]
@@ -34,6 +36,7 @@ def write_result_pages(folder: Path, repository: str) -> None:
         "Every number in the documents comes from one of these files. They are in `bench/results/`. A command of this "
         "repository wrote each of them on the hardware that it names.",
         format_table(header, rows),
+        render_own_results(named),
         "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n",
     ]
     write_page(folder / "index.md", "\n\n".join(text))

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
+from bench.kernels.costs import Shapes, list_kernel_costs
 from bench.kernels.forecast import forecast_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
@@ -24,15 +25,6 @@ from bench.tables.zero1_tables import ZERO1_TABLES
 from bench.trainer.throughput import quartile_spread
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import PACKAGE
-from phase2_triton.kernels import (
-    adamw,
-    attention,
-    cross_entropy,
-    embedding,
-    gelu,
-    layernorm,
-    linear_cross_entropy,
-)
 from phase2_triton.kernels.core import Cost, record_launches
 
 ROOT = PACKAGE.parent
@@ -178,23 +170,9 @@ def published_table() -> str:
 
 def kernel_costs_table() -> str:
     """Return the minimum memory traffic and FLOPs of one call of each kernel, from the kernel's `cost` function."""
-    M, C, V, half = 16384, 768, 50304, 2
     with record_launches("sm_90"):
-        costs = {
-            "LayerNorm": layernorm.cost(M, C, half),
-            "residual add + LayerNorm": layernorm.cost(M, C, half, branch=True),
-            "cross-entropy of given logits": cross_entropy.cost(M, V, half),
-            "linear + cross-entropy": (linear_cross_entropy.cost(M, C, V, half),),
-            "attention": attention.cost(16, 12, 1024, 64, half),
-            "bias + GELU": gelu.cost(M, 4 * C, half),
-            "linear + GELU": gelu.linear_cost(M, 4 * C, C, half),
-            "embedding, fp32": embedding.cost(16, 1024, V, C, 4),
-            "AdamW, 124M parameters": (adamw.cost(124_337_664, 4, 148),),
-        }
-    rows = []
-    for name, passes in costs.items():
-        for which, cost in zip(("forward", "backward") if len(passes) == 2 else ("all",), passes, strict=True):
-            rows.append([name, which, *format_cost(cost)])
+        costs = list_kernel_costs(Shapes(16, 1024, 768, 12, 50304, 124_337_664, 148))
+    rows = [[name, which, *format_cost(cost)] for name, passes in costs.items() for which, cost in passes.items()]
     return format_table(["kernel", "pass", "memory traffic (MB)", "GFLOPs", "FLOPs per byte", "workspace (MB)"], rows)
 
 

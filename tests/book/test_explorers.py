@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
+from bench.kernels.costs import list_kernel_costs
+from bench.plan.speed import GPUS
+from book.explorers import format_bytes
+from book.recordings import flash_attention, roofline
 from book.recordings.__main__ import FOLDER, RECORDERS
 from nanoGPT.distributed.sharding import row_range
+from phase2_triton.kernels.attention import reference
+from tests.helpers.pages import find_faults, read_rows
+from workshop.diff import find_hunks
 
 pytestmark = pytest.mark.heavy
 
@@ -34,6 +41,10 @@ DAMAGES = {
     "kill_save": ('"files":[[', '"piles":[['),
     "layout": ('"buckets":[{', '"packets":[{'),
     "bug_museum": ('"steps":', '"stops":'),
+    "overlap": ('"sizes_mb":', '"prizes_mb":'),
+    "roofline": ('"peak":', '"peek":'),
+    "flash_attention": ('"sum":', '"some":'),
+    "train_diffs": ('"lessons":[{', '"sessions":[{'),
 }
 
 
@@ -48,12 +59,6 @@ def open_explorer(browser, site: Path, name: str, **options):
     page.locator(".explorer fieldset button").first.click()
     assert tables.is_visible()
     return page, json.loads((FOLDER / f"{name}.json").read_text())["samples"]
-
-
-def read_rows(page, selector: str) -> list[list[str]]:
-    """Return the texts of a table's cells by row."""
-    script = "(rows) => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
-    return page.locator(f"{selector} tr").evaluate_all(script)
 
 
 def test_the_ring_page_shows_the_recorded_run(site, browser):
@@ -245,6 +250,108 @@ def test_the_museum_explains_every_curve(site, browser):
     page.close()
 
 
+def test_the_diff_page_shows_every_change(site, browser):
+    """Each change shows the lines of the phase's train.py, its bytes, its tests, and a link to its paragraph."""
+    page, samples = open_explorer(browser, site, "train_diffs")
+    for phase in samples["phases"]:
+        page.select_option(".phase", phase["name"])
+        notes = (site / phase["name"] / "IMPLEMENTATION.html").read_text()
+        steps = page.evaluate(READ_STEPS, ["del", "ins", ".quantities td", ".tests code", ".lessons"])
+        for hunk, recorded, shown in zip(find_hunks(phase["name"]), phase["hunks"], steps, strict=True):
+            assert ([line[6:] for line in shown["del"]], [line[6:] for line in shown["ins"]]) == (
+                hunk.removed,
+                hunk.added,
+            )
+            sizes = [size for _, *pair in recorded["quantities"] for size in pair]
+            assert shown[".quantities td"] == [format_bytes(size) for size in sizes]
+            assert shown[".tests code"] == [f'make test ARGS="{test["name"]}"' for test in recorded["tests"]]
+            for lesson in recorded["lessons"]:
+                assert lesson["text"] in shown[".lessons"][0] and f'id="{lesson["anchor"]}"' in notes
+    page.locator(".lessons a").click()
+    assert page.url.endswith(f"{phase['name']}/IMPLEMENTATION.html#{lesson['anchor']}")
+    page.close()
+
+
+def test_the_attention_page_shows_the_recorded_tiles(site, browser):
+    """Each tile shows the recorded scores and running values. The last step shows the output of plain softmax."""
+    page, samples = open_explorer(browser, site, "flash_attention")
+    assert f"is {len(samples['steps'])} tiles" in page.locator(".verdict").inner_text()
+    steps = page.evaluate(READ_STEPS, [".running td", ".scores td.now", ".scores td.skipped", ".comparison td"])
+    for step, shown in zip(samples["steps"], steps[:-1], strict=True):
+        queries = min(samples["tile"], samples["tokens"] - step["query"])
+        keys = min(samples["tile"], samples["tokens"] - step["key"])
+        scores = [score for row in step["scores"][:queries] for score in row[:keys]]
+        assert shown[".scores td.now"] == ["hidden" if score is None else f"{score:.2f}" for score in scores]
+        assert len(shown[".scores td.skipped"]) == 4 * 4 + 2 * 8  # above the tiles on the diagonal
+        rows = [shown[".running td"][i : i + 5] for i in range(0, 5 * queries, 5)]
+        for i, row in enumerate(rows):
+            assert row[1:4] == [f"{step[name][i]:.3f}" for name in ("maximum", "correction", "sum")]
+            assert row[4] == ", ".join(f"{value / step['sum'][i]:.3f}" for value in step["output"][i])
+    q, k, v = (x.double() for x in flash_attention.draw_inputs())
+    expected = [", ".join(f"{value:.3f}" for value in row) for row in reference(q, k, v)[0, 0].tolist()]
+    assert steps[-1][".comparison td"] == [text for row in expected for text in (row, row)]
+    page.close()
+
+
+def test_the_roofline_page_equals_the_cost_functions(site, browser):
+    """For each GPU and several shapes, bytes, FLOPs, limit and time are those of the kernels' `cost` functions.
+
+    A measured kernel is shown with its rate.
+    """
+    page, samples = open_explorer(browser, site, "roofline")
+    assert "answer is reading and writing memory" in page.locator(".verdict").inner_text()
+    assert page.locator("p.measured").inner_text() == "No GPU has measured these kernels yet."
+    draw = random.Random(0)
+    for name, gpu in GPUS.items():
+        page.select_option(".GPU", name)
+        sizes = draw.choice(roofline.MODEL_NAMES), draw.choice(roofline.SEQUENCES), draw.choice(roofline.TOKENS)
+        for selector, value in zip((".model", ".sequences", ".tokens-per-sequence"), sizes, strict=True):
+            page.select_option(selector, str(value))
+        costs = list_kernel_costs(roofline.make_shapes(*sizes))
+        rows = iter(read_rows(page, ".kernels")[1:])
+        for cost in (cost for passes in costs.values() for cost in passes.values()):
+            traffic, seconds = cost.read + cost.written, cost.seconds(gpu.bandwidth, gpu.peak)
+            assert next(rows)[1:] == [
+                f"{traffic / 1e6:,.1f}",
+                f"{cost.flops / 1e9:,.1f}",
+                f"{cost.flops / traffic:.1f}",
+                "memory" if traffic / gpu.bandwidth > cost.flops / gpu.peak else "arithmetic",
+                f"{1e6 * seconds:,.1f}",
+            ]
+        assert not any(rows)
+    measured = {"hardware": "a GPU", "kernel": "gelu", "shape": "4 x 8", "pass": "forward", "bytes": 4e9, "flops": 2e9}
+    show = "document.body.replaceChildren(root); root.className = 'explorer'; Explorers.roofline(root, samples);"
+    read = f"const root = make('div'), samples = {{...{READ_SAMPLES}, measured: [row]}};"
+    page.evaluate(f"(row) => {{ {read} {show} }}", {**measured, "ms": 2.0})
+    page.locator("fieldset button").first.click()
+    assert read_rows(page, "table.measured")[1] == ["gelu, forward", "a GPU", "4 x 8", "2.000", "1.0", "2000"]
+    assert page.locator("circle.measured").count() == 1
+    page.close()
+
+
+def test_the_overlap_page_shows_the_recorded_runs(site, browser):
+    """Each bucket size shows the recorded times of all methods, and draws their spans on one axis."""
+    page, samples = open_explorer(browser, site, "overlap")
+    assert "the recorded value is about 0%" in page.locator(".verdict").inner_text()
+    steps = page.evaluate(READ_STEPS, [".times td", "figcaption"])
+    for size, shown in zip(samples["sizes_mb"], steps, strict=True):
+        runs = [run for run in samples["runs"] if run["bucket_mb"] == size]
+        assert shown["figcaption"] == [run["method"] for run in runs] == samples["methods"]
+        rows = [shown[".times td"][i : i + 6] for i in range(0, 6 * len(runs), 6)]
+        for run, row in zip(runs, rows, strict=True):
+            times = [run["summary"][f"{name}_ms"] for name in ("step", "computation", "communication", "exposed")]
+            assert row[0] == str(run["buckets"]) and float(row[5].rstrip("%")) == pytest.approx(
+                100 * run["summary"]["overlap"], abs=0.51
+            )
+            assert [float(text) for text in row[1:5]] == pytest.approx(times, abs=0.051)
+    end = max(run["stages"][-1][2] for run in runs)  # those of the last size, which is shown now
+    for run, name in ((run, name) for run in runs for name in ("computation", "communication")):
+        drawn = page.locator(f"svg path.{name}").nth(samples["methods"].index(run["method"])).get_attribute("d")
+        begins = [float(text) for text in re.findall(r"M([\d.]+)", drawn)]
+        assert begins == pytest.approx([8 + 684 * min(begin, end) / end for begin, _ in run[name]], abs=0.06)
+    page.close()
+
+
 @pytest.mark.parametrize("name", RECORDERS)
 def test_pages_work_for_everyone(name, site, browser, tmp_path):
     """Without scripts a page shows tables, with reduced motion it has no Play, and on a phone it fits the screen.
@@ -252,8 +359,6 @@ def test_pages_work_for_everyone(name, site, browser, tmp_path):
     axe-core finds no serious accessibility fault. A damaged recording leads to one sentence with the command that
     repairs it.
     """
-    from axe_playwright_python.sync_playwright import Axe
-
     source = site / "book" / "pages" / f"{name}.html"
     page = browser.new_context(java_script_enabled=False).new_page()
     page.goto(source.as_uri())
@@ -264,8 +369,7 @@ def test_pages_work_for_everyone(name, site, browser, tmp_path):
     )
     assert not page.locator(".play").is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    faults = Axe().run(page, context=".explorer").response["violations"]
-    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in faults if fault["impact"] in SERIOUS] == []
+    assert find_faults(page) == []
     old, new = DAMAGES[name]
     text = source.read_text()
     assert old in text
@@ -278,6 +382,3 @@ def test_pages_work_for_everyone(name, site, browser, tmp_path):
         damaged.unlink()
     assert "is damaged" in error and re.search(f'"make record NAME={name}"', error)
     page.close()
-
-
-SERIOUS = ("serious", "critical")

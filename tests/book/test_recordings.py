@@ -8,12 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from book.explorers import render_explorer
-from book.recordings import bug_museum, fsdp_step, kill_save, layout, ring, will_it_fit
+from book.recordings import (
+    bug_museum,
+    flash_attention,
+    fsdp_step,
+    kill_save,
+    layout,
+    overlap,
+    ring,
+    roofline,
+    train_diffs,
+    will_it_fit,
+)
 from book.recordings.__main__ import FOLDER, MAX_BYTES, RECORDERS, write_recordings
 from nanoGPT.distributed.sharding import row_range
 from nanoGPT.errors import ConfigError
 from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.model import GPTConfig
+from tests.helpers.marks import mark_slow
+from workshop.diff import Hunk
 from workshop.ranks import run_on_ranks
 
 
@@ -170,6 +183,85 @@ def test_a_planted_fault_still_gives_its_curve():
     }
     assert exhibits["scale"]["grad_norm"][0] == pytest.approx(2 * right["grad_norm"][0], rel=1e-6)
     assert 0.3 < exhibits["norm"]["grad_norm"][0] / right["grad_norm"][0] < 0.4
+
+
+def test_every_change_has_a_lesson_a_cost_and_a_test(monkeypatch):
+    """The recorded changes are those of the code, with the costs of the phases' formulas.
+
+    A change without a lesson or cost, or with a test that does not exist, cannot be recorded.
+    """
+    new_recording = json.loads(json.dumps(train_diffs.record()))
+    assert read_samples("train_diffs") == new_recording, "run make record NAME=train_diffs"
+    tags = {(phase, tag) for phase in ("phase1", "phase2", "phase3") for tag in train_diffs.list_tags(phase)}
+    assert tags == train_diffs.LINKS.keys()
+    costs, new = train_diffs.PredictedCosts(), Hunk(1, [], ["x = 1  # [zero1:new] why"])
+    with pytest.raises(ConfigError, match=r"\[new\] of phase1 has no lesson, cost or test: add it to LINKS"):
+        train_diffs.describe_hunk("phase1", new, costs)
+    test = "tests/phase1/test_zero1.py::test_nothing"
+    monkeypatch.setitem(train_diffs.LINKS, ("phase1", "new"), (train_diffs.PredictedCosts.compare_nothing, (test,)))
+    with pytest.raises(ConfigError, match=f"{test} does not exist"):
+        train_diffs.describe_hunk("phase1", new, costs)
+    monkeypatch.setitem(train_diffs.LINKS, ("phase1", "new"), (train_diffs.PredictedCosts.compare_nothing, ()))
+    with pytest.raises(ConfigError, match="has no lesson, cost or test"):
+        train_diffs.describe_hunk("phase1", new, costs)
+
+
+def test_flash_attention_still_computes_the_recorded_tiles():
+    """A new run of the kernel has the recorded values, and they are those of softmax over the keys so far."""
+    recorded, new = read_samples("flash_attention"), flash_attention.record()
+    order = [(step["query"], step["key"]) for step in recorded["steps"]]
+    assert order == [(step["query"], step["key"]) for step in new["steps"]]
+    assert order == [(8, 0), (8, 4), (8, 8), (4, 0), (4, 4), (0, 0)]
+    q, k, v = (x[0, 0].double() for x in flash_attention.draw_inputs())
+    scores = (q @ k.T * recorded["channels"] ** -0.5 / math.log(2)).tolist()
+    for step, again in zip(recorded["steps"], new["steps"], strict=True):
+        assert step["scores"] == again["scores"]
+        for i in range(min(recorded["tile"], recorded["tokens"] - step["query"])):
+            query = step["query"] + i
+            visible = scores[query][: min(step["key"] + recorded["tile"], query + 1)]
+            weights = [2 ** (score - max(visible)) for score in visible]
+            assert step["maximum"][i] == pytest.approx(max(visible), abs=1e-5)
+            assert step["sum"][i] == pytest.approx(sum(weights), abs=1e-5) == pytest.approx(again["sum"][i], abs=1e-5)
+            total = [sum(w * x for w, x in zip(weights, column, strict=False)) for column in v.T.tolist()]
+            assert step["output"][i] == pytest.approx(total, abs=1e-5)
+    for row, expected, again in zip(recorded["output"], recorded["expected"], new["expected"], strict=True):
+        assert row == pytest.approx(expected, abs=1e-5) and expected == pytest.approx(again, abs=1e-6)
+
+
+def test_the_roofline_has_the_costs_of_the_kernels(tmp_path, monkeypatch):
+    """The recorded costs, rates and measurements are those of the code. Results of the interpreter are left out."""
+    assert read_samples("roofline") == json.loads(json.dumps(roofline.record())), "run make record NAME=roofline"
+    row = {"kernel": "gelu", "shape": "4 x 8", "pass": "forward", "bytes": 8, "flops": 2}
+    rows = [{**row, "contender": name, "samples_ms": [3.0, 1.0, 2.0]} for name in ("ours", "eager")]
+    rows.append({**row, "contender": "ours", "error": "out of memory"})
+    for hardware, is_interpreted in (("a GPU", False), ("a CPU", True)):
+        result = {"hardware": hardware, "settings": {"interpreted": is_interpreted}, "samples": {"rows": rows}}
+        (tmp_path / f"kernels-{hardware}.json").write_text(json.dumps(result))
+    monkeypatch.setattr("bench.tables.records.RESULTS", tmp_path)
+    assert roofline.list_measurements() == [{"hardware": "a GPU", **row, "ms": 2.0}]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("method", ["ZeRO-1", *mark_slow("DDP", "FSDP")])
+def test_a_step_still_runs_the_recorded_collectives(method):
+    """With buckets of 64 MB, a new run has the recorded number of buckets and calls the recorded collectives."""
+    (new,) = run_on_ranks(overlap.record_on_rank, overlap.RANKS, (64,), (method,), (1, 16), show=False)[0]
+    runs = read_samples("overlap")["runs"]
+    recorded = next(run for run in runs if (run["method"], run["bucket_mb"]) == (method, 64))
+    assert (new["buckets"], new["collectives"]) == (recorded["buckets"], recorded["collectives"])
+
+
+def test_the_recorded_overlap_depends_on_the_buckets():
+    """Smaller buckets are more buckets. DDP's communication overlaps with small buckets, and not with a single one."""
+    samples = read_samples("overlap")
+    runs = {(run["method"], run["bucket_mb"]): run for run in samples["runs"]}
+    for method in samples["methods"]:
+        buckets = [runs[method, size]["buckets"] for size in samples["sizes_mb"]]
+        assert buckets == sorted(buckets, reverse=True) and buckets[0] > buckets[-1]
+    for run in runs.values():
+        assert [name for name, _, _ in run["stages"]] == samples["steps"] * ["forward", "backward", "update"]
+        assert 0 <= run["summary"]["exposed_ms"] <= run["summary"]["communication_ms"] < run["summary"]["step_ms"]
+    assert runs["DDP", 2]["summary"]["overlap"] > 0.5 > 0.1 > runs["DDP", 64]["summary"]["overlap"]
 
 
 def test_unusable_recordings_are_reported(tmp_path, monkeypatch):
