@@ -165,16 +165,16 @@ def plant_leak(trainer: ModuleType, rank: int) -> None:
 
 
 def plant_straggler(trainer: ModuleType, rank: int) -> None:
-    last_begin = time.perf_counter()
+    last_end = None
 
     def compute_slowly(_model: torch.nn.Module, step: int) -> None:
-        nonlocal last_begin
+        nonlocal last_end
         if rank == 1:
-            seconds = time.perf_counter() - last_begin  # of the last step, which is long on a busy machine
-            end = time.perf_counter() + min(max(1.0, 4 * seconds), 3.0)  # longer would count as a hang
-            while time.perf_counter() < end:
+            begin = time.perf_counter()
+            seconds = begin - last_end if last_end else 0.0  # of the last step, which is long on a busy machine
+            while time.perf_counter() < begin + min(max(1.0, 4 * seconds), 10.0):
                 time.sleep(0.01)
-            last_begin = time.perf_counter()
+            last_end = time.perf_counter()
 
     call_before_step(trainer, compute_slowly)
 
@@ -207,7 +207,7 @@ FAULTS = {
         prepare=corrupt_newest_checkpoint,
     ),
     "leak": Fault("tensors of every step are kept in a list", "nanoGPT", plant_leak, fields={"max_iters": 40}),
-    "straggler": Fault("rank 1 computes slowly", "phase3_fsdp", plant_straggler, 3, {"max_iters": 12}),
+    "straggler": Fault("rank 1 computes slowly", "phase3_fsdp", plant_straggler, 3, {"stall_seconds": 30.0}),
 }
 
 

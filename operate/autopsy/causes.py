@@ -9,7 +9,8 @@ from typing import Any
 from operate.autopsy.evidence import Evidence
 
 MIN_BEATS = 6  # heartbeats of each rank, one per second, to decide which rank is slow
-MAX_OWN_WAITING, MIN_OTHERS_WAITING = 0.2, 0.4  # fractions of heartbeats that a straggler and the other ranks wait
+MIN_OTHERS_WAITING = 0.4  # fraction of heartbeats in which the other ranks wait for a straggler, at least
+MAX_OWN_WAITING = 0.5  # of a straggler, as a fraction of the smallest waiting of the others
 MIN_LEAK_RECORDS = 12  # records of memory
 MIN_LEAK = 0.05  # growth in the second half of a run, as a fraction of the memory at its start
 
@@ -223,14 +224,14 @@ def find_leak(evidence: Evidence) -> Cause | None:
 
 
 def find_straggler(evidence: Evidence) -> Cause | None:
-    """Find a rank that never waits, while all others wait for it."""
+    """Find a rank that rarely waits, while all others wait for it."""
     beats = {rank: each for rank, each in evidence.heartbeats.items() if each.get("beats", 0) >= MIN_BEATS}
     if len(beats) < 2 or len(beats) < len(evidence.heartbeats):
         return None
     waiting = {rank: each["waiting_beats"] / each["beats"] for rank, each in beats.items()}
     slowest = min(waiting, key=waiting.__getitem__)
     others = [fraction for rank, fraction in waiting.items() if rank != slowest]
-    if waiting[slowest] > MAX_OWN_WAITING or min(others) < MIN_OTHERS_WAITING:
+    if min(others) < MIN_OTHERS_WAITING or waiting[slowest] > MAX_OWN_WAITING * min(others):
         return None
     return Cause(
         "straggler",
