@@ -176,6 +176,7 @@ def run_in_this_process(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup, and children inherit that
     run_as_main(words, environment)
 
 
