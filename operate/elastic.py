@@ -16,6 +16,7 @@ stops the job on all nodes.
 
 import contextlib
 import datetime
+import json
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -41,12 +43,15 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks, has_finished
 from nanoGPT.job.parse import parse
 from nanoGPT.job.preflight import preflight
+from nanoGPT.job.run_description import describe_inputs
 from nanoGPT.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from nanoGPT.train_config import TrainConfig
 
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 1, 5  # a node that is silent for the product of both counts as lost
 MAX_RESTARTS = 10**6  # of the ranks; a job without progress is stopped by STOP_KEY or by the user
+BEATS_KEY = "beats"  # in the store: each node of the job adds 1 every second
+BEATS_SECONDS = 5  # how long a node that differs from the job watches them, to find out whether another node is alive
 TIMEOUT = datetime.timedelta(seconds=30)  # of a request to the store
 
 
@@ -140,24 +145,57 @@ def name_job(store: dist.TCPStore, out_dir: str) -> str:
     return job
 
 
+def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> None:
+    """Check that this node has the flags, data and code of the nodes that train, before it disturbs them.
+
+    The first node of a job puts its description into the store. If no other node is left, this node replaces it: the
+    user has stopped the job, and starts it again with a change.
+
+    Args:
+        store: of the job.
+        job: its name.
+        inputs: of this node, from `describe_inputs`.
+
+    Raises:
+        ConfigError: this node differs from the nodes that train. The job continues without it.
+    """
+    key, text = f"{job} inputs", json.dumps(inputs)
+    others: dict[str, Any] = json.loads(store.compare_set(key, "", text))
+    names = [name for name, value in json.loads(text).items() if value != others.get(name)]
+    if not names:
+        return
+    beats = store.add(f"{job} {BEATS_KEY}", 0)
+    time.sleep(BEATS_SECONDS)
+    if store.add(f"{job} {BEATS_KEY}", 0) == beats:
+        store.set(key, text)
+        return
+    parts = [f"{name} is {inputs[name]} here and {others.get(name)} there" for name in names[:3]]
+    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+    raise ConfigError(
+        f"this node differs from the nodes that train: {'; '.join(parts)}{more}: start it with the same command, code "
+        "and data; the job continues without it"
+    )
+
+
 class StoreMonitor:
-    """A thread that ends this node if the job has been stopped, or if the store is lost.
+    """A thread that tells other nodes that this one is alive, and ends it if the job was stopped or the store is lost.
 
     Args:
         host, port: of the store.
-        key: STOP_KEY of the job.
+        job: the name of the job.
     """
 
-    def __init__(self, host: str, port: int, key: str) -> None:
-        self.host, self.port, self.key = host, port, key
+    def __init__(self, host: str, port: int, job: str) -> None:
+        self.host, self.port, self.job = host, port, job
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
             store = connect(self.host, self.port)
-            while not store.check([self.key]):
+            while not store.check([f"{self.job} {STOP_KEY}"]):
+                store.add(f"{self.job} {BEATS_KEY}", 1)
                 time.sleep(1)
-            code, _, reason = store.get(self.key).decode().partition(" ")
+            code, _, reason = store.get(f"{self.job} {STOP_KEY}").decode().partition(" ")
             self._end(int(code), f"the job was stopped: {reason}")
         except (dist.DistError, ConfigError):
             self._end(1, describe_lost_store(self.host, self.port))
@@ -228,17 +266,18 @@ def build_launch_config(config: ElasticConfig, job: str, logs: str) -> LaunchCon
     )
 
 
-def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig) -> int:
+def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, inputs: dict[str, Any]) -> int:
     """Take part in the job until it has finished, or until this node is stopped. Return the exit code."""
     host, port = elastic.parse_store()
     store = connect(host, port)
     job = name_job(store, config.out_dir)
+    check_agreement(store, job, inputs)
     os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, **config_to_env(config)}
     os.environ[ELASTIC_VARIABLE] = f"{elastic.store} {job}"
     # Without this setting, a node that joins waits for an address that the first node published in an earlier round.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    StoreMonitor(host, port, f"{job} {STOP_KEY}")
+    StoreMonitor(host, port, job)
     leave_after_signal()
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         while not has_finished(config):
@@ -274,8 +313,8 @@ def main(arguments: list[str]) -> int:
     if config.eval_only:
         raise ConfigError("--eval_only does not work in an elastic job: use make baseline, phase1, phase2 or phase3")
     for nodes in range(low, high + 1):
-        preflight(config, count_usable_ranks(config, nodes * elastic.gpus), elastic.gpus)
-    return take_part(elastic, [str(trainer), *trainer_arguments], config)
+        data = preflight(config, count_usable_ranks(config, nodes * elastic.gpus), elastic.gpus)
+    return take_part(elastic, [str(trainer), *trainer_arguments], config, describe_inputs(config, data))
 
 
 if __name__ == "__main__":

@@ -27,15 +27,21 @@ NOT_COMPARED = ("out_dir",)  # CheckpointDirectory checks with a file that all r
 
 def describe_run(config: TrainConfig, data: TokenData, run: Runtime) -> dict[str, Any]:
     """Return a description of this rank's run as JSON types. Each item must be equal on all ranks."""
+    return describe_inputs(config, data) | {
+        "the device": run.device.type,
+        "the dtype": str(run.dtype).removeprefix("torch."),
+        "the weights to start from": digest_weights(config.init_from),
+    }
+
+
+def describe_inputs(config: TrainConfig, data: TokenData) -> dict[str, Any]:
+    """Return a description of a run's flags, data and code as JSON types. It does not change while a run trains."""
     flags = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_COMPARED}
     description = {f"--{name}": value for name, value in flags.items()}
     description |= {
         "the trainer": f"{type(config).__module__}.{type(config).__qualname__}",
-        "the device": run.device.type,
-        "the dtype": str(run.dtype).removeprefix("torch."),
         "the prepared data": compute_digest(json.dumps(data.identity, sort_keys=True).encode()),
         "the code": digest_code(),
-        "the weights to start from": digest_weights(config.init_from),
         "the version of python": ".".join(platform.python_version_tuple()[:2]),
     }
     return description | {f"the version of {name}": find_version(name) for name in PACKAGES}

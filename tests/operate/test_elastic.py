@@ -1,16 +1,19 @@
 """`make elastic`: a job continues when nodes join, die and leave, with the losses of an uninterrupted run."""
 
+import json
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import count_usable_ranks
 from nanoGPT.job.watchdog import list_children
-from operate.elastic import ElasticConfig
+from operate.elastic import ElasticConfig, check_agreement, connect
 from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program, wait_until
 from tests.helpers.training import TINY, tiny, train
 from workshop.ranks import losses
@@ -50,8 +53,9 @@ def await_start(out: Path, count: int, ranks: int, nodes: list[Program]) -> None
 def test_nodes_join_die_and_leave(tmp_path):
     """A node joins, dies with all its ranks, joins again, and leaves after SIGTERM; then the store dies.
 
-    The job continues each time on the available ranks. With three ranks per node, some ranks are spare, because 3 and 6
-    do not divide 8 micro-batches. The losses equal those of an uninterrupted run, to 1e-6.
+    The job continues each time on the available ranks. A node with another flag is refused, and the others do not
+    notice it. With three ranks per node, some ranks are spare, because 3 and 6 do not divide 8 micro-batches. The
+    losses equal those of an uninterrupted run, to 1e-6.
     """
     port, out = find_free_port(), tmp_path / "run"
     store = start_store(port)
@@ -59,6 +63,9 @@ def test_nodes_join_die_and_leave(tmp_path):
     await_start(out, 1, 2, [first])
     second = start_node(port, out, gpus=3)
     await_start(out, 2, 4, [first, second])
+    stranger = start_node(port, out, gpus=3, seed=7)
+    output, _ = stranger.communicate()
+    assert stranger.returncode == 2 and "--seed is 7 here and 1337 there" in output, output
     ranks = list_children(second.pid)
     second.kill()
     for pid in ranks:
@@ -78,6 +85,22 @@ def test_nodes_join_die_and_leave(tmp_path):
     uninterrupted = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "uninterrupted", **fields))
     assert curve.keys() == uninterrupted.keys()
     assert max(abs(curve[step] - uninterrupted[step]) for step in uninterrupted) < 1e-6
+
+
+def test_a_job_without_nodes_starts_again_with_other_inputs(monkeypatch):
+    """A node that differs is refused while another node is alive. If none is left, its inputs become the job's."""
+    monkeypatch.setattr("operate.elastic.BEATS_SECONDS", 0.3)
+    port = int(find_free_port())
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False)
+    check_agreement(store, "job", {"--seed": 1, "--betas": (1, 2)})
+    check_agreement(store, "job", {"--seed": 1, "--betas": (1, 2)})
+    beats = threading.Timer(0.1, lambda: connect("127.0.0.1", port).add("job beats", 1))
+    beats.start()
+    with pytest.raises(ConfigError, match="the nodes that train: --seed is 2 here and 1 there: start it with the same"):
+        check_agreement(store, "job", {"--seed": 2, "--betas": (1, 2)})
+    beats.join()
+    check_agreement(store, "job", {"--seed": 2, "--betas": (1, 2)})
+    assert json.loads(store.get("job inputs")) == {"--seed": 2, "--betas": [1, 2]}
 
 
 def test_an_error_that_would_repeat_stops_all_nodes(tmp_path):
