@@ -43,7 +43,8 @@ def list_commands() -> list[str]:
     return list(dict.fromkeys(command for path in paths for command in find_commands(path)))
 
 
-def run_make(words: list[str]) -> str:
+@functools.cache
+def run_make(*words: str) -> str:
     """Return the commands that make would run.
 
     Raises:
@@ -60,8 +61,8 @@ def check_make(words: list[str]) -> None:
         others = [word for word in words if not word.startswith(f"{name}=")]
         if name in ("PYTHON", "TORCH", "DATASET"):  # of the set-up and `make data`, which skip what exists
             continue
-        assert SENTINEL in run_make([*others, f"{name}={SENTINEL}"]), f"make {' '.join(words)}: {name} has no effect"
-    for line in run_make(words).splitlines():
+        assert SENTINEL in run_make(*others, f"{name}={SENTINEL}"), f"make {' '.join(words)}: {name} has no effect"
+    for line in run_make(*words).splitlines():
         if match := re.search(r"\.venv/bin/python (-m .*)", line):
             check_module(shlex.split(match[1])[1:])
 
