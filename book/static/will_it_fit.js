@@ -212,7 +212,10 @@ function makePlanner(samples) {
       compiled: stepSeconds(row, options, true), fits: peakBytes(row, options) <= usableBytes(options.gpu) };
   }
 
-  return { plan, largestBatch: (options) => largestBatch(rows[options.row], options), usableBytes };
+  // Return the GPU-hours to train on a billion tokens, with a compiled model and one micro-batch per step and GPU.
+  const billionTokenHours = (options, seconds) => (1e9 / (options.batch_size * options.block_size)) * (seconds / 3600);
+
+  return { plan, billionTokenHours, largestBatch: (options) => largestBatch(rows[options.row], options), usableBytes };
 }
 
 Explorers.will_it_fit = function (root, samples) {
@@ -235,6 +238,7 @@ Explorers.will_it_fit = function (root, samples) {
       gpu: ["GPU", Object.keys(samples.gpus)], batch_size: ["sequences per GPU", samples.sizes.batch_size],
       block_size: ["tokens per sequence", samples.sizes.block_size], dtype: ["dtype", Object.keys(samples.dtype_bytes)],
     };
+    const [priceLabel, price] = makeSelect("price of a GPU-hour", [0.5, 1, 1.5, 2, 3, 4, 6, 8], 2, show);
     const selects = Object.entries(fields).map(([key, [label, values]]) =>
       [key, ...makeSelect(label, values, asked[key], show)]);
     const sentence = make("p", { class: "sentence", role: "status" });
@@ -242,7 +246,7 @@ Explorers.will_it_fit = function (root, samples) {
       make("span", { class: "key", style: `background:${colors[i]}` }), `${name.replaceAll("_", " ")}  `]),
       make("span", { class: "key limit" }), "usable memory of the GPU");
     const output = makeScroll("the plan");
-    root.append(make("p", { class: "choices" }, ...selects.map(([, label]) => label)), sentence, legend, output);
+    root.append(make("p", { class: "choices" }, ...selects.map(([, label]) => label), priceLabel), sentence, legend, output);
     show();
 
     function show() {
@@ -253,15 +257,16 @@ Explorers.will_it_fit = function (root, samples) {
         ? `Nothing fits into ${inGib(usable)}: choose more GPUs, fewer sequences, or a larger GPU.`
         : `The first row that fits into ${inGib(usable)}: ${rows[first].name}.`;
       const header = ["row", "peak memory by category", "peak", "state", "fits", "largest batch",
-        "sent (GB)", "compiled step (ms)", "eager step (ms)"];
-      output.replaceChildren(makeTable({ class: "plan" }, [header, ...numbers.map((row) => showRow(row, options, first))]));
+        "sent (GB)", "compiled step (ms)", "eager step (ms)", "cost of 10⁹ tokens"];
+      const cells = numbers.map((row) => showRow(row, options, first, Number(price.value)));
+      output.replaceChildren(makeTable({ class: "plan" }, [header, ...cells]));
     }
   }
 
-  function showRow(row, options, first) {
+  function showRow(row, options, first, price) {
     const name = make("span", { class: row === first ? "first-fitting" : "" }, rows[row].name);
     if (!canRun(row, options.model)) {
-      return [name, "its kernels do not accept this model", "", "", "no", "", "", "", ""];
+      return [name, "its kernels do not accept this model", "", "", "no", "", "", "", "", ""];
     }
     const result = planner.plan({ ...options, row }), usable = planner.usableBytes(options.gpu);
     const scale = 50 / usable; // the limit is in the middle of the bar
@@ -272,6 +277,7 @@ Explorers.will_it_fit = function (root, samples) {
     const largest = planner.largestBatch({ ...options, row }), isMaximum = largest === Math.max(...samples.sizes.batch_size);
     return [name, bar, inGib(result.peak_bytes), inGib(state), result.fits ? "yes" : "no",
       `${largest}${isMaximum ? "+" : ""}`, (result.sent_bytes / 1e9).toFixed(2),
-      (1e3 * result.compiled).toFixed(1), (1e3 * result.eager).toFixed(1)];
+      (1e3 * result.compiled).toFixed(1), (1e3 * result.eager).toFixed(1),
+      result.fits ? (price * planner.billionTokenHours(options, result.compiled)).toFixed(2) : ""];
   }
 };

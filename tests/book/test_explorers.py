@@ -118,7 +118,7 @@ def test_the_fsdp_page_shows_the_recorded_step(site, browser):
 def test_the_planner_in_the_browser_equals_the_planner(site, browser):
     """For every recorded case, model state and communication are exact, and peak memory and time within 0.5%.
 
-    The table of the page shows these numbers.
+    The table of the page shows these numbers, and what the GPUs cost at a price of 2 per hour.
     """
     page, samples = open_explorer(browser, site, "will_it_fit")
     results = page.evaluate(f"() => {{ const s = {READ_SAMPLES}; return s.cases.map(makePlanner(s).plan); }}")
@@ -130,17 +130,20 @@ def test_the_planner_in_the_browser_equals_the_planner(site, browser):
             errors[name] = max(errors[name], abs(result[name] / case[name] - 1))
     assert len(results) >= 200
     assert max(errors.values()) < 0.005, errors
-    case, result = samples["cases"][0], results[0]
+    case, result = next(pair for pair in zip(samples["cases"], results, strict=True) if pair[1]["fits"])
     labels = {"model": ".model", "gpus": ".number-of-GPUs", "gpu": ".GPU", "dtype": ".dtype"}
     for name, selector in {**labels, "batch_size": ".sequences-per-GPU", "block_size": ".tokens-per-sequence"}.items():
         page.select_option(selector, str(case[name]))
     row = read_rows(page, ".plan")[1 + case["row"]]
+    tokens_per_second = case["batch_size"] * case["block_size"] * case["gpus"] / result["compiled"]
+    billion_token_hours = case["gpus"] * 1e9 / tokens_per_second / 3600
     state = sum(case["state_bytes"].values()) / 2**30
     assert row[2:4] == [f"{result['peak_bytes'] / 2**30:.1f} GiB", f"{state:.1f} GiB"]
     assert row[6:] == [
         f"{case['sent_bytes'] / 1e9:.2f}",
         f"{1e3 * result['compiled']:.1f}",
         f"{1e3 * result['eager']:.1f}",
+        f"{2 * billion_token_hours:.2f}",
     ]
     page.close()
 
