@@ -257,7 +257,7 @@ Explorers.will_it_fit = function (root, samples) {
         ? `Nothing fits into ${inGib(usable)}: choose more GPUs, fewer sequences, or a larger GPU.`
         : `The first row that fits into ${inGib(usable)}: ${rows[first].name}.`;
       const header = ["row", "peak memory by category", "peak", "state", "fits", "largest batch",
-        "sent (GB)", "compiled step (ms)", "eager step (ms)", "cost of 10⁹ tokens"];
+        "cost of 10⁹ tokens", "sent (GB)", "compiled step (ms)", "eager step (ms)"];
       const cells = numbers.map((row) => showRow(row, options, first, Number(price.value)));
       output.replaceChildren(makeTable({ class: "plan" }, [header, ...cells]));
     }
@@ -276,8 +276,8 @@ Explorers.will_it_fit = function (root, samples) {
     const state = Object.values(result.state_bytes).reduce((sum, each) => sum + each, 0);
     const largest = planner.largestBatch({ ...options, row }), isMaximum = largest === Math.max(...samples.sizes.batch_size);
     return [name, bar, inGib(result.peak_bytes), inGib(state), result.fits ? "yes" : "no",
-      `${largest}${isMaximum ? "+" : ""}`, (result.sent_bytes / 1e9).toFixed(2),
-      (1e3 * result.compiled).toFixed(1), (1e3 * result.eager).toFixed(1),
-      result.fits ? (price * planner.billionTokenHours(options, result.compiled)).toFixed(2) : ""];
+      `${largest}${isMaximum ? "+" : ""}`,
+      result.fits ? (price * planner.billionTokenHours(options, result.compiled)).toFixed(2) : "",
+      (result.sent_bytes / 1e9).toFixed(2), (1e3 * result.compiled).toFixed(1), (1e3 * result.eager).toFixed(1)];
   }
 };
