@@ -159,6 +159,18 @@ def has_working_python() -> bool:
         return False
 
 
+def describe_downloads(torch_build: str) -> str:
+    """Return what installing PyTorch downloads on this machine, and how to download less. Sizes as in the README."""
+    if platform.system() != "Linux":
+        return "The largest download is PyTorch."
+    if torch_build == "cpu":
+        return "The largest downloads are the CPU build of PyTorch (0.2 GB) and Triton (0.3 GB)."
+    size = "The default build of PyTorch includes CUDA, a download of several GB."
+    if shutil.which("nvidia-smi"):
+        return size
+    return f"{size}\nThere seems to be no NVIDIA GPU here: to download less, press Ctrl+C and add TORCH=cpu to the command."
+
+
 def run_step(description: str, command: list[str | Path], lock: int) -> None:
     """Run a program. It inherits the lock, which then stays locked even if this process is killed first.
 
@@ -351,6 +363,8 @@ def set_up(goal: str, torch_build: str, lock: int) -> None:
         copy_bundled_data()
         print(f"Using {BUNDLE.name}/: nothing is downloaded.", flush=True)
     print(GOALS[goal][1], flush=True)
+    if goal == "core" and not has_torch() and not BUNDLE.is_dir():
+        print(describe_downloads(torch_build), flush=True)
     VENV.mkdir(exist_ok=True)
     if must_create:
         clear_venv()
