@@ -139,7 +139,7 @@ def compare_ranks(store: dist.Store, run: Runtime, description: dict[str, Any]) 
     reader_keys: list[str] = []
     if run.is_main:
         descriptions = [json.loads(store.get(f"described by {rank}")) for rank in range(run.world_size)]
-        reader_keys = [f"read by {rank}" for rank, each in enumerate(descriptions) if "refusal" not in each]
+        reader_keys = [f"read by {rank}" for rank, each in enumerate(descriptions) if "problem" not in each]
         store.set("verdict", find_disagreement(descriptions) or "agreed")
     verdict = store.get("verdict").decode()
     if verdict == "agreed":
@@ -150,7 +150,7 @@ def compare_ranks(store: dist.Store, run: Runtime, description: dict[str, Any]) 
     raise ConfigError(verdict, is_shared=True)
 
 
-def report_to_other_nodes(refusal: str) -> None:
+def report_to_other_nodes(problem: str) -> None:
     """Report to the ranks on other nodes that this rank cannot start, so that they do not wait for it.
 
     Only ranks that connect within REFUSAL_TIMEOUT receive the report. On this node the launcher stops the other ranks.
@@ -162,9 +162,9 @@ def report_to_other_nodes(refusal: str) -> None:
         if local_world_size == world_size or may_restart():
             return
         store = connect(os.environ["MASTER_ADDR"], port, rank == 0 and not agent_has_store(), REFUSAL_TIMEOUT)
-        store.set(f"described by {rank}", json.dumps({"refusal": refusal}))
+        store.set(f"described by {rank}", json.dumps({"problem": problem}))
         if rank == 0:
-            store.set("verdict", f"rank 0 cannot start: {refusal}")
+            store.set("verdict", f"rank 0 cannot start: {problem}")
             store.wait([f"read by {other}" for other in range(local_world_size, world_size)], REFUSAL_TIMEOUT)
 
 
