@@ -41,7 +41,6 @@ from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
 
 DEFAULT_MIN_NUM_PARAMS = 1_000_000  # minimum size of a unit with --fsdp_wrap=size
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # values of --compile_mode that use CUDA graphs
 SWITCHES = {"True": "full", "False": "none"}  # short forms of --fsdp_activation_checkpointing
 
 
@@ -95,11 +94,6 @@ class FsdpConfig(TrainConfig):
                 f"--fsdp_shard_size={size} does not divide {world_size} rank(s): use --fsdp_shard_size=all, node or "
                 f"{' or '.join(sizes)} (also if the value comes from a checkpoint)"
             )
-        if self.compile and self.compile_mode in CUDA_GRAPH_MODES:
-            raise ConfigError(
-                f"--compile_mode={self.compile_mode} records CUDA graphs, whose parameters must not move, but FSDP "
-                "frees and all-gathers them: use --compile_mode=default or max-autotune-no-cudagraphs"
-            )
         if self.fsdp_wrap == "block" and self.fsdp_min_num_params is not None:
             raise ConfigError(
                 f"--fsdp_min_num_params={self.fsdp_min_num_params} has no effect on blocks: remove --fsdp_wrap=block"
@@ -109,6 +103,10 @@ class FsdpConfig(TrainConfig):
     def wraps_by_size(self) -> bool:
         """Whether the units are modules of a minimum size, and not blocks."""
         return self.fsdp_wrap == "size" or (self.fsdp_wrap == "auto" and self.fsdp_min_num_params is not None)
+
+    @property
+    def supports_mps(self) -> bool:
+        return not self.use_fsdp
 
     def ranks_per_replica(self, world_size: int, local_world_size: int) -> int:
         """Return the number of ranks over which one copy of the model is sharded."""
@@ -216,9 +214,12 @@ def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
         )
     if num_shards == run.world_size:
         return init_device_mesh(run.device.type, (num_shards,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        run.device.type, (run.world_size // num_shards, num_shards), mesh_dim_names=("replicate", "shard")
-    )
+    shape = (run.world_size // num_shards, num_shards)
+    mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    if run.timeout:
+        for group in mesh.get_all_groups():  # torch creates them with its default timeout
+            dist.distributed_c10d._set_pg_timeout(run.timeout, group)
+    return mesh
 
 
 def find_units(model: GPT, config: FsdpConfig) -> list[nn.Module]:

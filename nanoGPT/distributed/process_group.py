@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
@@ -56,15 +55,19 @@ def join_process_group(run: Runtime, timeout: datetime.timedelta, description: d
         dist.init_process_group(backend, store=dist.PrefixStore("process group", store), **options)
 
 
-def dump_collectives() -> str:
-    """Return the last collectives of this rank as JSON, from torch's flight recorder: shapes, states and times.
+def dump_collectives() -> dict[str, Any]:
+    """Return the last collectives of this rank by backend, from torch's flight recorders: shapes, states and times.
 
     A rank whose last collective has a smaller `collective_seq_id` than that of the others is the one they wait for.
-    The main thread may be waiting in a collective: this function does not use the process group.
+    A run on GPUs uses both backends: gloo for signals and saves. The main thread may be waiting in a collective: this
+    function does not use the process group.
     """
-    recorder = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
-    dump: bytes | str = getattr(distributed_c10d, recorder)()
-    return dump.decode() if isinstance(dump, bytes) else dump
+    recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    return {
+        backend: json.loads(getattr(distributed_c10d, name)())
+        for backend, name in recorders.items()
+        if hasattr(distributed_c10d, name)  # a build of torch without CUDA has no NCCL
+    }
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def inspect_threads() -> dict[str, Any]:
 
 def write_collectives(out_dir: Path, rank: int) -> None:
     """Write the last collectives of a rank into stacks/collectives-rank{r}.json."""
-    (out_dir / "stacks" / f"collectives-rank{rank}.json").write_text(dump_collectives())
+    (out_dir / "stacks" / f"collectives-rank{rank}.json").write_text(json.dumps(dump_collectives()))
 
 
 class HeartbeatThread:
@@ -193,6 +193,7 @@ class HeartbeatThread:
             self.stack_file.write(message + "\n")
             self.stack_file.flush()
             faulthandler.dump_traceback(self.stack_file)
+        with contextlib.suppress(Exception):  # torch's recorder must not stop this rank from ending the job
             write_collectives(self.file.parents[1], self.run.rank)
         if is_first:
             dump_and_kill([each["pid"] for each in unresponsive.values() if is_child_of(each, os.getppid())])

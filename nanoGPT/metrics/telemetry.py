@@ -149,6 +149,7 @@ class Telemetry:
                 with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
                     self.stack_file.write("".join(traceback.format_exception(error)))
                     self.stack_file.flush()
+                with contextlib.suppress(Exception):  # nor must torch's recorder
                     write_collectives(self.out_dir, self.run.rank)
             elif self.run.is_main:
                 signal_name = self.run.stop_signal or "a signal to another rank"
