@@ -45,7 +45,7 @@ def test_the_cause_of_each_fault_is_named(name, tmp_path):
 
 def test_a_good_run_has_no_fault(tmp_path):
     """A run that has ended, also with diagnostics, has no fault."""
-    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, diagnostics_interval=1, max_iters=30))
+    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, diagnostics_interval=1))
     cause = find_cause(read_evidence(tmp_path))
     assert (cause.kind, cause.text) == ("none", "no fault: the run has ended")
 
