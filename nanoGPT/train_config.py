@@ -74,7 +74,7 @@ class TrainConfig:
     save_every_minutes: float = 0.0
     """also save if the last save was this many minutes ago; 0: save only at evaluations and at the end"""
     keep_checkpoints: int = 3
-    """number of checkpoints to keep, at least 3; older ones are deleted"""
+    """number of newest checkpoints to keep, at least 3; the one with the best validation loss is kept too"""
     resume_step: int | None = None
     """with init_from=resume: number of updates of the checkpoint to resume from; None: the newest checkpoint"""
     eval_only: bool = False

@@ -164,7 +164,7 @@ def has_working_python() -> bool:
 def describe_downloads(torch_build: str) -> str:
     """Return what installing PyTorch downloads on this machine, and how to download less. Sizes as in the README."""
     if platform.system() != "Linux":
-        return "The largest download is PyTorch."
+        return "The largest download is PyTorch (0.1 GB)."
     if torch_build == "cpu":
         return "The largest downloads are the CPU build of PyTorch (0.2 GB) and Triton (0.3 GB)."
     size = "The default build of PyTorch includes CUDA, a download of several GB."

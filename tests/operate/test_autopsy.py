@@ -52,7 +52,7 @@ def test_a_good_run_has_no_fault(tmp_path):
 
 @pytest.mark.parametrize(("waiting", "beats", "kind"), [((2, 6), 8, "none"), ((6, 18), 24, "straggler")])
 def test_a_short_run_has_no_straggler(waiting, beats, kind, tmp_path):
-    """On a busy machine, one of two equal ranks may wait less in a few heartbeats. Only many heartbeats are evidence."""
+    """On a busy machine, one of two equal ranks may wait less in a few heartbeats. Many heartbeats are evidence."""
     heartbeats = {rank: {"waiting_beats": each, "beats": beats, "ended": True} for rank, each in enumerate(waiting)}
     assert find_cause(Evidence(tmp_path, heartbeats=heartbeats)).kind == kind
 
