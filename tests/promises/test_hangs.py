@@ -130,7 +130,7 @@ def test_compiling_counts_as_progress(tmp_path):
     (tmp_path / "heartbeat").mkdir()
     run = Runtime(0, 0, 1, 1, torch.device("cpu"), torch.float32)
     with open(tmp_path / "rank0.txt", "w") as file:
-        heartbeat = HeartbeatThread(run, tmp_path, 10.0, file)
+        heartbeat = HeartbeatThread(run, tmp_path, 10.0, file, "nanoGPT")
     exemptions = []
 
     def backend(module, _inputs):
