@@ -16,12 +16,14 @@ from nanoGPT.errors import ConfigError
 from phase3_fsdp import fsdp
 from phase3_fsdp.solve.hf_tensor_parallel import Part
 
+Rows = EllipsisType | int | tuple[int, slice]  # an index into a parameter
+
 
 @torch.no_grad()
 def fill_parts(model: nn.Module, folder: Path, device: torch.device, parts: dict[str, Part]) -> None:
     """Allocate the parameters, and read this rank's part of each from the safetensors files of a directory.
 
-    Besides the parameters, at most one tensor is in memory at a time: a rank's part of one parameter, or one expert.
+    Besides the parameters, at most one tensor is in memory at a time: a rank's part of one parameter, or one expert's.
 
     Args:
         model: on the meta device, spread over the ranks.
@@ -44,6 +46,7 @@ def fill_parts(model: nn.Module, folder: Path, device: torch.device, parts: dict
                     f"{folder} has {name} of another shape than its config.json: copy the files again", on_one_rank=True
                 )
             target[rows] = content
+            del content  # before the next one is read
     for name, buffer in model.named_buffers():
         if name in files:
             buffer.copy_(read_slice(files[name], name, 0, len(buffer)))
@@ -51,12 +54,12 @@ def fill_parts(model: nn.Module, folder: Path, device: torch.device, parts: dict
 
 def read_rows(
     files: dict[str, Path], name: str, begin: int, end: int, folder: Path, part: Part | None = None
-) -> Iterator[tuple[slice | EllipsisType, Tensor]]:
+) -> Iterator[tuple[Rows, Tensor]]:
     """Yield rows [begin, end) of a parameter: which of these rows, and their content.
 
     A mixture of experts has one parameter for all experts of a layer, with one row per expert. A file may have one
-    tensor per expert instead, or the 4-bit numbers of gpt-oss (MXFP4), which become bfloat16 here. Such rows come one
-    by one, and one expert is read in full.
+    tensor per matrix of an expert instead, or the 4-bit numbers of gpt-oss (MXFP4), which become bfloat16 here, one
+    expert after the other. Of those, a rank reads full experts.
 
     Args:
         files: the file of each tensor.
@@ -78,16 +81,25 @@ def read_rows(
     for expert in range(begin, end):
         keys = [f"{layer}.{expert}.{matrix}.weight" for matrix in matrices]
         if is_packed:
-            row = convert_moe_packed_tensors(*(read_slice(files[key], key, expert, expert + 1) for key in packed))
+            row = convert_moe_packed_tensors(*(read_slice(files[key], key, expert, expert + 1) for key in packed))[0]
+            yield expert - begin, row if part is None else part.take_from_row(row)
         elif keys and all(key in files for key in keys):
-            row = torch.cat([read_slice(files[key], key, 0, None) for key in keys])[None]
+            yield from read_expert([files[key] for key in keys], keys, expert - begin, part)
         else:
             raise ConfigError(
                 f"{folder} has no tensor for {name}: this program cannot read the files of this architecture, or one "
                 "is missing; copy the files again, or use another model",
                 on_one_rank=True,
             )
-        yield slice(expert - begin, expert - begin + 1), row if part is None else part.take(row)
+
+
+def read_expert(paths: list[Path], keys: list[str], row: int, part: Part | None) -> Iterator[tuple[Rows, Tensor]]:
+    """Yield one matrix of an expert after the other: where it is in the parameter of all experts, and its content."""
+    length = 0
+    for number, (path, key) in enumerate(zip(paths, keys, strict=True)):
+        content = read_slice(path, key, 0, None) if part is None else read_part(path, key, part.of_matrix(number))
+        yield (row, slice(length, length + len(content))), content
+        length += len(content)
 
 
 def read_slice(file: Path, key: str, begin: int, end: int | None) -> Tensor:

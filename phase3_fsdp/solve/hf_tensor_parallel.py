@@ -12,7 +12,7 @@ partial results of all experts.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,21 @@ class Part:
         part = torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0]
         return torch.zeros_like(part) if self.is_zero else part
 
+    def of_matrix(self, number: int) -> "Part":
+        """Return the part of one matrix, if this is the part of a stack of experts, and a file has their matrices.
+
+        Args:
+            number: of the matrix among those that are concatenated in the parameter.
+        """
+        if self.dim == 2:
+            return Part(1, self.ranges)
+        begin = self.ranges[0][0]
+        return Part(0, ((begin, begin + self.ranges[number][1] - self.ranges[number][0]),))
+
+    def take_from_row(self, row: Tensor) -> Tensor:
+        """Return this part of one row of a parameter."""
+        return replace(self, dim=self.dim - 1).take(row)
+
 
 def find_plan(model: nn.Module) -> dict[str, str]:
     """Return the plan of a model: a style for names of layers."""
@@ -101,8 +116,10 @@ def is_stack(experts: nn.Module) -> bool:
     """Return whether the parameters of a module are the matrices and biases of a stack of experts, as known here."""
     kinds = {name for name, _ in experts.named_parameters()}
     known = all(hasattr(experts, name) for name in ("is_transposed", "is_concatenated"))
-    return known and {"gate_up_proj", "down_proj"} <= kinds <= STACKS and not getattr(
-        experts, "has_post_expert_norm", False
+    return (
+        known
+        and {"gate_up_proj", "down_proj"} <= kinds <= STACKS
+        and not getattr(experts, "has_post_expert_norm", False)
     )
 
 
@@ -171,9 +188,7 @@ def count_divided(model: nn.Module) -> int:
     if not is_supported(model):
         return 0
     parts = find_parts(model, 1, 2)  # as seen by a rank whose biases are zero if they are not divided
-    return sum(
-        param.numel() for name, param in model.named_parameters() if name in parts and not parts[name].is_zero
-    )
+    return sum(param.numel() for name, param in model.named_parameters() if name in parts and not parts[name].is_zero)
 
 
 def find_indivisible(model: nn.Module, ranks: int) -> str | None:

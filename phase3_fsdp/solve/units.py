@@ -6,8 +6,8 @@ embedding and the head are units as well. If they share one parameter (tied weig
 with offload the root is freed while the layers run.
 
 FSDP all-gathers a unit into a flat buffer, copies it into the parameters, and frees the buffer when the next unit has
-been copied. So a rank has a unit twice, and the flat buffer of the next unit. With offload, all of this is at most twice
-the size of the largest layer, where the embedding and the head count as layers.
+been copied. So a rank has a unit twice, and the flat buffer of the next unit. With offload, all of this is at most
+twice the size of the largest layer, where the embedding and the head count as layers.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,14 @@ from nanoGPT.distributed.runtime import Runtime
 from phase3_fsdp.fsdp import DEFAULT_MIN_NUM_PARAMS
 
 T = TypeVar("T")
+MIN_PARAMS = DEFAULT_MIN_NUM_PARAMS  # of a unit that is a part of a layer
 
 
-def find_units(layer: nn.Module, min_num_params: int = DEFAULT_MIN_NUM_PARAMS) -> dict[nn.Module, int]:
+def find_units(layer: nn.Module) -> dict[nn.Module, int]:
     """Return the units of a layer in execution order, and the number of parameters of each without those inside it.
 
-    The first unit is the layer itself. Another module is a unit if it has at least `min_num_params` parameters that
-    belong to no unit inside it. A linear layer is no unit, because others around it are small. What is in a list of
+    The first unit is the layer itself. Another module is a unit if it has at least MIN_PARAMS parameters that belong
+    to no unit inside it. A linear layer is no unit, because others around it are small. What is in a list of
     modules is no unit either: a layer may run only some of them, such as the experts of its tokens, and the ranks must
     all-gather the same units.
     """
@@ -38,7 +39,7 @@ def find_units(layer: nn.Module, min_num_params: int = DEFAULT_MIN_NUM_PARAMS) -
         unassigned = sum(p.numel() for p in module.parameters(recurse=False))
         unassigned += sum(count_unassigned(child, parts_may_be_units) for child in module.children())
         is_stack = any(p.dim() > 2 for p in module.parameters(recurse=False))  # of experts
-        if may_be_unit and parts_may_be_units and unassigned >= min_num_params and (any(module.children()) or is_stack):
+        if may_be_unit and parts_may_be_units and unassigned >= MIN_PARAMS and (any(module.children()) or is_stack):
             units[module] = unassigned
             return 0
         return unassigned
@@ -140,7 +141,7 @@ def keep_head(model: nn.Module) -> list[FSDPModule]:
 
     The head can then run several times, and it is still all-gathered once, as on the ranks that do other work.
     """
-    units = [unit for unit in (*find_ends(model)[1:], model) if isinstance(unit, FSDPModule)]
+    units: list[FSDPModule] = [unit for unit in (*find_ends(model)[1:], model) if isinstance(unit, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
     return units
