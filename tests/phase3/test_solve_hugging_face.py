@@ -58,7 +58,9 @@ def models(tmp_path_factory) -> Iterator[Path]:
         "llama": transformers.LlamaConfig(**SMALL),
         "qwen3": transformers.Qwen3Config(**SMALL, tie_word_embeddings=True),
         "mistral": transformers.MistralConfig(**SMALL, sliding_window=8),
-        "gemma3": transformers.Gemma3TextConfig(**SMALL, sliding_window=8, query_pre_attn_scalar=8),
+        "gemma3": transformers.Gemma3TextConfig(
+            **SMALL, sliding_window=8, query_pre_attn_scalar=8, final_logit_softcapping=2.0
+        ),
         "qwen3_moe": transformers.Qwen3MoeConfig(**SMALL, **EXPERTS),
         "loading": transformers.Qwen3MoeConfig(**{**SMALL, **LARGE}),
         "gpt_oss": transformers.GptOssConfig(**SMALL, num_experts_per_tok=2, num_local_experts=4, sliding_window=8),
