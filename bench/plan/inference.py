@@ -60,7 +60,8 @@ def estimate_round(
             + collective_seconds(gpu, "all-reduce", activations, ranks, predicted.num_collectives - 1)
             + collective_seconds(gpu, "all-gather", logits, ranks)
         )
-    gathers = collective_seconds(gpu, "all-gather", size.params * itemsize, ranks, predicted.num_collectives)
+    gathered = predicted.network * ranks / (ranks - 1)  # the ring algorithm moves (N-1)/N of it
+    gathers = collective_seconds(gpu, "all-gather", gathered, ranks, predicted.num_collectives)
     return max(compute, gathers + predicted.copied / PCIE_BANDWIDTH)
 
 

@@ -5,8 +5,8 @@
     python -m bench.sharding.generation --kills=50 --write
 
 Each way generates the same tokens with 1 and with 8 sequences. The communication is what the ledger counts in one
-round. The kills are SIGKILL of a launcher and its ranks, 0 to 0.5 seconds after a new answer. The same command then
-continues.
+round, and the all-gathered memory what the memory tracker counts. The kills are SIGKILL of a launcher and its ranks, 0
+to 0.5 seconds after a new answer, while problems are left. The same command then continues.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.job.watchdog import list_children
 from nanoGPT.memory.costs import storage_bytes
+from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.solve import costs, gpt
@@ -40,7 +41,8 @@ from workshop.ranks import run_on_ranks
 
 SHAPE = GPTConfig(n_layer=8, n_head=8, n_embd=512, block_size=256, vocab_size=512, bias=False)  # 25.5M parameters
 RANKS, SLOTS, TOKENS, REPEATS = 2, (1, 8), 24, 5
-PROBLEMS = 60  # of the evaluation that is killed
+PROBLEMS = 200  # of the evaluation that is killed
+MARGIN = 60  # problems that must be left when a run starts that will be killed; it solves fewer in half a second
 
 
 def measure_way(spread: costs.Spread, slots: int) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def measure_way(spread: costs.Spread, slots: int) -> dict[str, Any]:
             pass
         seconds.append((time.perf_counter() - begin) / sequences / TOKENS)
     cache, counter = wrapped.new_cache(slots, 3 + TOKENS), CollectiveCounter()
-    with torch.no_grad(), counter:
+    with torch.no_grad(), counter, MemoryTracker(model) as memory:
         wrapped.next_logits(torch.zeros(slots, 1, dtype=torch.int64), cache, None)
     predicted = costs.predict(spread, costs.measure_gpt(SHAPE), run.world_size, slots, 3 + TOKENS, 4)
     return {
@@ -71,6 +73,8 @@ def measure_way(spread: costs.Spread, slots: int) -> dict[str, Any]:
         "tokens_per_second": 1 / statistics.median(seconds),
         "weights_bytes": storage_bytes(model.parameters()),
         "predicted_weights_bytes": predicted.weights + predicted.host,
+        "all_gathered_bytes": max(totals["gathered"] for _, totals in memory.timeline),
+        "predicted_all_gathered_bytes": predicted.all_gathered,
         "network_bytes": sum(row["ring_bytes"] for row in counter.rows.values()),
         "predicted_network_bytes": predicted.network,
     }
@@ -103,14 +107,15 @@ def kill_evaluations(kills: int) -> dict[str, Any]:
         while len(rows) < kills:
             to = Path(temporary) / f"answers-{evaluation}"
             evaluation += 1
-            while len(rows) < kills and (before := count_lines(to)) < PROBLEMS - 10:
+            while len(rows) < kills and (before := count_lines(to)) < PROBLEMS - MARGIN:
                 seconds = draw.uniform(0, 0.5)
                 row = {"seconds": round(seconds, 3), "finished_before": before}
                 process = start_evaluation(model, to)
                 wait_for(process, to, before, seconds)
                 stop_tree(process)
-                rows.append({**row, "finished_after": count_lines(to)})
-                print(f"kill {len(rows)}: {rows[-1]}", flush=True)
+                if (after := count_lines(to)) < PROBLEMS:  # a kill after the last answer shows nothing
+                    rows.append({**row, "finished_after": after})
+                    print(f"kill {len(rows)}: {rows[-1]}", flush=True)
             process = start_evaluation(model, to)
             assert process.wait(300) == 0
             check_answers(to)
@@ -166,7 +171,8 @@ def main(kills: int = 0, write: bool = False) -> None:
             row = rows[-1]
             print(
                 f"{spread:8} {row['sequences']:3} sequences: {row['tokens_per_second']:8.1f} tokens/s, "
-                f"{row['network_bytes'] / 1e6:8.3f} MB per round and rank",
+                f"{row['network_bytes'] / 1e6:8.3f} MB per round and rank, "
+                f"{row['all_gathered_bytes'] / 1e6:6.1f} MB all-gathered",
                 flush=True,
             )
     samples: dict[str, Any] = {"ranks": RANKS, "params": SHAPE.count_params(), "ways": rows}

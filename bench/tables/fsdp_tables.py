@@ -144,18 +144,23 @@ def generation_table() -> str:
     for result in read_results("generation"):
         samples, rows = result["samples"], []
         for row in samples["ways"]:
-            matches = math.isclose(row["network_bytes"], row["predicted_network_bytes"], rel_tol=1e-9)
+            names = [name for name in ("network_bytes", "all_gathered_bytes") if name in row]
+            matches = all(math.isclose(row[name], row[f"predicted_{name}"], rel_tol=1e-9) for name in names)
             rows.append(
                 [
                     f"`{row['spread']}`",
                     str(row["sequences"]),
                     f"{row['weights_bytes'] / 1e6:.1f}",
+                    *([f"{row['all_gathered_bytes'] / 1e6:.1f}"] if "all_gathered_bytes" in row else []),
                     f"{row['network_bytes'] / 1e6:.3f}",
                     "yes" if matches else "no",
                     f"{row['tokens_per_second']:.1f}",
                 ]
             )
-        head = ["way", "sequences", "weights per rank (MB)", "communication per round and rank (MB)"]
+        head = ["way", "sequences", "weights per rank (MB)"]
+        if "all_gathered_bytes" in samples["ways"][0]:
+            head.append("all-gathered at most (MB)")
+        head.append("communication per round and rank (MB)")
         table = format_table([*head, "matches the formula", "tokens per second"], rows)
         text = ""
         if kills := samples.get("kills"):

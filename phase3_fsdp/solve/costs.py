@@ -1,27 +1,32 @@
 """Predict the memory per rank and the communication volume per round of each way to spread a model.
 
-A model has P parameters of b bytes, U of them in its largest layer and R outside the layers (embedding, head, norms).
-There are N ranks with `slots` sequences each. A round runs the model once: one token for each sequence.
+A model has P parameters of b bytes. A is the most that is all-gathered at a time, in parameters, and R a tied embedding
+and head, with all else outside the layers. There are N ranks with `slots` sequences each. A round runs the model once:
+one token for each sequence.
 
                    memory per rank                   communication per rank and round (ring algorithm)
-    fsdp           P b / N + (R + 2 U) b + cache     all-gather   P b (N-1)/N
-    offload        (R + 2 U) b + cache               the same, after a copy of P b / N from CPU memory
+    fsdp           P b / N + (R + A) b + cache       all-gather   P b (N-1)/N
+    offload        A b + cache                       all-gather   (P + R) b (N-1)/N, after a copy of (P + R) b / N
     tp             about P b / N + cache / N         2 L + 1 all-reduces of slots x C, all-gather of slots x V
 
-Two layers are all-gathered at a time: one computes, and the next one is on its way. `fully_shard` pads rows to a
-multiple of N, which makes P slightly larger. The cache of a sequence of T tokens has 2 L T C_kv b bytes, where C_kv is
-the number of key channels.
+`units.py` has the units of FSDP, and explains A: a unit counts twice while it computes, and once while it is on its
+way. With offload, R is all-gathered for the embedding and again for the head. `fully_shard` pads rows to a multiple of
+N, which makes P slightly larger. The cache of a sequence of T tokens has 2 L T C_kv b bytes, where C_kv is the number
+of key channels.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import nn
+
 from nanoGPT.memory.costs import ring_bytes
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import Block, GPTConfig
+from phase3_fsdp.solve.units import find_units, frees_buffers_early, list_prefetched
 
 Spread = Literal["fsdp", "offload", "tp"]
 SPREADS: tuple[Spread, ...] = ("fsdp", "offload", "tp")
-PREFETCH = 1  # layers that FSDP all-gathers ahead of the one that computes
 RESERVE = 0.9  # fraction of a device's memory that may be planned; the rest is for activations and the allocator
 
 
@@ -37,6 +42,8 @@ class ModelSize:
         kv_channels: of the keys of one layer (heads times head size).
         kv_heads: key heads, which tensor parallelism divides; 0: the model does not support tensor parallelism.
         vocab_size: rows of the head.
+        units: the units of FSDP in each layer, as in `units.find_units`.
+        ends: the embedding and the head, if they are units of FSDP; they are part of `root`.
     """
 
     layers: tuple[int, ...]
@@ -46,6 +53,8 @@ class ModelSize:
     kv_channels: int
     kv_heads: int
     vocab_size: int
+    units: tuple[tuple[int, ...], ...]
+    ends: tuple[int, ...] = ()
 
     @property
     def params(self) -> int:
@@ -67,7 +76,15 @@ def measure_gpt(shape: GPTConfig) -> ModelSize:
         C,
         shape.n_head,
         shape.vocab_size,
+        (measure_block(shape),) * shape.n_layer,
     )
+
+
+def measure_block(shape: GPTConfig) -> tuple[int, ...]:
+    """Return the parameters of the units of FSDP in a block of a GPT."""
+    with torch.device("meta"):
+        block: nn.Module = Block(shape)
+    return tuple(find_units(block).values())
 
 
 def _without_layers(shape: GPTConfig) -> GPTConfig:
@@ -128,16 +145,44 @@ def predict(spread: Spread, size: ModelSize, ranks: int, slots: int, tokens: int
         network = reductions * ring_bytes("all-reduce", slots * size.channels * itemsize, ranks)
         network += ring_bytes("all-gather", slots * logits * itemsize, ranks)
         return SpreadCosts(part, 0.0, cache / ranks, 0.0, network, 0.0, reductions + 1 if ranks > 1 else 0)
-    gathered = itemsize * (size.root + sum(sorted(size.layers)[-1 - PREFETCH :]))
     is_offloaded = spread == "offload"
     if ranks == 1 and not is_offloaded:
         return SpreadCosts(weights, 0.0, cache, 0.0, 0.0, 0.0, 0)
-    shard = weights / ranks
-    network = ring_bytes("all-gather", weights, ranks)
-    num_collectives = len(size.layers) + 1
+    root = size.root - sum(size.ends)
+    gathered = itemsize * (find_gathered_peak(size, ranks, is_offloaded) + (0 if is_offloaded else root))
+    moved = weights + (itemsize * root if is_offloaded else 0)
+    num_collectives = sum(unit > 0 for layer in size.units for unit in layer) + len(size.ends) + 1 + is_offloaded
+    num_collectives *= ranks > 1
+    network, shard = ring_bytes("all-gather", moved, ranks), weights / ranks
     if is_offloaded:
-        return SpreadCosts(0.0, gathered, cache, shard, network, shard, num_collectives)
+        return SpreadCosts(0.0, gathered, cache, shard, network, moved / ranks, num_collectives)
     return SpreadCosts(shard, gathered, cache, 0.0, network, 0.0, num_collectives)
+
+
+def find_gathered_peak(size: ModelSize, ranks: int, is_offloaded: bool) -> int:
+    """Return the most parameters that FSDP has all-gathered at a time, in parameters and flat buffers.
+
+    Follow one forward pass of `units.py`. One rank needs no flat buffers, but has a second copy of a parameter while it
+    copies it from CPU memory.
+    """
+    peak = 2 * max(size.root - sum(size.ends), *size.ends, 0)
+    if ranks == 1:
+        units = ((layer[0] if number else 0) + 2 * unit for layer in size.units for number, unit in enumerate(layer))
+        return max(peak, *units)
+    buffers: dict[tuple[int, int], int] = {}  # by (layer, unit)
+    copied = 0  # the buffer that FSDP frees when the next unit has been copied
+    places = [[(i, j) for j in range(len(layer))] for i, layer in enumerate(size.units)]
+    for layer, following in zip(places, [*places[1:], []], strict=True):
+        for place, prefetched in zip(layer, list_prefetched(layer, following), strict=True):
+            unit = size.units[place[0]][place[1]]
+            params = unit + (size.units[place[0]][0] if place[1] else 0)  # with the rest of its layer
+            buffers[place] = unit
+            peak = max(peak, params + sum(buffers.values()) + copied)
+            copied = 0 if is_offloaded and frees_buffers_early(layer, following) else buffers[place]
+            del buffers[place]
+            buffers |= {(i, j): size.units[i][j] for i, j in prefetched}
+            peak = max(peak, params + sum(buffers.values()) + copied)
+    return peak
 
 
 def choose_spread(

@@ -105,8 +105,8 @@ class Evaluation:
     def _settings(self) -> dict[str, Any]:
         """Return what the answers depend on."""
         config = self.config
-        names = ("tokens", "prompt", "stop", "attempts", "temperature", "top_k", "seed")
-        values = {name: getattr(config, name) for name in names}
+        names = ("tokens", "prompt", "attempts", "temperature", "top_k", "seed")
+        values = {name: getattr(config, name) for name in names} | {"stop": list(config.stop) or None}
         return {"model": self.model.name, "dtype": str(self.run.dtype).removeprefix("torch."), **values}
 
     def _load(self, tasks: list[Task]) -> Generator:

@@ -7,20 +7,42 @@ Three ways (`--spread`):
     tp         tensor parallelism: each rank stores and computes 1/N of every layer; weights never move
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.nn import functional as F
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp import fsdp
-from phase3_fsdp.fsdp import FsdpConfig
 from phase3_fsdp.solve import tensor_parallel
-from phase3_fsdp.solve.costs import PREFETCH, Spread
+from phase3_fsdp.solve.costs import Spread
 from phase3_fsdp.solve.generation import SlotCache
+from phase3_fsdp.solve.units import shard_for_generation
+
+LOGITS_BYTES = 2**28  # of the fp32 logits that exist at a time while a text is scored
+
+
+class ScoringGPT(GPT):
+    """A `GPT` that computes the loss of a long text without all of its logits at a time."""
+
+    def sum_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Return the total loss, in nats, of (1, T) tokens with targets that are not -1. It is a scalar in fp64."""
+        features, total = self.compute_features(idx), torch.zeros((), dtype=torch.float64, device=idx.device)
+        for rows in split_rows(idx.size(1), self.config.vocab_size):
+            logits = self.compute_logits(features[:, rows])[0].float()  # (rows, V)
+            total += F.cross_entropy(logits, targets[0, rows], ignore_index=-1, reduction="sum")
+        return total
+
+
+def split_rows(rows: int, vocab_size: int) -> Iterator[slice]:
+    """Yield slices of `rows` rows whose fp32 logits have at most LOGITS_BYTES, or one row."""
+    size = max(1, LOGITS_BYTES // (4 * vocab_size))
+    for begin in range(0, rows, size):
+        yield slice(begin, begin + size)
 
 
 class GptModel:
@@ -32,7 +54,7 @@ class GptModel:
         device: on which the model computes. With offload its parameters are in CPU memory.
     """
 
-    def __init__(self, model: GPT, ids: int, device: torch.device) -> None:
+    def __init__(self, model: ScoringGPT, ids: int, device: torch.device) -> None:
         self.model, self.vocab_size, self.device = model, ids, device
 
     def new_cache(self, slots: int, limit: int) -> SlotCache:
@@ -49,10 +71,11 @@ class GptModel:
         """Return the total loss, in nats, of the tokens of (1, T) after the first `context_tokens`."""
         targets = ids[:, 1:].clone()
         targets[:, : max(0, context_tokens - 1)] = -1
-        return float(self.model(ids[:, :-1], targets)) * int((targets >= 0).sum())
+        return float(self.model.sum_losses(ids[:, :-1], targets))
 
 
-def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, run: Runtime) -> GPT:
+@torch.no_grad()
+def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, run: Runtime) -> ScoringGPT:
     """Return a GPT whose weights are spread over the ranks, in the dtype of the Runtime. Collective.
 
     It is built on the meta device. Each rank then reads one parameter after the other, and keeps its part.
@@ -64,42 +87,19 @@ def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, 
         run: this rank's Runtime.
     """
     with torch.device("meta"):
-        model = GPT(replace(shape, dropout=0.0)).to(run.dtype)
+        model = ScoringGPT(replace(shape, dropout=0.0)).to(run.dtype)
     model.eval().requires_grad_(False)
-    if run.world_size == 1 and spread != "offload":
-        fill_parts(model, weights, run)
-    elif spread == "tp":
+    if spread == "offload" or (spread == "fsdp" and run.world_size > 1):
+        shard_for_generation(model, model.blocks, spread == "offload", run)  # type: ignore[arg-type]
+        register_fsdp_forward_method(model, "sum_losses")
+        fsdp.allocate_shards(model, torch.device("cpu") if spread == "offload" else run.device)
+        for name, param in model.named_parameters():
+            fsdp.copy_own_rows(param, weights[name])
+        return model
+    if run.world_size > 1:
         tensor_parallel.parallelize(model, run.rank, run.world_size)
-        fill_parts(model, weights, run)
-    else:
-        config = FsdpConfig(
-            fsdp_cpu_offload=spread == "offload",
-            # Offload needs little memory with small units: the attention and the MLP of a block, if they are large.
-            fsdp_min_num_params=fsdp.DEFAULT_MIN_NUM_PARAMS if spread == "offload" and is_large(shape) else None,
-            fsdp_prefetch=PREFETCH,
-            init_from="weights",
-        )
-        fsdp.shard_model(model, config, run)
-        free_after_forward(model)
-        fsdp.init_shards(model, config, run, weights)
-    return model
-
-
-def is_large(shape: GPTConfig) -> bool:
-    """Return whether the attention of a block has enough parameters for a separate FSDP unit."""
-    return 4 * shape.n_embd**2 >= fsdp.DEFAULT_MIN_NUM_PARAMS
-
-
-def free_after_forward(model: nn.Module) -> None:
-    """Let the root unit be freed after the forward pass as well: without a backward pass, nothing needs it."""
-    assert isinstance(model, FSDPModule)
-    model.set_reshard_after_forward(True, recurse=False)
-
-
-@torch.no_grad()
-def fill_parts(model: GPT, weights: Mapping[str, Tensor], run: Runtime) -> None:
-    """Allocate a model from `tensor_parallel.parallelize` and copy this rank's part of every full parameter."""
     fsdp.allocate_shards(model, run.device)
     model.lm_head.weight = model.transformer["wte"].weight  # type: ignore[assignment]  # one parameter again
     for name, param in model.named_parameters():
         param.copy_(tensor_parallel.take_part(weights[name], name, run.rank, run.world_size))
+    return model

@@ -9,6 +9,7 @@ A Harmony message is `<|channel|>NAME<|message|>TEXT`, and ends with `<|end|>`, 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -114,14 +115,14 @@ class Prompter:
     Args:
         form: plain, chat or harmony.
         codec: the model's tokenizer.
-        stop: a text that ends every answer; None: a blank line for ARC tasks in plain form, and nothing otherwise.
+        stops: texts that end every answer; empty: a blank line for ARC tasks in plain form, and nothing otherwise.
 
     Raises:
         ConfigError: the tokenizer does not support the form.
     """
 
-    def __init__(self, form: PromptForm, codec: TextCodec, stop: str | None) -> None:
-        self.form, self.codec, self.stop = form, codec, stop
+    def __init__(self, form: PromptForm, codec: TextCodec, stops: Sequence[str] = ()) -> None:
+        self.form, self.codec, self.stops = form, codec, tuple(stops)
         self.special = codec.find_special((*HARMONY, "<|call|>"))
         if form == "harmony" and (missing := [name for name in HARMONY if name not in self.special]):
             raise ConfigError(
@@ -149,19 +150,18 @@ class Prompter:
             ids += [self.special[part]] if part in self.special else self.codec.encode(str(part))
         return ids
 
-    def find_stop(self, problem: Generation) -> str | None:
-        """Return the text that ends the answer to a problem; None if only a special token does."""
-        if self.stop is None and self.form == "plain" and isinstance(problem, ArcProblem):
-            return "\n\n"
-        return self.stop
+    def find_stops(self, problem: Generation) -> tuple[str, ...]:
+        """Return the texts that end the answer to a problem; empty if only a special token does."""
+        if not self.stops and self.form == "plain" and isinstance(problem, ArcProblem):
+            return ("\n\n",)
+        return self.stops
 
     def read(self, ids: list[int], problem: Generation) -> Answer:
         """Return the answer in the generated token ids."""
         if self.form == "harmony":
             return self._read_harmony(ids)
         text = self.codec.decode([i for i in ids if i not in self.ends])
-        stop = self.find_stop(problem)
-        return Answer(text.split(stop)[0] if stop else text)
+        return Answer(cut_text(text, self.find_stops(problem)))
 
     def _read_harmony(self, ids: list[int]) -> Answer:
         """Return the text of the channel `final`, and the number of tokens in each channel.
@@ -193,7 +193,12 @@ class Prompter:
         order = [channel for channel, _ in channels]
         switches = sum(a != b for a, b in zip(order, order[1:], strict=False))
         text = self.codec.decode([token for channel, content in channels if channel == "final" for token in content])
-        text = text.split(self.stop)[0] if self.stop else text
         return Answer(
-            text, {"final_position": final_position, "channel_switches": switches, "channel_tokens": dict(tokens)}
+            cut_text(text, self.stops),
+            {"final_position": final_position, "channel_switches": switches, "channel_tokens": dict(tokens)},
         )
+
+
+def cut_text(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first of the texts that end it."""
+    return text[: min((position for stop in stops if (position := text.find(stop)) >= 0), default=len(text))]

@@ -41,8 +41,24 @@ def list_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     if "perplexity" in scores:
         facts.append(("perplexity", f"{scores['perplexity']:.3f}"))
     facts.append(("generated tokens", f"{result['tokens']:,}"))
+    if seconds := result["seconds_of_last_start"]:
+        facts.append(("time since the last start", f"{seconds:,.1f} s"))
+        facts.append(("tokens per second", f"{result['tokens_of_last_start'] / seconds:,.1f}"))
+    memory = ", ".join(f"{size / 1e6:,.0f}" for size in result["peak_memory_bytes"])
+    facts.append(("peak memory per rank (MB)", memory))
     facts.append(("ranks", ", ".join(filter(None, (str(result["ranks"]), result["spread"], result["hardware"])))))
     return facts
+
+
+def describe_channels(line: dict[str, Any]) -> str:
+    """Return in which channels of Harmony an answer was written; empty for other prompts."""
+    if "channel_tokens" not in line:
+        return ""
+    begin = line["final_position"]
+    final = f"never within {line['tokens']} tokens" if begin is None else f"at token {begin}"
+    tokens = [f"{name} {count}" for name, count in line["channel_tokens"].items()]
+    parts = [f"final began {final}", f"channel switches: {line['channel_switches']}"]
+    return "; ".join([*parts, f"tokens: {', '.join(tokens)}"] if tokens else parts)
 
 
 def draw_grid(grid: Grid | None, title: str) -> str:
@@ -76,6 +92,8 @@ def write_html(result: dict[str, Any]) -> str:
             body += f"<p>expected</p><pre>{html.escape(str(line['wanted']))}</pre>"
         body += f"<details><summary>answer as text</summary><pre>{html.escape(line['answer'])}</pre></details>"
         detail = f"{describe_outcome(line)}, {line['tokens']} tokens, {line['seconds']:.1f} s"
+        if channels := describe_channels(line):
+            detail += f"; {html.escape(channels)}"
         sections.append(f"<section><h2>{html.escape(line['id'])}</h2><p>{detail}</p>{body}</section>")
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Evaluation report</title>"
@@ -89,10 +107,13 @@ def write_markdown(result: dict[str, Any]) -> str:
     """Return the report as Markdown: the scores, and one row per problem."""
     lines = ["# Evaluation report", ""]
     lines += [f"- {name}: {value}" for name, value in list_facts(result)]
-    lines += ["", "| problem | outcome | equal cells | tokens | time (s) |", "|---|---|---|---|---|"]
+    names = ["problem", "outcome", "equal cells", "tokens", "time (s)"]
+    names += ["channels"] if any("channel_tokens" in line for line in result["problems"]) else []
+    lines += ["", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for line in sort_failures_first(result["problems"]):
         cells = f"{100 * line['cell_accuracy']:.0f}%" if "cell_accuracy" in line else "-"
-        row = (line["id"], describe_outcome(line), cells, line["tokens"], f"{line['seconds']:.1f}")
+        row = [line["id"], describe_outcome(line), cells, line["tokens"], f"{line['seconds']:.1f}"]
+        row += [describe_channels(line)][: len(names) - len(row)]
         lines.append("| " + " | ".join(str(value).replace("|", "\\|") for value in row) + " |")
     for line in sort_failures_first(result["problems"]):
         if line.get("is_right") is False:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import tyro
+
 from nanoGPT.errors import ConfigError
 from phase3_fsdp.solve.problems import GENERATED
 from phase3_fsdp.solve.prompts import PromptForm
@@ -28,8 +30,8 @@ class SolveConfig:
     """maximum number of tokens per answer; None: 30,000, or as many as fit into the context of the model"""
     prompt: PromptForm = "plain"
     """plain | chat (the tokenizer's template) | harmony (the format of gpt-oss)"""
-    stop: str | None = None
-    """text that ends an answer; None: a blank line for ARC tasks with plain prompts"""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """text that ends an answer; repeat it for several texts; none: a blank line for ARC tasks with plain prompts"""
     attempts: int = 1
     """answers per problem, for pass@k; more than one needs a temperature"""
     temperature: float = 0.0
@@ -75,5 +77,5 @@ def validate(config: SolveConfig) -> None:
         raise ConfigError(
             f"--attempts={config.attempts} with --temperature=0 gives the same answer every time: use --temperature=0.7"
         )
-    if config.stop == "":
+    if "" in config.stop:
         raise ConfigError("--stop is empty, so every answer would be empty: remove it, or give a text")

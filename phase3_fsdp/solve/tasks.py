@@ -87,12 +87,16 @@ def write_tasks(
             f"the prompt of {problem.id} has {len(ids)} tokens and the answer {config.tokens or 'at least 1'}, but the "
             f"model's context has {context}: use {remedy}"
         )
-    ends, stop = prompter.ends, prompter.find_stop(problem)
+    ends, stops = prompter.ends, prompter.find_stops(problem)
+    longest = max(map(len, stops), default=0)
 
     def has_ended(generated: list[int]) -> bool:
         if generated[-1] in ends:
             return True
-        return stop is not None and stop in prompter.codec.decode(generated[-4 * len(stop) - 4 :])
+        if not stops:
+            return False
+        text = prompter.codec.decode(generated[-4 * longest - 4 :])
+        return any(stop in text for stop in stops)
 
     max_new = min(max_new, config.tokens or DEFAULT_TOKENS)
     return [Task(number, attempt, ids, max_new, has_ended=has_ended) for attempt in range(config.attempts)]

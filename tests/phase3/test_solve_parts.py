@@ -2,6 +2,8 @@
 
 import json
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,8 @@ from phase3_fsdp.solve.problems import (
 )
 from phase3_fsdp.solve.progress import Progress, read_lines
 from phase3_fsdp.solve.prompts import HARMONY, OwnCodec, Prompter, choose_symbols
+from phase3_fsdp.solve.settings import SolveConfig
+from phase3_fsdp.solve.tasks import write_tasks
 
 TASK = {"train": [{"input": [[0, 1], [2, 3]], "output": [[1, 0], [3, 2]]}], "test": [{"input": [[4, 5]]}]}
 LETTERS = "abcdefghij"
@@ -178,7 +182,7 @@ def test_colors_are_digits_or_letters():
 def test_harmony_channels_are_counted():
     """`final` is the answer; the token at which it began, the switches and the tokens per channel are reported."""
     codec = WordCodec()
-    prompter, problem = Prompter("harmony", codec, None), TextProblem("x", "2+2?", "4", "exact")
+    prompter, problem = Prompter("harmony", codec), TextProblem("x", "2+2?", "4", "exact")
     prompt = codec.decode(prompter.write(problem, ""))
     assert prompt.endswith("<|start|>user<|message|>2+2?<|end|><|start|>assistant")
     ids = codec.encode_all("<|channel|>", "analysis", "<|message|>", "easy", "<|end|>", "<|start|>", "assistant")
@@ -191,12 +195,23 @@ def test_harmony_channels_are_counted():
         "channel_switches": 1,
         "channel_tokens": {"analysis": 4, "final": 1},
     }
-    stopped = Prompter("harmony", codec, "STOP").read([*ids[:-1], *codec.encode("STOP")], problem)
+    stopped = Prompter("harmony", codec, ["END", "STOP"]).read([*ids[:-1], *codec.encode("STOP END")], problem)
     assert (
         stopped.text == "4" and prompter.read(codec.encode_all("<|channel|>", "  ", "<|message|>"), problem).text == ""
     )
     cut = prompter.read(ids[:before_final], problem)
     assert cut.text == "" and cut.details["final_position"] is None and cut.details["channel_switches"] == 0
+
+
+def test_the_first_of_several_texts_ends_an_answer():
+    """Generation ends with any of the stop texts, and the answer is what stands before the first of them."""
+    codec, problem = WordCodec(), TextProblem("x", "2+2?", "4", "exact")
+    prompter = Prompter("plain", codec, ["END", "\n"])
+    model: Any = SimpleNamespace(context=100, codec=codec)
+    (task,) = write_tasks(0, problem, prompter, model, SolveConfig(tokens=20))
+    ended = [task.has_ended(codec.encode(text)) for text in ("4", "4EN", "4END", "4\n")]
+    assert ended == [False, False, True, True]
+    assert prompter.read(codec.encode("4\n5END"), problem).text == "4"
 
 
 def test_a_tokenizer_without_the_prompt_form_is_refused():
@@ -207,8 +222,8 @@ def test_a_tokenizer_without_the_prompt_form_is_refused():
         ("harmony", r"needs the token <\|start\|>"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Prompter(form, codec, None)
-    chat = Prompter("chat", WordCodec(), None)
+            Prompter(form, codec)
+    chat = Prompter("chat", WordCodec())
     assert WordCodec().decode(chat.write(TextProblem("x", "hi", "x", "exact"), "")) == "[user]hi[assistant]"
 
 
@@ -253,15 +268,22 @@ def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
 
 
 def test_the_report_shows_failures_first_and_escapes_answers():
-    """The wrong answer comes first, its grids are drawn, and markup in an answer is shown as text."""
+    """The wrong answer comes first, grids are drawn, markup is shown as text; speed, memory and channels are listed."""
     common = {"tokens": 3, "seconds": 0.5, "is_right": True, "cell_accuracy": 1.0, "test": [[1]], "wanted": [[2]]}
     lines = [
         {**common, "id": "right", "answer": "2", "grid": [[2]]},
         {**common, "id": "wrong", "answer": "<script>", "grid": None, "is_right": False, "cell_accuracy": 0.0},
     ]
     result = {"problems": lines, "scores": scores.summarize(lines), "settings": {"model": "m"}, "tokens": 6}
-    result |= {"seconds": 1.0, "ranks": 2, "spread": "tp", "hardware": "CPU"}
+    lines[0] |= {"final_position": 3, "channel_switches": 1, "channel_tokens": {"analysis": 2, "final": 1}}
+    lines[1] |= {"final_position": None, "channel_switches": 0, "channel_tokens": {}}
+    result |= {"ranks": 2, "spread": "tp", "hardware": "CPU", "peak_memory_bytes": [3e6, 5e6]}
+    result |= {"seconds_of_last_start": 2.0, "tokens_of_last_start": 5}
     page, text = report.write_html(result), report.write_markdown(result)
     assert page.index("<h2>wrong") < page.index("<h2>right") and "<script>" not in page and "&lt;script&gt;" in page
+    for report_text in (page, text):
+        assert "final began at token 3; channel switches: 1; tokens: analysis 2, final 1" in report_text
+        assert "final began never within 3 tokens" in report_text
+    assert "- tokens per second: 2.5" in text and "- peak memory per rank (MB): 3, 5" in text
     assert "no grid" in page and page.count("<table class='grid'>") == 6
     assert text.index("| wrong | wrong |") < text.index("| right | right |") and "right: 1 (50.0%)" in text

@@ -1,0 +1,154 @@
+"""FSDP for generation: which modules are all-gathered together, and when their full parameters are freed.
+
+Memory decides the units. A layer with large parts (its attention, its MLP, its experts) is never all-gathered as a
+whole: each part with at least 1M parameters is a unit, and the layer is a unit of the rest (norms, a router). The
+embedding and the head are units as well. If they share one parameter (tied weights), they stay in the root unit, and
+with offload the root is freed while the layers run.
+
+FSDP all-gathers a unit into a flat buffer, copies it into the parameters, and frees the buffer when the next unit has
+been copied. So a rank has a unit twice, and the flat buffer of the next unit. With offload, all of this is at most
+twice the size of the largest layer, where the embedding and the head count as layers.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from nanoGPT.distributed.runtime import Runtime
+from phase3_fsdp.fsdp import DEFAULT_MIN_NUM_PARAMS
+
+T = TypeVar("T")
+MIN_PARAMS = DEFAULT_MIN_NUM_PARAMS  # of a unit that is a part of a layer
+
+
+def find_units(layer: nn.Module) -> dict[nn.Module, int]:
+    """Return the units of a layer in execution order, and the number of parameters of each without those inside it.
+
+    The first unit is the layer itself. Another module is a unit if it has at least MIN_PARAMS parameters that belong
+    to no unit inside it. A linear layer is no unit, because others around it are small. What is in a list of
+    modules is no unit either: a layer may run only some of them, such as the experts of its tokens, and the ranks must
+    all-gather the same units.
+    """
+    units: dict[nn.Module, int] = {}
+
+    def count_unassigned(module: nn.Module, may_be_unit: bool) -> int:
+        parts_may_be_units = not isinstance(module, nn.ModuleList | nn.ModuleDict) and (may_be_unit or module is layer)
+        unassigned = sum(p.numel() for p in module.parameters(recurse=False))
+        unassigned += sum(count_unassigned(child, parts_may_be_units) for child in module.children())
+        is_stack = any(p.dim() > 2 for p in module.parameters(recurse=False))  # of experts
+        if may_be_unit and parts_may_be_units and unassigned >= MIN_PARAMS and (any(module.children()) or is_stack):
+            units[module] = unassigned
+            return 0
+        return unassigned
+
+    rest = count_unassigned(layer, False)
+    return {layer: rest} | {module: units[module] for module in layer.modules() if module in units}
+
+
+def find_ends(model: nn.Module) -> list[nn.Module]:
+    """Return the embedding and the head of a model; nothing if they share their weight, or if the model lacks one."""
+    find = [getattr(model, f"get_{name}_embeddings", lambda: None) for name in ("input", "output")]
+    ends = [module for module in (each() for each in find) if module is not None]
+    weights = {getattr(module, "weight", None) for module in ends}
+    return ends if len(ends) == len(weights) == 2 else []
+
+
+def shard_for_generation(model: nn.Module, layers: Sequence[nn.Module], is_offloaded: bool, run: Runtime) -> None:
+    """Apply `fully_shard` to the units of a model, in place. Every unit is freed after its forward pass. Collective.
+
+    Args:
+        model: on the meta device.
+        layers: of the model, in execution order.
+        is_offloaded: store the shards in CPU memory, and free a tied embedding and head while the layers run.
+        run: this rank's Runtime.
+    """
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(run.device.type, (run.world_size,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=run.dtype, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(run.device.type != "cpu") if is_offloaded else OffloadPolicy(),
+    }
+    ends, units = find_ends(model), [list(find_units(layer)) for layer in layers]
+    for unit in (*ends, *(unit for each in units for unit in reversed(each))):  # inner units first
+        fully_shard(unit, reshard_after_forward=True, **options)
+    fully_shard(model, **options)
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_forward(True, recurse=False)  # without a backward pass, nothing needs the root afterwards
+    set_prefetching(units)
+    if is_offloaded:
+        set_early_frees(model, units)
+        free_root_between(model, layers[0], layers[-1])
+
+
+def free_root_between(model: FSDPModule, first: nn.Module, last: nn.Module) -> None:
+    """Free the root unit before the first layer runs, and all-gather it again after the last one."""
+
+    def free(*_: Any) -> None:
+        model.reshard()
+
+    def all_gather(*_: Any) -> None:
+        model.unshard()
+
+    first.register_forward_pre_hook(free, prepend=True)  # before FSDP all-gathers the layer
+    last.register_forward_hook(all_gather)
+
+
+def set_prefetching(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Let each unit start the all-gathers of `list_prefetched` before it computes.
+
+    Args:
+        units: of each layer, in execution order; the first one is the layer itself.
+    """
+    for layer, following in zip(units, [*units[1:], []], strict=True):
+        for unit, prefetched in zip(layer, list_prefetched(layer, following), strict=True):
+            assert isinstance(unit, FSDPModule)
+            unit.set_modules_to_forward_prefetch(prefetched)  # type: ignore[arg-type]
+
+
+def list_prefetched(layer: Sequence[T], following: Sequence[T]) -> list[list[T]]:
+    """Return what each unit of a layer prefetches: the next large part, with what is left of the layer of that part.
+
+    Args:
+        layer: its units, or anything else with one entry per unit; the first one is the layer itself.
+        following: the same for the next layer; empty for the last one.
+    """
+    return [*([part] for part in layer[1:]), list(following[:2])]
+
+
+def frees_buffers_early(layer: Sequence[Any], following: Sequence[Any]) -> bool:
+    """Return whether a layer frees its flat buffers at once if memory matters most.
+
+    It must if it has no two large parts, or if the head comes next, which can be larger than a layer.
+    """
+    return len(layer) < 3 or not following
+
+
+def set_early_frees(model: FSDPModule, units: Sequence[Sequence[nn.Module]]) -> None:
+    """Free flat buffers as soon as they are copied, where a rank would otherwise have more than two layers.
+
+    FSDP then copies on the stream that computes, so a copy from CPU memory does not overlap with computation.
+    """
+    model._set_unshard_async_op(True)
+    for layer, following in zip(units, [*units[1:], []], strict=True):
+        assert isinstance(layer[0], FSDPModule)
+        layer[0]._set_unshard_async_op(frees_buffers_early(layer, following))
+
+
+def keep_head(model: nn.Module) -> list[FSDPModule]:
+    """Let the unit with the head stay all-gathered after it has run. Give the result to `free_head`.
+
+    The head can then run several times, and it is still all-gathered once, as on the ranks that do other work.
+    """
+    units: list[FSDPModule] = [unit for unit in (*find_ends(model)[1:], model) if isinstance(unit, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    return units
+
+
+def free_head(units: list[FSDPModule]) -> None:
+    """Free the units that `keep_head` kept."""
+    for unit in units:
+        unit.set_reshard_after_forward(True, recurse=False)
+        unit.reshard()
