@@ -54,7 +54,7 @@ MEMORY = "bench.campaign.memory"
 def list_parts(dry_run: bool = False) -> list[Part]:
     """Return all parts, in the order in which they run. In a dry run, each takes a few seconds."""
     parts = [*list_first_parts(), *list_tuning(), *list_memory(), *list_last_parts()]
-    return [replace(part, estimate_seconds=min(part.estimate_seconds, 10)) for part in parts] if dry_run else parts
+    return [replace(part, estimate_seconds=min(part.estimate_seconds, 25)) for part in parts] if dry_run else parts
 
 
 def name_kernels(kernels: str) -> str:
@@ -73,7 +73,10 @@ def list_first_parts() -> list[Part]:
         Part("compiled", f"{phase}_{name_kernels(kernels)}", f"{RUNS}:compare_compiled", (phase, kernels), 60)
         for phase, kernels in TRAINERS
     ]
-    parts += [Part("times", kernel, f"{TIMINGS}:time_kernel", (kernel, False), 25) for kernel in KERNELS]
+    parts += [
+        Part("times", kernel, f"{TIMINGS}:time_kernel", (kernel, False), 40 if kernel == "loss" else 25)
+        for kernel in KERNELS
+    ]
     return parts + list_throughput("gpt2", 30, 30)
 
 
