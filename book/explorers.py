@@ -42,10 +42,11 @@ def render_explorer(name: str) -> str:
 
 
 def describe_recording(result: dict[str, Any]) -> str:
-    """Return a sentence with the command, the hardware and the commit of a recording."""
+    """Return a sentence with the command, the hardware and, if it is known, the commit of a recording."""
+    commit = f" at commit {result['git_commit'][:10]}" if result["git_commit"] else ""
     return (
         f"`{result['settings']['command']}` recorded this run on {result['hardware']} with torch "
-        f"{result['versions']['torch']} at commit {result['git_commit'][:10]} on {result['time'][:10]}."
+        f"{result['versions']['torch']}{commit} on {result['time'][:10]}."
     )
 
 

@@ -1,6 +1,7 @@
 """Options, markers and fixtures of all tests.
 
-`pytest --device=cuda` runs the same tests on GPUs with NCCL. A test that cannot run there is skipped with a reason.
+`pytest -m gpu --device=cuda` runs the tests of trainers and kernels on GPUs with NCCL. A test that cannot run there is
+skipped with a reason.
 """
 
 import os
@@ -44,12 +45,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marker `ranks` to every test that starts processes, so that `make test-fast` skips it."""
+    """Add the marker `ranks` to every test that starts processes, so that `make test-fast` skips it.
+
+    Add the marker `gpu` to every test that runs on the device of `--device`: `pytest -m gpu --device=cuda`.
+    """
     from tests.helpers.marks import list_functions, starts_processes
 
     for item in items:
+        if isinstance(item, pytest.Function) and uses_device(item):
+            item.add_marker("gpu")
         if isinstance(item, pytest.Function) and any(starts_processes(f, set()) for f in list_functions(item)):
             item.add_marker("ranks")
+
+
+def uses_device(item: pytest.Function) -> bool:
+    """Return whether a test uses the fixture `device`, also through `on_device` or `need_ranks`."""
+    is_parameter = hasattr(item, "callspec") and "device" in item.callspec.params
+    return "device" in item.fixturenames and not is_parameter
 
 
 @pytest.fixture(autouse=True)

@@ -1,28 +1,33 @@
 """Measure everything that needs a GPU, in pieces of a few minutes: `make gpu-campaign`.
 
     python -m bench.campaign --minutes=9 --to=DIR               # run the next parts; call it again to continue
-    python -m bench.campaign --minutes=9 --to=DIR --retry       # also repeat the parts that failed or were skipped
-    python -m bench.campaign --dry_run --minutes=9 --to=DIR     # without a GPU: every part with tiny shapes
+    python -m bench.campaign --to=DIR --stages=kernels,times    # only these stages
+    python -m bench.campaign --to=DIR --retry                   # first repeat the parts that failed, were skipped, ...
+    python -m bench.campaign --to=DIR --again=kernels.loss      # ... or only this part
+    python -m bench.campaign --dry_run --to=DIR                 # without a GPU: every part with tiny shapes
     python -m bench.campaign --report --from=DIR                # write the results into bench/results and the documents
 
-The parts run in order of worth (`parts.py`). Each writes its result when it ends, so a kill loses one part. The command
-needs torch, triton and numpy. Parts that train also need the packages of pyproject.toml. On a machine without a
+The parts run in order of worth (`parts.py`). Each writes its result when it ends, so a kill loses one part. At its end
+a call writes all results into one file, DIR/campaign.tar.gz, which --from also accepts. The command needs torch, triton
+and numpy. Parts that train also need the packages of pyproject.toml. On a machine without a
 network, name a directory that contains their wheels with --wheels. This command does not use tyro, because tyro may be
 one of the packages that only the wheels provide.
 """
 
 import argparse
+import importlib.metadata
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from bench.campaign.folder import CampaignFolder, Part
+from bench.campaign.folder import CampaignFolder, Part, open_campaign
+from bench.campaign.identity import describe_campaign
 from bench.campaign.parts import list_parts
 from bench.campaign.scheduler import Worker, build_environment, find_pending, find_problems, run_parts
 from nanoGPT.cli.program import report_errors
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,11 +47,14 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="time of this call (default: 9)")
     parser.add_argument("--to", type=Path, help="directory of the campaign; it is created")
     parser.add_argument("--dry_run", action="store_true", help="run every part on the CPU with tiny shapes")
-    parser.add_argument("--retry", action="store_true", help="repeat the parts that failed or were skipped")
+    parser.add_argument("--stages", help="run only these stages, such as kernels,times")
+    parser.add_argument("--retry", action="store_true", help="repeat parts that failed, were skipped or found problems")
+    parser.add_argument("--again", help="repeat these parts, such as kernels.loss,times.loss")
     parser.add_argument("--wheels", type=Path, help="directory of wheels to use, for packages that are not installed")
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT to run beside the baseline")
+    parser.add_argument("--commit", help="git commit of this code, if this machine has no git")
     parser.add_argument("--report", action="store_true", help="write the results of --from into bench/results")
-    parser.add_argument("--from", type=Path, dest="source", help="directory of the campaign to report")
+    parser.add_argument("--from", type=Path, dest="source", help="directory or campaign.tar.gz to report")
     options = parser.parse_args(words)
     needed, other = ("source", "to") if options.report else ("to", "source")
     names = {"source": "--from", "to": "--to"}
@@ -60,8 +68,52 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     return options
 
 
+def select_parts(parts: list[Part], stages: str | None) -> list[Part]:
+    """Return the parts of the stages in a comma-separated list; all parts for None.
+
+    Raises:
+        ConfigError: there is no such stage.
+    """
+    if stages is None:
+        return parts
+    known = list(dict.fromkeys(part.stage for part in parts))
+    for stage in stages.split(","):
+        if stage not in known:
+            raise ConfigError(f"--stages={stages}: there is no stage {stage!r}, use some of {','.join(known)}")
+    return [part for part in parts if part.stage in stages.split(",")]
+
+
+def forget_parts(parts: list[Part], folder: CampaignFolder, retry: bool, again: str | None) -> None:
+    """Delete the records of the parts that --retry and --again name, so that they run again.
+
+    Raises:
+        ConfigError: there is no such part.
+    """
+    named = again.split(",") if again is not None else []
+    keys = [part.key for part in parts]
+    for name in named:
+        if name not in keys:
+            raise ConfigError(f"--again={again}: there is no part {name!r}{did_you_mean(name, keys)}")
+    for part in parts:
+        record = folder.read(part)
+        has_failed = record["state"] in ("failed", "skipped") or find_problems(record)
+        if part.key in named or (retry and has_failed):
+            folder.forget(part)
+
+
+def is_installed(wheel: Path) -> bool:
+    """Return whether the distribution of a wheel is installed already, in any version."""
+    try:
+        importlib.metadata.distribution(wheel.name.partition("-")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def unpack_wheels(wheels: Path, site: Path) -> None:
     """Unpack wheels into a directory from which Python can import them.
+
+    A wheel of an installed package is left out: it would replace, for example, the torch that uses this GPU.
 
     Raises:
         ConfigError: the directory contains no wheels.
@@ -70,8 +122,10 @@ def unpack_wheels(wheels: Path, site: Path) -> None:
     if not files:
         raise ConfigError(f"--wheels={wheels} contains no wheels: fill it with pip download")
     shutil.rmtree(site, ignore_errors=True)
+    site.mkdir()
     for file in files:
-        shutil.unpack_archive(file, site, "zip")
+        if not is_installed(file):
+            shutil.unpack_archive(file, site, "zip")
 
 
 def run_campaign(options: argparse.Namespace) -> None:
@@ -80,25 +134,23 @@ def run_campaign(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: there is no GPU, or the directory cannot be used.
     """
-    if not options.dry_run:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigError("torch finds no GPU: use --dry_run to run every part on the CPU with tiny shapes")
-    folder, parts = CampaignFolder(options.to), list_parts(options.dry_run)
-    folder.create({"dry_run": options.dry_run})
+    parts = select_parts(list_parts(options.dry_run), options.stages)
+    folder = CampaignFolder(options.to)
+    folder.create(describe_campaign(options.dry_run))
     with folder.lock():
-        if options.retry:
-            for part in parts:
-                if folder.read(part)["state"] in ("failed", "skipped"):
-                    folder.forget(part)
+        forget_parts(parts, folder, options.retry, options.again)
         site = folder.path / "site"
         if options.wheels:
             unpack_wheels(options.wheels, site)
         environment = build_environment(options.dry_run, site if site.exists() else None)
         nanogpt = str(options.nanogpt.resolve()) if options.nanogpt else None
         settings = {"folder": str(folder.path), "dry_run": options.dry_run, "nanogpt": nanogpt}
-        run_parts(parts, folder, lambda: Worker(settings, environment), 60 * options.minutes)
+        settings["commit"] = options.commit
+        try:
+            run_parts(parts, folder, lambda: Worker(settings, environment), 60 * options.minutes)
+        finally:
+            archive = folder.write_archive()
+        print(f"all results so far are in {archive}")
         print_summary(parts, folder)
 
 
@@ -112,7 +164,7 @@ def print_summary(parts: Sequence[Part], folder: CampaignFolder) -> None:
         if keys:
             print(f"{len(keys)} parts {label}: {', '.join(keys)}")
     if failed or skipped or wrong:
-        print(f"the reasons are in {folder.path / 'parts'}; --retry repeats failed and skipped parts")
+        print(f"the reasons are in {folder.path / 'parts'}; --retry repeats these parts")
     left = find_pending(parts, folder)
     if not left:
         print(f"nothing is left of {len(parts)} parts; write the results with --report --from={folder.path}")
@@ -127,7 +179,7 @@ def main(words: list[str]) -> None:
     if options.report:
         from bench.campaign.report import write_report
 
-        write_report(CampaignFolder(options.source))
+        write_report(open_campaign(options.source))
     else:
         run_campaign(options)
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,6 +24,9 @@ from bench.kernels.kernels import Stopwatch
 from bench.kernels.tune import compute_results
 from bench.tables.records import describe_origin
 from nanoGPT.files import PACKAGE
+from nanoGPT.prepare.directory import META, choose_token_dtype, write_meta, write_tokens
+from nanoGPT.prepare.download import make_gpt2_identity
+from nanoGPT.prepare.text import make_char_identity
 from phase2_triton.kernels.adamw import TritonAdamW
 from phase2_triton.kernels.core import is_interpreted
 
@@ -32,6 +37,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 
+TEST_SECONDS = 60  # a test that takes longer has failed
 SUM_ROUNDING = 16 * torch.finfo(torch.float32).eps  # of a sum over many rows in fp32, whose terms may cancel
 
 
@@ -48,7 +54,8 @@ def describe_machine(settings: Settings) -> dict[str, Any]:
     if shutil.which("nvidia-smi") and not settings.dry_run:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    return {"origin": {**origin, "versions": versions}, "driver": driver}
+    commit = settings.commit or origin["git_commit"]
+    return {"origin": {**origin, "versions": versions, "git_commit": commit}, "driver": driver}
 
 
 def compare_attention_backends(settings: Settings) -> dict[str, Any]:
@@ -172,7 +179,7 @@ def run_sanitizer(settings: Settings, tool: str) -> dict[str, Any]:
     """Run every kernel under a tool of NVIDIA's compute-sanitizer: memcheck, or racecheck.
 
     Raises:
-        Skipped: there is no compute-sanitizer.
+        Skipped: there is no compute-sanitizer, or it does not support this GPU or its virtual machine.
     """
     program = f"from bench.campaign.checks import run_small_kernels; run_small_kernels({str(settings.device)!r})"
     command = [sys.executable, "-c", program]
@@ -185,13 +192,15 @@ def run_sanitizer(settings: Settings, tool: str) -> dict[str, Any]:
     done = subprocess.run(command, cwd=PACKAGE.parent, env=environment, capture_output=True, text=True)
     output = done.stdout + done.stderr
     print(output)
+    if "Device not supported" in output:
+        raise Skipped("compute-sanitizer reports: Device not supported")
     has_run = "all kernels ran" in output
     problems = [] if done.returncode == 0 and has_run else [f"{tool} ended with {done.returncode}: {output[-300:]}"]
     return {"interpreted": is_interpreted(), "output": output[-2000:], "problems": problems}
 
 
-def run_tests(settings: Settings, path: str) -> dict[str, Any]:
-    """Run the tests of a directory on the GPU. In a dry run, run the tests of one file on the CPU.
+def run_tests(settings: Settings, name: str, *paths: str) -> dict[str, Any]:
+    """Run the tests with the marker `gpu` of some directories. In a dry run, run one file of them on the CPU.
 
     Raises:
         Skipped: pytest or a plugin is missing.
@@ -200,11 +209,12 @@ def run_tests(settings: Settings, path: str) -> dict[str, Any]:
     import pytest_timeout  # noqa: F401
     import xdist  # noqa: F401
 
-    target = "tests/phase2/test_kernel_gelu.py" if settings.dry_run else path
+    targets = ["tests/phase2/test_kernel_gelu.py"] if settings.dry_run else paths
     device = "cpu" if settings.dry_run else "cuda"
     workers = 0 if settings.dry_run else min(4, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "pytest", f"--device={device}", "-v", "-n", str(workers), "--tb=short", target]
-    log = settings.folder / "logs" / f"pytest-{path.replace('/', '-')}.txt"
+    command = [sys.executable, "-m", "pytest", f"--device={device}", "-m", "gpu and not slow", "-v", "--tb=short"]
+    command += ["-n", str(workers), f"--timeout={TEST_SECONDS}", "--continue-on-collection-errors", *targets]
+    log = settings.folder / "logs" / f"pytest-{name}.txt"
     with open(log, "w") as file:
         done = subprocess.run(command, cwd=PACKAGE.parent, stdout=file, stderr=subprocess.STDOUT)
     lines = log.read_text(errors="replace").splitlines()
@@ -215,18 +225,30 @@ def run_tests(settings: Settings, path: str) -> dict[str, Any]:
 
 
 def find_data(settings: Settings) -> str:
-    """Return the dataset of the trainers: Shakespeare as GPT-2 tokens if it is prepared, otherwise random letters."""
+    """Return the dataset of the trainers: Shakespeare as GPT-2 tokens if it is prepared, otherwise random tokens.
+
+    The random tokens are those of GPT-2, so that the model has its full vocabulary. Like words of a text, the k-th most
+    frequent token has a frequency proportional to 1/k. A dry run has 26 tokens, for a tiny model.
+    """
     from nanoGPT.dataset import find_dataset
     from nanoGPT.errors import ConfigError
-    from nanoGPT.prepare.text import write_text
 
-    if not settings.dry_run:
-        with contextlib.suppress(ConfigError):
-            find_dataset("shakespeare")
-            return "shakespeare"
-    folder = Path(settings.folder) / "letters"
-    if not (folder / "meta.json").exists():
-        ids = torch.randint(26, (200_000,), generator=torch.Generator().manual_seed(0)).tolist()
-        source = {"text": "random letters, because no dataset is prepared"}
-        write_text(folder, "".join(chr(ord("a") + i) for i in ids), source, "char")
+    if settings.dry_run:
+        return write_random_tokens(settings.folder / "letters", make_char_identity(ascii_lowercase))
+    with contextlib.suppress(ConfigError):
+        find_dataset("shakespeare")
+        return "shakespeare"
+    return write_random_tokens(settings.folder / "random-gpt2", make_gpt2_identity())
+
+
+def write_random_tokens(folder: Path, identity: dict[str, Any]) -> str:
+    """Write a dataset of random tokens, unless it is there, and return its path."""
+    if not (folder / META).exists():
+        folder.mkdir(exist_ok=True)
+        generator, size = np.random.default_rng(0), identity["vocab_size"]
+        frequencies = 1 / np.arange(1, size + 1)
+        ids = generator.choice(size, 2_000_000, p=frequencies / frequencies.sum()).astype(choose_token_dtype(size))
+        parts = {"train": ids[:-200_000], "val": ids[-200_000:]}
+        splits = {name: [write_tokens(folder, f"{name}.bin", part)] for name, part in parts.items()}
+        write_meta(folder, {"text": "random tokens, because no dataset is prepared"}, identity, splits)
     return str(folder)

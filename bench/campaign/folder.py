@@ -1,14 +1,18 @@
 """The directory of a campaign: one JSON file per part, so that a kill loses only the part that was running.
 
-DIR/campaign.json       the settings that all calls share
+DIR/campaign.json       the GPU, the versions and the code that all calls share
 DIR/parts/              STAGE.NAME.json: state, seconds, and the result, the traceback or the reason
 DIR/logs/               STAGE.NAME.log: what the part printed
 DIR/configs.json        tile sizes, as far as they are tuned
+DIR/campaign.tar.gz     all results in one file, written at the end of every call
 """
 
 import contextlib
 import fcntl
+import io
 import json
+import tarfile
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +22,8 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
 
 MAX_INTERRUPTIONS = 2  # a part that is interrupted this often has failed
+ARCHIVE = "campaign.tar.gz"
+ARCHIVED = ("campaign.json", "configs.json", "baseline.json", "parts", "logs", "profile-*")
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,14 @@ class CampaignFolder:
         """
         file = self.path / "campaign.json"
         if file.exists():
-            if (previous := self.read_settings()) != settings:
-                raise ConfigError(f"{self.path} contains a campaign with {previous}, not {settings}: use another --to")
+            previous = self.read_settings()
+            changed = [
+                f"{name} {previous.get(name)}, not {value}"
+                for name, value in settings.items()
+                if previous.get(name) != value
+            ]
+            if changed:
+                raise ConfigError(f"{self.path} contains a campaign with {', '.join(changed)}: use another --to")
             return
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ConfigError(f"{self.path} exists and does not contain a campaign: use a new directory for --to")
@@ -121,5 +133,32 @@ class CampaignFolder:
         state = "failed" if count >= MAX_INTERRUPTIONS else "pending"
         self.write(part, state, interruptions=count, reason=f"{reason}; interrupted {count} times")
 
+    def write_archive(self) -> Path:
+        """Write all results into one file, which `--report` reads, and return its path."""
+        path = self.path / ARCHIVE
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w:gz") as archive:
+            for member in sorted(member for pattern in ARCHIVED for member in self.path.glob(pattern)):
+                archive.add(member, member.name)
+        write_atomically(path, content.getvalue())
+        return path
+
     def log_path(self, part: Part) -> Path:
         return self.path / "logs" / f"{part.key}.log"
+
+
+def open_campaign(source: Path) -> CampaignFolder:
+    """Return the campaign in a directory, or in an archive, which is unpacked into a temporary directory.
+
+    Raises:
+        ConfigError: the file is no archive of a campaign.
+    """
+    if not source.is_file():
+        return CampaignFolder(source)
+    folder = Path(tempfile.mkdtemp(prefix="campaign-"))
+    try:
+        with tarfile.open(source) as archive:
+            archive.extractall(folder, filter="data")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise ConfigError(f"--from={source} is not a complete {ARCHIVE} ({error}): copy it again") from None
+    return CampaignFolder(folder)

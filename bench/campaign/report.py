@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.campaign.folder import CampaignFolder
-from bench.campaign.parts import list_parts
+from bench.campaign.parts import KERNELS, list_parts
+from bench.campaign.scheduler import find_problems
 from bench.tables.records import RESULTS, write_result_of
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import PACKAGE
@@ -25,7 +26,8 @@ def write_report(folder: CampaignFolder) -> None:
     target = folder.path / "report" if is_dry else RESULTS
     target.mkdir(exist_ok=True)
     records = [folder.read(part) for part in list_parts()]
-    paths = write_results([record for record in records if record["state"] != "pending"], target, is_dry)
+    records = [record for record in records if record["state"] not in ("pending", "running")]
+    paths = write_results(records, target, is_dry)
     for path in paths:
         print(f"wrote {path}")
     if is_dry:
@@ -37,10 +39,26 @@ def write_report(folder: CampaignFolder) -> None:
     plots.main(paths)
     tables.main()
     if (folder.path / "configs.json").exists():
-        print(
-            f"to use the tuned tile sizes, copy {folder.path / 'configs.json'} to {PACKAGE.parent / CONFIG_FILE}, and "
-            "run `python -m bench.kernels.resources --write`"
+        print(advise_on_tuned_table(folder.path / "configs.json", records))
+
+
+def advise_on_tuned_table(table: Path, records: list[dict[str, Any]]) -> str:
+    """Return what to do with the tuned tile sizes: use them only if every kernel was correct with them."""
+    checked = {record["name"] for record in records if is_correct_with_tuned_table(record)}
+    if unchecked := [kernel for kernel in KERNELS if kernel not in checked]:
+        return (
+            f"do not use the tuned tile sizes {table}: with them, these kernels are wrong or were not checked: "
+            f"{', '.join(unchecked)}"
         )
+    return (
+        f"to use the tuned tile sizes, copy {table} to {PACKAGE.parent / CONFIG_FILE}, and "
+        "run `python -m bench.kernels.resources --write`"
+    )
+
+
+def is_correct_with_tuned_table(record: dict[str, Any]) -> bool:
+    """Return whether a part has timed a kernel with tuned tile sizes, and the kernel's results were correct."""
+    return record["stage"] == "tuned_times" and record["state"] == "done" and not find_problems(record)
 
 
 def write_results(records: list[dict[str, Any]], target: Path, is_dry: bool) -> list[Path]:
@@ -67,7 +85,8 @@ def write_results(records: list[dict[str, Any]], target: Path, is_dry: bool) -> 
         return {name: result for (each, name), result in results.items() if each == stage and result is not None}
 
     paths = []
-    kernels = {**select("times"), **select("tuned_times")}  # the later times replace the earlier ones
+    kernels = select("times")
+    kernels |= {each["name"]: each["result"] for each in records if is_correct_with_tuned_table(each)}
     if kernels:
         limits = next(iter(kernels.values()))["limits"]
         rows = [row for result in kernels.values() for row in result["rows"]]

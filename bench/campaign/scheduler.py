@@ -15,7 +15,7 @@ from typing import IO, Any
 from bench.campaign.folder import CampaignFolder, Part
 from nanoGPT.files import PACKAGE
 
-HANG_FACTOR, HANG_SECONDS = 4, 60  # a part hangs if it takes longer than HANG_FACTOR times its estimate + HANG_SECONDS
+HANG_FACTOR, HANG_SECONDS = 2, 30  # a part hangs if it takes longer than HANG_FACTOR times its estimate + HANG_SECONDS
 
 
 class Worker:
@@ -62,9 +62,16 @@ class Worker:
         return self.process.stdin, self.process.stdout
 
 
+def hang_limit(part: Part) -> float:
+    """Return the seconds after which a part counts as hanging."""
+    return HANG_FACTOR * part.estimate_seconds + HANG_SECONDS
+
+
 def find_pending(parts: Sequence[Part], folder: CampaignFolder) -> list[Part]:
-    """Return the parts that still have to run, in order of worth."""
-    return [part for part in parts if folder.read(part)["state"] == "pending"]
+    """Return the parts that still have to run, in order of worth. Parts that were interrupted before go last."""
+    interruptions = {part.key: folder.read(part)["interruptions"] for part in parts}
+    pending = [part for part in parts if folder.read(part)["state"] == "pending"]
+    return sorted(pending, key=lambda part: interruptions[part.key] > 0)
 
 
 def find_running(parts: Sequence[Part], folder: CampaignFolder) -> list[Part]:
@@ -75,13 +82,16 @@ def find_running(parts: Sequence[Part], folder: CampaignFolder) -> list[Part]:
 def choose_next(pending: Sequence[Part], folder: CampaignFolder, seconds_left: float, is_first: bool) -> Part | None:
     """Return the first part that fits into the time.
 
-    The first part of a call always fits, because no later call has more time. Only there can a part run that was
-    interrupted before.
+    The first part of a call always fits, because no later call has more time. A part that was interrupted before gets
+    all the time that it may take.
     """
     if is_first:
         return pending[0] if pending else None
-    fitting = (part for part in pending if part.estimate_seconds <= seconds_left)
-    return next((part for part in fitting if not folder.read(part)["interruptions"]), None)
+
+    def needed_seconds(part: Part) -> float:
+        return hang_limit(part) if folder.read(part)["interruptions"] else part.estimate_seconds
+
+    return next((part for part in pending if needed_seconds(part) <= seconds_left), None)
 
 
 def run_parts(
@@ -106,7 +116,7 @@ def run_parts(
         while part := choose_next(find_pending(parts, folder), folder, deadline - time.monotonic(), is_first):
             is_first = False
             worker = worker or start_worker()
-            limit = min(deadline - time.monotonic(), HANG_FACTOR * part.estimate_seconds + HANG_SECONDS)
+            limit = min(deadline - time.monotonic(), hang_limit(part))
             outcome = worker.run(part, limit)
             record_outcome(part, folder, outcome, worker, limit, time.monotonic() >= deadline)
             if outcome != "next":

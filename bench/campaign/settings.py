@@ -13,11 +13,13 @@ class Settings:
         folder: directory of the campaign.
         dry_run: run on the CPU, with tiny shapes.
         nanogpt: a checkout of nanoGPT, or None.
+        commit: git commit of the code, for a machine without git; or None.
     """
 
     folder: Path
     dry_run: bool
     nanogpt: str | None = None
+    commit: str | None = None
 
     @property
     def device(self) -> Any:

@@ -1,15 +1,17 @@
-"""Stages that train: compiled steps against eager ones, throughput, memory, the planner's prediction, and profiles.
+"""Stages that train: compiled steps against eager ones, throughput, options, evaluation, nanoGPT and profiles.
 
 Every run is a process of its own, so that its peak memory is its own and a crash ends nothing else.
 """
 
 import functools
+import importlib
 import json
 import shutil
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,33 +22,34 @@ from bench.campaign.checks import find_data
 from bench.campaign.settings import Settings, Skipped
 from bench.campaign.timings import use_tuned_table
 from bench.matrix.cells import make_config
-from bench.plan.plan import MODELS, start_workers
-from bench.plan.planner import Job, Planner
-from bench.plan.speed import GPUS
+from bench.plan.models import MODELS
 from bench.trainer import against_nanogpt
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.model import GPTConfig
+from nanoGPT.files import write_atomically
 from nanoGPT.train_config import TrainConfig
 from workshop.phases import find_package
 from workshop.ranks import RankFailed, run_on_ranks
 
 WARMUP = 5  # steps that are not timed
-TINY = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_size": 2, "dtype": "float32"}
+TINY: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_size": 2, "dtype": "float32"}
 TOLERANCE = 0.02  # largest difference of two loss curves over five steps in bfloat16
 
 
 def train_without_saving(package: str, config: TrainConfig, settings: Settings) -> None:
-    """Train on this rank with the tuned tile sizes, and save no checkpoint.
+    """Train on this rank with the tuned tile sizes. Save no checkpoint, and evaluate nothing.
 
-    A dry run traces a compiled model, but generates no code for it: that takes a minute for each run on a CPU.
+    An evaluation would compile the model a second time, for inference. A dry run traces a compiled model, but generates
+    no code for it: that takes a minute for each run on a CPU.
     """
     backend = "aot_eager" if settings.dry_run else "inductor"
+    trainer = importlib.import_module(f"{package}.train")
     with (
         use_tuned_table(settings),
         mock.patch.object(CheckpointDirectory, "save"),
+        mock.patch.object(trainer, "evaluate", return_value=0.0),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)),
     ):
-        __import__(f"{package}.train", fromlist=["train"]).train(config)
+        trainer.train(config)
 
 
 def run_trainer(settings: Settings, phase: str, model: str, **fields: Any) -> dict[str, Any]:
@@ -81,6 +84,7 @@ def run_trainer(settings: Settings, phase: str, model: str, **fields: Any) -> di
         "size": model,
         "phase": phase,
         "ranks": 1,
+        "dataset": Path(config.dataset).name,
         "compiled": config.compile,
         "kernels": getattr(config, "kernels", "none"),
         "batch_size": config.batch_size,
@@ -98,17 +102,31 @@ def run_trainer(settings: Settings, phase: str, model: str, **fields: Any) -> di
 def choose_batch_size(settings: Settings, model: str) -> int:
     """Return the sequences per micro-batch that fit into this GPU without any saving of memory."""
     if settings.dry_run:
-        return TINY["batch_size"]  # type: ignore[return-value]
+        return int(TINY["batch_size"])
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     large, medium, small = {"gpt2": (32, 12, 4), "gpt2-large": (8, 4, 1), "gpt2-xl": (4, 1, 1)}[model]
     return large if gib > 70 else medium if gib > 38 else small
 
 
+def read_baseline(settings: Settings, **fields: Any) -> dict[str, Any]:
+    """Return the row of the eager baseline, which trains once for the campaign."""
+    file = settings.folder / "baseline.json"
+    if not file.exists():
+        row = run_trainer(settings, "baseline", "gpt2", compile=False, **fields)
+        write_atomically(file, json.dumps(row).encode())
+    baseline: dict[str, Any] = json.loads(file.read_text())
+    return baseline
+
+
 def compare_compiled(settings: Settings, phase: str, kernels: str) -> dict[str, Any]:
-    """Compare five steps of GPT-2 124M, compiled and eager, with the eager baseline."""
+    """Compare five steps of GPT-2 124M, compiled and eager, with the eager baseline.
+
+    The batch is that of `measure_throughput`, so that torch finds the compiled graph in its cache there.
+    """
     options = {} if kernels == "none" else {"kernels": kernels}
-    common = {"max_iters": 5, "batch_size": 4, "gradient_accumulation_steps": 1}
-    baseline = run_trainer(settings, "baseline", "gpt2", compile=False, **common)
+    batch_size = choose_batch_size(settings, "gpt2")
+    common = {"max_iters": 5, "batch_size": batch_size, "gradient_accumulation_steps": 1}
+    baseline = read_baseline(settings, **common)
     eager = run_trainer(settings, phase, "gpt2", compile=False, **common, **options)
     compiled = run_trainer(settings, phase, "gpt2", compile=True, **common, **options)
     differences = {
@@ -128,9 +146,14 @@ def measure_throughput(settings: Settings, model: str, phase: str, kernels: str,
     try:
         return run_trainer(settings, phase, model, compile=is_compiled, batch_size=batch_size, **options)
     except RankFailed as failure:
-        if "out of memory" not in str(failure):
+        if not is_out_of_memory(failure):
             raise
         return {**row, "batch_size": batch_size, "failed": "out of memory"}
+
+
+def is_out_of_memory(failure: RankFailed) -> bool:
+    """Return whether a run failed because the memory of the GPU did not suffice."""
+    return "out of memory" in str(failure)
 
 
 def compare_fsdp(settings: Settings) -> dict[str, Any]:
@@ -149,45 +172,51 @@ def compare_fsdp(settings: Settings) -> dict[str, Any]:
     return {"step_ms": step_ms, "ratio": ratio}
 
 
-def compare_plan(settings: Settings, phase: str) -> dict[str, Any]:
-    """Compare the planner's peak memory of an eager step with that of torch's allocator."""
-    batch_size = choose_batch_size(settings, "gpt2")
-    shape = GPTConfig(*MODELS["gpt2"], 1024, False, 50304)
-    if settings.dry_run:
-        shape = GPTConfig(TINY["n_layer"], TINY["n_head"], TINY["n_embd"], TINY["block_size"], False, 64)  # type: ignore[arg-type]
-    with start_workers() as pool:
-        predicted = Planner(Job(shape, GPUS["h100"], 1), pool).peak_bytes((phase, {}), batch_size)
-    run = run_trainer(settings, phase, "gpt2", compile=False, batch_size=batch_size, gradient_accumulation_steps=1)
-    measured = None if settings.dry_run else run["peak_bytes"]  # on a CPU, the process's memory says little
-    return {"phase": phase, "batch_size": batch_size, "predicted_bytes": predicted, "measured_bytes": measured}
-
-
-def measure_memory_option(settings: Settings, **options: Any) -> dict[str, Any]:
-    """Return speed and memory of GPT-2 774M in phase 3 with an option that saves memory."""
-    batch_size = choose_batch_size(settings, "gpt2-large")
-    run = run_trainer(settings, "phase3", "gpt2-large", compile=True, batch_size=batch_size, **options)
+def measure_option(settings: Settings, phase: str, model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return speed and memory of a compiled trainer with an option."""
+    run = run_trainer(settings, phase, model, compile=True, batch_size=choose_batch_size(settings, model), **options)
     return {"options": options, **run}
 
 
-def measure_activation_checkpointing(settings: Settings, value: str) -> dict[str, Any]:
-    return measure_memory_option(settings, fsdp_activation_checkpointing=value)
+def time_evaluation(package: str, config: Any) -> float:
+    """Evaluate a checkpoint as `evaluate.py` does, and return the seconds after a first evaluation as a warm-up."""
+    program, seconds = importlib.import_module(f"{package}.evaluate"), []
+    evaluate = program.evaluate
+
+    def evaluate_twice(model: Any, data: Any, config: Any, run: Any) -> float:
+        evaluate(model, data, replace(config, eval_iters=2), run)
+        start = time.perf_counter()
+        loss: float = evaluate(model, data, config, run)  # reads the loss, and so waits for the GPU
+        seconds.append(time.perf_counter() - start)
+        return loss
+
+    with mock.patch.object(program, "evaluate", evaluate_twice):
+        program.evaluate_weights(config)
+    return seconds[0]
 
 
-def measure_cpu_offload(settings: Settings) -> dict[str, Any]:
-    return measure_memory_option(settings, fsdp_activation_checkpointing="full", fsdp_cpu_offload=True)
+def measure_evaluation(settings: Settings) -> dict[str, Any]:
+    """Return the tokens per second of `phase3_fsdp/evaluate.py`, which also counts the correct tokens, for GPT-2."""
+    folder, device, package = settings.folder / "evaluated", settings.device.type, find_package("phase3")
+    shutil.rmtree(folder, ignore_errors=True)
+    fields: dict[str, Any] = dict(zip(("n_layer", "n_head", "n_embd"), MODELS["gpt2"], strict=True))
+    fields |= {"block_size": 1024, "dtype": "bfloat16", "batch_size": choose_batch_size(settings, "gpt2")}
+    fields |= {"dataset": find_data(settings), "device": device, "max_iters": 1, "gradient_accumulation_steps": 1}
+    fields |= {"eval_iters": 1, "ledger": False, **(TINY if settings.dry_run else {})}
+    config = make_config("phase3", folder, **fields)
+    run_on_ranks(save_checkpoint, 1, package, config, timeout=300, device=device)
+    values = {**vars(config), "init_from": "resume", "eval_iters": 2 if settings.dry_run else 50}
+    evaluation = importlib.import_module(f"{package}.evaluate").EvaluateConfig(**values)
+    (seconds,) = run_on_ranks(time_evaluation, 1, package, evaluation, timeout=300, device=device)
+    shutil.rmtree(folder)
+    tokens = evaluation.eval_iters * config.batch_size * config.block_size
+    name = Path(config.dataset).name
+    return {"dataset": name, "tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
 
 
-def train_large_model(settings: Settings, model: str) -> dict[str, Any]:
-    """Try three steps of a large GPT with every saving of memory except CPU offload, one sequence per micro-batch."""
-    options = {"fsdp_activation_checkpointing": "full", "kernels": "loss"}
-    fields = {"max_iters": 3, "batch_size": 1, "gradient_accumulation_steps": 1, "compile": False}
-    try:
-        run = run_trainer(settings, "phase3", model, **fields, **options)
-    except RankFailed as failure:
-        if "out of memory" not in str(failure):
-            raise
-        return {"model": model, "fits": False}
-    return {"model": model, "fits": True, "peak_bytes": run["peak_bytes"], "losses": run["losses"]}
+def save_checkpoint(package: str, config: TrainConfig) -> None:
+    """Train one step on this rank, and save a checkpoint."""
+    importlib.import_module(f"{package}.train").train(config)
 
 
 def compare_with_nanogpt(settings: Settings, phase: str) -> dict[str, Any]:

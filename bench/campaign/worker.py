@@ -4,6 +4,7 @@ It reads one part per line (JSON) from standard input, runs it, writes its recor
 when standard input is closed, also in the middle of a part: then the campaign has ended or was killed.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ def run_part(part: Part, settings: Settings, folder: CampaignFolder) -> bool:
     try:
         result = getattr(importlib.import_module(module), name)(settings, *part.arguments)
         json.dumps(result)  # a result that is no JSON is an error of this part
+        release_gpu()
     except Skipped as reason:
         write("skipped", reason=str(reason))
     except ModuleNotFoundError as error:
@@ -43,6 +45,19 @@ def run_part(part: Part, settings: Settings, folder: CampaignFolder) -> bool:
     else:
         write("done", result=result)
     return True
+
+
+def release_gpu() -> None:
+    """Wait for the GPU and release cached memory, which the processes of later parts need.
+
+    Raises:
+        RuntimeError: a kernel has failed, perhaps where the part caught the error. The CUDA context is unusable then.
+    """
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def read_parts(parts: "queue.Queue[Part | None]") -> None:
@@ -69,4 +84,4 @@ def main(settings: Settings) -> None:
 
 if __name__ == "__main__":
     values = json.loads(sys.argv[1])
-    main(Settings(Path(values["folder"]), values["dry_run"], values["nanogpt"]))
+    main(Settings(**{**values, "folder": Path(values["folder"])}))

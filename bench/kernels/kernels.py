@@ -96,6 +96,11 @@ class Stopwatch:
         end_event.synchronize()
         return Timing(start_event.elapsed_time(end_event), host_ms)
 
+    def check_device(self) -> None:
+        """Raise the error of an earlier kernel if it made the CUDA context unusable: later times would mean nothing."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
     def peak_bytes(self, call: Callable[[], Any]) -> int | None:
         """Return how many bytes a call allocates at its peak, or None on a CPU, where this is not counted."""
         if not self.cuda:
@@ -147,6 +152,7 @@ def measure(case: Case, watch: Stopwatch, rounds: int) -> list[dict[str, Any]]:
                     call()
             calls |= {(contender, name): call for name, call in passes.items()}
         except Exception as error:  # this device or version may lack a backend: its row has an error and no times
+            watch.check_device()
             reason = str(error).strip().splitlines() or [type(error).__name__]
             rows.append({**describe_row(case, contender, "all", case.forward), "error": reason[0][:200]})
     timings: dict[tuple[str, str], list[Timing]] = {key: [] for key in calls}

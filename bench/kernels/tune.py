@@ -136,6 +136,9 @@ def time_candidate(case: Case, pass_name: str, watch: Stopwatch, rounds: int, re
     """Return the shortest time with the loaded table, in ms: other processes on the machine disturb it least.
 
     Return infinity if the kernel cannot run or is wrong.
+
+    Raises:
+        RuntimeError: the kernel made the CUDA context unusable, for example by an illegal memory access.
     """
     try:
         if not is_correct(case, reference):
@@ -144,6 +147,7 @@ def time_candidate(case: Case, pass_name: str, watch: Stopwatch, rounds: int, re
         call()
         return min(watch.time(call).device_ms for _ in range(rounds))
     except Exception:  # for example too much shared memory, or a tile size that Triton rejects
+        watch.check_device()
         return float("inf")
 
 

@@ -19,7 +19,7 @@ def campaign_table() -> str:
             if describe is None:
                 continue
             if part["state"] != "done":
-                rows.append([part["stage"], part["name"], f"{part['state']}: {first_line(part['reason'])}"])
+                rows.append([part["stage"], part["name"], f"{part['state']}: {first_line(part.get('reason', ''))}"])
                 continue
             problems = part["result"].get("problems", [])
             answer = describe(part["result"]) + (f"; **problems**: {'; '.join(problems[:3])}" if problems else "")
@@ -30,7 +30,7 @@ def campaign_table() -> str:
 
 def first_line(reason: str) -> str:
     """Return a reason without its traceback."""
-    return reason.strip().splitlines()[0][:120]
+    return reason.strip().partition("\n")[0][:120]
 
 
 def describe_kernel(result: dict[str, Any]) -> str:
@@ -66,7 +66,8 @@ def describe_memory(result: dict[str, Any]) -> str:
 
 
 def describe_largest(result: dict[str, Any]) -> str:
-    return f"trains, peak memory {result['peak_bytes'] / GIB:.1f} GiB" if result["fits"] else "does not fit"
+    outcome = "trains" if result["fits"] else "does not fit"
+    return f"{result['parameters'] / 1e9:.2f}B parameters, {outcome}: {describe_plan(result)}"
 
 
 def describe_nanogpt(result: dict[str, Any]) -> str:
@@ -85,6 +86,8 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "fsdp": lambda result: f"{result['ratio']:.2f} of the baseline's time",
     "plan": describe_plan,
     "memory": describe_memory,
+    "options": describe_memory,
+    "evaluation": lambda result: f"{result['tokens_per_second']:,.0f} tokens/s",
     "largest": describe_largest,
 }
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.matrix.cells import make_config, run_cell
-from bench.plan.plan import MODELS
+from bench.plan.models import MODELS
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors

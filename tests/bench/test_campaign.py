@@ -5,20 +5,26 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench.campaign.__main__ import main
+from bench.campaign.__main__ import forget_parts, main, select_parts
+from bench.campaign.checks import find_data, run_sanitizer
 from bench.campaign.folder import CampaignFolder, Part
-from bench.campaign.parts import list_parts
-from bench.campaign.report import write_results
-from bench.campaign.scheduler import Worker, build_environment, choose_next, find_problems, run_parts
+from bench.campaign.identity import describe_campaign
+from bench.campaign.parts import KERNELS, list_parts
+from bench.campaign.report import advise_on_tuned_table, write_results
+from bench.campaign.scheduler import Worker, build_environment, choose_next, find_pending, find_problems, run_parts
 from bench.campaign.settings import Settings, Skipped
+from bench.campaign.worker import run_part
 from bench.tables import campaign_tables, records
+from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
@@ -92,12 +98,13 @@ def test_every_part_ends_with_a_record(folder):
 
 
 def test_a_part_that_hangs_is_stopped_and_runs_once_more(folder):
-    """A part that is still running at the end of a call is killed, and runs again in the next; then it has failed."""
-    parts = [Part("stage", "hang", f"{HERE}:hang"), Part("stage", "success", f"{HERE}:succeed", (1,), 0.0)]
-    assert run_all(parts, folder, seconds=5)["hang"] == "pending"
-    assert run_all(parts, folder, seconds=5)["hang"] == "failed"
+    """A part that is still running at the end of a call is killed, and runs again after all others; then it fails."""
+    parts = [Part("stage", "hang", f"{HERE}:hang"), Part("stage", "success", f"{HERE}:succeed", (1,))]
+    assert run_all(parts, folder, seconds=2) == {"hang": "pending", "success": "pending"}
+    assert find_pending(parts, folder) == [parts[1], parts[0]]
+    assert run_all(parts, folder, seconds=29) == {"hang": "pending", "success": "done"}
+    assert run_all(parts, folder, seconds=2) == {"hang": "failed", "success": "done"}
     assert "did not finish" in folder.read(parts[0])["reason"]
-    assert run_all(parts, folder) == {"hang": "failed", "success": "done"}
 
 
 def test_a_kill_loses_only_the_running_part(tmp_path):
@@ -140,14 +147,97 @@ def is_worker_alive(target: Path) -> bool:
 
 
 def test_a_call_chooses_the_first_part_that_fits(folder):
-    """Parts run in order of worth; one that is too long for the rest of a call waits, and the first always fits."""
+    """A part that is too long for the rest of a call waits, the first always fits, and interrupted parts need more."""
     long, short = Part("stage", "long", "", (), 100), Part("stage", "short", "", (), 10)
     assert choose_next([long, short], folder, 50, is_first=True) == long
     assert choose_next([long, short], folder, 50, is_first=False) == short
     assert choose_next([long, short], folder, 5, is_first=False) is None
     folder.write(short, "pending", interruptions=1)
-    assert choose_next([long, short], folder, 50, is_first=False) is None
-    assert choose_next([short], folder, 50, is_first=True) == short
+    assert find_pending([short, long], folder) == [long, short]
+    assert choose_next([long, short], folder, 49, is_first=False) is None
+    assert choose_next([long, short], folder, 50, is_first=False) == short
+    assert choose_next([short], folder, 5, is_first=True) == short
+
+
+def test_the_most_important_parts_fit_into_half_an_hour():
+    """The estimates of everything up to the throughput of GPT-2 124M fit into three calls of nine minutes."""
+    parts = list_parts()
+    last = max(i for i, part in enumerate(parts) if part.name.startswith("gpt2_"))
+    assert {part.stage for part in parts[: last + 1]} == {"machine", "kernels", "compiled", "times", "throughput"}
+    assert sum(part.estimate_seconds for part in parts[: last + 1]) < 3 * 8 * 60
+    assert parts[-1].stage == "tests"
+
+
+def test_calls_with_another_gpu_or_other_code_are_refused(tmp_path):
+    """A campaign never mixes two GPUs or two versions of the code."""
+    identity = {**describe_campaign(dry_run=True), "gpu": "NVIDIA H100"}
+    folder = CampaignFolder(tmp_path / "campaign")
+    folder.create(identity)
+    folder.create(identity)
+    with pytest.raises(ConfigError, match="a campaign with gpu NVIDIA H100, not NVIDIA H200: use another --to"):
+        folder.create({**identity, "gpu": "NVIDIA H200"})
+    with pytest.raises(ConfigError, match="sources .*, not 0: use another --to"):
+        folder.create({**identity, "sources": "0"})
+
+
+def test_an_error_that_a_part_has_caught_is_found(folder, monkeypatch):
+    """If a kernel has made the CUDA context unusable, the part has failed, and a new process runs the next one."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    settings, part = Settings(folder.path, dry_run=False), Part("stage", "success", f"{HERE}:succeed", (1,))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert run_part(part, settings, folder) and folder.read(part)["state"] == "done"
+
+    def fail_to_synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail_to_synchronize)
+    assert not run_part(part, settings, folder)
+    assert folder.read(part)["state"] == "failed" and "illegal memory access" in folder.read(part)["reason"]
+
+
+def test_parts_can_be_chosen_and_repeated(folder):
+    """--stages selects parts; --retry repeats failed and skipped parts and those with problems, --again only one."""
+    states: dict[str, dict[str, Any]] = {
+        "right": {"state": "done", "result": {}},
+        "wrong": {"state": "done", "result": {"problems": ["x"]}},
+        "skipped": {"state": "skipped"},
+        "failed": {"state": "failed"},
+    }
+    parts = [Part("one" if name == "right" else "two", name, "") for name in states]
+    assert select_parts(parts, "one") == parts[:1] and select_parts(parts, None) == parts
+    for part in parts:
+        folder.write(part, **states[part.name])
+    forget_parts(parts, folder, False, "one.right")
+    assert [part.name for part in find_pending(parts, folder)] == ["right"]
+    forget_parts(parts, folder, True, None)
+    assert find_pending(parts, folder) == parts
+    with pytest.raises(ConfigError, match="did you mean one.right"):
+        forget_parts(parts, folder, False, "one.rihgt")
+    with pytest.raises(ConfigError, match="there is no stage 'three', use some of one,two"):
+        select_parts(parts, "three")
+
+
+def test_a_sanitizer_that_cannot_watch_this_gpu_is_skipped(folder, monkeypatch):
+    """If compute-sanitizer does not support the device, the part is skipped, and the kernels are not called wrong."""
+    program = folder.path / "compute-sanitizer"
+    program.write_text("#!/bin/sh\necho 'Error: Device not supported'\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder.path), prepend=os.pathsep)
+    with pytest.raises(Skipped, match="Device not supported"):
+        run_sanitizer(Settings(folder.path, dry_run=False), "memcheck")
+
+
+def test_random_tokens_have_gpt2s_vocabulary(tmp_path, monkeypatch):
+    """Without a prepared dataset, the trainers read random tokens of GPT-2, so that the model's head has its size."""
+    monkeypatch.setattr("nanoGPT.files.DATA", tmp_path)
+    monkeypatch.setattr("nanoGPT.dataset.DATA", tmp_path)
+    name = find_data(Settings(tmp_path, dry_run=False))
+    data = TokenData(name, 1024, 4, 0)
+    x, _ = data.batch("train", TRAIN, 0, 0)
+    assert data.tokenizer["vocab_size"] == 50257 and Path(name).name == "random-gpt2"
+    assert 10_000 < x.max() < 50257 and len(x.unique()) > 500
+    assert find_data(Settings(tmp_path, dry_run=False)) == name
 
 
 def test_parts_have_unique_names_and_functions_that_exist():
@@ -162,8 +252,9 @@ def test_parts_have_unique_names_and_functions_that_exist():
 
 # One part of most stages. The rest of them differ only in their arguments; `--dry_run` runs all.
 SAMPLE = ["machine.versions", "machine.attention_backends", "kernels.gelu", "kernels.adamw", "compiled.phase3_none"]
-SAMPLE += ["times.gelu", "tuning.gelu_forward", "tuned_times.gelu", "throughput.gpt2_phase2_loss_compiled"]
-SAMPLE += ["nanogpt.baseline", "fsdp.against_baseline", "plan.phase3", "memory.cpu_offload", "largest.2.7b"]
+SAMPLE += ["tuning.gelu_forward", "tuned_times.gelu", "throughput.gpt2_phase2_loss_eager"]
+SAMPLE += ["nanogpt.baseline", "fsdp.against_baseline", "plan.train_mid", "memory.cpu_offload", "largest.95_percent"]
+SAMPLE += ["options.muon_with_fsdp", "evaluation.phase3"]
 
 
 def test_a_dry_run_measures_and_reports(tmp_path, monkeypatch, capsys):
@@ -181,12 +272,46 @@ def test_a_dry_run_measures_and_reports(tmp_path, monkeypatch, capsys):
     assert not unexpected
     assert states["nanogpt.baseline"]["state"] == "skipped" and "git clone" in states["nanogpt.baseline"]["reason"]
     assert not [key for key, state in states.items() if find_problems(state)]
-    main(["--report", f"--from={target}"])
-    paths = {path.name.split("-")[0]: json.loads(path.read_text()) for path in (target / "report").iterdir()}
-    assert paths.keys() == {"kernels", "throughput", "campaign"}
-    monkeypatch.setattr(records, "RESULTS", target / "report")
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path / "unpacked"))
+    main(["--report", f"--from={target / 'campaign.tar.gz'}"])
+    report = tmp_path / "unpacked" / "report"
+    results = {path.name.split("-")[0]: json.loads(path.read_text()) for path in report.iterdir()}
+    assert results.keys() == {"kernels", "throughput", "campaign"}
+    assert results["throughput"]["samples"]["rows"][0]["dataset"] == "letters"
+    monkeypatch.setattr(records, "RESULTS", report)
     text = campaign_tables.campaign_table()
     assert "times the error of torch" in text and "skipped: needs --nanogpt=DIR" in text
+
+
+def test_wrong_times_are_not_reported(tmp_path):
+    """Times with tuned tile sizes replace the others only if the kernel is correct with them."""
+    machine = {"origin": {"hardware": "none"}}
+    records = [{"stage": "machine", "name": "versions", "state": "done", "result": machine}]
+    for stage, name, problems in (
+        ("times", "gelu", []),
+        ("times", "loss", []),
+        ("tuned_times", "gelu", []),
+        ("tuned_times", "loss", ["error 1"]),
+    ):
+        result = {"limits": {}, "rows": [f"{stage}.{name}"], "problems": problems}
+        records.append({"stage": stage, "name": name, "state": "done", "result": result})
+    kernels, _ = write_results(records, tmp_path, is_dry=False)
+    assert json.loads(kernels.read_text())["samples"]["rows"] == ["tuned_times.gelu", "times.loss"]
+    advice = advise_on_tuned_table(Path("table"), records)
+    assert "do not use" in advice and " loss" in advice and " gelu" not in advice
+    for record in records:
+        record["result"]["problems"] = []
+    records += [{**records[-1], "name": kernel} for kernel in KERNELS]
+    assert "copy table to" in advise_on_tuned_table(Path("table"), records)
+
+
+def test_a_part_without_a_reason_is_reported(tmp_path, monkeypatch):
+    """The table accepts a result with a part that was killed while it ran."""
+    part = {"stage": "kernels", "name": "gelu", "state": "running"}
+    origin = {"hardware": "none", "versions": {"torch": "2.11"}}
+    records.write_result_of(origin, tmp_path, "campaign", {"command": ""}, {"parts": [part]})
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    assert "| kernels | gelu | running:  |" in campaign_tables.campaign_table()
 
 
 def test_a_report_needs_the_machine(tmp_path):
@@ -208,6 +333,7 @@ def test_bad_requests_are_refused(tmp_path):
         (["--to=x", "--minutes=0"], "--minutes=0 is out of range"),
         (["--dry_run", f"--to={tmp_path}"], "does not contain a campaign"),
         (["--report", f"--from={tmp_path}"], "does not contain a campaign"),
+        (["--report", f"--from={tmp_path / 'other.txt'}"], "is not a complete campaign.tar.gz"),
         (["--dry_run", f"--to={tmp_path / 'new'}", f"--wheels={empty}"], "contains no wheels"),
         (["--dry_run", f"--to={tmp_path / 'new'}", f"--nanogpt={empty}"], "is not a checkout of nanoGPT"),
     ):
@@ -216,14 +342,16 @@ def test_bad_requests_are_refused(tmp_path):
 
 
 def test_wheels_are_importable(tmp_path, monkeypatch):
-    """A package in a wheel of --wheels can be imported by the parts."""
-    wheel = tmp_path / "wheels" / "a_package_that_nobody_has-1-py3-none-any.whl"
-    wheel.parent.mkdir()
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("a_package_that_nobody_has/__init__.py", "")
+    """A package in a wheel of --wheels can be imported by the parts, unless it is installed already."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in ("a_package_that_nobody_has", "torch"):
+        with zipfile.ZipFile(wheels / f"{name}-1-py3-none-any.whl", "w") as file:
+            file.writestr(f"{name}/__init__.py", "")
     parts = [Part("stage", "package", f"{HERE}:need_a_package")]
     monkeypatch.setattr("bench.campaign.__main__.list_parts", lambda dry_run: parts)
     target = tmp_path / "campaign"
-    main(["--dry_run", f"--to={target}", f"--wheels={wheel.parent}"])
+    main(["--dry_run", f"--to={target}", f"--wheels={wheels}"])
     folder = CampaignFolder(target)
     assert folder.read(parts[0])["state"] == "done"
+    assert [path.name for path in (target / "site").iterdir()] == ["a_package_that_nobody_has"]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from book.explorers import render_explorer
+from book.explorers import describe_recording, render_explorer
 from book.recordings import (
     bug_museum,
     flash_attention,
@@ -36,12 +36,13 @@ def read_samples(name):
 
 @pytest.mark.parametrize("name", RECORDERS)
 def test_a_recording_is_small_and_names_its_origin(name):
-    """A recording is smaller than the limit, and contains its command, commit and hardware."""
+    """A recording is smaller than the limit, and contains its command, commit and hardware; a commit may be unknown."""
     content = (FOLDER / f"{name}.json").read_bytes()
     recording = json.loads(content)
     assert len(content) <= MAX_BYTES
     assert recording["settings"]["command"] == f"make record NAME={name}"
     assert len(recording["git_commit"]) == 40 and recording["hardware"] and recording["versions"]["torch"]
+    assert "at commit" not in describe_recording({**recording, "git_commit": None})
 
 
 @pytest.mark.parametrize("kind", ring.COLLECTIVES)

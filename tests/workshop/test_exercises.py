@@ -34,8 +34,8 @@ NAMES = [*QUICK, *mark_slow(*(name for name in EXERCISES if name not in QUICK))]
 
 
 @pytest.fixture(autouse=True)
-def skip_on_gpus(device: str) -> None:
-    if device == "cuda":
+def skip_on_gpus(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--device") == "cuda":
         pytest.skip("exercises run on the CPU: Triton's interpreter runs their kernels")
 
 
