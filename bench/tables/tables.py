@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 from bench.kernels.costs import Shapes, list_kernel_costs
 from bench.kernels.forecast import forecast_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
+from bench.tables.expected_tables import EXPECTED_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.phase_tables import PHASE_TABLES
 from bench.tables.plan_tables import PLAN_TABLES
@@ -269,6 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **PLAN_TABLES,
     **ZERO1_TABLES,
     **FSDP_TABLES,
+    **EXPECTED_TABLES,
 }
 
 
