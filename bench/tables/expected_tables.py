@@ -94,13 +94,13 @@ def expected_kernels_table() -> str:
             "LayerNorm requests each byte once",
             "1.00 of the minimum",
             f"{tiled:.2f}; step 1: {one_row:.2f}",
-            "each program loads the weight and the bias, from the L2 cache; a tile of rows shares them",
+            "each program loads the weight and the bias, which the L2 cache can serve; a tile of rows shares them",
         ],
         [
             "attention reads keys and values once",
             "1.00 of the minimum",
             f"{attention:.2f} with 1,024 tokens",
-            "every block of queries loads all earlier keys and values, mostly from the L2 cache",
+            "every block of queries loads all earlier keys and values, which the L2 cache can serve",
         ],
         [
             "cross-entropy reads the logits once",
