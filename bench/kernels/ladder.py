@@ -135,7 +135,8 @@ def run_adamw(device: str, is_multi_tensor: bool) -> None:
         adamw.TritonAdamW(params).step()
     else:
         for param in params:
-            adamw.run_one_tensor_step(param, *(torch.ones_like(param) for _ in range(3)), (0.5,) * 7)
+            g, m, v = (torch.ones_like(param) for _ in range(3))
+            adamw.run_one_tensor_step(param, g, m, v, (0.5,) * 7)
 
 
 def list_steps() -> list[Step]:
