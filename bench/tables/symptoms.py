@@ -23,8 +23,8 @@ ROWS = [
         "fix this rank; raise the two limits only for work that is really slow, such as a first compilation",
     ],
     [
-        "it is not clear which line waits for NCCL",
-        '`TORCH_NCCL_BLOCKING_WAIT=1 make phase3 GPUS=8 ARGS="--timeout_minutes=2 --stall_seconds=60"`',
+        "a script without a watchdog, such as `minimal.py`, hangs on GPUs",
+        "`TORCH_NCCL_BLOCKING_WAIT=1`, and a short `timeout` in `init_process_group`",
         "the collective then raises its error in the line of Python that waits for it",
         "remove it afterwards: it stops the overlap of communication and computation",
     ],
@@ -80,7 +80,7 @@ ROWS = [
         "slower than expected",
         "`make profile PHASE=phase3 GPUS=8`, and `make autopsy` for a slow rank",
         "how much communication overlaps with computation, and how long each rank waits for the others",
-        "more tokens per micro-batch; exclude the slow node; fewer ranks than cores on CPUs",
+        "more tokens per micro-batch; exclude the slow node; on CPUs, no more ranks than cores",
     ],
 ]
 
