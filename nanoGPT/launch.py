@@ -308,8 +308,8 @@ def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> Tra
     meeting.open(config.timeout_minutes)
     (from_node_0,) = meeting.fetch("config files", [0])
     if from_node_0 is None:
-        (refusal,) = meeting.fetch("error", [0])
-        raise ConfigError(f"node 0 cannot start: {refusal}")
+        (problem,) = meeting.fetch("error", [0])
+        raise ConfigError(f"node 0 cannot start: {problem}")
     return parse(config_class, arguments, trainer, ranks, from_node_0)
 
 

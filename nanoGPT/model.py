@@ -82,7 +82,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)
-        q = q.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs); with tensor parallelism, nh is less
+        q = q.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs); nh: the heads of this rank
         k = k.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         mask = None

@@ -90,6 +90,7 @@ def train(config: Config) -> None:
             parallel_model = torch.compile(model, mode=config.compile_mode)  # type: ignore[assignment]
         if run.world_size > 1:
             parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
+            # Else a resumed run would add the gradients of the ranks in another order, and round differently.
             fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
 
         def save(step: int) -> None:
@@ -97,7 +98,7 @@ def train(config: Config) -> None:
             with telemetry.untimed("save", step):
                 checkpoints.save(step, lambda files: write_ckpt(files, run, model, optimizer, step, fields), fields)
 
-        ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)
+        ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
         diagnostics = Diagnostics(config, run, model, optimizer)
         with Telemetry(config, run, first_step, model.flops_per_token()) as telemetry:
             for step in range(first_step, config.max_iters + 1):
@@ -122,8 +123,9 @@ def train(config: Config) -> None:
                     loss_sum, norm = train_step(parallel_model, optimizer, scaler, data, step, config, run)
                 diagnostics.record(step, loss_sum, norm)
 
-                # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
+                # If a rank has received a signal or a save is due, all ranks stop or save after the same step.
                 should_stop, should_save = run.exchange_requests(checkpoints.is_save_due(config.save_every_minutes))
+                # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
                 saves_next = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or should_save
                 if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps

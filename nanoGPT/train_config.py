@@ -74,7 +74,7 @@ class TrainConfig:
     save_every_minutes: float = 0.0
     """also save if the last save was this many minutes ago; 0: save only at evaluations and at the end"""
     keep_checkpoints: int = 3
-    """number of checkpoints to keep, at least 3; older ones are deleted"""
+    """number of newest checkpoints to keep, at least 3; the one with the best validation loss is kept too"""
     resume_step: int | None = None
     """with init_from=resume: number of updates of the checkpoint to resume from; None: the newest checkpoint"""
     eval_only: bool = False
@@ -90,8 +90,8 @@ class TrainConfig:
     """dtype of matrix products; auto: bfloat16 on a GPU that supports it, float16 on other GPUs, float32 elsewhere"""
     compile: bool = False
     """compile the model with torch.compile"""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """mode of torch.compile"""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """mode of torch.compile, without those that record CUDA graphs: accumulated gradients would be overwritten"""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """backend of torch's attention; auto: cuDNN on Hopper and newer GPUs, elsewhere torch's choice"""
     deterministic: bool = False
@@ -126,6 +126,11 @@ class TrainConfig:
     def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
         """Return the fraction of all parameters that a rank stores in GPU memory, or in CPU memory."""
         return 1.0
+
+    @property
+    def supports_mps(self) -> bool:
+        """Whether the trainer can run on an Apple GPU, with one process."""
+        return True
 
 
 GPU_DEFAULTS = {

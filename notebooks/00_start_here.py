@@ -55,7 +55,7 @@ from workshop.ranks import RankFailed, run_on_ranks
 #
 # A *rank* is a process that trains a model together with other processes. On a server, each rank has a GPU. On your
 # laptop, ranks are ordinary processes on the CPU, and they communicate through a library called gloo. The last check
-# starts four ranks, and lets them add their numbers.
+# starts four ranks. Each gives its number, and a collective, the *all-reduce*, adds them: 0 + 1 + 2 + 3 = 6.
 
 # %%
 def add_rank_numbers() -> float:
@@ -91,7 +91,8 @@ assert checks["the data is prepared"][0] and checks["4 ranks communicate"][0]
 # %% [markdown]
 # ## b. Where is what?
 #
-# The repository contains four versions of one trainer. Each version after the first adds one idea:
+# The repository contains four versions of one trainer. Each version after the first adds one idea. You do not need to
+# know these words yet: the chapters explain them, and so does [the glossary](../docs/glossary.md).
 #
 # | directory | the idea | the question that it answers |
 # |---|---|---|
@@ -106,7 +107,8 @@ assert checks["the data is prepared"][0] and checks["4 ranks communicate"][0]
 # The picture shows the one question of the course: **who stores what?** AdamW training needs parameters (p), gradients
 # (g) and optimizer state (o). Each is drawn in four parts, and there are four ranks.
 #
-# **Predict first:** before you look at the picture, sketch the rows for DDP, ZeRO-1 and FSDP between two steps.
+# **Predict first:** before you look at the picture, sketch the rows for DDP, ZeRO-1 and FSDP when the
+# optimizer runs. (DDP is data parallelism: every rank trains the full model on its own part of the data.)
 
 # %%
 FULL, SHARD = ["0123"] * 4, ["0...", ".1..", "..2.", "...3"]
@@ -149,26 +151,30 @@ draw_who_holds_what(
 # Every chapter asks you to **predict first**. Write your number down before you look at the output. A wrong prediction
 # shows you which part of your mental model to fix, so it teaches more than a right one.
 #
-# Here is a first one. Four ranks all-reduce a tensor with one million fp32 numbers, 4 MB.
+# Here is a first one. Each of N = 4 ranks has a tensor with one million fp32 numbers: n = 4 MB. An all-reduce replaces
+# all four by their sum. In the *ring algorithm*, the ranks form a ring, each tensor has four parts, and in each round
+# a rank sends one part (n/N = 1 MB) to the next rank. After 3 rounds, each rank has one part of the sum. After 3 more
+# rounds, which copy the finished parts around the ring, each rank has all of it.
 #
 # **Predict first:** how many MB does each rank send: 4, 6, 8 or 12?
 
 # %%
 def count_sent_bytes() -> float:
-    """All-reduce a million numbers, and return the bytes that this rank sends with the ring algorithm."""
+    """All-reduce a million numbers. Return the bytes that a ring sends for the collectives that were really called."""
     with CollectiveCounter() as counter:
         dist.all_reduce(torch.ones(1_000_000))
     return sum(row["ring_bytes"] for row in counter.rows.values())
 
 
 measured = run_on_ranks(count_sent_bytes, 4)[0]
-print(f"measured {measured / 1e6:.0f} MB, formula 2n(N-1)/N = {ring_bytes('all-reduce', 4e6, 4) / 1e6:.0f} MB")
+print(f"from the collectives {measured / 1e6:.0f} MB, formula 2n(N-1)/N = {ring_bytes('all-reduce', 4e6, 4) / 1e6:.0f} MB")
 assert measured == ring_bytes("all-reduce", 4e6, 4)
 
 # %% [markdown]
-# Each rank sends 6 MB: three quarters of the tensor in a reduce-scatter, which computes the sums, and three quarters in
-# an all-gather, which distributes them. Chapter 6 shows both. This repository compares every such formula with a
-# measurement by the *ledger*, a tool that counts the bytes of a training run.
+# Each rank sends 6 MB. It sends 3 MB (three quarters of the tensor) in a reduce-scatter, which computes the sums, and
+# another 3 MB in an all-gather, which copies the sums to all ranks. Chapter 6 writes both with send and receive, and
+# counts what is really sent. The *ledger* of this repository counts the collectives of a training step and the sizes of
+# their tensors, and compares them with the formula of the phase.
 #
 # ## e. Something broken on purpose
 #
@@ -191,7 +197,7 @@ except RankFailed as failure:
 
 # %% [markdown]
 # Neither: the ranks wait for each other until a time limit ends the run. (The helper of the notebooks calls a barrier
-# after each function. Rank 0 waits in the all-reduce, and the others wait in the barrier.) When a run hangs, this is
+# after each function, in which ranks wait for each other. Rank 0 waits in the all-reduce, the others in the barrier.) When a run hangs, this is
 # the first thing to look for. The trainers have a watchdog that names the rank and the line.
 #
 # ## f. How to work with the exercises
@@ -257,7 +263,7 @@ assert not verdict.is_right
 # 4. The question of the course is: who stores what, and when?
 # 5. DDP stores everything on every rank, ZeRO-1 shards the optimizer state, and FSDP shards everything.
 # 6. Predict a number before you look at it.
-# 7. Every formula here is compared with a measurement.
+# 7. Every formula here is compared with what the ranks really call and store.
 # 8. One loss curve: sharding must not change the losses. If the curve changes, something is broken.
 # 9. `make` lists the commands, `make exercise` lists the exercises, and `docs/glossary.md` defines the words.
 # 10. Nothing needs a GPU, and the same commands run on one.

@@ -827,7 +827,7 @@ print(f"the ranks exited after {time.monotonic() - begin:.0f} s, with exit codes
 print("error:", shorten_paths(message).replace(hung_run.name + "/", "").strip())
 for rank in range(2):
     heartbeat = json.loads((hung_run / "heartbeat" / f"rank{rank}.json").read_text())
-    print(f"last heartbeat of rank {rank}:", {name: heartbeat[name] for name in ("step", "stage", "places", "waits")})
+    print(f"last heartbeat of rank {rank}:", {name: heartbeat[name] for name in ("step", "stage", "stages_entered", "waits")})
 assert exit_codes == [STALLED, STALLED]
 assert re.match(r"rank 1 has made no progress for \d+ s in step 2, ", message) and "ranks waited for it" in message
 

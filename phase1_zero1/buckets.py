@@ -1,6 +1,6 @@
 """Flat buckets: the memory layout of parameters and gradients.
 
-A collective over 25 MB is faster than hundreds of collectives over single parameters, and reduce-scatter and all-gather
+A collective over 25 MiB is faster than hundreds of collectives over single parameters. Reduce-scatter and all-gather
 need equal slices. A bucket therefore stores its parameters one after another in a flat buffer, and their gradients in a
 second buffer with the same layout. Both are padded to N equal slices, one per rank. A slice may begin or end inside a
 parameter. The part of a parameter that is in this rank's slice is this rank's *shard* of it:
@@ -103,7 +103,8 @@ class Bucket:
             dist.broadcast(self.flat_params, group=group, group_src=0)
         self.shards = self._create_shards()
         self.inner = make_inner([shard.tensor for shard in self.shards], options) if self.shards else None
-        self.has_grad = [False] * len(params)  # per parameter: on this rank; after the reduction, on at least one rank
+        # Per parameter: this rank has a gradient; after the reduction: at least one rank has one.
+        self.has_grad = [False] * len(params)
         self.ready_params: set[int] = set()  # indices of the parameters whose gradient is complete in this step
         self.work: dist.Work | None = None  # the collective in flight
         # Keep the previous collective alive. Otherwise gloo's thread frees it and waits for Python's GIL, and a
@@ -128,7 +129,7 @@ class Bucket:
         return self.flat_grads[self.local_slice]
 
     def _create_shards(self) -> list[Shard]:
-        """Return the shards in this rank's slice. They contain no padding, so the state and the norm do not either."""
+        """Return the shards in this rank's slice. Padding is in no shard, so it is not in the state or the norm."""
         shards, begin = [], 0
         for index, param in enumerate(self.params):
             elements = slice(max(begin, self.local_slice.start), min(begin + param.numel(), self.local_slice.stop))
@@ -254,7 +255,7 @@ def check_params(params: list[nn.Parameter], group: dist.ProcessGroup | None) ->
     """Check that the parameters can be stored in buckets. Collective.
 
     Raises:
-        ValueError: the parameters are on two devices, two of them share memory, one that is trained has no
+        ValueError: the parameters are on two devices, two of them share memory, a trainable parameter has no
             floating-point dtype, or the ranks have different parameters.
     """
     devices = sorted({str(p.device) for p in params})

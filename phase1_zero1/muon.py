@@ -68,11 +68,11 @@ class Zero1Muon(Zero1Optimizer):
         matrices, others = muon_groups(model, config)
         arguments = optim.Muon([torch.zeros(1, 1)]).defaults
         betas = (config.beta1, config.beta2)
-        groups = [{**arguments, **matrices, "whole": True}, *others]
+        groups = [{**arguments, **matrices, "has_owners": True}, *others]
         super().__init__(groups, optim.AdamW, lr=config.learning_rate, betas=betas, **defaults)
 
     def _make_buckets(self, group: Options) -> Iterator[Bucket]:
-        if not group.get("whole"):
+        if not group.get("has_owners"):
             yield from super()._make_buckets(group)
             return
         owner = assign_owners(group["params"], self.world_size, count_multiplications)

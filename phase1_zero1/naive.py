@@ -88,7 +88,7 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, also those that `reduce_gradients` averaged and no `step` used."""
+        """Clear all gradients, including averaged gradients that no `step` has used."""
         super().zero_grad(set_to_none)
         self.is_reduced = False
 

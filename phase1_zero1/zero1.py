@@ -95,10 +95,10 @@ class Zero1Optimizer(DataParallelOptimizer):
         self.require_backward_grad_sync = True
         self.buckets: list[Bucket] = []
         self._bucket_order: list[int] = []  # the order in which all ranks reduce the buckets
-        self._fill_order: list[int] | None = []  # the order in which they fill here; None once rank 0's order is used
+        self._fill_order: list[int] | None = []  # the order on this rank; None once all use rank 0's
         self._num_started = 0  # the number of buckets whose reduction has started in this step
         self._is_reduced = self._has_final_callback = False
-        self._deferred_buckets: set[Bucket] = set()  # `step` does not wait for these; the modules' forward passes do
+        self._deferred_buckets: set[Bucket] = set()  # all-gathers that a forward hook waits for, not `step`
         prototype = optimizer_class([torch.zeros(1)], **defaults)
         super().__init__(params, prototype.defaults)
 
@@ -202,10 +202,11 @@ class Zero1Optimizer(DataParallelOptimizer):
                 raise RuntimeError("no rank has a gradient to step with: call backward() first")
             self._is_reduced = True
         grads = [s.tensor.grad for bucket in self.buckets for s in bucket.shards if s.tensor.grad is not None]
+        # A rank whose shards have no gradients takes part in the collectives of the norm with an empty tensor.
         return grads or [self.buckets[0].local_grads[:0]]
 
     def _sync_grad_flags(self) -> None:
-        """Set `has_grad` to True if any rank has a gradient, with one byte per parameter. Collective.
+        """Set `has_grad` to True if any rank has a gradient, with one byte per parameter tensor. Collective.
 
         The first call also replaces the order of the buckets on all ranks by the order in which they filled on rank 0.
         """

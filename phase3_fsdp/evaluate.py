@@ -8,7 +8,7 @@
 With `--problems` it starts its own ranks and generates answers: see `solve/`. The rest of this page is about the
 validation loss and the token accuracy.
 
-The checkpoint can be of any phase, any optimizer and any number of ranks. The program creates no optimizer and reads no
+The checkpoint can be of any phase, any optimizer and any number of ranks. The program creates no optimizer and loads no
 optimizer state: a rank stores 4P/N bytes of weights, and all-gathers units while they compute. It writes no files, so
 you can evaluate a run while it is training.
 """
@@ -82,7 +82,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)
         loss = evaluate(model, data, replace(config, eval_accuracy=True), run)
-        tokens = config.eval_iters * config.batch_size * config.block_size
+        tokens = config.eval_iters * data.batch_size * data.block_size
         quality = f"validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens"
         run.print0(f"{source}: {quality}, token accuracy {run.val_accuracy:.4f}")
         return loss

@@ -2,9 +2,9 @@
 
 `shard_model` applies torch's `fully_shard` (FSDP2) to an unmodified `GPT`. The model is divided into units, by default
 its blocks. FSDP all-gathers the parameters of a unit before its forward and before its backward, and frees them after
-each (the root unit stays until its backward). After the backward of a unit it reduce-scatters the gradients. Before the
-update a rank stores 1/N of 16 bytes per parameter (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3; Zhao et al.
-2023).
+each (the root unit stays until its backward). After the backward of a unit it reduce-scatters the gradients. Just
+before the update, a rank stores 16P/N bytes of model state for P parameters in fp32 (ZeRO stage 3, Rajbhandari et al.
+2020, section 5.3; Zhao et al. 2023).
 
     with init_device(config, run):
         model = GPT(model_args)                        # names and shapes only, no memory
@@ -40,9 +40,8 @@ from nanoGPT.model import GPT, draw_initial_rows
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
 
-DEFAULT_MIN_NUM_PARAMS = 1_000_000  # of a unit, if units are chosen by size
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of --compile_mode
-SWITCHES = {"True": "full", "False": "none"}  # short forms of activation checkpointing
+DEFAULT_MIN_NUM_PARAMS = 1_000_000  # minimum size of a unit with --fsdp_wrap=size
+SWITCHES = {"True": "full", "False": "none"}  # short forms of --fsdp_activation_checkpointing
 
 
 @dataclass
@@ -54,7 +53,7 @@ class FsdpConfig(TrainConfig):
     fsdp_wrap: Literal["auto", "block", "size"] = "auto"
     """the units: every block, or modules of a minimum size; auto: by size if fsdp_min_num_params is given"""
     fsdp_min_num_params: int | None = None
-    """minimum number of parameters of a unit, which is a module with submodules; None: 1,000,000"""
+    """minimum number of parameters of a unit, a module with submodules; None: 1,000,000 if fsdp_wrap is size"""
     fsdp_reshard_after_forward: bool = True
     """False: a unit stays unsharded from its forward to its backward; less communication, more memory"""
     fsdp_shard_size: str = "all"
@@ -95,11 +94,6 @@ class FsdpConfig(TrainConfig):
                 f"--fsdp_shard_size={size} does not divide {world_size} rank(s): use --fsdp_shard_size=all, node or "
                 f"{' or '.join(sizes)} (also if the value comes from a checkpoint)"
             )
-        if self.compile and self.compile_mode in CUDA_GRAPH_MODES:
-            raise ConfigError(
-                f"--compile_mode={self.compile_mode} records CUDA graphs, whose parameters must not move, but FSDP "
-                "frees and all-gathers them: use --compile_mode=default or max-autotune-no-cudagraphs"
-            )
         if self.fsdp_wrap == "block" and self.fsdp_min_num_params is not None:
             raise ConfigError(
                 f"--fsdp_min_num_params={self.fsdp_min_num_params} has no effect on blocks: remove --fsdp_wrap=block"
@@ -109,6 +103,10 @@ class FsdpConfig(TrainConfig):
     def wraps_by_size(self) -> bool:
         """Whether the units are modules of a minimum size, and not blocks."""
         return self.fsdp_wrap == "size" or (self.fsdp_wrap == "auto" and self.fsdp_min_num_params is not None)
+
+    @property
+    def supports_mps(self) -> bool:
+        return not self.use_fsdp
 
     def ranks_per_replica(self, world_size: int, local_world_size: int) -> int:
         """Return the number of ranks over which one copy of the model is sharded."""
@@ -216,9 +214,12 @@ def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
         )
     if num_shards == run.world_size:
         return init_device_mesh(run.device.type, (num_shards,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        run.device.type, (run.world_size // num_shards, num_shards), mesh_dim_names=("replicate", "shard")
-    )
+    shape = (run.world_size // num_shards, num_shards)
+    mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    if run.timeout:
+        for group in mesh.get_all_groups():  # torch creates them with its default timeout
+            dist.distributed_c10d._set_pg_timeout(run.timeout, group)
+    return mesh
 
 
 def find_units(model: GPT, config: FsdpConfig) -> list[nn.Module]:
@@ -332,8 +333,8 @@ def set_gradient_sync(parallel_model: nn.Module, config: FsdpConfig, last: bool)
     """Set whether the next backward reduces gradients; call it before each micro-batch.
 
     By default only the last micro-batch reduces gradients, and before it each rank accumulates full gradients. With
-    `fsdp_sync_every_micro_batch` every micro-batch reduces, and a rank accumulates shards. The replicas of a model are
-    all-reduced once per step in both cases.
+    `fsdp_sync_every_micro_batch` every micro-batch reduces, and a rank accumulates shards. In both cases, the gradient
+    shards are all-reduced between the replicas once per step.
     """
     if isinstance(parallel_model, FSDPModule):
         parallel_model.set_requires_gradient_sync(last or config.fsdp_sync_every_micro_batch)

@@ -63,14 +63,15 @@ class ShardWriter:
 
     def copy(self) -> None:
         """Copy this rank's shards to CPU memory."""
-        cpu_state = {}
+        cpu_state, devices = {}, set()
         for key, value in training_state(self.model, self.optimizer).items():
             shard = local_shard(value)
+            devices.add(shard.device.type)
             if key not in self.buffers:
                 self.buffers[key] = torch.empty_like(shard, device="cpu", pin_memory=shard.device.type != "cpu")
             self.buffers[key].copy_(shard, non_blocking=True)
             cpu_state[key] = make_dtensor_like(value, self.buffers[key])
-        if torch.accelerator.is_available():
+        if devices - {"cpu"}:  # copies from a GPU are asynchronous
             torch.accelerator.synchronize()
         self.cpu_state = cpu_state
 

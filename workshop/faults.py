@@ -207,7 +207,9 @@ FAULTS = {
         prepare=corrupt_newest_checkpoint,
     ),
     "leak": Fault("tensors of every step are kept in a list", "nanoGPT", plant_leak, fields={"max_iters": 40}),
-    "straggler": Fault("rank 1 computes slowly", "phase3_fsdp", plant_straggler, 3, {"stall_seconds": 30.0}),
+    "straggler": Fault(
+        "rank 1 computes slowly", "phase3_fsdp", plant_straggler, 3, {"stall_seconds": 30.0, "max_iters": 20}
+    ),
 }
 
 

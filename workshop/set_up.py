@@ -48,7 +48,9 @@ GOALS = {
     "book": (".[book]", "Installing Sphinx into .venv, once."),
 }
 TORCH_BUILDS = ("default", "cpu")
-INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", "constraints.txt")
+CONSTRAINTS = ("--constraint", "constraints.txt")
+INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *CONSTRAINTS)
+INSTALL_FOR_CPU = ("-m", "uv", "pip", "install", "--quiet", "--torch-backend", "cpu", *CONSTRAINTS)
 RUN_AGAIN = "then run the same command again"
 WHAT_TO_CHECK = "check the network and the free disk space, " + RUN_AGAIN
 WITHOUT_BUNDLE = f"to download packages instead, delete the directory {BUNDLE.name}, {RUN_AGAIN}"
@@ -157,6 +159,18 @@ def has_working_python() -> bool:
         return subprocess.run([PYTHON, "-I", "-c", CHECK_PYTHON, VENV], capture_output=True).returncode == 0
     except OSError:
         return False
+
+
+def describe_downloads(torch_build: str) -> str:
+    """Return what installing PyTorch downloads on this machine, and how to download less. Sizes as in the README."""
+    if platform.system() != "Linux":
+        return "The largest download is PyTorch (0.1 GB)."
+    if torch_build == "cpu":
+        return "The largest downloads are the CPU build of PyTorch (0.2 GB) and Triton (0.3 GB)."
+    size = "The default build of PyTorch includes CUDA, a download of several GB."
+    if shutil.which("nvidia-smi"):
+        return size
+    return f"{size}\nWithout an NVIDIA GPU, you can download less: press Ctrl+C and add TORCH=cpu to the command."
 
 
 def run_step(description: str, command: list[str | Path], lock: int) -> None:
@@ -301,19 +315,7 @@ def install_torch_for_cpu(lock: int) -> None:
         SetUpError: pip or uv failed.
     """
     run_step("installing uv", [PYTHON, *INSTALL, "uv"], lock)
-    command: list[str | Path] = [
-        PYTHON,
-        "-m",
-        "uv",
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        PYTHON,
-        "--torch-backend",
-        "cpu",
-    ]
-    run_step("installing the CPU build of PyTorch", [*command, "--constraint", "constraints.txt", "torch"], lock)
+    run_step("installing the CPU build of PyTorch", [PYTHON, *INSTALL_FOR_CPU, "--python", PYTHON, "torch"], lock)
 
 
 def install(goal: str, torch_build: str, lock: int) -> None:
@@ -351,6 +353,8 @@ def set_up(goal: str, torch_build: str, lock: int) -> None:
         copy_bundled_data()
         print(f"Using {BUNDLE.name}/: nothing is downloaded.", flush=True)
     print(GOALS[goal][1], flush=True)
+    if goal == "core" and not has_torch() and not BUNDLE.is_dir():
+        print(describe_downloads(torch_build), flush=True)
     VENV.mkdir(exist_ok=True)
     if must_create:
         clear_venv()

@@ -75,7 +75,7 @@ def predict_inference(shape: GPTConfig, gpu: Gpu, gpus: int, batch_size: int, dt
         dtype: of weights and cache.
     """
     size, itemsize = costs.measure_gpt(shape), DTYPES[dtype].itemsize
-    chosen, reason = costs.choose_spread(
+    choice, reason = costs.choose_spread(
         size, gpus, batch_size, shape.block_size, itemsize, usable_bytes(gpu) / costs.RESERVE
     )
     ways = {}
@@ -95,7 +95,7 @@ def predict_inference(shape: GPTConfig, gpu: Gpu, gpus: int, batch_size: int, dt
             "tokens_per_second": (1 if spread == "tp" else gpus) * batch_size / seconds,
             "fits": predicted.memory <= usable_bytes(gpu),
         }
-    return {"params": size.params, "usable_bytes": round(usable_bytes(gpu)), "choice": chosen, "reason": reason} | {
+    return {"params": size.params, "usable_bytes": round(usable_bytes(gpu)), "choice": choice, "reason": reason} | {
         "ways": ways
     }
 
@@ -104,12 +104,12 @@ def format_inference(found: dict[str, Any], title: str) -> str:
     """Return the prediction as a table and a recommendation."""
     rows = []
     for name, way in found["ways"].items():
-        held = way["weights_bytes"] + way["all_gathered_bytes"] + way["cache_bytes"]
+        memory = way["weights_bytes"] + way["all_gathered_bytes"] + way["cache_bytes"]
         rows.append(
             [
                 name,
                 *(f"{way[key] / GB:.2f}" for key in ("weights_bytes", "all_gathered_bytes", "cache_bytes")),
-                f"{held / GB:.2f}",
+                f"{memory / GB:.2f}",
                 "yes" if way["fits"] else "no",
                 f"{way['host_bytes'] / GB:.2f}",
                 f"{way['network_bytes_per_round'] / GB:.4f}",

@@ -58,7 +58,7 @@ def estimate_run(config: TrainConfig | None, phase: str, ranks: int, gpu: Gpu) -
     seconds = config.max_iters * predicted.step_seconds + evaluations * predicted.forward_seconds
     seconds += STARTUP_SECONDS + STARTUP_SECONDS_PER_RANK * ranks
     params = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)}).count_params()
-    saves = min(config.keep_checkpoints, -(-config.max_iters // config.eval_interval))
+    saves = min(config.keep_checkpoints + 1, -(-config.max_iters // config.eval_interval))
     return Estimate(seconds, predicted.peak_bytes, saves * estimate_checkpoint_bytes(params, config))
 
 

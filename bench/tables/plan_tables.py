@@ -103,12 +103,12 @@ def inference_table() -> str:
         shape, gpu = resolve_shape(config), resolve_gpu(config)
         found = predict_inference(shape, gpu, config.gpus, batch_size, config.dtype)
         for name, way in found["ways"].items():
-            held = (way["weights_bytes"] + way["all_gathered_bytes"] + way["cache_bytes"]) / 1e9
+            memory = (way["weights_bytes"] + way["all_gathered_bytes"] + way["cache_bytes"]) / 1e9
             rows.append(
                 [
                     f"`{name}`",
                     str(batch_size),
-                    f"{held:.1f}",
+                    f"{memory:.1f}",
                     "yes" if way["fits"] else "no",
                     f"{way['host_bytes'] / 1e9:.1f}",
                     f"{way['network_bytes_per_round'] / 1e9:.4f}",

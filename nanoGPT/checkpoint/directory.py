@@ -49,7 +49,7 @@ class CheckpointDirectory:
     Args:
         out_dir: the run's directory, on a file system that all ranks share.
         run: this rank's Runtime.
-        keep_checkpoints: number of newest checkpoints to keep.
+        keep_checkpoints: number of newest checkpoints to keep; the one with the best validation loss is kept too.
         reads_only: rename no checkpoint; `save` is not called.
 
     Raises:
@@ -284,22 +284,28 @@ class CheckpointDirectory:
             os.replace(self.root / ".tmp-LATEST", self.root / "LATEST")
 
     def _delete_old(self) -> None:
-        """Delete every checkpoint that is older than the `keep_checkpoints` newest complete ones.
+        """Delete every checkpoint that is older than the `keep_checkpoints` newest complete ones, except the best one.
 
         Only the manifest and the sizes of the files are checked. A checkpoint that cannot be read or deleted now is
         kept, and checked again after the next save.
         """
         if not self.run.is_main:
             return
-        complete = 0
+        complete: list[Manifest] = []
+        old = []
         with contextlib.suppress(ConfigError):
             for path in step_directories(self.root.parent):
-                if complete >= self.keep_checkpoints:
-                    self._delete(path)
+                if len(complete) >= self.keep_checkpoints:
+                    old.append(path)
                     continue
                 with contextlib.suppress(DamagedCheckpoint):
                     manifest = read_manifest(path)
-                    complete += all(size_of(path / f["name"]) == f["size"] for f in manifest["files"])
+                    if all(size_of(path / f["name"]) == f["size"] for f in manifest["files"]):
+                        complete.append(manifest)
+            best = find_best(old, complete[0].get("best_val_loss")) if old else None
+            for path in old:
+                if path != best:
+                    self._delete(path)
 
     def _delete(self, path: Path) -> None:
         """Delete a checkpoint, unless the directory now belongs to another run. Rename it first: a kill during the
@@ -346,6 +352,20 @@ class CheckpointDirectory:
                 f"{name} was not saved: rank {rank}: {reason}; earlier checkpoints are unchanged, resume from them"
             )
         return [result for result, _ in outcomes]
+
+
+def find_best(paths: list[Path], best_val_loss: Any) -> Path | None:
+    """Return the oldest checkpoint whose manifest has this best validation loss: the loss was measured at its step.
+
+    Args:
+        paths: newest first.
+        best_val_loss: of the run, from the manifest of its newest checkpoint; None if it has recorded none.
+    """
+    for path in reversed(paths if best_val_loss is not None else []):
+        with contextlib.suppress(DamagedCheckpoint):
+            if read_manifest(path).get("best_val_loss") == best_val_loss:
+                return path
+    return None
 
 
 def describe_failure(error: Exception, folder: Path) -> str:

@@ -80,24 +80,36 @@ def manifest_fields(
     }
 
 
+def check_shape(config: TrainConfig, checkpoint: Checkpoint, allows_shorter: bool = False) -> None:
+    """Check that the configuration has the shape of the checkpoint's model.
+
+    Args:
+        allows_shorter: whether sequences may be shorter than the context of the model, as in an evaluation.
+
+    Raises:
+        ConfigError: a field differs; the message names it.
+    """
+    saved, name = checkpoint.manifest["model_args"], checkpoint.path.name
+    for key in SHAPE:
+        value = getattr(config, key)
+        if value is None or value == saved[key] or (allows_shorter and key == "block_size" and value < saved[key]):
+            continue
+        remedy = "remove the flag" + ("" if allows_shorter else " to resume, or start a new run in another --out_dir")
+        raise ConfigError(f"--{key}={value}, but {name} was trained with {key}={saved[key]}: {remedy}")
+
+
 def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -> None:
     """Check that a run resumes a checkpoint with the same model, optimizer and data.
 
     Raises:
         ConfigError: one of them differs; the message names it.
     """
-    saved, name = checkpoint.manifest["model_args"], checkpoint.path.name
+    name = checkpoint.path.name
     if checkpoint.step > config.max_iters:
         raise ConfigError(
             f"--max_iters={config.max_iters}, but {name} is past it: raise --max_iters, or use another --out_dir"
         )
-    for key in SHAPE:
-        value = getattr(config, key)
-        if value is not None and value != saved[key]:
-            raise ConfigError(
-                f"--{key}={value}, but {name} was trained with {key}={saved[key]}: remove the flag to resume, "
-                "or start a new run in another --out_dir"
-            )
+    check_shape(config, checkpoint)
     if config.optimizer != (saved_optimizer := checkpoint.manifest["config"].get("optimizer", "adamw")):
         raise ConfigError(
             f"--optimizer={config.optimizer}, but {name} was trained with --optimizer={saved_optimizer}: remove the "

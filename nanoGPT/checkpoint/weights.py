@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB, PRETRAINED, download_gpt2, read_hf
 from nanoGPT.checkpoint.manifest import Checkpoint, DamagedCheckpoint, check_training, read_manifests, verify_files
-from nanoGPT.checkpoint.state import SHAPE, LazyTensors, check_resume, read_ckpt, read_full_state
+from nanoGPT.checkpoint.state import SHAPE, LazyTensors, check_resume, check_shape, read_ckpt, read_full_state
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
@@ -60,6 +60,8 @@ def read_starting_point(
         check_training(checkpoint.path, checkpoint.manifest)
         if trains:
             check_resume(config, data, checkpoint)
+        else:
+            check_shape(config, checkpoint, allows_shorter=True)
         shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)

@@ -9,14 +9,14 @@ def find_disagreement(descriptions: list[Mapping[str, Any]]) -> str | None:
 
     Args:
         descriptions: of each rank, in rank order, from `describe_run`. A rank that cannot start has
-            `{"refusal": sentence}`.
+            `{"problem": sentence}`.
 
     Returns:
         A sentence that names the differences and the ranks; None if all ranks agree.
     """
     for rank, each in enumerate(descriptions):
-        if "refusal" in each:
-            return f"rank {rank} cannot start: {each['refusal']}"
+        if "problem" in each:
+            return f"rank {rank} cannot start: {each['problem']}"
     names = list(dict.fromkeys(name for each in descriptions for name in each))
     differences = [name for name in names if any(each.get(name) != descriptions[0].get(name) for each in descriptions)]
     if not differences:

@@ -16,10 +16,13 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 ONLY_ON_GPU = ("cudnn", "efficient")
-HOPPER = (9, 0)  # compute capability
+NEEDS_16_BITS = ("cudnn", "flash")  # on a GPU; PyTorch's flash attention on the CPU also supports float32
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 
 
-def choose_attention(name: str, is_deterministic: bool, device: torch.device) -> tuple[list[SDPBackend], str]:
+def choose_attention(
+    name: str, is_deterministic: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[list[SDPBackend], str]:
     """Return the backends of attention in the order in which torch tries them, and the reason for the choice.
 
     On Hopper, cuDNN's attention is the fastest in most published measurements, but torch prefers it only with some
@@ -29,18 +32,24 @@ def choose_attention(name: str, is_deterministic: bool, device: torch.device) ->
         name: the value of `--attention`.
         is_deterministic: the value of `--deterministic`.
         device: the device of this rank.
+        dtype: the dtype of matrix products.
 
     Returns:
         The backends; an empty list leaves the choice to torch.
 
     Raises:
-        ConfigError: the backend needs a GPU, or is not deterministic.
+        ConfigError: the backend needs a GPU, a newer GPU or a 16-bit dtype, or is not deterministic.
     """
     is_gpu = device.type == "cuda"
     if name in ONLY_ON_GPU and not is_gpu:
         raise ConfigError(f"--attention={name} needs a GPU: use --attention=auto, flash or math")
     if name == "cudnn" and is_deterministic:
         raise ConfigError("--attention=cudnn is not deterministic: use --attention=auto, or --deterministic=False")
+    if name in NEEDS_16_BITS and is_gpu:
+        if dtype == torch.float32:
+            raise ConfigError(f"--attention={name} needs 16 bits on a GPU: use --attention=auto, or --dtype=bfloat16")
+        if torch.cuda.get_device_capability(device) < AMPERE:
+            raise ConfigError(f"--attention={name} needs an Ampere or newer GPU: use --attention=auto or efficient")
     if name != "auto":
         return [BACKENDS[name]], f"{name} (requested)"
     if is_gpu and torch.cuda.get_device_capability(device) >= HOPPER and not is_deterministic:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
@@ -56,15 +55,19 @@ def join_process_group(run: Runtime, timeout: datetime.timedelta, description: d
         dist.init_process_group(backend, store=dist.PrefixStore("process group", store), **options)
 
 
-def dump_collectives() -> str:
-    """Return the last collectives of this rank as JSON, from torch's flight recorder: shapes, states and times.
+def dump_collectives() -> dict[str, Any]:
+    """Return the last collectives of this rank by backend, from torch's flight recorders: shapes, states and times.
 
     A rank whose last collective has a smaller `collective_seq_id` than that of the others is the one they wait for.
-    The main thread may be waiting in a collective: this function does not use the process group.
+    A run on GPUs uses both backends: gloo for signals and saves. The main thread may be waiting in a collective: this
+    function does not use the process group.
     """
-    recorder = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
-    dump: bytes | str = getattr(distributed_c10d, recorder)()
-    return dump.decode() if isinstance(dump, bytes) else dump
+    recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    return {
+        backend: json.loads(getattr(distributed_c10d, name)())
+        for backend, name in recorders.items()
+        if hasattr(distributed_c10d, name)  # a build of torch without CUDA has no NCCL
+    }
 
 
 @contextlib.contextmanager
@@ -139,7 +142,7 @@ def compare_ranks(store: dist.Store, run: Runtime, description: dict[str, Any]) 
     reader_keys: list[str] = []
     if run.is_main:
         descriptions = [json.loads(store.get(f"described by {rank}")) for rank in range(run.world_size)]
-        reader_keys = [f"read by {rank}" for rank, each in enumerate(descriptions) if "refusal" not in each]
+        reader_keys = [f"read by {rank}" for rank, each in enumerate(descriptions) if "problem" not in each]
         store.set("verdict", find_disagreement(descriptions) or "agreed")
     verdict = store.get("verdict").decode()
     if verdict == "agreed":
@@ -150,7 +153,7 @@ def compare_ranks(store: dist.Store, run: Runtime, description: dict[str, Any]) 
     raise ConfigError(verdict, is_shared=True)
 
 
-def report_to_other_nodes(refusal: str) -> None:
+def report_to_other_nodes(problem: str) -> None:
     """Report to the ranks on other nodes that this rank cannot start, so that they do not wait for it.
 
     Only ranks that connect within REFUSAL_TIMEOUT receive the report. On this node the launcher stops the other ranks.
@@ -162,9 +165,9 @@ def report_to_other_nodes(refusal: str) -> None:
         if local_world_size == world_size or may_restart():
             return
         store = connect(os.environ["MASTER_ADDR"], port, rank == 0 and not agent_has_store(), REFUSAL_TIMEOUT)
-        store.set(f"described by {rank}", json.dumps({"refusal": refusal}))
+        store.set(f"described by {rank}", json.dumps({"problem": problem}))
         if rank == 0:
-            store.set("verdict", f"rank 0 cannot start: {refusal}")
+            store.set("verdict", f"rank 0 cannot start: {problem}")
             store.wait([f"read by {other}" for other in range(local_world_size, world_size)], REFUSAL_TIMEOUT)
 
 

@@ -6,6 +6,7 @@ the process is rank 0 of 1. Every run has a process group, even with one rank, s
 
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import os
 from collections.abc import Callable
@@ -28,14 +29,14 @@ class Progress:
 
     Attributes:
         step, stage: the current step and its stage, for messages.
-        places: number of calls of `Runtime.enter_stage`. All ranks make these calls in the same order.
-        marks: number of calls of `Runtime.report_progress`, which may differ between ranks.
+        stages_entered: number of calls of `Runtime.enter_stage`. All ranks make these calls in the same order.
+        progress_reports: number of calls of `Runtime.report_progress`, which may differ between ranks.
     """
 
     step: int = 0
     stage: str = "start"
-    places: int = 0
-    marks: int = 0
+    stages_entered: int = 0
+    progress_reports: int = 0
 
 
 class DirectoryOwner(Protocol):
@@ -63,6 +64,7 @@ class Runtime:
         uses_autocast: False if parameters are cast instead, as FSDP does.
         group: the process group of `any` and `gather`; None: the default group.
         end_callbacks: called on every rank when training has ended.
+        timeout: how long a collective of `group` may take; None: torch's default.
         token: random identity of this start of the job, the same on all ranks.
         progress: shared with the Runtimes that `with_own_group` returns.
     """
@@ -81,6 +83,7 @@ class Runtime:
     uses_autocast: bool = True
     group: dist.ProcessGroup | None = None
     end_callbacks: list[Callable[[], None]] = field(default_factory=list)
+    timeout: datetime.timedelta | None = None
     token: str = field(default_factory=lambda: os.urandom(4).hex())
     progress: Progress = field(default_factory=Progress)
 
@@ -149,7 +152,7 @@ class Runtime:
 
     def with_own_group(self) -> "Runtime":
         """Return a Runtime of the same ranks with a separate gloo group, for use in another thread. Collective."""
-        group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=self.timeout) if self.world_size > 1 else None
         return dataclasses.replace(self, group=group)
 
     def enter_stage(self, stage: str, step: int | None = None) -> None:
@@ -161,11 +164,11 @@ class Runtime:
         progress = self.progress
         progress.step = progress.step if step is None else step
         progress.stage = stage
-        progress.places += 1
+        progress.stages_entered += 1
 
     def report_progress(self) -> None:
         """Record progress within a stage, such as a part of a file written. Any rank and any thread may call it."""
-        self.progress.marks += 1
+        self.progress.progress_reports += 1
 
     def print0(self, line: str) -> None:
         """Print a line on rank 0 only."""
@@ -181,7 +184,9 @@ class Runtime:
         return self.is_stopping, self.is_stopping or should_save
 
 
-def pick_device(name: str, local_rank: int, local_world_size: int, world_size: int) -> tuple[torch.device, str]:
+def pick_device(
+    name: str, local_rank: int, local_world_size: int, world_size: int, supports_mps: bool = True
+) -> tuple[torch.device, str]:
     """Return the device of this rank, and the reason for the choice.
 
     Args:
@@ -189,6 +194,7 @@ def pick_device(name: str, local_rank: int, local_world_size: int, world_size: i
         local_rank: this rank's number on its node.
         local_world_size: number of ranks on this node.
         world_size: number of ranks of the job.
+        supports_mps: whether the trainer can run on an Apple GPU.
 
     Raises:
         ConfigError: the device is unknown or missing, or there are more ranks than GPUs.
@@ -197,10 +203,10 @@ def pick_device(name: str, local_rank: int, local_world_size: int, world_size: i
     if name == "auto":
         if torch.cuda.is_available():
             kind, reason = "cuda", f"found {torch.cuda.device_count()} GPU(s)"
-        elif torch.backends.mps.is_available() and world_size == 1:
+        elif torch.backends.mps.is_available() and world_size == 1 and supports_mps:
             kind, reason = "mps", "found an Apple GPU, and there is one process"
         else:
-            kind, reason = "cpu", "found no GPU"
+            kind, reason = "cpu", "found no GPU that this trainer can use"
     if kind not in ("cpu", "cuda", "mps"):
         raise ConfigError(f"--device={name} is unknown: use auto, cpu, cuda or mps")
     if kind == "cuda":
@@ -213,6 +219,8 @@ def pick_device(name: str, local_rank: int, local_world_size: int, world_size: i
                 f"use GPUS={gpus}, or --device=cpu (DEVICE=cpu) to run the ranks on the CPU"
             )
         return torch.device("cuda", local_rank), reason
+    if kind == "mps" and not supports_mps:
+        raise ConfigError("--device=mps does not work with FSDP: use --device=cpu")
     if kind == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
         raise ConfigError("--device=mps supports only one process, on a Mac with an Apple GPU: use --device=cpu")
     return torch.device(kind), reason
@@ -242,12 +250,13 @@ def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     return (torch.bfloat16, "the GPU supports it") if has_bf16 else (torch.float16, "the GPU does not support bfloat16")
 
 
-def create_runtime(device: str, dtype: str) -> Runtime:
+def create_runtime(device: str, dtype: str, supports_mps: bool = True) -> Runtime:
     """Return the Runtime of this process, from the environment variables of torchrun.
 
     Args:
         device: the value of `--device`.
         dtype: the value of `--dtype`.
+        supports_mps: whether the trainer can run on an Apple GPU.
 
     Raises:
         ConfigError: the environment, the device or the dtype cannot be used.
@@ -266,7 +275,7 @@ def create_runtime(device: str, dtype: str) -> Runtime:
         raise ConfigError(
             f"the environment has invalid values, {values}: use ranks that are smaller than the world size"
         )
-    torch_device, device_reason = pick_device(device, local_rank, local_world_size, world_size)
+    torch_device, device_reason = pick_device(device, local_rank, local_world_size, world_size, supports_mps)
     torch_dtype, dtype_reason = pick_dtype(dtype, torch_device)
     reasons = {"device": f"{torch_device.type} ({device_reason})", "dtype": f"{torch_dtype} ({dtype_reason})"}
     return Runtime(rank, local_rank, world_size, local_world_size, torch_device, torch_dtype, reasons)

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NamedTuple
 
+import torch.distributed as dist
+
 from nanoGPT.distributed.process_group import dump_collectives
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
@@ -107,7 +109,7 @@ def inspect_threads() -> dict[str, Any]:
 
 def write_collectives(out_dir: Path, rank: int) -> None:
     """Write the last collectives of a rank into stacks/collectives-rank{r}.json."""
-    (out_dir / "stacks" / f"collectives-rank{rank}.json").write_text(dump_collectives())
+    (out_dir / "stacks" / f"collectives-rank{rank}.json").write_text(json.dumps(dump_collectives()))
 
 
 class HeartbeatThread:
@@ -118,6 +120,7 @@ class HeartbeatThread:
         out_dir: the run's directory.
         stall_seconds: see `StallDetector`.
         stack_file: the open file for this rank's stacks.
+        trainer: package of the trainer, such as "phase3_fsdp".
         keeps_history: whether to append every heartbeat to heartbeat/rank{r}.jsonl.
 
     Attributes:
@@ -126,9 +129,17 @@ class HeartbeatThread:
     """
 
     def __init__(
-        self, run: Runtime, out_dir: Path, stall_seconds: float, stack_file: IO[str], keeps_history: bool = False
+        self,
+        run: Runtime,
+        out_dir: Path,
+        stall_seconds: float,
+        stack_file: IO[str],
+        trainer: str,
+        keeps_history: bool = False,
     ) -> None:
         self.run, self.stack_file, self.keeps_history = run, stack_file, keeps_history
+        backend = dist.get_backend() if dist.is_initialized() else "none"
+        self.names = {"trainer": trainer, "backend": backend, "device": run.device.type}
         self.beats = self.waiting_beats = 0
         self.file = out_dir / "heartbeat" / f"rank{run.rank}.json"
         self.detector = StallDetector(out_dir, run.world_size, stall_seconds, run.rank, run.token)
@@ -154,7 +165,7 @@ class HeartbeatThread:
         process = {"run": self.run.token, "host": socket.gethostname(), "pid": os.getpid(), "parent": os.getppid()}
         self.beats += 1
         self.waiting_beats += activity["waits"]
-        counts = {"beats": self.beats, "waiting_beats": self.waiting_beats, "device": self.run.device.type}
+        counts = {"beats": self.beats, "waiting_beats": self.waiting_beats, **self.names}
         status = {**counts, "ended": self.is_closing.is_set(), "time": time.time()}
         heartbeat = {**vars(self.run.progress), **activity, **process, **status}
         self.detector.record(self.run.rank, heartbeat)
@@ -193,6 +204,7 @@ class HeartbeatThread:
             self.stack_file.write(message + "\n")
             self.stack_file.flush()
             faulthandler.dump_traceback(self.stack_file)
+        with contextlib.suppress(Exception):  # torch's recorder must not stop this rank from ending the job
             write_collectives(self.file.parents[1], self.run.rank)
         if is_first:
             dump_and_kill([each["pid"] for each in unresponsive.values() if is_child_of(each, os.getppid())])

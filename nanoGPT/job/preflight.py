@@ -4,6 +4,7 @@ from pathlib import Path
 
 from nanoGPT.checkpoint.hugging_face import PRETRAINED
 from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.algorithms import choose_attention
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.memory.device import check_parameters_fit
@@ -20,8 +21,9 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> To
         ConfigError: the run cannot work; the message says what to do.
     """
     validate(config, world_size)
-    device, _ = pick_device(config.device, 0, local_world_size, world_size)
-    pick_dtype(config.dtype, device)
+    device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
+    dtype, _ = pick_dtype(config.dtype, device)
+    choose_attention(config.attention, config.deterministic, device, dtype)
     is_known = config.init_from in ("scratch", "resume", *PRETRAINED)
     if not is_known and not (config.init_from and Path(config.init_from).is_dir()):
         suggestion = did_you_mean(config.init_from, ["scratch", "resume", *PRETRAINED])

@@ -64,13 +64,11 @@ def digest_weights(init_from: str) -> str:
     """Return what identifies the weights that a run starts from.
 
     Returns:
-        For a run's directory, the name of its newest checkpoint. For another directory, a digest of the names and
-        sizes of its files. Otherwise `init_from` itself.
+        For the directory of a model, a digest of the names and sizes of its files. Otherwise `init_from` itself: the
+        newest checkpoint of a run may change while the ranks start, so rank 0 chooses it for all.
     """
     folder = Path(init_from)
-    if steps := step_directories(folder):
-        return steps[0].name
-    if not folder.is_dir():
+    if not folder.is_dir() or step_directories(folder):
         return init_from
     files = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
     return compute_digest(json.dumps(files).encode())

@@ -55,8 +55,9 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
         This rank's Runtime, and the configuration. If torchrun has restarted the job, this is the saved configuration.
     """
     exclude_spare_ranks(config)
-    run = create_runtime(config.device, config.dtype)
-    backends, run.reasons["attention"] = choose_attention(config.attention, config.deterministic, run.device)
+    run = create_runtime(config.device, config.dtype, config.supports_mps)
+    run.timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    backends, run.reasons["attention"] = choose_attention(config.attention, config.deterministic, run.device, run.dtype)
     data = preflight(config, run.world_size, run.local_world_size)
     if run.is_main and not reads_only:
         check_credentials(config)
@@ -75,10 +76,11 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
         if disagreement := find_disagreement(run.gather(description)):
             raise ConfigError(disagreement)
     else:
-        join_process_group(run, datetime.timedelta(minutes=config.timeout_minutes), description)
+        join_process_group(run, run.timeout, description)
     if not reads_only:
         config = resume_after_restart(run, config, lock)
-    listen_for_signals(run)
+    if not reads_only:  # an evaluation has nothing to save, so a signal may end it at once
+        listen_for_signals(run)
     run.print0(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
     try:
         with use_algorithms(backends, config.deterministic):

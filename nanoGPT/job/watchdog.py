@@ -126,7 +126,7 @@ class StallDetector:
     def record(self, rank: int, heartbeat: dict[str, Any]) -> None:
         """Store a rank's heartbeat, and update its times if the heartbeat is new or shows progress."""
         status = self.statuses.setdefault(rank, RankStatus(heartbeat, self.clock, self.clock))
-        if any(status.heartbeat[name] != heartbeat[name] for name in ("step", "places", "marks")):
+        if any(status.heartbeat[name] != heartbeat[name] for name in ("step", "stages_entered", "progress_reports")):
             status.last_progress = self.clock
         if status.heartbeat["time"] != heartbeat["time"]:
             status.last_heartbeat = self.clock
@@ -175,7 +175,7 @@ class StallDetector:
 
         def progress_key(rank: int) -> tuple[int, int, bool]:
             heartbeat = self.statuses[rank].heartbeat
-            return heartbeat["step"], heartbeat["places"], heartbeat["waits"] and self.is_responding(rank)
+            return heartbeat["step"], heartbeat["stages_entered"], heartbeat["waits"] and self.is_responding(rank)
 
         least_progress = min(map(progress_key, self.statuses))
         suspects = [rank for rank in self.statuses if progress_key(rank) == least_progress]

@@ -3,6 +3,7 @@
     diagnostics/rank{r}.jsonl     one line per record: memory, norms, the loss of this rank, a digest of the parameters
     diagnostics/rank{r}.json      dtypes and devices of all tensors, modules by class (which show the kernels in use),
                                   the optimizer, memory at the start, seconds to the first step
+    diagnostics/rank{r}.pickle    on a GPU: the last allocations with their stacks, for https://pytorch.org/memory_viz
 
 Each rank writes its own files, so that a fault of one rank is visible. `make autopsy` reads them. Without the flag,
 nothing is measured. A record reads every parameter and waits for the GPU, so it adds a fraction of the time of a step.
@@ -31,6 +32,7 @@ from nanoGPT.memory.device import process_bytes
 from nanoGPT.train_config import TrainConfig
 
 CHUNK = 1 << 22  # elements of a parameter that `compute_digest` reads at a time
+MAX_ALLOCATIONS = 100_000  # events that the allocator's history keeps
 NORM_TOLERANCE = 1e-9  # relative; replicas may add the squares in another order
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
@@ -107,6 +109,9 @@ class Diagnostics:
         self.names = {param: name for name, param in model.named_parameters()}
         self.gradients: dict[str, float] = {}
         self.activations: dict[str, float] = {}
+        self.records_allocations = config.diagnostics_interval > 0 and run.device.type == "cuda"
+        if self.records_allocations:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
 
     def is_due(self, step: int) -> bool:
         """Return whether this step is recorded."""
@@ -182,6 +187,8 @@ class Diagnostics:
                 summary = self._describe() | {"first_step_seconds": time.perf_counter() - self.start}
                 (self.folder / f"rank{self.run.rank}.json").write_text(json.dumps(summary, indent=1) + "\n")
                 self.has_written_summary = True
+            if self.records_allocations:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"rank{self.run.rank}.pickle"))
             with open(self.folder / f"rank{self.run.rank}.jsonl", "a") as file:
                 file.write(json.dumps(replace_non_finite(record)) + "\n")
 

@@ -1,4 +1,4 @@
-"""Read the hardware's name, its peak FLOP/s, the peak memory of the process, and the commit of the code."""
+"""Read the hardware's name and driver, its peak FLOP/s, the peak memory of the process, and the commit of the code."""
 
 import contextlib
 import os
@@ -62,6 +62,13 @@ def describe_hardware(device: torch.device) -> str:
             if line.startswith("model name"):
                 return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def read_gpu_driver() -> str | None:
+    """Return the version of NVIDIA's driver as the kernel module reports it; None without one."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    return None
 
 
 def read_environment() -> dict[str, str]:

@@ -4,8 +4,8 @@ The communication volume is counted, not estimated: a dispatch mode intercepts e
 tensors. The bytes per rank are those of the ring algorithm (Patarasuk & Yuan 2009): 2n(N-1)/N for an all-reduce of n
 bytes over N ranks, and n(N-1)/N for a reduce, reduce-scatter, all-gather or broadcast with a full tensor of n bytes. In
 an all-to-all, n is the bytes that this rank has for all ranks together, and the result is an average over the ranks.
-NCCL's rings send exactly these bytes. gloo's
-reduce-scatter sends as much as an all-reduce, and gloo copies the tensors that it reduces; the ledger counts neither.
+NCCL's rings send exactly these bytes. gloo's reduce-scatter sends as much as an all-reduce, and gloo copies the tensors
+that it reduces; the ledger counts neither.
 `nanoGPT/memory/tracker.py` measures the memory.
 """
 
@@ -60,11 +60,13 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def record(self, func: Any, args: Any) -> None:
-        """Count an operator that is about to run, if it is a collective."""
+        """Count an operator that is about to run, if it is a collective over more than one rank."""
         if func.namespace == "c10d" and (collective := COLLECTIVES.get(func.__name__.split(".")[0])):
             kind, position = collective
             group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
             ranks = dist.ProcessGroup.unbox(group).size()
+            if ranks == 1:
+                return  # nothing is communicated
             tensor_bytes = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
             row = self.rows.setdefault(
                 (kind, ranks), {"kind": kind, "ranks": ranks, "calls": 0, "tensor_bytes": 0, "ring_bytes": 0.0}

@@ -38,6 +38,7 @@ from nanoGPT.metrics.hardware import (
     find_peak_flops,
     read_environment,
     read_git_commit,
+    read_gpu_driver,
     read_peak_memory,
 )
 from nanoGPT.metrics.trackers import Tracker
@@ -82,7 +83,10 @@ class Telemetry:
             message = f"{error.filename} is not writable ({error.strerror}): move it away"
             raise ConfigError(message, on_one_rank=True) from None
         keeps_history = config.diagnostics_interval > 0
-        self.heartbeat = HeartbeatThread(run, self.out_dir, config.stall_seconds, self.stack_file, keeps_history)
+        trainer = type(config).__module__.partition(".")[0]
+        self.heartbeat = HeartbeatThread(
+            run, self.out_dir, config.stall_seconds, self.stack_file, trainer, keeps_history
+        )
         self.tracker = Tracker(config, run, first_step) if run.is_main and config.track != "none" else None
 
     def _open_files(self, first_step: int) -> None:
@@ -108,6 +112,7 @@ class Telemetry:
             "versions": {**collect_versions(), **{name: find_version(name) for name in PACKAGES}},
             "environment": read_environment(),
             "hardware": describe_hardware(self.run.device),
+            "driver": read_gpu_driver(),
             "git_commit": read_git_commit(),
             "world_size": self.run.world_size,
             "config": dataclasses.asdict(self.config),
@@ -149,6 +154,7 @@ class Telemetry:
                 with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
                     self.stack_file.write("".join(traceback.format_exception(error)))
                     self.stack_file.flush()
+                with contextlib.suppress(Exception):  # nor must torch's recorder
                     write_collectives(self.out_dir, self.run.rank)
             elif self.run.is_main:
                 signal_name = self.run.stop_signal or "a signal to another rank"

@@ -1,5 +1,6 @@
 """Find the cause of a failure, or of a slow run, in the evidence. The first rule that applies gives the answer."""
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from operate.autopsy.evidence import Evidence
 MIN_BEATS = 6  # heartbeats of each rank, one per second, to decide which rank is slow
 MIN_OTHERS_WAITING = 0.4  # fraction of heartbeats in which the other ranks wait for a straggler, at least
 MAX_OWN_WAITING = 0.5  # of a straggler, as a fraction of the smallest waiting of the others
+MAX_CHANCE = 0.001  # probability that equally fast ranks differ as much, so that a short run is not blamed
 MIN_LEAK_RECORDS = 12  # records of memory
 MIN_LEAK = 0.05  # growth in the second half of a run, as a fraction of the memory at its start
 
@@ -64,19 +66,20 @@ def describe_heartbeat(rank: int, heartbeat: dict[str, Any]) -> str:
 
 
 def compare_collectives(evidence: Evidence) -> Iterator[str]:
-    """Yield how far each rank got in its sequence of collectives, if they differ, from torch's flight recorder."""
-    default = {rank: [e for e in entries if e.get("pg_id") == 0] for rank, entries in evidence.collectives.items()}
-    last = {rank: entries[-1] for rank, entries in default.items() if entries}  # of the group of all ranks
-    numbers = {rank: int(entry.get("collective_seq_id", 0)) for rank, entry in last.items()}
-    if len(set(numbers.values())) < 2:
-        return
-    behind = min(numbers, key=numbers.__getitem__)
-    ahead = max(numbers, key=numbers.__getitem__)
-    names = {rank: str(entry.get("profiling_name", "?")).partition(":")[2] for rank, entry in last.items()}
-    yield (
-        f"flight recorder: rank {ahead} has called collective {numbers[ahead]} ({names[ahead]}), and rank {behind} "
-        f"only {numbers[behind]} ({names[behind]})"
-    )
+    """Yield how far each rank got in its sequence of collectives, if they differ, from torch's flight recorders."""
+    for backend, by_rank in evidence.collectives.items():
+        default = {rank: [e for e in entries if e.get("pg_id") == 0] for rank, entries in by_rank.items()}
+        last = {rank: entries[-1] for rank, entries in default.items() if entries}  # of the group of all ranks
+        numbers = {rank: int(entry.get("collective_seq_id", 0)) for rank, entry in last.items()}
+        if len(set(numbers.values())) < 2:
+            continue
+        behind = min(numbers, key=numbers.__getitem__)
+        ahead = max(numbers, key=numbers.__getitem__)
+        names = {rank: str(entry.get("profiling_name", "?")).partition(":")[2] for rank, entry in last.items()}
+        yield (
+            f"flight recorder of {backend}: rank {ahead} has called collective {numbers[ahead]} ({names[ahead]}), and "
+            f"rank {behind} only {numbers[behind]} ({names[behind]})"
+        )
 
 
 def find_mismatch(evidence: Evidence) -> Cause | None:
@@ -223,15 +226,29 @@ def find_leak(evidence: Evidence) -> Cause | None:
     return None
 
 
+def probability_of_chance(few: tuple[int, int], many: tuple[int, int]) -> float:
+    """Return the probability that two ranks that wait equally often differ as much as these (Fisher's exact test).
+
+    Args:
+        few, many: for each rank, the number of heartbeats in which it waited, and of all its heartbeats.
+    """
+    waiting, beats = few[0] + many[0], few[1] + many[1]
+    ways = [math.comb(few[1], k) * math.comb(many[1], waiting - k) for k in range(min(few[0], waiting) + 1)]
+    return sum(ways) / math.comb(beats, waiting)
+
+
 def find_straggler(evidence: Evidence) -> Cause | None:
     """Find a rank that rarely waits, while all others wait for it."""
     beats = {rank: each for rank, each in evidence.heartbeats.items() if each.get("beats", 0) >= MIN_BEATS}
     if len(beats) < 2 or len(beats) < len(evidence.heartbeats):
         return None
     waiting = {rank: each["waiting_beats"] / each["beats"] for rank, each in beats.items()}
-    slowest = min(waiting, key=waiting.__getitem__)
+    slowest, next_slowest = sorted(waiting, key=waiting.__getitem__)[:2]
     others = [fraction for rank, fraction in waiting.items() if rank != slowest]
     if min(others) < MIN_OTHERS_WAITING or waiting[slowest] > MAX_OWN_WAITING * min(others):
+        return None
+    counts = [(beats[rank]["waiting_beats"], beats[rank]["beats"]) for rank in (slowest, next_slowest)]
+    if probability_of_chance(*counts) > MAX_CHANCE:
         return None
     return Cause(
         "straggler",

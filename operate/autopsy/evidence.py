@@ -24,7 +24,7 @@ class Evidence:
         heartbeats: the last heartbeat of each rank.
         verdict: the message of the watchdog; empty if the run did not hang.
         records: the lines of diagnostics/rank{r}.jsonl of each rank.
-        collectives: the last collectives of each rank, oldest first.
+        collectives: for each backend, the last collectives of each rank, oldest first.
         stacks: the end of stacks/rank{r}.txt of each rank: its last crash or hang.
         metrics: the lines of metrics.jsonl.
         environment: env.json.
@@ -37,7 +37,7 @@ class Evidence:
     heartbeats: dict[int, dict[str, Any]] = field(default_factory=dict)
     verdict: str = ""
     records: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    collectives: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    collectives: dict[str, dict[int, list[dict[str, Any]]]] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -103,7 +103,8 @@ def read_evidence(folder: Path) -> Evidence:
     for rank, path in read_by_rank(folder / "diagnostics", "rank*.jsonl").items():
         evidence.records[rank] = read_json_lines(path)
     for rank, path in read_by_rank(folder / "stacks", "collectives-rank*.json").items():
-        evidence.collectives[rank] = read_object(path).get("entries", [])
+        for backend, dump in read_object(path).items():
+            evidence.collectives.setdefault(backend, {})[rank] = dump.get("entries", [])
     for rank, path in read_by_rank(folder / "stacks", "rank*.txt").items():
         evidence.stacks[rank] = path.read_text(errors="replace")[-20_000:]
     evidence.metrics = read_json_lines(folder / "metrics.jsonl")

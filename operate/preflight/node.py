@@ -182,10 +182,10 @@ def check_directory(config: TrainConfig) -> Check:
 
 
 def check_disk(config: TrainConfig, params: int) -> Check:
-    """Check that the disk has space for all checkpoints that the run keeps, and one that it is writing."""
+    """Check that the disk has space for the newest checkpoints, the best one, and one that the run is writing."""
     folder = find_existing_parent(Path(config.out_dir))
     free = shutil.disk_usage(folder).free
-    size, count = estimate_checkpoint_bytes(params, config), config.keep_checkpoints + 1
+    size, count = estimate_checkpoint_bytes(params, config), config.keep_checkpoints + 2
     finding = f"{format_bytes(free)} free in {folder.resolve()}; {count} checkpoints need {format_bytes(count * size)}"
     if free < count * size:
         return Check("disk", "fail", finding, "free some space, or use --out_dir on another disk")

@@ -221,7 +221,7 @@ def main(package: str, results: Path, bytes_per_save: int, out_dir: str) -> None
     if config is None:
         raise ConfigError("this program needs a launcher: run `make preflight`")
     config = dataclasses.replace(config, out_dir=out_dir)
-    run = create_runtime(config.device, config.dtype)
+    run = create_runtime(config.device, config.dtype, config.supports_mps)
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     else:

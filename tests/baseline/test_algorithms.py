@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from nanoGPT.distributed.algorithms import BACKENDS, choose_attention, use_algorithms
 from nanoGPT.errors import ConfigError
-from nanoGPT.train_config import TrainConfig, validate
-from phase3_fsdp.fsdp import FsdpConfig
+from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import call_train, gap, read_metric, tiny, train, train_all
 from workshop.ranks import run_on_ranks
 
@@ -51,16 +50,26 @@ def test_a_backend_is_used_only_inside_of_the_context():
 def test_the_choice_of_attention(monkeypatch):
     """On Hopper, auto tries cuDNN first, unless the run must be deterministic. Impossible choices are refused."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose_attention("auto", False, GPU) == (list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer)")
-    assert choose_attention("auto", True, GPU) == ([], "torch's choice")
-    assert choose_attention("efficient", True, GPU)[0] == [SDPBackend.EFFICIENT_ATTENTION]
+    assert choose_attention("auto", False, GPU, torch.bfloat16) == (
+        list(BACKENDS.values()),
+        "cudnn (the GPU is a Hopper or newer)",
+    )
+    assert choose_attention("auto", True, GPU, torch.bfloat16) == ([], "torch's choice")
+    assert choose_attention("efficient", True, GPU, torch.float32)[0] == [SDPBackend.EFFICIENT_ATTENTION]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert choose_attention("auto", False, GPU) == ([], "torch's choice")
+    assert choose_attention("auto", False, GPU, torch.bfloat16) == ([], "torch's choice")
     for name in ("cudnn", "efficient"):
         with pytest.raises(ConfigError, match=f"--attention={name} needs a GPU"):
-            choose_attention(name, False, CPU)
+            choose_attention(name, False, CPU, torch.float32)
+    for name in ("cudnn", "flash"):
+        with pytest.raises(ConfigError, match=f"--attention={name} needs 16 bits on a GPU"):
+            choose_attention(name, False, GPU, torch.float32)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match="--attention=flash needs an Ampere or newer GPU"):
+        choose_attention("flash", False, GPU, torch.float16)
+    assert choose_attention("flash", False, CPU, torch.float32)[0] == [SDPBackend.FLASH_ATTENTION]
     with pytest.raises(ConfigError, match="is not deterministic"):
-        choose_attention("cudnn", True, GPU)
+        choose_attention("cudnn", True, GPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])
@@ -72,15 +81,6 @@ def test_deterministic_runs_are_equal(phase, tmp_path, device):
     first, second = (tiny(phase, tmp_path / name, **options) for name in "ab")
     assert train(phase, 1, first) == train(phase, 1, second)
     assert read_metric(tmp_path / "a", "grad_norm") == read_metric(tmp_path / "b", "grad_norm")
-
-
-def test_fsdp_refuses_cuda_graphs():
-    """FSDP refuses the modes of torch.compile that record CUDA graphs, because its parameters move."""
-    for mode in ("reduce-overhead", "max-autotune"):
-        with pytest.raises(ConfigError, match=f"--compile_mode={mode} records CUDA graphs"):
-            validate(FsdpConfig(compile=True, compile_mode=mode), 1)
-        validate(FsdpConfig(compile=True, compile_mode=mode, use_fsdp=False), 1)
-    validate(FsdpConfig(compile=True, compile_mode="max-autotune-no-cudagraphs"), 1)
 
 
 def record_compiled_calls(phase: str, config: TrainConfig) -> tuple[set[str], set[bool]]:

@@ -75,6 +75,19 @@ def test_retention_keeps_the_newest_complete_checkpoints(tmp_path):
     assert "step-00000002" in list_names(tmp_path)
 
 
+def test_retention_keeps_the_best_checkpoint(tmp_path):
+    """The checkpoint at which the best validation loss was measured is kept until a better one exists."""
+    directory = make_directory(tmp_path)
+    for step, best_val_loss in enumerate([3.0, 2.0, 2.0, 2.0, 2.0, 2.0], start=1):
+        directory.save(step, write_bytes(b"x"), {"best_val_loss": best_val_loss})
+    directory.drain()
+    assert list_names(tmp_path)[1:] == [f"step-{step:08d}" for step in (2, 4, 5, 6)]
+    for step in (7, 8, 9):
+        directory.save(step, write_bytes(b"x"), {"best_val_loss": 1.0})
+    directory.drain()
+    assert list_names(tmp_path)[1:] == [f"step-{step:08d}" for step in (7, 8, 9)]
+
+
 def test_every_flipped_bit_is_detected(tmp_path, capsys):
     """A flipped bit in any byte of any file is detected. A resume names the damaged file, renames the checkpoint, and
     uses the previous one."""

@@ -42,7 +42,9 @@ def test_records_have_the_norms_of_every_parameter(phase, tmp_path):
     audit = json.loads((tmp_path / "run" / "diagnostics" / "rank1.json").read_text())
     assert all("float32 on cpu" in name for name in audit["parameters"]) and audit["first_step_seconds"] > 0
     history = (tmp_path / "run" / "heartbeat" / "rank1.jsonl").read_text().splitlines()
-    assert {"step", "stage", "waits", "beats", "device"} < set(json.loads(history[-1]))
+    last = json.loads(history[-1])
+    assert {"step", "stage", "waits", "beats"} < set(last)
+    assert (last["trainer"], last["backend"], last["device"]) == (phase, "gloo", "cpu")
     assert not (tmp_path / "plain" / "diagnostics").exists() and losses(tmp_path / "plain")
 
 
@@ -120,3 +122,18 @@ def test_without_the_flag_nothing_is_measured(tmp_path, monkeypatch):
         assert not optimizer._optimizer_step_pre_hooks and not model.blocks[0]._forward_hooks
     off.record(0, torch.zeros(()), torch.zeros(()))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_records_its_allocations(tmp_path, monkeypatch):
+    """On a GPU, the allocator records its history from the start, and every record writes it. Here the calls are
+    recorded and not made, because this also runs where there is no GPU."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: calls.append(max_entries))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    monkeypatch.setattr(diagnostics, "read_memory", lambda device: {"allocated": 1, "reserved": 1})
+    model, run = GPT(GPTConfig(1, 1, 8, 8, False, 16)), create_runtime("cpu", "float32")
+    run.device = torch.device("cuda")
+    config = CONFIGS["nanoGPT"](out_dir=str(tmp_path), diagnostics_interval=1)
+    recorder = Diagnostics(config, run, model, torch.optim.AdamW(model.parameters()))
+    recorder.record(0, torch.zeros(()), torch.zeros(()))
+    assert calls == [diagnostics.MAX_ALLOCATIONS, str(tmp_path / "diagnostics" / "rank0.pickle")]

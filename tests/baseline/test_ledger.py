@@ -53,6 +53,14 @@ def test_ddp_matches_the_formula(ranks, tmp_path):
         assert rows_by_kind(ledger)["all-reduce"]["ring_bytes"] == pytest.approx(2 * 4 * params * (ranks - 1) / ranks)
 
 
+@pytest.mark.parametrize("phase", ["phase1_zero1", "phase3_fsdp"])
+def test_one_rank_lists_no_communication(phase, tmp_path):
+    """Collectives of one rank communicate nothing, and the ledger has no rows for them."""
+    train(phase, 1, tiny(phase, tmp_path, ledger=True, max_iters=3))
+    ledger = read_ledger(tmp_path)
+    assert matches_formula(ledger) and rows_by_kind(ledger) == {}
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fsdp_matches_the_formula(ranks, tmp_path):
     """FSDP uses 16/N bytes per parameter. Per step with M micro-batches, it all-gathers M(2P - P_root), reduce-scatters

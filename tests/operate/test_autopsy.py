@@ -9,7 +9,7 @@ import pytest
 
 from nanoGPT.errors import ConfigError
 from operate.autopsy.causes import find_cause
-from operate.autopsy.evidence import read_evidence
+from operate.autopsy.evidence import Evidence, read_evidence
 from tests.helpers.programs import Program, assert_refused, await_steps, launch, run_program
 from tests.helpers.training import tiny, train
 from workshop.faults import FAULTS
@@ -45,9 +45,16 @@ def test_the_cause_of_each_fault_is_named(name, tmp_path):
 
 def test_a_good_run_has_no_fault(tmp_path):
     """A run that has ended, also with diagnostics, has no fault."""
-    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, diagnostics_interval=1, max_iters=30))
+    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, diagnostics_interval=1))
     cause = find_cause(read_evidence(tmp_path))
     assert (cause.kind, cause.text) == ("none", "no fault: the run has ended")
+
+
+@pytest.mark.parametrize(("waiting", "beats", "kind"), [((2, 6), 8, "none"), ((6, 18), 24, "straggler")])
+def test_a_short_run_has_no_straggler(waiting, beats, kind, tmp_path):
+    """On a busy machine, one of two equal ranks may wait less in a few heartbeats. Many heartbeats are evidence."""
+    heartbeats = {rank: {"waiting_beats": each, "beats": beats, "ended": True} for rank, each in enumerate(waiting)}
+    assert find_cause(Evidence(tmp_path, heartbeats=heartbeats)).kind == kind
 
 
 def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):

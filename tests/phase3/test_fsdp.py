@@ -400,6 +400,10 @@ def test_evaluate_reads_checkpoints_of_other_phases(tmp_path, capsys):
     match = re.search(pattern, capsys.readouterr().out)
     assert match and [float(match[1]), float(match[2])] == pytest.approx([logged, math.exp(logged)], abs=1e-3)
     assert float(match[3]) == pytest.approx(count_correct_tokens(config) / 96, abs=1e-4)
+    run_on_ranks(evaluate_weights, 1, dataclasses.replace(config, block_size=8))
+    assert "over 48 tokens" in capsys.readouterr().out
+    with pytest.raises(RankFailed, match="--block_size=32, but step-00000005 was trained with block_size=16: remove"):
+        run_on_ranks(evaluate_weights, 1, dataclasses.replace(config, block_size=32))
     with pytest.raises(ConfigError, match="has no trained weights"):
         EvaluateConfig(init_from="scratch").check(1)
 

@@ -23,6 +23,7 @@ from nanoGPT.files import DATA
 from nanoGPT.job.parse import parse
 from nanoGPT.launch import master_port
 from nanoGPT.train_config import TrainConfig, validate
+from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import ROOT, tiny, train
 
@@ -175,12 +176,16 @@ def test_more_ranks_than_gpus_names_both_remedies(monkeypatch):
 
 
 def test_mps_supports_one_process(monkeypatch):
-    """On a Mac, one process uses the GPU by default. Multiple processes use the CPU, and --device=mps is refused."""
+    """On a Mac, one process uses the GPU by default. Several processes and FSDP use the CPU, and refuse mps."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert [pick_device("auto", 0, ranks, ranks)[0].type for ranks in (1, 2)] == ["mps", "cpu"]
     with pytest.raises(ConfigError, match="--device=mps supports only one process"):
         pick_device("mps", 0, 1, 2)
+    assert pick_device("auto", 0, 1, 1, FsdpConfig().supports_mps)[0].type == "cpu"
+    with pytest.raises(ConfigError, match="--device=mps does not work with FSDP: use --device=cpu"):
+        pick_device("mps", 0, 1, 1, FsdpConfig().supports_mps)
+    assert FsdpConfig(use_fsdp=False).supports_mps
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch):

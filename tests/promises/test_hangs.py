@@ -23,7 +23,14 @@ from tests.helpers.training import call_train, tiny
 from workshop.ranks import start_ranks
 
 STALL_SECONDS = 8.0  # seconds without progress; a step takes far less, also on a busy machine
-HEARTBEAT = {"step": 4, "stage": "micro-batch 3", "places": 30, "marks": 0, "waits": False, "line": "data.py:1, batch"}
+HEARTBEAT = {
+    "step": 4,
+    "stage": "micro-batch 3",
+    "stages_entered": 30,
+    "progress_reports": 0,
+    "waits": False,
+    "line": "data.py:1, batch",
+}
 HEARTBEAT |= {"run": "new", "host": "here", "pid": 1, "parent": 0, "ended": False, "time": 0.0}
 
 
@@ -53,7 +60,7 @@ class SimulatedJob:
         return None
 
 
-WAITING = {"places": 31, "waits": True, "line": "runtime.py:80, any"}
+WAITING = {"stages_entered": 31, "waits": True, "line": "runtime.py:80, any"}
 
 
 @pytest.mark.parametrize(
@@ -63,8 +70,8 @@ WAITING = {"places": 31, "waits": True, "line": "runtime.py:80, any"}
             {0: WAITING, 1: {}, 2: WAITING},
             ["rank 1 ", "in step 4, micro-batch 3 (at data.py:1, batch), while the other ranks"],
         ),
-        ({0: {"step": 5, "places": 9}, 1: WAITING}, ["rank 1 ", "in step 4", "waiting for the other ranks"]),
-        ({0: {**WAITING, "places": 30}, 1: {}}, ["rank 1 ", "while the other ranks waited"]),
+        ({0: {"step": 5, "stages_entered": 9}, 1: WAITING}, ["rank 1 ", "in step 4", "waiting for the other ranks"]),
+        ({0: {**WAITING, "stages_entered": 30}, 1: {}}, ["rank 1 ", "while the other ranks waited"]),
         ({0: {}, 1: {}}, ["; ranks [0, 1] all stopped there"]),
         ({0: {}}, ["rank 0 ", "batch); stacks of all ranks are in"]),
     ],
@@ -79,8 +86,8 @@ def test_the_rank_at_fault_is_named(heartbeats, words, tmp_path):
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
     """Of ranks with equal progress, the one whose heartbeats have stopped is named."""
     job = SimulatedJob(tmp_path, 2)
-    assert job.advance(3, {0: {**WAITING, "marks": 1}, 1: WAITING}) is None
-    message = job.advance(13, {0: {**WAITING, "marks": 1}})
+    assert job.advance(3, {0: {**WAITING, "progress_reports": 1}, 1: WAITING}) is None
+    message = job.advance(13, {0: {**WAITING, "progress_reports": 1}})
     assert (
         message
         and message.startswith("rank 1 has made no progress for 1")
@@ -93,7 +100,7 @@ def test_of_ranks_in_the_same_place_the_one_with_the_oldest_progress_is_named(tm
     """Of two ranks in the same place, the one whose last progress is older is named."""
     job = SimulatedJob(tmp_path, 2)
     assert job.advance(5, {0: {}, 1: {}}) is None
-    message = job.advance(13, {0: {"marks": 1}, 1: {}})
+    message = job.advance(13, {0: {"progress_reports": 1}, 1: {}})
     assert (
         message
         and message.startswith("rank 1 has made no progress for 1")
@@ -110,11 +117,11 @@ def test_no_false_hang_is_reported(tmp_path):
     assert job.advance(30, {0: WAITING}) is None, "rank 1 has not started"
     assert job.advance(30, {0: WAITING, 1: {"run": "old"}}) is None, "the heartbeat of rank 1 is from an earlier run"
     for pause in range(5):
-        assert job.advance(3, {0: WAITING, 1: {"marks": pause}}) is None
+        assert job.advance(3, {0: WAITING, 1: {"progress_reports": pause}}) is None
         job.now += 10_000  # the computer was suspended
     for mark in range(40):
-        assert job.advance(1, {0: WAITING, 1: {"marks": 100 + mark}}) is None, "rank 1 is writing a file"
-    assert job.advance(30, {0: WAITING, 1: {"ended": True, "marks": 200}}) is None, "rank 1 has ended"
+        assert job.advance(1, {0: WAITING, 1: {"progress_reports": 100 + mark}}) is None, "rank 1 is writing a file"
+    assert job.advance(30, {0: WAITING, 1: {"ended": True, "progress_reports": 200}}) is None, "rank 1 has ended"
     assert job.advance(13, {0: WAITING, 1: {}}), "rank 1 hangs"
 
 
@@ -123,7 +130,7 @@ def test_compiling_counts_as_progress(tmp_path):
     (tmp_path / "heartbeat").mkdir()
     run = Runtime(0, 0, 1, 1, torch.device("cpu"), torch.float32)
     with open(tmp_path / "rank0.txt", "w") as file:
-        heartbeat = HeartbeatThread(run, tmp_path, 10.0, file)
+        heartbeat = HeartbeatThread(run, tmp_path, 10.0, file, "nanoGPT")
     exemptions = []
 
     def backend(module, _inputs):
@@ -144,9 +151,14 @@ def test_compiling_counts_as_progress(tmp_path):
     count = len(exemptions)
     model(torch.ones(2))
     assert True in exemptions[:count] and exemptions[count:] == [False]
-    marks = run.progress.marks
+    marks = run.progress.progress_reports
     heartbeat.write_heartbeat()
-    assert run.progress.marks == marks == json.loads((tmp_path / "heartbeat" / "rank0.json").read_text())["marks"] > 0
+    assert (
+        run.progress.progress_reports
+        == marks
+        == json.loads((tmp_path / "heartbeat" / "rank0.json").read_text())["progress_reports"]
+        > 0
+    )
 
 
 def test_inspecting_the_stacks_keeps_no_tensor_alive():
@@ -245,7 +257,7 @@ def check_stalled_launcher(process: Program, faulty: int, out: Path) -> None:
     stacks = read_stacks(out, 2)
     assert all("train.py" in text for text in stacks) and "sitecustomize.py" in stacks[faulty], stacks
     recorded = json.loads((out / "stacks" / f"collectives-rank{1 - faulty}.json").read_text())
-    waiting = recorded["entries"][-1]
+    waiting = recorded["gloo"]["entries"][-1]
     assert waiting["process_group"][1] and waiting["collective_seq_id"] > 10, waiting
 
 

@@ -17,7 +17,8 @@ import pytest
 
 from tests.helpers.programs import DEADLINE, Outcome
 from tests.helpers.training import ROOT
-from workshop.set_up import describe_platform
+from workshop import set_up
+from workshop.set_up import GOALS, describe_downloads, describe_platform
 
 PROJECT = """
 [build-system]
@@ -58,7 +59,7 @@ INSIDE_GAMMA = r"gamma/second\.py', 'w"
 BEFORE_THE_STAMP = r"\.core'\)?, -1, -1\)"  # os.replace
 AFTER_THE_STAMP = r"^\(\S+\.unfinished'\)?, -1\)"  # os.unlink
 UNFINISHED = ".venv is unfinished: creating it again."
-INSTALLING = "Installing PyTorch and other packages into .venv, once. This takes about two minutes plus downloads."
+INSTALLING = f"{GOALS['core'][1]}\n{describe_downloads('default')}"
 WAITING = "Another make is setting up .venv: waiting for it to finish."
 
 
@@ -171,7 +172,7 @@ def assert_set_up(project: Path, outcome: Outcome) -> None:
 def assert_starts_again(project: Path, message: str, *words: str) -> None:
     """Assert that make prints this message and creates .venv again. It first deletes the packages."""
     outcome = make(project, "setup", *words, POINT=BEFORE_PIP)
-    assert outcome.code == -signal.SIGKILL and outcome.output.splitlines()[:2] == [message, INSTALLING], outcome
+    assert outcome.code == -signal.SIGKILL and outcome.output.startswith(f"{message}\n{INSTALLING}\n"), outcome
     assert (project / ".venv/bin/python").exists() and list_packages(project) == set()
 
 
@@ -301,7 +302,7 @@ def test_a_full_disk_before_the_installation_of_pip_is_one_error(project):
     with file_size_limit(1 << 16):
         outcome = make(project, "setup")
     assert_refused(outcome, "installing pip into .venv failed (", "[Errno 27] File too large")
-    assert outcome.output.splitlines()[0] == INSTALLING and outcome.output.count("\n") == 3
+    assert outcome.output.startswith(f"{INSTALLING}\n") and outcome.output.count("\n") == INSTALLING.count("\n") + 3
 
 
 def test_a_full_disk_is_one_error_and_the_next_set_up_starts_again(ready_project):
@@ -389,6 +390,23 @@ def test_an_environment_of_another_program_is_never_deleted(project):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True)
     assert_refused(make(project, "setup"), "was not created by make", "has no pip", "rm -rf .venv")
     assert (project / ".venv/bin/python").exists()
+
+
+@pytest.mark.parametrize(
+    ("system", "has_gpu", "build", "words"),
+    [
+        ("Linux", False, "default", ("CUDA, a download of several GB", "add TORCH=cpu to the command")),
+        ("Linux", True, "default", ("CUDA, a download of several GB",)),
+        ("Linux", False, "cpu", ("CPU build of PyTorch (0.2 GB)",)),
+        ("Darwin", False, "default", ("PyTorch",)),
+    ],
+)
+def test_the_downloads_are_announced(system, has_gpu, build, words, monkeypatch):
+    """Before it downloads, the set-up prints how much, and without a GPU how to download less."""
+    monkeypatch.setattr(set_up.platform, "system", lambda: system)
+    monkeypatch.setattr(set_up.shutil, "which", lambda name: f"/usr/bin/{name}" if has_gpu else None)
+    text = describe_downloads(build)
+    assert all(word in text for word in words) and ("TORCH=cpu" in text) == ("add TORCH=cpu to the command" in words)
 
 
 FAKE_UV = """
