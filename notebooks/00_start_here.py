@@ -15,6 +15,18 @@
 # make setup TORCH=cpu      # without an NVIDIA GPU; it is a smaller download
 # make jupyter
 # ```
+#
+# **Without a laptop: Google Colab.** Put the repository on GitHub, replace OWNER and NAME by your own, and open
+# `https://colab.research.google.com/github/OWNER/NAME/blob/main/notebooks/00_start_here.ipynb`. Run this in a first cell,
+# and then restart the session:
+#
+# ```
+# !git clone https://github.com/OWNER/NAME /content/course
+# %cd /content/course
+# !pip install -e . && for name in shakespeare_char shakespeare synthetic; do python nanoGPT/data/$name/prepare.py; done
+# ```
+#
+# **Nobody has tried this in Colab yet.** Colab has its own versions of PyTorch and Triton, so the outputs may differ.
 
 # %%
 import importlib.util
@@ -120,7 +132,7 @@ draw_who_holds_what(
 # | chapter | minutes | read before it | its question |
 # |---|---:|---|---|
 # | [1. One process, then multiple ranks](01_one_process.ipynb) | 45 | - | Why is the loss curve the same on 1, 2 and 4 ranks? |
-# | [6. Collectives](06_collectives.ipynb) | 30 | 1 | What do ranks send, and how much? |
+# | [6. Collectives](06_collectives.ipynb) | 40 | 1 | What do ranks send, how much, and how long does it take? |
 # | [2. ZeRO-1](02_zero1.ipynb) | 60 | 1 | Can we shard the optimizer state for free? |
 # | [3. Triton](03_triton.ipynb) | 90 | 1 | How fast can a kernel be, and how do we check one? |
 # | [11. Inside a GPU](11_triton_attention.ipynb) | 45 | 3 | How do matrix products and attention read so little? |

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 1. One process, then multiple ranks
 #
+# *45 minutes. Read [notebook 0](00_start_here.ipynb) first.*
+#
 # In this notebook you train a small GPT, first by hand and then with `nanoGPT/train.py`: in one process, on two and
 # four ranks, and once with a kill in the middle. We test one claim: **the loss curve depends neither on the number of
 # processes nor on whether the run was killed and resumed.** The later notebooks build on it. They shard the training

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 2. ZeRO-1: shard the optimizer state
 #
+# *60 minutes. Read [notebook 1](01_one_process.ipynb) first, for the loss curve and DDP.*
+#
 # With data parallelism, every rank stores the same optimizer state and computes the same update. With ZeRO-1, each rank
 # updates only one slice of the parameters, so it needs the optimizer state of this slice only. We test three claims:
 # **the model state per rank is 8P + 8P/N bytes instead of 16P, the communication volume stays the same, and the losses

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 3. Custom kernels in Triton
 #
+# *90 minutes. Read [notebook 1](01_one_process.ipynb) first, for the model and its training step. You need Linux, but no
+# GPU.*
+#
 # A kernel is a function that runs on a GPU. Triton lets you write kernels in Python. In this notebook you write a
 # kernel, break it in seven ways, fix it, derive its backward pass and read the code that it compiles to.
 #

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 4. FSDP: shard parameters, gradients and optimizer state
 #
+# *60 minutes. Read [notebook 2](02_zero1.ipynb) first, for model state, communication volume and sharding.*
+#
 # Let P be the number of parameters and N the number of ranks. With ZeRO-1 each rank stores 8P + 8P/N bytes. The 8P
 # bytes are the full parameters and the full gradients. FSDP shards these as well.
 #

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 5. Checkpoints and faults
 #
+# *45 minutes. Read [notebook 4](04_fsdp.ipynb) first, for sharded parameters.*
+#
 # A training run that takes weeks is interrupted many times before it finishes. Disks fill up, memory loses a bit, or a
 # rank hangs and all other ranks wait for it. We test four claims: **a checkpoint is written atomically; a checkpoint
 # that was damaged on the disk is detected and not loaded; any number of ranks can load a checkpoint; a job that hangs

@@ -1,17 +1,20 @@
 # %% [markdown]
 # # 6. Collectives: what the ranks send
 #
+# *40 minutes. Read [notebook 1](01_one_process.ipynb) first, for ranks. You can read this notebook before notebook 2.*
+#
 # Every technique of this repository uses the same few collectives. DDP all-reduces gradients. ZeRO-1 reduce-scatters
 # them and all-gathers parameters. FSDP all-gathers parameters twice. In this notebook you look inside: you run the
-# collectives with send and receive only, and count every byte. You can read it before notebook 2.
+# collectives with send and receive only, and count every byte.
 #
-# We test four claims:
+# We test five claims:
 #
 # - **In a ring, a rank sends 2n(N-1)/N bytes for an all-reduce of n bytes. This is less than 2n for any number of
 #   ranks N.**
 # - **An all-reduce is a reduce-scatter followed by an all-gather.**
 # - **All ranks get exactly the same sum. Its last digits can differ from the sum that a single process computes.**
 # - **Collectives match by the order of their calls. A wrong order gives a hang, or wrong numbers without an error.**
+# - **Two numbers explain the time of a collective: a latency per step, and a bandwidth.**
 #
 # Open `workshop/collectives.py` next to this page. It has five short functions. You need no GPU.
 
@@ -24,6 +27,7 @@ import torch.distributed as dist
 
 from nanoGPT.memory.costs import ring_bytes
 from workshop import collectives
+from workshop.collective_times import fit_latency_and_bandwidth, measure_all_reduces, predict_seconds
 from workshop.ranks import RankFailed, run_on_ranks
 
 RANKS = 4
@@ -320,6 +324,78 @@ for rank, (ones, tens) in enumerate(run_on_ranks(reduce_in_two_orders, RANKS)):
 # fail.) `Zero1Optimizer` therefore reduces its buckets in one order that all ranks share, and waits if a bucket fills
 # too early.
 #
+# ## g. How long does it take?
+#
+# You will measure the time of an all-reduce for eight sizes, and explain all of them with two numbers.
+#
+# A step of the ring needs a fixed time, even for an empty tensor: the *latency*, alpha. Each byte needs further time,
+# which is one over the *bandwidth*. With the steps and the volume of section (c):
+#
+# ```
+# time = alpha * steps + volume / bandwidth          steps = 2(N-1), volume = 2n(N-1)/N
+# ```
+#
+# `measure_all_reduces` in `workshop/collective_times.py` measures the ring that is written by hand, and torch's own
+# all-reduce, which gloo carries out. It keeps the shortest of 15 times.
+#
+# **Predict first:** 4 MB is 16,384 times as much as 256 bytes. How many times as long does its all-reduce take? Is
+# gloo's own all-reduce faster than the one in Python for small tensors, for large ones, or for both?
+
+# %%
+SIZES = [4**k for k in range(4, 12)]  # 256 bytes to 4 MB
+seconds = {}
+for ranks in (2, 4):
+    samples = run_on_ranks(measure_all_reduces, ranks, SIZES)
+    for name in samples[0]:
+        slowest_rank = zip(*(result[name] for result in samples))
+        seconds[ranks, name] = [max(times) for times in slowest_rank]
+
+fits = {(ranks, name): fit_latency_and_bandwidth(SIZES, times, ranks) for (ranks, name), times in seconds.items()}
+print("  N   all-reduce   256 bytes (ms)    4 MB (ms)   latency per step (us)   bandwidth (GB/s)")
+for (ranks, name), (alpha, bandwidth) in fits.items():
+    first, last = 1e3 * seconds[ranks, name][0], 1e3 * seconds[ranks, name][-1]
+    print(f"{ranks:3}   {name:10} {first:16.2f} {last:12.1f} {1e6 * alpha:23.0f} {bandwidth / 1e9:18.2f}")
+    assert alpha > 0 and bandwidth > 0 and last > 2 * first
+
+# %%
+figure, grid = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+for axes, ranks in zip(grid, (2, 4)):
+    for name, color in (("by hand", "#d1495b"), ("gloo", "#00798c")):
+        model = [1e3 * predict_seconds(size, ranks, *fits[ranks, name]) for size in SIZES]
+        axes.loglog(SIZES, [1e3 * each for each in seconds[ranks, name]], "o", color=color, label=f"{name}, measured")
+        axes.loglog(SIZES, model, color=color, label=f"{name}, latency and bandwidth")
+    axes.set(title=f"All-reduce on {ranks} ranks", xlabel="size of the tensor (bytes)")
+grid[0].set_ylabel("time (ms)")
+grid[0].legend(fontsize=8)
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# The curve is flat on the left: for small tensors only the latency counts, and 256 bytes take about as long as 16 KB.
+# On the right it becomes a straight line: only the bandwidth counts. Two numbers describe eight sizes, of which the
+# largest is 16,384 times the smallest. (The measured times scatter around the line, because other programs use the
+# processor too. Large tensors do not fit into its caches, and take somewhat longer.)
+#
+# gloo's own all-reduce sends as many bytes, and it is faster for small and for large tensors: it is written in C++, and
+# our ring starts every step from Python.
+#
+# If there are more ranks than cores, a rank often waits for a core and not for the network. This makes the latency of
+# 4 ranks on 2 cores so large. NCCL between GPUs has a much smaller latency and a much larger bandwidth. The model of
+# its rings is the same.
+#
+# **Predict first:** a model has 148 tensors of 16 KB. Is it better to all-reduce each of them, or one bucket with all
+# of them? By how much?
+
+# %%
+for (ranks, name), fit in fits.items():
+    one_by_one, bucket = 148 * predict_seconds(16384, ranks, *fit), predict_seconds(148 * 16384, ranks, *fit)
+    print(f"{ranks} ranks, {name:8}: 148 all-reduces {1e3 * one_by_one:6.1f} ms, one bucket {1e3 * bucket:5.1f} ms")
+    assert bucket < one_by_one
+
+# %% [markdown]
+# Both send the same bytes, but a bucket pays the latency once. This is why DDP and `Zero1Optimizer` use buckets, and
+# why FSDP all-gathers a block and not a layer at a time.
+#
 # ## To take home
 #
 # 1. A collective is a pattern of sends and receives in which all ranks take part.
@@ -328,7 +404,8 @@ for rank, (ones, tens) in enumerate(run_on_ranks(reduce_in_two_orders, RANKS)):
 # 4. Both have N - 1 steps, and a rank sends n(N-1)/N bytes.
 # 5. An all-reduce is one after the other: 2(N-1) steps and 2n(N-1)/N bytes.
 # 6. ZeRO-1 updates the parameters between the two, so it sends as much as plain data parallelism.
-# 7. The volume is almost independent of N. The latency grows with N, so small tensors go into buckets.
+# 7. time = alpha * steps + volume / bandwidth. The volume is almost independent of N, but the number of steps grows with
+#    N, so small tensors go into buckets.
 # 8. All ranks get the same bits, because each chunk is completed on one rank.
 # 9. The order of additions depends on N, so the last digits do as well.
 # 10. Collectives match by the order of their calls. A wrong order hangs, or it silently gives wrong numbers.

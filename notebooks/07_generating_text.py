@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 7. Generating text with a model that is spread over ranks
 #
+# *20 minutes. Read [notebook 4](04_fsdp.ipynb) first, for FSDP and its all-gathers.*
+#
 # Suppose a model has 20 billion parameters, and you have two GPUs with 40 GB each. In bfloat16 the weights take 40 GB,
 # so one
 # GPU has no memory left for activations and a key-value cache. Sharding solves this. Phase 3 shards models for
@@ -8,8 +10,7 @@
 #
 # You will measure what one generated token costs with FSDP and with tensor parallelism. Then you give FSDP more
 # sequences at a time, and break tensor parallelism on purpose. Keep `phase3_fsdp/solve/tensor_parallel.py` and
-# `phase3_fsdp/solve/generation.py` open next to this notebook. No GPU is needed. You should have read notebook 4.
-# It takes 20 minutes.
+# `phase3_fsdp/solve/generation.py` open next to this notebook. No GPU is needed.
 
 # %%
 import matplotlib.pyplot as plt

@@ -19,7 +19,7 @@ their elements into all-to-alls, in bf16: its rows of all matrices, and all rows
 
 from collections import Counter
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -68,7 +68,12 @@ def own_params(module: nn.Module) -> list[nn.Parameter]:
 
 def count_padded_elements(module: nn.Module, num_shards: int) -> int:
     """Return the number of elements of a unit's parameters, with rows padded to a multiple of `num_shards`."""
-    return sum(-(-len(p) // num_shards) * num_shards * (p.numel() // len(p)) for p in own_params(module))
+    return sum(pad_rows(p, num_shards) * (p.numel() // len(p)) for p in own_params(module))
+
+
+def pad_rows(param: Tensor, num_shards: int) -> int:
+    """Return the number of rows of a parameter after FSDP has padded it to a multiple of `num_shards`."""
+    return -(-len(param) // num_shards) * num_shards
 
 
 def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> CollectiveBytes:

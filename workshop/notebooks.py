@@ -5,13 +5,15 @@
 
 Edit the script, which is in jupytext's percent format, not the .ipynb. The cell ids of the .ipynb depend only on the
 text of the cells, and it contains no times or versions. A second run therefore changes only the outputs of the cells.
+
+At the end, a table lists the time and the peak memory of each notebook: of its kernel and all ranks. The command fails
+if a notebook needs more than 3 minutes or 1 GiB, so that all of them work on a laptop.
 """
 
 import hashlib
 import os
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -24,9 +26,11 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
 from nanoGPT.errors import ConfigError, did_you_mean
+from workshop.usage import Usage, measure_usage
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SECONDS_PER_CELL = 600
+MAX_SECONDS, MAX_BYTES = 180.0, 2**30  # of a notebook
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -144,20 +148,31 @@ def write_notebook(notebook: NotebookNode, ipynb: Path) -> None:
     os.replace(temporary, ipynb)
 
 
-def run_script(script: Path) -> bool:
-    """Execute one script, write its .ipynb and return True.
+def run_script(script: Path) -> Usage | None:
+    """Execute one script, write its .ipynb, and return the time and the memory that it needed.
 
-    If a cell fails, print its error, leave the old .ipynb unchanged and return False.
+    If a cell fails, print its error, leave the old .ipynb unchanged and return None.
     """
-    begin = time.monotonic()
     try:
-        notebook = execute(read_script(script))
+        with measure_usage() as usage:
+            notebook = execute(read_script(script))
     except (CellControlSignal, DeadKernelError) as error:
         print(f"{script.name}: {error}\nerror: a cell of {script.name} failed", file=sys.stderr, flush=True)
-        return False
+        return None
     write_notebook(notebook, script.with_suffix(".ipynb"))
-    print(f"{script.with_suffix('.ipynb').name}: {time.monotonic() - begin:.0f} s", flush=True)
-    return True
+    print(f"{script.stem:32} {usage.seconds:4.0f} s {usage.peak_bytes / 2**20:6.0f} MiB", flush=True)
+    return usage
+
+
+def find_excess(name: str, usage: Usage) -> list[str]:
+    """Return one line for each limit that a notebook exceeds."""
+    limits = (("s", usage.seconds, MAX_SECONDS, 1), ("MiB", usage.peak_bytes, MAX_BYTES, 2**20))
+    return [
+        f"{name} needs {value / unit:.0f} {label}, but the limit is {limit / unit:.0f} {label}: shorten it, or use "
+        "an idle machine"
+        for label, value, limit, unit in limits
+        if value > limit
+    ]
 
 
 def select_scripts(names: list[str]) -> list[Path]:
@@ -176,11 +191,14 @@ def select_scripts(names: list[str]) -> list[Path]:
 
 def main(names: list[str]) -> int:
     try:
-        successes = [run_script(script) for script in select_scripts(names)]  # runs every script, also after one fails
-        return 0 if all(successes) else 1
+        usages = {script.stem: run_script(script) for script in select_scripts(names)}  # also after one fails
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    excess = [line for name, usage in usages.items() if usage for line in find_excess(name, usage)]
+    for line in excess:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if excess or None in usages.values() else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ a server process that has already imported torch, so that eight ranks start in a
 """
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -136,6 +137,7 @@ def run_rank(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # garbage collections then leave the objects of the server alone, whose memory all ranks share
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))

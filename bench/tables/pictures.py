@@ -1,10 +1,10 @@
 """Draw the figures of the documents.
 
-    python -m bench.tables.pictures        # writes what_each_phase_shards.png and zero1_timeline.png into docs/images
+    python -m bench.tables.pictures        # writes three figures into docs/images
 
 The first figure shows the model state of four ranks in each phase. Heights are bytes per parameter in fp32 with AdamW:
 4 for the parameter, 4 for its gradient, and 8 for the optimizer state. The second figure shows the timeline in
-bench/results/zero1-timeline-*.json.
+bench/results/zero1-timeline-*.json, and the third one what kernels read and write (`bench.tables.kernel_picture`).
 """
 
 from pathlib import Path
@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from bench.tables.kernel_picture import draw_kernels
 from bench.tables.records import read_results
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
@@ -87,3 +88,4 @@ def draw_phases(path: Path) -> None:
 if __name__ == "__main__":
     draw_phases(IMAGES / "what_each_phase_shards.png")
     draw_timeline(IMAGES / "zero1_timeline.png")
+    draw_kernels(IMAGES / "what_a_kernel_moves.png")

@@ -17,10 +17,12 @@ from torch.torch_version import TorchVersion
 from bench.kernels.costs import Shapes, list_kernel_costs
 from bench.kernels.forecast import forecast_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
+from bench.tables.expected_tables import EXPECTED_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.phase_tables import PHASE_TABLES
 from bench.tables.plan_tables import PLAN_TABLES
 from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
+from bench.tables.symptoms import SYMPTOM_TABLES
 from bench.tables.zero1_tables import ZERO1_TABLES
 from bench.trainer.throughput import quartile_spread
 from nanoGPT.errors import ConfigError
@@ -269,6 +271,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **PLAN_TABLES,
     **ZERO1_TABLES,
     **FSDP_TABLES,
+    **EXPECTED_TABLES,
+    **SYMPTOM_TABLES,
 }
 
 

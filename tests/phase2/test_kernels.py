@@ -9,8 +9,9 @@ import torch
 import triton
 from torch._inductor.codecache import FxGraphHashDetails
 
-from bench.kernels import tune
+from bench.kernels import ladder, tune
 from bench.kernels.resources import ARCHITECTURES, REPORT, build_calls, record_call
+from bench.tables.records import read_results
 from phase2_triton.kernels import adamw, core
 from phase2_triton.kernels.core import hash_sources, load_config_table
 from tests.helpers.kernels import find_converted_numbers
@@ -43,6 +44,24 @@ def test_changed_kernels_are_compiled_again():
 def test_the_committed_report_is_up_to_date():
     """bench/results/kernel-resources.json describes the kernels as they are now, with each version of Triton in it."""
     assert all(report["sources"] == hash_sources() for report in REPORTS.values()), WRITE_REPORT
+
+
+def test_the_ladder_describes_the_kernels(monkeypatch):
+    """The committed ladder lists the steps of the kernels as they are now, and a step requests the bytes that it shows.
+
+    Only attention with all keys at once spills registers.
+    """
+    (result,) = read_results("kernel-ladder")
+    rows, steps = result["samples"]["rows"], ladder.list_steps()
+    assert result["settings"]["sources"] == hash_sources(), "run: python -m bench.kernels.ladder --write"
+    assert [(row["kernel"], row["step"]) for row in rows] == [(step.kernel, step.number) for step in steps]
+    assert [row["kernel"] for row in rows if row["stack_bytes"]] == ["attention, forward"]
+    monkeypatch.setattr(core, "current_architecture", lambda: ladder.ARCHITECTURE)
+    for row, step in zip(rows, steps, strict=True):
+        if row["kernel"] == "cross-entropy":
+            with ladder.count_requested_bytes() as counts:
+                step.run("cpu")
+            assert counts == {"loaded": row["loaded"], "stored": row["stored"]}, step
 
 
 @pytest.mark.slow

@@ -68,6 +68,19 @@ def test_diff_blocks_are_up_to_date(phase):
     assert set(re.findall(r"<!-- diff:(\w+) -->", text)) == {tag for hunk in find_hunks(phase) for tag in hunk.tags}
 
 
+def test_the_notes_of_all_phases_have_one_form():
+    """The notes of all phases have the same headings in the same order, and a picture, a test after each step and
+    commands for two nodes."""
+    notes = [(ROOT / phase / "IMPLEMENTATION.md").read_text() for phase in PHASES]
+    headings = [re.findall(r"^## (.*)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M) for text in notes]
+    assert headings[0] == headings[1] == headings[2] and len(headings[0]) == 14
+    for text in notes:
+        parts = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+        steps = re.findall(r"^\| \d+ \|.*\| (.*) \|$", parts["Build it step by step"], re.M)
+        assert len(steps) >= 10 and all("`make " in check for check in steps)
+        assert "```\n" in parts["The picture"] and parts["Running it"].count("NNODES=2") == 2
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_phase_shares_the_data(phase):
     """`data` in the directory of a phase is a symbolic link to nanoGPT/data."""

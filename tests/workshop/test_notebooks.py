@@ -1,6 +1,8 @@
 """The notebooks run, and the committed notebooks match their scripts."""
 
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from jupyter_client.provisioning import local_provisioner
 from nbformat import NotebookNode
 
 from tests.helpers.notebooks import ForkedKernel
-from workshop import notebooks
+from workshop import notebooks, usage
 from workshop.notebooks import execute, find_differences, read_script
 
 SCRIPTS = notebooks.list_scripts()
@@ -91,6 +93,20 @@ def test_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         contents.append(script.with_suffix(".ipynb").read_bytes())
     assert contents[0] == contents[1]
     assert b"image/png" in contents[0]
+
+
+def test_a_notebook_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a kernel and of its ranks is measured, and a notebook above a limit is reported."""
+    monkeypatch.setattr(usage, "INTERVAL", 0.02)
+    fill = "import time; x = bytearray(200_000_000); time.sleep(0.5)"
+    before = usage.sum_memory_of_children()  # of processes that other tests have started
+    with usage.measure_usage() as measured:
+        nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+        subprocess.run([sys.executable, "-c", nested, fill], check=True)
+    assert measured.seconds > 0.5 and 1.9e8 < measured.peak_bytes - before < 4e8
+    assert notebooks.find_excess("a", measured) == []
+    assert "a needs 181 s, but the limit is 180 s" in notebooks.find_excess("a", usage.Usage(181, 0))[0]
+    assert "a needs 2048 MiB, but the limit is 1024 MiB" in notebooks.find_excess("a", usage.Usage(1, 2**31))[0]
 
 
 def test_a_failing_cell_is_shown_and_keeps_the_old_notebook(

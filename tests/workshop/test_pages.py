@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 from nanoGPT.errors import ConfigError
-from workshop import diff_page, slides
+from workshop import cheat_sheet, diff_page, slides
 from workshop.diff import BASELINE, ROOT, find_hunks
 from workshop.notebooks import list_scripts
 from workshop.phases import PHASES
@@ -105,3 +105,17 @@ def test_the_diffs_have_every_line_of_both_files(tmp_path):
         assert set(added) <= set(parser.texts["added"])
         assert "".join(parser.texts["note"]).count("micro-batch") >= 1 or phase == "phase2_triton"
         assert part.count('<b class="tag">') >= len(find_hunks(phase))
+
+
+def test_the_cheat_sheet_fits_on_one_page(tmp_path, capsys):
+    """The cheat sheet has every heading of docs/cheat_sheet.md, no links, and one page as a PDF."""
+    path = tmp_path / "sheet.html"
+    cheat_sheet.main(str(path))
+    parser, text = Cells(), path.read_text()
+    parser.feed(text)
+    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", cheat_sheet.SOURCE.read_text(), flags=re.S), re.M)
+    assert all(f">{heading}</h" in text for heading in headings) and parser.links == []
+    if cheat_sheet.find_browser():
+        assert len(re.findall(rb"/Type\s*/Page\b", path.with_suffix(".pdf").read_bytes())) == 1
+    else:
+        assert "there is no browser" in capsys.readouterr().out
