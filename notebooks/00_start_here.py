@@ -81,7 +81,7 @@ checks = {
     "the data is prepared": (has_data, "make data"),
     "2 GB of the disk are free": (gigabytes_free > 2, "delete old runs under out/"),
     "there are 2 cores or more": ((os.cpu_count() or 1) >= 2, "everything works, but more slowly"),
-    "Triton is installed": (importlib.util.find_spec("triton") is not None, "only notebooks 3 and 11 need it (Linux)"),
+    "Triton is installed": (importlib.util.find_spec("triton") is not None, "only notebooks 4 and 5 need it (Linux)"),
     "4 ranks communicate": (can_communicate(), "allow connections to 127.0.0.1 in your firewall"),
 }
 for name, (is_ok, remedy) in checks.items():
@@ -132,18 +132,18 @@ draw_who_holds_what(
 # | chapter | minutes | read before it | its question |
 # |---|---:|---|---|
 # | [1. One process, then multiple ranks](01_one_process.ipynb) | 45 | - | Why is the loss curve the same on 1, 2 and 4 ranks? |
-# | [6. Collectives](06_collectives.ipynb) | 40 | 1 | What do ranks send, how much, and how long does it take? |
-# | [2. ZeRO-1](02_zero1.ipynb) | 60 | 1 | Can we shard the optimizer state for free? |
-# | [3. Triton](03_triton.ipynb) | 90 | 1 | How fast can a kernel be, and how do we check one? |
-# | [11. Inside a GPU](11_triton_attention.ipynb) | 45 | 3 | How do matrix products and attention read so little? |
-# | [4. FSDP](04_fsdp.ipynb) | 60 | 2 | What does it cost to shard the parameters as well? |
-# | [5. Checkpoints and faults](05_checkpoints_and_faults.ipynb) | 45 | 4 | What remains after a kill? |
-# | [7. Generating text](07_generating_text.ipynb) | 20 | 4 | Is FSDP a good way to generate text? |
-# | [8. Mixed precision](08_mixed_precision.ipynb) | 35 | 2 | Where are 16 bits enough? |
-# | [9. Will it fit?](09_will_it_fit.ipynb) | 35 | 4 | How much memory does a run need, before it runs? |
-# | [10. What comes next](10_what_comes_next.ipynb) | 45 | 4, 6 | What else can we divide among ranks? |
+# | [2. Collectives](02_collectives.ipynb) | 40 | 1 | What do ranks send, how much, and how long does it take? |
+# | [3. ZeRO-1](03_zero1.ipynb) | 60 | 1 | Can we shard the optimizer state for free? |
+# | [4. Triton](04_triton.ipynb) | 90 | 1 | How fast can a kernel be, and how do we check one? |
+# | [5. Inside a GPU](05_triton_attention.ipynb) | 45 | 4 | How do matrix products and attention read so little? |
+# | [6. FSDP](06_fsdp.ipynb) | 60 | 3 | What does it cost to shard the parameters as well? |
+# | [7. Checkpoints and faults](07_checkpoints_and_faults.ipynb) | 45 | 6 | What remains after a kill? |
+# | [8. Generating text](08_generating_text.ipynb) | 20 | 6 | Is FSDP a good way to generate text? |
+# | [9. Mixed precision](09_mixed_precision.ipynb) | 35 | 3 | Where are 16 bits enough? |
+# | [10. Will it fit?](10_will_it_fit.ipynb) | 35 | 6 | How much memory does a run need, before it runs? |
+# | [11. What comes next](11_what_comes_next.ipynb) | 45 | 2, 6 | What else can we divide among ranks? |
 #
-# In half a day, read 1, 2 and 4. In a day, add 6, 8 and 9. If you work alone, take one chapter per evening, and solve
+# In half a day, read 1, 3 and 6. In a day, add 2, 9 and 10. If you work alone, take one chapter per evening, and solve
 # its exercises before you start the next one.
 #
 # ## d. Predict, then measure
@@ -172,7 +172,7 @@ assert measured == ring_bytes("all-reduce", 4e6, 4)
 
 # %% [markdown]
 # Each rank sends 6 MB. It sends 3 MB (three quarters of the tensor) in a reduce-scatter, which computes the sums, and
-# another 3 MB in an all-gather, which copies the sums to all ranks. Chapter 6 writes both with send and receive, and
+# another 3 MB in an all-gather, which copies the sums to all ranks. Chapter 2 writes both with send and receive, and
 # counts what is really sent. The *ledger* of this repository counts the collectives of a training step and the sizes of
 # their tensors, and compares them with the formula of the phase.
 #

@@ -1,6 +1,6 @@
 """Let a student's notebook continue with the repository's code where the student has not written any yet.
 
-    use_answers(globals(), "04_fsdp", "gather_rows", "ShardedLinear")
+    use_answers(globals(), "06_fsdp", "gather_rows", "ShardedLinear")
 
 `workshop.student` puts this call below each `# your code` cell. A notebook therefore always runs to its end, and a
 student who is behind can continue with the next section.
@@ -28,7 +28,7 @@ def use_answers(namespace: dict[str, Any], notebook: str, *names: str) -> None:
 
     Args:
         namespace: the variables of the student's notebook.
-        notebook: name of the notebook, such as "04_fsdp".
+        notebook: name of the notebook, such as "06_fsdp".
         names: of its functions and classes.
     """
     for name in names:

@@ -5,7 +5,7 @@ a step needs a fixed time alpha (the latency), and a byte needs a fixed time bet
 
     time = alpha * steps + beta * volume
 
-Notebook 6 measures the times with real ranks and fits alpha and beta.
+Notebook 2 measures the times with real ranks and fits alpha and beta.
 """
 
 import time

@@ -13,7 +13,7 @@ receives to its own. No rank is a bottleneck, and all links are busy in every st
     broadcast         N - 1        n                 from rank to rank; the last rank sends nothing
 
 NCCL implements the same algorithms on GPUs. These functions are for study: they work on any backend of
-`torch.distributed`, and `workshop/exercises` and notebook 6 use them.
+`torch.distributed`, and `workshop/exercises` and notebook 2 use them.
 """
 
 import torch

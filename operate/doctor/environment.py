@@ -92,7 +92,7 @@ def check_nccl() -> Check:
 def check_triton() -> Check:
     """Run the LayerNorm kernel of phase 2, compiled on a GPU or interpreted on a CPU, and compare it with torch."""
     if importlib.util.find_spec("triton") is None:
-        return Check("Triton", "skip", "not installed: phase 2 and notebook 3 need Linux")
+        return Check("Triton", "skip", "not installed: phase 2 and notebook 4 need Linux")
     from phase2_triton.kernels.core import is_interpreted
     from phase2_triton.kernels.layernorm import layer_norm
 

@@ -53,7 +53,7 @@ def check_platform() -> Check:
     if os.name == "nt":
         return Check("machine", "fail", finding, "use WSL 2, and follow the instructions for Linux")
     if sys.platform == "darwin":
-        return Check("machine", "warn", finding, "phase 2, --kernels and notebook 3 need Triton: use Linux for them")
+        return Check("machine", "warn", finding, "phase 2, --kernels and notebook 4 need Triton: use Linux for them")
     return Check("machine", "pass", finding)
 
 

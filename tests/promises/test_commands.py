@@ -191,7 +191,7 @@ def test_commands_are_found():
         assert counts[f"{phase}/train.py"] >= 5
         assert all(counts[str(path.relative_to(ROOT))] == 1 for path in list_files(f"{phase}/config/*.py"))
     assert (
-        counts["notebooks/03_triton.py"] == counts["notebooks/03_triton.ipynb"] > 0 and counts["nanoGPT/launch.py"] >= 2
+        counts["notebooks/04_triton.py"] == counts["notebooks/04_triton.ipynb"] > 0 and counts["nanoGPT/launch.py"] >= 2
     )
     minimum_of_kind = {"make": 60, "torchrun": 10, "python": 9, "launch": 3, "sbatch": 3}
     assert all(kinds[kind] >= minimum for kind, minimum in minimum_of_kind.items()), kinds

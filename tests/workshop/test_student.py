@@ -68,9 +68,9 @@ def run_without_answers(script: Path, cells: int | None = None) -> None:
 
 @pytest.mark.heavy
 def test_a_section_runs_without_any_answer(monkeypatch):
-    """The first section of notebook 4 trains two layers on 4 ranks, with the repository's code for both answers."""
+    """The first section of notebook 6 trains two layers on 4 ranks, with the repository's code for both answers."""
     monkeypatch.setattr(local_provisioner, "launch_kernel", ForkedKernel)
-    run_without_answers(ROOT / "notebooks" / "04_fsdp.py", cells=7)
+    run_without_answers(ROOT / "notebooks" / "06_fsdp.py", cells=7)
 
 
 @pytest.mark.slow
@@ -85,10 +85,10 @@ def test_written_code_is_kept(capsys):
     namespace = {"__name__": "__main__"}
     exec(STUDENT_CODE, namespace)
     assert is_unwritten(namespace["ShardedLinear"]) and not is_unwritten(namespace["gather_rows"])
-    use_answers(namespace, "04_fsdp", "gather_rows", "ShardedLinear")
+    use_answers(namespace, "06_fsdp", "gather_rows", "ShardedLinear")
     assert namespace["gather_rows"](None) == "mine" and not is_unwritten(namespace["ShardedLinear"])
     del namespace["gather_rows"]
-    use_answers(namespace, "04_fsdp", "gather_rows", "ShardedLinear")
+    use_answers(namespace, "06_fsdp", "gather_rows", "ShardedLinear")
     assert namespace["gather_rows"].__doc__.startswith("Return the full weight")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" is not")[0] for line in lines] == ["ShardedLinear", "gather_rows"]

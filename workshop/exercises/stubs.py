@@ -1,7 +1,7 @@
 """Strip a solution out of the repository's own code: the learner gets the imports, the signatures and the docstrings.
 
 A target is a function, a method or a class: "phase1_zero1.buckets:split_into_buckets",
-"phase1_zero1.zero1:Zero1Optimizer.clip_grad_norm_" or "notebooks/04_fsdp.py:ShardedLinear". The body of each function
+"phase1_zero1.zero1:Zero1Optimizer.clip_grad_norm_" or "notebooks/06_fsdp.py:ShardedLinear". The body of each function
 is replaced by a line that raises NotImplementedError. If the code has the comments `# SOLUTION` and `# END SOLUTION`,
 only the lines between them are replaced.
 """

@@ -15,11 +15,11 @@ EXERCISES = [
     Exercise(
         name="fsdp.1",
         title="Shard a linear layer by hand",
-        targets=("notebooks/04_fsdp.py:ShardedLinear",),
+        targets=("notebooks/06_fsdp.py:ShardedLinear",),
         task="""Each rank stores some rows of W and has its own examples. Write the autograd function y = x W^T:
         the forward pass all-gathers W, and the backward pass all-gathers it again and reduce-scatters its
         gradient. Between the two, no rank may keep the full weight. This is all that FSDP does for a layer. The
-        code is from notebook 4.""",
+        code is from notebook 6.""",
         minutes=20,
         difficulty="medium",
         ranks=4,

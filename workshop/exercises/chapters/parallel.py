@@ -9,7 +9,7 @@ from workshop.exercises.checks.parallel import (
 )
 from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
 
-NOTEBOOK = "notebooks/10_what_comes_next.py"
+NOTEBOOK = "notebooks/11_what_comes_next.py"
 
 EXERCISES = [
     Exercise(

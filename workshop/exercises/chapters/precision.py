@@ -118,7 +118,7 @@ EXERCISES = [
     Exercise(
         name="precision.5",
         title="Round to bf16 stochastically",
-        targets=("notebooks/08_mixed_precision.py:round_stochastically",),
+        targets=("notebooks/09_mixed_precision.py:round_stochastically",),
         task="""Some trainers store parameters in bf16 without a master copy. They round an update up or down at
         random, so that the expected value is right. bf16 is fp32 without its lower 16 bits. x.view(torch.int32)
         returns the bits of fp32 numbers. Add a random integer from 0 to 2^16 - 1 to the bits, set the lower 16 bits to

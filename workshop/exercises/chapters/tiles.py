@@ -3,7 +3,7 @@
 from workshop.exercises.checks.tiles import check_cache, check_flash_attention, check_matmul, check_order
 from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
 
-NOTEBOOK = "notebooks/11_triton_attention.py"
+NOTEBOOK = "notebooks/05_triton_attention.py"
 
 EXERCISES = [
     Exercise(

@@ -1,7 +1,7 @@
 # %% [markdown]
-# # 4. FSDP: shard parameters, gradients and optimizer state
+# # 6. FSDP: shard parameters, gradients and optimizer state
 #
-# *60 minutes. Read [notebook 2](02_zero1.ipynb) first, for model state, communication volume and sharding.*
+# *60 minutes. Read [notebook 3](03_zero1.ipynb) first, for model state, communication volume and sharding.*
 #
 # Let P be the number of parameters and N the number of ranks. With ZeRO-1 each rank stores 8P + 8P/N bytes. The 8P
 # bytes are the full parameters and the full gradients. FSDP shards these as well.
@@ -240,7 +240,7 @@ assert max_difference(by_torch[2]["weights"], by_hand[2]["weights"]) < 1e-7
 # unit.)
 #
 # **Predict first:** `wte` has 75 rows, and 75 is not divisible by 4. How many rows does each of 4 ranks store? In
-# [notebook 2](02_zero1.ipynb) a shard could begin anywhere in a bucket, so many parameters had their optimizer state on
+# [notebook 3](03_zero1.ipynb) a shard could begin anywhere in a bucket, so many parameters had their optimizer state on
 # a single rank. Which parameters does FSDP store completely on one rank?
 
 # %%
@@ -919,7 +919,7 @@ assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 #   of the shards crosses nodes, about a quarter of the volume of the default. This pays off if the links between nodes
 #   are slow.
 #
-# As in notebook 2, the cell counts calls and tensor sizes, and computes the volume with the formula of the ring
+# As in notebook 3, the cell counts calls and tensor sizes, and computes the volume with the formula of the ring
 # algorithm. gloo sends more.
 #
 # ## h. The same loss curve
@@ -974,7 +974,7 @@ plt.show()
 # add up numbers in another order. FSDP only changes where tensors are stored, and when.
 #
 # The checkpoints of such a run are sharded as well. `sharded_checkpoint.py` writes them with the protocol of notebooks
-# 1 and 2, and notebook 5 explains them.
+# 1 and 3, and notebook 7 explains them.
 #
 # ## To take home
 #
@@ -1071,7 +1071,7 @@ plt.show()
 #
 # Until the last micro-batch each rank accumulates full gradients, 4P bytes, as many as DDP. With gradient accumulation
 # the peak memory is therefore well above 16P/N. With the option a rank accumulates only its rows, 4P/N bytes, but
-# it reduce-scatters after each micro-batch: MP elements instead of P. (Exercise 1 of notebook 2 has the same
+# it reduce-scatters after each micro-batch: MP elements instead of P. (Exercise 1 of notebook 3 has the same
 # trade-off.)
 #
 # </details>

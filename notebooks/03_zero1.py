@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 2. ZeRO-1: shard the optimizer state
+# # 3. ZeRO-1: shard the optimizer state
 #
 # *60 minutes. Read [notebook 1](01_one_process.ipynb) first, for the loss curve and DDP.*
 #

@@ -1,7 +1,7 @@
 # %% [markdown]
-# # 6. Collectives: what the ranks send
+# # 2. Collectives: what the ranks send
 #
-# *40 minutes. Read [notebook 1](01_one_process.ipynb) first, for ranks. You can read this notebook before notebook 2.*
+# *40 minutes. Read [notebook 1](01_one_process.ipynb) first, for ranks. You can read this notebook before notebook 3.*
 #
 # Every technique of this repository uses the same few collectives. DDP all-reduces gradients. ZeRO-1 reduce-scatters
 # them and all-gathers parameters. FSDP all-gathers parameters twice. In this notebook you look inside: you run the
@@ -295,7 +295,7 @@ assert time.monotonic() - begin < 60
 # %% [markdown]
 # No send ever ends. A send waits for the receiver, each receiver is itself in a send, and the ring of waiting ranks is
 # closed. There is no error message: only a time limit ends the run. The trainers of this repository have a watchdog for
-# this reason (notebook 5).
+# this reason (notebook 7).
 #
 # ## f. Broken on purpose: two orders
 #

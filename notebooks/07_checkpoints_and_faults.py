@@ -1,7 +1,7 @@
 # %% [markdown]
-# # 5. Checkpoints and faults
+# # 7. Checkpoints and faults
 #
-# *45 minutes. Read [notebook 4](04_fsdp.ipynb) first, for sharded parameters.*
+# *45 minutes. Read [notebook 6](06_fsdp.ipynb) first, for sharded parameters.*
 #
 # A training run that takes weeks is interrupted many times before it finishes. Disks fill up, memory loses a bit, or a
 # rank hangs and all other ranks wait for it. We test four claims: **a checkpoint is written atomically; a checkpoint

@@ -1,7 +1,7 @@
 # %% [markdown]
-# # 9. Will it fit?
+# # 10. Will it fit?
 #
-# *35 minutes. Read [notebook 4](04_fsdp.ipynb) first, for FSDP units and activation checkpointing.*
+# *35 minutes. Read [notebook 6](06_fsdp.ipynb) first, for FSDP units and activation checkpointing.*
 #
 # A job on 64 GPUs waits for a day in the queue, starts, and runs out of memory in its third step. You could have known
 # it before. **How much memory does a training step need on each rank, and what do you change first if it is too much?**

@@ -1,7 +1,7 @@
 # %% [markdown]
-# # 7. Generating text with a model that is spread over ranks
+# # 8. Generating text with a model that is spread over ranks
 #
-# *20 minutes. Read [notebook 4](04_fsdp.ipynb) first, for FSDP and its all-gathers.*
+# *20 minutes. Read [notebook 6](06_fsdp.ipynb) first, for FSDP and its all-gathers.*
 #
 # Suppose a model has 20 billion parameters, and you have two GPUs with 40 GB each. In bfloat16 the weights take 40 GB,
 # so one

@@ -1,7 +1,7 @@
 # %% [markdown]
-# # 10. What comes next: tensor, pipeline, context and expert parallelism
+# # 11. What comes next: tensor, pipeline, context and expert parallelism
 #
-# *45 minutes. Read [notebook 4](04_fsdp.ipynb) and [notebook 6](06_collectives.ipynb) first.*
+# *45 minutes. Read [notebook 6](06_fsdp.ipynb) and [notebook 2](02_collectives.ipynb) first.*
 #
 # DDP, ZeRO and FSDP are all *data parallelism*: each rank computes the full model on its own part of the batch. With
 # 1,000 ranks, a step needs at least 1,000 sequences, and every rank all-gathers every weight. **What else can we divide
@@ -112,7 +112,7 @@ class SumOverRanks(torch.autograd.Function):
 # Megatron-LM paper calls these two functions f and g. They mirror each other: where one communicates in the forward
 # pass, the other communicates in the backward pass.
 #
-# That is all that the model needs. `take_part` (which notebook 7 uses to generate text) returns a rank's part of each
+# That is all that the model needs. `take_part` (which notebook 8 uses to generate text) returns a rank's part of each
 # weight: whole heads of `c_attn`, rows of `c_fc`, and columns of both `c_proj`. Two kinds of hooks put f before the
 # column-parallel layers, and g after the row-parallel layers. The embeddings and LayerNorms stay full on every rank.
 
@@ -309,8 +309,8 @@ for micro_batches in (1, 4, 8, 32):
 #
 # With sequences of 100,000 tokens, the activations of a single sequence do not fit on a GPU. Every layer except
 # attention works on each token separately, so each rank can take T/N tokens. In attention a query needs all keys. In
-# *ring attention* keys and values travel around the ring, as in notebook 6. Each rank adds one block of keys at a time,
-# with the online softmax of notebook 3: it keeps a running maximum, a running sum, and a running result.
+# *ring attention* keys and values travel around the ring, as in notebook 2. Each rank adds one block of keys at a time,
+# with the online softmax of notebook 4: it keeps a running maximum, a running sum, and a running result.
 
 # %%
 draw_who_holds_what(

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 3. Custom kernels in Triton
+# # 4. Custom kernels in Triton
 #
 # *90 minutes. Read [notebook 1](01_one_process.ipynb) first, for the model and its training step. You need Linux, but no
 # GPU.*
