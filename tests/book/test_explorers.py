@@ -88,22 +88,35 @@ def name_ranks(value: int | None) -> str:
     return "empty" if value is None else "+".join(str(rank) for rank in range(8) if value >> rank & 1)
 
 
-def test_the_fsdp_page_shows_the_recorded_step(site, browser):
-    """Every event shows the recorded memory of every rank. The keyboard, the buttons and Play change the event."""
+def test_the_fsdp_page_shows_the_recorded_steps(site, browser):
+    """For each setting of the switches, every event shows the recorded memory and time of every rank.
+
+    The keyboard, the buttons and Play change the event.
+    """
     page, samples = open_explorer(browser, site, "fsdp_step")
-    assert "the recorded value is 2 times" in page.locator(".verdict").inner_text()
-    steps = page.evaluate(READ_STEPS, [".total", ".volume", ".units tr:nth-child(2) td"])
-    sent = 0.0
-    for position, (kind, unit, size) in enumerate(samples["events"]):
-        shown = steps[position]
-        assert shown[".total"] == [f"{sum(by_event[position]):,} bytes" for by_event in samples["memory"]]
-        sent += size * (samples["ranks"] - 1) / samples["ranks"]
-        assert f"has sent {sent:,.0f} bytes" in shown[".volume"][0]
-        state = shown[".units tr:nth-child(2) td"][samples["units"].index(unit)]
-        expected = {"all-gather": "gathered", "free": "sharded", "forward": "forward", "backward": "backward"}
-        assert state == expected.get(kind, "sharded")
-    assert sent == sum(samples["ring_bytes"].values())
-    slider, last = page.locator("input[type=range]"), len(samples["events"]) - 1
+    assert "bytes with reshard after forward: off." in page.locator(".verdict").inner_text()
+    labels = {"fsdp_activation_checkpointing": ".activation-checkpointing"}
+    labels |= {"fsdp_reshard_after_forward": ".reshard-after-forward", "fsdp_prefetch": ".units-to-prefetch"}
+    kinds = {"all-gather": "gathered", **{name: name for name in ("forward", "recompute", "backward")}}
+    for run in samples["runs"]:
+        for name, value in run["options"].items():
+            page.select_option(labels[name], str(value).lower())
+        summary = page.locator(".summary").inner_text()
+        for number in (sum(run["ring_bytes"].values()), max(map(sum, run["peak"]))):
+            assert f"{number:,.0f} bytes" in summary
+        steps = page.evaluate(READ_STEPS, [".total", ".begin", ".volume", ".units tr:nth-child(2) td"])
+        sent = 0.0
+        for position, (kind, unit, size) in enumerate(run["events"]):
+            shown = steps[position]
+            assert shown[".total"] == [f"{sum(by_event[position]):,} bytes" for by_event in run["memory"]]
+            begins = [float(text.removesuffix(" ms")) for text in shown[".begin"]]
+            assert begins == pytest.approx([by_event[position] for by_event in run["begin_ms"]], abs=0.051)
+            sent += size * (samples["ranks"] - 1) / samples["ranks"]
+            assert f"has sent {sent:,.0f} bytes" in shown[".volume"][0]
+            state = shown[".units tr:nth-child(2) td"][samples["units"].index(unit)]
+            assert state == kinds.get(kind, "sharded"), (run["options"], position)
+        assert len(steps) == len(run["events"]) and sent == sum(run["ring_bytes"].values())
+    slider, last = page.locator("input[type=range]"), len(run["events"]) - 1
     for action, position in (("First", 0), ("Next", 1), ("Last", last), ("Back", last - 1)):
         page.get_by_role("button", name=action, exact=True).click()
         assert slider.input_value() == str(position)

@@ -71,30 +71,58 @@ def test_the_recorded_rings_match_the_formulas():
             assert run["end"] == [[2**owner for owner in range(ranks)]] * ranks
 
 
-def test_the_fsdp_step_still_runs_as_recorded():
-    """A new run has the recorded events, bytes and state, and the recorded loss up to rounding."""
-    recorded, new = read_samples("fsdp_step"), json.loads(json.dumps(fsdp_step.record()))
-    for key in ("ranks", "step", "units", "categories", "events", "expected", "ring_bytes"):
-        assert new[key] == recorded[key], key
-    assert new["loss"] == pytest.approx(recorded["loss"], abs=1e-6)
-    names = new["categories"]
-    state = [names.index(name) for name in ("parameters", "gradients", "optimizer_state")]
-    for rank in range(new["ranks"]):
-        for position in state:  # gloo frees its copies at any time, so the other categories vary
-            assert new["memory"][rank][-1][position] == recorded["memory"][rank][-1][position]
-        full = names.index("gathered")
-        assert max(m[full] for m in new["memory"][rank]) == max(m[full] for m in recorded["memory"][rank])
+OPTIONS = fsdp_step.list_options()
 
 
-def test_the_recorded_fsdp_step_matches_the_formulas():
-    """The recorded collectives move the bytes of `expected_traffic`, and each block is gathered and freed twice."""
-    recorded = read_samples("fsdp_step")
-    for kind, expected in recorded["expected"].items():
-        assert sum(size for each, _, size in recorded["events"] if each == kind) == expected
-        assert recorded["ring_bytes"][kind] == ring_bytes(kind, expected, recorded["ranks"])
-    for unit in recorded["units"][1:]:
-        kinds = [kind for kind, each, _ in recorded["events"] if each == unit]
-        assert kinds == ["all-gather", "forward", "free", "all-gather", "backward", "free", "reduce-scatter"]
+@pytest.mark.parametrize("options", [OPTIONS[:: len(OPTIONS) - 1], *mark_slow(OPTIONS[1:-1])], ids=len)
+def test_the_fsdp_step_still_runs_as_recorded(options):
+    """With all switches off, and with all on, a new run has the recorded events, bytes and state, and the same loss."""
+    samples = read_samples("fsdp_step")
+    names = samples["categories"]
+    exact = [names.index(name) for name in ("parameters", "gradients", "optimizer_state")]
+    full = names.index("gathered")
+    for new in json.loads(json.dumps(fsdp_step.record_runs(options))):
+        recorded = next(run for run in samples["runs"] if run["options"] == new["options"])
+        for key in ("events", "expected", "ring_bytes"):
+            assert new[key] == recorded[key], key
+        assert new["loss"] == pytest.approx(recorded["loss"], abs=1e-6)
+        for rank in range(samples["ranks"]):
+            for position in exact:  # gloo frees its copies at any time, so the other categories vary
+                assert new["memory"][rank][-1][position] == recorded["memory"][rank][-1][position]
+            assert max(m[full] for m in new["memory"][rank]) == max(m[full] for m in recorded["memory"][rank])
+
+
+def test_the_recorded_fsdp_steps_match_the_formulas():
+    """Collectives move the bytes of `expected_traffic`, the switches change what they should, and the loss is the same.
+
+    A unit computes only while it is gathered, and each rank begins its events in order.
+    """
+    samples = read_samples("fsdp_step")
+    assert [run["options"] for run in samples["runs"]] == OPTIONS
+    for run in samples["runs"]:
+        is_checkpointed, reshards, ahead = (value not in ("none", False) for value in run["options"].values())
+        for kind, expected in run["expected"].items():
+            assert sum(size for each, _, size in run["events"] if each == kind) == expected
+            assert run["ring_bytes"][kind] == ring_bytes(kind, expected, samples["ranks"])
+        middle = ["free", "all-gather"] if reshards else []
+        end = [*["recompute"] * is_checkpointed, "backward", "free", "reduce-scatter"]
+        for unit in samples["units"][1:]:
+            kinds = [kind for kind, each, _ in run["events"] if each == unit]
+            assert kinds == ["all-gather", "forward", *middle, *end]
+        gathered: list[str] = []
+        largest = 0  # units that are gathered during a forward of a block
+        for kind, unit, _ in run["events"]:
+            gathered += [unit] if kind == "all-gather" else []
+            assert unit in gathered or kind in ("reduce-scatter", "update")
+            largest = max(largest, len(gathered)) if (kind, unit) == ("forward", "h.1") else largest
+            gathered = [each for each in gathered if (kind, each) != ("free", unit)]
+        assert gathered == [] and largest == 1 + (1 if reshards else 2) + 2 * (run["options"]["fsdp_prefetch"] == 2)
+        assert all(begins == sorted(begins) for begins in run["begin_ms"])
+        assert run["loss"] == pytest.approx(samples["runs"][0]["loss"], abs=1e-6)
+    peaks = [max(map(sum, run["peak"])) for run in samples["runs"]]
+    assert max(peaks[4:]) < 0.6 * min(peaks[:4]), "activation checkpointing saves memory"
+    for first, second in zip(samples["runs"][::2], samples["runs"][1::2], strict=True):  # without and with prefetching
+        assert first["ring_bytes"] == second["ring_bytes"] and first["events"] != second["events"]
 
 
 @pytest.mark.heavy
