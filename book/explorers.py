@@ -50,19 +50,26 @@ def describe_recording(result: dict[str, Any]) -> str:
 
 
 def tabulate_ring(samples: dict[str, Any]) -> str:
-    """Return the bytes of each collective, and the sends of an all-reduce over 4 ranks."""
+    """Return the bytes of each collective next to gloo's, and the sends of an all-reduce over 4 ranks on a ring."""
+    gloo = {(row["kind"], row["ranks"]): row["sent_per_tensor_byte"] for row in samples["gloo"]}
     rows = []
     for run in samples["runs"]:
-        sent = sum(sends[0]["bytes"] for sends in run["steps"])
+        sent = sum(sends[0].get("bytes", 0) for sends in run["steps"])
         cells = [run["ranks"], len(run["steps"]), run["tensor_bytes"], sent, round(run["predicted_bytes"])]
-        rows.append([run["collective"], *(f"{cell:,}" for cell in cells)])
-    header = ["collective", "ranks", "steps", "tensor (bytes)", "sent per rank (bytes)", "formula (bytes)"]
+        measured = gloo.get((run["collective"], run["ranks"]))
+        gloo_sent = f"{run['tensor_bytes'] * measured:,.0f}" if measured else "-"
+        rows.append([run["collective"], run["algorithm"], *(f"{cell:,}" for cell in cells), gloo_sent])
+    header = ["collective", "algorithm", "ranks", "steps", "tensor (bytes)", "sent by rank 0 (bytes)"]
+    header += ["formula (bytes)", "gloo sends per rank (bytes)"]
     example = next(run for run in samples["runs"] if run["collective"] == "all-reduce" and run["ranks"] == 4)
     sends = [
         [str(step), *(f"chunk {send['chunk']} to rank {send['to']}" for send in each)]
         for step, each in enumerate(example["steps"], start=1)
     ]
-    title = "\nThe sends of the all-reduce over 4 ranks:\n\n"
+    title = (
+        "\nWhat gloo sends was measured with larger tensors, and is scaled to these. "
+        "The sends of the all-reduce over 4 ranks on a ring:\n\n"
+    )
     return format_table(header, rows) + title + format_table(["step", *(f"rank {r}" for r in range(4))], sends)
 
 

@@ -13,7 +13,7 @@ import pytest
 from bench.kernels.costs import list_kernel_costs
 from bench.plan.speed import GPUS
 from book.explorers import format_bytes
-from book.recordings import flash_attention, roofline
+from book.recordings import flash_attention, ring, roofline
 from book.recordings.__main__ import FOLDER, RECORDERS
 from nanoGPT.distributed.sharding import row_range
 from phase2_triton.kernels.attention import reference
@@ -61,25 +61,62 @@ def open_explorer(browser, site: Path, name: str, **options):
     return page, json.loads((FOLDER / f"{name}.json").read_text())["samples"]
 
 
-def test_the_ring_page_shows_the_recorded_run(site, browser):
-    """For each collective and number of ranks, every step shows the recorded sends, contents and bytes."""
+def test_the_ring_page_shows_the_recorded_runs(site, browser):
+    """For each collective, algorithm and number of ranks, every step shows the recorded sends, contents and bytes."""
     page, samples = open_explorer(browser, site, "ring")
     assert "24,576 bytes" in page.locator(".verdict").inner_text()
     for run in samples["runs"]:
         page.select_option(".collective", run["collective"])
         page.select_option(".number-of-ranks", str(run["ranks"]))
-        steps = page.evaluate(READ_STEPS, ["td", "td.sent", ".sentence", ".volume"])
+        if run["collective"] in ring.TREE_COLLECTIVES:
+            page.select_option(".algorithm", run["algorithm"])
+        else:
+            assert page.locator(".algorithm").is_disabled() and page.locator(".algorithm").input_value() == "ring"
+        steps = page.evaluate(READ_STEPS, ["td:not(.costs td)", "td.sent", ".sentence", ".volume"])
         assert len(steps) == len(run["steps"]) + 1
         for position, shown in enumerate(steps):
             sends = run["steps"][position] if position < len(run["steps"]) else []
             values = [send["chunks"] for send in sends] or run["end"]
-            assert shown["td"] == [name_ranks(value) for row in values for value in row]
-            assert len(shown["td.sent"]) == len(sends)
-            for rank, send in enumerate(sends):
-                assert f"rank {rank} sends chunk {send['chunk']} to rank {send['to']}" in shown[".sentence"][0]
-            sent = sum(each[0]["bytes"] for each in run["steps"][:position])
+            assert shown["td:not(.costs td)"] == [name_ranks(value) for row in values for value in row]
+            senders = {rank: send for rank, send in enumerate(sends) if "to" in send}
+            is_full = run["algorithm"] == "tree" or run["collective"] == "broadcast"
+            assert len(shown["td.sent"]) == len(senders) * (run["ranks"] if is_full else 1)
+            for rank, send in senders.items():
+                what = "all chunks" if is_full else f"chunk {send['chunk']}"
+                assert f"rank {rank} sends {what} to rank {send['to']}" in shown[".sentence"][0]
+            sent = sum(each[0].get("bytes", 0) for each in run["steps"][:position])
             assert shown[".volume"][0].startswith(f"Rank 0 has sent {sent:,} bytes.")
             assert f"{run['predicted_bytes']:,.0f}" in shown[".volume"][0]
+    page.close()
+
+
+def test_the_ring_page_compares_ring_tree_and_gloo(site, browser):
+    """Bytes and times are those of the Python functions, for any size, latency and bandwidth.
+
+    Ring and tree need the same time for a tensor of the size that the page names. Without a latency it asks for one.
+    """
+    page, samples = open_explorer(browser, site, "ring")
+    runs = {(run["collective"], run["ranks"], run["algorithm"]): run for run in samples["runs"]}
+    cases = [(run, 10.0**power, 2e-6, 5e9) for run in samples["runs"] for power in range(10)]
+    found = page.evaluate("(cases) => cases.map((each) => predictSeconds(...each))", cases)
+    assert found == pytest.approx([ring.predict_seconds(*case) for case in cases])
+    page.select_option(".number-of-ranks", "8")
+    page.select_option(".tensor", "10000000")
+    page.fill(".latency", "2")
+    page.fill(".bandwidth", "5")
+    rows = read_rows(page, ".costs")[1:]
+    for row, name in zip(rows, ("ring", "tree"), strict=False):
+        run = runs["all-reduce", 8, name]
+        seconds, sent = ring.predict_seconds(run, 1e7, 2e-6, 5e9), 1e7 / run["tensor_bytes"] * run["predicted_bytes"]
+        assert row == [name, str(len(run["steps"])), f"{sent:,.0f} bytes", f"{1e6 * seconds:.1f} µs"]
+    (gloo,) = (row for row in samples["gloo"] if (row["kind"], row["ranks"]) == ("all-reduce", 8))
+    assert rows[2][2] == format_bytes(1e7 * gloo["sent_per_tensor_byte"]) and len(rows) == 3
+    pair = [runs["all-reduce", 8, name] for name in ("ring", "tree")]
+    size = page.evaluate("(pair) => findCrossover(...pair, 2e-6, 5e9)", pair)
+    first, second = (ring.predict_seconds(run, size, 2e-6, 5e9) for run in pair)
+    assert first == pytest.approx(second) and f"smaller than {size / 1e3:.3g} kB" in page.locator(".crossover").inner_text()
+    page.fill(".latency", "")
+    assert page.locator(".costs").count() == 0 and "Enter a latency" in page.locator(".crossover").inner_text()
     page.close()
 
 

@@ -44,31 +44,50 @@ def test_a_recording_is_small_and_names_its_origin(name):
     assert len(recording["git_commit"]) == 40 and recording["hardware"] and recording["versions"]["torch"]
 
 
-@pytest.mark.parametrize("kind", ring.COLLECTIVES)
-def test_the_ring_still_sends_what_was_recorded(kind):
+CASES = [(kind, "ring") for kind in ring.COLLECTIVES] + [(kind, "tree") for kind in ring.TREE_COLLECTIVES]
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), CASES)
+def test_a_collective_still_sends_what_was_recorded(kind, algorithm):
     """On 3 ranks, a new run sends the recorded chunks in the recorded order, and its chunks have the same contents."""
-    recorded = [run for run in read_samples("ring")["runs"] if run["collective"] == kind and run["ranks"] == 3]
-    assert recorded == [ring.record_collective(kind, 3)]
+    new = ring.record_collective(kind, 3, algorithm)
+    assert [new] == [run for run in read_samples("ring")["runs"] if name_run(run) == (kind, algorithm, 3)]
 
 
-def test_the_recorded_rings_match_the_formulas():
-    """In every recorded run, each rank sends the bytes of the ring formula, and the end result is complete."""
-    runs = read_samples("ring")["runs"]
-    assert {(run["collective"], run["ranks"]) for run in runs} == {
-        (kind, ranks) for kind in ring.COLLECTIVES for ranks in ring.WORLD_SIZES
-    }
+def name_run(run):
+    return run["collective"], run["algorithm"], run["ranks"]
+
+
+def test_the_recorded_collectives_match_the_formulas():
+    """In every recorded run, rank 0 sends the bytes of the formula, a tree has logarithmically many steps, and the end
+
+    result is complete. The predicted time is the formula's. What gloo sends is the committed measurement.
+    """
+    samples = read_samples("ring")
+    runs = samples["runs"]
+    assert {name_run(run) for run in runs} == {(*case, ranks) for case in CASES for ranks in ring.WORLD_SIZES}
     for run in runs:
-        ranks, everything = run["ranks"], 2 ** run["ranks"] - 1
-        for rank in range(ranks):
-            assert all(sends[rank]["to"] == (rank + 1) % ranks for sends in run["steps"])
-            sent = sum(sends[rank]["bytes"] for sends in run["steps"])
-            assert sent == run["predicted_bytes"] == ring_bytes(run["collective"], run["tensor_bytes"], ranks)
-            if run["collective"] == "reduce-scatter":
-                assert run["end"][rank][rank] == everything
-        if run["collective"] == "all-reduce":
-            assert run["end"] == [[everything] * ranks] * ranks
-        elif run["collective"] == "all-gather":
-            assert run["end"] == [[2**owner for owner in range(ranks)]] * ranks
+        kind, algorithm, ranks = name_run(run)
+        everything, levels = 2**ranks - 1, math.ceil(math.log2(ranks))
+        sent = [sum(sends[rank].get("bytes", 0) for sends in run["steps"]) for rank in range(ranks)]
+        assert sent[0] == run["predicted_bytes"] == max(sent) and len(run["steps"]) == run["predicted_steps"]
+        seconds = ring.predict_seconds(run, 1e6, 3e-6, 1e9)
+        if algorithm == "tree":
+            assert seconds == pytest.approx((2 if kind == "all-reduce" else 1) * levels * (3e-6 + 1e-3))
+        elif kind == "broadcast":
+            assert seconds == pytest.approx((ranks - 1) * (3e-6 + 1e-3))
+        else:
+            assert set(sent) == {ring_bytes(kind, run["tensor_bytes"], ranks)}
+            assert seconds == pytest.approx(len(run["steps"]) * 3e-6 + 1e-3 * ring_bytes(kind, 1, ranks))
+        if algorithm == "ring":
+            links = {(rank, send["to"]) for each in run["steps"] for rank, send in enumerate(each) if "to" in send}
+            assert links <= {(rank, (rank + 1) % ranks) for rank in range(ranks)}
+        contents = {"all-reduce": [everything] * ranks, "all-gather": [2**owner for owner in range(ranks)]}
+        if kind == "reduce-scatter":
+            assert [run["end"][rank][rank] for rank in range(ranks)] == [everything] * ranks
+        else:
+            assert run["end"] == [contents.get(kind, [2**ring.SOURCE] * ranks)] * ranks
+    assert samples["gloo"] == ring.read_gloo_bytes(), "run make record NAME=ring"
 
 
 OPTIONS = fsdp_step.list_options()
