@@ -92,7 +92,7 @@ Explorers.ring = function (root, samples) {
         make("th", { scope: "row" }, `rank ${rank}`),
         ...values.map((value, chunk) => showChunk(value, count, sends && [chunk, ALL_CHUNKS].includes(sends[rank].chunk))))));
       volume.textContent = `Rank 0 has sent ${formatBytes(sentBy(run(), 0, step))}. ` +
-        `The formula gives ${formatBytes(predicted)} for all steps.`;
+        `The formula gives ${formatBytes(predicted)} for rank 0 in all steps.`;
     }
   }
 
@@ -123,8 +123,8 @@ Explorers.ring = function (root, samples) {
       const rows = [ring, tree].filter(Boolean).map((run) => [run.algorithm, String(run.steps.length),
         formatBytes((run.predicted_bytes / run.tensor_bytes) * bytes), `${(1e6 * predictSeconds(run, bytes, alpha, beta)).toFixed(1)} µs`]);
       const measured = gloo.filter((row) => row.kind === collective && row.ranks === ranks);
-      rows.push(...measured.map((row) => [`gloo (measured on ${row.hardware})`, "-", formatBytes(row.sent_per_tensor_byte * bytes), "-"]));
-      table.replaceChildren(makeTable({ class: "costs" }, [["algorithm", "steps", "a rank sends", "predicted time"], ...rows]));
+      rows.push(...measured.map((row) => [`gloo (measured average, ${row.hardware})`, "-", formatBytes(row.sent_per_tensor_byte * bytes), "-"]));
+      table.replaceChildren(makeTable({ class: "costs" }, [["algorithm", "steps", "volume per rank, maximum", "predicted time"], ...rows]));
       sentence.textContent = [tree ? compare(ring, tree, alpha, beta) : "A tree sends full tensors, so it suits only all-reduce and broadcast.",
         measured.length ? "" : `Nobody has measured what gloo sends for this collective on ${ranks} ranks.`].join(" ").trim();
     }
@@ -135,7 +135,7 @@ Explorers.ring = function (root, samples) {
     if (steps <= 0) return "The tree has no fewer steps than the ring, so it is never faster.";
     const crossover = findCrossover(ring, tree, alpha, beta);
     if (!(crossover > 0)) return "The tree has fewer steps and sends no larger messages, so it is always faster.";
-    return `The tree is faster for tensors smaller than ${formatSize(crossover)}, because it has ${steps} ${steps > 1 ? "steps" : "step"} less. ` +
+    return `The tree is faster for tensors smaller than ${formatSize(crossover)}, because it has ${steps} fewer ${steps > 1 ? "steps" : "step"}. ` +
       "The ring is faster for larger ones, because it sends smaller messages.";
   }
 
