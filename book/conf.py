@@ -11,7 +11,7 @@ root_doc = "index"
 html_theme = "furo"
 html_title = project
 html_static_path = ["_static"]
-html_css_files = ["explorer.css", "print.css"]
+html_css_files = ["explorer.css", "charts.css", "print.css"]
 html_js_files = ["scroll.js"]
 html_copy_source = False
 html_show_sphinx = False
@@ -34,7 +34,7 @@ WITHOUT_SOURCE = ("index", "results/", "genindex", "search")  # pages that no si
 
 
 def add_page_files(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
-    """Load the scripts of an interactive page only on that page, and hide edit links that would lead nowhere.
+    """Load the scripts of a page only on that page, and hide edit links that would lead nowhere.
 
     Also add the levels of the headings in the sidebar.
     """
@@ -42,6 +42,8 @@ def add_page_files(app: Any, page: str, template: str, context: dict[str, Any], 
     if script != page:
         app.add_js_file("explorer.js")
         app.add_js_file(f"{script}.js")
+    if page == "index":
+        app.add_js_file("old_anchors.js")
     if page.startswith(WITHOUT_SOURCE):
         context["theme_source_repository"] = ""
     if "furo_navigation_tree" in context:  # Sphinx's captions have no level, which screen readers need
