@@ -102,7 +102,9 @@ def draw_zero1_state(samples: Samples) -> list[Chart]:
 
 def draw_published(samples: Samples) -> list[Chart]:
     """Draw published tokens per second next to the planner's."""
-    rows = {f"{r['name']}, {r['mode']}": {"published": r["published"], "planned": r["planned"]} for r in samples["rows"]}
+    rows = {
+        f"{r['name']}, {r['mode']}": {"published": r["published"], "planned": r["planned"]} for r in samples["rows"]
+    }
     return [Chart("tokens per second and GPU", rows)]
 
 

@@ -123,11 +123,13 @@ class StepRecorder:
             if self.events[-1][:2] == ("recompute", unit):
                 self.add("backward", unit)
 
-        for i, block in enumerate(model.blocks):
-            block.ln_1.register_forward_pre_hook(lambda *_, unit=f"h.{i}": begin_block(unit))
+        for i in range(len(model.blocks)):
+            first, last = (model.get_submodule(f"transformer.h.{i}.{name}") for name in ("ln_1", "mlp"))
+            first.register_forward_pre_hook(lambda *_, unit=f"h.{i}": begin_block(unit))
             # A recomputation ends early, with an exception, as soon as it has all tensors that the backward needs.
-            block.mlp.register_forward_hook(lambda *_, unit=f"h.{i}": end_block(unit), always_call=True)
-        model.transformer.ln_f.register_forward_pre_hook(lambda *_: self.add("forward", ROOT_UNIT))
+            last.register_forward_hook(lambda *_, unit=f"h.{i}": end_block(unit), always_call=True)
+        head = model.get_submodule("transformer.ln_f")
+        head.register_forward_pre_hook(lambda *_: self.add("forward", ROOT_UNIT))
 
     def add(self, kind: str, unit: str) -> None:
         """Add an event that begins now. The size of a collective is not known yet."""

@@ -157,9 +157,9 @@ def record_collective(kind: str, ranks: int, algorithm: str = "ring") -> dict[st
     """Run a collective on `ranks` processes, and return the recorded steps.
 
     Returns:
-        ranks, collective, algorithm, tensor_bytes, predicted_steps and predicted_bytes: the largest number of bytes that
-        a rank sends; steps: for each step, the sends of all ranks in rank order, with the contents of their chunks
-        before the step (a rank that sends nothing has only these); and end: the contents at the end, by rank.
+        ranks, collective, algorithm, tensor_bytes, predicted_steps and predicted_bytes: the largest number of bytes
+        that a rank sends; steps: for each step, the sends of all ranks in rank order, with the contents of their
+        chunks before the step (a rank that sends nothing has only these); and end: the contents at the end, by rank.
     """
     runs = run_on_ranks(run_ring if algorithm == "ring" else run_tree, ranks, kind, show=False)
     tensor_bytes = 4 * ranks * CHUNK_ELEMENTS
@@ -213,8 +213,8 @@ def record() -> dict[str, Any]:
     """Return the recording.
 
     Returns:
-        runs by collective, algorithm and number of ranks; gloo: see `read_gloo_bytes`; and link: the latency (s) and the
-        bandwidth (bytes/s) that the planner assumes between two GPUs of a node.
+        runs by collective, algorithm and number of ranks; gloo: see `read_gloo_bytes`; and link: the latency (s) and
+        the bandwidth (bytes/s) that the planner assumes between two GPUs of a node.
     """
     runs = [record_collective(kind, ranks) for kind in COLLECTIVES for ranks in WORLD_SIZES]
     runs += [record_collective(kind, ranks, "tree") for kind in TREE_COLLECTIVES for ranks in WORLD_SIZES]

@@ -14,8 +14,8 @@ from tests.helpers.training import ROOT
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge")
 HOW_TO_INSTALL = (
-    "there is no browser: `apt install chromium` on Debian, `snap install chromium` on Ubuntu, `dnf install chromium` on "
-    "Fedora, `brew install --cask chromium` on macOS; elsewhere, put one of these into the PATH: " + ", ".join(BROWSERS)
+    "there is no browser: `apt install chromium` on Debian, `snap install chromium` on Ubuntu, `dnf install chromium` "
+    "on Fedora; on other systems, put one of these into the PATH: " + ", ".join(BROWSERS)
 )
 
 

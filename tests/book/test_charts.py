@@ -47,7 +47,7 @@ def test_lines_and_numbers_are_drawn_to_scale():
 
 def test_a_damaged_result_is_reported():
     """A result without the numbers of its picture leads to one sentence. An unknown result has no picture."""
-    result = {"name": "wire", "settings": {"command": "python -m bench.sharding.wire --write"}, "samples": {"rows": [{}]}}
-    with pytest.raises(ConfigError, match=r"the result wire is damaged .*run python -m bench.sharding.wire --write"):
+    result = {"name": "wire", "settings": {"command": "python -m wire"}, "samples": {"rows": [{}]}}
+    with pytest.raises(ConfigError, match=r"the result wire is damaged .*run python -m wire"):
         render_charts(result)
     assert render_charts({**result, "name": "other"}) == ""

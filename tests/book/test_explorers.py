@@ -114,7 +114,8 @@ def test_the_ring_page_compares_ring_tree_and_gloo(site, browser):
     pair = [runs["all-reduce", 8, name] for name in ("ring", "tree")]
     size = page.evaluate("(pair) => findCrossover(...pair, 2e-6, 5e9)", pair)
     first, second = (ring.predict_seconds(run, size, 2e-6, 5e9) for run in pair)
-    assert first == pytest.approx(second) and f"smaller than {size / 1e3:.3g} kB" in page.locator(".crossover").inner_text()
+    assert first == pytest.approx(second)
+    assert f"smaller than {size / 1e3:.3g} kB" in page.locator(".crossover").inner_text()
     page.fill(".latency", "")
     assert page.locator(".costs").count() == 0 and "Enter a latency" in page.locator(".crossover").inner_text()
     page.close()
@@ -409,8 +410,9 @@ def test_the_overlap_page_shows_the_recorded_runs(site, browser):
 def test_pages_work_for_everyone(name, site, browser):
     """Without scripts a page shows tables. With scripts it can be used after at most 1 second.
 
-    On a phone, a tablet and a laptop, it fits the screen, and axe-core finds no serious accessibility fault in the whole
-    page. With reduced motion it has no Play. A damaged recording leads to one sentence with the command that repairs it.
+    On a phone, a tablet and a laptop, it fits the screen, and axe-core finds no serious accessibility fault in the
+    whole page. With reduced motion it has no Play. A damaged recording leads to one sentence with the command that
+    repairs it.
     """
     source = site / "book" / "pages" / f"{name}.html"
     page = browser.new_context(java_script_enabled=False).new_page()

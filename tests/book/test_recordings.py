@@ -59,9 +59,9 @@ def name_run(run):
 
 
 def test_the_recorded_collectives_match_the_formulas():
-    """In every recorded run, rank 0 sends the bytes of the formula, a tree has logarithmically many steps, and the end
+    """In every recorded run, steps, bytes of rank 0 and predicted time are the formula's, and the end is complete.
 
-    result is complete. The predicted time is the formula's. What gloo sends is the committed measurement.
+    What gloo sends is the committed measurement.
     """
     samples = read_samples("ring")
     runs = samples["runs"]

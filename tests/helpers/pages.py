@@ -3,7 +3,7 @@
 from typing import Any
 
 SERIOUS = ("serious", "critical")  # levels of axe-core
-WIDTHS = {390: "dark", 768: "light", 1280: "dark"}  # of a phone, a tablet and a laptop (px), with the color scheme to test
+WIDTHS = {390: "dark", 768: "light", 1280: "dark"}  # of a phone, a tablet and a laptop (px), with the color scheme
 RUN_AXE = """() => axe.run({include: ["html"], exclude: ["#the-recorded-run-as-tables tr:nth-child(n+4)"]},
   {resultTypes: ["violations"], selectors: false}).then((results) => results.violations)"""
 # Store the time from the start of the navigation to the first control that can be used.
