@@ -20,6 +20,9 @@ html_show_search_summary = False
 pygments_style = "default"
 pygments_dark_style = "github-dark"
 
+html_math_renderer = "mathml"
+myst_enable_extensions = ["dollarmath"]
+myst_update_mathjax = False  # MathJax would come from the network
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # the committed outputs are shown
 nb_ipywidgets_js: dict[str, Any] = {}  # no notebook has widgets; the default loads a script from the network
@@ -52,5 +55,8 @@ def add_page_files(app: Any, page: str, template: str, context: dict[str, Any], 
 
 
 def setup(app: Any) -> None:
-    """Register the hooks of this file with Sphinx."""
+    """Register the hooks of this file and the writer of equations with Sphinx."""
+    from book.equations import register_equations  # latex2mathml is installed by `make book`
+
+    register_equations(app)
     app.connect("html-page-context", add_page_files, priority=900)  # after the theme

@@ -2,7 +2,7 @@
 "use strict";
 
 function focusScrollers() {
-  for (const element of document.querySelectorAll(".table-wrapper, .highlight pre, .cell_output")) {
+  for (const element of document.querySelectorAll(".table-wrapper, .math.scroll, .highlight pre, .cell_output")) {
     const isWide = element.scrollWidth > element.clientWidth;
     if (isWide) element.setAttribute("tabindex", "0");
     else element.removeAttribute("tabindex");

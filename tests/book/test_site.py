@@ -73,6 +73,16 @@ def test_old_links_to_sections_of_the_readme_lead_to_their_content(site, browser
     page.close()
 
 
+def test_the_cheat_sheet_shows_its_equations_and_prints_on_one_page(site, browser):
+    """The browser draws equations without scripts. Printed, the cheat sheet has one page of A4."""
+    page = browser.new_context(java_script_enabled=False).new_page()
+    page.goto((site / "docs" / "cheat_sheet.html").as_uri())
+    heights = page.locator("math:has(mfrac)").evaluate_all("(all) => all.map((each) => each.clientHeight)")
+    assert len(heights) == 3 and min(heights) > 10 and "$" not in page.locator("#formulas").inner_text()
+    assert len(re.findall(rb"/Type\s*/Page\b", page.pdf(prefer_css_page_size=True))) == 1
+    page.context.close()
+
+
 def is_local(url: str) -> bool:
     return url.startswith(("file:", "data:", "blob:"))
 
