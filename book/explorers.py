@@ -51,43 +51,50 @@ def describe_recording(result: dict[str, Any]) -> str:
 
 
 def tabulate_ring(samples: dict[str, Any]) -> str:
-    """Return the bytes of each collective, and the sends of an all-reduce over 4 ranks."""
+    """Return the bytes of each collective next to gloo's, and the sends of an all-reduce over 4 ranks on a ring."""
+    gloo = {(row["kind"], row["ranks"]): row["sent_per_tensor_byte"] for row in samples["gloo"]}
     rows = []
     for run in samples["runs"]:
-        sent = sum(sends[0]["bytes"] for sends in run["steps"])
+        sent = sum(sends[0].get("bytes", 0) for sends in run["steps"])
         cells = [run["ranks"], len(run["steps"]), run["tensor_bytes"], sent, round(run["predicted_bytes"])]
-        rows.append([run["collective"], *(f"{cell:,}" for cell in cells)])
-    header = ["collective", "ranks", "steps", "tensor (bytes)", "sent per rank (bytes)", "formula (bytes)"]
+        measured = gloo.get((run["collective"], run["ranks"]))
+        gloo_sent = f"{run['tensor_bytes'] * measured:,.0f}" if measured else "-"
+        rows.append([run["collective"], run["algorithm"], *(f"{cell:,}" for cell in cells), gloo_sent])
+    header = ["collective", "algorithm", "ranks", "steps", "tensor (bytes)", "sent by rank 0 (bytes)"]
+    header += ["formula (bytes)", "gloo sends per rank (bytes)"]
     example = next(run for run in samples["runs"] if run["collective"] == "all-reduce" and run["ranks"] == 4)
     sends = [
         [str(step), *(f"chunk {send['chunk']} to rank {send['to']}" for send in each)]
         for step, each in enumerate(example["steps"], start=1)
     ]
-    title = "\nThe sends of the all-reduce over 4 ranks:\n\n"
+    title = (
+        "\nWhat gloo sends was measured with larger tensors, and is scaled to these. "
+        "The sends of the all-reduce over 4 ranks on a ring:\n\n"
+    )
     return format_table(header, rows) + title + format_table(["step", *(f"rank {r}" for r in range(4))], sends)
 
 
 def tabulate_fsdp_step(samples: dict[str, Any]) -> str:
-    """Return every event of the step, with the memory of rank 0 by category after it."""
-    categories = samples["categories"]
+    """Return the costs of every run, and every event of the first one with the memory of rank 0 after it."""
+    categories, first = samples["categories"], samples["runs"][0]
+    costs = []
+    for run in samples["runs"]:
+        sizes = [*run["expected"].values(), *(round(run["ring_bytes"][kind]) for kind in run["expected"])]
+        cells = [*map(str, run["options"].values()), *(f"{size:,}" for size in sizes)]
+        costs.append([*cells, f"{max(map(sum, run['peak'])) / MB:.2f}", f"{run['loss']:.6f}"])
+    costs_header = [f"`{name}`" for name in samples["switches"]]
+    costs_header += [f"{kind}: full tensors (bytes)" for kind in first["expected"]]
+    costs_header += [f"{kind}: sent per rank (bytes)" for kind in first["expected"]]
     rows = []
-    for number, (kind, unit, size) in enumerate(samples["events"], start=1):
-        totals = [f"{value / MB:.2f}" for value in samples["memory"][0][number - 1]]
+    for number, (kind, unit, size) in enumerate(first["events"], start=1):
+        totals = [f"{value / MB:.2f}" for value in first["memory"][0][number - 1]]
         rows.append([str(number), kind, unit, f"{size:,}" if size else "", *totals])
-    header = [
-        "event",
-        "stage",
-        "unit",
-        "full tensor (bytes)",
-        *(f"{name.replace('_', ' ')} (MB)" for name in categories),
-    ]
-    sent = samples["ring_bytes"]
-    volumes = [[kind, f"{size:,}", f"{round(sent[kind]):,}"] for kind, size in samples["expected"].items()]
-    volumes_header = ["collective", "full tensors (bytes)", "sent per rank, ring algorithm (bytes)"]
+    header = ["event", "stage", "unit", "full tensor (bytes)", *(f"{n.replace('_', ' ')} (MB)" for n in categories)]
     return (
-        f"The mean loss of the step is {samples['loss']:.6f}. Its collectives, from the formula `expected_traffic` of "
-        f"`phase3_fsdp/costs.py`:\n\n{format_table(volumes_header, volumes)}\n"
-        f"Every event of the step, with the memory of rank 0 when the event ends:\n\n{format_table(header, rows)}"
+        "The bytes are those of the formula `expected_traffic` of `phase3_fsdp/costs.py`, and what a rank sends for "
+        "them with the ring algorithm. Peak memory is the maximum over all ranks.\n\n"
+        f"{format_table([*costs_header, 'peak memory (MB)', 'loss'], costs)}\n"
+        f"Every event of the first run, with the memory of rank 0 when the event ends:\n\n{format_table(header, rows)}"
     )
 
 

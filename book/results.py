@@ -1,4 +1,4 @@
-"""Write one page for each committed result file: hardware, commit, command and all numbers as tables."""
+"""Write one page for each committed result file: hardware, commit, command, pictures, and all numbers as tables."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from bench.tables.records import RESULTS, format_table, read_result
 from book.own_results import render_own_results
+from book.result_charts import render_charts
 from book.sources import write_page
 from nanoGPT.errors import ConfigError
 
@@ -72,7 +73,9 @@ def render_result(name: str, result: dict[str, Any], repository: str) -> str:
     hardware, commit, date, command = describe_origin(result, repository)
     versions = ", ".join(f"{package} {version}" for package, version in result.get("versions", {}).items())
     facts = [["hardware", hardware], ["commit", commit], ["date", date], ["command", command], ["versions", versions]]
-    text = f"# {name}\n\n{format_table(['property', 'value'], facts)}\n## Settings\n\n"
+    charts = render_charts(result)
+    pictures = f"## Pictures\n\n{charts}\n\n" if charts else ""
+    text = f"# {name}\n\n{format_table(['property', 'value'], facts)}\n{pictures}## Settings\n\n"
     text += render_value({key: value for key, value in result["settings"].items() if key != "command"}, 3)
     return text + "\n## Samples\n\n" + render_value(result["samples"], 3)
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
 
 from nanoGPT.cli.command_line import command_line
@@ -42,8 +43,9 @@ pre, code {{ font: 7.9pt/1.3 ui-monospace, monospace; }}
 
 
 def make_page() -> str:
-    """Return the cheat sheet as HTML. Links become plain text, because paper has none."""
+    """Return the cheat sheet as HTML. Links become plain text, because paper has none, and equations MathML."""
     text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", SOURCE.read_text())
+    text = re.sub(r"\$([^$]+)\$", lambda match: convert(match[1]), text)
     return PAGE.format(body=MarkdownIt().enable("table").render(text))
 
 

@@ -87,6 +87,11 @@ function makeSvg(tag, attributes, ...children) {
   return element;
 }
 
+// Return the width of a picture: all of the page, so that a phone shows it without scrolling. A change shows it again.
+function fitWidth(root, maximum) {
+  return Math.max(300, Math.min(maximum, root.clientWidth));
+}
+
 // Create a line chart. `series` has, for each name, pairs of x and y. The last one is drawn on top.
 function makeChart(title, xLabel, series) {
   const width = 360, height = 190, left = 52, bottom = 34, top = 12, right = 10;

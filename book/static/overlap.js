@@ -22,7 +22,7 @@ Explorers.overlap = function (root, samples) {
     const lanes = makeScroll("timelines"), table = makeScroll("times");
     const stepper = addStepper(root, "largest bucket", sizes.length, show);
     root.append(sentence, legend, lanes, table);
-    stepper.go(0);
+    stepper.go(sizes.length - 1); // the case of the question
 
     function show(position) {
       const size = sizes[position], shown = methods.map((method) => find(method, size));
@@ -31,7 +31,7 @@ Explorers.overlap = function (root, samples) {
       const end = Math.max(...shown.map((run) => run.stages.at(-1)[2]));
       lanes.replaceChildren(...shown.map((run) => drawRun(run, end)));
       const header = ["method", "buckets or units", "step (ms)", "computation (ms)", "communication (ms)",
-        "without computation (ms)", "overlap"];
+        "not overlapped (ms)", "overlap"];
       table.replaceChildren(makeTable({ class: "times" }, [header, ...shown.map(({ method, buckets, summary }) => [method,
         String(buckets), ...["step_ms", "computation_ms", "communication_ms", "exposed_ms"].map((key) =>
           summary[key].toFixed(1)), percent(summary.overlap)])]));
@@ -40,14 +40,14 @@ Explorers.overlap = function (root, samples) {
 
   // Draw both rows of a run. All methods have the same time axis, which ends at `end` ms.
   function drawRun({ method, stages, computation, communication }, end) {
-    const width = 700, height = 92, left = 8, right = 8, top = 26;
+    const width = fitWidth(root, 700), height = 92, left = 8, right = 8, top = 26;
     const x = (ms) => left + (Math.max(0, Math.min(end, ms)) / end) * (width - left - right);
     const bars = (spans, y) => spans.map(([begin, stop]) =>
       `M${x(begin).toFixed(1)},${y}h${Math.max(0.3, x(stop) - x(begin)).toFixed(1)}v20h-${Math.max(0.3, x(stop) - x(begin)).toFixed(1)}z`).join("");
     const text = (value, attributes) => makeSvg("text", attributes, value);
     const marks = stages.flatMap(([name, begin, stop]) => [
       makeSvg("path", { class: "axis", d: `M${x(begin).toFixed(1)},${top - 6}v54` }),
-      x(stop) - x(begin) > 50 ? text(name, { x: x(begin) + 3, y: top - 8 }) : ""]);
+      x(stop) - x(begin) > 56 ? text(name, { x: x(begin) + 3, y: top - 8 }) : ""]);
     return make("figure", {}, make("figcaption", {}, method),
       makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", class: "wide",
         "aria-label": `${method}: computation and communication over ${end.toFixed(0)} ms; the table has the times` }, ...marks,

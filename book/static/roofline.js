@@ -65,7 +65,7 @@ Explorers.roofline = function (root, samples) {
 
   // Draw the limits of a GPU, and each kernel at its FLOPs per byte. Both axes are logarithmic.
   function drawRoofline(limits, results) {
-    const width = 640, height = 340, left = 60, right = 14, top = 48, bottom = 44, log = Math.log10;
+    const width = fitWidth(root, 640), height = 340, left = 60, right = 14, top = 48, bottom = 44, log = Math.log10;
     const range = { x: [-1.5, 3.5], y: [log(limits.peak) - 6, log(limits.peak) + 0.5] };
     const x = (value) => left + ((log(value) - range.x[0]) / (range.x[1] - range.x[0])) * (width - left - right);
     const y = (value) => height - bottom - ((log(value) - range.y[0]) / (range.y[1] - range.y[0])) * (height - top - bottom);
@@ -84,7 +84,7 @@ Explorers.roofline = function (root, samples) {
     });
     const crosses = measured.map((row) => makeSvg("circle", { class: "measured", r: 4,
       cx: x(inside(row.flops / row.bytes)), cy: y(1e3 * row.flops / row.ms) }));
-    return make("figure", {}, make("figcaption", {}, "Limit of each pass. The numbers are those of the table."),
+    return make("figure", {}, make("figcaption", {}, "Limit of each pass: memory (orange) or arithmetic (blue). The numbers are those of the table."),
       makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", class: "wide",
         "aria-label": "roofline: FLOPs per second over FLOPs per byte; the table below has the same values" },
         makeSvg("path", { class: "axis", fill: "none", d: `M${left},${top}V${height - bottom}H${width - right}` }), ...marks,

@@ -13,7 +13,7 @@ Explorers.train_diffs = function (root, samples) {
     [added, 60, 150], added, (lines) => `${lines} lines`, reveal);
 
   function reveal() {
-    const [label, name] = makeSelect("phase", phases.map((phase) => phase.name), "phase1_zero1",
+    const [label, name] = makeSelect("phase", phases.map((phase) => phase.name), "phase3_fsdp",
       () => stepper.setCount(phase().hunks.length), (each) => phases.find((phase) => phase.name === each).title);
     const phase = () => phases.find((each) => each.name === name.value);
     const sentence = make("p", { class: "sentence", role: "status" });

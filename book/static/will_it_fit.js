@@ -256,8 +256,8 @@ Explorers.will_it_fit = function (root, samples) {
       sentence.textContent = first === undefined
         ? `Nothing fits into ${inGib(usable)}: choose more GPUs, fewer sequences, or a larger GPU.`
         : `The first row that fits into ${inGib(usable)}: ${rows[first].name}.`;
-      const header = ["row", "peak memory by category", "peak", "state", "fits", "largest batch",
-        "cost of 10⁹ tokens", "sent (GB)", "compiled step (ms)", "eager step (ms)"];
+      const header = ["phase, options", "peak memory by category", "peak", "state", "fits", "largest batch",
+        "cost of 10⁹ tokens", "sent per step (GB)", "step, compiled (ms)", "step, eager (ms)"];
       const cells = numbers.map((row) => showRow(row, options, first, Number(price.value)));
       output.replaceChildren(makeTable({ class: "plan" }, [header, ...cells]));
     }

@@ -12,7 +12,11 @@ import pytest
 
 from tests.helpers.training import ROOT
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge")
+HOW_TO_INSTALL = (
+    "there is no browser: `apt install chromium` on Debian, `snap install chromium` on Ubuntu, `dnf install chromium` "
+    "on Fedora; on other systems, put one of these into the PATH: " + ", ".join(BROWSERS)
+)
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +45,7 @@ def browser() -> Iterator:
 
     path = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if path is None:
-        pytest.skip(f"there is no browser ({', '.join(BROWSERS)})")
+        pytest.skip(HOW_TO_INSTALL)
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses its sandbox to root
         yield playwright.chromium.launch(executable_path=path, args=arguments)

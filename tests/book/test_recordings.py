@@ -45,57 +45,104 @@ def test_a_recording_is_small_and_names_its_origin(name):
     assert "at commit" not in describe_recording({**recording, "git_commit": None})
 
 
-@pytest.mark.parametrize("kind", ring.COLLECTIVES)
-def test_the_ring_still_sends_what_was_recorded(kind):
+CASES = [(kind, "ring") for kind in ring.COLLECTIVES] + [(kind, "tree") for kind in ring.TREE_COLLECTIVES]
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), CASES)
+def test_a_collective_still_sends_what_was_recorded(kind, algorithm):
     """On 3 ranks, a new run sends the recorded chunks in the recorded order, and its chunks have the same contents."""
-    recorded = [run for run in read_samples("ring")["runs"] if run["collective"] == kind and run["ranks"] == 3]
-    assert recorded == [ring.record_collective(kind, 3)]
+    new = ring.record_collective(kind, 3, algorithm)
+    assert [new] == [run for run in read_samples("ring")["runs"] if name_run(run) == (kind, algorithm, 3)]
 
 
-def test_the_recorded_rings_match_the_formulas():
-    """In every recorded run, each rank sends the bytes of the ring formula, and the end result is complete."""
-    runs = read_samples("ring")["runs"]
-    assert {(run["collective"], run["ranks"]) for run in runs} == {
-        (kind, ranks) for kind in ring.COLLECTIVES for ranks in ring.WORLD_SIZES
-    }
+def name_run(run):
+    return run["collective"], run["algorithm"], run["ranks"]
+
+
+def test_the_recorded_collectives_match_the_formulas():
+    """In every recorded run, steps, bytes of rank 0 and predicted time are the formula's, and the end is complete.
+
+    What gloo sends is the committed measurement.
+    """
+    samples = read_samples("ring")
+    runs = samples["runs"]
+    assert {name_run(run) for run in runs} == {(*case, ranks) for case in CASES for ranks in ring.WORLD_SIZES}
     for run in runs:
-        ranks, everything = run["ranks"], 2 ** run["ranks"] - 1
-        for rank in range(ranks):
-            assert all(sends[rank]["to"] == (rank + 1) % ranks for sends in run["steps"])
-            sent = sum(sends[rank]["bytes"] for sends in run["steps"])
-            assert sent == run["predicted_bytes"] == ring_bytes(run["collective"], run["tensor_bytes"], ranks)
-            if run["collective"] == "reduce-scatter":
-                assert run["end"][rank][rank] == everything
-        if run["collective"] == "all-reduce":
-            assert run["end"] == [[everything] * ranks] * ranks
-        elif run["collective"] == "all-gather":
-            assert run["end"] == [[2**owner for owner in range(ranks)]] * ranks
+        kind, algorithm, ranks = name_run(run)
+        everything, levels = 2**ranks - 1, math.ceil(math.log2(ranks))
+        sent = [sum(sends[rank].get("bytes", 0) for sends in run["steps"]) for rank in range(ranks)]
+        assert sent[0] == run["predicted_bytes"] == max(sent) and len(run["steps"]) == run["predicted_steps"]
+        seconds = ring.predict_seconds(run, 1e6, 3e-6, 1e9)
+        if algorithm == "tree":
+            assert seconds == pytest.approx((2 if kind == "all-reduce" else 1) * levels * (3e-6 + 1e-3))
+        elif kind == "broadcast":
+            assert seconds == pytest.approx((ranks - 1) * (3e-6 + 1e-3))
+        else:
+            assert set(sent) == {ring_bytes(kind, run["tensor_bytes"], ranks)}
+            assert seconds == pytest.approx(len(run["steps"]) * 3e-6 + 1e-3 * ring_bytes(kind, 1, ranks))
+        if algorithm == "ring":
+            links = {(rank, send["to"]) for each in run["steps"] for rank, send in enumerate(each) if "to" in send}
+            assert links <= {(rank, (rank + 1) % ranks) for rank in range(ranks)}
+        contents = {"all-reduce": [everything] * ranks, "all-gather": [2**owner for owner in range(ranks)]}
+        if kind == "reduce-scatter":
+            assert [run["end"][rank][rank] for rank in range(ranks)] == [everything] * ranks
+        else:
+            assert run["end"] == [contents.get(kind, [2**ring.SOURCE] * ranks)] * ranks
+    assert samples["gloo"] == ring.read_gloo_bytes(), "run make record NAME=ring"
 
 
-def test_the_fsdp_step_still_runs_as_recorded():
-    """A new run has the recorded events, bytes and state, and the recorded loss up to rounding."""
-    recorded, new = read_samples("fsdp_step"), json.loads(json.dumps(fsdp_step.record()))
-    for key in ("ranks", "step", "units", "categories", "events", "expected", "ring_bytes"):
-        assert new[key] == recorded[key], key
-    assert new["loss"] == pytest.approx(recorded["loss"], abs=1e-6)
-    names = new["categories"]
-    state = [names.index(name) for name in ("parameters", "gradients", "optimizer_state")]
-    for rank in range(new["ranks"]):
-        for position in state:  # gloo frees its copies at any time, so the other categories vary
-            assert new["memory"][rank][-1][position] == recorded["memory"][rank][-1][position]
-        full = names.index("gathered")
-        assert max(m[full] for m in new["memory"][rank]) == max(m[full] for m in recorded["memory"][rank])
+OPTIONS = fsdp_step.list_options()
 
 
-def test_the_recorded_fsdp_step_matches_the_formulas():
-    """The recorded collectives move the bytes of `expected_traffic`, and each block is gathered and freed twice."""
-    recorded = read_samples("fsdp_step")
-    for kind, expected in recorded["expected"].items():
-        assert sum(size for each, _, size in recorded["events"] if each == kind) == expected
-        assert recorded["ring_bytes"][kind] == ring_bytes(kind, expected, recorded["ranks"])
-    for unit in recorded["units"][1:]:
-        kinds = [kind for kind, each, _ in recorded["events"] if each == unit]
-        assert kinds == ["all-gather", "forward", "free", "all-gather", "backward", "free", "reduce-scatter"]
+@pytest.mark.parametrize("options", [OPTIONS[:: len(OPTIONS) - 1], *mark_slow(OPTIONS[1:-1])], ids=len)
+def test_the_fsdp_step_still_runs_as_recorded(options):
+    """With all switches off, and with all on, a new run has the recorded events, bytes and state, and the same loss."""
+    samples = read_samples("fsdp_step")
+    names = samples["categories"]
+    exact = [names.index(name) for name in ("parameters", "gradients", "optimizer_state")]
+    full = names.index("gathered")
+    for new in json.loads(json.dumps(fsdp_step.record_runs(options))):
+        recorded = next(run for run in samples["runs"] if run["options"] == new["options"])
+        for key in ("events", "expected", "ring_bytes"):
+            assert new[key] == recorded[key], key
+        assert new["loss"] == pytest.approx(recorded["loss"], abs=1e-6)
+        for rank in range(samples["ranks"]):
+            for position in exact:  # gloo frees its copies at any time, so the other categories vary
+                assert new["memory"][rank][-1][position] == recorded["memory"][rank][-1][position]
+            assert max(m[full] for m in new["memory"][rank]) == max(m[full] for m in recorded["memory"][rank])
+
+
+def test_the_recorded_fsdp_steps_match_the_formulas():
+    """Collectives move the bytes of `expected_traffic`, the switches change what they should, and the loss is the same.
+
+    A unit computes only while it is gathered, and each rank begins its events in order.
+    """
+    samples = read_samples("fsdp_step")
+    assert [run["options"] for run in samples["runs"]] == OPTIONS
+    for run in samples["runs"]:
+        is_checkpointed, reshards, ahead = (value not in ("none", False) for value in run["options"].values())
+        for kind, expected in run["expected"].items():
+            assert sum(size for each, _, size in run["events"] if each == kind) == expected
+            assert run["ring_bytes"][kind] == ring_bytes(kind, expected, samples["ranks"])
+        middle = ["free", "all-gather"] if reshards else []
+        end = [*["recompute"] * is_checkpointed, "backward", "free", "reduce-scatter"]
+        for unit in samples["units"][1:]:
+            kinds = [kind for kind, each, _ in run["events"] if each == unit]
+            assert kinds == ["all-gather", "forward", *middle, *end]
+        gathered: list[str] = []
+        largest = 0  # units that are gathered during a forward of a block
+        for kind, unit, _ in run["events"]:
+            gathered += [unit] if kind == "all-gather" else []
+            assert unit in gathered or kind in ("reduce-scatter", "update")
+            largest = max(largest, len(gathered)) if (kind, unit) == ("forward", "h.1") else largest
+            gathered = [each for each in gathered if (kind, each) != ("free", unit)]
+        assert gathered == [] and largest == 1 + (1 if reshards else 2) + 2 * (run["options"]["fsdp_prefetch"] == 2)
+        assert all(begins == sorted(begins) for begins in run["begin_ms"])
+        assert run["loss"] == pytest.approx(samples["runs"][0]["loss"], abs=1e-6)
+    peaks = [max(map(sum, run["peak"])) for run in samples["runs"]]
+    assert max(peaks[4:]) < 0.6 * min(peaks[:4]), "activation checkpointing saves memory"
+    for first, second in zip(samples["runs"][::2], samples["runs"][1::2], strict=True):  # without and with prefetching
+        assert first["ring_bytes"] == second["ring_bytes"] and first["events"] != second["events"]
 
 
 @pytest.mark.heavy

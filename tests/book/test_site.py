@@ -55,6 +55,34 @@ def test_every_page_opens_without_errors_and_without_a_network(site, browser):
     assert problems == []
 
 
+def test_old_links_to_sections_of_the_readme_lead_to_their_content(site, browser):
+    """A link to a section that README.md had in an older version opens the section that has the content now."""
+    index = (site / "index.html").as_uri()
+    page = browser.new_page()
+    page.goto(f"{index}#two-commands")
+    anchors = page.evaluate("OLD_ANCHORS")
+    first = (site / "index.html").read_text()
+    for old, new in anchors.items():
+        path, _, section = new.partition("#")
+        assert f'id="{section}"' in (site / path).read_text() and f'id="{old}"' not in first
+    assert page.url == f"{index}#two-commands" and len(anchors) == 11
+    page.evaluate("location.hash = 'suites'")
+    page.wait_for_url("**/docs/measuring.html#suites-many-runs-one-report")
+    page.goto(f"{index}#the-matrix")
+    page.wait_for_url("**/docs/results.html#the-matrix")
+    page.close()
+
+
+def test_the_cheat_sheet_shows_its_equations_and_prints_on_one_page(site, browser):
+    """The browser draws equations without scripts. Printed, the cheat sheet has one page of A4."""
+    page = browser.new_context(java_script_enabled=False).new_page()
+    page.goto((site / "docs" / "cheat_sheet.html").as_uri())
+    heights = page.locator("math:has(mfrac)").evaluate_all("(all) => all.map((each) => each.clientHeight)")
+    assert len(heights) == 3 and min(heights) > 10 and "$" not in page.locator("#formulas").inner_text()
+    assert len(re.findall(rb"/Type\s*/Page\b", page.pdf(prefer_css_page_size=True))) == 1
+    page.context.close()
+
+
 def is_local(url: str) -> bool:
     return url.startswith(("file:", "data:", "blob:"))
 

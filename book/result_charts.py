@@ -1,0 +1,240 @@
+"""Choose what to draw on the page of each result file. A result without a natural picture has none."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from book.charts import Chart, draw_chart
+from nanoGPT.errors import ConfigError
+
+MB = 1e6
+Samples = dict[str, Any]
+
+
+def render_charts(result: dict[str, Any]) -> str:
+    """Return the pictures of a result file as HTML, or an empty string.
+
+    Raises:
+        ConfigError: the result is damaged.
+    """
+    name = result.get("name", "")
+    if name not in CHARTS:
+        return ""
+    try:
+        charts = CHARTS[name](result["samples"])
+        return "\n\n".join(draw_chart(chart, f"chart-{i}") for i, chart in enumerate(charts) if chart.rows)
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"the result {name} is damaged ({error!r}): restore it from git, or run {result['settings'].get('command')}"
+        ) from None
+
+
+def name_ranks(row: dict[str, Any], key: str = "phase") -> str:
+    """Return the label of a row: its phase, or the value of another key, and its number of ranks."""
+    return f"{row[key]}, {row['ranks']} rank{'s' * (row['ranks'] > 1)}"
+
+
+def name_options(options: dict[str, Any]) -> str:
+    """Return options as flags, or "defaults"."""
+    return ", ".join(f"{name}={value}" for name, value in options.items()) or "defaults"
+
+
+def draw_matrix(samples: Samples) -> list[Chart]:
+    """Draw model state and communication of each phase on each number of ranks, without the rows of other options."""
+    charts = []
+    state: dict[str, dict[str, float]] = {}
+    sent: dict[str, dict[str, float]] = {}
+    for row in samples["rows"]:
+        if row["options"] and row["phase"] != "phase2":
+            continue
+        ranks = f"{row['ranks']} rank{'s' * (row['ranks'] > 1)}"
+        state.setdefault(row["phase"], {}).setdefault(ranks, sum(row["state_bytes"].values()) / MB)
+        sent.setdefault(row["phase"], {}).setdefault(ranks, row["sent_bytes"] / MB)
+    charts.append(Chart("model state per rank (MB)", state))
+    charts.append(Chart("communication volume per rank and step, ring algorithm (MB)", sent))
+    return charts
+
+
+def draw_losses(samples: Samples) -> list[Chart]:
+    """Draw the losses of all runs over the logged steps."""
+    rows: dict[str, dict[str, float]] = {}
+    for run in samples["rows"]:
+        for step, loss in enumerate(run["losses"]):
+            rows.setdefault(str(step), {})[name_ranks(run, "target")] = loss
+    return [Chart("training loss; equal curves cover each other", rows, "number of the logged loss")]
+
+
+def draw_wire(samples: Samples) -> list[Chart]:
+    """Draw what gloo sends for each collective, next to a ring."""
+    rows = {
+        name_ranks(row, "kind"): {"gloo": row["sent_per_tensor_byte"], "ring": row["ring"]} for row in samples["rows"]
+    }
+    return [Chart("bytes sent per rank and byte of the tensor", rows)]
+
+
+def draw_throughput(samples: Samples) -> list[Chart]:
+    """Draw tokens per second of each phase, eager and compiled."""
+    rows: dict[str, dict[str, float]] = {}
+    for row in samples["rows"]:
+        if row["failed"]:
+            continue
+        series = "compiled" if row["compiled"] else "eager"
+        rows.setdefault(f"{name_ranks(row)}: {row['size']}", {})[series] = statistics.median(row["tokens_per_second"])
+    return [Chart("tokens per second, median", rows)]
+
+
+def draw_backends(samples: Samples) -> list[Chart]:
+    """Draw state and communication of each backend of ZeRO-1."""
+    rows = samples["rows"]
+    state = {name_ranks(row, "backend"): {"": max(row["state_bytes"]) / MB} for row in rows}
+    sent = {name_ranks(row, "backend"): {"": row["ring_bytes"] / MB} for row in rows}
+    return [
+        Chart("model state, maximum over all ranks (MB)", state),
+        Chart("communication volume per rank and step, ring algorithm (MB)", sent),
+    ]
+
+
+def draw_zero1_state(samples: Samples) -> list[Chart]:
+    """Draw AdamW's moments for each number of ranks."""
+    rows = {f"{row['ranks']} ranks": {"": max(row["moments"]) / MB} for row in samples["rows"]}
+    return [Chart("AdamW's moments, maximum over all ranks (MB)", rows)]
+
+
+def draw_published(samples: Samples) -> list[Chart]:
+    """Draw published tokens per second next to the planner's."""
+    rows = {
+        f"{r['name']}, {r['mode']}": {"published": r["published"], "planned": r["planned"]} for r in samples["rows"]
+    }
+    return [Chart("tokens per second and GPU", rows)]
+
+
+def draw_fsdp_memory(samples: Samples) -> list[Chart]:
+    """Draw the measured peak memory of each set of options, next to the model state in it."""
+    rows = {}
+    for row in samples["rows"]:
+        peak = row["ledger"]["memory"]["peak"]
+        state = sum(peak[name] for name in ("parameters", "gradients", "optimizer_state"))
+        label = f"{row['ranks']} rank{'s' * (row['ranks'] > 1)}: {name_options(row['options'])}"
+        rows[label] = {"peak memory": sum(peak.values()) / MB, "model state in it": state / MB}
+    return [Chart("memory of a rank (MB)", rows)]
+
+
+def draw_generation(samples: Samples) -> list[Chart]:
+    """Draw generated tokens per second of each way to spread the model."""
+    rows: dict[str, dict[str, float]] = {}
+    for way in samples["ways"]:
+        rows.setdefault(way["spread"], {})[f"{way['slots']} problems per replica"] = way["tokens_per_second"]
+    return [Chart("generated tokens per second", rows)]
+
+
+def draw_muon(samples: Samples) -> list[Chart]:
+    """Draw the time and the communication of an update with Muon."""
+    rows = samples["rows"]
+    return [
+        Chart("update, median (ms)", {name_ranks(row, "name"): {"": statistics.median(row["ms"])} for row in rows}),
+        Chart("bytes sent per rank and update (MB)", {name_ranks(r, "name"): {"": r["sent_bytes"] / MB} for r in rows}),
+    ]
+
+
+def draw_nanogpt(samples: Samples) -> list[Chart]:
+    """Draw the step time of nanoGPT and of the baseline in each of the alternating runs."""
+    rows: dict[str, dict[str, float]] = {}
+    counts: dict[str, int] = {}
+    for row in samples["rows"]:
+        counts[row["trainer"]] = counts.get(row["trainer"], 0) + 1
+        rows.setdefault(f"run {counts[row['trainer']]}", {})[row["trainer"]] = statistics.median(row["step_ms"])
+    return [Chart("step, median (ms)", rows)]
+
+
+def draw_medians(title: str, unit: str) -> Callable[[Samples], list[Chart]]:
+    """Return a function that draws the median of every list of samples whose name ends in a unit."""
+
+    def draw(samples: Samples) -> list[Chart]:
+        lists = {name: values for name, values in samples.items() if name.endswith(f"_{unit}")}
+        rows = {name.removesuffix(f"_{unit}").replace("_", " "): values for name, values in lists.items()}
+        return [Chart(title, {name: {"": statistics.median(values)} for name, values in rows.items()})]
+
+    return draw
+
+
+def draw_overhead(samples: Samples) -> list[Chart]:
+    """Draw the medians of a step of DDP and of ZeRO-1, and of their collectives."""
+    rows: dict[str, dict[str, float]] = {}
+    for row in samples["rows"]:
+        for name, values in row["samples_ms"].items():
+            rows.setdefault(name.replace("_", " "), {})[f"{row['ranks']} ranks"] = statistics.median(values)
+    return [Chart("median (ms)", rows)]
+
+
+def draw_scale(samples: Samples) -> list[Chart]:
+    """Draw the start and the save on many ranks, before and after they were improved."""
+    rows: dict[str, dict[str, float]] = {}
+    for row in samples["rows"]:
+        for stage in ("init", "save"):
+            label = f"{'start' if stage == 'init' else 'save'}, {row['ranks']} ranks"
+            rows[label] = {when: row[f"{stage}_{when}"] for when in ("before", "after")}
+    return [Chart("seconds per rank, before and after an improvement", dict(sorted(rows.items(), reverse=True)))]
+
+
+def draw_torture(samples: Samples) -> list[Chart]:
+    """Draw what the random kills of a save left."""
+    rows = {left: {"": float(count)} for left, count in samples["random"]["left"].items()}
+    return [Chart(f"what {samples['random']['kills']} random kills left (number of kills)", rows)]
+
+
+def draw_sizes(samples: Samples) -> list[Chart]:
+    """Draw the predicted peak memory of the named configurations, for each mode of activation checkpointing."""
+    rows = {
+        f"{row['name']}, {row['gpus']} x {row['gpu']}": {
+            mode: sum(each["bytes"].values()) / 1e9 for mode, each in row["modes"].items()
+        }
+        for row in samples["rows"]
+    }
+    return [Chart("predicted peak memory per GPU (GB), by activation checkpointing", rows)]
+
+
+def draw_largest(samples: Samples) -> list[Chart]:
+    """Draw the size of the largest model that fits, with DDP and with the most options."""
+    rows = {}
+    for result in samples["results"]:
+        first, last = result["rows"][0], result["rows"][-1]
+        names = (f"{row['phase']}: {name_options(row['options'])}" for row in (first, last))
+        rows[f"{result['gpus']} x {result['gpu']}"] = {
+            name: row["parameters"] / 1e9 for name, row in zip(names, (first, last), strict=True)
+        }
+    return [Chart("parameters of the largest model that fits (billions)", rows)]
+
+
+def draw_node_kills(samples: Samples) -> list[Chart]:
+    """Draw how long a job that lost a node needs until it trains again."""
+    seconds: dict[str, list[float]] = {}
+    for row in samples["rows"]:
+        seconds.setdefault(row["kind"], []).append(row["seconds"])
+    rows = {kind: {"median": statistics.median(each), "maximum": max(each)} for kind, each in seconds.items()}
+    return [Chart("time until the job trains again (s), by what was killed", rows)]
+
+
+CHARTS: dict[str, Callable[[Samples], list[Chart]]] = {
+    "matrix": draw_matrix,
+    "gpt2-matrix": draw_matrix,
+    "runs": draw_losses,
+    "phase2-runs": draw_losses,
+    "wire": draw_wire,
+    "throughput": draw_throughput,
+    "zero1-backends": draw_backends,
+    "zero1-state": draw_zero1_state,
+    "zero1-overhead": draw_overhead,
+    "zero1-step": draw_medians("update, median (ms)", "ms"),
+    "step-overhead": draw_medians("step or part of it, median (ms)", "ms"),
+    "save-speed": draw_medians("part of a save, median (s)", "s"),
+    "published": draw_published,
+    "fsdp-memory": draw_fsdp_memory,
+    "generation": draw_generation,
+    "muon": draw_muon,
+    "nanogpt": draw_nanogpt,
+    "scale": draw_scale,
+    "torture": draw_torture,
+    "sizes": draw_sizes,
+    "largest": draw_largest,
+    "node-kills": draw_node_kills,
+}

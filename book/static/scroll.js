@@ -1,0 +1,14 @@
+// On every page: let the keyboard scroll tables and code that are wider than the screen.
+"use strict";
+
+function focusScrollers() {
+  for (const element of document.querySelectorAll(".table-wrapper, .math.scroll, .highlight pre, .cell_output")) {
+    const isWide = element.scrollWidth > element.clientWidth;
+    if (isWide) element.setAttribute("tabindex", "0");
+    else element.removeAttribute("tabindex");
+  }
+}
+
+addEventListener("load", focusScrollers);
+addEventListener("resize", focusScrollers);
+document.addEventListener("click", () => requestAnimationFrame(focusScrollers)); // an answer shows the hidden tables
