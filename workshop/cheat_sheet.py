@@ -30,12 +30,12 @@ PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Cheat sheet</title>
 <style>
 @page {{ size: A4 portrait; margin: 9mm 10mm; }}
-body {{ font: 8.7pt/1.35 system-ui, sans-serif; color: #111; max-width: 190mm; margin: auto; }}
+body {{ font: 8.1pt/1.25 system-ui, sans-serif; color: #111; max-width: 190mm; margin: auto; }}
 h1 {{ font-size: 15pt; margin: 0; }} h2 {{ font-size: 10.5pt; margin: 3mm 0 1mm; }} p {{ margin: 0 0 1mm; }}
 table {{ border-collapse: collapse; width: 100%; }}
-td, th {{ border: 0.3pt solid #888; padding: 0.5mm 1.2mm; text-align: left; vertical-align: top; }}
+td, th {{ border: 0.3pt solid #888; padding: 0.3mm 1.2mm; text-align: left; vertical-align: top; }}
 pre {{ background: #f2f4f7; padding: 1mm 2mm; margin: 0; white-space: pre-wrap; }}
-pre, code {{ font: 7.9pt/1.3 ui-monospace, monospace; }}
+pre, code {{ font: 7.4pt/1.25 ui-monospace, monospace; }}
 </style></head><body>
 {body}
 </body></html>
