@@ -51,7 +51,8 @@ def await_start(out: Path, count: int, ranks: int, nodes: list[Program]) -> None
 
 
 def test_nodes_join_die_and_leave(tmp_path):
-    """A node joins, dies with all its ranks, joins again, and leaves after SIGTERM; then the store dies.
+    """A node joins, dies with all its ranks, joins again, and leaves after SIGTERM; then the store dies, and a new
+    store and a new node resume.
 
     The job continues each time on the available ranks. A node with another flag is refused, and the others do not
     notice it. With three ranks per node, some ranks are spare, because 3 and 6 do not divide 8 micro-batches. The
@@ -79,8 +80,13 @@ def test_nodes_join_die_and_leave(tmp_path):
     store.kill()
     output, _ = second.communicate()
     assert second.returncode == 1 and "the store at 127.0.0.1" in output and "--init_from=resume" in output, output
-    curve = losses(out)
     assert "is spare" in output
+    start_store(port)
+    last = start_node(port, out, init_from="resume")
+    await_start(out, 6, 2, [last])
+    last.send_signal(signal.SIGTERM)
+    assert last.wait() == 0, last.output()
+    curve = losses(out)
     fields = {**FIELDS, "max_iters": max(curve) + 1}
     uninterrupted = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "uninterrupted", **fields))
     assert curve.keys() == uninterrupted.keys()
