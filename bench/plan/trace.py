@@ -49,6 +49,7 @@ from phase1_zero1 import zero1 as zero1_optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase2_triton import apply as triton
 from phase2_triton.kernels import checks, linear_cross_entropy
+from phase2_triton.kernels.core import record_launches
 from phase3_fsdp import fsdp, muon
 
 CPU = torch.device("cpu")
@@ -284,7 +285,12 @@ def trace(
     dtype = DTYPES.get(config.dtype, torch.float32)
     run = Runtime(0, 0, ranks, ranks, CPU, dtype)
     micro_batches = min(2, config.gradient_accumulation_steps // ranks)  # every later micro-batch equals the second
-    with suppress_output(), fake_process_group(ranks), FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        suppress_output(),
+        fake_process_group(ranks),
+        record_launches("cuda", keeps_launches=False),  # Triton kernels apply to fake tensors on every machine
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         setup = set_up_training(config, shape, run)
         allocate_optimizer_state(setup.optimizer)
         traffic = CollectiveCounter()

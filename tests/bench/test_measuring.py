@@ -159,7 +159,7 @@ SOURCES = {
     "6.6 GB": "65,536 x 50,304 x 2",
     "2 bytes": "size of a bfloat16 number",
     "512 MiB": "CHUNK_BYTES of the fused loss",
-    "256 GiB": "HOST_GIB / GPUS_PER_NODE of bench/plan/largest.py",
+    "256 GiB": "HOST_GIB / GPUS_PER_NODE of bench/plan/planner.py",
     "64 MiB": "ROUND_BYTES of phase3_fsdp/muon.py",
     "28 bytes": "AdamW reads four and writes three numbers of 4 bytes",
     "4 bytes": "size of an fp32 number",
