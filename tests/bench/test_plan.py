@@ -54,6 +54,7 @@ from bench.plan.report import (
     plot_memory,
     recommend,
 )
+from bench.plan.run import predict_run
 from bench.plan.speed import (
     ATTENTION_EFFICIENCY,
     GIB,
@@ -72,6 +73,7 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.memory.tracker import STATE
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels import attention
 from tests.helpers.marks import mark_slow
 from tests.helpers.programs import run_with_compiled_kernels, wait_until
@@ -301,6 +303,22 @@ def test_an_offloaded_step_runs_adamw_on_the_host():
     parts = extrapolate([each.compiled for each in planner.get_traces(row, 1)], SMALL.n_layer)
     computation_seconds = parts["forward"] + parts["backward"] + ADAMW_BYTES * planner.params / 16 * 8 / HOST_BANDWIDTH
     assert speed["step_seconds"] - speed["waiting_seconds"] == pytest.approx(computation_seconds)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [("phase3", {"fsdp_cpu_offload": True, "kernels": "loss"}), *mark_slow((("phase1", {"zero_stage": 2}),))],
+    ids=str,
+)
+def test_a_run_is_predicted_as_in_a_plan(row, tmp_path):
+    """Preflight, gate and suite predict the memory and the time of a plan: offload, workspace and options count."""
+    shape = replace(SMALL, n_layer=TRACED_LAYERS[0], vocab_size=5000)
+    fields = {name: value for name, value in vars(shape).items() if name in TrainConfig.__dataclass_fields__}
+    fields |= {"batch_size": 3, "gradient_accumulation_steps": 8, "dtype": "bfloat16", "device": "cpu"}
+    predicted = predict_run(make_config(row[0], tmp_path, **fields, **row[1]), row[0], 4, H100)
+    planner = Planner(Job(shape, H100, 4, 2), InlineExecutor())
+    assert predicted.peak_bytes == planner.peak_bytes(row, 3)
+    assert predicted.step_seconds == pytest.approx(planner.estimate_speed(row, 3, compiled=False)["step_seconds"])
 
 
 def test_the_workspace_of_the_fused_loss_counts_at_the_head():
