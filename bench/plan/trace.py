@@ -16,6 +16,7 @@ their parameters, and it assumes that every parameter has a gradient.
 import contextlib
 import io
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,14 @@ def fake_process_group(ranks: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def skip_launches() -> Iterator[None]:
+    """Let Triton kernels apply to fake tensors on every machine, also without Triton, and launch none of them."""
+    with record_launches("cuda") as recorder:
+        recorder.launches = deque(maxlen=0)  # type: ignore[assignment]  # a recorded launch keeps its tensors alive
+        yield
 
 
 def set_up_replicated(config: TrainConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
@@ -288,7 +297,7 @@ def trace(
     with (
         suppress_output(),
         fake_process_group(ranks),
-        record_launches("cuda", keeps_launches=False),  # Triton kernels apply to fake tensors on every machine
+        skip_launches(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         setup = set_up_training(config, shape, run)

@@ -93,7 +93,6 @@ class Recorder:
     """The launches recorded for an architecture. The GPU need not exist. See `record_launches`."""
 
     architecture: str
-    keeps_launches: bool = True
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
@@ -101,16 +100,12 @@ RECORDERS: list[Recorder] = []  # the innermost is last; a list, because torch.c
 
 
 @contextlib.contextmanager
-def record_launches(architecture: str, keeps_launches: bool = True) -> Iterator[Recorder]:
+def record_launches(architecture: str) -> Iterator[Recorder]:
     """Record kernel launches instead of running them.
 
     Inside this context the kernels' functions accept meta tensors and select their tile sizes for `architecture`.
-
-    Args:
-        architecture: such as sm_90; "cuda" stands for GPUs without tile sizes of their own.
-        keeps_launches: record the launches with their tensors; otherwise only skip them, so that the tensors are freed.
     """
-    recorder = Recorder(architecture, keeps_launches)
+    recorder = Recorder(architecture)
     RECORDERS.append(recorder)
     try:
         yield recorder
@@ -165,8 +160,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if RECORDERS:
-        if RECORDERS[-1].keeps_launches:
-            RECORDERS[-1].launches.append((kernel, args, options))
+        RECORDERS[-1].launches.append((kernel, args, options))
     elif 0 in grid:  # no rows: there is nothing to write
         return
     elif not is_interpreted():
