@@ -13,8 +13,8 @@ from pathlib import Path
 
 from nanoGPT.errors import ConfigError
 from workshop.diff import BLOCK
+from workshop.imports import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",

@@ -136,13 +136,12 @@ def name_job(store: dist.TCPStore, out_dir: str) -> str:
     another one, so that it does not continue the checkpoints of an earlier job by mistake. A job is new if it has
     another store, or if the job before it has finished or was stopped.
     """
-    key = token_key(out_dir)
-    job = f"{key}-{store.compare_set(key, '', os.urandom(4).hex()).decode()}"
-    if store.check([f"{job} {STOP_KEY}"]):
-        store.delete_key(f"{job} {STOP_KEY}")
-        store.delete_key(key)
-        return name_job(store, out_dir)
-    return job
+    key, new_token = token_key(out_dir), os.urandom(4).hex()
+    while True:
+        token = store.compare_set(key, "", new_token).decode()
+        if not store.check([f"{key}-{token} {STOP_KEY}"]):
+            return f"{key}-{token}"
+        store.compare_set(key, token, new_token)  # no effect if another node has replaced the token meanwhile
 
 
 def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> None:

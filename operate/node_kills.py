@@ -1,7 +1,7 @@
 """Kill nodes of an elastic job at random moments, restart them, and compare the losses with an uninterrupted run.
 
     python -m operate.node_kills --kills=30            # about eight minutes on 2 cores
-    python -m operate.node_kills --kills=30 --write    # also write bench/results/node-kills-<hardware>.json
+    python -m operate.node_kills --kills=100 --nodes=3 --seed=3 --write    # also write bench/results/node-kills-*.json
 
 Each node is a process of `make elastic` on this machine, with its own ranks. A node is killed with SIGKILL: either the
 launcher with all its ranks, as if the machine had lost power, or one rank. Every fourth time it gets SIGTERM instead,
@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ TRAINER = "phase3_fsdp/train.py"
 KINDS = ("node", "rank", "node", "SIGTERM")  # the kind of each loss, in turn
 DESCRIPTIONS = {"node": "SIGKILL of a node", "rank": "SIGKILL of one rank", "SIGTERM": "SIGTERM to a node"}
 CONTINUE_SECONDS = 120.0  # within which the job must train again
+RESTART_SECONDS = 60.0  # within which the job must have noticed a lost node, and started again
 AWAY_SECONDS = (0.0, 12.0)  # how long a node is away
 
 
@@ -83,8 +85,21 @@ class Cluster:
             return int(json.loads((self.out_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"])
         return -1
 
-    def wait_for_progress(self, steps: int = 3) -> float:
-        """Wait until the job has logged new steps, and return the seconds.
+    def wait_for_restart(self, starts: int) -> bool:
+        """Wait until the job has started again, for at most RESTART_SECONDS. Return whether it has.
+
+        Args:
+            starts: number of its starts before a node was lost.
+        """
+        deadline = time.monotonic() + RESTART_SECONDS
+        while len(list_starts(self.out_dir)) == starts:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def wait_for_progress(self, steps: int = 3) -> None:
+        """Wait until the job has logged new steps.
 
         Raises:
             ConfigError: the job logged no new steps within CONTINUE_SECONDS.
@@ -98,15 +113,18 @@ class Cluster:
             time.sleep(0.05)
             now = path.stat().st_mtime_ns if path.exists() else 0
             changes, seen = changes + (now != seen), now
-        return time.monotonic() - begin
 
-    def lose_node(self, node: int, kind: str) -> None:
+    def count_alive(self) -> int:
+        """Return the number of nodes whose processes run."""
+        return sum(process is not None and process.poll() is None for process in self.nodes.values())
+
+    def lose_node(self, node: int, kind: str, draw: random.Random) -> None:
         """Kill a node, or one of its ranks, or ask it to leave."""
         process = self.nodes[node]
         assert process is not None
         ranks = list_children(process.pid)
         if kind == "rank" and ranks:
-            os.kill(random.choice(ranks), signal.SIGKILL)
+            os.kill(draw.choice(ranks), signal.SIGKILL)
             return
         if kind == "SIGTERM":
             process.terminate()
@@ -134,29 +152,45 @@ def lose_nodes(cluster: Cluster, kills: int, count: int, draw: random.Random) ->
     """Lose nodes at random moments, one after another.
 
     Returns:
-        For each loss: its kind, the step, the number of lost steps, and the seconds until the job trains again.
+        For each loss: its kind, the number of nodes whose processes ran before it, the number of ranks in the job, the
+        step, whether the loss interrupted the job, the number of lost steps, the number of starts since the loss, and
+        the seconds until the job trains again, from the moment when the node starts again. A loss does not interrupt
+        the job if the node had not joined it yet.
     """
     rows = []
     for number in range(kills):
         time.sleep(draw.uniform(0.0, 4.0))
         node, kind = draw.randrange(count), KINDS[number % len(KINDS)]
-        before, starts = cluster.last_step(), list_starts(cluster.out_dir)
-        cluster.lose_node(node, kind)
+        before, starts, alive = cluster.last_step(), list_starts(cluster.out_dir), cluster.count_alive()
+        cluster.lose_node(node, kind, draw)
         if cluster.nodes[node] is None:
             time.sleep(draw.uniform(*AWAY_SECONDS))
             cluster.start_node(node, count)
-        seconds = cluster.wait_for_progress()
-        new_starts = list_starts(cluster.out_dir)[len(starts) :]  # none, if the node was not part of the job yet
-        lost = max(0, before + 1 - min(new_starts)) if new_starts else 0
-        rows.append({"kind": kind, "step": before, "steps_lost": lost, "starts": len(new_starts), "seconds": seconds})
-        print(f"{number + 1}: {DESCRIPTIONS[kind]}, node {node}, step {before}: {lost} step(s) lost", flush=True)
+        begin = time.monotonic()
+        is_interrupted = cluster.wait_for_restart(len(starts))
+        cluster.wait_for_progress()
+        seconds = time.monotonic() - begin if is_interrupted else 0.0
+        new_starts = list_starts(cluster.out_dir)[len(starts) :]
+        lost = max(0, before + 1 - min(step for step, _ in new_starts)) if new_starts else 0
+        row = {"kind": kind, "nodes_alive": alive, "ranks": starts[-1][1], "step": before}
+        row |= {"interrupted": is_interrupted, "steps_lost": lost, "starts": len(new_starts), "seconds": seconds}
+        rows.append(row)
+        effect = f"{lost} step(s) lost" if is_interrupted else "the job was not interrupted"
+        print(f"{number + 1}: {DESCRIPTIONS[kind]}, node {node} of {alive}, step {before}: {effect}", flush=True)
     return rows
 
 
-def list_starts(out_dir: Path) -> list[int]:
-    """Return the step of each start of the run."""
-    lines = (out_dir / "log.txt").read_text().splitlines()
-    return [int(line.partition("started at step ")[2].split()[0]) for line in lines if "started at step" in line]
+def list_starts(out_dir: Path) -> list[tuple[int, int]]:
+    """Return the step and the number of ranks of each start of the run."""
+    found = re.findall(r"started at step (\d+) .*?, (\d+) rank\(s\)", (out_dir / "log.txt").read_text())
+    return [(int(step), int(ranks)) for step, ranks in found]
+
+
+def compare_curves(curve: dict[int, float], uninterrupted: dict[int, float]) -> dict[str, Any]:
+    """Return the steps that a run has not logged, and its max loss difference to an uninterrupted run."""
+    missing = sorted(set(uninterrupted) - set(curve))
+    difference = max(abs(curve[step] - loss) for step, loss in uninterrupted.items() if step in curve)
+    return {"missing_steps": missing, "max_loss_difference": difference}
 
 
 def measure(kills: int, nodes: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -186,10 +220,7 @@ def measure(kills: int, nodes: int, seed: int, folder: Path) -> dict[str, Any]:
     command.append(f"--max_iters={max(curve)}")
     with open(folder / "uninterrupted.log", "wb") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
-    uninterrupted = losses(folder / "uninterrupted")
-    difference = max(abs(curve[step] - loss) for step, loss in uninterrupted.items())
-    missing = sorted(set(uninterrupted) - set(curve))
-    return {"rows": rows, "steps": max(curve), "missing_steps": missing, "max_loss_difference": difference}
+    return {"rows": rows, "steps": max(curve), **compare_curves(curve, losses(folder / "uninterrupted"))}
 
 
 def main(kills: int = 10, nodes: int = 2, seed: int = 0, write: bool = False) -> None:
@@ -203,18 +234,19 @@ def main(kills: int = 10, nodes: int = 2, seed: int = 0, write: bool = False) ->
     """
     folder = Path(tempfile.mkdtemp(prefix="node-kills-"))  # kept: it has the logs of all nodes
     result = measure(kills, nodes, seed, folder)
-    rows = result["rows"]
+    rows = [row for row in result["rows"] if row["interrupted"]]
     for kind in DESCRIPTIONS:
         of_kind = [row for row in rows if row["kind"] == kind]
         if of_kind:
             lost = sum(row["steps_lost"] for row in of_kind) / len(of_kind)
             print(f"{DESCRIPTIONS[kind]}: {len(of_kind)} times, {lost:.1f} steps lost on average")
     print(
-        f"the job continued after {len(rows)} of {kills} losses and trained {result['steps']} steps; "
+        f"{len(rows)} of {kills} losses interrupted the job, and it continued after each; {result['steps']} steps; "
+        f"steps that were not logged: {len(result['missing_steps'])}; "
         f"max loss difference to an uninterrupted run {result['max_loss_difference']:.2g}; logs in {folder}"
     )
     if write:
-        settings = {"command": f"python -m operate.node_kills --kills={kills} --nodes={nodes} --write"}
+        settings = {"command": f"python -m operate.node_kills --kills={kills} --nodes={nodes} --seed={seed} --write"}
         print(f"wrote {write_result('node-kills', torch.device('cpu'), settings, result)}")
 
 

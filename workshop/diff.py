@@ -13,12 +13,11 @@ import difflib
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from nanoGPT.cli.program import report_errors
+from workshop.imports import ROOT
 from workshop.phases import find_package
 
-ROOT = Path(__file__).resolve().parent.parent
 BASELINE = ROOT / "nanoGPT" / "train.py"
 MAX_ADDED, MAX_HUNKS = 60, 8
 TAG = re.compile(r"\[\w+:(\w+)\]")

@@ -14,6 +14,7 @@ PACKAGES = (
     "phase3_fsdp",
     "workshop",
     "bench",
+    "operate",
     "book",
     "tests",
     "notebooks",

@@ -26,6 +26,7 @@ from bench.tables.records import write_result
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.state import allocate_state
 from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
@@ -123,4 +124,5 @@ def main(ranks: int = 2, rounds: int = 15, n_layer: int = 12, n_embd: int = 512,
 
 
 if __name__ == "__main__":
-    command_line(main, sys.argv[1:])
+    with report_errors():
+        command_line(main, sys.argv[1:])

@@ -22,6 +22,7 @@ from bench.checkpoints.fault_points import CPU, RANKS, Saver, kill_at_every_poin
 from bench.tables.records import write_result
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
 from workshop.ranks import collect, run_on_ranks, start_ranks
 
 # ---- kills at random moments
@@ -148,4 +149,5 @@ def main(kills: int = 500, flipped: int = 200, seed: int = 1, write: bool = Fals
 
 
 if __name__ == "__main__":
-    command_line(main, sys.argv[1:])
+    with report_errors():
+        command_line(main, sys.argv[1:])

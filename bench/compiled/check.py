@@ -19,6 +19,7 @@ from bench.compiled.fake_cuda import install_fake_gpu
 
 # Inductor uses a configuration of its own kernels only if it has at most 16 spill instructions, of 4 bytes each.
 MAX_INDUCTOR_SPILL = 64
+PROBLEMS_FOUND = 3  # exit code; Python itself exits with 1, for example if an import fails
 
 
 @functools.cache
@@ -94,4 +95,4 @@ if __name__ == "__main__":
     except Exception as error:  # the check itself failed
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(1 if problems else 0)
+    sys.exit(PROBLEMS_FOUND if problems else 0)

@@ -167,8 +167,13 @@ def build_loss_case(
 
 
 def forward_and_backward(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a function that runs the forward and the backward in one call."""
-    return lambda *inputs: torch.autograd.grad(function(*inputs), [x for x in inputs if x.requires_grad])
+    """Return a function that runs the forward and the backward in one call. It returns the loss and the gradients."""
+
+    def call(*inputs: Any) -> tuple[Tensor, ...]:
+        loss = function(*inputs)
+        return loss.detach(), *torch.autograd.grad(loss, [x for x in inputs if x.requires_grad])
+
+    return call
 
 
 def build_attention_case(
@@ -241,7 +246,7 @@ def build_embedding_case(
 def build_adamw_case(
     name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, heads: int, V: int
 ) -> Case:
-    layers = 2 if device.type == "cpu" else C // 64
+    layers = 2 if device.type == "cpu" else C // 64  # 1.5B parameters and three optimizers would need 75 GB
     shapes = [
         (V, C),
         (T, C),
@@ -259,7 +264,8 @@ def build_adamw_case(
             param.grad = torch.randn_like(param)
         optimizers[label] = build_optimizer(params, lr=1e-3, weight_decay=0.1).step
     cost = adamw.cost(elements, 4, len(shapes))
-    return Case("adamw", f"{name}: {elements / 1e6:.0f}M in {len(shapes)}", (), optimizers, cost, None, True)
+    shape = f"{elements / 1e6:.0f}M in {len(shapes)}, width {C}"  # not `name`: wide models have more layers
+    return Case("adamw", shape, (), optimizers, cost, None, True)
 
 
 CASE_BUILDERS: dict[str, Callable[..., Case]] = {

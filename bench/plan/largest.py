@@ -16,18 +16,16 @@ from typing import Any
 import torch
 
 from bench.plan.plan import PlanConfig, describe_job, select_rows, start_workers
-from bench.plan.planner import Job, Planner, Row, usable_bytes
+from bench.plan.planner import HOST_GIB, Job, Planner, Row, usable_bytes
 from bench.plan.report import format_name
 from bench.plan.speed import GIB, GPUS_PER_NODE
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPTConfig
-from phase2_triton.kernels.core import KernelError
 
 HEAD_SIZE = 128
 LIMIT = 256  # blocks: 3.3e12 parameters
-HOST_GIB = 2048  # host memory for 8 GPUs, as in a DGX H100
 RECORDED_GPUS = ("rtx4090", "rtx6000ada", "h100", "h200")
 
 
@@ -36,24 +34,13 @@ def make_shape(k: int, block_size: int) -> GPTConfig:
     return GPTConfig(k, k, HEAD_SIZE * k, block_size, False, 50304)
 
 
-def fits(row: Row, job: Job, batch_size: int, pool: Executor) -> bool:
-    """Return whether a step of a row fits in the memory of its GPUs."""
-    host_bytes_per_gpu = HOST_GIB * GIB / GPUS_PER_NODE
-    if "fsdp_cpu_offload" in row[1] and 16 * job.shape.count_params() / job.gpus > host_bytes_per_gpu:
-        return False
-    try:
-        return Planner(job, pool).peak_bytes(row, batch_size) <= usable_bytes(job.gpu)
-    except KernelError:  # the model is too wide for a kernel
-        return False
-
-
 def find_largest(row: Row, job: Job, batch_size: int, pool: Executor) -> int:
     """Return the largest k whose model fits, or 0."""
     good, bad = 0, LIMIT + 1
     while bad - good > 1:
         k = (good + bad) // 2
         shape = make_shape(k, job.shape.block_size)
-        if fits(row, replace(job, shape=shape), batch_size, pool):
+        if Planner(replace(job, shape=shape), pool).fits(row, batch_size):
             good = k
         else:
             bad = k

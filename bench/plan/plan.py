@@ -17,6 +17,7 @@ The plan assumes no dropout, fused attention, and the memory of an eager model. 
 a GPU's memory: 92 percent of it, minus 1 GiB, is usable for tensors.
 """
 
+import bisect
 import json
 import math
 import multiprocessing
@@ -36,7 +37,7 @@ from bench.plan.models import MODELS
 from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, Row, exit_with_parent, usable_bytes
 from bench.plan.report import format_name, format_plan, plot_memory
 from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
-from bench.plan.startup import estimate_startup
+from bench.plan.startup import count_tensors, estimate_startup
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
 from workshop.ranks import PRELOADED
@@ -241,9 +242,12 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     with ThreadPoolExecutor(len(rows)) as threads, start_workers() as pool:
         planner = Planner(job, pool)
         planned = list(threads.map(lambda row: planner.plan_row(row, config.batch_size), rows))
+        nothing_fits = not any(row["fits"] for row in planned)
+        preset = find_largest_preset(planned, job, config.batch_size, pool) if nothing_fits else None
+    tensors = count_tensors(job.shape)
     for row in planned:
         if "cannot" not in row:
-            row["startup"] = estimate_startup(row, planner.params, config.gpus, 1e9 * config.disk)
+            row["startup"] = estimate_startup(row, planner.params, tensors, config.gpus, 1e9 * config.disk)
         for speed in (row["speed"] or {}).values():
             seconds = config.tokens / speed["tokens_per_second"] if config.tokens else None
             hours = seconds / 3600 * config.gpus if seconds else None
@@ -252,7 +256,22 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     result = {"parameters": planner.params, "shape": vars(job.shape), "gpus": config.gpus, "gpu": config.gpu}
     result |= {"optimizer": config.optimizer, "dtype": config.dtype, "tokens": config.tokens}
     result |= {"batch_size": config.batch_size, "micro_batches": config.micro_batches, "disk": config.disk}
-    return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned}
+    return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned, "largest_preset": preset}
+
+
+def find_largest_preset(planned: list[dict[str, Any]], job: Job, batch_size: int, pool: Executor) -> str | None:
+    """Return the name of the largest of MODELS that fits on the GPUs of a job whose model fits in no row.
+
+    Only the row that needs the least memory is traced. None: not even the smallest model fits.
+    """
+    closest = min((row for row in planned if "cannot" not in row), key=lambda row: row["total_bytes"])
+    row: Row = (closest["phase"], closest["options"])
+    shapes = {name: GPTConfig(*sizes, job.shape.block_size, False, 50304) for name, sizes in MODELS.items()}
+    smaller = [name for name, shape in shapes.items() if shape.count_params() < job.shape.count_params()]
+    smaller.sort(key=lambda name: shapes[name].count_params())
+    jobs = [replace(job, shape=shapes[name]) for name in smaller]
+    count = bisect.bisect_left(jobs, True, key=lambda each: not Planner(each, pool).fits(row, batch_size))
+    return smaller[count - 1] if count else None
 
 
 def plan_memory_by_gpus(config: PlanConfig, result: dict[str, Any]) -> dict[str, dict[int, float]]:

@@ -1,5 +1,6 @@
 """Predict memory and time of one phase: trace models with a few blocks and extrapolate to the full model."""
 
+import dataclasses
 import math
 import multiprocessing
 import os
@@ -28,6 +29,8 @@ from nanoGPT.distributed.runtime import DTYPES
 from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.memory.tracker import CATEGORIES, STATE, Totals
 from nanoGPT.model import GPTConfig
+from nanoGPT.train_config import TrainConfig
+from phase2_triton.apply import parse_kernels
 from phase2_triton.kernels import linear_cross_entropy
 from phase2_triton.kernels.core import KernelError
 from phase3_fsdp import muon
@@ -41,6 +44,7 @@ SCALAR_BYTES = 2**16  # a smaller collective carries a norm, or one byte per par
 # CPU offload: bytes/s from the host to a GPU, bytes/s of the host memory that all GPUs of a node share, and bytes per
 # parameter that AdamW reads and writes in host memory.
 PCIE_BANDWIDTH, HOST_BANDWIDTH, ADAMW_BYTES = 25e9, 200e9, 28
+HOST_GIB = 2048  # host memory for 8 GPUs, as in a DGX H100
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -103,19 +107,39 @@ class Job:
 
 
 def trace_row(row: Row, job: Job, batch_size: int, only_update: bool = False) -> TraceSummary:
-    """Trace a training step, or only its update. Run it in a separate process: it initializes a process group."""
+    """Trace a training step of a row, or only its update. Run it in a separate process (see `summarize_trace`)."""
     phase, options = row
     fields = {"batch_size": batch_size, "block_size": job.shape.block_size, "dtype": job.dtype, "device": "cpu"}
     fields |= {"gradient_accumulation_steps": job.micro_batches * job.gpus, "optimizer": job.optimizer}
-    config = make_config(phase, Path("out"), **fields, **options)
-    gpu = job.gpu.with_dtype(job.dtype)
-    traced = trace(config, job.shape, job.gpus, gpu, only_update)
+    return summarize_trace(make_config(phase, Path("out"), **fields, **options), job, only_update)
+
+
+def summarize_trace(config: TrainConfig, job: Job, only_update: bool = False) -> TraceSummary:
+    """Trace a training step of a configuration, or only its update. This initializes a process group for a moment."""
+    traced = trace(config, job.shape, job.gpus, job.gpu.with_dtype(job.dtype), only_update)
     totals = (traced.roofline.eager, traced.roofline.compiled, traced.roofline.kernels)
     per_stage = [
         {stage: total[stage] / (1 if stage == "update" else traced.micro_batches) for stage in STAGES}
         for total in totals
     ]
     return TraceSummary(traced.memory.peak_of_part(), traced.costs.state, traced.costs.traffic, *per_stage)
+
+
+def phase_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options of a configuration that only its phase has, and that differ from the phase's defaults."""
+    common = {field.name for field in dataclasses.fields(TrainConfig)}
+    default = type(config)()
+    names = [field.name for field in dataclasses.fields(config) if field.name not in common]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+
+
+def loss_workspace(row: Row, job: Job, batch_size: int) -> int:
+    """Return the bytes that the fused loss allocates inside its kernel, which a trace cannot see; 0 without it."""
+    kernels = row[1].get("kernels", "all" if row[0] == "phase2" else "none")
+    if "loss" not in parse_kernels("all" if kernels.lower() == "triton" else kernels):
+        return 0
+    tokens, itemsize = batch_size * job.shape.block_size, DTYPES[job.dtype].itemsize
+    return linear_cross_entropy.cost(tokens, job.shape.n_embd, job.shape.vocab_size, itemsize).workspace
 
 
 def extrapolate(values: Sequence[Numbers], n_layer: int) -> dict[Any, float]:
@@ -128,17 +152,13 @@ def extrapolate(values: Sequence[Numbers], n_layer: int) -> dict[Any, float]:
 def extrapolate_peak(
     peaks: Sequence[dict[str, Totals]],
     n_layer: int,
-    workspace: int = 0,
-    offload: bool = False,
     update: TraceSummary | None = None,
     shards_gradients: bool = False,
-) -> Numbers:
-    """Return the bytes by category at the memory peak of a step.
+) -> dict[str, dict[str, float]]:
+    """Return the bytes by category at the memory peak of each of MEMORY_STAGES of the full model.
 
     Args:
         peaks: of each memory stage, in the models with TRACED_LAYERS blocks.
-        workspace: bytes that the fused loss allocates inside its kernel; a trace cannot see them.
-        offload: the model state is in host memory.
         update: trace of the full model's update, if the update is not linear in the number of blocks.
         shards_gradients: with ZeRO-2, gradients belong to owners like the optimizer state.
     """
@@ -148,10 +168,23 @@ def extrapolate_peak(
         owned = ("optimizer_state", "gradients") if shards_gradients else ("optimizer_state",)
         for totals in stages.values():
             totals.update({name: update.state[name] for name in owned})
-    stages["head"]["other"] += workspace
-    for totals in stages.values():
-        totals.update(dict.fromkeys(STATE, 0) if offload else {})
-    return max(stages.values(), key=lambda totals: sum(totals.values()))
+    return stages
+
+
+def find_peak(stages: Mapping[str, Numbers], workspace: int, row: Row) -> Numbers:
+    """Return the bytes by category at the memory peak of a step.
+
+    With CPU offload the model state is in host memory, so it does not count.
+
+    Args:
+        stages: bytes by category at the memory peak of each stage, from a trace.
+        workspace: bytes from `loss_workspace`.
+    """
+    outside = dict.fromkeys(STATE, 0) if row[1].get("fsdp_cpu_offload") else {}
+    totals = [{**peak, **outside} for peak in stages.values()]
+    head = {**stages["head"], **outside}
+    head["other"] += workspace
+    return max(head, *totals, key=lambda each: sum(each.values()))
 
 
 def estimate_communication(
@@ -204,6 +237,27 @@ def estimate_communication(
     return every, once
 
 
+def estimate_step(
+    row: Row, job: Job, seconds: Numbers, kernels: Numbers | None, traffic: Numbers
+) -> tuple[dict[str, float], float]:
+    """Return the compute seconds per stage, and the seconds of a full step.
+
+    Args:
+        seconds: per stage, from the roofline model of the eager or of the compiled model.
+        kernels: number of kernels that an eager model launches, per stage; None for a compiled model.
+        traffic: bytes of the full tensors by kind of collective and number of ranks.
+    """
+    stages = dict(seconds) if kernels is None else apply_launch_bound(seconds, kernels)
+    params = job.shape.count_params()
+    if row[1].get("fsdp_cpu_offload"):
+        stages["update"] = ADAMW_BYTES * params / job.gpus * min(job.gpus, GPUS_PER_NODE) / HOST_BANDWIDTH
+    units, itemsize = job.shape.n_layer + 1, DTYPES[job.dtype].itemsize
+    communication = estimate_communication(
+        row, traffic, params, units, job.micro_batches, job.gpu, kernels is None, itemsize
+    )
+    return stages, step_seconds(stages, *communication, job.micro_batches)
+
+
 class Planner:
     """Predicts the rows of a plan. It traces each pair of a row and a batch size once.
 
@@ -254,65 +308,52 @@ class Planner:
 
     def peak_memory(self, row: Row, batch_size: int) -> Numbers:
         """Return the bytes by category at the memory peak of a step of the full model."""
-        workspace, (phase, options) = 0, row
-        if phase == "phase2" or "kernels" in options:
-            tokens = batch_size * self.shape.block_size
-            workspace = linear_cross_entropy.cost(
-                tokens, self.shape.n_embd, self.shape.vocab_size, DTYPES[self.job.dtype].itemsize
-            ).workspace
         peaks = [summary.peaks for summary in self.get_traces(row, batch_size)]
-        offload = "fsdp_cpu_offload" in options
-        update, shards_gradients = self.trace_update(row), options.get("zero_stage") == 2
-        return extrapolate_peak(peaks, self.shape.n_layer, workspace, offload, update, shards_gradients)
+        shards_gradients = row[1].get("zero_stage") == 2
+        stages = extrapolate_peak(peaks, self.shape.n_layer, self.trace_update(row), shards_gradients)
+        return find_peak(stages, loss_workspace(row, self.job, batch_size), row)
 
     def peak_bytes(self, row: Row, batch_size: int) -> float:
         """Return the total bytes at the memory peak of a step."""
         return sum(self.peak_memory(row, batch_size).values())
 
+    def fits(self, row: Row, batch_size: int) -> bool:
+        """Return whether a step fits in the memory of the GPUs, and offloaded model state in host memory."""
+        host_bytes_per_gpu = HOST_GIB * GIB / GPUS_PER_NODE
+        if "fsdp_cpu_offload" in row[1] and 16 * self.params / self.job.gpus > host_bytes_per_gpu:
+            return False
+        try:
+            return self.peak_bytes(row, batch_size) <= usable_bytes(self.job.gpu)
+        except KernelError:  # the model is too wide for a kernel
+            return False
+
     def largest_batch_size(self, row: Row) -> int:
         """Return the largest batch size per micro-batch that fits, up to MAX_BATCH_SIZE; 0 if even 1 does not fit.
 
-        Peak memory is a convex function of the batch size. The search keeps a size that fits (`good`) and a larger one
-        that does not (`bad`). The chord between them crosses the limit at a size that fits. The line through two sizes
-        that fit crosses the limit at an upper bound.
+        Memory grows with the batch size, and often linearly. The search alternates between interpolation, which finds
+        the limit at once where memory is linear, and bisection, which halves the sizes that are left.
         """
-        space, good, bad = usable_bytes(self.job.gpu), 1, MAX_BATCH_SIZE
+        space, good, bad, interpolates = usable_bytes(self.job.gpu), 1, MAX_BATCH_SIZE, True
         if self.peak_bytes(row, good) > space:
             return 0
         if self.peak_bytes(row, bad) <= space:
             return bad
-        previous = good
         while bad - good > 1:
-            low, high = self.peak_bytes(row, good), self.peak_bytes(row, bad)
-            guess = good + math.floor((bad - good) * (space - low) / (high - low))
-            if previous < good:
-                slope = (low - self.peak_bytes(row, previous)) / (good - previous)
-                limit = good + math.floor((space - low) / slope + 0.01)  # tolerate sizes that are rounded up
-                if limit <= good:
-                    return good
-                guess = max(guess, min(limit, bad - 1))
-            guess = max(good + 1, guess)
-            if self.peak_bytes(row, guess) <= space:
-                previous, good = good, guess
-            else:
-                bad = guess
+            low, high = self.peak_bytes(row, good), self.peak_bytes(row, bad)  # low <= space < high
+            share = (space - low) / (high - low) if interpolates else 0.5
+            middle = min(max(good + int(share * (bad - good)), good + 1), bad - 1)
+            interpolates = not interpolates
+            good, bad = (middle, bad) if self.peak_bytes(row, middle) <= space else (good, middle)
         return good
 
     def estimate_speed(self, row: Row, batch_size: int, compiled: bool) -> dict[str, float]:
         """Return seconds per step, the part of them in which the GPU waits, tokens/s of all GPUs, and MFU."""
         n_layer, gpu, gpus, micro_batches = self.shape.n_layer, self.job.gpu, self.job.gpus, self.job.micro_batches
         roofline = self.extrapolate("compiled" if compiled else "eager", row, batch_size)
-        if not compiled:
-            roofline = apply_launch_bound(roofline, self.extrapolate("kernels", row, batch_size))
-        if "fsdp_cpu_offload" in row[1]:
-            roofline["update"] = ADAMW_BYTES * self.params / gpus * min(gpus, GPUS_PER_NODE) / HOST_BANDWIDTH
+        kernels = None if compiled else self.extrapolate("kernels", row, batch_size)
         traffic = self.extrapolate("traffic", row, batch_size)
-        size = DTYPES[self.job.dtype].itemsize
-        communication = estimate_communication(
-            row, traffic, self.params, n_layer + 1, micro_batches, gpu, compiled, size
-        )
-        seconds = step_seconds(roofline, *communication, micro_batches)
-        compute_seconds = step_seconds(roofline, {}, {}, micro_batches)
+        stages, seconds = estimate_step(row, self.job, roofline, kernels, traffic)
+        compute_seconds = step_seconds(stages, {}, {}, micro_batches)
         tokens = batch_size * self.shape.block_size * micro_batches * gpus
         flops = 6 * (self.params - self.shape.block_size * self.shape.n_embd)
         flops += 12 * n_layer * self.shape.n_embd * self.shape.block_size

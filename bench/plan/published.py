@@ -10,8 +10,9 @@ There are two sources:
   torch.compile. It used the defaults of that time, 12 sequences of 1,024 tokens per GPU, and not yet PyTorch's fused
   attention, GELU and AdamW.
 
-The models are traced on fake tensors as in `bench/plan/plan.py`. Llama's blocks are defined below. The GPT-2 run uses
-the blocks of this repository with unfused attention and unfused GELU.
+The models are traced on fake tensors, and the planner's own functions predict the speed (`bench/plan/planner.py`).
+Llama's blocks are defined below. The GPT-2 run uses the blocks of this repository with unfused attention and unfused
+GELU.
 """
 
 import math
@@ -33,19 +34,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from bench.plan.planner import TRACED_LAYERS, Row, estimate_communication, extrapolate
 from bench.plan.speed import (
     ATTENTION_EFFICIENCY,
     GPUS,
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
-    STAGES,
-    Communication,
-    CommunicationByStage,
     Gpu,
     Roofline,
     apply_launch_bound,
-    collective_seconds,
     step_seconds,
 )
 from bench.tables.records import write_result
@@ -54,7 +52,6 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.activation_checkpointing import MATMULS
 
-TRACED_LAYERS = (2, 3)  # number of blocks in the two traced models; the rest is extrapolated
 H100_OF_500_W = replace(GPUS["h100"], bandwidth=2.4e12)
 VOCAB, WIDTH, FFN, HEADS, KV_HEADS = 128256, 4096, 14336, 32, 8  # Llama 3 8B
 
@@ -205,35 +202,19 @@ def trace_model(run: Run, n_layer: int) -> tuple[Roofline, int]:
 
 def predict_rate(run: Run) -> float:
     """Return the predicted tokens/s per GPU."""
-    few, more = (trace_model(run, n_layer) for n_layer in TRACED_LAYERS)
-    steps = run.n_layer - TRACED_LAYERS[0]
-
-    def extrapolate(values: Callable[[Roofline], dict[str, float]]) -> dict[str, float]:
-        return {p: values(few[0])[p] + steps * (values(more[0])[p] - values(few[0])[p]) for p in STAGES}
-
-    stages = extrapolate(lambda r: r.compiled if run.compiled else r.eager)
+    rooflines, sizes = zip(*(trace_model(run, n_layer) for n_layer in TRACED_LAYERS), strict=True)
+    stages = extrapolate([r.compiled if run.compiled else r.eager for r in rooflines], run.n_layer)
     is_sharded = run.make is Llama
     if is_sharded:
         stages["update"] *= 2 / run.ranks  # the trace updates full bf16 parameters; a rank updates its fp32 shard
     if not run.compiled:
-        stages = apply_launch_bound(stages, extrapolate(lambda r: r.kernels))
-    params = few[1] + steps * (more[1] - few[1])
-
-    def estimate_seconds(kind: str, size: float, calls: float) -> float:
-        return collective_seconds(run.gpu, kind, size, run.ranks, calls)
-
-    if is_sharded:
-        units = run.n_layer + 1
-        gather = estimate_seconds("all-gather", 2 * params, units)
-        reduce = estimate_seconds("reduce-scatter", 4 * params, units)
-        gathers, reduces = Communication(gather, gather / units), Communication(reduce, reduce / units)
-        every: CommunicationByStage = {"forward": gathers, "backward": gathers}
-        once: CommunicationByStage = {"backward": reduces}
-    else:
-        buckets = math.ceil(4 * params / 25e6)
-        total = estimate_seconds("all-reduce", 4 * params, buckets)
-        every, once = {}, {"backward": Communication(total, total / buckets)}
-    return run.batch_size * run.block_size / step_seconds(stages, every, once)
+        stages = apply_launch_bound(stages, extrapolate([r.kernels for r in rooflines], run.n_layer))
+    params = round(extrapolate([{"params": size} for size in sizes], run.n_layer)["params"])
+    row: Row = ("phase3" if is_sharded else "baseline", {})
+    sharded_traffic = {("all-gather", run.ranks): 2 * 2 * params, ("reduce-scatter", run.ranks): 4 * params}
+    traffic = sharded_traffic if is_sharded else {("all-reduce", run.ranks): 4 * params}
+    communication = estimate_communication(row, traffic, params, run.n_layer + 1, 1, run.gpu, run.compiled)
+    return run.batch_size * run.block_size / step_seconds(stages, *communication)
 
 
 def main(write: bool = False) -> None:

@@ -153,15 +153,19 @@ def recommend(result: dict[str, Any]) -> str:
 
 
 def explain_nothing_fits(result: dict[str, Any]) -> str:
-    """Return how many GPUs the model state needs, or which row is closest to fitting."""
+    """Return how many GPUs the model state needs, or which row is closest to fitting, and which model would fit."""
     closest = min((row for row in result["rows"] if "cannot" not in row), key=lambda row: row["total_bytes"])
     sharded = next(row for row in result["rows"] if row["phase"] == "phase3")
     state = sum(sharded["state_bytes"].values())
     if state > result["usable_bytes"]:
         needed = math.ceil(state * result["gpus"] / result["usable_bytes"])
-        return f"Nothing fits: even fully sharded, the model state needs {needed:,} GPUs of this type."
-    name = format_name(closest)
-    return f"Nothing fits: {name} comes closest. Use a smaller --block_size or --batch_size, or more GPUs."
+        text = f"Nothing fits: even fully sharded, the model state needs {needed:,} GPUs of this type."
+    else:
+        text = f"Nothing fits: {format_name(closest)} comes closest. Use a smaller --block_size or --batch_size, "
+        text += "or more GPUs."
+    preset = result["largest_preset"]
+    found = f"The largest model that fits on these GPUs is MODEL={preset}" if preset else "No smaller MODEL fits either"
+    return f"{text} {found}, with {format_name(closest)}."
 
 
 def plot_memory(path: Path, result: dict[str, Any], by_gpus: Mapping[str, Mapping[int, float]]) -> None:

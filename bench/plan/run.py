@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from bench.plan.planner import estimate_communication
-from bench.plan.speed import GIB, GPUS, STAGES, Gpu, apply_launch_bound, step_seconds
-from bench.plan.trace import trace
+from bench.plan.planner import Job, estimate_step, find_peak, loss_workspace, phase_options, summarize_trace
+from bench.plan.speed import GIB, GPUS, Gpu
 from nanoGPT.checkpoint.weights import tokenizer_rows
 from nanoGPT.dataset import TokenData
-from nanoGPT.distributed.runtime import DTYPES
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 
@@ -31,7 +29,7 @@ class RunPrediction:
     Attributes:
         step_seconds: time of a training step.
         forward_seconds: time of a micro-batch of an evaluation.
-        peak_bytes: peak memory of rank 0 in a step, as the ledger counts it.
+        peak_bytes: peak memory of rank 0 in a step, without what is offloaded to the host.
     """
 
     step_seconds: float
@@ -53,29 +51,19 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if is_cpu else "bfloat16"
+    micro_batches = max(1, config.gradient_accumulation_steps // ranks)
+    job = Job(shape, gpu, ranks, micro_batches, config.optimizer, dtype)
+    options = phase_options(config)
+    if is_cpu:
+        options.pop("fsdp_cpu_offload", None)  # the memory of a CPU is the host memory
+    row = (phase, options)
     # The roofline of an eager trace has eager and compiled times.
-    traced = trace(replace(config, compile=False, dtype=dtype), shape, ranks, gpu)
-    roofline, micro_batches = traced.roofline, max(1, config.gradient_accumulation_steps // ranks)
-    times = roofline.compiled if config.compile else apply_launch_bound(roofline.eager, roofline.kernels)
-    stages = {stage: times[stage] / (1 if stage == "update" else traced.micro_batches) for stage in STAGES}
+    traced = summarize_trace(replace(config, compile=False, dtype=dtype), job)
+    seconds, kernels = (traced.compiled, None) if config.compile else (traced.eager, traced.kernels)
+    stages, step_seconds = estimate_step(row, job, seconds, kernels, traced.traffic)
+    peak = find_peak(traced.peaks, loss_workspace(row, job, config.batch_size), row)
     ranks_per_core = max(1.0, ranks / (os.cpu_count() or 1)) if is_cpu else 1.0
-    names = ("fsdp_shard_size", "fsdp_cpu_offload")
-    options = {name: value for name in names if (value := getattr(config, name, None)) not in (None, "all", False)}
-    communication = estimate_communication(
-        (phase, options),
-        traced.costs.traffic,
-        shape.count_params(),
-        config.n_layer + 1,
-        micro_batches,
-        gpu,
-        config.compile,
-        DTYPES[dtype].itemsize,
-    )
-    return RunPrediction(
-        ranks_per_core * step_seconds(stages, *communication, micro_batches),
-        ranks_per_core * stages["forward"],
-        sum(traced.memory.peak.values()),
-    )
+    return RunPrediction(ranks_per_core * step_seconds, ranks_per_core * stages["forward"], round(sum(peak.values())))
 
 
 def estimate_checkpoint_bytes(params: int, config: TrainConfig) -> int:

@@ -5,7 +5,6 @@
 Each configuration is read from its file, and its own phase is traced at its real size (`bench/plan/planner.py`).
 """
 
-import dataclasses
 import sys
 from concurrent.futures import Executor
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from bench.plan.plan import start_workers
-from bench.plan.planner import Job, Planner
+from bench.plan.planner import Job, Planner, phase_options
 from bench.plan.speed import GPUS
 from bench.tables.records import write_result
 from nanoGPT.checkpoint.weights import PADDED_VOCAB
@@ -44,14 +43,6 @@ def read_config(phase: str, name: str, gpus: int) -> TrainConfig:
     """Return a configuration as a run on this number of ranks has it."""
     trainer = ROOT / find_package(phase) / "train.py"
     return parse(load_config_class(phase), [f"config/{name}.py"], trainer, gpus)
-
-
-def phase_options(config: TrainConfig) -> dict[str, Any]:
-    """Return the options of a configuration that only its phase has, and that differ from the phase's defaults."""
-    common = {field.name for field in dataclasses.fields(TrainConfig)}
-    default = type(config)()
-    names = [field.name for field in dataclasses.fields(config) if field.name not in common]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def predict_memory(phase: str, name: str, gpus: int, gpu: str, pool: Executor) -> dict[str, Any]:

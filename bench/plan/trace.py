@@ -16,6 +16,7 @@ their parameters, and it assumes that every parameter has a gradient.
 import contextlib
 import io
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ from phase1_zero1 import zero1 as zero1_optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase2_triton import apply as triton
 from phase2_triton.kernels import checks, linear_cross_entropy
+from phase2_triton.kernels.core import record_launches
 from phase3_fsdp import fsdp, muon
 
 CPU = torch.device("cpu")
@@ -104,6 +106,14 @@ def fake_process_group(ranks: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def skip_launches() -> Iterator[None]:
+    """Let Triton kernels apply to fake tensors on every machine, also without Triton, and launch none of them."""
+    with record_launches("cuda") as recorder:
+        recorder.launches = deque(maxlen=0)  # type: ignore[assignment]  # a recorded launch keeps its tensors alive
+        yield
 
 
 def set_up_replicated(config: TrainConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
@@ -284,7 +294,12 @@ def trace(
     dtype = DTYPES.get(config.dtype, torch.float32)
     run = Runtime(0, 0, ranks, ranks, CPU, dtype)
     micro_batches = min(2, config.gradient_accumulation_steps // ranks)  # every later micro-batch equals the second
-    with suppress_output(), fake_process_group(ranks), FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        suppress_output(),
+        fake_process_group(ranks),
+        skip_launches(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         setup = set_up_training(config, shape, run)
         allocate_optimizer_state(setup.optimizer)
         traffic = CollectiveCounter()

@@ -17,6 +17,7 @@ import torch
 from bench.matrix.cells import make_config, run_cell
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPTConfig
 from phase3_fsdp.activation_bytes import activation_bytes
 from phase3_fsdp.fsdp import FsdpConfig
@@ -74,4 +75,5 @@ def main(steps: int = 12, write: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    command_line(main, sys.argv[1:])
+    with report_errors():
+        command_line(main, sys.argv[1:])

@@ -23,6 +23,7 @@ import torch
 from bench.matrix.cells import make_config, run_cell
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
+from nanoGPT.cli.program import report_errors
 from nanoGPT.train_config import TrainConfig
 
 Row = dict[str, Any]
@@ -184,4 +185,5 @@ def main(steps: int = 50, write: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    command_line(main, sys.argv[1:])
+    with report_errors():
+        command_line(main, sys.argv[1:])

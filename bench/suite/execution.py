@@ -25,9 +25,9 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, read_json
 from nanoGPT.schema import Range, SchemaError
 from nanoGPT.train_config import TrainConfig
+from workshop.imports import ROOT
 from workshop.phases import PHASES
 
-ROOT = Path(__file__).resolve().parents[2]
 SLURM = "deploy/slurm.sh"
 STATES = ("pending", "running", "done", "oom", "timeout", "failed")
 # Exit codes of a launcher that a signal stops before training begins.

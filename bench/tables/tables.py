@@ -26,10 +26,9 @@ from bench.tables.symptoms import SYMPTOM_TABLES
 from bench.tables.zero1_tables import ZERO1_TABLES
 from bench.trainer.throughput import quartile_spread
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import PACKAGE
 from phase2_triton.kernels.core import Cost, record_launches
+from workshop.imports import ROOT
 
-ROOT = PACKAGE.parent
 NOTES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("phase*/IMPLEMENTATION.md"))
 DOCUMENTS = ["README.md", "docs/results.md", "docs/running.md", *NOTES]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)

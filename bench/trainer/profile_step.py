@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,10 +38,10 @@ from nanoGPT.job.parse import parse
 from nanoGPT.memory.tracker import CATEGORIES, MemoryTracker
 from nanoGPT.metrics.ledger import Ledger
 from nanoGPT.train_config import TrainConfig, validate
+from workshop.imports import ROOT
 from workshop.phases import find_package, load_config_class
 from workshop.ranks import RankFailed, run_on_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 # The profiler records steps FIRST to LAST. The memory tracker records MEMORY_STEP, which comes last: after a step under
 # the tracker, torch runs a compiled model without compilation.
 FIRST, LAST, MEMORY_STEP = 2, 3, 4
@@ -274,7 +275,7 @@ def main(words: list[str]) -> None:
     phase, ranks, config = parse_request(words)
     folder = Path(config.out_dir).parent.resolve()
     uses_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    config.device = "cuda" if uses_gpu else "cpu"
+    config = replace(config, device="cuda" if uses_gpu else "cpu")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
         new_folder = Path(temporary) / folder.name
@@ -295,7 +296,7 @@ def profile_into(folder: Path, package: str, ranks: int, config: TrainConfig) ->
         ConfigError: a rank failed; the message is the last line of its error.
     """
     (folder / "run").mkdir(parents=True)
-    config.out_dir = str(folder / "run")
+    config = replace(config, out_dir=str(folder / "run"))
     try:
         run_on_ranks(profile_on_rank, ranks, package, config, folder, timeout=600, show=False, device=config.device)
     except RankFailed as failure:

@@ -1,10 +1,12 @@
 """The check of the code that torch.compile generates for a GPU, on a machine without one."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from bench.compiled.__main__ import Options, main
+from bench.compiled.check import PROBLEMS_FOUND
 from nanoGPT.errors import ConfigError
 from tests.helpers.programs import run_with_compiled_kernels
 
@@ -74,6 +76,19 @@ def test_planted_problems_are_found(tmp_path: Path):
     assert with_float == "(1, 1, ['scale_kernel computes in fp64'])"
     assert "scale_kernel computes in fp64" in spilling and "bytes of registers" in spilling
     assert "torch.compile fails" in broken
+
+
+def test_a_check_that_cannot_start_is_an_error(monkeypatch):
+    """If a check ends with Python's exit code 1, as after a failed import, this is an error and not a found problem."""
+    ended = {"code": 1}
+    monkeypatch.setattr(
+        "bench.compiled.__main__.run_check",
+        lambda *_: subprocess.CompletedProcess([], ended["code"], "", "ImportError: no torch"),
+    )
+    with pytest.raises(ConfigError, match="the check could not run: ImportError: no torch"):
+        main(Options())
+    ended["code"] = PROBLEMS_FOUND
+    assert main(Options()) == 1
 
 
 def test_an_unknown_architecture_is_refused():

@@ -19,6 +19,7 @@ from bench.plan.inference import predict_inference
 from bench.plan.plan import (
     ROWS,
     PlanConfig,
+    find_largest_preset,
     main,
     plan_memory_by_gpus,
     resolve_shape,
@@ -37,6 +38,8 @@ from bench.plan.planner import (
     exit_with_parent,
     extrapolate,
     extrapolate_peak,
+    find_peak,
+    loss_workspace,
     trace_row,
     usable_bytes,
 )
@@ -51,6 +54,7 @@ from bench.plan.report import (
     plot_memory,
     recommend,
 )
+from bench.plan.run import predict_run
 from bench.plan.speed import (
     ATTENTION_EFFICIENCY,
     GIB,
@@ -69,9 +73,10 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.memory.tracker import STATE
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels import attention
 from tests.helpers.marks import mark_slow
-from tests.helpers.programs import wait_until
+from tests.helpers.programs import run_with_compiled_kernels, wait_until
 
 SMALL = GPTConfig(2, 2, 32, 16, False, 80)
 H100 = GPUS["h100"]
@@ -143,7 +148,8 @@ def test_an_extrapolation_matches_the_full_trace(row):
     """
     traces = [trace_row(row, Job(replace(SMALL, n_layer=layers), H100, 4, 2), 3) for layers in TRACED_LAYERS]
     full_trace = trace_row(row, Job(replace(SMALL, n_layer=7), H100, 4, 2), 3)
-    peak = sum(extrapolate_peak([each.peaks for each in traces], 7).values())
+    stages = extrapolate_peak([each.peaks for each in traces], 7)
+    peak = max(sum(part.values()) for part in stages.values())
     assert peak == pytest.approx(max(sum(part.values()) for part in full_trace.peaks.values()), rel=0.002)
     for name in ("traffic", "state", "kernels", "eager", "compiled"):
         predicted = extrapolate([getattr(each, name) for each in traces], 7)
@@ -215,6 +221,51 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(monkeypatch):
     assert planner.largest_batch_size(ROWS[1]) == MAX_BATCH_SIZE
 
 
+def test_the_search_for_the_largest_micro_batch_needs_few_traces(monkeypatch):
+    """Where memory hardly depends on the batch size, or not at all, the search traces at most 16 of 128 sizes."""
+    monkeypatch.setattr("bench.plan.planner.usable_bytes", lambda gpu: 100)
+    for limit in (1, 2, 77, 127):
+        sizes: list[int] = []
+
+        def measure(_planner: Planner, _row: object, size: int, limit: int = limit, sizes: list[int] = sizes) -> float:
+            sizes.append(size)
+            return 100 if size <= limit else 101
+
+        monkeypatch.setattr(Planner, "peak_bytes", measure)
+        assert Planner(Job(SMALL, H100, 1), InlineExecutor()).largest_batch_size(ROWS[0]) == limit
+        assert len(set(sizes)) <= 16
+
+
+def test_the_largest_preset_that_fits_is_found(monkeypatch):
+    """If no row fits, the search returns the largest preset below the model that fits; None if none does."""
+    job = Job(resolve_shape(PlanConfig("70b")), H100, 1)
+    rows = [{"phase": "phase2", "options": {}, "cannot": "wide"}, {"phase": "phase3", "options": {}, "total_bytes": 9}]
+    for limit, expected in ((7e9, "6.7b"), (1e6, None), (1e12, "66b")):
+        monkeypatch.setattr(
+            Planner, "peak_bytes", lambda self, *_, limit=limit: usable_bytes(H100) * self.params / limit
+        )
+        assert find_largest_preset(rows, job, 1, InlineExecutor()) == expected
+
+
+TRACE_PHASE2 = """
+from bench.plan.planner import Job, trace_row
+from bench.plan.speed import GPUS
+from nanoGPT.model import GPTConfig
+print(trace_row(("phase2", {}), Job(GPTConfig(2, 2, 32, 16, False, 80), GPUS["h100"], 1), 3))
+"""
+
+
+def test_a_trace_applies_the_kernels_where_they_are_compiled():
+    """With TRITON_INTERPRET=0 and no GPU, a trace of phase 2 gives the same results as with interpreted kernels."""
+    done = run_with_compiled_kernels("-c", TRACE_PHASE2)
+    row, job = ("phase2", {}), Job(SMALL, H100, 1)
+    assert done.stdout == f"{trace_row(row, job, 3)}\n", done.stderr
+    assert (
+        trace_row(("phase2", {"kernels": "none"}), job, 3).kernels["forward"]
+        != trace_row(row, job, 3).kernels["forward"]
+    )
+
+
 @pytest.mark.heavy
 def test_the_state_of_gpt2_matches_the_formula():
     """For N = 8, the state is 16P for DDP, 16P/N for FSDP, and 8P + 8P/N plus padding for ZeRO-1."""
@@ -254,12 +305,30 @@ def test_an_offloaded_step_runs_adamw_on_the_host():
     assert speed["step_seconds"] - speed["waiting_seconds"] == pytest.approx(computation_seconds)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [("phase3", {"fsdp_cpu_offload": True, "kernels": "loss"}), *mark_slow((("phase1", {"zero_stage": 2}),))],
+    ids=str,
+)
+def test_a_run_is_predicted_as_in_a_plan(row, tmp_path):
+    """Preflight, gate and suite predict the memory and the time of a plan: offload, workspace and options count."""
+    shape = replace(SMALL, n_layer=TRACED_LAYERS[0], vocab_size=5000)
+    fields = {name: value for name, value in vars(shape).items() if name in TrainConfig.__dataclass_fields__}
+    fields |= {"batch_size": 3, "gradient_accumulation_steps": 8, "dtype": "bfloat16", "device": "cpu"}
+    predicted = predict_run(make_config(row[0], tmp_path, **fields, **row[1]), row[0], 4, H100)
+    planner = Planner(Job(shape, H100, 4, 2), InlineExecutor())
+    assert predicted.peak_bytes == planner.peak_bytes(row, 3)
+    assert predicted.step_seconds == pytest.approx(planner.estimate_speed(row, 3, compiled=False)["step_seconds"])
+
+
 def test_the_workspace_of_the_fused_loss_counts_at_the_head():
     """The workspace adds to the memory of the head, and to no other part. Expected values are computed by hand."""
     peaks = {part: {"parameters": 8, "other": 20 if part == "update" else 9} for part in MEMORY_STAGES}
-    assert extrapolate_peak([peaks, peaks], 7)["other"] == 20
-    assert extrapolate_peak([peaks, peaks], 7, workspace=10)["other"] == 20
-    assert extrapolate_peak([peaks, peaks], 7, workspace=12)["other"] == 21
+    assert [find_peak(peaks, size, ROWS[0])["other"] for size in (0, 10, 12)] == [20, 20, 21]
+    job = Job(SMALL, H100, 1)
+    sizes = {kernels: loss_workspace(("phase2", {"kernels": kernels}), job, 3) for kernels in ("loss", "gelu", "none")}
+    assert sizes["gelu"] == sizes["none"] == 0 == loss_workspace(("phase3", {}), job, 3)
+    assert sizes["loss"] == loss_workspace(("phase2", {}), job, 3) > 2 * 3 * SMALL.block_size * SMALL.vocab_size
 
 
 def test_the_tables_use_the_right_units():
@@ -272,7 +341,8 @@ def test_the_tables_use_the_right_units():
     row["speed"] = {"compiled": speed, "eager": {**speed, "tokens_per_second": 900.0}}
     assert " ".join(format_speed_row(row).split()) == "128+ 2,000 25% 1,000 40% 900 3.00 9"
     large = {"phase": "phase3", "options": {}, "total_bytes": 120, "state_bytes": {"parameters": 100}}
-    assert "needs 14 GPUs" in explain_nothing_fits({"rows": [large], "gpus": 4, "usable_bytes": 30})
+    result = {"rows": [large], "gpus": 4, "usable_bytes": 30, "largest_preset": None}
+    assert "needs 14 GPUs of this type. No smaller MODEL fits" in explain_nothing_fits(result)
 
 
 @pytest.mark.heavy
@@ -323,10 +393,10 @@ def test_a_shape_that_no_kernel_supports_is_reported_in_its_row():
         and not rows[0]["fits"]
     )
     assert "cannot run: causal_attention: heads have 256 channels" in format_memory_table(rows)[1] and rows[1]["fits"]
-    plan = {"rows": rows, "gpus": 1, "usable_bytes": 1e12}
+    plan = {"rows": rows, "gpus": 1, "usable_bytes": 1e12, "largest_preset": "gpt2"}
     assert recommend(plan) == "Simplest row that fits: baseline."
     rows[1].update(fits=False, phase="phase3")
-    assert "Nothing fits: phase3 comes closest" in recommend(plan)
+    assert "Nothing fits: phase3 comes closest" in recommend(plan) and "MODEL=gpt2, with phase3." in recommend(plan)
 
 
 def test_the_figure_leaves_out_rows_that_cannot_run(monkeypatch):

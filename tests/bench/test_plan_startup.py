@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from bench.plan.startup import estimate_startup
+from bench.plan.startup import count_tensors, estimate_startup
 from bench.tables.records import read_results
+from nanoGPT.model import GPTConfig
 
 
 def test_startup_and_save_times_match_measurements():
@@ -19,23 +20,33 @@ def test_startup_and_save_times_match_measurements():
     bare, ours = (median(save["samples"][name]) for name in ("bare_s", "ours_s"))
     row: dict[str, Any] = {"phase": "phase1", "options": {}, "state_bytes": {"optimizer_state": 8 * params}}
     measured = median(each["init_before"] for each in scale["samples"]["rows"])
-    assert estimate_startup(row, params, 1, 1e9)["start_seconds"] == pytest.approx(measured, rel=0.1)
+    assert estimate_startup(row, params, 75, 1, 1e9)["start_seconds"] == pytest.approx(measured, rel=0.1)
     ranks, size = save["settings"]["ranks"], save["settings"]["bytes"]
     row["state_bytes"] = {"optimizer_state": 8 * size / 12 / ranks}
-    predicted = estimate_startup(row, size // 12, ranks, size / bare)
+    predicted = estimate_startup(row, size // 12, 75, ranks, size / bare)
     assert predicted["checkpoint_bytes"] == pytest.approx(size) and predicted["rank_bytes"] == pytest.approx(size / 2)
     assert predicted["save_seconds"] == pytest.approx(ours, rel=0.3)
+
+
+def test_the_index_of_a_checkpoint_takes_the_measured_time():
+    """From 8 to 64 ranks, the predicted time of a save grows as the CPU time of rank 0 does, to 10%."""
+    (scale,) = read_results("scale")
+    first, *_, last = scale["samples"]["rows"]
+    row: dict[str, Any] = {"phase": "phase3", "options": {}, "state_bytes": {"optimizer_state": 0}}
+    few, many = (estimate_startup(row, 0, 75, each["ranks"], 1e9)["save_seconds"] for each in (first, last))
+    assert count_tensors(GPTConfig(bias=False)) == 75
+    assert many - few == pytest.approx(last["save_after"] - first["save_after"], rel=0.1)
 
 
 def test_a_rank_saves_its_share():
     """DDP saves on one rank, sharded phases on all. With hybrid FSDP, a rank draws the shard of its node."""
     base: dict[str, Any] = {"options": {}, "state_bytes": {"optimizer_state": 800}}
-    ddp = estimate_startup({**base, "phase": "baseline"}, 100, 16, 1.0)
+    ddp = estimate_startup({**base, "phase": "baseline"}, 100, 75, 16, 1.0)
     assert (ddp["checkpoint_bytes"], ddp["rank_bytes"]) == (1200, 1200)
     fsdp = {**base, "phase": "phase3", "state_bytes": {"optimizer_state": 50}}
-    full = estimate_startup(fsdp, 100, 16, 1.0)
+    full = estimate_startup(fsdp, 100, 0, 16, 1.0)
     assert (full["checkpoint_bytes"], full["rank_bytes"]) == (1200, 75)
     assert full["save_seconds"] == pytest.approx(8 * 75, rel=1e-6)  # eight ranks share the disk of their node
     hybrid = {**fsdp, "options": {"fsdp_shard_size": "8"}, "state_bytes": {"optimizer_state": 100}}
-    shared = estimate_startup(hybrid, 100, 16, 1.0)
+    shared = estimate_startup(hybrid, 100, 0, 16, 1.0)
     assert shared["rank_bytes"] == 75 and shared["start_seconds"] == 2 * full["start_seconds"]

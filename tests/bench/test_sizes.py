@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from bench.plan import largest
+from bench.plan import largest, planner
 from bench.plan.largest import count_params, find_largest, format_largest, make_shape
 from bench.plan.plan import PlanConfig, describe_job, resolve_gpu
-from bench.plan.planner import Job
-from bench.plan.sizes import SIZES, phase_options, read_config
+from bench.plan.planner import Job, phase_options
+from bench.plan.sizes import SIZES, read_config
 from bench.plan.speed import GPUS
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
@@ -66,11 +66,11 @@ def test_the_names_of_the_sizes_hold():
 def test_the_search_finds_the_largest_model(fraction, expected, monkeypatch):
     """The search returns the largest model that fits, and 0 if none does."""
     needed = {k: 16 * make_shape(k, 8).count_params() for k in range(1, largest.LIMIT + 1)}
-    monkeypatch.setattr(largest.Planner, "peak_bytes", lambda planner, *_: needed[planner.shape.n_layer])
-    monkeypatch.setattr(largest, "usable_bytes", lambda _: fraction * needed[9])
+    monkeypatch.setattr(planner.Planner, "peak_bytes", lambda self, *_: needed[self.shape.n_layer])
+    monkeypatch.setattr(planner, "usable_bytes", lambda _: fraction * needed[9])
     job = Job(make_shape(1, 8), GPUS["h100"], 1)
     assert find_largest(("baseline", {}), job, 1, None) == expected  # type: ignore[arg-type]
-    monkeypatch.setattr(largest, "HOST_GIB", 8 * needed[5] / 2**30)
+    monkeypatch.setattr(planner, "HOST_GIB", 8 * needed[5] / 2**30)
     assert find_largest(("phase3", {"fsdp_cpu_offload": True}), job, 1, None) == min(5, expected)  # type: ignore[arg-type]
 
 

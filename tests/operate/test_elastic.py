@@ -11,9 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.elastic import count_usable_ranks
+from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks
 from nanoGPT.job.watchdog import list_children
-from operate.elastic import ElasticConfig, check_agreement, connect
+from operate import node_kills
+from operate.elastic import ElasticConfig, check_agreement, connect, name_job
 from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program, wait_until
 from tests.helpers.training import TINY, tiny, train
 from workshop.ranks import losses
@@ -154,3 +155,37 @@ def test_a_node_that_cannot_start_says_why(tmp_path):
     assert_refused(run_program(*node, f"--out_dir={tmp_path}", "--eval_only"), "--eval_only does not work")
     assert_refused(run_program("operate.elastic", "--gpus=0", *node[1:], f"--out_dir={tmp_path}"), "GPUS=0")
     assert_refused(run_program("operate.elastic", "serve", "--port=0"), "PORT=0 is not a port")
+
+
+def test_two_nodes_agree_on_the_name_of_a_new_job(tmp_path):
+    """Two nodes find the token of a stopped job at the same time: both get the same new name."""
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    stopped, names = name_job(store, str(tmp_path)), []
+    store.set(f"{stopped} {STOP_KEY}", "1 stopped")
+
+    class Slow:
+        """The store of a node that is overtaken by another node after its first question."""
+
+        compare_set, delete_key = store.compare_set, store.delete_key
+
+        def check(self, keys: list[str]) -> bool:
+            answer = store.check(keys)
+            if not names:
+                names.append(name_job(store, str(tmp_path)))
+            return answer
+
+    names.append(name_job(Slow(), str(tmp_path)))  # type: ignore[arg-type]
+    assert names[0] == names[1] == name_job(store, str(tmp_path)) != stopped
+
+
+def test_a_lost_node_that_did_not_interrupt_the_job_is_marked(tmp_path, monkeypatch):
+    """Only a new start of the run shows that a loss interrupted the job. A step without a loss is reported."""
+    monkeypatch.setattr(node_kills, "RESTART_SECONDS", 0.0)
+    cluster = node_kills.Cluster(tmp_path, 0)
+    cluster.out_dir.mkdir()
+    line = "rank 0: started at step {} of 9, FsdpConfig, {} rank(s)\n"
+    (cluster.out_dir / "log.txt").write_text(line.format(0, 4) + line.format(7, 2))
+    assert node_kills.list_starts(cluster.out_dir) == [(0, 4), (7, 2)]
+    assert cluster.wait_for_restart(1) and not cluster.wait_for_restart(2)
+    result = node_kills.compare_curves({0: 3.0, 2: 1.5}, {0: 3.0, 1: 2.0, 2: 1.0})
+    assert result == {"missing_steps": [1], "max_loss_difference": 0.5}

@@ -52,6 +52,14 @@ def test_imports_go_downward(name):
             assert imported == SHARED_MODULE and home != "phase2_triton", f"{name} imports {imported}"
 
 
+def test_every_layer_is_checked():
+    """Each name in LAYERS has modules whose imports are checked, and each package of the repository is in LAYERS."""
+    names = {part for layer in LAYERS for part in layer}
+    assert {part for part in names if not any(f"{name}.".startswith(f"{part}.") for name in MODULES)} == set()
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages <= {part.split(".")[0] for part in names}
+
+
 def test_imports_have_no_cycle():
     """No module imports itself through other modules, not even lazily or only for type checkers."""
     cycle = []
