@@ -5,8 +5,8 @@ need equal slices. A bucket therefore stores its parameters one after another in
 second buffer with the same layout. Both are padded to N equal slices, one per rank. A slice may begin or end inside a
 parameter. The part of a parameter that is in this rank's slice is this rank's *shard* of it:
 
-    params     | mlp.c_proj ......... | mlp.c_fc ........... | attn.c_proj | pad |
-    slices     | rank 0              | rank 1              | rank 2              |
+    params     |      mlp.c_proj       |       mlp.c_fc        |  a  |    attn.c_attn    |   a: attn.c_proj
+    slices     |     rank 0      |     rank 1      |     rank 2      |     rank 3        |   padding at the end
 
 The model does not change: each parameter, and its `.grad`, is a view into its buffer. Both collectives work in place.
 This rank's slice is the output of reduce-scatter and the input of all-gather, so no second copy is needed.

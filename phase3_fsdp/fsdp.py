@@ -1,10 +1,10 @@
 """FSDP: every rank stores a shard of each parameter, of its gradient and of its optimizer state.
 
 `shard_model` applies torch's `fully_shard` (FSDP2) to an unmodified `GPT`. The model is divided into units, by default
-its blocks. FSDP all-gathers the parameters of a unit before its forward and before its backward, and frees them after
-each (the root unit stays until its backward). After the backward of a unit it reduce-scatters the gradients. Just
-before the update, a rank stores 16P/N bytes of model state for P parameters in fp32 (ZeRO stage 3, Rajbhandari et al.
-2020, section 5.3; Zhao et al. 2023).
+its blocks. FSDP all-gathers the parameters of a unit before its forward pass and before its backward pass, and frees
+them after each (the root unit stays until its backward pass). After the backward pass of a unit it reduce-scatters the
+gradients. Just before the update, a rank stores 16P/N bytes of model state for P parameters in fp32 (ZeRO stage 3,
+Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
 
     with init_device(config, run):
         model = GPT(model_args)                        # names and shapes only, no memory
@@ -55,7 +55,7 @@ class FsdpConfig(TrainConfig):
     fsdp_min_num_params: int | None = None
     """minimum number of parameters of a unit, a module with submodules; None: 1,000,000 if fsdp_wrap is size"""
     fsdp_reshard_after_forward: bool = True
-    """False: a unit stays unsharded from its forward to its backward; less communication, more memory"""
+    """False: a unit stays unsharded from its forward pass to its backward pass; less communication, more memory"""
     fsdp_shard_size: str = "all"
     """ranks that share one copy of the model: all | node (the ranks of one node) | a divisor of the world size"""
     fsdp_cpu_offload: bool = False
@@ -189,9 +189,9 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     # SOLUTION
     for unit in reversed(units):  # inner units first
         fully_shard(unit, reshard_after_forward=config.fsdp_reshard_after_forward, **shard_options)
-    fully_shard(model, **shard_options)  # FSDP keeps the root unsharded after the forward: its backward comes next
+    fully_shard(model, **shard_options)  # FSDP keeps the root unsharded: its backward pass is next
     # END SOLUTION
-    register_fsdp_forward_method(model, "count_correct")  # it all-gathers parameters, as the forward does
+    register_fsdp_forward_method(model, "count_correct")  # it all-gathers parameters, as a forward pass does
     set_prefetching([model, *units], config.fsdp_prefetch)
     return model
 
@@ -253,7 +253,7 @@ def find_units(model: GPT, config: FsdpConfig) -> list[nn.Module]:
 
 
 def set_prefetching(units: list[nn.Module], ahead: int) -> None:
-    """Let each unit prefetch the next `ahead` units in the forward, and the previous ones in the backward."""
+    """Let each unit prefetch the next `ahead` units in the forward pass, and the previous ones in the backward pass."""
     for i, unit in enumerate(units if ahead else []):
         assert isinstance(unit, FSDPModule)
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from phase3_fsdp.activation_bytes import saved_activations
 
 # Words for what a killed save leaves behind, where the result file has a terse form.
 LEFTOVERS = {
-    "all but the rename": "all files, with only the final rename missing",
-    "nothing: between two saves": "nothing, because no save was in progress",
+    "all but the rename": "all files written but not renamed",
+    "nothing: between two saves": "no save in progress",
 }
 
 
@@ -106,7 +106,7 @@ def torture_table() -> str:
         left = "; ".join(f"{LEFTOVERS.get(name, name)} ({count})" for name, count in sorted(kills["left"].items()))
         text = (
             f"\n{kills['kills']} kills at random moments: after each one, every finished checkpoint loaded with the "
-            f"values of its step. The kills left of the save in progress: {left}. "
+            f"values of its step. After the kill, the unfinished save was in one of these states: {left}. "
             f"{flips['refused']} of {flips['flipped']} checkpoints with one flipped bit were rejected.\n"
         )
         parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows) + text)

@@ -20,7 +20,7 @@ COMPILED = {
 BEST_FOR = {
     "baseline": "models that fit, and debugging",
     "phase1": "models that almost fit; slow links",
-    "phase2": "speed, and large vocabularies; learning Triton",
+    "phase2": "learning Triton; expected, not measured: less memory for the loss head, and speed on GPUs",
     "phase3": "models that do not fit",
 }
 
