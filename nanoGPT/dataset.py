@@ -5,6 +5,7 @@ little-endian token ids without a header, as in nanoGPT. A batch is a pure funct
 The data loader therefore has no state to save, and a resumed run reads the same batches as an uninterrupted run.
 """
 
+import contextlib
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -146,6 +147,14 @@ class Split:
                 f"{self.paths[index]} was truncated while it was in use: prepare the dataset again", on_one_rank=True
             )
         return tokens
+
+    def read_ahead(self, window: int, length: int) -> None:
+        """Ask the operating system to read a window into its page cache, without waiting for it."""
+        if hasattr(os, "posix_fadvise"):
+            index, offset = self.locate(window)
+            size = length * self.dtype.itemsize
+            with contextlib.suppress(OSError):  # it is only a hint; `read` reports errors
+                os.posix_fadvise(self.files[index].fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
 
 def open_split(
@@ -327,7 +336,17 @@ class TokenData:
                 f"vocabulary of {self.tokenizer['vocab_size']}: prepare the dataset again",
                 on_one_rank=True,
             )
+        if purpose == TRAIN:
+            self.read_ahead(split, step + 1, micro_batch)
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+    def read_ahead(self, split: str, step: int, micro_batch: int) -> None:
+        """Let the operating system read the training sequences of a micro-batch while the model computes.
+
+        A rank reads the same micro-batches in every step, so it knows those of the next step.
+        """
+        for dataset, window in self.choose_windows(split, TRAIN, step, micro_batch):
+            self.datasets[dataset].splits[split].read_ahead(window, self.block_size + 1)
 
     def choose_windows(self, split: str, purpose: int, step: int, micro_batch: int) -> list[tuple[int, int]]:
         """Return the index of the dataset and the number of the window for each sequence of a micro-batch."""

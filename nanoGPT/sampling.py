@@ -9,6 +9,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -71,6 +72,7 @@ def draw_random(
     return [(dataset, windows[dataset][row]) for row, dataset in enumerate(datasets)]
 
 
+@lru_cache(maxsize=256)  # each choice is needed twice: to read ahead, and a step later to read
 def draw_in_epochs(
     seed: int, first: int, batch_size: int, window_counts: tuple[int, ...], weights: tuple[int, ...]
 ) -> list[tuple[int, int]]:

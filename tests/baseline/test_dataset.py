@@ -18,7 +18,7 @@ import torch
 
 from nanoGPT.checkpoint.manifest import Checkpoint
 from nanoGPT.checkpoint.state import SHAPE, check_resume
-from nanoGPT.dataset import EVALUATE, TRAIN, TokenData
+from nanoGPT.dataset import EVALUATE, TRAIN, Split, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from nanoGPT.prepare import download
@@ -343,6 +343,22 @@ def test_a_mixture_follows_its_weights(sampling, tmp_path):
     if sampling == "epoch":
         for part, count in ((starts[starts < 1000], 10), (starts[starts >= 1000], 4)):
             assert all(len(set(part[i : i + count])) == count for i in range(0, len(part), count))
+
+
+@pytest.mark.parametrize("sampling", ["random", "epoch"])
+def test_the_sequences_of_the_next_step_are_read_ahead(sampling, tmp_path, monkeypatch):
+    """A training batch announces exactly the sequences that the same micro-batch of the next step reads."""
+    announced, read, original = [], [], Split.read
+    monkeypatch.setattr(Split, "read_ahead", lambda split, *window: announced.append((id(split), *window)))
+    monkeypatch.setattr(
+        Split, "read", lambda split, *window: read.append((id(split), *window)) or original(split, *window)
+    )
+    a, b = write_dataset(tmp_path / "a", 0, 41), write_dataset(tmp_path / "b", 1000, 17)
+    data = TokenData(f"{a}:3,{b}:1", 4, 5, 1, sampling, micro_batches=2)
+    for step in range(3):
+        data.batch("train", TRAIN, step, 1)
+        data.batch("val", EVALUATE, 0, 0)
+    assert announced[:10] == [*read[10:15], *read[20:25]] and len(announced) == 15
 
 
 BAD_MIXTURES = {
