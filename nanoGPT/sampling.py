@@ -34,7 +34,8 @@ def parse_mixture(text: str) -> list[tuple[str, int]]:
         return [(text, 1)]
     names, weights = [], []
     for part in text.split(","):
-        name, _, weight = part.rpartition(":") if ":" in part else (part, "", "")
+        name, colon, weight = part.rpartition(":")
+        name, weight = (name, weight) if colon else (part, "")
         if not name:
             raise ConfigError(f"--dataset={text} contains an empty name: write name:weight,name:weight")
         if not weight:
@@ -45,9 +46,10 @@ def parse_mixture(text: str) -> list[tuple[str, int]]:
             )
         names.append(name)
         weights.append(Fraction(weight))
-    scale = Fraction(math.lcm(*(w.denominator for w in weights)), math.gcd(*(w.numerator for w in weights)))
+    scale = math.lcm(*(weight.denominator for weight in weights))
     integers = [int(weight * scale) for weight in weights]
-    return list(zip(names, [weight // math.gcd(*integers) for weight in integers], strict=True))
+    divisor = math.gcd(*integers)
+    return [(name, weight // divisor) for name, weight in zip(names, integers, strict=True)]
 
 
 def draw_random(
