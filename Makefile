@@ -30,10 +30,11 @@ PY := .venv/bin/python
 LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR)
 FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 TRAINER = $(or $(filter nanoGPT%,$(PHASE:baseline=nanoGPT)),$(firstword $(wildcard $(PHASE)_*)),$(PHASE))/train.py
-PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare synthetic $(DATASET),nanoGPT/data/$(name)/prepare.py)))
+COMMA := ,
+DATASETS = $(foreach part,$(subst $(COMMA), ,$(DATASET)),$(firstword $(subst :, ,$(part))))
+PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare synthetic $(DATASETS),nanoGPT/data/$(name)/prepare.py)))
 
 PREPARABLE = $(subst $() ,$(COMMA) ,$(sort $(notdir $(patsubst %/prepare.py,%,$(wildcard nanoGPT/data/*/prepare.py)))))
-COMMA := ,
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample evaluate verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
 .PHONY: exercise check hint solution exercises
@@ -70,8 +71,9 @@ nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .v
 
 setup: .venv/.core  ## create .venv and install the project into it; TORCH=cpu selects the CPU build of PyTorch
 data: $(PREPARED)  ## prepare Shakespeare (as characters and as GPT-2 tokens), synthetic text, and DATASET
-	@$(if $(DATASET),test -e "nanoGPT/data/$(DATASET)/meta.json" -o -e "$(DATASET)/meta.json" || { \
-		echo "error: there is no dataset $(DATASET): choose $(PREPARABLE)" >&2; exit 2; })
+	@$(if $(DATASET),test -e "nanoGPT/data/$(DATASET)/meta.json" -o -e "$(DATASET)/meta.json" || for name in $(patsubst %,"%",$(DATASETS)); do \
+			test -e "nanoGPT/data/$$name/meta.json" -o -e "$$name/meta.json" || { \
+			echo "error: there is no dataset $$name: choose $(PREPARABLE)" >&2; exit 2; }; done)
 baseline: .venv/.core data  ## train the baseline: one process, or DDP on GPUS ranks
 	@$(LAUNCH) nanoGPT/train.py $(FLAGS)
 phase1: .venv/.core data  ## train with ZeRO-1: sharded optimizer state

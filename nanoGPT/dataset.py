@@ -5,11 +5,14 @@ little-endian token ids without a header, as in nanoGPT. A batch is a pure funct
 The data loader therefore has no state to save, and a resumed run reads the same batches as an uninterrupted run.
 """
 
+import contextlib
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -18,8 +21,10 @@ import torch
 
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import DATA, is_present, open_regular, read_json, retry_reads, sha256_of, size_of
+from nanoGPT.sampling import draw_in_epochs, draw_random, parse_mixture
 from nanoGPT.schema import Count, FileName, Range, SchemaError, Sha256
 from nanoGPT.tokenizer import TokenizerIdentity, check_tokenizer
+from nanoGPT.train_config import TrainConfig
 
 MAX_HASHED_BYTES = 64 << 20  # files up to this size are hashed whenever they are opened
 TRAIN, EVALUATE = 0, 1  # the purpose of a batch, which is part of its random key
@@ -50,10 +55,14 @@ class DatasetMeta(TypedDict):
 
 
 class DataIdentity(TypedDict):
-    """The identity of a dataset in a checkpoint: its tokenizer, and the sha256 of each file by name."""
+    """The identity of the data in a checkpoint: the tokenizer, and the sha256 of each file by name.
+
+    For a mixture, it also has the weight of each dataset, and the names of the files begin with `<dataset>/`.
+    """
 
     tokenizer: TokenizerIdentity
     files: dict[str, Sha256]
+    weights: NotRequired[dict[str, Count]]
 
 
 def read_dataset_meta(folder: Path) -> DatasetMeta:
@@ -100,21 +109,57 @@ class Split:
 
     Attributes:
         paths, files: the files.
-        first_windows: for each file, the number of its first window.
+        dtype: of the token ids in the files.
+        stride: tokens from the start of a window to the start of the next one.
         end_windows: for each file, the number of its last window, plus 1.
     """
 
     paths: list[Path]
     files: list[FileIO]
-    first_windows: np.ndarray
-    end_windows: np.ndarray
+    dtype: np.dtype[Any]
+    stride: int
+    end_windows: list[int]
 
     @property
     def window_count(self) -> int:
-        return int(self.end_windows[-1])
+        return self.end_windows[-1]
+
+    def locate(self, window: int) -> tuple[int, int]:
+        """Return the index of the file that contains a window, and the position of the window in it, in bytes."""
+        index = bisect_right(self.end_windows, window)
+        first = self.end_windows[index - 1] if index else 0
+        return index, (window - first) * self.stride * self.dtype.itemsize
+
+    def read(self, window: int, length: int) -> np.ndarray:
+        """Return the token ids of a window, (length,).
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        index, offset = self.locate(window)
+        tokens = np.empty(length, self.dtype)
+        # preadv instead of a memory map: the pages of a map stay in the process's memory after the first access. In a
+        # file larger than the page cache, the read-ahead of a map makes a random read 1,000 times slower (78 ms
+        # instead of 0.05 ms).
+        read = partial(os.preadv, self.files[index].fileno(), [tokens.data], offset)
+        if retry_reads(self.paths[index], read) != tokens.nbytes:
+            raise ConfigError(
+                f"{self.paths[index]} was truncated while it was in use: prepare the dataset again", on_one_rank=True
+            )
+        return tokens
+
+    def read_ahead(self, window: int, length: int) -> None:
+        """Ask the operating system to read a window into its page cache, without waiting for it."""
+        if hasattr(os, "posix_fadvise"):
+            index, offset = self.locate(window)
+            size = length * self.dtype.itemsize
+            with contextlib.suppress(OSError):  # it is only a hint; `read` reports errors
+                os.posix_fadvise(self.files[index].fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
 
-def open_split(folder: Path, name: str, files: Sequence[TokenFile], dtype: np.dtype[Any], block_size: int) -> Split:
+def open_split(
+    folder: Path, name: str, files: Sequence[TokenFile], dtype: np.dtype[Any], block_size: int, stride: int
+) -> Split:
     """Open a split's files, and check their size and, up to `MAX_HASHED_BYTES`, their sha256 against `meta.json`.
 
     Raises:
@@ -129,52 +174,141 @@ def open_split(folder: Path, name: str, files: Sequence[TokenFile], dtype: np.dt
             raise ConfigError(f"{path} {problem}: {remedy}")
         if size <= MAX_HASHED_BYTES and sha256_of(path) != file["sha256"]:
             raise ConfigError(f"{path} is not the file that was prepared (its sha256 differs): {remedy}")
-    windows = [max(0, file["tokens"] - block_size) for file in files]
+    windows = [max(0, (file["tokens"] - 1 - block_size) // stride + 1) for file in files]
     if not sum(windows):
         tokens, max_block_size = sum(file["tokens"] for file in files), max(file["tokens"] for file in files) - 1
         raise ConfigError(
             f"--block_size={block_size} is longer than the {name} split of {folder.name} ({tokens:,} tokens): "
             f"use --block_size={max_block_size} or less"
         )
-    paths, end_windows = [folder / file["name"] for file in files], np.cumsum(windows)
+    paths = [folder / file["name"] for file in files]
     open_files = [retry_reads(path, partial(open_regular, path)) for path in paths]
-    return Split(paths, open_files, end_windows - windows, end_windows)
+    return Split(paths, open_files, dtype, stride, list(accumulate(windows)))
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One prepared dataset, with open files.
+
+    Attributes:
+        name: the name of its directory.
+        weight: its weight in the mixture.
+        meta: its `meta.json`.
+        splits: "train" and "val".
+    """
+
+    name: str
+    weight: int
+    meta: DatasetMeta
+    splits: dict[str, Split]
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The sha256 of each file, by name."""
+        files = [*self.meta["splits"]["train"], *self.meta["splits"]["val"]]
+        return {file["name"]: file["sha256"] for file in files}
+
+
+def open_dataset(folder: Path, weight: int, block_size: int, stride: int) -> Dataset:
+    """Open a prepared dataset.
+
+    Args:
+        folder: its directory.
+        weight: its weight in the mixture.
+        block_size: T, tokens per sequence.
+        stride: of the windows of the train split; the validation split has all windows.
+
+    Raises:
+        ConfigError: it is damaged, or shorter than a sequence.
+    """
+    try:
+        meta = read_dataset_meta(folder)
+    except SchemaError as error:
+        raise ConfigError(
+            f"{folder}/meta.json does not describe a dataset ({error}): delete it and prepare the dataset again"
+        ) from None
+    dtype, files = np.dtype(meta["dtype"]).newbyteorder("<"), meta["splits"]
+    splits = {
+        "train": open_split(folder, "train", files["train"], dtype, block_size, stride),
+        "val": open_split(folder, "val", files["val"], dtype, block_size, 1),
+    }
+    return Dataset(folder.resolve().name, weight, meta, splits)
+
+
+def find_mixture(dataset: str) -> list[tuple[Path, int]]:
+    """Return the directory and the weight of each dataset of a mixture, sorted by the name of the directory.
+
+    Args:
+        dataset: the value of `--dataset`: names with weights, as in `shakespeare:3,fineweb_edu:1`, or one name or path.
+
+    Raises:
+        ConfigError: a dataset does not exist or occurs twice, or a weight is not valid.
+    """
+    is_one = is_present(DATA / dataset[:200] / "meta.json") or is_present(Path(dataset) / "meta.json")
+    parts = [(dataset, 1)] if is_one else parse_mixture(dataset)
+    mixture = sorted([(find_dataset(name), weight) for name, weight in parts], key=lambda part: part[0].resolve().name)
+    names = [folder.resolve().name for folder, _ in mixture]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--dataset={dataset} contains the dataset {repeated[0]} twice: give each name once")
+    return mixture
 
 
 class TokenData:
-    """A prepared dataset that returns random batches.
+    """A prepared dataset, or a mixture of datasets, that returns batches.
 
     Args:
-        dataset: a directory under nanoGPT/data, or a path.
+        dataset: a directory under nanoGPT/data, a path, or a mixture of these with weights.
         block_size: T, tokens per sequence.
         batch_size: B, sequences per micro-batch.
         seed: part of the random key of every batch.
+        sampling: "random" or "epoch", as in `TrainConfig`.
+        micro_batches: micro-batches per step, in total over all ranks. Only the sampling in epochs needs it.
 
     Raises:
-        ConfigError: the dataset is not prepared, is damaged, or is shorter than a sequence.
+        ConfigError: a dataset is not prepared, is damaged, or is shorter than a sequence; or the datasets of a mixture
+            have different tokenizers.
     """
 
-    def __init__(self, dataset: str, block_size: int, batch_size: int, seed: int) -> None:
-        folder = find_dataset(dataset)
-        try:
-            self.meta = read_dataset_meta(folder)
-        except SchemaError as error:
-            raise ConfigError(
-                f"{folder}/meta.json does not describe a dataset ({error}): delete it and prepare the dataset again"
-            ) from None
-        self.tokenizer, self.dtype = self.meta["tokenizer"], np.dtype(self.meta["dtype"]).newbyteorder("<")
-        self.splits = {
-            "train": open_split(folder, "train", self.meta["splits"]["train"], self.dtype, block_size),
-            "val": open_split(folder, "val", self.meta["splits"]["val"], self.dtype, block_size),
-        }
+    def __init__(
+        self,
+        dataset: str,
+        block_size: int,
+        batch_size: int,
+        seed: int,
+        sampling: str = "random",
+        micro_batches: int = 1,
+    ) -> None:
+        stride = block_size if sampling == "epoch" else 1
+        self.datasets = [open_dataset(*part, block_size, stride) for part in find_mixture(dataset)]
+        self.tokenizer = self.datasets[0].meta["tokenizer"]
+        for other in self.datasets:
+            if other.meta["tokenizer"] != self.tokenizer:
+                raise ConfigError(
+                    f"--dataset={dataset} mixes tokenizers: {self.datasets[0].name} and {other.name} have different "
+                    "ones; mix datasets that were prepared with the same tokenizer and vocabulary"
+                )
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
+        self.sampling, self.micro_batches = sampling, micro_batches
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> "TokenData":
+        """Open the data of a run."""
+        return cls(
+            config.dataset,
+            config.block_size,
+            config.batch_size,
+            config.seed,
+            config.sampling,
+            config.gradient_accumulation_steps,
+        )
 
     @property
     def identity(self) -> dict[str, Any]:
         """The `DataIdentity` that a checkpoint records."""
-        splits = self.meta["splits"]
-        files = {file["name"]: file["sha256"] for file in [*splits["train"], *splits["val"]]}
-        return {"tokenizer": self.tokenizer, "files": files}
+        if len(self.datasets) == 1:
+            return {"tokenizer": self.tokenizer, "files": self.datasets[0].hashes}
+        files = {f"{each.name}/{file}": sha256 for each in self.datasets for file, sha256 in each.hashes.items()}
+        return {"tokenizer": self.tokenizer, "files": files, "weights": {d.name: d.weight for d in self.datasets}}
 
     def batch(self, split: str, purpose: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read one micro-batch.
@@ -191,32 +325,40 @@ class TokenData:
         Raises:
             ConfigError: a file cannot be read, or a token id is not in the tokenizer's vocabulary.
         """
-        source = self.splits[split]
+        choices = self.choose_windows(split, purpose, step, micro_batch)
+        rows = np.empty((self.batch_size, self.block_size + 1), np.int64)
+        for row, (dataset, window) in zip(rows, choices, strict=True):
+            row[:] = self.datasets[dataset].splits[split].read(window, self.block_size + 1)
+        if rows.max() >= self.tokenizer["vocab_size"]:
+            dataset = choices[rows.max(axis=1).argmax()][0]
+            raise ConfigError(
+                f"{self.datasets[dataset].splits[split].paths[0].parent} contains token id {rows.max()}, beyond its "
+                f"vocabulary of {self.tokenizer['vocab_size']}: prepare the dataset again",
+                on_one_rank=True,
+            )
+        if purpose == TRAIN:
+            self.read_ahead(split, step + 1, micro_batch)
+        return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+    def read_ahead(self, split: str, step: int, micro_batch: int) -> None:
+        """Let the operating system read the training sequences of a micro-batch while the model computes.
+
+        A rank reads the same micro-batches in every step, so it knows those of the next step.
+        """
+        for dataset, window in self.choose_windows(split, TRAIN, step, micro_batch):
+            self.datasets[dataset].splits[split].read_ahead(window, self.block_size + 1)
+
+    def choose_windows(self, split: str, purpose: int, step: int, micro_batch: int) -> list[tuple[int, int]]:
+        """Return the index of the dataset and the number of the window for each sequence of a micro-batch."""
+        counts = tuple(each.splits[split].window_count for each in self.datasets)
+        weights = tuple(each.weight for each in self.datasets)
+        if self.sampling == "epoch" and purpose == TRAIN:
+            first = (step * self.micro_batches + micro_batch) * self.batch_size
+            return draw_in_epochs(self.seed, first, self.batch_size, counts, weights)
         # Philox is counter-based: it computes random numbers directly from its key (the seed) and a counter (purpose,
         # step and micro-batch), so no state is kept between calls.
         generator = np.random.Generator(np.random.Philox(key=[self.seed, 0], counter=[0, purpose, step, micro_batch]))
-        windows = generator.integers(source.window_count, size=self.batch_size)
-        file_indices = np.searchsorted(source.end_windows, windows, side="right")
-        offsets = (windows - source.first_windows[file_indices]) * self.dtype.itemsize  # bytes into the file
-        rows = np.empty((self.batch_size, self.block_size + 1), dtype=self.dtype)
-        # preadv instead of a memory map: the pages of a map stay in the process's memory after the first access. In a
-        # file larger than the page cache, the read-ahead of a map makes a random read 1,000 times slower (78 ms
-        # instead of 0.05 ms).
-        for row, file, offset in zip(rows, file_indices.tolist(), offsets.tolist(), strict=True):
-            read = partial(os.preadv, source.files[file].fileno(), [row], offset)
-            if retry_reads(source.paths[file], read) != row.nbytes:
-                raise ConfigError(
-                    f"{source.paths[file]} was truncated while it was in use: prepare the dataset again",
-                    on_one_rank=True,
-                )
-        if rows.max() >= self.tokenizer["vocab_size"]:
-            raise ConfigError(
-                f"{source.paths[0].parent} contains token id {rows.max()}, beyond its vocabulary of "
-                f"{self.tokenizer['vocab_size']}: prepare the dataset again",
-                on_one_rank=True,
-            )
-        x, y = rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
-        return torch.from_numpy(x), torch.from_numpy(y)
+        return draw_random(generator, self.batch_size, counts, weights)
 
 
 def to_device(batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

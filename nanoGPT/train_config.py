@@ -17,7 +17,9 @@ class TrainConfig:
 
     # data
     dataset: str = "shakespeare_char"
-    """name of a dataset under nanoGPT/data, or path of a prepared dataset"""
+    """name of a dataset under nanoGPT/data, path of a prepared dataset, or names with weights: a:3,b:1"""
+    sampling: Literal["random", "epoch"] = "random"
+    """random: sequences start at random tokens; epoch: read each sequence of block_size tokens once, in random order"""
     batch_size: int = 4
     """sequences per micro-batch"""
     block_size: int = 64

@@ -37,7 +37,7 @@ from bench.suite.execution import Run, execute
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.cli.command_line import command_line, join_flag_values
 from nanoGPT.cli.program import report_errors
-from nanoGPT.dataset import find_dataset, read_dataset_meta
+from nanoGPT.dataset import find_mixture, read_dataset_meta
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import is_config_file, parse
 from nanoGPT.job.preflight import preflight
@@ -229,22 +229,25 @@ def check_artifacts(name: str, runs: tuple[Run, Run]) -> Check:
 
 
 def compute_unigram_entropy(dataset: str) -> float:
-    """Return the unigram entropy of the first validation file, in nats.
+    """Return the unigram entropy of the first validation file, or of the mixture of these files, in nats.
 
     It is the lowest loss of a model that knows only how often each token occurs.
     """
-    folder = find_dataset(dataset)
-    meta = read_dataset_meta(folder)
-    tokens = np.fromfile(folder / meta["splits"]["val"][0]["name"], np.dtype(meta["dtype"]).newbyteorder("<"))
-    counts = np.bincount(tokens)
-    frequencies = counts[counts > 0] / len(tokens)
+    mixture = find_mixture(dataset)
+    frequencies = np.zeros(read_dataset_meta(mixture[0][0])["tokenizer"]["vocab_size"])
+    for folder, weight in mixture:
+        meta = read_dataset_meta(folder)
+        tokens = np.fromfile(folder / meta["splits"]["val"][0]["name"], np.dtype(meta["dtype"]).newbyteorder("<"))
+        frequencies += weight * np.bincount(tokens, minlength=len(frequencies)) / len(tokens)
+    frequencies = frequencies[frequencies > 0] / frequencies.sum()
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
 def compute_loss_limits(trial: Trial) -> tuple[float, float]:
     """Return the lowest and the highest validation loss that the end of a trial may have."""
     entropy = compute_unigram_entropy(trial.config.dataset)
-    source = read_dataset_meta(find_dataset(trial.config.dataset)).get("source", {})
+    mixture = find_mixture(trial.config.dataset)
+    source = read_dataset_meta(mixture[0][0]).get("source", {}) if len(mixture) == 1 else {}
     if (lowest := source.get("entropy_rate")) and trial.config.max_iters >= SYNTHETIC_STEPS:
         return lowest - SAMPLING_ERROR, entropy - MIN_LEARNED * (entropy - lowest)
     return max(REAL_LOSS_LIMITS[0] * entropy, (lowest or 0) - SAMPLING_ERROR), REAL_LOSS_LIMITS[1] * entropy

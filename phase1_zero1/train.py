@@ -66,7 +66,7 @@ def train_step(
 def train(config: Config) -> None:
     """Train from `init_from` to `max_iters`, evaluate, log and save. Collective."""
     with start(config) as (run, config):
-        data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+        data = TokenData.from_config(config)
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints, reads_only=config.eval_only)
         checkpoint = checkpoints.find_newest(config.resume_step) if config.init_from == "resume" else None
         config, model_args, weights = read_starting_point(config, data, checkpoint, run)

@@ -69,7 +69,7 @@ class EvaluationCosts:
 def evaluate_weights(config: EvaluateConfig) -> float:
     """Return the mean loss over `eval_iters` micro-batches of validation tokens; print it with the token accuracy."""
     with start(config, reads_only=True) as (run, config):
-        data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+        data = TokenData.from_config(config)
         source, checkpoint = config.init_from, None
         if source == "resume":
             checkpoint = run.call_on_rank0(lambda: find_newest(Path(config.out_dir)))

@@ -121,7 +121,7 @@ def build_run(suite: Suite, phase: str, ranks: int, variant: str, values: dict[s
         scaled |= {name: getattr(config, name) * factor for name in ("learning_rate", "min_lr")}
         config = replace(config, **scaled)
     validate(config, ranks)
-    TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    TokenData.from_config(config)
     for name in suite.metrics:
         metric = METRICS[name]
         if metric.needs and not getattr(config, metric.needs):

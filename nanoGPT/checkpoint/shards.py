@@ -11,10 +11,13 @@ import io
 import math
 import pickle
 import pickletools
+import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from nanoGPT.checkpoint.writer import NewFiles
@@ -31,6 +35,9 @@ from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, PeerFailed, is_out_o
 from nanoGPT.files import open_regular, retry_reads, size_of
 
 MAX_CHECKED_BYTES = 64 << 20  # of the pickle in an index
+# A bound for the planning of a save. For GPT-2 124M, rank 0 needs 0.03 s per rank (bench/sharding/scale.py).
+PLANNING_SECONDS_PER_RANK = 1.0
+REPORT_PERIOD = 1.0  # seconds, as long as the period of the heartbeats
 # The exceptions that torch raises if an index or a shard is damaged.
 READ_ERRORS = (
     AssertionError,
@@ -58,9 +65,47 @@ def write_shards(files: NewFiles, tensors: Mapping[str, Tensor]) -> None:
     writer.fs = HashingFileSystem(files)
     with warnings.catch_warnings(), raise_own_error(), disable_crc32():
         warnings.simplefilter("ignore")  # DCP warns about settings that matter only if it overwrites files
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        planner._cached_plans_key = f"{dist.get_world_size(files.group)} ranks"  # plans of other groups do not fit
-        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=files.group)
+        with ReportingPlanner(files.report_progress, dist.get_world_size(files.group)) as planner:
+            dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=files.group)
+
+
+class ReportingPlanner(DefaultSavePlanner):
+    """A planner of a save that reports progress until the plan is complete. Leaving its `with` block ends the reports.
+
+    Rank 0 collects and merges the plans of all ranks, for minutes with 1,000 ranks, and the others wait for it. The
+    watchdog would take this for a hang. Another thread of every rank therefore reports progress during the planning,
+    for at most `PLANNING_SECONDS_PER_RANK` times the number of ranks. After this time, the watchdog finds a rank that
+    really hangs.
+
+    Args:
+        report_progress: called every `REPORT_PERIOD`.
+        world_size: number of ranks that save.
+    """
+
+    def __init__(self, report_progress: Callable[[], None], world_size: int) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = f"{world_size} ranks"  # plans of other groups do not fit
+        self.report_progress, self.max_seconds = report_progress, PLANNING_SECONDS_PER_RANK * world_size
+        self.is_planned = threading.Event()
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        threading.Thread(target=self._report, daemon=True).start()
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self.is_planned.set()
+        return super().finish_plan(new_plan)
+
+    def _report(self) -> None:
+        end = time.monotonic() + self.max_seconds
+        while not self.is_planned.wait(REPORT_PERIOD) and time.monotonic() < end:
+            self.report_progress()
+
+    def __enter__(self) -> "ReportingPlanner":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.is_planned.set()
 
 
 @contextlib.contextmanager

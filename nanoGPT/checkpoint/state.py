@@ -121,7 +121,14 @@ def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -
             f"--dataset={config.dataset} has a different tokenizer than the dataset of {name}: "
             f"use --dataset={checkpoint.manifest['config']['dataset']}"
         )
-    saved_files, files = checkpoint.manifest["data"]["files"], data.identity["files"]
+    identity, saved = data.identity, checkpoint.manifest["data"]
+    if identity.get("weights") != saved.get("weights"):
+        raise ConfigError(
+            f"--dataset={config.dataset} is another mixture than that of {name}: use "
+            f"--dataset={checkpoint.manifest['config']['dataset']} to resume, or start a new run from these weights "
+            f"with --init_from={config.out_dir} and another --out_dir"
+        )
+    saved_files, files = saved["files"], identity["files"]
     if changed := sorted(file for file in {*saved_files, *files} if saved_files.get(file) != files.get(file)):
         raise ConfigError(
             f"--dataset={config.dataset} is not the data that {name} was trained on ({changed[0]} differs): prepare "

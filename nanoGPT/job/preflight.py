@@ -31,7 +31,7 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> To
             f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory"
             f"{suggestion}"
         )
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData.from_config(config)
     if device.type == "cpu" and config.init_from in ("scratch", "resume"):
         check_parameters_fit(config, data.tokenizer["vocab_size"], world_size, local_world_size)
     return data

@@ -18,7 +18,7 @@ from bench.plan.planner import usable_bytes
 from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
 from nanoGPT.checkpoint.manifest import collect_versions, step_directories
-from nanoGPT.dataset import MAX_HASHED_BYTES, find_dataset, read_dataset_meta
+from nanoGPT.dataset import MAX_HASHED_BYTES, find_mixture, read_dataset_meta
 from nanoGPT.job.credentials import WANDB_REMEDY, has_credentials
 from nanoGPT.memory.device import format_bytes, host_limits
 from nanoGPT.train_config import TrainConfig
@@ -138,25 +138,26 @@ def find_gpu_problems(state: dict[str, str], free_fraction: float) -> list[tuple
 
 
 def check_data(config: TrainConfig) -> Check:
-    """Hash the files of the dataset that `TokenData` has not hashed, for at most HASH_SECONDS."""
-    folder = find_dataset(config.dataset)
-    meta = read_dataset_meta(folder)
-    files = [*meta["splits"]["train"], *meta["splits"]["val"]]
-    itemsize, deadline = np.dtype(meta["dtype"]).itemsize, time.monotonic() + HASH_SECONDS
-    total = sum(file["tokens"] * itemsize for file in files)
-    hashed = 0
-    for file in sorted(files, key=lambda each: each["tokens"]):
-        size = file["tokens"] * itemsize
-        if size > MAX_HASHED_BYTES:
-            digest = hash_until(folder / file["name"], deadline)
-            if digest is None:
-                break
-            if digest != file["sha256"]:
-                remedy = f"prepare it again: rm {folder}/meta.json && make data DATASET={folder.name}"
-                return Check("data", "fail", f"{folder / file['name']} has another sha256 than meta.json", remedy)
-        hashed += size
-    finding = f"{folder.name}: {len(files)} file(s), {format_bytes(hashed)} of {format_bytes(total)} hashed"
-    return Check("data", "pass", finding)
+    """Hash the files of the datasets that `TokenData` has not hashed, for at most HASH_SECONDS."""
+    deadline = time.monotonic() + HASH_SECONDS
+    hashed = total = count = 0
+    folders = [folder for folder, _ in find_mixture(config.dataset)]
+    for folder in folders:
+        meta = read_dataset_meta(folder)
+        files = sorted([*meta["splits"]["train"], *meta["splits"]["val"]], key=lambda each: each["tokens"])
+        sizes = [file["tokens"] * np.dtype(meta["dtype"]).itemsize for file in files]
+        total, count = total + sum(sizes), count + len(files)
+        for file, size in zip(files, sizes, strict=True):
+            if size > MAX_HASHED_BYTES:
+                digest = hash_until(folder / file["name"], deadline)
+                if digest is None:
+                    break
+                if digest != file["sha256"]:
+                    remedy = f"prepare it again: rm {folder}/meta.json && make data DATASET={folder.name}"
+                    return Check("data", "fail", f"{folder / file['name']} has another sha256 than meta.json", remedy)
+            hashed += size
+    names = " and ".join(folder.name for folder in folders)
+    return Check("data", "pass", f"{names}: {count} file(s), {format_bytes(hashed)} of {format_bytes(total)} hashed")
 
 
 def hash_until(path: Path, deadline: float) -> str | None:

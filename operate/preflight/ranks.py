@@ -226,7 +226,7 @@ def main(package: str, results: Path, bytes_per_save: int, out_dir: str) -> None
         torch.cuda.set_device(run.device)
     else:
         torch.set_num_threads(1)
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData.from_config(config)
     join_process_group(run, datetime.timedelta(minutes=2), describe_run(config, data, run))
     checks = run_checks(run, config, bytes_per_save)
     if run.is_main:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nanoGPT import files
 from nanoGPT.checkpoint import directory as checkpoint_module
+from nanoGPT.checkpoint import shards
 from nanoGPT.checkpoint import verify as verify_module
 from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.directory import CheckpointDirectory
@@ -616,6 +617,37 @@ def write_step(folder: str, name: str, tensors: dict[str, torch.Tensor]) -> None
     path.mkdir(exist_ok=True)
     dist.barrier()
     write_shards(NewFiles(path), tensors)
+
+
+def save_with_slow_planning(folder: str, max_seconds: float) -> tuple[list[float], int]:
+    """Save while rank 0 plans for 0.6 s. Return the times of this rank's reports, and the number of late ones.
+
+    Args:
+        max_seconds: per rank, for which reports are allowed.
+    """
+    shards.REPORT_PERIOD, shards.PLANNING_SECONDS_PER_RANK = 0.02, max_seconds
+    original, reports = DefaultSavePlanner.create_global_plan, []
+
+    def plan_slowly(planner: DefaultSavePlanner, all_plans: list) -> tuple:
+        time.sleep(0.6)
+        return original(planner, all_plans)
+
+    DefaultSavePlanner.create_global_plan = plan_slowly  # type: ignore[method-assign]
+    begin = time.monotonic()
+    write_shards(NewFiles(Path(folder), report_progress=lambda: reports.append(time.monotonic() - begin)), {})
+    planning = [each for each in reports if each < 0.6]
+    count = len(reports)
+    time.sleep(0.1)
+    return planning, len(reports) - count
+
+
+@pytest.mark.parametrize("max_seconds", [10.0, 0.1])
+def test_planning_a_save_reports_progress(max_seconds, tmp_path):
+    """While rank 0 plans, every rank reports progress, but for at most `max_seconds` times the number of ranks. After
+    the save, no more reports come."""
+    for planning, late in run_on_ranks(save_with_slow_planning, 2, str(tmp_path), max_seconds):
+        assert len(planning) >= 3 and late == 0
+        assert (planning[-1] > 0.4) == (max_seconds > 1)
 
 
 def test_the_plan_of_a_save_is_made_once(tmp_path):

@@ -1,5 +1,7 @@
 """The dataset: text to tokens, and tokens to batches."""
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,15 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from nanoGPT.dataset import EVALUATE, TRAIN, TokenData
+from nanoGPT.checkpoint.manifest import Checkpoint
+from nanoGPT.checkpoint.state import SHAPE, check_resume
+from nanoGPT.dataset import EVALUATE, TRAIN, Split, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
+from nanoGPT.sampling import parse_mixture, permute, take_turns
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
 from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE
-from tests.helpers.training import ROOT
+from tests.helpers.training import ROOT, tiny
 
 POEM = "the quick brown fox jumps over the lazy dog\n" * 50
 
@@ -72,7 +77,7 @@ def test_a_text_file_becomes_a_dataset(tmp_path, monkeypatch):
     source.write_text("the quick brown fox jumps over the lazy dog\n" * 50, encoding="utf-8")
     prepare.prepare_text("shakespeare_char", str(source), "char")
     data = TokenData(str(tmp_path / "poem_char"), 16, 4, 1)
-    assert [data.meta["splits"][split][0]["tokens"] for split in ("train", "val")] == [1980, 220]
+    assert [data.datasets[0].meta["splits"][split][0]["tokens"] for split in ("train", "val")] == [1980, 220]
     x, _ = data.batch("train", TRAIN, 0, 0)
     assert load_tokenizer(data.tokenizer).decode(x[0].tolist()) in source.read_text()
     before = (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns
@@ -273,6 +278,133 @@ def test_a_batch_is_a_function_of_its_key():
         assert not torch.equal(x, data.batch("train", *other_key)[0])
     assert not torch.equal(x, TokenData("shakespeare_char", 64, 4, 8).batch("train", TRAIN, 3, 1)[0])
     assert torch.equal(x, TokenData("shakespeare_char", 64, 4, 7).batch("train", TRAIN, 3, 1)[0])
+
+
+def test_batches_of_recorded_runs_stay_the_same():
+    """The default sampling returns the batches of all recorded losses: a hash of some of them has a fixed value."""
+    data, digest = TokenData("shakespeare_char", 64, 4, 1337), hashlib.sha256()
+    for key in [("train", TRAIN, 0, 0), ("train", TRAIN, 3, 1), ("train", TRAIN, 519, 7), ("val", EVALUATE, 0, 31)]:
+        for tokens in data.batch(*key):
+            digest.update(tokens.numpy().tobytes())
+    assert digest.hexdigest() == "3407bebd1135b8cc25ebf3737f963d4022c58335049bfeb7a813b14a29757929"
+
+
+def write_dataset(folder: Path, first: int, *lengths: int, vocab_size: int = 6000) -> str:
+    """Write a dataset whose train split has files of these lengths, with the tokens first, first + 1, ..."""
+    folder.mkdir()
+    splits: dict = {"train": [], "val": [prepare.write_tokens(folder, "val.bin", np.full(20, first, np.uint16))]}
+    for i, length in enumerate(lengths):
+        tokens = np.arange(first, first + length).astype(np.uint16)
+        splits["train"].append(prepare.write_tokens(folder, f"train{i}.bin", tokens))
+        first += length
+    identity = {"name": "char", "vocab_size": vocab_size, "sha256": "", "characters": ""}
+    prepare.write_meta(folder, {}, identity, splits)
+    return str(folder)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000, 4097])
+def test_a_permutation_has_every_number_once(size):
+    """`permute` returns each number below `size` once. Another key gives another order; at 1,000 and more, few numbers
+    stay in place."""
+    orders = [[permute(i, size, key) for i in range(size)] for key in range(10)]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert len({tuple(order) for order in orders}) >= min(size, 3)
+    assert size < 1000 or all(sum(i == place for i, place in enumerate(order)) < 10 for order in orders)
+
+
+def test_an_epoch_reads_every_window_once(tmp_path):
+    """With sampling=epoch, the sequences of an epoch start once at every multiple of block_size in every file, and the
+    next epoch has another order. A new TokenData returns the same batch of any step, and evaluations do not change."""
+    folder = write_dataset(tmp_path / "a", 0, 21, 3, 14)  # 5, 0 and 3 windows of 4 + 1 tokens
+    data = TokenData(folder, 4, 2, 1, "epoch", micro_batches=2)
+    keys = [(step, micro_batch) for step in range(4) for micro_batch in range(2)]
+    starts = [int(x) for key in keys for x in data.batch("train", TRAIN, *key)[0][:, 0]]
+    windows = [0, 4, 8, 12, 16, 24, 28, 32]
+    assert sorted(starts[:8]) == sorted(starts[8:]) == windows and starts[:8] != starts[8:]
+    resumed = TokenData(folder, 4, 2, 1, "epoch", micro_batches=2)
+    assert resumed.batch("train", TRAIN, 3, 1)[0][:, 0].tolist() == starts[-2:]
+    assert torch.equal(data.batch("val", EVALUATE, 0, 3)[0], TokenData(folder, 4, 2, 1).batch("val", EVALUATE, 0, 3)[0])
+
+
+@pytest.mark.parametrize("sampling", ["random", "epoch"])
+def test_a_mixture_follows_its_weights(sampling, tmp_path):
+    """Datasets occur in proportion to their weights in both splits. In epochs, each dataset has its own epochs, whose
+    lengths differ."""
+    a, b = write_dataset(tmp_path / "a", 0, 41), write_dataset(tmp_path / "b", 1000, 17)  # 10 and 4 windows
+    assert [take_turns(i, (3, 1, 2))[0] for i in range(12)].count(1) == 2
+    data = TokenData(f"{b}:0.2,{a}:0.6", 4, 40, 1, sampling)
+    assert data.identity["weights"] == {"a": 3, "b": 1}
+    assert set(data.identity["files"]) == {f"{name}/{file}.bin" for name in "ab" for file in ("train0", "val")}
+    starts = np.concatenate([data.batch("train", TRAIN, step, 0)[0][:, 0].numpy() for step in range(20)])
+    share = (starts >= 1000).mean()
+    assert share == 0.25 if sampling == "epoch" else 0.2 < share < 0.3
+    validation = np.concatenate([data.batch("val", EVALUATE, 0, i)[0][:, 0].numpy() for i in range(20)])
+    assert set(validation) == {0, 1000} and 0.2 < (validation == 1000).mean() < 0.3
+    if sampling == "epoch":
+        for part, count in ((starts[starts < 1000], 10), (starts[starts >= 1000], 4)):
+            assert all(len(set(part[i : i + count])) == count for i in range(0, len(part), count))
+
+
+@pytest.mark.parametrize("sampling", ["random", "epoch"])
+def test_the_sequences_of_the_next_step_are_read_ahead(sampling, tmp_path, monkeypatch):
+    """A training batch announces exactly the sequences that the same micro-batch of the next step reads."""
+    announced, read, original = [], [], Split.read
+    monkeypatch.setattr(Split, "read_ahead", lambda split, *window: announced.append((id(split), *window)))
+    monkeypatch.setattr(
+        Split, "read", lambda split, *window: read.append((id(split), *window)) or original(split, *window)
+    )
+    a, b = write_dataset(tmp_path / "a", 0, 41), write_dataset(tmp_path / "b", 1000, 17)
+    data = TokenData(f"{a}:3,{b}:1", 4, 5, 1, sampling, micro_batches=2)
+    for step in range(3):
+        data.batch("train", TRAIN, step, 1)
+        data.batch("val", EVALUATE, 0, 0)
+    assert announced[:10] == [*read[10:15], *read[20:25]] and len(announced) == 15
+
+
+BAD_MIXTURES = {
+    "A:1,shakespear:1": "no dataset shakespear; did you mean shakespeare",
+    "A:0,B:1": "the weight 0 for .*/a: use a number from",
+    "A:-1,B:1": "the weight -1",
+    "A:1e9,B:1": "the weight 1e9",
+    "A:1234567,B:1": "the weight 1234567",
+    "A:1,B": "no weight for .*/b: write .*/b:1",
+    "A:1,,B:1": "contains an empty name",
+    "A:1,A:2": "contains the dataset a twice",
+    "A:1,C:1": "mixes tokenizers: a and c have different ones",
+}
+
+
+@pytest.mark.parametrize("mixture", BAD_MIXTURES)
+def test_a_bad_mixture_is_refused(mixture, tmp_path):
+    """An unknown or repeated dataset, a bad or missing weight and another tokenizer are refused with one sentence."""
+    folders = {name: write_dataset(tmp_path / name.lower(), 0, 20, vocab_size=100 + (name == "C")) for name in "ABC"}
+    with pytest.raises(ConfigError, match=BAD_MIXTURES[mixture]):
+        TokenData("".join(folders.get(letter, letter) for letter in mixture), 4, 1, 1)
+
+
+def test_a_plain_name_is_not_a_mixture(tmp_path):
+    """A directory whose name contains a colon and a comma is one dataset. One name with a weight is that dataset."""
+    folder = write_dataset(tmp_path / "a:1,b", 0, 20)
+    assert "weights" not in TokenData(folder, 4, 1, 1).identity
+    assert TokenData("shakespeare:3", 4, 1, 1).identity == TokenData("shakespeare", 4, 1, 1).identity
+    assert parse_mixture("a:0.6,b:0.2") == parse_mixture("a:6,b:2") == [("a", 3), ("b", 1)]
+
+
+def test_a_resume_with_another_mixture_is_refused(tmp_path):
+    """A checkpoint of a mixture is resumed only with the same datasets and weights. Their order does not matter."""
+    a, b = write_dataset(tmp_path / "a", 0, 41), write_dataset(tmp_path / "b", 1000, 17)
+    config = tiny("nanoGPT", tmp_path / "run", dataset=f"{a}:3,{b}:1", block_size=4)
+    model_args = {name: getattr(config, name) for name in SHAPE}
+    manifest = {"model_args": model_args, "config": {"dataset": config.dataset}, "step": 1}
+    checkpoint = Checkpoint(tmp_path, {**manifest, "data": TokenData.from_config(config).identity})
+    for dataset, message in {
+        f"{b}:2,{a}:6": None,
+        f"{a}:1,{b}:1": f"is another mixture than that of .*: use --dataset={a}:3,{b}:1 to resume",
+        a: "is another mixture",
+    }.items():
+        changed = dataclasses.replace(config, dataset=dataset)
+        with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+            check_resume(changed, TokenData.from_config(changed), checkpoint)
 
 
 def test_a_file_that_is_truncated_during_a_run_is_an_error(tmp_path):

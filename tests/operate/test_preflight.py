@@ -76,7 +76,7 @@ def test_gpu_problems_have_remedies(changes, free, is_fatal, word):
 
 def test_a_damaged_data_file_fails(tmp_path, monkeypatch):
     """A flipped byte in a data file that is too large for the trainer's own check is found."""
-    folder = node.find_dataset("synthetic")
+    ((folder, _),) = node.find_mixture("synthetic")
     for name in ("meta.json", "train.bin", "val.bin"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     monkeypatch.setattr(node, "MAX_HASHED_BYTES", 0)

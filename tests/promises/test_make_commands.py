@@ -133,9 +133,10 @@ def test_a_malformed_command_fails_the_check(text):
         test_a_command_of_a_document_is_valid(text)
 
 
-def test_make_refuses_an_unknown_dataset():
+@pytest.mark.parametrize("names", ["nope", "shakespeare:3,nope:1"])
+def test_make_refuses_an_unknown_dataset(names):
     """`make data` with a misspelled DATASET lists the datasets, and does not claim that there is nothing to do."""
-    result = subprocess.run(["make", "data", "DATASET=nope"], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(["make", "data", f"DATASET={names}"], cwd=ROOT, capture_output=True, text=True, check=False)
     message = (
         "error: there is no dataset nope: choose fineweb_edu, openwebtext, shakespeare, shakespeare_char, synthetic"
     )

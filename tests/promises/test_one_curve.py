@@ -12,6 +12,7 @@ from nanoGPT import export
 from nanoGPT.checkpoint.hugging_face import read_hf
 from nanoGPT.checkpoint.weights import read_weights
 from nanoGPT.dataset import EVALUATE, TokenData
+from nanoGPT.files import DATA
 from nanoGPT.model import GPT, GPTConfig
 from tests.helpers.marks import mark_slow
 from tests.helpers.training import call_train, gap, read_metric, tiny, train, train_all
@@ -127,6 +128,16 @@ def test_a_checkpoint_opens_in_another_phase(reference, tmp_path, device, need_r
         cells.append((second, tiny(second, out, init_from="resume", **options)))
     for pair, curve in zip(pairs, train_all(2, cells), strict=True):
         assert gap(reference, curve) <= 1e-5, pair
+
+
+def test_a_mixture_in_epochs_has_one_curve(tmp_path):
+    """A mixture that is read in epochs has the same losses on one rank, and on two ranks with a resume in between."""
+    shutil.copytree(DATA / "shakespeare_char", tmp_path / "other")
+    fields = {"dataset": f"shakespeare_char:3,{tmp_path / 'other'}:1", "sampling": "epoch", "lr_decay_iters": 4}
+    one = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=4, **fields))
+    for steps in ({"max_iters": 2}, {"max_iters": 4, "init_from": "resume"}):
+        two = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "two", **fields, **steps))
+    assert gap(one, two) <= 1e-5
 
 
 def test_empty_shards_do_not_change_the_losses(tmp_path):
