@@ -21,7 +21,7 @@ import torch
 
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import DATA, is_present, open_regular, read_json, retry_reads, sha256_of, size_of
-from nanoGPT.sampling import draw_in_epochs, draw_random, parse_mixture
+from nanoGPT.sampling.mixture import draw_in_epochs, draw_random, parse_mixture
 from nanoGPT.schema import Count, FileName, Range, SchemaError, Sha256
 from nanoGPT.tokenizer import TokenizerIdentity, check_tokenizer
 from nanoGPT.train_config import TrainConfig

@@ -23,7 +23,8 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
-from nanoGPT.sampling import parse_mixture, permute, take_turns
+from nanoGPT.sampling.mixture import parse_mixture, take_turns
+from nanoGPT.sampling.permutation import permute
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
 from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE

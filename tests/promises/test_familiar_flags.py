@@ -146,7 +146,9 @@ def test_a_run_saves_every_few_minutes(phase, tmp_path):
     fields = {"max_iters": 12, "eval_interval": 12}
     timed = tiny(phase, tmp_path / "timed", **fields, save_every_minutes=1e-9)
     curve = train(phase, 2, timed)
-    assert steps_saved(tmp_path / "timed") == ["step-00000010", "step-00000011", "step-00000012"]
+    # The first checkpoint after step 0 is kept: the validation loss that all of them record was measured there.
+    names = ["step-00000001", "step-00000010", "step-00000011", "step-00000012"]
+    assert steps_saved(tmp_path / "timed") == names
     shutil.rmtree(tmp_path / "timed" / "checkpoints" / "step-00000012")
     (tmp_path / "timed" / "checkpoints" / "LATEST").write_text("step-00000011\n")
     assert train(phase, 2, dataclasses.replace(timed, init_from="resume")) == curve
