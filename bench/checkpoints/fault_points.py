@@ -79,10 +79,10 @@ class Saver:
 
 
 def load_and_save(out_dir: str) -> int:
-    """Load the newest complete checkpoint, save step 9, and return the step that was loaded."""
+    """Load the newest complete checkpoint, save a later step, and return the step that was loaded."""
     saver = Saver(out_dir, False)
     step = saver.load_newest()
-    saver.save(9)
+    saver.save(step + 9)
     saver.checkpoints.drain()
     return step
 

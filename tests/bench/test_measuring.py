@@ -156,6 +156,7 @@ SOURCES = {
     "1.5 times": "3P(N-1)/N to 2P(N-1)/N",
     "16 bytes": "4 for a parameter, 4 for its gradient, 8 for the moments of AdamW",
     "25 MB": "the default of zero1_bucket_mb",
+    "25 MiB": "the default of zero1_bucket_mb, in units of 2**20 bytes",
     "4 MB": "the setting of the timeline, in its result file",
     "6.6 GB": "65,536 x 50,304 x 2",
     "2 bytes": "size of a bfloat16 number",
