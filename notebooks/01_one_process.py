@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 1. One process, then multiple ranks
 #
-# *45 minutes. Read [notebook 0](00_start_here.ipynb) first.*
+# *45 minutes. Read [notebook 0](00_start_here.ipynb) first. [The glossary](../docs/glossary.md) defines the terms.*
 #
 # In this notebook you train a small GPT, first by hand and then with `nanoGPT/train.py`: in one process, on two and
 # four ranks, and once with a kill in the middle. We test one claim: **the loss curve depends neither on the number of
@@ -15,6 +15,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -91,8 +92,13 @@ for position in range(5):
 # Most trainers read batches from a data loader that has a position in a file and a random generator with a state. Such
 # a state must be saved with each checkpoint, and on multiple ranks every rank has a different one.
 #
-# Here a batch is a **pure function of (seed, step, micro-batch)**. These numbers are the key of a counter-based random
-# generator, and the generator returns the first position of each window. No state is kept between two calls.
+# Here a batch is a **pure function of (seed, step, micro-batch)**. These numbers are the key of a *counter-based random
+# generator*: a generator without hidden state, which computes its numbers from the key only. It returns the first
+# position of each window. No state is kept between two calls.
+#
+# In `data.batch("train", TRAIN, 0, 0)`, `"train"` is the split, the part of the text that is read. `TRAIN` is the
+# purpose of the batch, which is `TRAIN` or `EVALUATE`. The purpose belongs to the key, so that evaluations draw other
+# windows.
 #
 # **Predict first:** which of these four lines print `True`?
 
@@ -222,9 +228,17 @@ for step in range(5):
 # The loss falls, but each step uses the same 16 sequences, so the model only memorizes them. The trainer reads new
 # micro-batches in each step. Every `eval_interval` steps it also measures the loss on text that it never trains on.
 #
-# Now open `nanoGPT/train.py` and find the lines of this section in the function `train_step`. The other lines of the
-# file are for the learning rate schedule, gradient clipping, mixed precision, monitoring, checkpoints, and multiple
-# processes.
+# Now open `nanoGPT/train.py`. It has 142 lines, but the idea of training is in about 20 of them:
+#
+# | where | what it does | read it |
+# |---|---|---|
+# | `train_step`, the loop over `micro_batches` | forward and backward pass of each micro-batch, as in this section | now |
+# | `train_step`, below the loop | clips the gradient, and updates the parameters | now |
+# | `train`, from `model = GPT(...)` to `configure_optimizer` | creates the model and the optimizer | now |
+# | `train`, the line with `DDP(...)` | averages the gradients over the ranks | after section (d) |
+# | `train`, `checkpoints`, `checkpoint` and `save` | finds, loads and saves checkpoints | after section (f) |
+# | `train`, the loop `for step in ...` | evaluates, sets the learning rate, calls `train_step`, logs | after section (f) |
+# | `start`, `scaler`, `ledger`, `diagnostics`, `telemetry` | starts ranks, mixed precision, monitoring | skip it at first |
 #
 # ## d. The same training on multiple ranks
 #
@@ -234,7 +248,48 @@ for step in range(5):
 # and the micro-batches of each step are distributed over the ranks. Before the optimizer step, the gradients are
 # averaged over the ranks. PyTorch's `DistributedDataParallel` (DDP) does the averaging.
 #
-# `run_on_ranks(f, n, ...)` starts n real processes, calls `f(...)` in each, and returns the list of their results.
+# How does a process know which rank it is? A launcher such as `torchrun` starts the processes, and sets environment
+# variables for each of them:
+#
+# - `WORLD_SIZE` is the number of ranks N, and `RANK` is the number of this rank, from 0 to N - 1.
+# - `LOCAL_RANK` is the number of the rank on its machine. It selects the GPU of the rank.
+# - `MASTER_ADDR` and `MASTER_PORT` say where the ranks meet.
+#
+# `dist.init_process_group` reads these variables and connects the ranks to a *process group*. The backend, `gloo` for
+# CPUs or `nccl` for GPUs, sends the data. From then on, the ranks can call *collectives*, which all ranks of the group
+# must call. `dist.all_reduce(t)` replaces the tensor `t` of every rank by the sum over all ranks.
+#
+# The next cell writes a complete program and starts it on two ranks, as this command does:
+# `torchrun --standalone --nproc_per_node=2 hello.py`. (`--standalone` means that there is only one machine.)
+#
+# **Predict first:** what do the two ranks print?
+
+# %%
+HELLO = '''
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()  # the same number as os.environ["RANK"]
+t = torch.tensor([rank + 1.0])
+dist.all_reduce(t)
+variables = ", ".join(f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+print(f"hello from rank {rank}: {variables}, sum over the ranks {t.item()}")
+dist.destroy_process_group()
+'''
+hello = Path(folder.name) / "hello.py"
+hello.write_text(HELLO)
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(hello)]
+environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread per rank
+completed = subprocess.run(torchrun, capture_output=True, text=True, check=True, env=environment)
+print("\n".join(sorted(completed.stdout.splitlines())))  # sorted, because any rank may print first
+
+# %% [markdown]
+# Rank 0 has contributed 1 and rank 1 has contributed 2, so both have the sum 3. DDP calls an all-reduce for gradients.
+#
+# In the notebooks, `run_on_ranks(f, n, ...)` does the work of `torchrun`: it starts n real processes, sets the same
+# variables, calls `init_process_group` and then `f(...)` in each, and returns the list of their results.
 #
 # **Predict first:** rank r of N runs the micro-batches r, r + N, r + 2N, ... Which ones does rank 1 of 2 run?
 
@@ -402,8 +457,8 @@ print("LATEST contains", (checkpoints / "LATEST").read_text().strip())
 #
 # The manifest records the size and the SHA-256 of every file.
 #
-# **Predict first:** what must a checkpoint contain so that the losses continue as if there had been no kill? What can
-# it leave out, because (a) and (e) made it a pure function of a key?
+# **Predict first:** which state must a checkpoint contain, so that the losses continue without a change? Which state
+# can it leave out, because sections (a) and (e) compute that state from a key?
 
 # %%
 newest = checkpoints / (checkpoints / "LATEST").read_text().strip()

@@ -1,7 +1,9 @@
 # %% [markdown]
 # # 3. ZeRO-1: shard the optimizer state
 #
-# *60 minutes. Read [notebook 1](01_one_process.ipynb) first, for the loss curve and DDP.*
+# *60 minutes. Read [notebook 1](01_one_process.ipynb) first, for the loss curve and DDP.
+# [Notebook 2](02_collectives.ipynb) explains reduce-scatter, all-gather and the ring algorithm, and
+# [the glossary](../docs/glossary.md) defines the terms.*
 #
 # With data parallelism, every rank stores the same optimizer state and computes the same update. With ZeRO-1, each rank
 # updates only one slice of the parameters, so it needs the optimizer state of this slice only. We test three claims:
@@ -120,6 +122,8 @@ for rank, state_bytes in enumerate(run_on_ranks(measure_state_bytes, 4, config, 
 # Every rank stores 4P + 4P + 8P = 16P bytes. The optimizer state is slightly larger than 8P because AdamW also stores a
 # step count of 4 bytes for each of the 15 tensors. With `gradient_as_bucket_view=True`, each `.grad` is a view into the
 # buckets that DDP all-reduces. Without it, every gradient is stored twice.
+# (Here each rank runs one micro-batch. With several, DDP synchronizes only in the last backward pass. Until then the
+# gradients accumulate in separate tensors next to the buckets, and 4P bytes are stored twice for this time.)
 #
 # Half of the 16P bytes are moments, and they are the same on all ranks. If each of N ranks stores only 1/N of them, the
 # model state per rank is 4P + 4P + 8P/N.
@@ -249,8 +253,58 @@ for rank, buckets in enumerate(layouts):
 # Bucket 3 contains the parameters without weight decay, which are the LayerNorm weights. All parameters of a bucket
 # belong to one parameter group.
 #
-# AdamW receives the shards as its parameters, and not the bucket. With the full bucket as one parameter, AdamW would
-# also change parameters that have no gradient in this step, by weight decay and by their old moments.
+# AdamW must skip a parameter that has no gradient in this step. If the full bucket were one parameter, AdamW would
+# still change it, through weight decay and old moments. Therefore we pass the shards to AdamW.
+#
+# How can a parameter be stored in a bucket, so that the model does not notice? Here is the complete technique with two
+# parameters, `a` and `b`:
+#
+# - `param.data = view` lets a parameter use the memory of the buffer. A *view* is a tensor that shares memory with
+#   another tensor.
+# - If `.grad` is a view into a second buffer, autograd adds the gradients there, because it adds to an existing `.grad`
+#   in place.
+# - A *hook* is a function that PyTorch calls at a certain event. It calls a hook that was registered with
+#   `register_post_accumulate_grad_hook` when the gradient of the parameter is complete.
+# - With `async_op=True`, a collective returns at once with a `work` object, and `work.wait()` waits for its end.
+#
+# The loss of rank r is (r + 1)(a₁² + a₂² + b).
+#
+# **Predict first:** what do `a` and `b` contain after one step of SGD with a learning rate of 0.1 on 2 ranks?
+
+# %%
+def train_two_parameters() -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """Train two parameters in one flat buffer for one step. Return the order of the events, and the parameters."""
+    a, b = torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.nn.Parameter(torch.tensor([3.0]))
+    flat_params, flat_grads = torch.zeros(3), torch.zeros(3)
+    events, works = [], []
+
+    def on_gradient_ready(param: torch.Tensor) -> None:
+        events.append("a gradient is ready")
+        if len(events) == 2:  # both gradients are in the buffer: average them with one collective
+            works.append(dist.all_reduce(flat_grads, dist.ReduceOp.SUM, async_op=True))
+            events.append("all-reduce started")
+
+    for param, elements in ((a, slice(0, 2)), (b, slice(2, 3))):
+        flat_params[elements] = param.detach()
+        param.data, param.grad = flat_params[elements], flat_grads[elements]
+        param.register_post_accumulate_grad_hook(on_gradient_ready)
+
+    loss = (dist.get_rank() + 1) * (a.square().sum() + b.sum())
+    loss.backward()
+    events.append("backward() returned")
+    works[0].wait()
+    flat_grads /= dist.get_world_size()
+    flat_params -= 0.1 * flat_grads  # one operation updates both parameters
+    return events, a.detach(), b.detach()
+
+
+for rank, (events, a, b) in enumerate(run_on_ranks(train_two_parameters, 2)):
+    print(f"rank {rank}: a = {a.tolist()}, b = {b.tolist()}; {', '.join(events)}")
+
+# %% [markdown]
+# The gradients of rank 0 are (2, 4) and 1, and those of rank 1 are twice as large. Their mean is (3, 6) and 1.5. The
+# model still uses `a` and `b`, although only the buffers were communicated and updated. The all-reduce started before
+# `backward()` returned. Section (e) uses this to overlap communication and computation.
 #
 # ## c. The naive version
 #
@@ -325,9 +379,10 @@ assert max_param_difference(naive_results[0], adamw_results[0]) == 0
 # computes the update. Both runs on 4 ranks differ from one process by rounding, like the baseline in notebook 1. The
 # parameters can differ more than the losses, because AdamW amplifies rounding where a gradient is close to zero.
 #
-# Now we measure the communication. In the ring algorithm, a rank sends 2n(N-1)/N bytes for an all-reduce of n bytes,
-# and n(N-1)/N bytes for a broadcast. The runs above used `nanoGPT.metrics.ledger.CollectiveCounter` in every step. It
-# records each collective call with its tensor size, and computes the communication volume with these formulas.
+# Now we measure the communication. In the ring algorithm of notebook 2, a rank sends 2n(N-1)/N bytes for an all-reduce
+# of n bytes, and n(N-1)/N bytes for a broadcast. The runs above used `nanoGPT.metrics.ledger.CollectiveCounter` in
+# every step. It records each collective call with its tensor size, and computes the communication volume with these
+# formulas.
 #
 # **Predict first:** how many calls does one step make? How many elements does a rank send, in units of P(N-1)/N? Each
 # of the 4 ranks owns full parameters: how evenly are the elements distributed?
@@ -438,9 +493,9 @@ padded_elements = max(row["tensor_bytes"] for row in rows) // 4
 print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of them padding")
 
 # %% [markdown]
-# There are only two buckets now, because all matrices fit into one bucket of the default size, 25 MB. The two small
-# all-reduces have other purposes. One has one byte per tensor and finds out which tensors have a gradient on at least
-# one rank. The other sums the squared norms of all ranks' shards, one scalar of 8 bytes.
+# There are only two buckets now, because all matrices fit into one bucket of the default size, 25 MiB. The two small
+# all-reduces have other purposes. The first one sends one byte per tensor. It tells every rank which tensors have a
+# gradient on at least one rank. The other sums the squared norms of all ranks' shards, one scalar of 8 bytes.
 #
 # Note that `CollectiveCounter` counts calls and tensor sizes, and multiplies them by the cost of the ring algorithm.
 # NCCL's rings really send this volume. gloo, which these ranks use, does not: it implements a reduce-scatter as a full
@@ -455,14 +510,14 @@ print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of th
 # while the gradients of the first block are still to be computed. `Zero1Optimizer` uses this in three ways:
 #
 # - it fills the buckets from the last parameter to the first;
-# - a hook on each parameter marks the gradient as ready in its bucket;
+# - a hook on each parameter, as in (b), marks the gradient as ready in its bucket;
 # - a full bucket starts its reduce-scatter asynchronously.
 #
 # All ranks must start their buckets in the same order. Otherwise bucket 1 of one rank would be added to bucket 2 of
 # another rank. In the first step this order is the order of the bucket numbers. Rank 0 then broadcasts the order in
 # which its buckets became full, and all ranks use this order from the second step on.
 #
-# Below, buckets of at most 0.07 MB give 8 buckets, numbered 0 to 7. The last one contains the LayerNorm weights. We
+# Below, buckets of at most 0.07 MiB give 8 buckets, numbered 0 to 7. The last one contains the LayerNorm weights. We
 # wrap the methods of each bucket, so that we record the time of each call and how many of the 15 gradients were ready.
 #
 # **Predict first:** how many gradients are ready when the reduce-scatter of bucket 7 starts in step 0, and how many in
@@ -579,8 +634,8 @@ draw_timeline(timeline["buckets"], min(timeline["steps"][1:], key=duration))
 
 # %% [markdown]
 # The optimizer updates the buckets in the reverse order of their reduce-scatters. The all-gather of one bucket runs
-# while the next bucket is updated. The reverse order is useful because the forward pass first needs the parameters
-# whose gradients came last.
+# while the next bucket is updated. The backward pass reaches the first layers last, and the next forward pass needs
+# them first. So the last reduced bucket is updated and all-gathered first.
 #
 # Read this figure with two cautions:
 #
@@ -761,7 +816,7 @@ assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 # 7. Clip by the global norm: the square root of the sum of the squares of all shards.
 # 8. A local norm raises no error, and the models of all ranks stay equal. Only the comparison with one process shows
 #    the mistake.
-# 9. A checkpoint stores ranges of each parameter, and no buckets, so another number of ranks can load it.
+# 9. A checkpoint stores ranges of parameters. It does not store buckets, so another number of ranks can load it.
 #
 # ## Exercises
 #
@@ -804,11 +859,11 @@ assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 #         for number, bucket in enumerate(buckets):
 #             for name, offset, begin, end in bucket["shards"]:
 #                 if name == "wte":
-#                     print(f"{bucket_mb} MB, bucket {number}, rank {rank}: {offset} to {offset + end - begin}")
+#                     print(f"{bucket_mb} MiB, bucket {number}, rank {rank}: {offset} to {offset + end - begin}")
 # ```
 #
-# With 25 MB only rank 3 stores them. With 0.2 MB all four ranks store a part. In both cases these are also the moments
-# of the output layer, because it is the same parameter and lies in a bucket only once.
+# With 25 MiB only rank 3 stores them. With 0.2 MiB all four ranks store a part. In both cases these are also the
+# moments of the output layer, because it is the same parameter and lies in a bucket only once.
 #
 # </details>
 #
@@ -820,7 +875,7 @@ assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 # ```python
 # for bucket_mb in (0.0001, 0.2, 1000.0):
 #     result = run_on_ranks(train_by_hand, 4, config, lambda model: make_flat_zero1(model, bucket_mb), None, 2)[0]
-#     print(f"{bucket_mb} MB")
+#     print(f"{bucket_mb} MiB")
 #     show_traffic(result["traffic"])
 # ```
 #
