@@ -259,8 +259,8 @@ for step in range(5):
 # CPUs or `nccl` for GPUs, sends the data. From then on, the ranks can call *collectives*, which all ranks of the group
 # must call. `dist.all_reduce(t)` replaces the tensor `t` of every rank by the sum over all ranks.
 #
-# The next cell writes a complete program and starts it on two ranks, as this command does:
-# `torchrun --standalone --nproc_per_node=2 hello.py`. (`--standalone` means that there is only one machine.)
+# The next cell writes a complete program, and starts it with torchrun on two ranks. The flag `--standalone` means that
+# there is only one machine, and `--nproc_per_node=2` that it runs two ranks.
 #
 # **Predict first:** what do the two ranks print?
 
