@@ -249,7 +249,7 @@ class Zero1Optimizer(DataParallelOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.reduce_gradients()
-        for bucket_index in reversed(self._bucket_order):  # the forward needs the buckets in the opposite order
+        for bucket_index in reversed(self._bucket_order):  # the forward pass needs them in the opposite order
             self.buckets[bucket_index].update_shards()
             self.buckets[bucket_index].start_gather()
         for bucket in set(self.buckets) - self._deferred_buckets:
@@ -263,7 +263,7 @@ class Zero1Optimizer(DataParallelOptimizer):
             bucket.wait()
 
     def gather_during_forward(self, model: nn.Module) -> None:
-        """Let `step` return before the all-gathers end: each module waits for its parameters when its forward begins.
+        """Let `step` return before the all-gathers end: each module waits for its parameters when it is called.
 
         Use it only if each module of the model reads no parameters of other modules.
         """

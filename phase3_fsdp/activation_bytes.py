@@ -1,4 +1,4 @@
-"""The activations that a forward of `GPT` saves for its backward: every tensor, its bytes, and its use.
+"""The activations that a forward pass of `GPT` saves for the backward pass: every tensor, its bytes, and its use.
 
     for row in saved_activations(shape, batch_size=8, tokens=1024):
         print(f"{row.bytes:>13,} B  {row.name} {row.shape}: {row.why}")
@@ -32,7 +32,7 @@ ALL_MODES = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor that is saved for the backward, and the checkpointing modes that save it."""
+    """A tensor that is saved for the backward pass, and the checkpointing modes that save it."""
 
     name: str
     shape: str
@@ -44,7 +44,7 @@ class SavedTensor:
 def saved_activations(
     shape: GPTConfig, batch_size: int, tokens: int, dtype: torch.dtype = torch.float32, mode: str = "none"
 ) -> list[SavedTensor]:
-    """Return the tensors that one block saves, in the order in which its forward computes them.
+    """Return the tensors that one block saves, in the order in which its forward pass computes them.
 
     Args:
         shape: provides n_embd, n_head and dropout.
@@ -124,7 +124,7 @@ def saved_activations_outside_blocks(
 def activation_bytes(
     shape: GPTConfig, batch_size: int, tokens: int, dtype: torch.dtype = torch.float32, mode: str = "none"
 ) -> int:
-    """Return the bytes of activations that the full model has saved at the end of its forward.
+    """Return the bytes of activations that the full model has saved at the end of its forward pass.
 
     Args:
         mode: a value of `--fsdp_activation_checkpointing`: none, full, selective, every_2, every_3, ...

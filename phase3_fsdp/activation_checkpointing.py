@@ -1,4 +1,4 @@
-"""Activation checkpointing: save fewer activations in the forward, recompute them in the backward (Chen et al. 2016).
+"""Activation checkpointing: save fewer in the forward pass, recompute them in the backward pass (Chen et al. 2016).
 
 The backward pass needs activations of the forward pass. A block saves 16 tensors of (B, T, C) for it, which are listed
 in `activation_bytes.py`. A checkpointed block saves only its input, one such tensor. `selective` is between the two: it
@@ -22,7 +22,7 @@ MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 def select_checkpointed_blocks(mode: str, n_layer: int) -> list[int]:
-    """Return the indices of the blocks to recompute in the backward: all of them, every k-th, or none.
+    """Return the indices of the blocks to recompute in the backward pass: all of them, every k-th, or none.
 
     Raises:
         ConfigError: the mode is not `none`, `full`, `selective`, `every_2`, `every_3`, ...
@@ -40,11 +40,11 @@ def select_checkpointed_blocks(mode: str, n_layer: int) -> list[int]:
 
 
 def checkpoint_activations(model: GPT, mode: str) -> None:
-    """Wrap the forward of the selected blocks, so that they save less and recompute the rest in the backward.
+    """Wrap the forward pass of the selected blocks: save less, and recompute the rest in the backward pass.
 
     Dropout draws the same masks in the recomputation, because torch saves the generator's state with the input. The
     wrapper uses non-reentrant checkpointing, which is based on saved-tensor hooks. The older, reentrant form runs a
-    second backward inside the backward, and DDP then receives a parameter's gradient twice
+    second backward pass inside the first, and DDP then receives a parameter's gradient twice
     (`tests/phase3/test_activation_checkpointing.py`).
 
     Args:
@@ -70,6 +70,6 @@ def save_matmuls(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> C
     """Return the policy of `selective`: save the outputs of matrix products, recompute everything else.
 
     Attention is recomputed too, because it draws dropout masks. If the recomputation skipped these draws, the dropout
-    layers after it would draw other masks than in the forward.
+    layers after it would draw other masks than in the forward pass.
     """
     return CheckpointPolicy.MUST_SAVE if operator in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE

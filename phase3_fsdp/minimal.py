@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py --save_to=out/minimal
 
 The functions above `main` need only torch: copy them into your project. `main` uses them to train this repository's GPT
-on Shakespeare, with the losses of `train.py --decay_lr=False`. IMPLEMENTATION.md lists what `train.py` adds.
+on Shakespeare. It prints the losses of `make baseline DEVICE=cpu ARGS="--decay_lr=False --log_interval=1"`.
+IMPLEMENTATION.md lists what `train.py` adds.
 """
 
 import os

@@ -74,6 +74,37 @@ def zero1_overhead_table() -> str:
     return "\n".join(parts)
 
 
+def zero1_speed_table() -> str:
+    """Return the speed of flat relative to DDP on 2 ranks, from every result that has both."""
+    backends = read_results("zero1-backends")[0]["samples"]["rows"]
+    step_ms = {row["backend"]: row["step_ms"] for row in backends if row["ranks"] == 2}
+    overhead = read_results("zero1-overhead")[0]["samples"]
+    alternating = next(row for row in overhead["rows"] if row["ranks"] == 2)["samples_ms"]
+    medians = {name: statistics.median(alternating[name]) for name in ("ddp", "flat", "flat_forward")}
+    eager = [row for row in read_results("throughput")[0]["samples"]["rows"] if not row["compiled"]]
+    speeds = {row["phase"]: row for row in eager if row["ranks"] == 2}
+    rates = {phase: statistics.median(row["tokens_per_second"]) for phase, row in speeds.items()}
+    gpt2 = {row["phase"]: row for row in read_results("gpt2-matrix")[0]["samples"]["rows"] if row["ranks"] == 2}
+    params = gpt2["baseline"]["state_bytes"]["parameters"] // 4
+    cases = [
+        (backends[0]["parameters"], "`train.py`, micro-batches of 12 x 64 tokens", step_ms["DDP"] / step_ms["flat"]),
+        (
+            speeds["phase1"]["parameters"],
+            "`train.py`, micro-batches of 4 x 64 tokens",
+            rates["phase1"] / rates["baseline"],
+        ),
+        (overhead["parameters"], "bare loop, `step` waits for the all-gathers", medians["ddp"] / medians["flat"]),
+        (
+            overhead["parameters"],
+            "bare loop, all-gathers in the forward pass",
+            medians["ddp"] / medians["flat_forward"],
+        ),
+        (params, "`train.py`, micro-batches of 16 tokens", gpt2["baseline"]["step_ms"] / gpt2["phase1"]["step_ms"]),
+    ]
+    rows = [[f"{number:,}", case, f"{speed:.2f}"] for number, case, speed in cases]
+    return format_table(["parameters", "what was measured on 2 ranks", "speed relative to DDP"], rows)
+
+
 def zero1_step_table() -> str:
     """Return the time of `optimizer.step` on one rank."""
     rows = []
@@ -90,5 +121,6 @@ ZERO1_TABLES: dict[str, Callable[[], str]] = {
     "wire": wire_table,
     "zero1_backends": zero1_backends_table,
     "zero1_overhead": zero1_overhead_table,
+    "zero1_speed": zero1_speed_table,
     "zero1_step": zero1_step_table,
 }

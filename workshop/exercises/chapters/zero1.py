@@ -19,7 +19,7 @@ EXERCISES = [
         name="zero1.1",
         title="Split the parameters into buckets",
         targets=("phase1_zero1.buckets:split_into_buckets",),
-        task="""One collective over 25 MB is faster than hundreds over single parameters. Split the parameters that
+        task="""One collective over 25 MiB is faster than hundreds over single parameters. Split the parameters that
         need a gradient into buckets of at most `limit` bytes and one dtype. The bucket that fills first must come
         first.""",
         minutes=10,
