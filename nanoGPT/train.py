@@ -5,7 +5,8 @@
     torchrun --standalone --nproc_per_node=4 train.py           # 4 ranks: gloo on CPUs, NCCL on GPUs
     torchrun --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --nproc_per_node=8 train.py    # node 0 of 2
 
-A run has steps 0 to max_iters - 1. The checkpoint `step-N` is saved after N updates. `--help` lists all flags.
+A run has max_iters updates, in steps 0 to max_iters - 1. It ends with an evaluation and a checkpoint. The checkpoint
+`step-N` is saved after N updates. `--help` lists all flags.
 """
 
 import torch
@@ -64,7 +65,7 @@ def train_step(
 
 
 def train(config: Config) -> None:
-    """Train from `init_from` to `max_iters`, evaluate, log and save. Collective."""
+    """Start as `init_from` says, train until step `max_iters`, evaluate, log and save. Collective."""
     with start(config) as (run, config):
         data = TokenData.from_config(config)
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints, reads_only=config.eval_only)
@@ -90,7 +91,7 @@ def train(config: Config) -> None:
             parallel_model = torch.compile(model, mode=config.compile_mode)  # type: ignore[assignment]
         if run.world_size > 1:
             parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
-            # Else a resumed run would add the gradients of the ranks in another order, and round differently.
+            # DDP reorders its buckets after a backward pass. Do it now, so that a resumed run rounds like this one.
             fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
 
         def save(step: int) -> None:

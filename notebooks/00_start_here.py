@@ -91,8 +91,10 @@ assert checks["the data is prepared"][0] and checks["4 ranks communicate"][0]
 # %% [markdown]
 # ## b. Where is what?
 #
-# The repository contains four versions of one trainer. Each version after the first adds one idea. You do not need to
-# know these words yet: the chapters explain them, and so does [the glossary](../docs/glossary.md).
+# The repository contains four versions of one trainer. Each version after the first adds one idea. Four words occur in
+# the table: a *collective* is an operation that all ranks call together. To *shard* a tensor is to divide it into N
+# parts, one for each of N ranks. AdamW stores two *moments* per parameter, running averages of the gradient and of its
+# square. A *kernel* is a function that runs on the GPU. [The glossary](../docs/glossary.md) defines all terms.
 #
 # | directory | the idea | the question that it answers |
 # |---|---|---|
@@ -166,9 +168,10 @@ def count_sent_bytes() -> float:
     return sum(row["ring_bytes"] for row in counter.rows.values())
 
 
-measured = run_on_ranks(count_sent_bytes, 4)[0]
-print(f"from the collectives {measured / 1e6:.0f} MB, formula 2n(N-1)/N = {ring_bytes('all-reduce', 4e6, 4) / 1e6:.0f} MB")
-assert measured == ring_bytes("all-reduce", 4e6, 4)
+counted = run_on_ranks(count_sent_bytes, 4)[0]
+formula = ring_bytes("all-reduce", 4e6, 4)
+print(f"from the collectives that were called {counted / 1e6:.0f} MB, formula 2n(N-1)/N = {formula / 1e6:.0f} MB")
+assert counted == formula
 
 # %% [markdown]
 # Each rank sends 6 MB. It sends 3 MB (three quarters of the tensor) in a reduce-scatter, which computes the sums, and
@@ -196,8 +199,9 @@ except RankFailed as failure:
     print(failure)
 
 # %% [markdown]
-# Neither: the ranks wait for each other until a time limit ends the run. (The helper of the notebooks calls a barrier
-# after each function, in which ranks wait for each other. Rank 0 waits in the all-reduce, the others in the barrier.) When a run hangs, this is
+# Neither: the ranks wait for each other until a time limit ends the run. (After each function, the helper of the
+# notebooks calls a barrier, a collective that waits until all ranks have called it. Rank 0 waits in the all-reduce, and
+# the others wait in the barrier.) When a run hangs, this is
 # the first thing to look for. The trainers have a watchdog that names the rank and the line.
 #
 # ## f. How to work with the exercises
@@ -222,7 +226,8 @@ for chapter, exercises in CHAPTERS.items():
     print(f"{chapter:13} {len(exercises):10} {minutes:9}   {exercises[0].name}: {exercises[0].title}")
 
 # %% [markdown]
-# Here is what `make check` says about a wrong answer to `memory.3`, which asks for the formula of section (d).
+# Here is what `make check` says about a wrong answer to `memory.3`, which asks for the communication volume of
+# any collective (`kind`), not only of the all-reduce of section (d).
 #
 # **Predict first:** what is wrong with this answer?
 
@@ -259,7 +264,7 @@ assert not verdict.is_right
 #
 # 1. A rank is a process. All ranks run the same program, with different numbers.
 # 2. Ranks work together through collectives, and every rank must call them.
-# 3. If only some ranks call a collective, the run hangs. There is no error.
+# 3. If only some ranks call a collective, the run hangs. There is no error until a time limit ends it.
 # 4. The question of the course is: who stores what, and when?
 # 5. DDP stores everything on every rank, ZeRO-1 shards the optimizer state, and FSDP shards everything.
 # 6. Predict a number before you look at it.

@@ -103,7 +103,7 @@ class Bucket:
             dist.broadcast(self.flat_params, group=group, group_src=0)
         self.shards = self._create_shards()
         self.inner = make_inner([shard.tensor for shard in self.shards], options) if self.shards else None
-        # Per parameter: this rank has a gradient; after the reduction: at least one rank has one.
+        # One flag per parameter: this rank has a gradient. After the reduction: at least one rank has one.
         self.has_grad = [False] * len(params)
         self.ready_params: set[int] = set()  # indices of the parameters whose gradient is complete in this step
         self.work: dist.Work | None = None  # the collective in flight
@@ -123,7 +123,7 @@ class Bucket:
         return [part.view(param.shape) for part, param in zip(parts, self.params, strict=True)]
 
     def _allocate_gradients(self) -> Tensor:
-        """Allocate the buffer of the full gradients, and return this rank's slice of the averaged gradient."""
+        """Allocate the buffer of the gradients. Return a view of this rank's slice, for its averaged gradients."""
         self.flat_grads = torch.zeros_like(self.flat_params)
         self.grad_views = self._split_into_views(self.flat_grads)
         return self.flat_grads[self.local_slice]

@@ -95,10 +95,10 @@ class Zero1Optimizer(DataParallelOptimizer):
         self.require_backward_grad_sync = True
         self.buckets: list[Bucket] = []
         self._bucket_order: list[int] = []  # the order in which all ranks reduce the buckets
-        self._fill_order: list[int] | None = []  # the order on this rank; None once all use rank 0's
+        self._fill_order: list[int] | None = []  # the order on this rank; None after all use rank 0's
         self._num_started = 0  # the number of buckets whose reduction has started in this step
         self._is_reduced = self._has_final_callback = False
-        self._deferred_buckets: set[Bucket] = set()  # all-gathers that a forward hook waits for, not `step`
+        self._deferred_buckets: set[Bucket] = set()  # a forward hook waits for their all-gathers, not `step`
         prototype = optimizer_class([torch.zeros(1)], **defaults)
         super().__init__(params, prototype.defaults)
 
