@@ -262,9 +262,12 @@ def plan(config: PlanConfig) -> dict[str, Any]:
 def find_largest_preset(planned: list[dict[str, Any]], job: Job, batch_size: int, pool: Executor) -> str | None:
     """Return the name of the largest of MODELS that fits on the GPUs of a job whose model fits in no row.
 
-    Only the row that needs the least memory is traced. None: not even the smallest model fits.
+    Only the row that needs the least memory is traced. None: not even the smallest model fits, or no row can run.
     """
-    closest = min((row for row in planned if "cannot" not in row), key=lambda row: row["total_bytes"])
+    possible = [row for row in planned if "cannot" not in row]
+    if not possible:
+        return None
+    closest = min(possible, key=lambda row: row["total_bytes"])
     row: Row = (closest["phase"], closest["options"])
     shapes = {name: GPTConfig(*sizes, job.shape.block_size, False, 50304) for name, sizes in MODELS.items()}
     smaller = [name for name, shape in shapes.items() if shape.count_params() < job.shape.count_params()]

@@ -362,7 +362,7 @@ def find_best(paths: list[Path], best_val_loss: Any) -> Path | None:
         best_val_loss: of the run, from the manifest of its newest checkpoint; None if it has recorded none.
     """
     for path in reversed(paths if best_val_loss is not None else []):
-        with contextlib.suppress(DamagedCheckpoint):
+        with contextlib.suppress(DamagedCheckpoint, ConfigError):
             if read_manifest(path).get("best_val_loss") == best_val_loss:
                 return path
     return None

@@ -22,7 +22,7 @@ from nanoGPT.errors import ConfigError, LostConnection
 
 CONNECT_TIMEOUT = datetime.timedelta(seconds=30)  # of one attempt to connect to a store
 RECORDED_COLLECTIVES = "500"  # per rank, by torch's flight recorder
-REFUSAL_TIMEOUT = datetime.timedelta(seconds=20)  # how long a rank that cannot start tries to report it to the others
+REPORT_TIMEOUT = datetime.timedelta(seconds=20)  # how long a rank that cannot start tries to report it to the others
 
 
 def join_process_group(run: Runtime, timeout: datetime.timedelta, description: dict[str, Any]) -> None:
@@ -149,14 +149,14 @@ def compare_ranks(store: dist.Store, run: Runtime, description: dict[str, Any]) 
         return
     store.set(f"read by {run.rank}", "")
     with contextlib.suppress(dist.DistError):
-        store.wait(reader_keys, REFUSAL_TIMEOUT)  # rank 0 may serve the store, so it waits until all have read it
+        store.wait(reader_keys, REPORT_TIMEOUT)  # rank 0 may serve the store, so it waits until all have read it
     raise ConfigError(verdict, is_shared=True)
 
 
 def report_to_other_nodes(problem: str) -> None:
     """Report to the ranks on other nodes that this rank cannot start, so that they do not wait for it.
 
-    Only ranks that connect within REFUSAL_TIMEOUT receive the report. On this node the launcher stops the other ranks.
+    Only ranks that connect within REPORT_TIMEOUT receive the report. On this node the launcher stops the other ranks.
     This function reads everything from the environment, because the rank may have no valid configuration.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -164,11 +164,11 @@ def report_to_other_nodes(problem: str) -> None:
         rank, world_size, local_world_size, port = (int(os.environ[name]) for name in names)
         if local_world_size == world_size or may_restart():
             return
-        store = connect(os.environ["MASTER_ADDR"], port, rank == 0 and not agent_has_store(), REFUSAL_TIMEOUT)
+        store = connect(os.environ["MASTER_ADDR"], port, rank == 0 and not agent_has_store(), REPORT_TIMEOUT)
         store.set(f"described by {rank}", json.dumps({"problem": problem}))
         if rank == 0:
             store.set("verdict", f"rank 0 cannot start: {problem}")
-            store.wait([f"read by {other}" for other in range(local_world_size, world_size)], REFUSAL_TIMEOUT)
+            store.wait([f"read by {other}" for other in range(local_world_size, world_size)], REPORT_TIMEOUT)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from nanoGPT.files import PACKAGE
 from nanoGPT.schema import SchemaError, check_schema
 from nanoGPT.train_config import GPU_DEFAULTS, C, TrainConfig, cpu_defaults, field_names
 
+# Values of --compile_mode in checkpoints of earlier versions, and their replacements without CUDA graphs.
+REMOVED_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only"}  # apply to one start of a run, and are not resumed
 NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what to use instead
     "backend": "leave it out: the backend follows the device, which --device selects",
@@ -179,6 +181,8 @@ def load_saved_config(config_class: type[TrainConfig], out_dir: str, step: int |
         try:
             saved = check_schema(manifest.get("config", {}), dict[str, Any])
             known = {name: value for name, value in saved.items() if name in names}
+            if known.get("compile_mode") in REMOVED_MODES:
+                known["compile_mode"] = REMOVED_MODES[known["compile_mode"]]
             check_schema(known, config_class)
             return known
         except SchemaError as error:

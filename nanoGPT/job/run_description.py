@@ -30,7 +30,7 @@ def describe_run(config: TrainConfig, data: TokenData, run: Runtime) -> dict[str
     return describe_inputs(config, data) | {
         "the device": run.device.type,
         "the dtype": str(run.dtype).removeprefix("torch."),
-        "the weights to start from": digest_weights(config.init_from),
+        "the weights to start from": describe_starting_point(config.init_from),
     }
 
 
@@ -60,15 +60,25 @@ def digest_code() -> str:
     return compute_digest(b"".join(path.name.encode() + path.read_bytes() for path in sources))
 
 
+def describe_starting_point(init_from: str) -> str:
+    """Return what must be equal on all ranks: `digest_weights`, or for a run's directory only its path.
+
+    The newest checkpoint of a run that is training may change while the ranks start. Rank 0 chooses it for all ranks.
+    """
+    return init_from if step_directories(Path(init_from)) else digest_weights(init_from)
+
+
 def digest_weights(init_from: str) -> str:
     """Return what identifies the weights that a run starts from.
 
     Returns:
-        For the directory of a model, a digest of the names and sizes of its files. Otherwise `init_from` itself: the
-        newest checkpoint of a run may change while the ranks start, so rank 0 chooses it for all.
+        For a run's directory, the name of its newest checkpoint. For another directory, a digest of the names and
+        sizes of its files. Otherwise `init_from` itself.
     """
     folder = Path(init_from)
-    if not folder.is_dir() or step_directories(folder):
+    if steps := step_directories(folder):
+        return steps[0].name
+    if not folder.is_dir():
         return init_from
     files = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
     return compute_digest(json.dumps(files).encode())

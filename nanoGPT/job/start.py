@@ -79,8 +79,7 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
         join_process_group(run, run.timeout, description)
     if not reads_only:
         config = resume_after_restart(run, config, lock)
-    if not reads_only:  # an evaluation has nothing to save, so a signal may end it at once
-        listen_for_signals(run)
+        listen_for_signals(run)  # an evaluation has nothing to save, so a signal may end it at once
     run.print0(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
     try:
         with use_algorithms(backends, config.deterministic):

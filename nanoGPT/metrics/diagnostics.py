@@ -7,6 +7,7 @@
 
 Each rank writes its own files, so that a fault of one rank is visible. `make autopsy` reads them. Without the flag,
 nothing is measured. A record reads every parameter and waits for the GPU, so it adds a fraction of the time of a step.
+On a GPU, it also writes the history of the allocator, a file of some megabytes.
 
 A record is also a check. All ranks must have the same gradient norm. Ranks that store the same parameters must have the
 same values, and the loss of every rank must be finite. Otherwise the run stops with an error that names the ranks.
@@ -32,7 +33,7 @@ from nanoGPT.memory.device import process_bytes
 from nanoGPT.train_config import TrainConfig
 
 CHUNK = 1 << 22  # elements of a parameter that `compute_digest` reads at a time
-MAX_ALLOCATIONS = 100_000  # events that the allocator's history keeps
+MAX_ALLOCATIONS = 20_000  # events that the allocator's history keeps
 NORM_TOLERANCE = 1e-9  # relative; replicas may add the squares in another order
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
@@ -111,7 +112,7 @@ class Diagnostics:
         self.activations: dict[str, float] = {}
         self.records_allocations = config.diagnostics_interval > 0 and run.device.type == "cuda"
         if self.records_allocations:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ALLOCATIONS)
 
     def is_due(self, step: int) -> bool:
         """Return whether this step is recorded."""

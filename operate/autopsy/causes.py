@@ -226,6 +226,11 @@ def find_leak(evidence: Evidence) -> Cause | None:
     return None
 
 
+def log_comb(n: int, k: int) -> float:
+    """Return the logarithm of the number of ways to choose k of n."""
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
 def probability_of_chance(few: tuple[int, int], many: tuple[int, int]) -> float:
     """Return the probability that two ranks that wait equally often differ as much as these (Fisher's exact test).
 
@@ -233,8 +238,14 @@ def probability_of_chance(few: tuple[int, int], many: tuple[int, int]) -> float:
         few, many: for each rank, the number of heartbeats in which it waited, and of all its heartbeats.
     """
     waiting, beats = few[0] + many[0], few[1] + many[1]
-    ways = [math.comb(few[1], k) * math.comb(many[1], waiting - k) for k in range(min(few[0], waiting) + 1)]
-    return sum(ways) / math.comb(beats, waiting)
+    probability = 0.0
+    for k in range(few[0], max(0, waiting - many[1]) - 1, -1):
+        ways = log_comb(few[1], k) + log_comb(many[1], waiting - k)
+        term = math.exp(ways - log_comb(beats, waiting))
+        probability += term
+        if term <= 1e-9 * probability:  # the terms decrease, and a run of days has many
+            break
+    return probability
 
 
 def find_straggler(evidence: Evidence) -> Cause | None:

@@ -104,7 +104,8 @@ def read_evidence(folder: Path) -> Evidence:
         evidence.records[rank] = read_json_lines(path)
     for rank, path in read_by_rank(folder / "stacks", "collectives-rank*.json").items():
         for backend, dump in read_object(path).items():
-            evidence.collectives.setdefault(backend, {})[rank] = dump.get("entries", [])
+            if isinstance(dump, dict) and "entries" in dump:
+                evidence.collectives.setdefault(backend, {})[rank] = dump["entries"]
     for rank, path in read_by_rank(folder / "stacks", "rank*.txt").items():
         evidence.stacks[rank] = path.read_text(errors="replace")[-20_000:]
     evidence.metrics = read_json_lines(folder / "metrics.jsonl")

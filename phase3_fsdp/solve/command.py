@@ -102,7 +102,7 @@ def explain_memory(error: BaseException) -> str | None:
 
 def solve(config: SolveConfig) -> int:
     """Solve the problems on this rank. Return the exit code."""
-    run = create_runtime(config.device, config.dtype)
+    run = create_runtime(config.device, config.dtype, supports_mps=False)
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:

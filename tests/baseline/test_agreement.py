@@ -165,7 +165,9 @@ def test_every_difference_between_ranks_is_named(tmp_path, monkeypatch):
     digests = [run_description.digest_weights(str(tmp_path / name)) for name in ("a", "b")]
     assert digests[0] != digests[1]
     (tmp_path / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)
-    assert run_description.digest_weights(run := str(tmp_path / "run")) == run, "a newer checkpoint may appear"
+    run = str(tmp_path / "run")
+    assert run_description.digest_weights(run) == "step-00000005"
+    assert run_description.describe_starting_point(run) == run, "a newer checkpoint may appear while the ranks start"
 
 
 def test_the_digest_changes_with_the_code(tmp_path, monkeypatch):
@@ -242,10 +244,10 @@ def test_a_node_that_does_not_connect_is_named(tmp_path):
 
 
 # A rank that cannot start waits until the other ranks have read its error. Here there are none: keep the wait short.
-SHORT_REFUSAL_TIMEOUT = """
+SHORT_REPORT_TIMEOUT = """
 import datetime, runpy
 from nanoGPT.distributed import process_group
-process_group.REFUSAL_TIMEOUT = datetime.timedelta(seconds=0.5)
+process_group.REPORT_TIMEOUT = datetime.timedelta(seconds=0.5)
 runpy.run_path("nanoGPT/train.py", run_name="__main__")
 """
 
@@ -253,7 +255,7 @@ runpy.run_path("nanoGPT/train.py", run_name="__main__")
 def test_missing_ranks_are_reported_without_a_launcher(tmp_path):
     """Without a launcher, a rank prints one error if not all ranks connect within --timeout_minutes."""
     program = tmp_path / "impatient.py"
-    program.write_text(SHORT_REFUSAL_TIMEOUT)
+    program.write_text(SHORT_REPORT_TIMEOUT)
     extra_flags = ["--timeout_minutes=0.02", "--stall_seconds=1"]
     rank = start_lone_rank(0, find_free_port(), tmp_path, *extra_flags, trainer=str(program))
     ((code, errors),) = collect_outcomes([rank])

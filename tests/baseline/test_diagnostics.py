@@ -128,7 +128,9 @@ def test_a_gpu_records_its_allocations(tmp_path, monkeypatch):
     """On a GPU, the allocator records its history from the start, and every record writes it. Here the calls are
     recorded and not made, because this also runs where there is no GPU."""
     calls = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: calls.append(max_entries))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda stacks, max_entries: calls.append(max_entries)
+    )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     monkeypatch.setattr(diagnostics, "read_memory", lambda device: {"allocated": 1, "reserved": 1})
     model, run = GPT(GPTConfig(1, 1, 8, 8, False, 16)), create_runtime("cpu", "float32")

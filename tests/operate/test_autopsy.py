@@ -50,7 +50,10 @@ def test_a_good_run_has_no_fault(tmp_path):
     assert (cause.kind, cause.text) == ("none", "no fault: the run has ended")
 
 
-@pytest.mark.parametrize(("waiting", "beats", "kind"), [((2, 6), 8, "none"), ((6, 18), 24, "straggler")])
+@pytest.mark.parametrize(
+    ("waiting", "beats", "kind"),
+    [((2, 6), 8, "none"), ((6, 18), 24, "straggler"), ((60_000, 240_000), 400_000, "straggler")],
+)
 def test_a_short_run_has_no_straggler(waiting, beats, kind, tmp_path):
     """On a busy machine, one of two equal ranks may wait less in a few heartbeats. Many heartbeats are evidence."""
     heartbeats = {rank: {"waiting_beats": each, "beats": beats, "ended": True} for rank, each in enumerate(waiting)}
