@@ -7,7 +7,7 @@
 
 Each rank writes its own files, so that a fault of one rank is visible. `make autopsy` reads them. Without the flag,
 nothing is measured. A record reads every parameter and waits for the GPU, so it adds a fraction of the time of a step.
-On a GPU, it also writes the history of the allocator, a file of some megabytes.
+On a GPU, it also writes the history of the allocator, which takes additional time.
 
 A record is also a check. All ranks must have the same gradient norm. Ranks that store the same parameters must have the
 same values, and the loss of every rank must be finite. Otherwise the run stops with an error that names the ranks.
