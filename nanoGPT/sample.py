@@ -12,14 +12,13 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
-from nanoGPT.checkpoint.manifest import find_newest_run
+from nanoGPT.checkpoint.manifest import Checkpoint, find_newest_run
 from nanoGPT.checkpoint.state import load_weights, read_full_state
 from nanoGPT.checkpoint.weights import find_newest, read_weights
 from nanoGPT.cli.command_line import command_line
@@ -84,7 +83,7 @@ def read_model(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapp
 
     Args:
         source: as `SampleConfig.out_dir`.
-        run: this rank's Runtime; with multiple ranks, rank 0 chooses the checkpoint. None: a single process.
+        run: this rank's Runtime; all ranks then use the same checkpoint. None: a single process.
 
     Returns:
         The weights are full tensors by parameter name, each of which is read when it is accessed.
@@ -93,11 +92,7 @@ def read_model(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapp
         ConfigError: there is no model, or its characters are unknown.
     """
     if (Path(source) / "checkpoints").is_dir():
-        find = partial(find_newest, Path(source))
-        checkpoint = run.call_on_rank0(find) if run else find()
-        identity = checkpoint.manifest["data"]["tokenizer"]
-        shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
-        return shape, read_full_state(checkpoint.path).model, load_tokenizer(identity), identity["vocab_size"]
+        return read_checkpoint(find_newest(Path(source), run))
     shape, weights = read_weights(source, run)
     if shape.vocab_size < GPT2_VOCAB:
         raise ConfigError(
@@ -105,6 +100,13 @@ def read_model(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapp
             "of a run as --out_dir"
         )
     return shape, weights, Gpt2Tokenizer(), GPT2_VOCAB
+
+
+def read_checkpoint(checkpoint: Checkpoint) -> tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]:
+    """Return what `read_model` returns, for a checkpoint of a run."""
+    identity = checkpoint.manifest["data"]["tokenizer"]
+    shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
+    return shape, read_full_state(checkpoint.path).model, load_tokenizer(identity), identity["vocab_size"]
 
 
 def read_start(start: str | None, tokenizer: Tokenizer) -> str:

@@ -72,7 +72,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         data = TokenData.from_config(config)
         source, checkpoint = config.init_from, None
         if source == "resume":
-            checkpoint = run.call_on_rank0(lambda: find_newest(Path(config.out_dir)))
+            checkpoint = find_newest(Path(config.out_dir), run)
             source = str(checkpoint.path)
         config, model_args, weights = read_starting_point(config, data, checkpoint, run, trains=False)
         if checkpoint:

@@ -20,6 +20,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.run_description import digest_weights
 from phase3_fsdp.solve.costs import ModelSize, Spread
 from phase3_fsdp.solve.generation import LanguageModel
+from phase3_fsdp.solve.identity import digest_files
 from phase3_fsdp.solve.prompts import TextCodec
 from phase3_fsdp.solve.units import find_ends, find_units, shard_for_generation
 
@@ -67,7 +68,7 @@ class OpenedHf:
                 "another directory"
             ) from None
         check_supported(self.config, folder)
-        self.name = f"{folder} ({digest_weights(str(folder))})"
+        self.name, self.weights = f"{folder} ({digest_weights(str(folder))})", digest_files(str(folder))
         self.codec: TextCodec = HfCodec(folder, self.config)
         self.context = int(getattr(self.config, "max_position_embeddings", 2048))
 
