@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanoGPT import launch, sample
 from nanoGPT.checkpoint import manifest as manifest_module
 from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.hugging_face import read_hf, write_hf
@@ -23,6 +24,7 @@ from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.prepare.text import make_char_identity
 from nanoGPT.sample import choose_run
 from nanoGPT.tokenizer import load_tokenizer
+from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import MANIFEST_FIELDS, make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train
@@ -263,6 +265,18 @@ def test_a_text_without_a_newline_can_be_trained_on_and_sampled_from(tmp_path):
     sampled = run_program("nanoGPT.sample", out, device, "--max_new_tokens=9")
     assert sampled.code == 0 and set(sampled.output.partition("\n")[0]) <= set("xyz"), sampled
     assert_refused(run_program("nanoGPT.sample", out, device, "--start=\n"), "not in this model's vocabulary")
+
+
+def test_no_sample_is_loaded_that_does_not_fit(runs, monkeypatch, capsys):
+    """After a run, the launcher skips the sample of a model that takes minutes to load, and `make sample` refuses a
+    model that needs more memory than the machine has. Both say what to do."""
+    monkeypatch.setattr(launch, "MAX_SAMPLED_PARAMS", 10)
+    monkeypatch.setattr(sample, "main", lambda config: pytest.fail("the model is loaded"))
+    launch.show_sample(TrainConfig(out_dir=str(runs["nanoGPT"])))
+    assert "parameters; for a sample: make sample ARGS=--out_dir=" in capsys.readouterr().out
+    sample.check_model_fits(GPTConfig())
+    with pytest.raises(ConfigError, match=r"need .* in fp32, but .*: spread it over several ranks"):
+        sample.check_model_fits(GPTConfig(n_layer=10_000, n_embd=100_000))
 
 
 def test_sampling_starts_with_a_newline_by_default(runs):
