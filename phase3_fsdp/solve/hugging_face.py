@@ -44,6 +44,7 @@ except ImportError:
     ) from None
 
 
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of their classes
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -107,8 +108,11 @@ def check_supported(config: Any, folder: Path) -> None:
     """Check that the attention and the files of a model are of a kind that this program supports.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they are not, or the weights are those of another kind of model, such as BERT.
     """
+    names = getattr(config, "architectures", None) or []
+    if names and not any(name.endswith(CAUSAL) for name in names):
+        raise ConfigError(f"{folder} is a {names[0]}, not a causal language model: use another model")
     unknown = {*(getattr(config, "layer_types", None) or [])} - SUPPORTED_LAYERS
     if getattr(config, "alibi", False) or config.model_type == "bloom":
         unknown.add("ALiBi attention")

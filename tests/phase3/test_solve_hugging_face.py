@@ -227,11 +227,15 @@ def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, broken / "model.safetensors")
-    truncated, quantized = (shutil.copytree(broken, tmp_path / name) for name in ("truncated", "quantized"))
+    truncated, quantized, masked = (
+        shutil.copytree(broken, tmp_path / name) for name in ("truncated", "quantized", "masked")
+    )
     (truncated / "model.safetensors").write_bytes((truncated / "model.safetensors").read_bytes()[:1000])
     config = json.loads((broken / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    (masked / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
     cases = {
+        (f"--out_dir={masked}",): "is a BertForMaskedLM, not a causal language model",
         (f"--out_dir={models / 'qwen3'}",): "--prompt=chat needs a tokenizer with a chat template",
         ("--prompt=harmony",): "--prompt=harmony needs the token <|start|>",
         (f"--out_dir={broken}",): "has no tensor for model.norm.weight",
