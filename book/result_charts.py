@@ -123,8 +123,8 @@ def draw_generation(samples: Samples) -> list[Chart]:
     """Draw generated tokens per second of each way to spread the model."""
     rows: dict[str, dict[str, float]] = {}
     for way in samples["ways"]:
-        rows.setdefault(way["spread"], {})[f"{way['slots']} problems per replica"] = way["tokens_per_second"]
-    return [Chart("generated tokens per second", rows)]
+        rows.setdefault(way["spread"], {})[f"batch of {way['slots']}"] = way["tokens_per_second"]
+    return [Chart("generated tokens per second; the batch is per rank, with tp in total", rows)]
 
 
 def draw_muon(samples: Samples) -> list[Chart]:

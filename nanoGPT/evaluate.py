@@ -9,20 +9,23 @@ from nanoGPT.train_config import TrainConfig
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, data: TokenData, config: TrainConfig, run: Runtime) -> float:
+def evaluate(model: torch.nn.Module, data: TokenData, config: TrainConfig, run: Runtime) -> tuple[float, float | None]:
     """Return the mean validation loss over `eval_iters` micro-batches, the same ones each time. Collective.
 
     The micro-batches are divided among the ranks. In the last round some ranks may have none left. They still run the
     model, because a sharded model needs all ranks, but they do not count the loss.
 
-    With `eval_accuracy`, the fraction of tokens that the model predicts correctly is in `run.val_accuracy` on return. A
-    second forward pass computes it: a model that trains never stores the logits of all tokens for it.
+    With `eval_accuracy`, a second forward pass counts the tokens that the model predicts correctly: a model that trains
+    never stores the logits of all tokens for it.
 
     Args:
         model: takes (x, y) and returns the loss. It is in training mode again on return.
         data: the data; the validation split is used.
         config: only `eval_iters` and `eval_accuracy` are used.
         run: this rank's Runtime.
+
+    Returns:
+        The loss, and the fraction of tokens that the model predicts correctly; None without `eval_accuracy`.
     """
     model.eval()
     total, correct = run.new_loss_sum(), run.new_loss_sum()
@@ -37,9 +40,8 @@ def evaluate(model: torch.nn.Module, data: TokenData, config: TrainConfig, run: 
             total += loss
             correct += hits / y.numel()
     model.train()
-    if config.eval_accuracy:
-        run.val_accuracy = run.sum(correct).item() / config.eval_iters
-    return run.sum(total).item() / config.eval_iters
+    accuracy = run.sum(correct).item() / config.eval_iters if config.eval_accuracy else None
+    return run.sum(total).item() / config.eval_iters, accuracy
 
 
 def find_gpt(model: torch.nn.Module) -> GPT:

@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
@@ -42,7 +43,10 @@ from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, parse, read_config_files
 from nanoGPT.job.preflight import preflight
 from nanoGPT.job.watchdog import StallDetector, list_children, watch_children
+from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
+
+MAX_SAMPLED_PARAMS = 2 * 10**9  # of the model of which a sample is printed after a run
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], Path, list[str]]:
@@ -255,11 +259,20 @@ def report_exit(config: TrainConfig, code: int, reason: str) -> int:
 
 
 def show_sample(config: TrainConfig) -> None:
-    """Print a sample of text from the trained model. A failure here does not change the exit code of the run."""
+    """Print a sample of text from the trained model. A failure here does not change the exit code of the run.
+
+    A model that one process would load for minutes is skipped.
+    """
     from nanoGPT import sample
 
-    print(f"\nA sample from {config.out_dir} (more: make sample ARGS=--out_dir={config.out_dir}):\n", flush=True)
+    command = f"make sample ARGS=--out_dir={config.out_dir}"
     try:
+        manifest = next((manifest for _, manifest in read_manifests(Path(config.out_dir))), None)
+        params = GPTConfig.from_dict(manifest["model_args"]).count_params() if manifest else 0
+        if params > MAX_SAMPLED_PARAMS:
+            print(f"\nno sample: one process needs minutes to load {params:,} parameters; for a sample: {command}")
+            return
+        print(f"\nA sample from {config.out_dir} (more: {command}):\n", flush=True)
         sample.main(sample.SampleConfig(out_dir=config.out_dir, max_new_tokens=300, device=config.device))
     except (Exception, SystemExit) as error:  # the handler of a signal raises SystemExit
         print(f"no sample: {error}", flush=True)

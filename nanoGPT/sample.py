@@ -12,20 +12,20 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
-from nanoGPT.checkpoint.manifest import find_newest_run
+from nanoGPT.checkpoint.manifest import Checkpoint, find_newest_run
 from nanoGPT.checkpoint.state import load_weights, read_full_state
 from nanoGPT.checkpoint.weights import find_newest, read_weights
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
+from nanoGPT.memory.device import format_bytes, host_limits
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 
@@ -64,19 +64,43 @@ def choose_run() -> str:
     return str(newest)
 
 
-def load_model(source: str) -> tuple[GPT, Tokenizer, int]:
-    """Return a model, its tokenizer, and the number of ids that the tokenizer has.
+def load_model(source: str, device: torch.device | None = None) -> tuple[GPT, Tokenizer, int]:
+    """Return a model on the CPU, its tokenizer, and the number of ids that the tokenizer has.
 
     Args:
         source: as `SampleConfig.out_dir`.
+        device: where the model will run; None: on the CPU.
 
     Raises:
-        ConfigError: there is no model, or its characters are unknown.
+        ConfigError: there is no model, its characters are unknown, or it does not fit into memory.
     """
     shape, weights, tokenizer, ids = read_model(source)
+    check_model_fits(shape, device)
     model = GPT(shape)
     load_weights(model, weights)
     return model.eval(), tokenizer, ids
+
+
+def check_model_fits(shape: GPTConfig, device: torch.device | None = None) -> None:
+    """Check that the weights fit into the memory of this process, before they are read.
+
+    Args:
+        shape: of the model.
+        device: where it will run; None: on the CPU.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    needed = 4 * shape.count_params()
+    limits = [(owner, total) for owner, total, _ in host_limits()]
+    if device is not None and device.type == "cuda":
+        limits.append(("the free memory of the GPU is", torch.cuda.mem_get_info(device)[0]))
+    for owner, total in limits:
+        if needed > total:
+            raise ConfigError(
+                f"the model has {shape.count_params():,} parameters, which need {format_bytes(needed)} in fp32, but "
+                f"{owner} {format_bytes(total)}: spread it over several ranks with `make evaluate`"
+            )
 
 
 def read_model(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]:
@@ -84,7 +108,7 @@ def read_model(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapp
 
     Args:
         source: as `SampleConfig.out_dir`.
-        run: this rank's Runtime; with multiple ranks, rank 0 chooses the checkpoint. None: a single process.
+        run: this rank's Runtime; all ranks then use the same checkpoint. None: a single process.
 
     Returns:
         The weights are full tensors by parameter name, each of which is read when it is accessed.
@@ -93,11 +117,7 @@ def read_model(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapp
         ConfigError: there is no model, or its characters are unknown.
     """
     if (Path(source) / "checkpoints").is_dir():
-        find = partial(find_newest, Path(source))
-        checkpoint = run.call_on_rank0(find) if run else find()
-        identity = checkpoint.manifest["data"]["tokenizer"]
-        shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
-        return shape, read_full_state(checkpoint.path).model, load_tokenizer(identity), identity["vocab_size"]
+        return read_checkpoint(find_newest(Path(source), run))
     shape, weights = read_weights(source, run)
     if shape.vocab_size < GPT2_VOCAB:
         raise ConfigError(
@@ -105,6 +125,13 @@ def read_model(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapp
             "of a run as --out_dir"
         )
     return shape, weights, Gpt2Tokenizer(), GPT2_VOCAB
+
+
+def read_checkpoint(checkpoint: Checkpoint) -> tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]:
+    """Return what `read_model` returns, for a checkpoint of a run."""
+    identity = checkpoint.manifest["data"]["tokenizer"]
+    shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
+    return shape, read_full_state(checkpoint.path).model, load_tokenizer(identity), identity["vocab_size"]
 
 
 def read_start(start: str | None, tokenizer: Tokenizer) -> str:
@@ -156,7 +183,7 @@ def main(config: SampleConfig) -> None:
     """
     validate(config)
     device, _ = pick_device(config.device, 0, 1, 1)
-    model, tokenizer, vocab_size = load_model(config.out_dir or choose_run())
+    model, tokenizer, vocab_size = load_model(config.out_dir or choose_run(), device)
     model.to(device)
     prompt = tokenizer.encode(read_start(config.start, tokenizer))
     if not prompt:

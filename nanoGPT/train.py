@@ -103,11 +103,11 @@ def train(config: Config) -> None:
         diagnostics = Diagnostics(config, run, model, optimizer)
         with Telemetry(config, run, first_step, model.flops_per_token()) as telemetry:
             for step in range(first_step, config.max_iters + 1):
-                val_loss = None
+                val_loss = val_accuracy = None
                 is_last = step == config.max_iters or config.eval_only
                 if step % config.eval_interval == 0 or is_last:
                     with telemetry.untimed("evaluate", step):
-                        val_loss = evaluate(parallel_model, data, config, run)
+                        val_loss, val_accuracy = evaluate(parallel_model, data, config, run)
                     check_finite(step, val_loss)
                     has_improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
@@ -115,7 +115,9 @@ def train(config: Config) -> None:
                     if may_save and (has_improved or config.always_save_checkpoint or is_last):
                         save(step)
                 if is_last:
-                    telemetry.log(step, loss=None, lr=None, grad_norm=None, val_loss=val_loss)
+                    telemetry.log(
+                        step, loss=None, lr=None, grad_norm=None, val_loss=val_loss, val_accuracy=val_accuracy
+                    )
                     break
 
                 lr = learning_rate(step, config)
@@ -131,7 +133,9 @@ def train(config: Config) -> None:
                 if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
                     check_finite(step, mean_loss, None if scaler.is_enabled else norm.item())
-                    telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
+                    telemetry.log(
+                        step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss, val_accuracy=val_accuracy
+                    )
                 if should_save:
                     save(step + 1)
                 if should_stop:

@@ -72,7 +72,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         data = TokenData.from_config(config)
         source, checkpoint = config.init_from, None
         if source == "resume":
-            checkpoint = run.call_on_rank0(lambda: find_newest(Path(config.out_dir)))
+            checkpoint = find_newest(Path(config.out_dir), run)
             source = str(checkpoint.path)
         config, model_args, weights = read_starting_point(config, data, checkpoint, run, trains=False)
         if checkpoint:
@@ -81,10 +81,10 @@ def evaluate_weights(config: EvaluateConfig) -> float:
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)
-        loss = evaluate(model, data, replace(config, eval_accuracy=True), run)
+        loss, accuracy = evaluate(model, data, replace(config, eval_accuracy=True), run)
         tokens = config.eval_iters * data.batch_size * data.block_size
         quality = f"validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens"
-        run.print0(f"{source}: {quality}, token accuracy {run.val_accuracy:.4f}")
+        run.print0(f"{source}: {quality}, token accuracy {accuracy:.4f}")
         return loss
 
 

@@ -186,7 +186,7 @@ def time_evaluation(package: str, config: Any) -> float:
     def evaluate_twice(model: Any, data: Any, config: Any, run: Any) -> float:
         evaluate(model, data, replace(config, eval_iters=2), run)
         start = time.perf_counter()
-        loss: float = evaluate(model, data, config, run)  # reads the loss, and so waits for the GPU
+        loss, _ = evaluate(model, data, config, run)  # reads the loss, and so waits for the GPU
         seconds.append(time.perf_counter() - start)
         return loss
 

@@ -63,8 +63,7 @@ def write_shards(files: NewFiles, tensors: Mapping[str, Tensor]) -> None:
     """
     writer = dcp.FileSystemWriter(files.folder, sync_files=False, overwrite=False)
     writer.fs = HashingFileSystem(files)
-    with warnings.catch_warnings(), raise_own_error(), disable_crc32():
-        warnings.simplefilter("ignore")  # DCP warns about settings that matter only if it overwrites files
+    with raise_own_error(), disable_crc32():
         with ReportingPlanner(files.report_progress, dist.get_world_size(files.group)) as planner:
             dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=files.group)
 
@@ -147,9 +146,10 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], no_d
         PeerFailed: only other ranks failed.
     """
     reader = source if isinstance(source, SafeReader) else SafeReader(source)
+    # A filter that stays: `catch_warnings` would restore the filters of all threads, also of one that saves meanwhile.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
     try:
-        with warnings.catch_warnings(), raise_own_error(no_dist):
-            warnings.simplefilter("ignore")  # DCP warns that a single process does not communicate
+        with raise_own_error(no_dist):
             dcp.load(dict(tensors), storage_reader=reader, planner=TensorOnlyPlanner(), no_dist=no_dist)
     except PeerFailed:
         raise

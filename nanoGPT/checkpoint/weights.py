@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB, PRETRAINED, download_gpt2, read_hf
-from nanoGPT.checkpoint.manifest import Checkpoint, DamagedCheckpoint, check_training, read_manifests, verify_files
+from nanoGPT.checkpoint.manifest import (
+    Checkpoint,
+    DamagedCheckpoint,
+    check_training,
+    read_manifest,
+    read_manifests,
+    verify_files,
+)
 from nanoGPT.checkpoint.state import SHAPE, LazyTensors, check_resume, check_shape, read_ckpt, read_full_state
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
@@ -85,27 +92,58 @@ def read_starting_point(
     return dataclasses.replace(config, **{name: getattr(shape, name) for name in SHAPE}), shape, weights
 
 
-def find_newest(out_dir: Path) -> Checkpoint:
-    """Return the newest complete checkpoint of a run, for one process. Nothing is renamed.
+def find_newest(out_dir: Path, run: Runtime | None = None) -> Checkpoint:
+    """Return the newest complete checkpoint of a run. Nothing is renamed. Collective if there is a Runtime.
+
+    Args:
+        out_dir: directory of the run.
+        run: this rank's Runtime. Rank 0 lists the checkpoints, and the ranks divide the files to hash, so that a large
+            checkpoint takes 1/N of the time. None: a single process.
 
     Raises:
         ConfigError: there is no complete checkpoint, or one could not be read.
     """
+
+    def list_paths() -> list[Path]:
+        return [path for path, _ in read_manifests(out_dir)]
+
     is_changing = True
     while is_changing:  # if a training run deletes a checkpoint meanwhile, it has saved a newer one: search again
         is_changing = False
-        for path, manifest in read_manifests(out_dir):
-            try:
-                verify_files(path, manifest)
-                check_training(path, manifest)
-                return Checkpoint(path, manifest)
-            except DamagedCheckpoint as reason:
-                is_changing = is_changing or not is_present(path)
-                if is_present(path):
-                    print(f"skipping {path.name}: {reason}", file=sys.stderr)
+        for path in run.call_on_rank0(list_paths) if run else list_paths():
+            checkpoint, reason = verify_checkpoint(path, run)
+            if checkpoint:
+                return checkpoint
+            is_deleted = not is_present(path)
+            is_changing = is_changing or (run.any(is_deleted)[0] if run else is_deleted)
+            if not is_deleted and (run is None or run.is_main):
+                print(f"skipping {path.name}: {reason}", file=sys.stderr)
     raise ConfigError(
         f"there is no complete checkpoint under {out_dir}: train first, or use the --out_dir of another run"
     )
+
+
+def verify_checkpoint(path: Path, run: Runtime | None) -> tuple[Checkpoint | None, str]:
+    """Verify a checkpoint, and return it, or None and what is damaged. Collective if there is a Runtime.
+
+    Raises:
+        ConfigError: a file could not be read, or the checkpoint is none of a training run. All ranks raise it.
+    """
+    rank, world_size = (run.rank, run.world_size) if run else (0, 1)
+    checkpoint, damage, failure = None, "", ""
+    try:
+        checkpoint = Checkpoint(path, read_manifest(path))
+        verify_files(path, checkpoint.manifest, rank, world_size)
+        check_training(path, checkpoint.manifest)
+    except DamagedCheckpoint as error:
+        damage = str(error)
+    except ConfigError as error:
+        failure = str(error)
+    outcomes = run.gather((damage, failure)) if run else [(damage, failure)]
+    if message := next((failure for _, failure in outcomes if failure), ""):
+        raise ConfigError(message)
+    damage = next((damage for damage, _ in outcomes if damage), "")
+    return None if damage else checkpoint, damage
 
 
 def read_weights(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapping[str, Tensor]]:
@@ -126,7 +164,7 @@ def read_weights(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Ma
     if source in PRETRAINED and not folder.is_dir():
         folder = download_gpt2(source)
     if is_present(folder / "checkpoints"):
-        checkpoint = run.call_on_rank0(partial(find_newest, folder)) if run else find_newest(folder)
+        checkpoint = find_newest(folder, run)
         return check_weights_fit(source, checkpoint.manifest["model_args"], read_full_state(checkpoint.path).model)
     if size_of(folder / "ckpt.pt") is not None:
         state, rest = read_ckpt(folder / "ckpt.pt")

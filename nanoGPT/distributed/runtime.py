@@ -59,7 +59,6 @@ class Runtime:
         reasons: why each automatic choice was made.
         stop_signal: name of the signal that asked this rank to stop; None if there was none.
         is_stopping: whether any rank got such a signal, as of the last `exchange_requests`.
-        val_accuracy: token accuracy of the last evaluation; None if it was not measured.
         lock: the lock on out_dir; only on rank 0, while the run uses the directory.
         uses_autocast: False if parameters are cast instead, as FSDP does.
         group: the process group of `any` and `gather`; None: the default group.
@@ -78,7 +77,6 @@ class Runtime:
     reasons: dict[str, str] = field(default_factory=dict)
     stop_signal: str | None = None
     is_stopping: bool = False
-    val_accuracy: float | None = None
     lock: DirectoryOwner | None = None
     uses_autocast: bool = True
     group: dist.ProcessGroup | None = None

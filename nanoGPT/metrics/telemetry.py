@@ -193,8 +193,8 @@ class Telemetry:
             "peak_memory_bytes": read_peak_memory(self.run.device),
             **more,
         }
-        if line.get("val_loss") is not None and self.run.val_accuracy is not None:
-            line["val_accuracy"] = self.run.val_accuracy
+        if line.get("val_accuracy") is None:  # a field of runs that measure it
+            line.pop("val_accuracy", None)
         if not self.config.eval_only:
             self._write_metrics(line)
         if self.tracker:

@@ -20,12 +20,13 @@ from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.job.nodes import NodeConfig
-from nanoGPT.job.run_description import digest_code, digest_weights, find_version
+from nanoGPT.job.run_description import digest_code, find_version
 from nanoGPT.job.signals import exit_with_launcher, listen_for_signals
 from nanoGPT.job.start import report_job_errors
 from nanoGPT.launch import configure_agent, explain_exit, find_root_cause, forward_signals
 from nanoGPT.sample import choose_run
 from phase3_fsdp.solve.evaluation import Evaluation
+from phase3_fsdp.solve.identity import describe_weights
 from phase3_fsdp.solve.models import open_model
 from phase3_fsdp.solve.prompts import Prompter
 from phase3_fsdp.solve.settings import SolveConfig, validate
@@ -115,7 +116,7 @@ def solve(config: SolveConfig) -> int:
         "the device": run.device.type,
         "the dtype": str(run.dtype).removeprefix("torch."),
         "the code": digest_code(),
-        "the weights": digest_weights(config.out_dir),
+        "the weights": describe_weights(config.out_dir),
     }
     description |= {f"the version of {name}": find_version(name) for name in ("torch", "transformers")}
     if not torch.distributed.is_initialized():

@@ -107,7 +107,8 @@ class Evaluation:
         config = self.config
         names = ("tokens", "prompt", "attempts", "temperature", "top_k", "seed")
         values = {name: getattr(config, name) for name in names} | {"stop": list(config.stop) or None}
-        return {"model": self.model.name, "dtype": str(self.run.dtype).removeprefix("torch."), **values}
+        names_of_model = {"model": self.model.name, "weights": self.model.weights}
+        return {**names_of_model, "dtype": str(self.run.dtype).removeprefix("torch."), **values}
 
     def _load(self, tasks: list[Task]) -> Generator:
         """Choose how to spread the model, print why, and read it."""
@@ -195,6 +196,7 @@ class Evaluation:
         write_atomically(self.folder / f"report_{suffix}.html", report.write_html(result).encode())
         write_atomically(path, (json.dumps(result, indent=1) + "\n").encode())
         shown = {name: value for name, value in result["scores"].items() if name != "pass_at"}
+        shown |= {f"pass@{k}": value for k, value in result["scores"].get("pass_at", {}).items()}
         print(", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
         print(f"result: {path}", flush=True)
         self.progress.close()

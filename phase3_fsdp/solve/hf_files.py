@@ -16,6 +16,7 @@ from nanoGPT.errors import ConfigError
 from phase3_fsdp import fsdp
 from phase3_fsdp.solve.hf_tensor_parallel import Part
 
+MXFP4_GROUP = 32  # numbers with one scale
 Rows = EllipsisType | int | tuple[int, slice]  # an index into a parameter
 
 
@@ -59,7 +60,7 @@ def read_rows(
 
     A mixture of experts has one parameter for all experts of a layer, with one row per expert. A file may have one
     tensor per matrix of an expert instead, or the 4-bit numbers of gpt-oss (MXFP4), which become bfloat16 here, one
-    expert after the other. Of those, a rank reads full experts.
+    expert after the other.
 
     Args:
         files: the file of each tensor.
@@ -74,15 +75,13 @@ def read_rows(
     if name in files:
         yield ..., read_slice(files[name], name, begin, end) if part is None else read_part(files[name], name, part)
         return
-    packed = [f"{name}_blocks", f"{name}_scales"]
-    is_packed = all(key in files for key in packed)
+    is_packed = f"{name}_blocks" in files and f"{name}_scales" in files
     layer, _, kind = name.rpartition(".")
     matrices = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
     for expert in range(begin, end):
         keys = [f"{layer}.{expert}.{matrix}.weight" for matrix in matrices]
         if is_packed:
-            row = convert_moe_packed_tensors(*(read_slice(files[key], key, expert, expert + 1) for key in packed))[0]
-            yield expert - begin, row if part is None else part.take_from_row(row)
+            yield expert - begin, read_packed_expert(files, name, expert, part)
         elif keys and all(key in files for key in keys):
             yield from read_expert([files[key] for key in keys], keys, expert - begin, part)
         else:
@@ -100,6 +99,28 @@ def read_expert(paths: list[Path], keys: list[str], row: int, part: Part | None)
         content = read_slice(path, key, 0, None) if part is None else read_part(path, key, part.of_matrix(number))
         yield (row, slice(length, length + len(content))), content
         length += len(content)
+
+
+def read_packed_expert(files: dict[str, Path], name: str, expert: int, part: Part | None) -> Tensor:
+    """Return a matrix of an expert in 4 bits (MXFP4), or a rank's part of it, (inputs, outputs), in bfloat16.
+
+    The files have (experts, outputs, inputs / 32, 16) bytes: two numbers per byte, and 32 numbers with one scale. If a
+    part of the inputs does not begin or end with a group of 32, the full group is read.
+    """
+    outputs, groups, inputs = slice(None), slice(None), slice(None)
+    if part is not None:
+        ((begin, end),) = part.ranges  # gates and other outputs of gpt-oss alternate
+        if part.dim == 2:
+            outputs = slice(begin, end)
+        else:
+            groups = slice(begin // MXFP4_GROUP, -(-end // MXFP4_GROUP))
+            inputs = slice(begin % MXFP4_GROUP, begin % MXFP4_GROUP + end - begin)
+    packed = []
+    for key in (f"{name}_blocks", f"{name}_scales"):
+        with safe_open(files[key], "pt") as opened:
+            packed.append(opened.get_slice(key)[expert : expert + 1, outputs, groups])
+    matrix: Tensor = convert_moe_packed_tensors(*packed)[0, inputs]
+    return matrix
 
 
 def read_slice(file: Path, key: str, begin: int, end: int | None) -> Tensor:

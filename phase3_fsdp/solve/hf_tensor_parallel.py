@@ -12,7 +12,7 @@ partial results of all experts.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,10 +78,6 @@ class Part:
             return Part(1, self.ranges)
         begin = self.ranges[0][0]
         return Part(0, ((begin, begin + self.ranges[number][1] - self.ranges[number][0]),))
-
-    def take_from_row(self, row: Tensor) -> Tensor:
-        """Return this part of one row of a parameter."""
-        return replace(self, dim=self.dim - 1).take(row)
 
 
 def find_plan(model: nn.Module) -> dict[str, str]:

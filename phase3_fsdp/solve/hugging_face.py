@@ -20,6 +20,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.run_description import digest_weights
 from phase3_fsdp.solve.costs import ModelSize, Spread
 from phase3_fsdp.solve.generation import LanguageModel
+from phase3_fsdp.solve.identity import digest_files
 from phase3_fsdp.solve.prompts import TextCodec
 from phase3_fsdp.solve.units import find_ends, find_units, shard_for_generation
 
@@ -43,6 +44,7 @@ except ImportError:
     ) from None
 
 
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of their classes
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -67,7 +69,7 @@ class OpenedHf:
                 "another directory"
             ) from None
         check_supported(self.config, folder)
-        self.name = f"{folder} ({digest_weights(str(folder))})"
+        self.name, self.weights = f"{folder} ({digest_weights(str(folder))})", digest_files(str(folder))
         self.codec: TextCodec = HfCodec(folder, self.config)
         self.context = int(getattr(self.config, "max_position_embeddings", 2048))
 
@@ -106,8 +108,11 @@ def check_supported(config: Any, folder: Path) -> None:
     """Check that the attention and the files of a model are of a kind that this program supports.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they are not, or the weights are those of another kind of model, such as BERT.
     """
+    names = getattr(config, "architectures", None) or []
+    if names and not any(name.endswith(CAUSAL) for name in names):
+        raise ConfigError(f"{folder} is a {names[0]}, not a causal language model: use another model")
     unknown = {*(getattr(config, "layer_types", None) or [])} - SUPPORTED_LAYERS
     if getattr(config, "alibi", False) or config.model_type == "bloom":
         unknown.add("ALiBi attention")

@@ -8,15 +8,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
+from nanoGPT.checkpoint.weights import find_newest
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import is_present, read_document
 from nanoGPT.job.run_description import digest_weights
 from nanoGPT.model import GPTConfig
-from nanoGPT.sample import read_model
+from nanoGPT.sample import read_checkpoint, read_model
 from nanoGPT.tokenizer import Tokenizer
 from phase3_fsdp.solve.costs import ModelSize, Spread, measure_gpt
 from phase3_fsdp.solve.generation import LanguageModel
 from phase3_fsdp.solve.gpt import GptModel, spread_gpt
+from phase3_fsdp.solve.identity import digest_files
 from phase3_fsdp.solve.prompts import OwnCodec, TextCodec
 
 
@@ -24,13 +26,15 @@ class OpenedModel(Protocol):
     """A model whose weights have not been read yet.
 
     Attributes:
-        name: identifies the model in the result.
+        name: where the model is, for people.
+        weights: identifies its weights and tokenizer, wherever they are.
         size: its sizes.
         context: largest number of tokens of a sequence.
         codec: its tokenizer.
     """
 
     name: str
+    weights: str
     size: ModelSize
     context: int
     codec: TextCodec
@@ -41,17 +45,22 @@ class OpenedModel(Protocol):
 
 
 class OpenedGpt:
-    """A `GPT` of this project: a run, nanoGPT's ckpt.pt, or a GPT-2 of Hugging Face."""
+    """A `GPT` of this project: a run, nanoGPT's ckpt.pt, or a GPT-2 of Hugging Face.
 
-    def __init__(self, source: str, shape: GPTConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, ids: int):
-        self.name = f"{source} ({digest_weights(source)})"
-        self.shape, self.weights = shape, weights
-        self.size, self.context = measure_gpt(shape), shape.block_size
+    Args:
+        name, weights: as in `OpenedModel`.
+        content: what `read_model` returns.
+    """
+
+    def __init__(self, name: str, weights: str, content: tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]):
+        self.name, self.weights = name, weights
+        self.shape, self.tensors, tokenizer, ids = content
+        self.size, self.context = measure_gpt(self.shape), self.shape.block_size
         self.codec: TextCodec = OwnCodec(tokenizer, ids)
 
     def load(self, spread: Spread, run: Runtime) -> LanguageModel:
         """Read this rank's part of the weights. Collective."""
-        return GptModel(spread_gpt(self.shape, self.weights, spread, run), self.codec.ids, run.device)
+        return GptModel(spread_gpt(self.shape, self.tensors, spread, run), self.codec.ids, run.device)
 
 
 def open_model(source: str, run: Runtime) -> OpenedModel:
@@ -68,7 +77,11 @@ def open_model(source: str, run: Runtime) -> OpenedModel:
         from phase3_fsdp.solve.hugging_face import OpenedHf  # needs the extra `web`
 
         return OpenedHf(Path(source))
-    return OpenedGpt(source, *read_model(source, run))
+    if (Path(source) / "checkpoints").is_dir():
+        checkpoint = find_newest(Path(source), run)
+        name, weights = f"{source} ({checkpoint.path.name})", checkpoint.manifest["sha256"]
+        return OpenedGpt(name, weights, read_checkpoint(checkpoint))
+    return OpenedGpt(f"{source} ({digest_weights(source)})", digest_files(source), read_model(source, run))
 
 
 def is_hugging_face_model(folder: Path) -> bool:

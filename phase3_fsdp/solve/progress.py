@@ -59,15 +59,15 @@ class Progress:
             return
         try:
             saved = json.loads(path.read_text())
-            different = [name for name in settings if saved.get(name) != settings[name]]
+            different = find_differences(saved, settings)
         except (ValueError, AttributeError):
             raise ConfigError(f"{path} is damaged: use another directory as --to") from None
         if different:
             name = different[0]
-            raise ConfigError(
-                f"{self.folder} has answers with {name} {saved.get(name)!r} instead of {settings[name]!r}: use another "
-                "directory as --to"
-            )
+            reason = f"with {name} {saved.get(name)!r} instead of {settings[name]!r}"
+            if name == "weights":
+                reason = f"of {saved.get('model')}, whose weights differ from those of {settings.get('model')}"
+            raise ConfigError(f"{self.folder} has answers {reason}: use another directory as --to")
 
     def add(self, line: dict[str, Any]) -> None:
         """Append the line of a finished problem. When this returns, it is on the disk."""
@@ -86,6 +86,17 @@ class Progress:
         """Close the files, and let another run use the directory."""
         self.file.close()
         self.lock.close()
+
+
+def find_differences(saved: dict[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of settings that are not the saved ones.
+
+    A model is compared by its weights, not by its path. Older versions saved only its name, and one text to stop at.
+    """
+    ignored = "model" if "weights" in saved else "weights"
+    if isinstance(stop := saved.get("stop"), str):
+        saved = {**saved, "stop": [stop]}
+    return [name for name in settings if name != ignored and saved.get(name) != settings[name]]
 
 
 def lock_directory(folder: Path) -> DirectoryLock:

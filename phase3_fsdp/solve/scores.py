@@ -4,13 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-PASS_AT = (1, 2, 5, 10, 20, 50, 100)
+
+def list_pass_at(attempts: int) -> list[int]:
+    """Return each k of pass@k: the powers of two up to the number of attempts, and this number."""
+    return [*(2**i for i in range(attempts.bit_length()) if 2**i < attempts), attempts]
 
 
 def estimate_pass_at(attempts: int, right: int, k: int) -> float:
-    """Return the probability that one of k attempts is right, if `right` of `attempts` are (Chen et al. 2021)."""
-    if attempts - right < k:
-        return 1.0
+    """Return the unbiased estimate of pass@k, the probability that one of k attempts is right (Chen et al. 2021).
+
+    It is the fraction of all choices of k of the `attempts`, of which `right` are right, that contain a right one.
+    """
     return 1.0 - math.comb(attempts - right, k) / math.comb(attempts, k)
 
 
@@ -19,7 +23,7 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         accuracy: the fraction of problems whose first attempt is right.
-        pass_at: for each k up to the number of attempts, the mean probability that one of k attempts is right.
+        pass_at: for each k of `list_pass_at`, the mean probability that one of k attempts is right.
         cell_accuracy: the mean fraction of equal cells of ARC grids, first attempts.
         accuracy_by_sum: for multiple choice, with total instead of mean log-likelihoods.
         perplexity: over all tokens of the texts.
@@ -35,8 +39,7 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         right = [sum(attempt["is_right"] for attempt in attempts) for attempts in sampled]
         scores["pass_at"] = {
             str(k): sum(estimate_pass_at(len(a), r, k) for a, r in zip(sampled, right, strict=True)) / len(sampled)
-            for k in PASS_AT
-            if k <= n
+            for k in list_pass_at(n)
         }
     for name, source in (("cell_accuracy", "cell_accuracy"), ("accuracy_by_sum", "is_right_by_sum")):
         if values := [line[source] for line in lines if source in line]:

@@ -33,7 +33,7 @@ class SolveConfig:
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """text that ends an answer; repeat it for several texts; none: a blank line for ARC tasks with plain prompts"""
     attempts: int = 1
-    """answers per problem, for pass@k; more than one needs a temperature"""
+    """answers per problem, for pass@k with k = 1, 2, 4, ... and this number; more than one needs a temperature"""
     temperature: float = 0.0
     """sampling temperature; 0 always takes the most likely token"""
     top_k: int | None = None

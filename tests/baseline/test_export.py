@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from nanoGPT import launch, sample
+from nanoGPT.checkpoint import manifest as manifest_module
 from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.hugging_face import read_hf, write_hf
+from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
 from nanoGPT.checkpoint.state import read_ckpt, read_full_state
 from nanoGPT.checkpoint.weights import find_newest, read_weights
 from nanoGPT.distributed.runtime import create_runtime
@@ -20,6 +24,7 @@ from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.prepare.text import make_char_identity
 from nanoGPT.sample import choose_run
 from nanoGPT.tokenizer import load_tokenizer
+from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import MANIFEST_FIELDS, make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train
@@ -262,6 +267,18 @@ def test_a_text_without_a_newline_can_be_trained_on_and_sampled_from(tmp_path):
     assert_refused(run_program("nanoGPT.sample", out, device, "--start=\n"), "not in this model's vocabulary")
 
 
+def test_no_sample_is_loaded_that_does_not_fit(runs, monkeypatch, capsys):
+    """After a run, the launcher skips the sample of a model that takes minutes to load, and `make sample` refuses a
+    model that needs more memory than the machine has. Both say what to do."""
+    monkeypatch.setattr(launch, "MAX_SAMPLED_PARAMS", 10)
+    monkeypatch.setattr(sample, "main", lambda config: pytest.fail("the model is loaded"))
+    launch.show_sample(TrainConfig(out_dir=str(runs["nanoGPT"])))
+    assert "parameters; for a sample: make sample ARGS=--out_dir=" in capsys.readouterr().out
+    sample.check_model_fits(GPTConfig())
+    with pytest.raises(ConfigError, match=r"need .* in fp32, but .*: spread it over several ranks"):
+        sample.check_model_fits(GPTConfig(n_layer=10_000, n_embd=100_000))
+
+
 def test_sampling_starts_with_a_newline_by_default(runs):
     """Without --start, sampling starts with a newline if the vocabulary has one. Both a character vocabulary and
     GPT-2's do."""
@@ -330,17 +347,38 @@ except (RuntimeError, MemoryError):
 """
 
 
-def read_weights_on_two_ranks(out_dir: str) -> list[float]:
-    """Read the weights of a run as --init_from does. Rank 1 fails if it searches for the newest checkpoint itself."""
-    run = create_runtime("cpu", "auto")
+def read_weights_on_two_ranks(out_dir: str) -> tuple[list[float], list[str]]:
+    """Read the weights of a run as --init_from does. Rank 1 fails if it lists the checkpoints itself.
+
+    Returns:
+        A parameter, and the files that this rank has hashed.
+    """
+    run, hashed, sha256_of = create_runtime("cpu", "auto"), [], manifest_module.sha256_of
     if run.rank == 1:
-        weights_module.find_newest = lambda folder: sys.exit(f"rank 1 searches {folder}")
+        weights_module.read_manifests = lambda folder: sys.exit(f"rank 1 lists {folder}")
+    manifest_module.sha256_of = lambda path: hashed.append(f"{path.parent.name}/{path.name}") or sha256_of(path)
     _, weights = read_weights(out_dir, run)
-    return weights["transformer.ln_f.weight"].tolist()
+    return weights["transformer.ln_f.weight"].tolist(), hashed
 
 
-def test_rank_0_selects_the_weights_to_start_from(runs):
-    """With multiple ranks, only rank 0 selects the newest checkpoint of --init_from. All ranks therefore read the same
-    weights, even if that run saves meanwhile."""
-    first, second = run_on_ranks(read_weights_on_two_ranks, 2, str(runs["nanoGPT"]), show=False)
+def test_ranks_select_the_same_weights_to_start_from(runs, tmp_path):
+    """Only rank 0 lists the checkpoints of --init_from, so all ranks read the same one, even if that run saves
+    meanwhile. The ranks divide the files to hash. If one of them finds damage, all use the previous checkpoint."""
+    (first, hashed), (second, others) = run_on_ranks(read_weights_on_two_ranks, 2, str(runs["phase3_fsdp"]), show=False)
+    newest = newest_checkpoint(runs["phase3_fsdp"])
     assert first == second and len(first) > 1
+    files = [f"{newest.name}/{file.name}" for file in newest.iterdir() if file.name != "manifest.json"]
+    assert sorted(hashed + others) == sorted(files) and abs(len(hashed) - len(others)) <= 1
+    shutil.copytree(runs["phase3_fsdp"] / "checkpoints", tmp_path / "checkpoints")
+    newer = tmp_path / "checkpoints" / newest.name
+    older = newer.with_name("step-00000001")
+    newer.rename(older)
+    fields = read_manifest(newest)
+    (older / "manifest.json").write_text(serialize_manifest({**fields, "step": 1}))
+    shutil.copytree(newest, newer)
+    damaged = newer / fields["files"][1]["name"]  # rank 1 hashes it
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    again = run_on_ranks(read_weights_on_two_ranks, 2, str(tmp_path), show=False)
+    assert [weights for weights, _ in again] == [first, first]
+    assert {name.split("/")[0] for _, hashed in again for name in hashed} == {newest.name, older.name}

@@ -269,7 +269,7 @@ def test_every_kind_of_problem_is_scored(trained, tmp_path):
     lines = {line["id"]: line for line in result["problems"]}
     assert list(lines) == ["text", "choice", "perplexity", "b-0", "b-1"]
     assert len(lines["b-0"]["attempts"]) == 3 and "is_right" not in lines["b-1"] and lines["choice"]["wanted"] == "0"
-    assert result["scores"]["pass_at"].keys() == {"1", "2"}
+    assert result["scores"]["pass_at"].keys() == {"1", "2", "3"}
     assert 20 < result["scores"]["perplexity"] < 200  # after two steps, near the 65 of a uniform guess
 
 

@@ -156,9 +156,10 @@ def test_a_rank_reads_its_share_and_less_than_one_tensor_at_a_time(models, ranks
         check_loading(loading, ranks)
 
 
-def test_packed_experts_are_unpacked(models):
-    """Rows of 4-bit experts are the numbers of the MXFP4 format: a table of 16 values, times a power of two."""
-    from phase3_fsdp.solve.hf_files import read_rows
+def test_packed_experts_are_unpacked(models, monkeypatch):
+    """Rows of 4-bit experts are the numbers of the MXFP4 format: a table of 16 values, times a power of two. With
+    tensor parallelism, a rank reads only the bytes of its part of each expert, rounded up to 32 numbers."""
+    from phase3_fsdp.solve import hf_files
     from phase3_fsdp.solve.hf_tensor_parallel import Part
 
     name, folder = "model.layers.0.mlp.experts.down_proj", models
@@ -171,9 +172,15 @@ def test_packed_experts_are_unpacked(models):
     numbers = numbers.flatten(-2) * 2.0 ** (scales[..., None].float() - 127)
     files = {f"{name}_{kind}": folder / "packed.safetensors" for kind in ("blocks", "scales")}
     wanted = numbers.flatten(-2).transpose(1, 2)  # (experts, C, 2 I)
-    for part in (None, Part(2, ((2, 4),)), Part(1, ((40, 64),))):
-        rows = torch.stack([row for _, row in read_rows(files, name, 1, 3, folder, part)]).float()
+    convert, sizes = hf_files.convert_moe_packed_tensors, []
+    monkeypatch.setattr(
+        hf_files, "convert_moe_packed_tensors", lambda *args: sizes.append([x.numel() for x in args]) or convert(*args)
+    )
+    parts = {None: 6 * 2, Part(2, ((2, 4),)): 2 * 2, Part(1, ((40, 64),)): 6, Part(1, ((30, 34),)): 6 * 2}
+    for part, scales_of_part in parts.items():
+        rows = torch.stack([row for _, row in hf_files.read_rows(files, name, 1, 3, folder, part)]).float()
         assert torch.equal(rows, part.take(wanted[1:3]) if part else wanted[1:3])
+        assert sizes[-2:] == [[16 * scales_of_part, scales_of_part]] * 2
 
 
 def test_only_this_ranks_rows_are_read(models, monkeypatch):
@@ -220,11 +227,15 @@ def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, broken / "model.safetensors")
-    truncated, quantized = (shutil.copytree(broken, tmp_path / name) for name in ("truncated", "quantized"))
+    truncated, quantized, masked = (
+        shutil.copytree(broken, tmp_path / name) for name in ("truncated", "quantized", "masked")
+    )
     (truncated / "model.safetensors").write_bytes((truncated / "model.safetensors").read_bytes()[:1000])
     config = json.loads((broken / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    (masked / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
     cases = {
+        (f"--out_dir={masked}",): "is a BertForMaskedLM, not a causal language model",
         (f"--out_dir={models / 'qwen3'}",): "--prompt=chat needs a tokenizer with a chat template",
         ("--prompt=harmony",): "--prompt=harmony needs the token <|start|>",
         (f"--out_dir={broken}",): "has no tensor for model.norm.weight",

@@ -1,7 +1,7 @@
 """The parts of `evaluate.py --problems`: reading problems, prompts, scores, progress files and the report."""
 
+import itertools
 import json
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.tokenizer import CharTokenizer
 from phase3_fsdp.solve import arc, report, scores
 from phase3_fsdp.solve.arc import InvalidProblem
+from phase3_fsdp.solve.identity import describe_weights, digest_files
 from phase3_fsdp.solve.problems import (
     ArcProblem,
     ChoiceProblem,
@@ -227,18 +228,22 @@ def test_a_tokenizer_without_the_prompt_form_is_refused():
     assert WordCodec().decode(chat.write(TextProblem("x", "hi", "x", "exact"), "")) == "[user]hi[assistant]"
 
 
-def test_pass_at_k_is_the_probability_of_one_right_attempt():
-    """The estimate equals the fraction of all choices of k attempts with a right one."""
-    draw, right = random.Random(0), [True, False, False, True, False]
-    trials = [any(draw.sample(right, 2)) for _ in range(20000)]
-    assert scores.estimate_pass_at(5, 2, 2) == pytest.approx(0.7) == pytest.approx(sum(trials) / len(trials), abs=0.02)
+def test_pass_at_k_is_the_fraction_of_choices_with_a_right_attempt():
+    """The estimate equals a count of all choices of k attempts, for every k. The scores have powers of two, and all."""
+    for attempts, right in ((1, 0), (1, 1), (5, 2), (6, 0), (6, 3), (6, 6)):
+        marks = [number < right for number in range(attempts)]
+        for k in range(1, attempts + 1):
+            choices = [any(choice) for choice in itertools.combinations(marks, k)]
+            assert scores.estimate_pass_at(attempts, right, k) == pytest.approx(sum(choices) / len(choices))
     lines = [
-        {"is_right": True, "attempts": [{"is_right": each} for each in right]},
+        {"is_right": True, "attempts": [{"is_right": each} for each in (True, False, False, True, False)]},
+        {"is_right": False, "attempts": [{"is_right": False}] * 5},
         {"nats": [3.0], "scored_tokens": 3},
     ]
     summary = scores.summarize(lines)
-    assert summary["pass_at"] == {"1": pytest.approx(0.4), "2": pytest.approx(0.7), "5": 1.0}
-    assert summary["perplexity"] == pytest.approx(2.718281828) and summary["accuracy"] == 1.0
+    assert summary["pass_at"] == {k: pytest.approx(each) for k, each in zip("1245", (0.2, 0.35, 0.5, 0.5), strict=True)}
+    assert summary["perplexity"] == pytest.approx(2.718281828) and summary["accuracy"] == 0.5
+    assert [scores.list_pass_at(n) for n in (1, 2, 8, 9)] == [[1], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8, 9]]
 
 
 def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
@@ -265,6 +270,36 @@ def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         Progress(tmp_path / "file", {})
+
+
+def test_an_evaluation_continues_with_the_same_weights_only(tmp_path):
+    """Settings of the same weights under another path are accepted, also those of older versions; others are not."""
+    saved = {"model": "a (step-1)", "weights": "w", "stop": ["x"]}
+    Progress(tmp_path, saved).add({"id": "one"})
+    Progress(tmp_path, {**saved, "model": "b"}).close()
+    with pytest.raises(ConfigError, match=r"has answers of a \(step-1\), whose weights differ from those of a"):
+        Progress(tmp_path, {**saved, "weights": "v"})
+    (tmp_path / "settings.json").write_text('{"model": "a (step-1)", "stop": "x"}')
+    Progress(tmp_path, saved).close()
+    for other in ({"model": "b"}, {"stop": ["y"]}):
+        with pytest.raises(ConfigError, match="has answers with"):
+            Progress(tmp_path, {**saved, **other})
+
+
+def test_a_model_is_identified_by_the_content_of_its_files(tmp_path):
+    """A copy has the same digest; one changed number in a large tensor, or another file name, has another."""
+    digests = []
+    for name, value, file in (("a", 1, "model"), ("b", 1, "model"), ("c", 2, "model"), ("d", 1, "weights")):
+        (tmp_path / name).mkdir()
+        content = bytearray(4_000_000)
+        content[2_000_000:2_100_000] = bytes([value]) * 100_000
+        (tmp_path / name / f"{file}.safetensors").write_bytes(content)
+        (tmp_path / name / "README.md").write_text(name)
+        digests.append(digest_files(str(tmp_path / name)))
+    assert digests[0] == digests[1] and len({*digests}) == 3
+    assert digest_files("gpt2") == describe_weights("gpt2") == "gpt2"
+    (tmp_path / "a" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert describe_weights(str(tmp_path / "a")) == str(tmp_path / "a"), "a newer checkpoint may appear"
 
 
 def test_the_report_shows_failures_first_and_escapes_answers():
