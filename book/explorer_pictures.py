@@ -23,7 +23,7 @@ def draw_ring(samples: Samples) -> list[Picture]:
     runs = [run for run in samples["runs"] if run["ranks"] == 4]
     example = next(run for run in runs if (run["collective"], run["algorithm"]) == ("all-reduce", "ring"))
     rows = {
-        f"step {number}": [(f"chunk {send['chunk']}", f"to rank {send['to']}") for send in sends]
+        f"step {number}": [(f"chunk {send['chunk']}", f"{send['chunk']} to rank {send['to']}") for send in sends]
         for number, sends in enumerate(example["steps"], start=1)
     }
     sent: dict[str, dict[str, float]] = {}
@@ -31,7 +31,11 @@ def draw_ring(samples: Samples) -> list[Picture]:
         size = sum(sends[0].get("bytes", 0) for sends in run["steps"])
         sent.setdefault(run["collective"], {})[run["algorithm"]] = size
     return [
-        Grid("what each of 4 ranks sends in an all-reduce on a ring", [f"rank {rank}" for rank in range(4)], rows),
+        Grid(
+            "the chunk that each of 4 ranks sends in an all-reduce on a ring",
+            [f"rank {rank}" for rank in range(4)],
+            rows,
+        ),
         Chart(f"sent by rank 0 of 4, for a tensor of {example['tensor_bytes']:,} bytes (bytes)", sent),
     ]
 
