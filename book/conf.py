@@ -33,6 +33,7 @@ repository = os.environ.get("BOOK_REPOSITORY", "")
 if repository:
     html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": ""}
 
+MORE_SCRIPTS = {"will_it_fit": ("planner.js",)}  # scripts that the script of a page needs
 WITHOUT_SOURCE = ("index", "results/", "genindex", "search")  # pages that no single file in the repository has
 
 
@@ -43,7 +44,8 @@ def add_page_files(app: Any, page: str, template: str, context: dict[str, Any], 
     """
     script = "own_results" if page == "results/index" else page.removeprefix("book/pages/")
     if script != page:
-        app.add_js_file("explorer.js")
+        for name in ("explorer.js", *MORE_SCRIPTS.get(script, ())):
+            app.add_js_file(name)
         app.add_js_file(f"{script}.js")
     if page == "index":
         app.add_js_file("old_anchors.js")

@@ -1,7 +1,7 @@
-"""Put a recording into an interactive page: the data for its script, and the same numbers as tables for everyone else.
+"""Put a recording into an interactive page: the data for its script, and pictures and tables for everyone else.
 
 A page contains the line `<!-- explorer: NAME -->`. In its place come the recording `docs/data/NAME.json`, which the
-script `book/static/NAME.js` reads, and tables for browsers without scripts and for print.
+script `book/static/NAME.js` reads, pictures for browsers without scripts, and tables for them and for print.
 """
 
 import json
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.tables.records import format_table, read_result
+from book.explorer_pictures import read_cases, render_pictures
 from book.sources import ROOT
 from nanoGPT.errors import ConfigError
 
@@ -29,14 +30,14 @@ def render_explorer(name: str) -> str:
         raise ConfigError(f"there is no recording {path}: run make record NAME={name}")
     result = read_result(path)
     try:
-        tables = TABLES[name](result["samples"])
+        tables, pictures = TABLES[name](result["samples"]), render_pictures(name, result["samples"])
         origin = describe_recording(result)
-    except (KeyError, TypeError, IndexError, AttributeError, StopIteration) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, StopIteration, ValueError) as error:
         raise ConfigError(f"{path} is damaged ({error!r}): run make record NAME={name}") from None
     data = json.dumps(result, separators=(",", ":")).replace("</", "<\\/")
-    script = f'<script type="application/json">{data}</script>'
+    static = f'<script type="application/json">{data}</script>\n{pictures}'
     return (
-        f'<div class="explorer" data-explorer="{name}">{script}<div class="explorer-live"></div></div>\n\n'
+        f'<div class="explorer" data-explorer="{name}">{static}\n<div class="explorer-live"></div></div>\n\n'
         f"{origin}\n\n## The recorded run as tables\n\n{tables}"
     )
 
@@ -99,18 +100,19 @@ def tabulate_fsdp_step(samples: dict[str, Any]) -> str:
 
 
 def tabulate_will_it_fit(samples: dict[str, Any]) -> str:
-    """Return the planner's results for some of the recorded cases."""
-    names = ("model", "gpus", "gpu", "dtype", "batch_size", "block_size")
-    rows = []
-    for case in samples["cases"][:SHOWN_CASES]:
-        memory = [f"{size / GIB:,.1f}" for size in (sum(case["state_bytes"].values()), case["peak_bytes"])]
+    """Return the planner's results for the question of the page, and for some of the other recorded cases."""
+    names = ("model", "gpus", "gpu", "optimizer", "dtype", "batch_size", "block_size", "micro_batches")
+    rows, cases = [], read_cases(samples)
+    number = len(samples["rows"])
+    for case in [*cases[:number], *cases[number :: len(cases) // SHOWN_CASES]]:
+        memory = [f"{size / GIB:,.1f}" for size in (sum(case["state_bytes"]), case["peak_bytes"])]
         times = [f"{1e3 * case[mode]:,.1f}" for mode in ("compiled", "eager")]
         inputs = [f"{case[name]:,}" if isinstance(case[name], int) else case[name] for name in names]
         rows.append([f"`{samples['rows'][case['row']]['name']}`", *inputs, *memory, *times])
-    header = ["row", "model", "GPUs", "GPU", "dtype", "sequences per GPU", "tokens per sequence"]
-    header += ["model state (GiB)", "peak memory (GiB)", "compiled step (ms)", "eager step (ms)"]
-    text = f"The planner's results for {SHOWN_CASES} of the {len(samples['cases'])} cases with which a test compares "
-    return f"{text}the formulas:\n\n{format_table(header, rows)}"
+    header = ["row", "model", "GPUs", "GPU", "optimizer", "dtype", "sequences per micro-batch", "tokens per sequence"]
+    header += ["micro-batches", "model state (GiB)", "peak memory (GiB)", "compiled step (ms)", "eager step (ms)"]
+    text = f"The planner's results for {len(rows)} of the {len(cases)} cases with which a test compares the formulas:"
+    return f"{text}\n\n{format_table(header, rows)}"
 
 
 def tabulate_kill_save(samples: dict[str, Any]) -> str:

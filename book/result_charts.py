@@ -1,25 +1,27 @@
-"""Choose what to draw on the page of each result file. A result without a natural picture has none."""
+"""Choose what to draw on the page of each result file. WITHOUT_CHART has the reason why a result has no picture."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from book.charts import Chart, draw_chart
+from book.charts import Chart, Timeline, draw_chart
 from nanoGPT.errors import ConfigError
 
 MB = 1e6
 Samples = dict[str, Any]
+Drawing = Callable[[Samples], Sequence[Chart | Timeline]]
+DRAWN_WIDTH, DRAWN_GPU = 768, "sm_90"  # of the kernels whose registers are drawn
 
 
 def render_charts(result: dict[str, Any]) -> str:
-    """Return the pictures of a result file as HTML, or an empty string.
+    """Return the pictures of a result file as HTML, the reason why it has none, or an empty string for a new result.
 
     Raises:
         ConfigError: the result is damaged.
     """
     name = result.get("name", "")
     if name not in CHARTS:
-        return ""
+        return WITHOUT_CHART.get(name, "")
     try:
         charts = CHARTS[name](result["samples"])
         return "\n\n".join(draw_chart(chart, f"chart-{i}") for i, chart in enumerate(charts) if chart.rows)
@@ -146,7 +148,7 @@ def draw_nanogpt(samples: Samples) -> list[Chart]:
     return [Chart("step, median (ms)", rows)]
 
 
-def draw_medians(title: str, unit: str) -> Callable[[Samples], list[Chart]]:
+def draw_medians(title: str, unit: str) -> Drawing:
     """Return a function that draws the median of every list of samples whose name ends in a unit."""
 
     def draw(samples: Samples) -> list[Chart]:
@@ -214,7 +216,47 @@ def draw_node_kills(samples: Samples) -> list[Chart]:
     return [Chart("time until the job trains again (s), by what was killed", rows)]
 
 
-CHARTS: dict[str, Callable[[Samples], list[Chart]]] = {
+def draw_ladder(samples: Samples) -> list[Chart]:
+    """Draw the bytes that each step of a kernel reads and writes, next to the smallest possible number."""
+    rows = {
+        f"{row['kernel']}, step {row['step']}: {row['idea']}": {
+            "read": row["loaded"] / MB,
+            "written": row["stored"] / MB,
+            "smallest possible sum": row["minimum_bytes"] / MB,
+        }
+        for row in samples["rows"]
+    }
+    return [Chart("memory traffic of one call (MB)", rows)]
+
+
+def draw_resources(samples: Samples) -> list[Chart]:
+    """Draw the registers of the kernels of GPT-2's width on one GPU, for each version of Triton."""
+    rows: dict[str, dict[str, float]] = {}
+    for version in sorted(samples):
+        for name, kernel in samples[version]["kernels"][DRAWN_GPU].items():
+            if f" {DRAWN_WIDTH}:" in name:
+                rows.setdefault(name, {})[f"Triton {version}"] = kernel["registers"]
+    return [Chart(f"registers per thread on {DRAWN_GPU}, {DRAWN_WIDTH} channels; the limit is 255", rows)]
+
+
+def draw_zero1_timeline(samples: Samples) -> list[Timeline]:
+    """Draw the stages of a step of ZeRO-1 and its collectives on one axis."""
+    rows: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for name, begin, end in samples["events_ms"]:
+        kind, _, detail = name.partition(":")
+        label = "stages of the step" if kind == "phase" else f"gloo: {detail.strip().replace('_', '-')}"
+        kinds = rows.setdefault(label, {})
+        kinds.setdefault("computation" if kind == "phase" else "communication", []).append((begin, end))
+    return [Timeline(f"one step of ZeRO-1 on {samples['ranks']} ranks", rows)]
+
+
+WITHOUT_CHART = {
+    "fsdp-options": (
+        "There is no picture. Each run has another combination of ten options, so no axis orders the runs. The result "
+        "is that every measured number equals its formula, and a table shows two equal numbers better than two bars."
+    ),
+}
+CHARTS: dict[str, Drawing] = {
     "matrix": draw_matrix,
     "gpt2-matrix": draw_matrix,
     "runs": draw_losses,
@@ -237,4 +279,7 @@ CHARTS: dict[str, Callable[[Samples], list[Chart]]] = {
     "sizes": draw_sizes,
     "largest": draw_largest,
     "node-kills": draw_node_kills,
+    "kernel-ladder": draw_ladder,
+    "kernel-resources": draw_resources,
+    "zero1-timeline": draw_zero1_timeline,
 }

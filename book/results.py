@@ -73,7 +73,7 @@ def render_result(name: str, result: dict[str, Any], repository: str) -> str:
     hardware, commit, date, command = describe_origin(result, repository)
     versions = ", ".join(f"{package} {version}" for package, version in result.get("versions", {}).items())
     facts = [["hardware", hardware], ["commit", commit], ["date", date], ["command", command], ["versions", versions]]
-    charts = render_charts(result)
+    charts = render_charts({"name": name, **result})  # a file without hardware has no name either
     pictures = f"## Pictures\n\n{charts}\n\n" if charts else ""
     text = f"# {name}\n\n{format_table(['property', 'value'], facts)}\n{pictures}## Settings\n\n"
     text += render_value({key: value for key, value in result["settings"].items() if key != "command"}, 3)

@@ -7,24 +7,33 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from bench.tables.records import RESULTS
-from book.charts import Chart, draw_chart, format_number
-from book.result_charts import CHARTS, render_charts
+from book.charts import Chart, Grid, Timeline, draw_chart, format_number
+from book.explorer_pictures import PICTURES, render_pictures
+from book.recordings.__main__ import FOLDER, RECORDERS
+from book.result_charts import CHARTS, WITHOUT_CHART, render_charts
+from book.results import read_result_or_numbers
 from nanoGPT.errors import ConfigError
 
 
 def test_every_picture_shows_its_numbers():
-    """Every bar is as long as its number, which is next to it. Every picture has a title and its numbers as text."""
-    drawn = set()
+    """Every bar is as long as its number, which is next to it. Every picture has a title and its numbers as text.
+
+    A result without a picture states the reason.
+    """
+    drawn, names = set(), set()
     for path in RESULTS.glob("*.json"):
-        result = json.loads(path.read_text())
-        figures = [figure for figure in render_charts(result).split("\n\n") if figure]
+        result = {"name": path.stem, **read_result_or_numbers(path)}
+        names.add(result["name"])
+        figures = [figure for figure in render_charts(result).split("\n\n") if figure.startswith("<figure")]
         drawn |= {result["name"]} if figures else set()
         for figure in figures:
             svg = ET.fromstring(figure).find("svg")
-            names = svg.get("aria-labelledby").split()
-            title, numbers = (svg.find(f"*[@id='{name}']").text for name in names)
+            labels = svg.get("aria-labelledby").split()
+            title, numbers = (svg.find(f"*[@id='{label}']").text for label in labels)
             assert title and numbers and len({*re.findall(r'\bid="([^"]+)"', "".join(figures))}) == 2 * len(figures)
             rects = svg.findall("rect")
+            if svg.find("path[@class='chart-0']") is not None:
+                continue  # spans: the next tests
             assert {rect.get("x") for rect in rects} <= {"0"}
             texts = [text.text for text in svg.findall("text") if text.get("x") != "0"] if rects else []
             assert len(texts) == len(rects) and all(text in numbers for text in texts)
@@ -32,7 +41,8 @@ def test_every_picture_shows_its_numbers():
             for rect, size in zip(rects, sizes, strict=True):
                 assert float(rect.get("width")) == pytest.approx(290 * size / max(sizes), abs=1.6)
             assert rects or svg.find("polyline") is not None
-    assert drawn == CHARTS.keys()
+    assert drawn == CHARTS.keys() and drawn | WITHOUT_CHART.keys() == names
+    assert all(len(reason) > 100 for reason in WITHOUT_CHART.values())
 
 
 def test_lines_and_numbers_are_drawn_to_scale():
@@ -43,6 +53,30 @@ def test_lines_and_numbers_are_drawn_to_scale():
     assert lines == ["40.0,8.0 197.0,72.0 354.0,136.0", "40.0,136.0"]
     assert svg.find("desc").text == "one: 4.00 at step 0, 2.00 at 10; two: 2.00 at step 0, 2.00 at 0"
     assert [format_number(n) for n in (0, 0.00123, 12.3456, 123456)] == ["0", "0.00123", "12.3", "123,456"]
+
+
+def test_spans_and_cells_are_drawn_to_scale():
+    """A span begins and ends at its numbers. A cell is in its column and has its text."""
+    spans = {"a": {"one": [(0.0, 5.0), (9.0, 10.0)]}, "b": {"two": [(2.5, 5.0)]}}
+    svg = ET.fromstring(draw_chart(Timeline("spans", spans), "c")).find("svg")
+    paths = [path.get("d") for path in svg.findall("path")]
+    assert paths[0] == "M0.0,16h180.0v11H0.0zM324.0,16h36.0v11H324.0z" and paths[1].startswith("M90.0,")
+    assert svg.find("desc").text.startswith("a: 2 of one, 6.00 ms in total, until 10.0 ms; b: 1 of two")
+    svg = ET.fromstring(draw_chart(Grid("cells", ["x", "y"], {"row": [("", ""), ("k", "7")]}), "c")).find("svg")
+    empty, cell = svg.findall("rect")
+    assert (empty.get("class"), cell.get("class")) == ("cell", "cell chart-0")
+    assert float(cell.get("x")) - float(empty.get("x")) == pytest.approx((360 - 21) / 2, abs=0.1)
+    assert svg.find("desc").text == "row: x: empty, y: k 7" and svg.findall("text")[-1].text == "7"
+
+
+@pytest.mark.parametrize("name", RECORDERS)
+def test_every_recording_has_a_picture(name):
+    """A recording has pictures with titles and numbers, in an element that only browsers without scripts show."""
+    text = render_pictures(name, json.loads((FOLDER / f"{name}.json").read_text())["samples"])
+    assert PICTURES.keys() == RECORDERS.keys() and "\n\n" not in text
+    for figure in ET.fromstring(text).findall("figure"):
+        title, numbers = (figure.find(f"svg/{tag}").text for tag in ("title", "desc"))
+        assert title and re.search(r"\d", numbers) and "nan" not in numbers
 
 
 def test_a_damaged_result_is_reported():

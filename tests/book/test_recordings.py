@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from book.explorer_pictures import read_cases
 from book.explorers import describe_recording, render_explorer
 from book.recordings import (
     bug_museum,
@@ -147,13 +148,16 @@ def test_the_recorded_fsdp_steps_match_the_formulas():
 
 @pytest.mark.heavy
 def test_the_planner_still_gives_the_recorded_results():
-    """For a case of ZeRO-1 and one of FSDP, the planner returns the recorded bytes and seconds."""
+    """For a case of ZeRO-1 and one of FSDP with Muon, the planner returns the recorded bytes and seconds."""
     recorded = read_samples("will_it_fit")
     assert [(row["phase"], row["options"]) for row in recorded["rows"]] == will_it_fit.ROWS
     assert recorded["constants"] == json.loads(json.dumps(will_it_fit.list_constants()))
+    assert recorded["rows"][6]["source"] == 6 and recorded["rows"][5]["source"] == 4
+    cases = read_cases(recorded)
+    sharded = [case for case in cases if case["optimizer"] == "muon" and case["row"] >= 4]
+    smallest = min(sharded, key=lambda case: list(recorded["models"]).index(case["model"]))
     with ThreadPoolExecutor(1) as pool:  # a trace needs a process group, so one at a time
-        for number in (1, 6):
-            case = next(case for case in recorded["cases"] if case["row"] == number)
+        for case in (next(case for case in cases if case["row"] == 1), smallest):
             planned = will_it_fit.plan_case(case, pool)
             assert {name: case[name] for name in planned} == planned
 

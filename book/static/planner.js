@@ -1,0 +1,385 @@
+// The planner's formulas for memory, communication and time, for every row of a plan (bench/plan/planner.py).
+"use strict";
+
+// Return the functions of the planner. `samples` is the recording docs/data/will_it_fit.json.
+function makePlanner(samples) {
+  const { constants, models, gpus, rows, polynomials, terms, categories } = samples;
+  const [few, more] = constants.TRACED_LAYERS;
+  const { ownedMatrices, countBytes } = makeBytesCounter(samples);
+  const isOffloaded = (row) => Boolean(row.options.fsdp_cpu_offload);
+  const isZero2 = (row) => row.options.zero_stage === 2;
+  const shardsOf = (row, options) => Number(row.options.fsdp_shard_size ?? options.gpus);
+  const tracedMicroBatches = (options) => Math.min(2, options.micro_batches);
+
+  // Return the value of every term, such as B T C, for a case.
+  function evaluateTerms(row, { model, block_size: T, batch_size: B, ...options }) {
+    const [, h, C] = models[model], values = { B, T, C, h, 1: 1 }, N = shardsOf(row, options);
+    return terms.map((term) => {
+      const [factors, divisor] = term.split("/");
+      return factors.split(" ").reduce((product, name) => product * values[name], 1) / (divisor ? N : 1);
+    });
+  }
+
+  const evaluate = (polynomial, values) =>
+    polynomials[polynomial].reduce((sum, [term, factor]) => sum + factor * values[term], 0);
+  const extrapolate = ([first, second], layers) => first + ((layers - few) / (more - few)) * (second - first);
+
+  // Return the formulas of the two traced models. Rows share formulas; on one GPU, ZeRO-2 is ZeRO-1.
+  function formulasOf(row, options) {
+    const source = isZero2(row) && options.gpus === 1
+      ? rows.find((each) => each.phase === "phase1" && !isZero2(each)) : rows[row.source];
+    const microBatches = row.phase === "phase1" ? 1 : tracedMicroBatches(options); // it always has gradient buffers
+    const key = `${options.dtype} ${options.gpus > 1 ? "N" : "1"} ${microBatches}`;
+    return source.formulas[`${key} ${options.model} ${options.block_size}`] ?? source.formulas[key];
+  }
+
+  // Return the bytes that the fused loss allocates inside its kernel.
+  function lossWorkspace(row, { model, block_size: T, batch_size: B, dtype }) {
+    if (row.phase !== "phase2" && !row.options.kernels) return 0;
+    const tokens = B * T, C = models[model][2], V = constants.VOCAB, size = samples.dtype_bytes[dtype];
+    const chunks = Math.max(1, Math.ceil((tokens * V * size) / constants.CHUNK_BYTES));
+    return Math.max(1, Math.ceil(tokens / chunks)) * (V + C) * size + V * C * size;
+  }
+
+  // Return Muon's update: bytes of memory, memory traffic of an eager and of a compiled model, and kernels.
+  function muonUpdate(row, options) {
+    const [, , C] = models[options.model], { whole, sharded } = samples.muon;
+    if (row.phase === "phase3") {
+      const [other, eager, compiled, kernels] = sharded[options.model][shardsOf(row, options)];
+      return { other, eager, compiled, kernels };
+    }
+    const isSharded = row.phase === "phase1" && options.gpus > 1;
+    const factors = whole[row.phase === "phase1" ? `phase1 ${isSharded ? "N" : "1"}` : "baseline 1"];
+    const owned = ownedMatrices(row, options), elements = owned.reduce((sum, width) => sum + width, 0) * C * C;
+    const adamw = ((constants.VOCAB + options.block_size) * C) / (isSharded ? options.gpus : 1);
+    // ZeRO-2 also adds the last slices of the gradients and sets them to zero: 4 times 4 bytes per local gradient.
+    const gradients = isZero2(row) && isSharded ? 16 * (elements + adamw) : 0;
+    const traffic = ([perElement, perSquare, perAdamw]) =>
+      perElement * elements + perSquare * owned.length * C * C + perAdamw * adamw + gradients;
+    return { other: factors.other * C * C, eager: traffic(factors.eager_bytes),
+      compiled: traffic(factors.compiled_bytes), kernels: factors.kernels[0] * owned.length + factors.kernels[1] };
+  }
+
+  // Return the bytes of each category at the memory peak of a step.
+  function peakMemory(row, options) {
+    const values = evaluateTerms(row, options), layers = models[options.model][0];
+    const traced = formulasOf(row, options), isMuon = options.optimizer === "muon";
+    const position = (name) => categories.indexOf(name);
+    const total = (bytes) => bytes.reduce((sum, each) => sum + each, 0);
+    const largest = (list) => list.reduce((best, each) => (total(each) > total(best) ? each : best));
+    const state = isMuon || isOffloaded(row) ? fullBytes(row, options).state : {};
+    return largest(samples.memory_stages.map((stage, s) => {
+      const peaks = traced.map((formulas) => largest(formulas.moments[s].map((moment) =>
+        samples.moments[moment].map((each) => evaluate(each, values)))));
+      const bytes = categories.map((_, i) => extrapolate(peaks.map((peak) => peak[i]), layers));
+      if (isMuon) {
+        bytes[position("optimizer_state")] = state.optimizer_state;
+        if (isZero2(row)) bytes[position("gradients")] = state.gradients;
+        if (stage === "update") bytes[position("other")] = muonUpdate(row, options).other;
+      }
+      if (isOffloaded(row)) for (const name of Object.keys(state)) bytes[position(name)] = 0;
+      if (stage === "head") bytes[position("other")] += lossWorkspace(row, options);
+      return bytes;
+    }));
+  }
+
+  // Return countBytes for the full model, from the two models that the planner traces; Muon's part is traced in full.
+  function fullBytes(row, options) {
+    const layers = models[options.model][0];
+    const [first, second] = constants.TRACED_LAYERS.map((each) => countBytes(row, options, each));
+    const combine = (name) => Object.fromEntries(Object.keys(first[name]).map((key) =>
+      [key, extrapolate([first[name][key], second[name][key]], layers)]));
+    const state = combine("state"), traffic = combine("traffic");
+    if (options.optimizer === "muon") {
+      const full = countBytes(row, options, layers);
+      Object.assign(state, { optimizer_state: full.state.optimizer_state, gradients: full.state.gradients });
+      if ("all-to-all" in traffic) traffic["all-to-all"] = full.traffic["all-to-all"];
+    }
+    return { state, traffic };
+  }
+
+  // Return the ranks in the group of a collective: with one replica per node, only the all-reduce is between nodes.
+  const groupSize = (row, kind, options) =>
+    (kind === "replicas" ? options.gpus / shardsOf(row, options) : shardsOf(row, options));
+  const ringBytes = (kind, size, ranks) =>
+    ((kind === "all-reduce" || kind === "replicas" ? 2 : 1) * size * (ranks - 1)) / ranks;
+  const sentBytes = (row, traffic, options) => Object.entries(traffic).reduce((sum, [kind, size]) =>
+    sum + ringBytes(kind, size, groupSize(row, kind, options)), 0);
+
+  function collectiveSeconds(gpu, kind, size, ranks, calls) {
+    const isOnePerNode = kind === "replicas", perNode = constants.GPUS_PER_NODE;
+    const nodes = isOnePerNode ? ranks : Math.ceil(ranks / perNode), shared = Math.min(gpu.link, gpu.network / perNode);
+    const isSlow = isOnePerNode || kind === "all-to-all"; // every GPU sends to other nodes at the same time
+    const rate = nodes === 1 ? gpu.link : isSlow ? shared : Math.min(gpu.link, gpu.network);
+    const hops = (ranks - nodes) * constants.HOP_SECONDS + (nodes > 1 ? nodes : 0) * constants.NODE_HOP_SECONDS;
+    const latency = (kind === "all-reduce" || isOnePerNode ? 2 : 1) * hops;
+    return calls * latency + ringBytes(kind, size, ranks) / (constants.LINK_EFFICIENCY * rate);
+  }
+
+  // Return the communication of every micro-batch and that of a step, each by the stage that can overlap with it.
+  function communicationByStage(row, traffic, options, isCompiled) {
+    const gpu = gpus[options.gpu], [layers] = models[options.model], M = options.micro_batches;
+    const params = countParams(options);
+    const [every, once] = [0, 1].map(() =>
+      ({ forward: { seconds: 0, minExposed: 0 }, backward: { seconds: 0, minExposed: 0 } }));
+    const add = (stages, stage, seconds, minExposed) => {
+      stages[stage].seconds += seconds;
+      stages[stage].minExposed = Math.max(stages[stage].minExposed, minExposed);
+    };
+    for (const [kind, size] of Object.entries(traffic)) {
+      const calls = size < constants.SCALAR_BYTES ? 1
+        : row.phase === "phase3" ? layers + 1 : Math.ceil(size / constants.BUCKET_BYTES);
+      const time = (amount, count = calls) =>
+        (amount ? collectiveSeconds(gpu, kind, amount, groupSize(row, kind, options), count) : 0);
+      if (kind === "all-gather" && row.phase === "phase3") {
+        const forward = Math.min(samples.dtype_bytes[options.dtype] * params, size / M), backward = size / M - forward;
+        add(every, "forward", time(forward), time(forward) / calls);
+        add(every, "backward", time(backward), time(backward) / calls);
+      } else if (kind === "all-to-all") {
+        const seconds = time(size, 1 + Math.ceil(size / constants.ROUND_BYTES));
+        add(once, "backward", seconds, seconds);
+      } else if (isZero2(row) && (kind === "reduce-scatter" || kind === "reduce")) {
+        const seconds = time(size / M, calls / M);
+        add(every, "backward", seconds, (seconds / calls) * M);
+      } else {
+        const stage = kind === "all-gather" || kind === "broadcast" ? "forward" : "backward";
+        const isOverlapped = row.phase !== "phase1" || stage === "backward" || !isCompiled;
+        add(once, stage, time(size), isOverlapped ? time(size) / calls : time(size));
+      }
+    }
+    if (isOffloaded(row)) {
+      const seconds = (4 * params) / options.gpus / constants.PCIE_BANDWIDTH;
+      for (const [stages, stage] of [[every, "forward"], [every, "backward"], [once, "backward"]]) {
+        add(stages, stage, seconds, seconds / (layers + 1));
+      }
+    }
+    return { every, once };
+  }
+
+  // Return the seconds of the matrix products of a stage: Muon's update of each owned matrix has 5 iterations of 3.
+  function productSeconds(row, options, formulas, stage, values, peak, bandwidth) {
+    const seconds = (efficiency, flops, traffic) => Math.max(flops / (efficiency * peak), traffic / bandwidth);
+    if (options.optimizer === "muon" && stage === "update") {
+      const [, , C] = models[options.model], efficiency = constants.MATMUL_EFFICIENCY;
+      return ownedMatrices(row, options).reduce((sum, n) => sum + 5 * [[2 * n, 4 * n + 2], [2, 8], [2 * n, 6 * n + 2]]
+        .reduce((all, [flops, traffic]) => all + seconds(efficiency, flops * C ** 3, traffic * C ** 2), 0), 0);
+    }
+    return formulas.products.reduce((sum, [number, count]) => {
+      const [each, efficiency, flops, traffic] = samples.products[number];
+      return each === stage ? sum + count * seconds(efficiency, evaluate(flops, values), evaluate(traffic, values)) : sum;
+    }, 0);
+  }
+
+  // Return the compute time of each stage in seconds: forward and backward of a micro-batch, and the update.
+  function computeSeconds(row, options, isCompiled) {
+    const values = evaluateTerms(row, options), [layers, , C] = models[options.model], gpu = gpus[options.gpu];
+    const peak = options.dtype === "float32" ? gpu.fp32 : gpu.peak, isMuon = options.optimizer === "muon";
+    const bandwidth = constants.MEMORY_EFFICIENCY * gpu.bandwidth;
+    const accepted = Object.keys(models).filter((name) => !row.cannot.includes(name));
+    const traced = formulasOf(row, options), update = isMuon ? muonUpdate(row, options) : null;
+    // Muon's matrices in phase 1 divide the full gradients by the number of ranks before they are reduced. A compiler
+    // fuses this with the operator that wrote them.
+    const dividing = isMuon && row.phase === "phase1" && options.gpus > 1 && !isCompiled
+      ? 1 / (isZero2(row) ? 1 : tracedMicroBatches(options)) : 0;
+    return Object.fromEntries(samples.stages.map((stage, s) => {
+      const isMuonUpdate = isMuon && stage === "update", isDividing = stage === "backward" ? dividing : 0;
+      const seconds = traced.map((formulas) => {
+        const bytes = formulas[isCompiled ? "compiled_bytes" : "eager_bytes"][s];
+        const traffic = isMuonUpdate ? (isCompiled ? update.compiled : update.eager) : evaluate(bytes, values);
+        return traffic / bandwidth + productSeconds(row, options, formulas, stage, values, peak, bandwidth);
+      });
+      const kernels = isMuonUpdate ? update.kernels : extrapolate(traced.map(({ kernels: { [s]: count } }) =>
+        (Array.isArray(count) ? count[accepted.indexOf(options.model)] : count)), layers) + isDividing * 4 * layers;
+      const total = extrapolate(seconds, layers) + (isDividing * 96 * layers * C * C) / bandwidth;
+      return [stage, Math.max(total, isCompiled ? 0 : constants.LAUNCH_SECONDS * kernels)];
+    }));
+  }
+
+  // Return the seconds of a step.
+  function stepSeconds(row, options, isCompiled) {
+    const compute = computeSeconds(row, options, isCompiled), M = options.micro_batches;
+    if (isOffloaded(row)) { // AdamW runs on the host, whose memory the GPUs of a node share
+      const perNode = Math.min(options.gpus, constants.GPUS_PER_NODE);
+      const traffic = (constants.ADAMW_BYTES * countParams(options)) / options.gpus;
+      compute.update = (traffic * perNode) / constants.HOST_BANDWIDTH;
+    }
+    const { every, once } = communicationByStage(row, fullBytes(row, options).traffic, options, isCompiled);
+    const exposed = (seconds, minExposed, stage) =>
+      Math.max(seconds - compute[stage], Math.min(minExposed, seconds));
+    return ["forward", "backward"].reduce((total, stage) => {
+      const { seconds, minExposed } = every[stage], last = once[stage];
+      const early = (M - 1) * (compute[stage] + exposed(seconds, minExposed, stage));
+      return total + early + compute[stage] +
+        exposed(seconds + last.seconds, Math.max(minExposed, last.minExposed), stage);
+    }, compute.update);
+  }
+
+  const countParams = ({ model, block_size: T }) => {
+    const [layers, , C] = models[model];
+    return layers * (12 * C * C + 2 * C) + (constants.VOCAB + T) * C + C;
+  };
+  const usableBytes = (gpu) => (0.92 * gpus[gpu].gib - 1) * constants.GIB;
+  const peakBytes = (row, options) => peakMemory(row, options).reduce((sum, each) => sum + each, 0);
+
+  // Return why a row cannot run, or an empty string.
+  function problem(row, { model, gpus: count }) {
+    if (row.cannot.includes(model)) return "its kernels do not accept this model";
+    const isReplicated = "fsdp_shard_size" in row.options;
+    return isReplicated && count <= constants.GPUS_PER_NODE ? "it needs two or more nodes of 8 GPUs" : "";
+  }
+
+  // Return whether a step fits: tensors into the memory of the GPU, and offloaded model state into that of the host.
+  function fits(row, options) {
+    const perGpu = (constants.HOST_GIB * constants.GIB) / constants.GPUS_PER_NODE;
+    if (isOffloaded(row) && (16 * countParams(options)) / options.gpus > perGpu) return false;
+    return peakBytes(row, options) <= usableBytes(options.gpu);
+  }
+
+  // Return the largest batch size that fits, up to the largest one of the page; 0 if even 1 does not fit.
+  function largestBatch(row, options) {
+    let good = 0, bad = Math.max(...samples.sizes.batch_size) + 1;
+    while (bad - good > 1) {
+      const middle = (good + bad) >> 1;
+      if (fits(row, { ...options, batch_size: middle })) good = middle;
+      else bad = middle;
+    }
+    return good;
+  }
+
+  // Return the planner's numbers for one row: see `plan_case` in book/recordings/will_it_fit.py.
+  function plan(options) {
+    const row = rows[options.row], { state, traffic } = fullBytes(row, options);
+    return { state_bytes: state, sent_bytes: sentBytes(row, traffic, options), peak: peakMemory(row, options),
+      peak_bytes: peakBytes(row, options), eager: stepSeconds(row, options, false),
+      compiled: stepSeconds(row, options, true), fits: fits(row, options) };
+  }
+
+  // Return the hours that all GPUs train on a number of tokens, if a step takes `seconds`.
+  const trainingHours = (options, seconds, tokens) =>
+    (tokens / (options.batch_size * options.block_size * options.micro_batches * options.gpus)) * (seconds / 3600);
+
+  return { plan, problem: (options) => problem(rows[options.row], options), trainingHours, usableBytes,
+    largestBatch: (options) => largestBatch(rows[options.row], options) };
+}
+
+// Return the functions that count model state and communication exactly, as the `costs` modules of the phases do.
+function makeBytesCounter(samples) {
+  const { constants, models } = samples;
+  const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
+
+  // Return the parameters of a model: rows, elements in a row, and whether each is in a block.
+  function listParameters({ model, block_size: T }, layers) {
+    const C = models[model][2];
+    const block = [[C, 1], [3 * C, C], [C, C], [C, 1], [4 * C, C], [C, 4 * C]];
+    const inside = Array.from({ length: layers }, () => block).flat().map(([rows, width]) => ({ rows, width, isInBlock: true }));
+    const outside = [[constants.VOCAB, C], [T, C]].map(([rows, width]) => ({ rows, width, isInBlock: false }));
+    return [...outside, ...inside, { rows: C, width: 1, isInBlock: false }];
+  }
+
+  const isMuonMatrix = ({ width, isInBlock }) => isInBlock && width > 1;
+
+  // Return the matrices of Muon that rank 0 owns. The most expensive go first, each to the least loaded rank.
+  function assignToRank0(matrices, ranks) {
+    const cost = ({ rows, width }) => {
+      const [m, n] = rows < width ? [rows, width] : [width, rows];
+      return 2 * m * m * n + m * m * m;
+    };
+    const load = Array(ranks).fill(0), owned = [];
+    for (const matrix of [...matrices].sort((a, b) => cost(b) - cost(a))) { // the sort is stable, as Python's
+      const owner = load.indexOf(Math.min(...load));
+      load[owner] += cost(matrix);
+      if (owner === 0) owned.push(matrix);
+    }
+    return owned;
+  }
+
+  // Return the sizes of Muon's matrices that rank 0 orthogonalizes, in units of the squared channels.
+  function ownedMatrices(row, options) {
+    const [layers, , C] = models[options.model];
+    const matrices = listParameters(options, layers).filter(isMuonMatrix);
+    const isWhole = row.phase === "baseline" || row.phase === "phase2";
+    const ranks = isWhole ? 1 : Number(row.options.fsdp_shard_size ?? options.gpus);
+    return assignToRank0(matrices, ranks).map(({ rows, width }) => (rows * width) / (C * C));
+  }
+
+  // Return the model state by category, and the bytes of the full tensors of the collectives by kind.
+  function countBytes(row, options, layers) {
+    const params = listParameters(options, layers);
+    if (row.phase === "phase1") return countZero1Bytes(row, params, options);
+    return row.phase === "phase3" ? countFsdpBytes(row, params, options) : countReplicatedBytes(params, options);
+  }
+
+  const adamwBytes = (elements) => 8 * elements + 4; // two moments, and a step count
+  const stateBytes = (param, elements, { optimizer }) =>
+    (optimizer === "muon" && isMuonMatrix(param) ? 4 * elements : adamwBytes(elements));
+
+  function countReplicatedBytes(params, options) {
+    const size = 4 * sum(params.map(({ rows, width }) => rows * width));
+    const optimizerState = sum(params.map((each) => stateBytes(each, each.rows * each.width, options)));
+    const state = { parameters: size, gradients: size, optimizer_state: optimizerState };
+    return { state, traffic: options.gpus > 1 ? { "all-reduce": size } : {} };
+  }
+
+  // Divide parameters into flat buckets, from the last to the first (phase1_zero1/buckets.py).
+  function splitIntoBuckets(sizes, limit) {
+    const buckets = [];
+    let bytes = 0;
+    for (const size of [...sizes].reverse()) {
+      if (!buckets.length || bytes + 4 * size > limit) { buckets.push([]); bytes = 0; }
+      buckets.at(-1).push(size);
+      bytes += 4 * size;
+    }
+    return buckets;
+  }
+
+  function countZero1Bytes(row, params, { gpus: ranks, optimizer, micro_batches: M }) {
+    const limit = ranks > 1 ? constants.ZERO1_BUCKET_BYTES : Infinity;
+    const matrices = optimizer === "muon" ? params.filter(isMuonMatrix) : [];
+    const others = params.filter((each) => !matrices.includes(each));
+    const groups = [others.filter(({ width }) => width > 1), others.filter(({ width }) => width === 1)];
+    const size = ({ rows, width }) => rows * width;
+    let flat = 0, local = sum(assignToRank0(matrices, ranks).map(size)), optimizerState = 4 * local;
+    for (const bucket of groups.flatMap((group) => splitIntoBuckets(group.map(size), limit))) {
+      const slice = constants.ALIGN * Math.ceil(sum(bucket) / (constants.ALIGN * ranks));
+      let begin = 0;
+      for (const elements of bucket) { // rank 0 owns the first slice
+        const shard = Math.min(begin + elements, slice) - begin;
+        if (shard > 0) optimizerState += adamwBytes(shard);
+        begin += elements;
+      }
+      flat += slice * ranks;
+      local += slice;
+    }
+    const isZero2 = row.options.zero_stage === 2 && ranks > 1, whole = sum(matrices.map(size));
+    const reductions = isZero2 ? M : 1, full = 4 * (flat + whole);
+    const state = { parameters: full, gradients: isZero2 ? 4 * local : full, optimizer_state: optimizerState };
+    const owned = whole ? { reduce: 4 * whole * reductions, broadcast: 4 * whole } : {};
+    const traffic = { ...owned, "reduce-scatter": 4 * flat * reductions, "all-gather": 4 * flat };
+    return { state, traffic: ranks > 1 ? { ...traffic, "all-reduce": params.length + 8 } : {} };
+  }
+
+  function countFsdpBytes(row, params, options) {
+    const { gpus: count, dtype, optimizer, micro_batches: M } = options;
+    const ranks = Number(row.options.fsdp_shard_size ?? count), replicas = count / ranks;
+    const gathers = row.options.fsdp_reshard_after_forward === false ? 1 : 2;
+    let shards = 0, optimizerState = 0, gathered = 0, exchanged = 0;
+    for (const param of params) {
+      const { rows, width, isInBlock } = param, rowsPerRank = Math.ceil(rows / ranks);
+      const local = Math.min(rowsPerRank, rows) * width;
+      shards += rowsPerRank * width;
+      optimizerState += stateBytes(param, local, options);
+      gathered += (isInBlock ? gathers : 1) * rowsPerRank * ranks * width;
+      if (optimizer === "muon" && isMuonMatrix(param)) exchanged += 2 * local;
+    }
+    const state = { parameters: 4 * shards, gradients: 4 * shards, optimizer_state: optimizerState };
+    if (ranks === 1) return { state, traffic: { "all-reduce": 8 } };
+    const owned = assignToRank0(params.filter(isMuonMatrix), ranks).map(({ rows, width }) => rows * width);
+    const traffic = { "all-gather": M * gathered * samples.dtype_bytes[dtype], "reduce-scatter": 4 * shards * ranks };
+    if (optimizer === "muon") traffic["all-to-all"] = exchanged + 2 * sum(owned);
+    if (replicas === 1) return { state, traffic: { ...traffic, "all-reduce": 8 } };
+    const isOneKind = replicas === ranks; // the planner adds up all-reduces over equally many ranks
+    return { state, traffic: { ...traffic, replicas: 4 * shards + (isOneKind ? 8 : 0), ...(isOneKind ? {} : { "all-reduce": 8 }) } };
+  }
+
+  return { ownedMatrices, countBytes };
+}
