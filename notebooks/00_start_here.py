@@ -30,7 +30,6 @@
 
 # %%
 import importlib.util
-import json
 import os
 import shutil
 import sys
