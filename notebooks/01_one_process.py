@@ -88,8 +88,8 @@ for position in range(5):
 # generator*: a generator without hidden state, which computes its numbers from the key only. It returns the first
 # position of each window. No state is kept between two calls.
 #
-# In `data.batch("train", TRAIN, 0, 0)`, `"train"` is the split, the part of the text that is read. `TRAIN` is the
-# purpose of the batch, which is `TRAIN` or `EVALUATE`. The purpose belongs to the key, so that evaluations draw other
+# In `data.batch("train", TRAIN, 0, 0)`, `"train"` is the split, the part of the text that is read: `"train"` or `"val"`,
+# for validation. `TRAIN` is the purpose of the batch, which is `TRAIN` or `EVALUATE`. The purpose belongs to the key, so that evaluations draw other
 # windows.
 #
 # **Predict first:** which of these four lines print `True`?
@@ -436,7 +436,8 @@ print("LATEST contains", (checkpoints / "LATEST").read_text().strip())
 # %%
 newest = checkpoints / (checkpoints / "LATEST").read_text().strip()
 manifest = json.loads((newest / "manifest.json").read_text())
-for name in ("phase", "step", "world_size", "model_args"):
+print(f"trainer: {manifest['phase']}")
+for name in ("step", "world_size", "model_args"):
     print(f"{name}: {manifest[name]}")
 for file in manifest["files"]:
     print(f"file {file['name']}, {file['size']:,} bytes, SHA-256 {file['sha256'][:16]}...")

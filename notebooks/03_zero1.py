@@ -459,11 +459,11 @@ print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of th
 #
 # - it fills the buckets from the last parameter to the first;
 # - a hook on each parameter, as in (b), marks the gradient as ready in its bucket;
-# - a full bucket starts its reduce-scatter asynchronously.
+# - a bucket whose gradients are all ready starts its reduce-scatter asynchronously.
 #
 # All ranks must start their buckets in the same order. Otherwise bucket 1 of one rank would be added to bucket 2 of
 # another rank. In the first step this order is the order of the bucket numbers. Rank 0 then broadcasts the order in
-# which its buckets became full, and all ranks use this order from the second step on.
+# which its buckets became ready, and all ranks use this order from the second step on.
 #
 # Below, buckets of at most 0.07 MiB give 8 buckets, numbered 0 to 7. The last one contains the LayerNorm weights.
 # `record_timeline` wraps the methods of each bucket. It records the time of each call, and how many of the 15 gradients

@@ -148,7 +148,8 @@ assert torch.equal(assembled, state[C_FC])
 from nanoGPT.files import sha256_of
 
 manifest = read_manifest(saved)
-for name in ("phase", "step", "world_size", "versions", "model_args"):
+print(f"trainer: {manifest['phase']}")
+for name in ("step", "world_size", "versions", "model_args"):
     print(f"{name}: {manifest[name]}")
 for file in manifest["files"]:
     print(f"file {file['name']:14} {file['size']:9,} bytes  SHA-256 {file['sha256'][:16]}...")
@@ -218,7 +219,7 @@ try:
 except DamagedCheckpoint as error:
     reason = str(error)
 print("verify_files:", reason)
-assert reason == "the sha256 of __1_0.distcp differs from the manifest's"
+assert reason == "the hash of __1_0.distcp differs from the one in the manifest"
 
 # %% [markdown]
 # PyTorch loads its sharded files without a checksum, so it reports no error.

@@ -90,16 +90,17 @@ def draw_stages(loaded_steps: Mapping[str, int]) -> None:
     Args:
         loaded_steps: the loaded step, by the moment of the kill.
     """
-    figure, axes = plt.subplots(figsize=(10, 2.3))
+    figure, axes = plt.subplots(figsize=(10, 2.9))
     for number, stage in enumerate(STAGES):
         color = "#eeeeee" if number < 5 else "#a7c957"
         axes.add_patch(Rectangle((number, 0), 1, 1, facecolor=color, edgecolor="black"))
         axes.text(number + 0.5, 0.5, stage, ha="center", va="center", fontsize=9)
     arrow = {"arrowstyle": "->", "color": "#d1495b"}
-    for (point, step), x in zip(loaded_steps.items(), POSITIONS, strict=True):
+    for number, ((point, step), x) in enumerate(zip(loaded_steps.items(), POSITIONS, strict=True)):
+        height = 1.6 if number % 2 == 0 else 2.7  # neighboring texts do not overlap
         text = f"killed\n{point}:\nstep {step} is loaded"
-        axes.annotate(text, (x, 1), (x, 1.6), ha="center", fontsize=8, arrowprops=arrow)
-    axes.set(xlim=(-0.1, len(STAGES) + 0.1), ylim=(-0.1, 2.7))
+        axes.annotate(text, (x, 1), (x, height), ha="center", fontsize=8, arrowprops=arrow)
+    axes.set(xlim=(-0.1, len(STAGES) + 0.1), ylim=(-0.1, 3.8))
     axes.set_title("The stages of saving step 3: it can be loaded as soon as the directory is renamed", fontsize=9)
     axes.axis("off")
     figure.tight_layout()
