@@ -173,7 +173,7 @@ def open_split(
             problem = "is missing" if size is None else f"has {size:,} bytes instead of {expected:,}"
             raise ConfigError(f"{path} {problem}: {remedy}")
         if size <= MAX_HASHED_BYTES and sha256_of(path) != file["sha256"]:
-            raise ConfigError(f"{path} is not the file that was prepared (its sha256 differs): {remedy}")
+            raise ConfigError(f"{path} is not the file that was prepared (its hash differs): {remedy}")
     windows = [max(0, (file["tokens"] - 1 - block_size) // stride + 1) for file in files]
     if not sum(windows):
         tokens, max_block_size = sum(file["tokens"] for file in files), max(file["tokens"] for file in files) - 1

@@ -18,19 +18,23 @@
 #
 # **Without a laptop: Google Colab.** Put the repository on GitHub, replace OWNER and NAME by your own, and open
 # `https://colab.research.google.com/github/OWNER/NAME/blob/main/notebooks/00_start_here.ipynb`. Run this in a first cell,
-# and then restart the session:
+# and then restart the session (menu Runtime):
 #
 # ```
-# !git clone https://github.com/OWNER/NAME /content/course
+# !git clone --depth=1 https://github.com/OWNER/NAME /content/course
 # %cd /content/course
-# !pip install -e . && for name in shakespeare_char shakespeare synthetic; do python nanoGPT/data/$name/prepare.py; done
+# %pip install -e .
+# !python nanoGPT/data/shakespeare_char/prepare.py
+# !python nanoGPT/data/shakespeare/prepare.py
+# !python nanoGPT/data/synthetic/prepare.py
 # ```
 #
-# **Nobody has tried this in Colab yet.** Colab has its own versions of PyTorch and Triton, so the outputs may differ.
+# Colab gives each notebook a new machine, so run this first in every notebook that you open there. If Colab's PyTorch is
+# older than 2.11, pip replaces it. This takes some minutes, and you can ignore pip's warnings about torchvision and
+# torchaudio. **Nobody has tried this in Colab yet.** Its versions of PyTorch and Triton may give slightly other outputs.
 
 # %%
 import importlib.util
-import json
 import os
 import shutil
 import sys

@@ -13,28 +13,27 @@
 
 # %%
 import dataclasses
-import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 
 from nanoGPT.distributed.runtime import reseed
-from nanoGPT.files import PACKAGE, sha256_of
 from nanoGPT.train_config import TrainConfig
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.tokenizer import load_tokenizer
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw, grad_norm
 from nanoGPT.train import train
+from workshop.lessons.one_process import draw_curves, max_loss_difference, pop_gradient, print_curves
 from workshop.ranks import losses, run_on_ranks
 
+# %% [markdown]
+# All runs of this notebook use one small configuration. Tables and pictures come from `workshop/lessons/`, so that the
+# cells show only the code that the lesson is about.
+
+# %%
 folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; removed when the kernel exits
 
 config = TrainConfig(
@@ -42,16 +41,9 @@ config = TrainConfig(
     block_size=32,  # T, tokens per sequence
     batch_size=4,  # B, sequences per micro-batch
     gradient_accumulation_steps=4,  # micro-batches per step, summed over all ranks
-    n_layer=2,
-    n_head=2,
-    n_embd=64,
-    max_iters=12,
-    learning_rate=2e-3,
-    min_lr=2e-4,
-    warmup_iters=2,
-    eval_interval=12,
-    eval_iters=4,
-    log_interval=1,
+    n_layer=2, n_head=2, n_embd=64,
+    max_iters=12, eval_interval=12, eval_iters=4, log_interval=1,
+    learning_rate=2e-3, min_lr=2e-4, warmup_iters=2,
 )
 
 # %% [markdown]
@@ -96,8 +88,8 @@ for position in range(5):
 # generator*: a generator without hidden state, which computes its numbers from the key only. It returns the first
 # position of each window. No state is kept between two calls.
 #
-# In `data.batch("train", TRAIN, 0, 0)`, `"train"` is the split, the part of the text that is read. `TRAIN` is the
-# purpose of the batch, which is `TRAIN` or `EVALUATE`. The purpose belongs to the key, so that evaluations draw other
+# In `data.batch("train", TRAIN, 0, 0)`, `"train"` is the split, the part of the text that is read: `"train"` or `"val"`,
+# for validation. `TRAIN` is the purpose of the batch, which is `TRAIN` or `EVALUATE`. The purpose belongs to the key, so that evaluations draw other
 # windows.
 #
 # **Predict first:** which of these four lines print `True`?
@@ -176,28 +168,24 @@ print(f"logits of the last token {tuple(logits.shape)}, loss {loss.item():.3f}, 
 # %%
 micro_batches = [data.batch("train", TRAIN, 0, i) for i in range(4)]
 
-
-def pop_gradient() -> torch.Tensor:
-    """Return the gradients of all parameters as one 1-D tensor, and reset them."""
-    flat_gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    model.zero_grad()
-    return flat_gradient
-
-
 for xs, ys in micro_batches:
     loss = model(xs, ys)
     (loss / 4).backward()
-accumulated_gradient = pop_gradient()
+accumulated_gradient = pop_gradient(model)  # all gradients as one vector; it also resets them
 
 for xs, ys in micro_batches:
     loss = model(xs, ys)
     loss.backward()
-undivided_gradient = pop_gradient()
+undivided_gradient = pop_gradient(model)
 
 loss = model(torch.cat([xs for xs, _ in micro_batches]), torch.cat([ys for _, ys in micro_batches]))
 loss.backward()
-large_batch_gradient = pop_gradient()
+large_batch_gradient = pop_gradient(model)
 
+# %% [markdown]
+# Compare the three gradients:
+
+# %%
 print(f"gradient norm, one batch of 16 sequences              {large_batch_gradient.norm():.6f}")
 print(f"gradient norm, 4 micro-batches, each loss divided     {accumulated_gradient.norm():.6f}")
 print(f"gradient norm, 4 micro-batches, not divided           {undivided_gradient.norm():.6f}")
@@ -278,6 +266,12 @@ variables = ", ".join(f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_S
 print(f"hello from rank {rank}: {variables}, sum over the ranks {t.item()}")
 dist.destroy_process_group()
 '''
+
+# %%
+import os
+import subprocess
+import sys
+
 hello = Path(folder.name) / "hello.py"
 hello.write_text(HELLO)
 torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(hello)]
@@ -321,27 +315,12 @@ def train_on(ranks: int, function=train, name: str = "keyed", **changes) -> dict
     return losses(out_dir)
 
 
-def max_loss_difference(curves: dict[int, dict[int, float]]) -> float:
-    """Return the largest difference of any curve from the curve of 1 rank."""
-    return max(abs(curve[step] - curves[1][step]) for curve in curves.values() for step in curves[1])
-
-
 curves = {ranks: train_on(ranks) for ranks in (1, 2, 4)}
-
-print("step      1 rank     2 ranks     4 ranks")
-for step in curves[1]:
-    print(f"{step:4}" + "".join(f"{curves[ranks][step]:12.8f}" for ranks in curves))
-print(f"max loss difference: {max_loss_difference(curves):.1e}")
+print_curves(curves)
 assert max_loss_difference(curves) < 1e-5
 
 # %%
-figure, axes = plt.subplots(figsize=(6, 3.5))
-for (ranks, curve), width, color in zip(curves.items(), (9, 5, 1.5), ("#c6dbef", "#6baed6", "#08306b")):
-    axes.plot(list(curve), list(curve.values()), linewidth=width, color=color, label=f"{ranks} rank(s)")
-axes.set(xlabel="step", ylabel="training loss (nats per token)", title="The same loss curve on 1, 2 and 4 ranks")
-axes.legend()
-figure.tight_layout()
-plt.show()
+draw_curves(curves)
 
 # %% [markdown]
 # The lines have three different widths, because otherwise you would see only one of them.
@@ -418,24 +397,18 @@ print(f"max loss difference, one key per micro-batch:  {max_loss_difference(curv
 # 9, we send SIGKILL, which no process can catch or delay.
 
 # %%
-def train_command(out_dir: str, *flags: str) -> list[str]:
-    """Return the command `python nanoGPT/train.py --out_dir=...` as a list of arguments."""
-    return [sys.executable, str(PACKAGE / "train.py"), f"--out_dir={out_dir}", *flags]
+import json
+import time
 
+from nanoGPT.files import sha256_of
+from workshop.lessons.one_process import count_logged_lines, print_resumed_curve, train_command
 
 FLAGS = """--device=cpu --block_size=32 --n_layer=2 --n_head=2 --n_embd=64 --dropout=0.2 --max_iters=16
     --warmup_iters=2 --gradient_accumulation_steps=16 --log_interval=1 --eval_interval=4 --eval_iters=4
     --always_save_checkpoint=True""".split()
-
-
-def count_logged_lines(out_dir: str) -> int:
-    """Return the number of lines that a run has written to its metrics.jsonl."""
-    metrics = Path(folder.name) / out_dir / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
-
-
-process = subprocess.Popen(train_command("killed", *FLAGS), cwd=folder.name, stdout=subprocess.DEVNULL)
-while count_logged_lines("killed") < 10 and process.poll() is None:
+command = train_command(sys.executable, "killed", *FLAGS)  # python nanoGPT/train.py --out_dir=killed --device=cpu ...
+process = subprocess.Popen(command, cwd=folder.name, stdout=subprocess.DEVNULL)
+while count_logged_lines(Path(folder.name) / "killed") < 10 and process.poll() is None:
     time.sleep(0.005)
 process.kill()  # SIGKILL
 print("exit code of the process:", process.wait())
@@ -463,7 +436,8 @@ print("LATEST contains", (checkpoints / "LATEST").read_text().strip())
 # %%
 newest = checkpoints / (checkpoints / "LATEST").read_text().strip()
 manifest = json.loads((newest / "manifest.json").read_text())
-for name in ("phase", "step", "world_size", "model_args"):
+print(f"trainer: {manifest['phase']}")
+for name in ("step", "world_size", "model_args"):
     print(f"{name}: {manifest[name]}")
 for file in manifest["files"]:
     print(f"file {file['name']}, {file['size']:,} bytes, SHA-256 {file['sha256'][:16]}...")
@@ -483,9 +457,8 @@ print("AdamW state of the first parameter:", ", ".join(ckpt["optimizer"]["state"
 # `metrics.jsonl`?
 
 # %%
-completed = subprocess.run(
-    train_command("killed", "--init_from=resume"), cwd=folder.name, stdout=subprocess.PIPE, text=True, check=True
-)
+command = train_command(sys.executable, "killed", "--init_from=resume")
+completed = subprocess.run(command, cwd=folder.name, stdout=subprocess.PIPE, text=True, check=True)
 print(next(line for line in completed.stdout.splitlines() if line.startswith("resuming")))
 steps = [json.loads(line)["step"] for line in (checkpoints.parent / "metrics.jsonl").read_text().splitlines()]
 print("steps in metrics.jsonl:", steps)
@@ -499,14 +472,10 @@ print("steps in metrics.jsonl:", steps)
 # **Predict first:** in how many decimal digits do the losses of the two runs agree?
 
 # %%
-subprocess.run(train_command("uninterrupted", *FLAGS), cwd=folder.name, stdout=subprocess.DEVNULL, check=True)
+command = train_command(sys.executable, "uninterrupted", *FLAGS)
+subprocess.run(command, cwd=folder.name, stdout=subprocess.DEVNULL, check=True)
 resumed_curve, uninterrupted_curve = losses(Path(folder.name) / "killed"), losses(Path(folder.name) / "uninterrupted")
-
-print("step  killed and resumed   uninterrupted")
-for step in uninterrupted_curve:
-    note = "  <- resumed here" if step == manifest["step"] else ""
-    print(f"{step:4}  {resumed_curve[step]!r:<20} {uninterrupted_curve[step]!r:<18}{note}".rstrip())
-print("identical in every digit:", resumed_curve == uninterrupted_curve)
+print_resumed_curve(resumed_curve, uninterrupted_curve, resumed_at=manifest["step"])
 assert resumed_curve == uninterrupted_curve
 
 # %% [markdown]
@@ -597,8 +566,8 @@ assert resumed_curve == uninterrupted_curve
 # content = bytearray(damaged_file.read_bytes())
 # content[len(content) // 2] ^= 1
 # damaged_file.write_bytes(content)
-# flags = ["--init_from=resume"]
-# completed = subprocess.run(train_command("killed", *flags), cwd=folder.name, capture_output=True, text=True)
+# command = train_command(sys.executable, "killed", "--init_from=resume")
+# completed = subprocess.run(command, cwd=folder.name, capture_output=True, text=True)
 # print(completed.stdout)
 # ```
 #

@@ -21,13 +21,13 @@
 # %%
 import time
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 
-from nanoGPT.memory.costs import ring_bytes
 from workshop import collectives
 from workshop.collective_times import fit_latency_and_bandwidth, measure_all_reduces, predict_seconds
+from workshop.lessons.collective_pictures import draw_fits, draw_sent_bytes, draw_traces
+from workshop.lessons.collectives import measure_sent_bytes, print_fits, print_sent_bytes, trace_reduce_scatter
 from workshop.ranks import RankFailed, run_on_ranks
 
 RANKS = 4
@@ -80,48 +80,13 @@ for name in results[0]:
 # **Predict first:** how many steps does it take until each rank has one complete chunk? On which rank must chunk 0
 # start, so that it ends on rank 0?
 #
-# To see the contributions, rank r fills its tensor with 2**r. The bits of a sum then tell which ranks are in it. A
-# second row of values contains the number of the chunk.
+# To see the contributions, `trace_reduce_scatter` fills the tensor of rank r with 2**r. The bits of a sum then tell
+# which ranks are in it: 0110 means ranks 1 and 2. A second row of values contains the number of the chunk.
 
 # %%
-def trace_reduce_scatter() -> list[tuple[int, int]]:
-    """Return for each step the chunk that the calling rank sends, and the ranks in it as bits."""
-    rank, ranks, sent = dist.get_rank(), dist.get_world_size(), []
-    original = collectives.exchange
-
-    def exchange(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-        bits, chunk = int(outgoing[0]), outgoing[1] / bin(int(outgoing[0])).count("1")
-        sent.append((int(chunk), bits))
-        original(outgoing, incoming)
-
-    collectives.exchange = exchange
-    full = torch.stack([torch.full((ranks,), 2.0**rank), torch.arange(float(ranks))], dim=1).flatten()
-    collectives.reduce_scatter(full)
-    collectives.exchange = original
-    return sent
-
-
-traces = run_on_ranks(trace_reduce_scatter, RANKS)  # traces[rank][step]
-
-
-def name_ranks(bits: int) -> str:
-    return "+".join(str(rank) for rank in range(RANKS) if bits >> rank & 1)
-
-
-figure, grid = plt.subplots(1, RANKS - 1, figsize=(11, 3), sharey=True)
-for step, axes in enumerate(grid):
-    for rank in range(RANKS):
-        chunk, bits = traces[rank][step]
-        axes.add_patch(plt.Rectangle((chunk, rank), 1, 1, facecolor=plt.cm.Blues(0.25 * bin(bits).count("1"))))
-        color = "white" if bin(bits).count("1") > 2 else "black"
-        axes.text(chunk + 0.5, rank + 0.5, name_ranks(bits), ha="center", va="center", fontsize=9, color=color)
-    axes.set(xlim=(0, RANKS), ylim=(RANKS, 0), title=f"step {step}", xlabel="chunk")
-    axes.set_xticks([i + 0.5 for i in range(RANKS)], range(RANKS))
-    axes.set_yticks([i + 0.5 for i in range(RANKS)], [f"rank {i}" for i in range(RANKS)])
-    axes.grid(False)
-figure.suptitle("The chunk that each rank sends in each step, and the ranks whose values it contains")
-figure.tight_layout()
-plt.show()
+traces = run_on_ranks(trace_reduce_scatter, RANKS)  # traces[rank][step]: the chunk, and the ranks in it as bits
+print("rank 1 sends", [f"chunk {chunk} with the bits {bits:04b}" for chunk, bits in traces[1]])
+draw_traces(traces)
 
 # %% [markdown]
 # There are N - 1 = 3 steps. Chunk 0 starts on rank 1, and each rank on its way adds its own values. After the last step
@@ -141,9 +106,6 @@ plt.show()
 # how many does each rank send in the ring? What happens for a large N?
 
 # %% answer="all_reduce_on_rank_0"
-LENGTH = 840  # elements; 2, 3, 4, 5, 6, 7 and 8 divide it
-
-
 def all_reduce_on_rank_0(values: torch.Tensor) -> None:
     """Add the values of all ranks on rank 0, which sends the sum to each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -158,26 +120,12 @@ def all_reduce_on_rank_0(values: torch.Tensor) -> None:
         dist.send(values, 0)
         dist.recv(values, 0)
 
+# %% [markdown]
+# `measure_sent_bytes` counts what `dist.send` and `dist.isend` send while a function runs. Count the simple version and
+# all four collectives:
 
-def measure_sent_bytes(run_collective) -> int:
-    """Return the bytes that the calling rank sends."""
-    sent = 0
-    originals = {name: getattr(dist, name) for name in ("send", "isend")}
-
-    def count(name):
-        def send(tensor, *args, **kwargs):
-            nonlocal sent
-            sent += tensor.nbytes
-            return originals[name](tensor, *args, **kwargs)
-
-        return send
-
-    for name in originals:
-        setattr(dist, name, count(name))
-    run_collective()
-    for name, original in originals.items():
-        setattr(dist, name, original)
-    return sent
+# %%
+LENGTH = 840  # elements; 2, 3, 4, 5, 6, 7 and 8 divide it
 
 
 def measure_all(length: int) -> dict[str, int]:
@@ -191,21 +139,8 @@ def measure_all(length: int) -> dict[str, int]:
     }
 
 
-n = 4 * LENGTH
-counts = (2, 4, 8)
-measured = {ranks: run_on_ranks(measure_all, ranks, LENGTH) for ranks in counts}
-print(f"largest number of bytes that a rank sends, in units of n = {n:,} bytes; in parentheses the formula")
-print("  N   all-reduce on rank 0   all-reduce      reduce-scatter  all-gather      broadcast")
-for ranks in counts:
-    largest = {name: max(result[name] for result in measured[ranks]) for name in measured[ranks][0]}
-    columns = f"{largest['on rank 0'] / n:8.3f} ({ranks - 1:.3f})        "
-    for name in ("all-reduce", "reduce-scatter", "all-gather", "broadcast"):
-        _, volume = collectives.predict_costs(name, n, ranks)
-        columns += f"{largest[name] / n:.3f} ({volume / n:.3f})   "
-        assert largest[name] == volume
-        if name != "broadcast":  # the ledger counts the mean over the ranks, n(N-1)/N
-            assert volume == ring_bytes(name, n, ranks)  # the function of the planner and the ledger
-    print(f"{ranks:3}  {columns}")
+measured = {ranks: run_on_ranks(measure_all, ranks, LENGTH) for ranks in (2, 4, 8)}
+print_sent_bytes(measured, n=4 * LENGTH)
 
 # %% [markdown]
 # The measured bytes match the formulas exactly. With the simple version, rank 0 sends (N-1) n bytes, and it also
@@ -217,17 +152,7 @@ for ranks in counts:
 # **Predict first:** in the next figure, at which N does the simple version send more than the ring?
 
 # %%
-figure, axes = plt.subplots(figsize=(6, 3.5))
-Ns = range(2, 17)
-axes.plot(Ns, [N - 1 for N in Ns], color="#d1495b", label="on rank 0: N - 1")
-axes.plot(Ns, [2 * (N - 1) / N for N in Ns], color="#00798c", label="ring: 2(N-1)/N")
-for name, color in (("on rank 0", "#d1495b"), ("all-reduce", "#00798c")):
-    points = [max(result[name] for result in measured[ranks]) / n for ranks in counts]
-    axes.plot(counts, points, "o", color=color, label="measured")
-axes.set(xlabel="ranks", ylabel="sent by one rank (n bytes)", title="All-reduce: formula and measurement")
-axes.legend()
-figure.tight_layout()
-plt.show()
+draw_sent_bytes(measured, n=4 * LENGTH)
 
 # %% [markdown]
 # With two ranks both versions send n bytes. From three ranks on, the ring sends less.
@@ -351,24 +276,10 @@ for ranks in (2, 4):
         seconds[ranks, name] = [max(times) for times in slowest_rank]
 
 fits = {(ranks, name): fit_latency_and_bandwidth(SIZES, times, ranks) for (ranks, name), times in seconds.items()}
-print("  N   all-reduce   256 bytes (ms)    4 MB (ms)   latency per step (us)   bandwidth (GB/s)")
-for (ranks, name), (alpha, bandwidth) in fits.items():
-    first, last = 1e3 * seconds[ranks, name][0], 1e3 * seconds[ranks, name][-1]
-    print(f"{ranks:3}   {name:10} {first:16.2f} {last:12.1f} {1e6 * alpha:23.0f} {bandwidth / 1e9:18.2f}")
-    assert alpha > 0 and bandwidth > 0 and last > 2 * first
+print_fits(seconds, fits)
 
 # %%
-figure, grid = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
-for axes, ranks in zip(grid, (2, 4)):
-    for name, color in (("by hand", "#d1495b"), ("gloo", "#00798c")):
-        model = [1e3 * predict_seconds(size, ranks, *fits[ranks, name]) for size in SIZES]
-        axes.loglog(SIZES, [1e3 * each for each in seconds[ranks, name]], "o", color=color, label=f"{name}, measured")
-        axes.loglog(SIZES, model, color=color, label=f"{name}, latency and bandwidth")
-    axes.set(title=f"All-reduce on {ranks} ranks", xlabel="size of the tensor (bytes)")
-grid[0].set_ylabel("time (ms)")
-grid[0].legend(fontsize=8)
-figure.tight_layout()
-plt.show()
+draw_fits(SIZES, seconds, fits)
 
 # %% [markdown]
 # The curve is flat on the left: for small tensors only the latency counts, and 256 bytes take about as long as 16 KB.

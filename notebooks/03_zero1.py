@@ -17,31 +17,28 @@
 
 # %%
 import dataclasses
-import json
-import shutil
 import tempfile
-import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from matplotlib.patches import Rectangle
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
-from nanoGPT.checkpoint.shards import SafeReader
-from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.naive import NaiveZero1Optimizer
-from phase1_zero1.train import train
+from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.zero1 import Zero1Optimizer
 from workshop.ranks import losses, run_on_ranks
 
+# %% [markdown]
+# The configuration is that of notebook 1. Tables and pictures come from
+# `workshop/lessons/zero1.py` and `zero1_pictures.py`.
+
+# %%
 folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; removed when the kernel exits
 
 config = Zero1Config(
@@ -49,28 +46,22 @@ config = Zero1Config(
     block_size=32,  # T, tokens per sequence
     batch_size=4,  # B, sequences per micro-batch
     gradient_accumulation_steps=4,  # micro-batches per step, summed over all ranks
-    n_layer=2,
-    n_head=2,
-    n_embd=64,
-    max_iters=12,
-    learning_rate=2e-3,
-    min_lr=2e-4,
-    warmup_iters=2,
-    eval_interval=12,
-    eval_iters=4,
-    log_interval=1,
+    n_layer=2, n_head=2, n_embd=64,
+    max_iters=12, eval_interval=12, eval_iters=4, log_interval=1,
+    learning_rate=2e-3, min_lr=2e-4, warmup_iters=2,
 )
 
+# %% [markdown]
+# The model has its initial weights, which are the same on every rank. There are three ways to create its optimizer: no
+# sharding, ZeRO-1 in its simplest form, and ZeRO-1 with flat buckets.
 
+# %%
 def create_model_and_data(config: Zero1Config) -> tuple[GPT, TokenData]:
     """Return the data, and a model with its initial weights, which are the same on every rank."""
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     model = GPT(GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]}))
     model.init_weights(config.seed)
     return model, data
-
-
-# Three ways to create an optimizer for a model: no sharding, ZeRO-1 in its simplest form, ZeRO-1 with flat buckets.
 
 
 def make_adamw(model: GPT) -> torch.optim.Optimizer:
@@ -85,6 +76,7 @@ def make_flat_zero1(model: GPT, bucket_mb: float = 25.0) -> torch.optim.Optimize
     return Zero1Optimizer(param_groups(model, weight_decay=0.1), AdamW, lr=2e-3, bucket_mb=bucket_mb)
 
 
+# %%
 model, _ = create_model_and_data(config)
 P = sum(p.numel() for p in model.parameters())
 print(f"P = {P:,} parameters in {len(list(model.parameters()))} tensors")
@@ -114,6 +106,7 @@ def measure_state_bytes(config: Zero1Config, is_sharded: bool) -> dict[str, int]
     return {"parameters": storage_bytes(model.parameters()), "gradients": gradients, "optimizer": storage_bytes(state)}
 
 
+# %%
 for rank, state_bytes in enumerate(run_on_ranks(measure_state_bytes, 4, config, False)):
     columns = "  ".join(f"{name} {count:,} ({count / P:.4f} P)" for name, count in state_bytes.items())
     print(f"rank {rank} (bytes): {columns}  total {sum(state_bytes.values()) / P:.4f} P")
@@ -171,29 +164,18 @@ print("".join(f",  ZeRO-1 on {ranks} ranks {(8 + 8 / ranks) * large_P / 1e9:.1f}
 # Which matrices lie completely in the slice of one rank?
 
 # %%
-def describe_buckets(config: Zero1Config, bucket_mb: float) -> list[dict]:
+from workshop.lessons.zero1 import describe_buckets, print_padding, print_shards
+from workshop.lessons.zero1_pictures import draw_buckets
+
+
+def list_buckets(config: Zero1Config, bucket_mb: float) -> list[dict]:
     """Return the parameters of each bucket, and the slice and the shards of the calling rank."""
     model, _ = create_model_and_data(config)
-    names = {p: name.removeprefix("transformer.").removesuffix(".weight") for name, p in model.named_parameters()}
-    return [
-        {
-            "length": bucket.flat_params.numel(),
-            "params": [(names[p], p.numel()) for p in bucket.params],
-            "slice": (bucket.local_slice.start, bucket.local_slice.stop),
-            "shards": [(names[s.param], s.offset, s.bucket_slice.start, s.bucket_slice.stop) for s in bucket.shards],
-        }
-        for bucket in make_flat_zero1(model, bucket_mb).buckets
-    ]
+    return describe_buckets(model, make_flat_zero1(model, bucket_mb))
 
 
-layouts = run_on_ranks(describe_buckets, 4, config, 0.2)  # layouts[rank][bucket]
-
-for rank, buckets in enumerate(layouts):
-    begin, end = buckets[0]["slice"]
-    print(f"rank {rank}: elements {begin:,} to {end:,} of bucket 0")
-    for name, offset, left, right in buckets[0]["shards"]:
-        numel = right - left
-        print(f"    {name:16} {numel:6,} elements: {offset:,} to {offset + numel:,} of the flattened parameter")
+layouts = run_on_ranks(list_buckets, 4, config, 0.2)  # layouts[rank][bucket]
+print_shards(layouts, number=0)
 
 # %% [markdown]
 # The next figure shows all four buckets, each on its own scale. The upper strip of a bucket shows its parameters. The
@@ -204,47 +186,8 @@ for rank, buckets in enumerate(layouts):
 # and how much padding does the bucket have? Which rank stores fewer elements than the others?
 
 # %%
-COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")
-
-
-def draw_box(axes: plt.Axes, y: float, begin: float, end: float, color: str, text: str = "", hatch: str = "") -> None:
-    """Draw one box of a strip, with its text in front of the lines that cross it."""
-    axes.add_patch(Rectangle((begin, y), end - begin, 0.8, facecolor=color, edgecolor="black", hatch=hatch, lw=0.8))
-    center, background = ((begin + end) / 2, y + 0.38), {"facecolor": color, "edgecolor": "none", "pad": 0.8}
-    axes.text(*center, text, ha="center", va="center", fontsize=7.5, bbox=background if text else None)
-
-
-figure, grid = plt.subplots(4, 1, figsize=(11, 6))
-for number, axes in enumerate(grid):
-    bucket = layouts[0][number]
-    length, begin = bucket["length"], 0
-    for name, numel in bucket["params"]:
-        draw_box(axes, 1, begin, begin + numel, "#eeeeee", name)
-        begin += numel
-    for y in (0, 1):
-        if begin < length:
-            draw_box(axes, y, begin, length, "white", hatch="//////")
-    for rank in range(4):
-        for name, offset, left, right in layouts[rank][number]["shards"]:
-            draw_box(axes, 0, left, right, COLORS[rank], f"rank {rank}" if right - left > 0.03 * length else "")
-        axes.axvline(layouts[rank][number]["slice"][1], color="black", linestyle=":", linewidth=1.2)
-    axes.set(xlim=(0, length), ylim=(-0.1, 1.9), yticks=[])
-    axes.set_ylabel(f"bucket {number}", rotation=0, ha="right", va="center")
-    axes.set_xticks([layouts[rank][number]["slice"][0] for rank in range(4)] + [length])
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    axes.tick_params(labelsize=8, length=2)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-grid[-1].set_xlabel("element of the bucket")
-figure.suptitle("Parameters (upper strips) and shards of 4 ranks (lower strips) in each bucket")
-figure.tight_layout()
-plt.show()
-
-for rank, buckets in enumerate(layouts):
-    shards = [shard for bucket in buckets for shard in bucket["shards"]]
-    shard_elements = sum(right - left for _, _, left, right in shards)
-    slice_elements = sum(bucket["slice"][1] - bucket["slice"][0] for bucket in buckets)
-    padding = slice_elements - shard_elements
-    print(f"rank {rank}: {len(shards):2} shards, {shard_elements:6,} elements, {padding:3} elements of padding")
+draw_buckets(layouts)
+print_padding(layouts)
 
 # %% [markdown]
 # A slice of the bucket of `wte` has 1,216 elements, the next multiple of 32 above 1,200. The padding lies at the end of
@@ -272,34 +215,42 @@ for rank, buckets in enumerate(layouts):
 # **Predict first:** what do `a` and `b` contain after one step of SGD with a learning rate of 0.1 on 2 ranks?
 
 # %%
-def train_two_parameters() -> tuple[list[str], torch.Tensor, torch.Tensor]:
-    """Train two parameters in one flat buffer for one step. Return the order of the events, and the parameters."""
-    a, b = torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.nn.Parameter(torch.tensor([3.0]))
+def store_in_buffers(params: list[torch.nn.Parameter], on_gradient_ready) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move parameters and their gradients into two flat buffers, and register a hook for each gradient."""
     flat_params, flat_grads = torch.zeros(3), torch.zeros(3)
-    events, works = [], []
+    for param, elements in zip(params, (slice(0, 2), slice(2, 3))):
+        flat_params[elements] = param.detach()
+        param.data, param.grad = flat_params[elements], flat_grads[elements]
+        param.register_post_accumulate_grad_hook(on_gradient_ready)
+    return flat_params, flat_grads
 
+
+# %% [markdown]
+# The hook starts one all-reduce for both gradients, as soon as the second one is ready. The update is one operation on
+# the buffer.
+
+# %%
+def train_two_parameters() -> tuple[list[str], list[list[float]]]:
+    """Train two parameters in one flat buffer for one step. Return the order of the events, and the parameters."""
     def on_gradient_ready(param: torch.Tensor) -> None:
         events.append("a gradient is ready")
         if len(events) == 2:  # both gradients are in the buffer: average them with one collective
             works.append(dist.all_reduce(flat_grads, dist.ReduceOp.SUM, async_op=True))
             events.append("all-reduce started")
 
-    for param, elements in ((a, slice(0, 2)), (b, slice(2, 3))):
-        flat_params[elements] = param.detach()
-        param.data, param.grad = flat_params[elements], flat_grads[elements]
-        param.register_post_accumulate_grad_hook(on_gradient_ready)
-
+    events, works, a, b = [], [], torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.nn.Parameter(torch.tensor([3.0]))
+    flat_params, flat_grads = store_in_buffers([a, b], on_gradient_ready)
     loss = (dist.get_rank() + 1) * (a.square().sum() + b.sum())
     loss.backward()
     events.append("backward() returned")
     works[0].wait()
-    flat_grads /= dist.get_world_size()
-    flat_params -= 0.1 * flat_grads  # one operation updates both parameters
-    return events, a.detach(), b.detach()
+    flat_params -= 0.1 * flat_grads / dist.get_world_size()  # one operation updates both parameters
+    return events, [a.tolist(), b.tolist()]
 
 
-for rank, (events, a, b) in enumerate(run_on_ranks(train_two_parameters, 2)):
-    print(f"rank {rank}: a = {a.tolist()}, b = {b.tolist()}; {', '.join(events)}")
+# %%
+for rank, (events, (a, b)) in enumerate(run_on_ranks(train_two_parameters, 2)):
+    print(f"rank {rank}: a = {a}, b = {b}; {', '.join(events)}")
 
 # %% [markdown]
 # The gradients of rank 0 are (2, 4) and 1, and those of rank 1 are twice as large. Their mean is (3, 6) and 1.5. The
@@ -320,30 +271,36 @@ for rank, (events, a, b) in enumerate(run_on_ranks(train_two_parameters, 2)):
 # **Predict first:** what is the max difference between the parameters of the two runs after 8 steps? And what is the
 # max difference from one process that runs all four micro-batches?
 
-# %% answer="average_gradients"
-def train_by_hand(config: Zero1Config, make_optimizer, before_step=None, steps: int = 8) -> dict:
-    """Train on the calling ranks, and return losses, final parameters, norms and the traffic of the last step.
+# %%
+def compute_gradients(model: GPT, optimizer, data: TokenData, config: Zero1Config, step: int) -> torch.Tensor:
+    """Accumulate the gradients of this rank's micro-batches, and return the sum of their losses."""
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    micro_batches = range(dist.get_rank(), config.gradient_accumulation_steps, dist.get_world_size())
+    for micro_batch in micro_batches:
+        # Zero1Optimizer reduces gradients in the backward pass of the last micro-batch only, as DDP does.
+        optimizer.require_backward_grad_sync = micro_batch == micro_batches[-1]
+        loss = model(*data.batch("train", TRAIN, step, micro_batch))
+        (loss / len(micro_batches)).backward()
+        loss_sum += loss.detach()
+    return loss_sum
 
-    Args:
-        make_optimizer: creates the optimizer of a model.
-        before_step: called with model and optimizer before each optimizer step; its return values are the norms.
-    """
+
+# %% [markdown]
+# A run by hand repeats this step. `CollectiveCounter` records the collectives of the last one. `before_step` may change
+# the gradients before the optimizer runs:
+
+# %%
+from nanoGPT.metrics.ledger import CollectiveCounter
+
+
+def train_by_hand(config: Zero1Config, make_optimizer, before_step=lambda *_: None, steps: int = 8) -> dict:
+    """Train on the calling ranks, and return losses, final parameters, norms and the traffic of the last step."""
     model, data = create_model_and_data(config)
-    optimizer = make_optimizer(model)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    micro_batches = range(rank, config.gradient_accumulation_steps, world_size)  # of this rank
-    curve, norms = [], []
+    optimizer, curve, norms = make_optimizer(model), [], []
     for step in range(steps):
-        loss_sum = torch.zeros((), dtype=torch.float64)
         with CollectiveCounter() as traffic:
-            for micro_batch in micro_batches:
-                # Zero1Optimizer reduces gradients in the backward pass of the last micro-batch only, as DDP does.
-                optimizer.require_backward_grad_sync = micro_batch == micro_batches[-1]
-                loss = model(*data.batch("train", TRAIN, step, micro_batch))
-                (loss / len(micro_batches)).backward()
-                loss_sum += loss.detach()
-            if before_step:
-                norms.append(before_step(model, optimizer))
+            loss_sum = compute_gradients(model, optimizer, data, config, step)
+            norms.append(before_step(model, optimizer))
             optimizer.step()
             optimizer.zero_grad()
         dist.all_reduce(loss_sum)
@@ -352,19 +309,19 @@ def train_by_hand(config: Zero1Config, make_optimizer, before_step=None, steps: 
     return {"curve": curve, "params": params, "norms": norms, "traffic": list(traffic.rows.values())}
 
 
+# %% answer="average_gradients"
 def average_gradients(model: GPT, optimizer: torch.optim.Optimizer) -> None:
     """Replace every gradient by its mean over all ranks."""
     for p in model.parameters():
         dist.all_reduce(p.grad, dist.ReduceOp.AVG)
 
 
-def max_param_difference(result: dict, other: dict) -> float:
-    return (result["params"] - other["params"]).abs().max().item()
-
-
 [one_process] = run_on_ranks(train_by_hand, 1, config, make_adamw)
 adamw_results = run_on_ranks(train_by_hand, 4, config, make_adamw, average_gradients)
 naive_results = run_on_ranks(train_by_hand, 4, config, make_naive_zero1)
+
+# %%
+from workshop.lessons.zero1 import max_param_difference
 
 differences = [max_param_difference(a, b) for a, b in zip(naive_results, adamw_results)]
 print("max parameter difference, naive and AdamW on the same 4 ranks:", max(differences))
@@ -388,19 +345,17 @@ assert max_param_difference(naive_results[0], adamw_results[0]) == 0
 # of the 4 ranks owns full parameters: how evenly are the elements distributed?
 
 # %% answer="count_owned_elements"
-def show_traffic(rows: list[dict]) -> None:
-    for row in rows:
-        print(f"{row['kind']:15} {row['calls']:3} calls  {row['ring_bytes'] / 4:9,.0f} elements communicated per rank")
-
-
 def count_owned_elements(config: Zero1Config) -> int:
     """Return the number of elements that the calling rank owns."""
     optimizer, rank = make_naive_zero1(create_model_and_data(config)[0]), dist.get_rank()
     return sum(p.numel() for p, owner in optimizer.owner.items() if owner == rank)
 
 
+# %%
+from workshop.lessons.zero1 import print_traffic
+
 unit = P * 3 / 4  # P(N-1)/N
-show_traffic(naive_results[0]["traffic"])
+print_traffic(naive_results[0]["traffic"])
 volume = sum(row["ring_bytes"] / 4 for row in naive_results[0]["traffic"])
 print(f"total {volume:,.0f} elements = {volume / unit:.4f} P(N-1)/N; formula: 3 P(N-1)/N")
 print("elements owned by each rank:", run_on_ranks(count_owned_elements, 4, config), f"(P/N = {P / 4:,.0f})")
@@ -443,6 +398,8 @@ print("elements owned by each rank:", run_on_ranks(count_owned_elements, 4, conf
 # | flat | ? | ? | ? |
 
 # %%
+from phase1_zero1.train import train
+
 BACKENDS = {
     "DDP": {"use_zero1": False},
     "torch": {"zero1_backend": "torch"},
@@ -458,28 +415,17 @@ def train_on(ranks: int, **changes) -> Path:
     return Path(out_dir)
 
 
-def max_loss_difference(curve: dict[int, float], other: dict[int, float]) -> float:
-    return max(abs(curve[step] - other[step]) for step in other)
+# %% [markdown]
+# The first number of each formula is the model state per rank (bytes, in units of P), the second the communication per
+# rank (elements, in units of P(N-1)/N):
 
+# %%
+from workshop.lessons.zero1 import print_backends
 
 baseline = losses(train_on(1, use_zero1=False))
 runs = {name: train_on(4, ledger=True, **changes) for name, changes in BACKENDS.items()}
-ledgers = {name: json.loads((run / "ledger.json").read_text()) for name, run in runs.items()}
-
 FORMULAS = {"DDP": (16, 2), "torch": (8 + 8 / 4, 3), "naive": (8 + 8 / 4, 3), "flat": (8 + 8 / 4, 2)}
-print("        model state per rank          communication per rank      calls     max loss difference")
-print("        (bytes, in units of P)        (elements, in P(N-1)/N)     per step  from one process")
-print("            min     max  formula          measured  formula")
-for name, ledger in ledgers.items():
-    rows = ledger["ranks"][0]["collectives"]
-    state = [sum(rank["state_bytes"].values()) / P for rank in ledger["ranks"]]
-    volume, calls = sum(row["ring_bytes"] / 4 for row in rows) / unit, sum(row["calls"] for row in rows)
-    loss_difference = max_loss_difference(losses(runs[name]), baseline)
-    print(
-        f"{name:6} {min(state):8.3f} {max(state):7.3f} {FORMULAS[name][0]:8.3f}     "
-        f"{volume:13.4f} {FORMULAS[name][1]:8} {calls:14} {loss_difference:20.1e}"
-    )
-    assert loss_difference < 1e-5
+print_backends(runs, FORMULAS, baseline, P)
 
 # %% [markdown]
 # All four implementations produce the same loss curve. Except for padding and a few bytes of control data, `flat`
@@ -487,8 +433,10 @@ for name, ledger in ledgers.items():
 # These are its collective calls:
 
 # %%
-rows = ledgers["flat"]["ranks"][0]["collectives"]
-show_traffic(rows)
+import json
+
+rows = json.loads((runs["flat"] / "ledger.json").read_text())["ranks"][0]["collectives"]
+print_traffic(rows)
 padded_elements = max(row["tensor_bytes"] for row in rows) // 4
 print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of them padding")
 
@@ -511,70 +459,33 @@ print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of th
 #
 # - it fills the buckets from the last parameter to the first;
 # - a hook on each parameter, as in (b), marks the gradient as ready in its bucket;
-# - a full bucket starts its reduce-scatter asynchronously.
+# - a bucket whose gradients are all ready starts its reduce-scatter asynchronously.
 #
 # All ranks must start their buckets in the same order. Otherwise bucket 1 of one rank would be added to bucket 2 of
 # another rank. In the first step this order is the order of the bucket numbers. Rank 0 then broadcasts the order in
-# which its buckets became full, and all ranks use this order from the second step on.
+# which its buckets became ready, and all ranks use this order from the second step on.
 #
-# Below, buckets of at most 0.07 MiB give 8 buckets, numbered 0 to 7. The last one contains the LayerNorm weights. We
-# wrap the methods of each bucket, so that we record the time of each call and how many of the 15 gradients were ready.
+# Below, buckets of at most 0.07 MiB give 8 buckets, numbered 0 to 7. The last one contains the LayerNorm weights.
+# `record_timeline` wraps the methods of each bucket. It records the time of each call, and how many of the 15 gradients
+# were ready.
 #
 # **Predict first:** how many gradients are ready when the reduce-scatter of bucket 7 starts in step 0, and how many in
 # step 1? How many of the 8 buckets start their reduce-scatter before `backward()` returns?
 
 # %%
-def record_timeline(config: Zero1Config, bucket_mb: float, steps: int) -> dict:
-    """Run steps, and return the parameter names of each bucket and the timeline of each step on this rank.
+from workshop.lessons.zero1 import count_early_reduces, print_ready_gradients, record_timeline
+from workshop.lessons.zero1_pictures import draw_timeline
 
-    An event is (name, bucket or None, begin, end, gradients ready at the end), with times in seconds.
-    """
+
+def record_steps(config: Zero1Config, bucket_mb: float, steps: int) -> dict:
+    """Run steps, and return the parameters of each bucket and the recorded events of each step on this rank."""
     model, data = create_model_and_data(config)
-    names = {p: name.removeprefix("transformer.").removesuffix(".weight") for name, p in model.named_parameters()}
-    events, ready_times = [], []
-    for p in model.parameters():  # registered before the optimizer's hooks, so that the time is recorded first
-        p.register_post_accumulate_grad_hook(lambda p: ready_times.append(time.perf_counter()))
-    optimizer = make_flat_zero1(model, bucket_mb)
-
-    def record(event_name, number, method):
-        def recorded_method(*args):
-            begin, result = time.perf_counter(), method(*args)
-            events.append((event_name, number, begin, time.perf_counter(), len(ready_times)))
-            return result
-
-        return recorded_method
-
-    for number, bucket in enumerate(optimizer.buckets):
-        for method_name in ("start_reduce", "finish_reduce", "update_shards", "start_gather"):
-            setattr(bucket, method_name, record(method_name, number, getattr(bucket, method_name)))
-    recorded_steps = []
-    for step in range(steps):
-        x, y = data.batch("train", TRAIN, step, dist.get_rank())
-        events.clear(), ready_times.clear()
-        dist.barrier()
-        loss = record("forward", None, model)(x, y)
-        record("backward", None, loss.backward)()
-        record("step", None, optimizer.step)()
-        recorded_steps.append({"events": list(events), "ready_times": list(ready_times)})
-    return {"buckets": [[names[p] for p in bucket.params] for bucket in optimizer.buckets], "steps": recorded_steps}
+    return record_timeline(model, lambda: make_flat_zero1(model, bucket_mb), data, steps)
 
 
-def gradients_ready_at_reduce(step: dict) -> dict[int, int]:
-    """Return how many gradients were ready when each bucket started its reduce-scatter, in the order of the starts."""
-    return {number: count for name, number, _, _, count in step["events"] if name == "start_reduce"}
-
-
-timeline = run_on_ranks(record_timeline, 2, dataclasses.replace(config, batch_size=32), 0.07, 6)[0]
-ready_in_step_0, ready_in_step_1 = (gradients_ready_at_reduce(step) for step in timeline["steps"][:2])
-print("                                           gradients ready when the reduce-scatter starts")
-print("bucket                                                           in step 0   in step 1")
-for number, names in enumerate(timeline["buckets"]):
-    bucket_names = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
-    print(f"{number}  {bucket_names:61} {ready_in_step_0[number]:9} {ready_in_step_1[number]:11}")
-print("order in step 0:", list(ready_in_step_0), " order in step 1:", list(ready_in_step_1))
-for step in timeline["steps"]:
-    backward_end = next(end for name, _, _, end, _ in step["events"] if name == "backward")
-    assert all(begin < backward_end for name, _, begin, _, _ in step["events"] if name == "start_reduce")
+timeline = run_on_ranks(record_steps, 2, dataclasses.replace(config, batch_size=32), 0.07, 6)[0]
+print_ready_gradients(timeline)
+assert all(count_early_reduces(step) == 8 for step in timeline["steps"])
 
 # %% [markdown]
 # All eight buckets start before `backward()` returns. From step 1 on, seven of them start before the last gradient is
@@ -588,49 +499,7 @@ for step in timeline["steps"]:
 # **Predict first:** in which order are the buckets updated and all-gathered, and why in this order?
 
 # %%
-def draw_timeline(buckets: list[list[str]], step: dict) -> None:
-    """Draw one lane for the passes and one per bucket; times in milliseconds since the start of the forward pass."""
-    spans = {(name, number): (begin, end) for name, number, begin, end, _ in step["events"]}
-    zero = spans["forward", None][0]
-    figure, axes = plt.subplots(figsize=(9, 4))
-
-    def draw_bar(lane: int, begin: float, end: float, color: str) -> None:
-        axes.barh(lane, 1e3 * (end - begin), left=1e3 * (begin - zero), height=0.6, color=color)
-
-    for name, color in (("forward", "#cccccc"), ("backward", "#888888"), ("step", "#cccccc")):
-        begin, end = spans[name, None]
-        draw_bar(-1, begin, end, color)
-        axes.text(500 * (begin + end) - 1e3 * zero, -1, name, ha="center", va="center", fontsize=8)
-    for number in range(len(buckets)):
-        draw_bar(number, spans["start_reduce", number][0], spans["finish_reduce", number][1], "#00798c")
-        draw_bar(number, *spans["update_shards", number], "#d1495b")
-        draw_bar(number, spans["start_gather", number][0], spans["step", None][1], "#edae49")
-    ready_times = [1e3 * (t - zero) for t in step["ready_times"]]
-    axes.plot(ready_times, [-1.45] * len(ready_times), "kv", markersize=4)
-    axes.axvline(1e3 * (spans["backward", None][1] - zero), color="black", linestyle=":", linewidth=1)
-    axes.set_yticks(range(-1, len(buckets)), ["rank 0", *(f"bucket {n}: {p[0]}" for n, p in enumerate(buckets))])
-    axes.set(xlabel="time since the start of the forward pass (ms)", ylim=(len(buckets) - 0.5, -1.8))
-    kinds = [
-        ("#00798c", "reduce-scatter, until wait() returns"),
-        ("#d1495b", "update"),
-        ("#edae49", "all-gather, until wait() returns"),
-    ]
-    handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color, _ in kinds]
-    markers = axes.plot([], [], "kv", markersize=4)
-    figure.legend(
-        [*markers, *handles], ["a gradient is ready", *(label for _, label in kinds)],
-        loc="upper center", ncols=4, frameon=False, fontsize=8,
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
-    plt.show()
-
-
-def duration(step: dict) -> float:
-    return step["events"][-1][3] - step["events"][0][2]
-
-
-draw_timeline(timeline["buckets"], min(timeline["steps"][1:], key=duration))
+draw_timeline(timeline)
 
 # %% [markdown]
 # The optimizer updates the buckets in the reverse order of their reduce-scatters. The all-gather of one bucket runs
@@ -662,13 +531,6 @@ draw_timeline(timeline["buckets"], min(timeline["steps"][1:], key=duration))
 MAX_NORM = 1.0
 
 
-def clip_in_one_process(model: GPT, optimizer: torch.optim.Optimizer) -> float:
-    grads = [p.grad for p in model.parameters()]
-    norm = grad_norm(grads)
-    clip_grads(grads, norm, MAX_NORM)
-    return norm.item()
-
-
 def clip_by_local_norm(model: GPT, optimizer: Zero1Optimizer) -> float:
     grads = optimizer.reduce_gradients()  # the gradients of this rank's shards
     norm = grad_norm(grads)  # the bug: there is no sum over the ranks
@@ -685,15 +547,25 @@ def clip_by_global_norm(model: GPT, optimizer: Zero1Optimizer) -> float:
     return optimizer.clip_grad_norm_(MAX_NORM).item()
 
 
+# %% [markdown]
+# `clip_by_global_norm` is the right version. The reference clips in one process, which has the full gradient:
+
+# %%
+from workshop.lessons.zero1 import print_norms
+from workshop.lessons.zero1_pictures import draw_clipping
+
+
+def clip_in_one_process(model: GPT, optimizer: torch.optim.Optimizer) -> float:
+    grads = [p.grad for p in model.parameters()]
+    norm = grad_norm(grads)
+    clip_grads(grads, norm, MAX_NORM)
+    return norm.item()
+
+
 CLIPPING = {"local": clip_by_local_norm, "torch": clip_with_torch, "right": clip_by_global_norm}
 [reference] = run_on_ranks(train_by_hand, 1, config, make_adamw, clip_in_one_process, 12)
 results = {name: run_on_ranks(train_by_hand, 4, config, make_flat_zero1, clip, 12) for name, clip in CLIPPING.items()}
-print(f"gradient norm in step 0, in one process: {reference['norms'][0]:.6f}")
-print("gradient norm in step 0, on ranks 0 to 3:")
-for name, ranks in results.items():
-    print(f"    {name:6} " + "  ".join(f"{rank['norms'][0]:.6f}" for rank in ranks))
-sum_of_squares = sum(rank["norms"][0] ** 2 for rank in results["local"])
-print(f"square root of the sum of the squared local norms: {sum_of_squares**0.5:.6f}")
+print_norms(results, reference)
 
 # %% [markdown]
 # Both mistakes produce four different norms on the four ranks. A local norm is too small, so *local* clips too little,
@@ -715,16 +587,7 @@ for name, ranks in results.items():
     is_equal = all(torch.equal(rank["params"], ranks[0]["params"]) for rank in ranks)
     differences = [abs(a - b) for a, b in zip(ranks[0]["curve"], reference["curve"])]
     print(f"{name:6} same model on all ranks: {is_equal}   max loss difference: {max(differences):.1e}")
-
-figure, axes = plt.subplots(figsize=(6, 3.5))
-for (name, ranks), color in zip(results.items(), ("#d1495b", "#edae49", "#00798c")):
-    differences = [max(abs(a - b), 1e-8) for a, b in zip(ranks[0]["curve"], reference["curve"])]
-    axes.semilogy(differences, marker="o", color=color, label=name)
-axes.set(xlabel="step", ylabel="loss difference from one process (nats)")
-axes.set_title("Gradient clipping by three norms (0 is drawn as 1e-8)")
-axes.legend(loc="center right")
-figure.tight_layout()
-plt.show()
+draw_clipping(results, reference)
 assert max(abs(a - b) for a, b in zip(results["right"][0]["curve"], reference["curve"])) < 1e-5
 
 # %% [markdown]
@@ -746,7 +609,7 @@ assert max(abs(a - b) for a, b in zip(results["right"][0]["curve"], reference["c
 
 # %%
 for ranks in (4, 2):
-    bucket = run_on_ranks(describe_buckets, ranks, config, 25.0)[1][0]
+    bucket = run_on_ranks(list_buckets, ranks, config, 25.0)[1][0]
     begin, end = bucket["slice"]
     print(f"rank 1 of {ranks}: elements {begin:,} to {end:,} of {bucket['length']:,} (with padding) in bucket 0")
 
@@ -764,12 +627,9 @@ for ranks in (4, 2):
 # the max loss difference from the run of (d)?
 
 # %%
-def list_chunks(checkpoint: Path, name: str) -> list[tuple[int, int]]:
-    """Return (first element, number of elements) of each saved chunk of a parameter's first moment."""
-    key = f"optimizer.transformer.{name}.weight.exp_avg"
-    chunks = SafeReader(checkpoint).read_metadata().state_dict_metadata[key].chunks
-    return sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in chunks)
+import shutil
 
+from workshop.lessons.zero1 import max_loss_difference, print_chunks, print_two_curves
 
 four_ranks = train_on(4, max_iters=7, lr_decay_iters=12)
 two_ranks = Path(tempfile.mkdtemp(dir=folder.name)) / "resumed"
@@ -777,22 +637,11 @@ shutil.copytree(four_ranks, two_ranks)  # a copy, so that you can run this cell 
 train_on(2, out_dir=two_ranks, init_from="resume", lr_decay_iters=12)
 
 for name in ("step-00000007", "step-00000012"):
-    checkpoint = two_ranks / "checkpoints" / name
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    print(f"{name}, saved by {manifest['world_size']} ranks:", ", ".join(f["name"] for f in manifest["files"]))
-    for parameter in ("h.1.mlp.c_proj", "h.1.mlp.c_fc", "h.0.mlp.c_proj"):
-        ranges = ", ".join(f"{begin:,} to {begin + numel:,}" for begin, numel in list_chunks(checkpoint, parameter))
-        print(f"    {parameter:15} chunks of the first moment: {ranges}")
+    print_chunks(two_ranks / "checkpoints" / name, ("h.1.mlp.c_proj", "h.1.mlp.c_fc", "h.0.mlp.c_proj"))
 
 # %%
 resumed_curve, uninterrupted_curve = losses(two_ranks), losses(runs["flat"])
-print("step   4 ranks, then 2     4 ranks")
-for step in uninterrupted_curve:
-    note = "  <- resumed on 2 ranks here" if step == 7 else ""
-    print(f"{step:4} {resumed_curve[step]:16.8f} {uninterrupted_curve[step]:12.8f}{note}")
-is_identical = all(resumed_curve[step] == uninterrupted_curve[step] for step in range(7))
-print("steps 0 to 6 identical in every digit:", is_identical)
-print(f"max loss difference: {max_loss_difference(resumed_curve, uninterrupted_curve):.1e}")
+print_two_curves(resumed_curve, uninterrupted_curve, resumed_at=7)
 assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 
 # %% [markdown]
@@ -855,7 +704,7 @@ assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 #
 # ```python
 # for bucket_mb in (25.0, 0.2):
-#     for rank, buckets in enumerate(run_on_ranks(describe_buckets, 4, config, bucket_mb)):
+#     for rank, buckets in enumerate(run_on_ranks(list_buckets, 4, config, bucket_mb)):
 #         for number, bucket in enumerate(buckets):
 #             for name, offset, begin, end in bucket["shards"]:
 #                 if name == "wte":
@@ -874,9 +723,9 @@ assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 #
 # ```python
 # for bucket_mb in (0.0001, 0.2, 1000.0):
-#     result = run_on_ranks(train_by_hand, 4, config, lambda model: make_flat_zero1(model, bucket_mb), None, 2)[0]
+#     result = run_on_ranks(train_by_hand, 4, config, lambda model: make_flat_zero1(model, bucket_mb), steps=2)[0]
 #     print(f"{bucket_mb} MiB")
-#     show_traffic(result["traffic"])
+#     print_traffic(result["traffic"])
 # ```
 #
 # A parameter that is larger than `bucket_mb` gets its own bucket, so tiny buckets make 15 reduce-scatters, one per
@@ -885,6 +734,6 @@ assert max_loss_difference(resumed_curve, uninterrupted_curve) < 1e-5
 #
 # Huge buckets make 2 reduce-scatters, one per parameter group. The bucket of the matrices can start only when the last
 # gradient, the one of `wte`, is ready. Its communication then does not overlap with the backward pass. To see this,
-# call `record_timeline` of (e) with `bucket_mb=1000`.
+# call `record_steps` of (e) with `bucket_mb=1000`.
 #
 # </details>

@@ -22,34 +22,20 @@
 # You need no GPU, but you need Linux, because Triton is packaged for Linux only.
 
 # %%
-import dataclasses
-import inspect
-import json
 import math
 import os
-import re
-import subprocess
-import sys
 import tempfile
-from collections import Counter
-from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when it is imported, so set it first, also on a GPU machine
 
-import matplotlib.pyplot as plt
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import configure_adamw
 from nanoGPT.metrics.hardware import PEAK_FLOPS
-from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer
-from phase2_triton.kernels import adamw, attention, cross_entropy, embedding, gelu, layernorm, linear_cross_entropy
-from phase2_triton.kernels.core import KernelError, load_config_table, record_launches
+from phase2_triton.kernels import attention, cross_entropy, layernorm
+from workshop.lessons.kernels import MemoryTraffic
 
 folder = tempfile.TemporaryDirectory()  # for compiled kernels; it is deleted when the Jupyter kernel stops
 torch.manual_seed(1337);
@@ -78,32 +64,15 @@ assert torch.allclose(reference_layer_norm(x, weight), F.layer_norm(x, (768,), w
 
 # %% [markdown]
 # On a GPU, eager torch runs each of these operations as a separate kernel. Kernels pass tensors to each other through
-# device memory: one kernel writes its result, and the next kernel reads it. `MemoryTraffic` below records the size of
+# device memory: one kernel writes its result, and the next kernel reads it. `MemoryTraffic` records the size of
 # every tensor that an operation reads or writes.
 #
 # **Predict first:** how often does `reference_layer_norm` read or write a tensor of the size of x? What is the minimum?
 
 # %%
-class MemoryTraffic(TorchDispatchMode):
-    """The bytes that each torch operation reads and writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        bytes_read = sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
-        self.rows.append((str(operation), bytes_read, result.nbytes))
-        return result
-
-
 with MemoryTraffic() as traffic:
     reference_layer_norm(x, weight)
-print("operation                reads (sizes of x)  writes (sizes of x)")
-for operation, bytes_read, bytes_written in traffic.rows:
-    print(f"{operation:24} {bytes_read / x.nbytes:18.3f} {bytes_written / x.nbytes:20.3f}")
-operations_bytes = sum(bytes_read + bytes_written for _, bytes_read, bytes_written in traffic.rows)
+operations_bytes = traffic.print_rows(unit=x.nbytes)
 forward_cost, backward_cost = layernorm.cost(256, 768, itemsize=4, bias=False)
 kernel_bytes = forward_cost.read + forward_cost.written
 print(f"total for separate operations: {operations_bytes / x.nbytes:.3f} sizes of x")
@@ -207,19 +176,6 @@ assert "power of 2" in message
 # **Predict first:** without any mask, which of the three rows are wrong, and what values do they get?
 
 # %%
-BAND = 16  # elements in a guard band
-
-
-def add_guard_bands(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy values between two bands of NaN; return the copy and the full buffer."""
-    buffer = torch.full((values.numel() + 2 * BAND,), math.nan, dtype=values.dtype)
-    return buffer[BAND:-BAND].view(values.shape).copy_(values), buffer
-
-
-def bands_are_intact(buffer: torch.Tensor) -> bool:
-    return bool(buffer[:BAND].isnan().all() and buffer[-BAND:].isnan().all())
-
-
 @triton.jit
 def centre_kernel(
     x, y, N, MASK_LOAD: tl.constexpr, MASK_STORE: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
@@ -229,17 +185,18 @@ def centre_kernel(
     if REVERSE:
         row = tl.num_programs(0) - 1 - row
     lanes = tl.arange(0, BLOCK)
-    inside = lanes < N
-    offsets = row * N + lanes
-    if MASK_LOAD:
-        v = tl.load(x + offsets, mask=inside, other=0.0)  # a lane whose mask is False loads nothing and gets 0
-    else:
-        v = tl.load(x + offsets)
+    load_mask = lanes < (N if MASK_LOAD else BLOCK)  # a lane whose mask is False loads nothing and gets 0
+    store_mask = lanes < (N if MASK_STORE else BLOCK)
+    v = tl.load(x + row * N + lanes, mask=load_mask, other=0.0)
     centred = v - tl.sum(v, 0) / N
-    if MASK_STORE:
-        tl.store(y + offsets, centred, mask=inside)
-    else:
-        tl.store(y + offsets, centred)
+    tl.store(y + row * N + lanes, centred, mask=store_mask)
+
+
+# %% [markdown]
+# Run it between guard bands. (`workshop/lessons/kernels.py` has the two functions for bands.)
+
+# %%
+from workshop.lessons.kernels import add_guard_bands, bands_are_intact
 
 
 def run_centre_kernel(mask_load: bool, mask_store: bool, reverse: bool = False) -> tuple[torch.Tensor, bool]:
@@ -296,6 +253,7 @@ def wrong_variance_kernel(x, weight, y, N, eps, BLOCK: tl.constexpr):
     tl.store(y + row * N + lanes, centred / tl.sqrt(var + eps) * w, mask=inside)
 
 
+# %%
 x, weight = torch.randn(4, 769) + 1, torch.rand(769) + 0.5
 y = torch.empty_like(x)
 wrong_variance_kernel[(4,)](x, weight, y, 769, 1e-5, BLOCK=1024)
@@ -330,14 +288,11 @@ def norm_kernel(x, weight, y, N, eps, BLOCK: tl.constexpr):
     tl.store(y + row * N + lanes, centred * rstd * w, mask=inside)
 
 
-def tile_size(N: int) -> int:
-    """Return the smallest power of two that is at least N."""
-    return triton.next_power_of_2(N)
+# %% [markdown]
+# The rule, in code. (`max_error(result, exact)` returns the largest absolute error, and NaN counts as infinity.)
 
-
-def max_error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest absolute error; NaN counts as infinity."""
-    return (result.double() - exact).abs().nan_to_num(nan=math.inf).max().item()
+# %%
+from workshop.lessons.kernels import max_error
 
 
 def is_accurate(result: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, factor: float = 2.0) -> bool:
@@ -346,6 +301,12 @@ def is_accurate(result: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, 
     return max_error(result, exact) <= factor * max_error(eager, exact) + rounding
 
 
+def tile_size(N: int) -> int:
+    """Return the smallest power of two that is at least N."""
+    return triton.next_power_of_2(N)
+
+
+# %%
 print("   N  type           max error of the kernel   max error of torch")
 for dtype in (torch.float32, torch.float16):
     for N in (1, 6, 769, 1023, 1600):
@@ -387,6 +348,7 @@ def loss_kernel(logits, targets, losses, V, OTHER: tl.constexpr, BLOCK: tl.const
     tl.store(losses + row, lse - tl.load(logits + row * V + tl.load(targets + row)))
 
 
+# %%
 V = 50257
 logits, targets = 0.02 * torch.randn(4, V), torch.tensor([0, 7, 4000, V - 1])
 exact = F.cross_entropy(logits.double(), targets, reduction="none")
@@ -426,24 +388,21 @@ def gradient_kernel(logits, target, V, ROUND_FIRST: tl.constexpr, BLOCK: tl.cons
     tl.store(logits + offsets, p - tl.where(lanes == target, 1.0, 0.0), mask=lanes < V)
 
 
+# %%
+from workshop.lessons.kernels import print_gradients
+
 target_p = torch.tensor([0.9, 0.99, 0.999, 0.9998], dtype=torch.float64)
 z = torch.zeros(4, 16)
 z[:, 3] = (target_p / ((1 - target_p) / 15)).log()  # one logit above 15 zeros, such that softmax gives target_p
-logits = z.half()
+logits, gradients = z.half(), {}
 exact = logits.double().softmax(1)[:, 3] - 1
-gradients = {}
 for round_first in (True, False):
-    gradients[round_first] = logits.clone()
-    gradient_kernel[(4,)](gradients[round_first], 3, 16, ROUND_FIRST=round_first, BLOCK=16)
-    gradients[round_first] = gradients[round_first][:, 3].double()
-gradient_in_bfloat16 = (exact + 1).bfloat16().double() - 1
-print("gradient at the target:")
-print("     p             exact   p rounded to bfloat16   p rounded to fp16   fp16, 1 subtracted in fp32")
-for row in range(4):
-    numbers = (exact[row], gradient_in_bfloat16[row], gradients[True][row], gradients[False][row])
-    print(f"{target_p[row]:.4f}" + "".join(f"{n:{width}.6f}" for n, width in zip(numbers, (18, 24, 20, 29))))
-assert gradient_in_bfloat16[2] == 0 and gradients[True][3] == 0
-assert 0.16 < gradient_in_bfloat16[1] / exact[1] - 1 < 0.18
+    written = logits.clone()
+    gradient_kernel[(4,)](written, 3, 16, ROUND_FIRST=round_first, BLOCK=16)
+    gradients[round_first] = written[:, 3].double()
+in_bfloat16 = (exact + 1).bfloat16().double() - 1
+print_gradients(target_p, (exact, in_bfloat16, gradients[True], gradients[False]))
+assert in_bfloat16[2] == 0 and gradients[True][3] == 0 and 0.16 < in_bfloat16[1] / exact[1] - 1 < 0.18
 assert ((gradients[False] / exact - 1).abs() < 2**-10).all()
 
 # %% [markdown]
@@ -475,6 +434,7 @@ def read_rows_kernel(x, out, stride, USE_INT64: tl.constexpr, BLOCK: tl.constexp
     tl.store(out + tl.program_id(0) * BLOCK + lanes, tl.load(x + offset + lanes))
 
 
+# %%
 rows = torch.empty(4 * 2**30 + 8, dtype=torch.float16).as_strided((5, 8), (2**30, 1))
 rows.copy_(torch.arange(40).view(5, 8))
 for use_int64 in (False, True):
@@ -503,49 +463,27 @@ del rows
 # **Predict first:** for which cases is the kernel's error larger than torch's? The answer need not be all or none.
 
 # %%
-def run_forward_backward(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the result, and the gradients of its sum with fixed random weights."""
-    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-    result = function(*inputs)
-    weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return [result.detach(), *torch.autograd.grad(result, inputs, weights.to(result.dtype))]
+from workshop.lessons.kernels import compare_with_torch, torch_attention, torch_layer_norm, with_targets
 
-
-def torch_layer_norm(x, weight):
-    return F.layer_norm(x, (x.size(-1),), weight)
-
-
-def torch_attention(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def with_targets(function, V: int):
-    """Return the loss function with four fixed targets below V."""
-    targets = torch.arange(4) * (V - 1) // 3
-    return lambda z: function(z, targets)
-
-
+loss, torch_loss = cross_entropy.cross_entropy, F.cross_entropy
 CASES = [
     ("layer_norm", layernorm.layer_norm, torch_layer_norm, [(3, 1), (1,)], 2),
     ("layer_norm", layernorm.layer_norm, torch_layer_norm, [(5, 769), (769,)], 2),
-    ("cross_entropy", with_targets(cross_entropy.cross_entropy, 75), with_targets(F.cross_entropy, 75), [(4, 75)], 2),
-    ("cross_entropy", with_targets(cross_entropy.cross_entropy, V), with_targets(F.cross_entropy, V), [(4, V)], 2),
+    ("cross_entropy", with_targets(loss, 75), with_targets(torch_loss, 75), [(4, 75)], 2),
+    ("cross_entropy", with_targets(loss, V), with_targets(torch_loss, V), [(4, V)], 2),
     ("causal_attention", attention.causal_attention, torch_attention, [(1, 2, 1, 20)] * 3, 3),
     ("causal_attention", attention.causal_attention, torch_attention, [(1, 2, 97, 20)] * 3, 3),
 ]
 print("                                    max error of result  max error of gradients")
 print("operator          shape                kernel     torch       kernel     torch")
-for name, kernel_function, torch_function, shapes, factor in CASES:
-    inputs = [torch.randn(shape) for shape in shapes]
-    results = run_forward_backward(kernel_function, [add_guard_bands(values)[0] for values in inputs])
-    eager = run_forward_backward(torch_function, inputs)
-    exact = run_forward_backward(torch_function, [values.double() for values in inputs])
-    errors = [(max_error(r, x), max_error(e, x)) for r, e, x in zip(results, eager, exact)]
-    (kernel_error, torch_error), gradient_errors = errors[0], [max(pair) for pair in zip(*errors[1:])]
-    print(f"{name:17} {str(shapes[0]):17}{kernel_error:10.1e}{torch_error:10.1e}", end="")
-    print("{:13.1e}{:10.1e}".format(*gradient_errors))
-    assert is_accurate(results[0], eager[0], exact[0])
-    assert all(is_accurate(r, e, x, factor) for r, e, x in zip(results[1:], eager[1:], exact[1:]))
+for case in CASES:
+    compare_with_torch(*case)
+
+# %% [markdown]
+# Two edge cases of the loss:
+
+# %%
+from phase2_triton.kernels.core import KernelError
 
 loss_without_targets = cross_entropy.cross_entropy(torch.randn(3, 9), torch.full((3,), -1))
 print("loss of a batch in which every target is ignored:", loss_without_targets.item())
@@ -616,6 +554,10 @@ def normalize(x):
     return (x - mean(x)) * rstd(x)
 
 
+# %% [markdown]
+# Each line of the derivation, next to the function that it differentiates:
+
+# %%
 r, xhat, identity = rstd(x), normalize(x), torch.eye(N, dtype=torch.float64)
 g = dy * w
 dx = r * (g - g.mean() - xhat * (g * xhat).mean())
@@ -630,6 +572,8 @@ for name, (function, derivative) in DERIVATIVES.items():
     error = (torch.autograd.functional.jacobian(function, x) - derivative).abs().max().item()
     print(f"{name:9} max error {error:.1e}")
     assert error < 1e-12
+
+# %%
 shift_sum, scale_sum = dx.sum().item(), (dx * (x - x.mean())).sum().item()
 print(f"sum of dx: {shift_sum:.1e}   sum of dx (x - m): {scale_sum:.1e}")
 assert abs(shift_sum) < 1e-12 and abs(scale_sum) < 1e-3
@@ -661,27 +605,33 @@ def norm_backward_kernel(dy, x, weight, dx, N, eps, WITH_MEANS: tl.constexpr, BL
     tl.store(dx + row * N + lanes, r * out, mask=inside)
 
 
-x, weight, random_dy = torch.randn(3, 769), torch.rand(769) + 0.5, torch.randn(3, 769)
-parallel_dy = random_dy + 30 * F.normalize(x, dim=1)  # as from a loss that penalises large x
+# %% [markdown]
+# Run it for two gradients dy. The second is nearly parallel to x, as from a loss that penalizes large x:
 
-
+# %%
 def compute_torch_dx(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     leaf = x.to(dtype).requires_grad_()
     return torch.autograd.grad(torch_layer_norm(leaf, weight.to(dtype)), leaf, dy.to(dtype))[0]
 
 
+def compare_dx(name: str, dy: torch.Tensor, with_means: bool) -> float:
+    """Print the error of the kernel's dx, and return its cosine similarity with the correct dx."""
+    exact, eager, dx = compute_torch_dx(dy, torch.float64), compute_torch_dx(dy, torch.float32), torch.empty_like(x)
+    norm_backward_kernel[(3,)](dy, x, weight, dx, 769, 1e-5, WITH_MEANS=with_means, BLOCK=1024)
+    cosine = F.cosine_similarity(dx.double().flatten(), exact.flatten(), 0).item()
+    print(f"{name:15} {'included' if with_means else 'omitted':10} {max_error(dx, exact):10.1e} ", end="")
+    print(f"{max_error(eager, exact):19.1e} {cosine:22.6f}")
+    assert is_accurate(dx, eager, exact) is with_means
+    return cosine
+
+
+# %%
+x, weight, random_dy = torch.randn(3, 769), torch.rand(769) + 0.5, torch.randn(3, 769)
+parallel_dy = random_dy + 30 * F.normalize(x, dim=1)
 print("dy              mean terms  max error  max error of torch  cosine similarity with the correct dx")
-cosines = {}
-for name, dy in (("random", random_dy), ("parallel to x", parallel_dy)):
-    exact, eager = compute_torch_dx(dy, torch.float64), compute_torch_dx(dy, torch.float32)
-    for with_means in (True, False):
-        dx = torch.empty_like(x)
-        norm_backward_kernel[(3,)](dy, x, weight, dx, 769, 1e-5, WITH_MEANS=with_means, BLOCK=1024)
-        cosines[name, with_means] = F.cosine_similarity(dx.double().flatten(), exact.flatten(), 0).item()
-        print(f"{name:15} {'included' if with_means else 'omitted':10} {max_error(dx, exact):10.1e} ", end="")
-        print(f"{max_error(eager, exact):19.1e} {cosines[name, with_means]:22.6f}")
-        assert is_accurate(dx, eager, exact) is with_means
-assert cosines["random", False] > 0.99 and 0.5 < cosines["parallel to x", False] < 0.8
+for name, dy, lowest, highest in (("random", random_dy, 0.99, 1.0), ("parallel to x", parallel_dy, 0.5, 0.8)):
+    compare_dx(name, dy, True)
+    assert lowest < compare_dx(name, dy, False) < highest
 
 # %% [markdown]
 # All three loads need an `other`. Without it a masked lane may hold any value, and 0 times NaN is NaN. With it, xhat
@@ -696,9 +646,7 @@ assert cosines["random", False] > 0.99 and 0.5 < cosines["parallel to x", False]
 # second derivation. The next cell applies it to the operators of phase 2:
 
 # %%
-def random_leaf(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
+from workshop.lessons.kernels import random_leaf
 
 assert torch.autograd.gradcheck(layernorm.layer_norm, (random_leaf(3, 5), random_leaf(5), random_leaf(5)))
 assert torch.autograd.gradcheck(lambda z: cross_entropy.cross_entropy(z, torch.tensor([4, 0, 2])), (random_leaf(3, 5),))
@@ -717,6 +665,8 @@ print("layer_norm, cross_entropy and causal_attention pass gradcheck")
 # get? Is the result for the original order of the rows more accurate than the others?
 
 # %%
+from workshop.lessons.kernels import to_bits
+
 x, dy = torch.randn(128, 64), torch.randn(128, 64)
 terms = dy * torch_layer_norm(x, torch.ones(64))  # (rows, columns)
 exact = terms.double().sum(0)
@@ -729,10 +679,7 @@ def sum_in_order(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def to_bits(values: torch.Tensor) -> bytes:
-    return values.numpy().tobytes()
-
-
+# %%
 orders = [torch.arange(128), *(torch.randperm(128) for _ in range(19))]
 sums = [sum_in_order(terms[order]) for order in orders]
 print(f"{len(set(map(to_bits, sums)))} different results from 20 orders")
@@ -755,7 +702,7 @@ assert len(set(map(to_bits, sums))) == 20
 # **Predict first:** launch each version 10 times. How many different dW do you get with atomics, and how many with
 # separate rows?
 
-# %% answer="sum_columns"
+# %%
 @triton.jit
 def column_sums_kernel(terms, out, order, M, N, ATOMIC: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.load(order + tl.program_id(0))
@@ -769,6 +716,10 @@ def column_sums_kernel(terms, out, order, M, N, ATOMIC: tl.constexpr, BLOCK: tl.
         tl.store(out + program * N + lanes, total, mask=lanes < N)
 
 
+# %% [markdown]
+# One launch of 8 programs, in a random order:
+
+# %% answer="sum_columns"
 def sum_columns(atomic: bool, programs: int = 8) -> torch.Tensor:
     """Return dW from one launch, whose programs run in a random order."""
     out = torch.zeros(64) if atomic else torch.empty(programs, 64)
@@ -796,6 +747,8 @@ assert all(is_accurate(dw, sum_in_order(terms), exact) for dw in (*atomic_sums, 
 # number of SMs: 2 times 132 on an H100.
 
 # %%
+from phase2_triton.kernels.core import load_config_table
+
 for name, rows in load_config_table()["layernorm_backward"].items():
     print(f"{name:11}", rows[0])
 gain = torch.ones(64, requires_grad=True)
@@ -815,39 +768,12 @@ assert all(is_accurate(result, sum_in_order(terms), exact) for result in (dw, at
 # This notebook imported Triton with the interpreter switched on, so this process cannot compile. Another process can,
 # and it needs no GPU either, because the target architecture is an argument of the compiler.
 #
-# `call_in_compiling_process` below writes functions and kernels of this page into a file and runs it with
-# `TRITON_INTERPRET=0`. `bench/kernels/resources.py` then reads the machine code; it also writes the table in phase 2's
-# notes. The kernel arguments are *meta* tensors, which have a shape but no memory.
+# `call_in_compiling_process` of `bench/kernels/inspection.py` writes functions and kernels of this page into a file and
+# runs it with `TRITON_INTERPRET=0`. `inspect_launch` then compiles a launch and reads the machine code. The kernel
+# arguments are *meta* tensors, which have a shape but no memory.
 
 # %%
-def call_in_compiling_process(function, *dependencies) -> list:
-    """Return function(), called in a process in which Triton compiles.
-
-    Args:
-        dependencies: the functions and kernels of this page that `function` uses.
-    """
-    sources = [inspect.getsource(getattr(each, "fn", each)) for each in (*dependencies, function)]
-    head = "import json\nimport triton\nimport triton.language as tl"
-    script = Path(folder.name) / f"{function.__name__}.py"
-    script.write_text("\n\n\n".join([head, *sources, f"print(json.dumps({function.__name__}()))"]))
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder.name}
-    done = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)
-
-
-def inspect_launch(kernel, args: tuple, options: dict, architecture: str = "sm_90") -> dict:
-    """Return what `kernel_resources` reads from the machine code of a launch, and the text of each compiler stage."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from bench.kernels import resources as kernel_resources
-
-    facts = kernel_resources.compile_launch(kernel, args, options, architecture)
-    source = ASTSource(kernel, *kernel_resources.build_signature(kernel, args, options))
-    target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    compile_options = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
-    texts = triton.compile(source, target=target, options=compile_options).asm
-    return facts | {"texts": {name: text for name, text in texts.items() if isinstance(text, str)}}
+from bench.kernels.inspection import call_in_compiling_process, inspect_launch
 
 
 def compile_norm_kernels() -> list:
@@ -855,16 +781,16 @@ def compile_norm_kernels() -> list:
     import torch
 
     variants = []
-    for N, BLOCK, warps in (
-        (768, 1024, 4), (769, 1024, 4), (16384, 16384, 4), (32768, 32768, 4), (32768, 32768, 8),
-    ):
+    widths = ((768, 1024, 4), (769, 1024, 4), (16384, 16384, 4), (32768, 32768, 4), (32768, 32768, 8))
+    for N, BLOCK, warps in widths:
         x, weight = torch.empty(64, N, device="meta"), torch.empty(N, device="meta")
         options = {"BLOCK": BLOCK, "num_warps": warps}
         variants.append((N, BLOCK, warps, inspect_launch(norm_kernel, (x, weight, x, N, 1e-5), options)))
     return variants
 
 
-norm_variants = call_in_compiling_process(compile_norm_kernels, inspect_launch, norm_kernel)
+# %%
+norm_variants = call_in_compiling_process(folder.name, compile_norm_kernels, norm_kernel)
 norm_facts = {(N, warps): (BLOCK, facts) for N, BLOCK, warps, facts in norm_variants}
 _, facts_768 = norm_facts[768, 4]
 print("compiler stages of norm_kernel, N = 768:")
@@ -889,6 +815,10 @@ print({name: facts_768[name] for name in ("registers", "shared_bytes", "spill_in
 # does a thread need for x and weight? How many does it need if a row has 769 elements instead of 768?
 
 # %%
+import re
+from collections import Counter
+
+
 def count_data_movements(facts: dict) -> Counter:
     return Counter(re.findall(r"\b(?:ld|st)\.(?:global|shared)\S*|\bshfl\.\S+|\bbar\.sync", facts["texts"]["ptx"]))
 
@@ -920,13 +850,9 @@ assert counts_768["shfl.sync.bfly.b32"] == 2 * (math.log2(32) + math.log2(4))
 # with 4 warps? What happens to a row that is twice as wide?
 
 # %%
-print("    N  warps  elements per thread  registers per thread  spill instructions  stack per thread (bytes)")
-for (N, warps), (BLOCK, facts) in norm_facts.items():
-    elements = BLOCK // (32 * warps)
-    print(f"{N:5} {warps:6} {elements:20} {facts['registers']:21} {facts['spill_instructions']:19}", end="")
-    print(f" {facts['stack_bytes']:25}")
-    assert (facts["spill_instructions"] > 0) == (facts["stack_bytes"] > 0) == (elements > 128)
-    assert facts["registers"] <= 255
+from workshop.lessons.kernels import print_spills
+
+print_spills(norm_facts)
 
 # %% [markdown]
 # 256 elements do not fit into 255 registers, so they *spill*: the compiler stores them on a stack in memory and reloads
@@ -950,7 +876,6 @@ for (N, warps), (BLOCK, facts) in norm_facts.items():
 def compile_attention_kernels() -> list:
     """Compile causal attention of GPT-2 124M; return (name, architecture, facts) for each variant."""
     import torch
-
     from bench.kernels.resources import meta_leaf, record_call, run_backward
     from phase2_triton.kernels.attention import causal_attention
 
@@ -966,24 +891,22 @@ def compile_attention_kernels() -> list:
     return [(name, architecture, inspect_launch(*launch, architecture)) for name, architecture, launch in jobs]
 
 
+# %%
+from workshop.lessons.kernels import print_attention_kernels
+
 TENSOR_CORE = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\S*")
-attention_variants = call_in_compiling_process(compile_attention_kernels, inspect_launch)
+attention_variants = call_in_compiling_process(folder.name, compile_attention_kernels)
 attention_facts = {(name, architecture): facts for name, architecture, facts in attention_variants}
-print("kernel                    target  tile      warps  registers  shared (KiB)  spill instructions")
-for (name, architecture), facts in attention_facts.items():
-    tile = f"{facts['constants']['BLOCK']} x {facts['constants']['STEP']}"
-    print(f"{name:25} {architecture:7} {tile:10}{facts['num_warps']:5}{facts['registers']:11}", end="")
-    print(f"{facts['shared_bytes'] // 1024:14}{facts['spill_instructions']:20}")
-    instructions = TENSOR_CORE.findall(facts["texts"]["ptx"])
-    shortened = instructions[0].rpartition(",")[0] or instructions[0] if instructions else ""
-    print("    tensor cores:", f"{len(instructions)} x {shortened}" if instructions else "none")
+print_attention_kernels(attention_facts, TENSOR_CORE.findall)
 for architecture, instruction in {"sm_80": "mma.sync", "sm_90": "wgmma"}.items():
     ptx = attention_facts["forward, bfloat16", architecture]["texts"]["ptx"]
     assert TENSOR_CORE.search(ptx)[0].startswith(instruction)
 assert not TENSOR_CORE.search(attention_facts["forward, fp32", "sm_90"]["texts"]["ptx"])
-assert all((facts["spill_instructions"] > 0) == ("half" in name) for (name, _), facts in attention_facts.items())
 
-print()
+# %% [markdown]
+# How many values does a thread keep in the last two variants?
+
+# %%
 for name in ("dk and dv", "dk and dv, half the warps"):  # sums (BLOCK, 64) for dk and dv; products (BLOCK, STEP)
     facts = attention_facts[name, "sm_90"]
     BLOCK, STEP = facts["constants"]["BLOCK"], facts["constants"]["STEP"]
@@ -1014,6 +937,9 @@ for name in ("dk and dv", "dk and dv, half the warps"):  # sums (BLOCK, 64) for 
 # attention (1,024 tokens, heads of 64 channels), and the loss head?
 
 # %%
+from phase2_triton.kernels import adamw, embedding, gelu, linear_cross_entropy
+from phase2_triton.kernels.core import record_launches
+
 M, C, T, bfloat16_bytes = 16384, 768, 1024, 2  # tokens, channels, tokens per sequence, bytes per element
 with record_launches("sm_90"):  # use the tile sizes, and therefore the workspaces, of an H100
     COSTS = {
@@ -1027,66 +953,29 @@ with record_launches("sm_90"):  # use the tile sizes, and therefore the workspac
         "attention": attention.cost(M // T, 12, T, 64, bfloat16_bytes),
         "linear + cross-entropy": (linear_cross_entropy.cost(M, C, 50304, bfloat16_bytes),),
     }
-MATMULS = ("linear + GELU", "attention", "linear + cross-entropy")  # the tensor cores do nearly all of their FLOPs
 
-points = []
-for name, passes in COSTS.items():
-    for pass_name, cost in zip(("forward", "backward") if len(passes) == 2 else ("all",), passes):
-        peak = MATRIX_FLOPS if name in MATMULS else SCALAR_FLOPS
-        points.append((name, pass_name, cost, cost.flops / (cost.read + cost.written), cost.seconds(BANDWIDTH, peak)))
-ridge = MATRIX_FLOPS / BANDWIDTH
-print("ridge points of an H100, from published numbers:")
-print(f"{ridge:.0f} FLOPs per byte for matrix products, {SCALAR_FLOPS / BANDWIDTH:.0f} for other arithmetic\n")
-print("kernel                    pass       memory   compute     intensity       minimum time   bound by")
-print("                                       (MB)  (GFLOPs)  (FLOPs/byte)     (microseconds)")
-for name, pass_name, cost, intensity, seconds in points:
-    bytes_moved = cost.read + cost.written
-    bound = "memory" if seconds == bytes_moved / BANDWIDTH else "compute"
-    print(f"{name:25} {pass_name:8} {bytes_moved / 1e6:8,.0f} {cost.flops / 1e9:9,.1f} {intensity:13.1f}", end="")
-    print(f" {seconds * 1e6:18,.0f}   {bound}")
-    assert (bound == "compute") == (name in MATMULS and intensity > ridge)
-    assert name in MATMULS or intensity < SCALAR_FLOPS / BANDWIDTH
-for name, pass_name in (("attention", "backward"), ("linear + cross-entropy", "all")):
-    assert next(point[3] for point in points if point[:2] == (name, pass_name)) > ridge
+# %% [markdown]
+# The tensor cores do nearly all FLOPs of three of them. Compute the shortest possible time of each pass:
 
 # %%
-def compute_roof(intensity: torch.Tensor, peak: float) -> torch.Tensor:
-    """Return the highest possible FLOPs per second at this arithmetic intensity."""
-    return torch.minimum(intensity * BANDWIDTH, torch.tensor(peak))
+from workshop.lessons.roofline import Gpu, compute_points, draw_roofline, print_points
 
+MATMULS = ("linear + GELU", "attention", "linear + cross-entropy")
+h100 = Gpu(BANDWIDTH, MATRIX_FLOPS, SCALAR_FLOPS)
+points = compute_points(COSTS, MATMULS, h100)
+print_points(points, h100)
+for name, pass_name in (("attention", "backward"), ("linear + cross-entropy", "all")):
+    point = next(point for point in points if (point.name, point.pass_name) == (name, pass_name))
+    assert point.intensity > MATRIX_FLOPS / BANDWIDTH
 
+# %%
 scores_bytes = M // T * 12 * T * T * bfloat16_bytes  # of all heads in one block
-norm_cost, attention_cost = COSTS["LayerNorm"][0], COSTS["attention"][0]
+norm_bytes, attention_bytes = (COSTS[name][0].read + COSTS[name][0].written for name in ("LayerNorm", "attention"))
 ALTERNATIVES = {  # the same FLOPs with more bytes
-    "LayerNorm": (norm_cost, (norm_cost.read + norm_cost.written) * operations_bytes / kernel_bytes),
-    "attention": (attention_cost, attention_cost.read + attention_cost.written + 2 * scores_bytes),
+    "LayerNorm": ("LayerNorm as\nseparate operations", norm_bytes * operations_bytes / kernel_bytes),
+    "attention": ("attention with scores\nin memory", attention_bytes + 2 * scores_bytes),
 }
-figure, (full_axes, zoom_axes) = plt.subplots(1, 2, figsize=(11, 5), width_ratios=(5, 3))
-intensities = torch.logspace(-1.5, 3, 400)
-colors = dict(zip(COSTS, plt.get_cmap("tab10").colors))
-for axes in (full_axes, zoom_axes):
-    for peak, unit, style in ((MATRIX_FLOPS, "tensor cores", "-"), (SCALAR_FLOPS, "other arithmetic", "--")):
-        label = f"{unit}: {peak / 1e12:.0f} TFLOP/s"
-        axes.plot(intensities, compute_roof(intensities, peak) / 1e12, style, color="#555555", label=label)
-    for name in COSTS:
-        axes.plot([], [], "o", color=colors[name], label=name)
-    for name, pass_name, cost, intensity, seconds in points:
-        marker = {"forward": "^", "backward": "v", "all": "o"}[pass_name]
-        axes.plot(intensity, cost.flops / seconds / 1e12, marker, color=colors[name], markersize=9, alpha=0.8)
-    axes.axvline(ridge, color="#999999", linestyle=":", linewidth=1)
-    axes.set(xlabel="arithmetic intensity (FLOPs per byte)", ylabel="highest possible speed (TFLOP/s)")
-    axes.spines[["top", "right"]].set_visible(False)
-for name, (cost, bytes_moved) in ALTERNATIVES.items():
-    intensity, peak = cost.flops / bytes_moved, MATRIX_FLOPS if name in MATMULS else SCALAR_FLOPS
-    rate = compute_roof(torch.tensor(intensity), peak).item() / 1e12
-    full_axes.plot(intensity, rate, "^", color=colors[name], markerfacecolor="white", markersize=9)
-    labels = {"LayerNorm": "LayerNorm as\nseparate operations", "attention": "attention with scores\nin memory"}
-    full_axes.text(intensity / 1.4, rate * 1.1, labels[name], ha="right", fontsize=9)
-full_axes.set(xscale="log", yscale="log", title="Roofline of an H100: GPT-2 124M, 16,384 tokens")
-zoom_axes.set(xlim=(230, 400), ylim=(780, 1010), title="Zoom on the ridge point")
-figure.legend(*zoom_axes.get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False)
-figure.tight_layout(rect=(0, 0.16, 1, 1))
-plt.show()
+draw_roofline(points, h100, ALTERNATIVES)
 
 # %% [markdown]
 # **These limits are computed from a data sheet.** No kernel ran on an H100 for this figure, and no real kernel reaches
@@ -1107,15 +996,13 @@ plt.show()
 
 # %%
 logits_bytes = M * 50304 * bfloat16_bytes
-head_workspace = next(cost for name, _, cost, _, _ in points if name == "linear + cross-entropy").workspace
-attention_workspace = COSTS["attention"][1].workspace
+head_workspace, attention_workspace = COSTS["linear + cross-entropy"][0].workspace, COSTS["attention"][1].workspace
 print(f"scores of one block:              {scores_bytes / 1e6:7,.1f} MB")
 print(f"workspace of attention:           {attention_workspace / 1e6:7,.1f} MB")
 print(f"logits, and again their gradient: {logits_bytes / 1e6:7,.1f} MB each")
 print(f"workspace of the loss head:       {head_workspace / 1e6:7,.1f} MB")
-bytes_moved = COSTS["attention"][0].read + COSTS["attention"][0].written
-print(f"writing and reading the scores once would move {2 * scores_bytes / bytes_moved:.0f} times attention's bytes")
-assert round(2 * scores_bytes / bytes_moved) == 8 and 2 * logits_bytes > 6 * head_workspace
+print(f"writing and reading the scores once would move {2 * scores_bytes / attention_bytes:.0f} times attention's bytes")
+assert round(2 * scores_bytes / attention_bytes) == 8 and 2 * logits_bytes > 6 * head_workspace
 
 # %% [markdown]
 # ## j. Train a model with the kernels
@@ -1129,11 +1016,18 @@ assert round(2 * scores_bytes / bytes_moved) == 8 and 2 * logits_bytes > 6 * hea
 # steps?
 
 # %%
+import dataclasses
+
+from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import configure_adamw
+from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer
+
 config = TritonConfig(device="cpu", batch_size=4, n_embd=32)
 data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
 shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]})
 
-
+# %%
 def train_6_steps(use_kernels: bool) -> tuple[list[float], list[str]]:
     """Return the losses of 6 steps, and the names of the parameters."""
     model = GPT(shape)
@@ -1151,6 +1045,7 @@ def train_6_steps(use_kernels: bool) -> tuple[list[float], list[str]]:
     return losses, list(model.state_dict())
 
 
+# %%
 (kernel_losses, kernel_names), (torch_losses, torch_names) = train_6_steps(True), train_6_steps(False)
 print("step  loss (torch)  loss (kernels)")
 for step, (torch_loss, kernel_loss) in enumerate(zip(torch_losses, kernel_losses)):
@@ -1185,35 +1080,10 @@ assert max_difference < 1e-4 and kernel_names == torch_names and torch_losses[-1
 # 2. `docs/exercises.md` lists all of them.
 #
 # Exercises 1 and 2 have a checker. It prints what is wrong with a solution, or nothing if the solution is correct. The
-# next cell defines the checkers and tries them on torch's own solutions and on two wrong ones.
+# next cell tries the checkers on torch's own solutions and on two wrong ones.
 
 # %%
-def check_softmax(softmax) -> list[str]:
-    """Return the problems of softmax(z), which should return the softmax of each row of (M, N) logits in their type."""
-    problems, generator = [], torch.Generator().manual_seed(7)
-    for dtype in (torch.float32, torch.float16):
-        for M, N, scale in ((1, 1, 1), (3, 6, 1), (2, 1000, 3), (2, 33, 100)):
-            z = (scale * torch.randn(M, N, generator=generator)).to(dtype)
-            y, exact = softmax(add_guard_bands(z)[0]), z.double().softmax(1)
-            if y.dtype != dtype or y.shape != z.shape:
-                problems.append(f"{dtype} {(M, N)}: the result is {y.dtype} {tuple(y.shape)}")
-            elif not is_accurate(y, z.softmax(1), exact, factor=4):
-                error = max_error(y, exact)
-                problems.append(f"{dtype} {(M, N)}, logits up to {z.max():.0f}: the max error is {error:.1e}")
-    return problems
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
-    """LayerNorm without the mean: y = x r w, with r = 1 / sqrt(mean(x^2) + eps)."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def check_rms_backward(backward) -> list[str]:
-    """Return the problems of backward(dy, x, weight), which should return the gradients of rms_norm: (dx, dW)."""
-    x, weight, dy = random_leaf(3, 7), random_leaf(7), torch.randn(3, 7, dtype=torch.float64)
-    exact = torch.autograd.grad(rms_norm(x, weight), (x, weight), dy)
-    errors = [max_error(g, e) for g, e in zip(backward(dy, x.detach(), weight.detach()), exact)]
-    return [f"the max error of {name} is {error:.1e}" for name, error in zip(("dx", "dW"), errors) if error > 1e-10]
+from workshop.lessons.kernels import check_rms_backward, check_softmax, rms_norm
 
 
 def rms_backward_by_autograd(dy, x, weight):
@@ -1226,13 +1096,12 @@ def rms_backward_with_constant_r(dy, x, weight):
     return dy * weight * r, (dy * x * r).sum(0)
 
 
-for name, problems in {
-    "softmax without subtracting the maximum": check_softmax(lambda z: z.exp() / z.exp().sum(1, keepdim=True)),
-    "RMSNorm backward that treats r as a constant": check_rms_backward(rms_backward_with_constant_r),
-}.items():
-    print(f"{name}:", *problems, sep="\n    ")
-    assert problems
-assert check_softmax(lambda z: z.softmax(1)) == [] and check_rms_backward(rms_backward_by_autograd) == []
+wrong = check_softmax(lambda z: z.exp() / z.exp().sum(1, keepdim=True))
+print("softmax without subtracting the maximum:", *wrong, sep="\n    ")
+wrong_backward = check_rms_backward(rms_backward_with_constant_r)
+print("RMSNorm backward that treats r as a constant:", *wrong_backward, sep="\n    ")
+assert wrong and check_softmax(lambda z: z.softmax(1)) == []
+assert wrong_backward and check_rms_backward(rms_backward_by_autograd) == []
 
 # %% [markdown]
 # **1. Softmax.** Write a kernel for the softmax of each row, and a function that launches it, for any N. Predict first:
@@ -1301,7 +1170,7 @@ assert check_softmax(lambda z: z.softmax(1)) == [] and check_rms_backward(rms_ba
 #         variants.append((N, warps, facts["registers"], facts["spill_instructions"]))
 #     return variants
 #
-# print(call_in_compiling_process(compile_wider_rows, inspect_launch, norm_kernel))
+# print(call_in_compiling_process(folder.name, compile_wider_rows, norm_kernel))
 # ```
 #
 # By that count 16 warps should suffice, but the row of 65,536 spills with 16 and with 32 warps. A thread can have at

@@ -167,6 +167,7 @@ def count_reads(order: list[tuple[int, int]], cached: int) -> int:
     return reads
 
 
+# %%
 first16 = {group: order_tiles(8, 8, group)[:16] for group in (1, 4)}
 for group, tiles in first16.items():
     print(f"groups of {group}: {len({i for i, _ in tiles})} rows of A, {len({j for _, j in tiles})} columns of B")

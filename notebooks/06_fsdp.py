@@ -22,37 +22,26 @@
 # %%
 import dataclasses
 import tempfile
-import time
-import warnings
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from matplotlib.patches import Rectangle
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
-from torch.utils.checkpoint import checkpoint
 
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.metrics.ledger import CollectiveCounter
-from nanoGPT.memory.costs import ring_bytes
-from nanoGPT.memory.tracker import CATEGORIES, STATE, MemoryTracker
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import configure_optimizer, grad_norm
-from nanoGPT.distributed.runtime import Runtime, create_runtime
 from phase1_zero1.buckets import all_gather, reduce_scatter  # these work with old and new names in torch
-from phase3_fsdp.activation_checkpointing import checkpoint_activations
-from phase3_fsdp.activation_bytes import activation_bytes, saved_activations
-from phase3_fsdp.costs import count_padded_elements, describe_sharding, expected_traffic, own_params
-from phase3_fsdp.fsdp import (
-    FsdpConfig, init_device, data_parallel, init_shards, local_grads, set_gradient_sync, shard_group, shard_model,
-)
-from phase3_fsdp.train import train
+from phase3_fsdp.fsdp import FsdpConfig
+from workshop.lessons.fsdp import max_difference
 from workshop.ranks import losses, run_on_ranks
 
+# %% [markdown]
+# The configuration is that of notebooks 1 and 3, with more blocks. Tables and pictures come from
+# `workshop/lessons/fsdp.py` and `fsdp_pictures.py`.
+
+# %%
 folder = tempfile.TemporaryDirectory()  # for the runs of this notebook; it is deleted when the Jupyter kernel stops
 
 config = FsdpConfig(
@@ -60,24 +49,12 @@ config = FsdpConfig(
     block_size=32,  # T, tokens per sequence
     batch_size=4,  # B, sequences per micro-batch
     gradient_accumulation_steps=8,  # micro-batches per step, over all ranks
-    n_layer=4,
-    n_head=2,
-    n_embd=64,
-    max_iters=6,
-    learning_rate=2e-3,
-    min_lr=2e-4,
-    warmup_iters=2,
-    eval_interval=6,
-    eval_iters=4,
-    log_interval=1,
+    n_layer=4, n_head=2, n_embd=64,
+    max_iters=6, eval_interval=6, eval_iters=4, log_interval=1,
+    learning_rate=2e-3, min_lr=2e-4, warmup_iters=2,
 )
-
-
-def load_data(config: FsdpConfig) -> TokenData:
-    return TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-
-
-shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": load_data(config).tokenizer["vocab_size"]})
+data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]})
 P = sum(p.numel() for p in GPT(shape).parameters())
 print(f"P = {P:,} parameters in {config.n_layer} blocks, the embeddings and the last LayerNorm")
 
@@ -106,18 +83,7 @@ print(f"P = {P:,} parameters in {config.n_layer} blocks, the embeddings and the 
 # and how many reduce-scatters does one step need? Does the optimizer have to know about other ranks? After 5 steps, how
 # far are the weights from those of a single process?
 
-# %% answer="gather_rows ShardedLinear"
-def build_two_layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12, bias=False), nn.Tanh(), nn.Linear(12, 4, bias=False))
-
-
-def make_examples(step: int) -> tuple[Tensor, Tensor]:
-    """Return the 16 inputs and targets of a step; they are the same on every rank."""
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
-
-
+# %% answer="gather_rows"
 def gather_rows(rows: Tensor) -> Tensor:
     """Return the full weight, all-gathered from the rows of every rank."""
     full = rows.new_empty(dist.get_world_size() * len(rows), rows.size(1))
@@ -125,6 +91,7 @@ def gather_rows(rows: Tensor) -> Tensor:
     return full
 
 
+# %% answer="ShardedLinear"
 class ShardedLinear(torch.autograd.Function):
     """y = x Wᵀ, where each rank stores only some rows of W."""
 
@@ -142,6 +109,22 @@ class ShardedLinear(torch.autograd.Function):
         return dx, drows
 
 
+# %% [markdown]
+# The model, its examples, and a loop that works for every way of sharding:
+
+# %%
+def build_two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12, bias=False), nn.Tanh(), nn.Linear(12, 4, bias=False))
+
+
+def make_examples(step: int) -> tuple[Tensor, Tensor]:
+    """Return the 16 inputs and targets of a step; they are the same on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
+
+
+# %%
 def train_five_steps(forward, parameters) -> list[dict]:
     """Train on this rank's part of the examples; return the collectives of the last step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -155,6 +138,10 @@ def train_five_steps(forward, parameters) -> list[dict]:
     return list(traffic.rows.values())
 
 
+# %% [markdown]
+# First train in one process, then on 4 ranks, where each rank stores only its rows:
+
+# %%
 def train_unsharded() -> list[Tensor]:
     model = build_two_layers()
     train_five_steps(model, model.parameters())
@@ -173,12 +160,10 @@ def train_by_hand() -> dict:
     return {"local_shapes": [tuple(p.shape) for p in rows], "weights": weights, "traffic": traffic}
 
 
-def max_difference(weights: list[Tensor], others: list[Tensor]) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(weights, others))
-
-
 [reference] = run_on_ranks(train_unsharded, 1)
 by_hand = run_on_ranks(train_by_hand, 4)
+
+# %%
 print("shapes on rank 2:", by_hand[2]["local_shapes"])
 for row in by_hand[2]["traffic"]:
     print(f"{row['kind']:15} {row['calls']} calls, {row['tensor_bytes'] // 4} elements in full tensors")
@@ -216,6 +201,7 @@ def train_with_fully_shard() -> dict:
     }
 
 
+# %%
 by_torch = run_on_ranks(train_with_fully_shard, 4)
 print("type of the parameters:", *by_torch[2]["types"])
 print("shapes on rank 2:", by_torch[2]["local_shapes"])
@@ -244,6 +230,12 @@ assert max_difference(by_torch[2]["weights"], by_hand[2]["weights"]) < 1e-7
 # a single rank. Which parameters does FSDP store completely on one rank?
 
 # %%
+from nanoGPT.distributed.runtime import Runtime, create_runtime
+from phase3_fsdp.fsdp import init_device, init_shards, shard_model
+from workshop.lessons import fsdp_pictures
+from workshop.lessons.fsdp import count_local_elements, describe_layout
+
+
 def build_sharded_model(config: FsdpConfig) -> tuple[GPT, Runtime]:
     """Return this rank's shards of the model with its initial weights, as the trainer builds it."""
     run = create_runtime(config.device, config.dtype)
@@ -254,51 +246,25 @@ def build_sharded_model(config: FsdpConfig) -> tuple[GPT, Runtime]:
     return model, run
 
 
-def describe_layout(config: FsdpConfig) -> dict:
-    """Return each unit's parameters as (name, rows, local rows, elements per row), and the trainer's message."""
-    model, run = build_sharded_model(config)
-    names = {p: name.removeprefix("transformer.").removesuffix(".weight") for name, p in model.named_parameters()}
-    units = [
-        [(names[p], len(p), len(p.to_local()), p.numel() // len(p)) for p in own_params(module)]
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-    ]
-    return {"units": units, "message": describe_sharding(model, config, run)}
-
-
-layout = run_on_ranks(describe_layout, 4, config)  # layout[rank]
-for rank, each in enumerate(layout):
-    local_elements = sum(local_rows * width for unit in each["units"] for _, _, local_rows, width in unit)
-    wte = each["units"][0][0]
-    print(f"rank {rank}: {local_elements:,} of {P:,} parameters; {wte[2]} of {wte[1]} rows of {wte[0]}")
-assert [each["units"][0][0][2] for each in layout] == [19, 19, 19, 18]
-assert sum(local_rows * width for each in layout for unit in each["units"] for _, _, local_rows, width in unit) == P
+# %% [markdown]
+# Ask each rank for its rows:
 
 # %%
-COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")
-figure, grid = plt.subplots(2, 1, figsize=(11, 3.8))
-for axes, number, title in ((grid[0], 0, "root unit"), (grid[1], 1, "block 0")):
-    begin = 0
-    for index, (name, rows, _, width) in enumerate(layout[0]["units"][number]):
-        axes.add_patch(Rectangle((begin, 1), rows * width, 0.8, facecolor="#eeeeee", edgecolor="black", lw=0.8))
-        if rows * width > 1000:
-            label = f"{name.removeprefix('h.0.')}\n{rows} × {width}"
-            axes.text(begin + rows * width / 2, 1.38, label, ha="center", va="center", fontsize=7.5)
-        for rank in range(4):
-            elements = layout[rank]["units"][number][index][2] * width
-            axes.add_patch(Rectangle((begin, 0), elements, 0.8, facecolor=COLORS[rank], edgecolor="black", lw=0.4))
-            if rows * width > 1000:
-                axes.text(begin + elements / 2, 0.4, rank, ha="center", va="center", fontsize=8)
-            begin += elements
-    axes.set(xlim=(0, begin), ylim=(-0.1, 1.9))
-    axes.set_yticks([0.4, 1.4], ["rank", "parameter"], fontsize=8)
-    axes.set_ylabel(title)
-    axes.set_xticks([0, begin], ["0", f"{begin:,}"])
-    axes.spines[["top", "right", "left"]].set_visible(False)
-grid[-1].set_xlabel("elements")
-figure.suptitle("FSDP shards every parameter by rows over 4 ranks")
-figure.tight_layout()
-plt.show()
+def list_local_rows(config: FsdpConfig) -> dict:
+    """Return each unit's parameters as (name, rows, local rows, elements per row), and the trainer's message."""
+    model, run = build_sharded_model(config)
+    return describe_layout(model, config, run)
+
+
+layout = run_on_ranks(list_local_rows, 4, config)  # layout[rank]
+for rank, each in enumerate(layout):
+    wte = each["units"][0][0]
+    print(f"rank {rank}: {count_local_elements(each):,} of {P:,} parameters; {wte[2]} of {wte[1]} rows of {wte[0]}")
+assert [each["units"][0][0][2] for each in layout] == [19, 19, 19, 18]
+assert sum(map(count_local_elements, layout)) == P
+
+# %%
+fsdp_pictures.draw_layout(layout)
 
 # %% [markdown]
 # No parameter is stored completely on one rank. Every rank stores a part of every parameter. (The part of a LayerNorm
@@ -349,6 +315,22 @@ def init_as_trainer(config: FsdpConfig) -> dict[str, Tensor]:
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
+unsharded = GPT(shape)
+unsharded.init_weights(config.seed)
+print("draw the chunks that contain the local rows:")
+for number in (1, 2, 4):
+    trainer_weights = run_on_ranks(init_as_trainer, number, config)[0]
+    is_same = all(torch.equal(trainer_weights[name], p) for name, p in unsharded.named_parameters())
+    print(f"{number} rank(s): bitwise identical to one process: {is_same}")
+    assert is_same and len(trainer_weights) == len(list(unsharded.parameters()))
+
+# %% [markdown]
+# And the shortcut:
+
+# %%
+import warnings
+
+
 def init_with_one_seed(config: FsdpConfig) -> tuple[Tensor, list[str]]:
     """Initialize the local rows with the same seed on every rank; return the full `wte`, and torch's warnings."""
     with torch.device("meta"):
@@ -362,18 +344,9 @@ def init_with_one_seed(config: FsdpConfig) -> tuple[Tensor, list[str]]:
     return model.transformer["wte"].weight.full_tensor().detach(), [str(warning.message) for warning in caught]
 
 
-unsharded = GPT(shape)
-unsharded.init_weights(config.seed)
-trainer_weights = {}
-print("draw the chunks that contain the local rows:")
-for number in (1, 2, 4):
-    trainer_weights = run_on_ranks(init_as_trainer, number, config)[0]
-    is_same = all(torch.equal(trainer_weights[name], p) for name, p in unsharded.named_parameters())
-    print(f"{number} rank(s): bitwise identical to one process: {is_same}")
-    assert is_same and len(trainer_weights) == len(list(unsharded.parameters()))
-
+# %%
 one_seed = {number: run_on_ranks(init_with_one_seed, number, config)[0] for number in (1, 2, 4)}
-print("\ndraw only local rows, with one seed: first element of rows 0, 19, 38 and 57 of wte:")
+print("draw only local rows, with one seed: first element of rows 0, 19, 38 and 57 of wte:")
 for number, (wte, _) in one_seed.items():
     print(f"{number} rank(s): " + "".join(f"{wte[row, 0]:9.5f}" for row in (0, 19, 38, 57)))
 print("warning of torch:", *one_seed[4][1])
@@ -381,18 +354,10 @@ assert all(torch.equal(one_seed[4][0][:18], one_seed[4][0][19 * rank :][:18]) fo
 assert not torch.equal(one_seed[4][0], one_seed[1][0]) and not torch.equal(one_seed[2][0], one_seed[1][0])
 
 # %%
-figure, grid = plt.subplots(1, 2, figsize=(8.6, 4.3), layout="constrained")
-pictures = {
+fsdp_pictures.draw_similarity_of_rows({
     "draw only local rows, one seed": one_seed[4][0],
     "draw the chunks that contain the local rows": trainer_weights["transformer.wte.weight"],
-}
-for axes, (title, weight) in zip(grid, pictures.items()):
-    rows = nn.functional.normalize(weight)
-    image = axes.imshow((rows @ rows.T).abs(), cmap="Blues", vmin=0, vmax=1)
-    axes.set(title=title, xticks=[0, 19, 38, 57], yticks=[0, 19, 38, 57], xlabel="row of wte", ylabel="row of wte")
-figure.colorbar(image, ax=grid, label="absolute cosine similarity", shrink=0.8)
-figure.suptitle("Similarity of the rows of wte, initialized on 4 ranks")
-plt.show()
+})
 
 # %% [markdown]
 # With one seed for all ranks, most tokens share their embedding with three other tokens. There is no error, and every
@@ -422,73 +387,7 @@ plt.show()
 # a step of a model with 4 blocks. How high is each maximum, in blocks?
 
 # %%
-def record_blocks(model: GPT, memory: MemoryTracker, marks: list) -> list:
-    """Register hooks that append (what, block, event of `memory`) to `marks`.
-
-    `what` is "forward", "forward ends" or "backward", when that pass of a block starts or ends.
-    """
-
-    def make_recorder(what: str, block: int):
-        return lambda *_: marks.append((what, block, memory.timeline[-1][0]))
-
-    def make_end_hook(block: int):
-        def record_end(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-            make_recorder("forward ends", block)()
-            output.register_hook(make_recorder("backward", block))
-
-        return record_end
-
-    handles = []
-    for number, block in enumerate(model.blocks):
-        handles += [block.register_forward_pre_hook(make_recorder("forward", number))]
-        handles += [block.register_forward_hook(make_end_hook(number), prepend=True)]  # before FSDP's hook, which frees
-    return handles
-
-
-def measure_steps(config: FsdpConfig, micro_batches: int = 1, steps: int = 2) -> dict:
-    """Train on this rank, and train one warm-up step, then measure memory and communication of each further step.
-
-    Returns:
-        `bytes` of each unit with padding, the root first; the `expected` communication by the formula; and for each
-        of the `steps`: the `marks` of the blocks, the bytes `communicated`, the `timeline` of memory, and memory at
-        its `peak`, `after_forward` and `before_update`.
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    config = dataclasses.replace(config, gradient_accumulation_steps=ranks * micro_batches)
-    model, run = build_sharded_model(config)
-    parallel_model = data_parallel(model, config, run)
-    optimizer, data = configure_optimizer(model, config), load_data(config)
-    results = []
-    for step in range(1 + steps):
-        marks = []
-        with CollectiveCounter() as traffic, MemoryTracker(model, optimizer) as memory:
-            handles = record_blocks(model, memory, marks)
-            for i in range(micro_batches):
-                set_gradient_sync(parallel_model, config, i == micro_batches - 1)
-                loss = parallel_model(*data.batch("train", TRAIN, step, i * ranks + rank))
-                (loss / micro_batches).backward()
-                marks.append(("backward ends", None, memory.timeline[-1][0]))
-                del loss
-            grad_norm(local_grads(parallel_model), shard_group(parallel_model))
-            before_update = memory.snapshot()
-            optimizer.step()
-            optimizer.zero_grad()
-        for handle in handles:
-            handle.remove()
-        communicated = {key: row["tensor_bytes"] for key, row in traffic.rows.items()}
-        usage = {"peak": memory.peak, "after_forward": memory.after_forward, "before_update": before_update}
-        results.append({"marks": marks, "communicated": communicated, "timeline": memory.timeline, **usage})
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return {
-        "bytes": [4 * count_padded_elements(unit, ranks) for unit in units],
-        "expected": dict(expected_traffic(model, config, run)),
-        "steps": results[1:],
-    }
-
-
-def max_gathered_bytes(step: dict) -> int:
-    return max(usage["gathered"] for _, usage in step["timeline"])
-
+from workshop.lessons.fsdp import measure_steps, print_gathered_blocks
 
 VARIANTS = {
     "default": {},
@@ -499,51 +398,15 @@ VARIANTS = {
 
 
 def measure_variants(config: FsdpConfig) -> dict[str, dict]:
-    return {name: measure_steps(dataclasses.replace(config, **changes)) for name, changes in VARIANTS.items()}
+    replace = dataclasses.replace
+    return {name: measure_steps(build_sharded_model, replace(config, **changes)) for name, changes in VARIANTS.items()}
 
 
 variants = run_on_ranks(measure_variants, 4, config)
-root_bytes, block_bytes = variants[0]["default"]["bytes"][:2]
-print(f"block: {block_bytes:,} bytes; root: {root_bytes:,} bytes, or {root_bytes / block_bytes:.2f} blocks\n")
-print("gathered bytes (blocks)    maximum   between forward and backward")
-for name, blocks in zip(VARIANTS, (3, 4, 6, 6)):
-    steps = [step for rank in variants for step in rank[name]["steps"]]
-    maximum = min(max_gathered_bytes(step) for step in steps)  # gloo may free a buffer late, so take the lowest
-    between = min(step["after_forward"]["gathered"] for step in steps)
-    print(f"{name:25} {maximum / block_bytes:8.2f} {between / block_bytes:30.2f}")
-    assert maximum == root_bytes + blocks * block_bytes
-    assert between == root_bytes + (4 * block_bytes if "no reshard" in name else 0)
+print_gathered_blocks(variants, expected_blocks=dict(zip(VARIANTS, (3, 4, 6, 6))))
 
 # %%
-SHADES = ("#dbeafe", "#fef3c7", "#fee2e2", "#ecfccb")
-
-
-def compute_spans(marks: list) -> list[tuple[str, int, int, int]]:
-    """Return (pass, block, first event, last event) for each block's forward and backward."""
-    return [
-        (what, block, begin, marks[number + 1][2])
-        for number, (what, block, begin) in enumerate(marks)
-        if what in ("forward", "backward")
-    ]
-
-
-figure, grid = plt.subplots(4, 1, figsize=(11, 10))
-for axes, name in zip(grid, VARIANTS):
-    step = min((step for rank in variants for step in rank[name]["steps"]), key=lambda step: max_gathered_bytes(step))
-    events = [event for event, _ in step["timeline"]]
-    sizes_in_blocks = [usage["gathered"] / block_bytes for _, usage in step["timeline"]]
-    axes.step(events, sizes_in_blocks, where="post", color="#00798c")
-    for what, block, begin, end in compute_spans(step["marks"]):
-        axes.axvspan(begin, end, color=SHADES[block], lw=0)
-        axes.text((begin + end) / 2, 6.45, f"{what}\nblock {block}", ha="center", va="center", fontsize=7)
-    axes.axhline(root_bytes / block_bytes, color="black", linestyle=":", linewidth=0.8)
-    axes.text(events[-1], root_bytes / block_bytes, " root", fontsize=8, va="center")
-    axes.set(xlim=(0, events[-1]), ylim=(0, 7), yticks=range(7), ylabel="gathered (blocks)", title=name)
-    axes.spines[["top", "right"]].set_visible(False)
-grid[-1].set_xlabel("events (operators and resizes)")
-figure.suptitle("Gathered bytes through one step on one of 4 ranks, in units of one block")
-figure.tight_layout()
-plt.show()
+fsdp_pictures.draw_gathered_bytes(variants)
 
 # %% [markdown]
 # Read the first curve from left to right:
@@ -576,53 +439,14 @@ plt.show()
 # ranks, what does the peak memory of a step consist of?
 
 # %%
-by_ranks = {number: run_on_ranks(measure_steps, number, config) for number in (1, 2, 4)}
-HEADS = ("parameters", "gradients", "moments", "total", "16P/N", "gathered", "activations", "other")
+from workshop.lessons.fsdp import print_memory, select_usages
 
-
-def state_bytes(usage: dict) -> int:
-    return sum(usage[name] for name in STATE)
-
-
-print(f"{'model state per rank before the update (bytes)':>61}{'peak memory of a step (bytes)':>37}")
-print("N  " + "".join(f"{head:>12}" for head in HEADS))
-usages = {}
-for number, ranks in by_ranks.items():
-    steps = [step for rank in ranks for step in rank["steps"]]
-    state = max((step["before_update"] for step in steps), key=state_bytes)  # of the rank with the largest state
-    peak = min((step["peak"] for step in steps), key=lambda usage: sum(usage.values()))
-    usages[number] = state, peak
-    columns = [state[name] for name in STATE] + [state_bytes(state), 16 * P // number]
-    columns += [peak[name] for name in ("gathered", "activations", "other")]
-    print(f"{number}  " + "".join(f"{count:12,}" for count in columns))
-    step_counters = 4 * len(list(unsharded.parameters()))  # AdamW stores a step count of 4 bytes per parameter tensor
-    assert 0 <= state_bytes(state) - step_counters - 16 * P / number < 16 * 64  # at most one row of wte more than 1/N
-assert len({peak["activations"] for _, peak in usages.values()}) == 1
-assert all(peak["gradients"] == 0 for _, peak in usages.values())
+by_ranks = {number: run_on_ranks(measure_steps, number, build_sharded_model, config) for number in (1, 2, 4)}
+usages = {number: select_usages(ranks) for number, ranks in by_ranks.items()}  # model state, and memory at the peak
+print_memory(usages, P, tensors=len(list(unsharded.parameters())))
 
 # %%
-PAINT = dict(zip(CATEGORIES, ("#00798c", "#edae49", "#d1495b", "#8ecae6", "#a7c957", "#cccccc")))
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
-for axes, index, title in ((left, 0, "model state before the update"), (right, 1, "peak memory of a step")):
-    for place, number in enumerate(usages):
-        usage, base = usages[number][index], 0.0
-        for category in STATE if index == 0 else CATEGORIES:
-            size = usage[category] / 1e6
-            axes.bar(place, size, bottom=base, color=PAINT[category], width=0.6)
-            base += size
-    axes.set_xticks(range(3), [f"{number} rank{'s' * (number > 1)}" for number in usages])
-    axes.set(title=title, ylabel="memory per rank (MB)")
-    axes.spines[["top", "right"]].set_visible(False)
-for place, number in enumerate(usages):
-    left.hlines(16 * P / number / 1e6, place - 0.4, place + 0.4, color="black", label="" if place else "16P/N")
-left.legend(frameon=False)
-figure.legend(
-    [Rectangle((0, 0), 1, 1, facecolor=PAINT[name]) for name in CATEGORIES],
-    [name.replace("_", " ") for name in CATEGORIES],
-    loc="lower center", ncols=6, frameon=False, fontsize=8,
-)
-figure.tight_layout(rect=(0, 0.07, 1, 1))
-plt.show()
+fsdp_pictures.draw_memory(usages, P)
 
 # %% [markdown]
 # The model state takes 16P/N bytes. Two small terms come on top: a step count for each parameter tensor, and one row of
@@ -641,13 +465,11 @@ plt.show()
 # saves, and the reason:
 
 # %%
+from workshop.lessons.fsdp import print_saved_activations
+
 B, T, C = 8, 64, 128  # larger than above, so that the measured time is not only Python overhead
 larger_shape = GPTConfig(n_layer=4, n_head=2, n_embd=C, block_size=T, bias=False, vocab_size=shape.vocab_size)
-btc_bytes = 4 * B * T * C
-print("size (BTC)  tensor                       why the backward pass needs it" + " " * 31 + "also saved with")
-for row in saved_activations(larger_shape, B, T):
-    modes = ", ".join(mode for mode in ("selective", "full") if mode in row.modes)
-    print(f"{row.bytes / btc_bytes:10.2f}  {row.name:28} {row.why:60} {modes}")
+print_saved_activations(larger_shape, B, T)
 
 # %% [markdown]
 # A block saves 8 large tensors, and a few small ones. Their total size is 16 times that of one (B, T, C) tensor, or 16
@@ -669,6 +491,10 @@ for row in saved_activations(larger_shape, B, T):
 # at most?
 
 # %%
+from phase3_fsdp.activation_bytes import activation_bytes
+from phase3_fsdp.activation_checkpointing import checkpoint_activations
+from workshop.lessons.fsdp import count_btc_per_block, measure_activation_bytes, measure_relative_time, print_modes
+
 MODES = ("none", "every_2", "selective", "full")
 models = {mode: GPT(larger_shape) for mode in MODES}
 for mode, model in models.items():
@@ -676,56 +502,17 @@ for mode, model in models.items():
     checkpoint_activations(model, mode)
 x = torch.randint(larger_shape.vocab_size, (B, T))
 
-
-def measure_activation_bytes(model: GPT) -> int:
-    """Return the bytes of activations after a forward pass, without the input tokens."""
-    with MemoryTracker(model) as memory:
-        loss = model(x, x)
-        loss.backward()
-    return memory.after_forward["activations"] - x.nbytes
-
-
-def measure_seconds(model: GPT) -> float:
-    """Return the CPU time of one forward and backward pass; other processes do not change it."""
-    begin = time.process_time()
-    model(x, x).backward()
-    return time.process_time() - begin
-
-
-measured_bytes = {mode: measure_activation_bytes(model) for mode, model in models.items()}
+measured_bytes = {mode: measure_activation_bytes(model, x) for mode, model in models.items()}
 predicted_bytes = {mode: activation_bytes(larger_shape, B, T, mode=mode) for mode in MODES}
-rounds = [{mode: measure_seconds(model) for mode, model in models.items()} for _ in range(8)]
-relative_time = {mode: min(each[mode] for each in rounds) / min(each["none"] for each in rounds) for mode in MODES}
-
-btc_per_block = {
-    mode: sum(row.bytes for row in saved_activations(larger_shape, B, T, mode=mode)) / btc_bytes
-    for mode in ("none", "selective", "full")
-}
-btc_per_block["every_2"] = (btc_per_block["none"] + btc_per_block["full"]) / 2  # the mean over the blocks
-print("           activations (MB)         per block  time of a step")
-print("mode       measured   predicted     (BTC)      (relative to none, measured here)")
-for mode in MODES:
-    print(f"{mode:10} {measured_bytes[mode] / 1e6:8.2f} {predicted_bytes[mode] / 1e6:11.2f}", end="")
-    print(f" {btc_per_block[mode]:9.2f} {relative_time[mode]:11.2f}")
-    assert abs(measured_bytes[mode] / predicted_bytes[mode] - 1) < 0.01
-assert measured_bytes["full"] < measured_bytes["every_2"] < measured_bytes["selective"] < measured_bytes["none"]
+relative_time = measure_relative_time(models, x)
+print_modes(measured_bytes, predicted_bytes, count_btc_per_block(larger_shape, B, T), relative_time)
 
 # %%
+fsdp_pictures.draw_modes(measured_bytes, predicted_bytes, relative_time)
 gradients = {mode: torch.cat([p.grad.flatten() for p in model.parameters()]) for mode, model in models.items()}
-figure, axes = plt.subplots(figsize=(8, 2.6))
-for place, mode in enumerate(MODES):
-    axes.barh(place, measured_bytes[mode] / 1e6, color="#a7c957")
-    axes.plot([predicted_bytes[mode] / 1e6] * 2, [place - 0.4, place + 0.4], color="black")
-    axes.text(measured_bytes[mode] / 1e6, place, f"  time × {relative_time[mode]:.2f}", va="center", fontsize=8)
-axes.set_yticks(range(len(MODES)), MODES)
-axes.set(xlabel="activations after the forward pass (MB); black lines: predicted", ylabel="mode")
-axes.set(xlim=(0, 1.15 * measured_bytes["none"] / 1e6), title="Memory and time of activation checkpointing")
-axes.spines[["top", "right"]].set_visible(False)
-figure.tight_layout()
-plt.show()
 is_same = all(torch.equal(each, gradients["none"]) for each in gradients.values())
 print("gradients bitwise identical in every mode:", is_same)
-assert all(torch.equal(each, gradients["none"]) for each in gradients.values())
+assert is_same
 
 # %% [markdown]
 # Count FLOPs first. `full` runs the forward pass of every block a second time, so a step takes at most 4/3 of the time
@@ -754,6 +541,9 @@ assert all(torch.equal(each, gradients["none"]) for each in gradients.values())
 # runs inside the backward pass, how often does the hook of the block's weight run?
 
 # %%
+from torch.utils.checkpoint import checkpoint
+
+
 class SharedBlock(nn.Module):
     """A linear layer, then a block that is applied twice."""
 
@@ -768,39 +558,44 @@ class SharedBlock(nn.Module):
         if self.mode == "around both":
             return checkpoint(lambda x: self.block(self.block(x)), x, use_reentrant=True)
         for _ in range(2):
-            if self.mode == "none":
-                x = self.block(x)
-            else:
-                x = checkpoint(self.block, x, use_reentrant=self.mode == "reentrant")
+            reentrant = self.mode == "reentrant"
+            x = self.block(x) if self.mode == "none" else checkpoint(self.block, x, use_reentrant=reentrant)
         return x
 
+
+# %% [markdown]
+# `compute_block_gradients` runs one backward pass with DDP or FSDP:
+
+# %%
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 INPUT = torch.linspace(-1, 1, 8).view(2, 4)  # the same on every rank, so the mean gradient equals each rank's gradient
 
 
-def compute_block_gradients(mode: str, parallel: str, **options) -> tuple[str, list[Tensor]]:
-    """Return the error message of the backward pass or "", and the gradients of the block's weight and bias."""
+def compute_block_gradients(mode: str, parallel: str, **options) -> list[Tensor]:
+    """Return the gradients of the block's weight and bias. A RuntimeError can be raised by DDP."""
     module = SharedBlock(mode)
     if parallel == "FSDP":
         fully_shard(module.block)
         fully_shard(module)
     parallel_model = DDP(module, **options) if parallel == "DDP" else module
-    try:
-        parallel_model(INPUT).sum().backward()
-    except RuntimeError as error:
-        return str(error), []
+    parallel_model(INPUT).sum().backward()
     grads = [p.grad for p in module.block.parameters()]
-    return "", [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
-def run_on_two_ranks(mode: str, parallel: str, **options) -> tuple[str, list[Tensor]]:
-    return run_on_ranks(lambda: compute_block_gradients(mode, parallel, **options), 2)[0]
+# %%
+from workshop.ranks import RankFailed
 
-
-_, expected = compute_block_gradients("none", "one process")
-message, _ = run_on_two_ranks("reentrant", "DDP")
+expected = compute_block_gradients("none", "one process")
+try:
+    message = ""
+    run_on_ranks(compute_block_gradients, 2, "reentrant", "DDP")
+except RankFailed as failure:
+    message = str(failure).partition("RuntimeError: ")[2]
 print(message.split(" This error")[0], "[...]")
-print(message.splitlines()[-1])
+print(message.strip().splitlines()[-1])
 assert "marked as ready twice" in message
 
 # %% [markdown]
@@ -819,16 +614,12 @@ CASES = {
 }
 print("case                                    norm of the weight gradient   verdict")
 print(f"{'one process, no checkpointing':38} {expected[0].norm():28.5f}   reference")
+results = {}
 for name, (mode, parallel, options) in CASES.items():
-    error, block_gradients = run_on_two_ranks(mode, parallel, **options)
-    is_correct = not error and all(torch.allclose(a, b) for a, b in zip(block_gradients, expected))
-    verdict = "correct" if is_correct else "WRONG, without an error"
-    print(f"{name:38} {block_gradients[0].norm():28.5f}   {verdict}")
-    if name != "FSDP, reentrant":
-        assert is_correct
-    elif torch.__version__.startswith("2.13"):
-        assert not is_correct and not error
-        wrong_gradient = block_gradients[0]
+    results[name] = run_on_ranks(lambda: compute_block_gradients(mode, parallel, **options), 2)[0]
+    is_correct = all(torch.allclose(a, b) for a, b in zip(results[name], expected))
+    print(f"{name:38} {results[name][0].norm():28.5f}   {'correct' if is_correct else 'WRONG, without an error'}")
+    assert is_correct or name == "FSDP, reentrant"
 
 # %% [markdown]
 # With FSDP the reentrant form raises no error, and the gradient is wrong. Which gradient is it? To find out, give each
@@ -841,7 +632,7 @@ second(first(module.stem(INPUT))).sum().backward()
 for name, block in (("first", first), ("second", second)):
     print(f"gradient from the {name} use: norm {block[0].weight.grad.norm():.5f}")
 if torch.__version__.startswith("2.13"):
-    is_first_part = torch.allclose(wrong_gradient, first[0].weight.grad)
+    is_first_part = torch.allclose(results["FSDP, reentrant"][0], first[0].weight.grad)
     print("the wrong gradient equals the gradient from the first use:", is_first_part)
     assert is_first_part
 
@@ -868,6 +659,8 @@ if torch.__version__.startswith("2.13"):
 # that each pair is one node with fast links inside. Sort them by the volume *between* the nodes.
 
 # %%
+from workshop.lessons.fsdp import print_costs, sum_sent
+
 OPTIONS = {
     "DDP": {"use_fsdp": False},
     "default": {},
@@ -876,35 +669,17 @@ OPTIONS = {
 }
 
 
-def measure_options(config: FsdpConfig) -> dict[str, dict]:
-    steps = dict.fromkeys(OPTIONS, 1) | {"DDP": 2}  # DDP rebuilds its buckets in the second step, so use the third
-    return {
-        name: measure_steps(dataclasses.replace(config, **changes), micro_batches=2, steps=steps[name])
-        for name, changes in OPTIONS.items()
-    }
+def measure_option(name: str) -> dict:
+    steps = 2 if name == "DDP" else 1  # DDP rebuilds its buckets in the second step, so use the third
+    changed_config = dataclasses.replace(config, **OPTIONS[name])
+    return measure_steps(build_sharded_model, changed_config, micro_batches=2, steps=steps)
 
 
-costs = run_on_ranks(measure_options, 4, config)[0]
-print("                 full tensors of the collectives (P)      volume sent (P)        memory per rank (bytes / P)")
-print("               all-gather  reduce-scatter  all-reduce    by a rank  by a node    model state  gathered (max)")
-for name, each in costs.items():
-    step = each["steps"][-1]
-    volumes = step["communicated"]
-    assert volumes == each["expected"], name  # exactly the same bytes
-    full = {kind: sum(size for key, size in volumes.items() if key[0] == kind) / 4 / P for kind, _ in volumes}
-    per_rank = sum(ring_bytes(kind, size, ranks) for (kind, ranks), size in volumes.items()) / 4 / P
-    # In a ring of four ranks, only one rank of each pair sends to the other pair. In the hybrid configuration both
-    # ranks of a pair all-reduce with the other pair.
-    is_hybrid = name == "hybrid 2 x 2"
-    per_node = 2 * ring_bytes("all-reduce", volumes["all-reduce", 2], 2) / 4 / P if is_hybrid else per_rank
-    gather, scatter, reduce = (full.get(kind, 0.0) for kind in ("all-gather", "reduce-scatter", "all-reduce"))
-    state, gathered = state_bytes(step["before_update"]) / P, max_gathered_bytes(step) / P
-    print(f"{name:14}{gather:11.3f}{scatter:16.3f}{reduce:12.3f}{per_rank:13.3f}{per_node:11.3f}", end="")
-    print(f"{state:15.2f}{gathered:16.2f}")
-    shards = {"DDP": 1, "hybrid 2 x 2": 2}.get(name, 4)
-    assert abs(state - 16 / shards) < 0.01
-volumes = by_ranks[4][0]["steps"][-1]["communicated"]
-per_rank = sum(ring_bytes(kind, size, ranks) for (kind, ranks), size in volumes.items()) / 4 / P
+costs = run_on_ranks(lambda: {name: measure_option(name) for name in OPTIONS}, 4)[0]
+
+# %%
+print_costs(costs, P)
+per_rank = sum_sent(by_ranks[4][0]["steps"][-1]["communicated"]) / 4 / P
 print(f"default with M = 1, as in section (d): a rank sends {per_rank:.3f} P")
 assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 
@@ -932,6 +707,8 @@ assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 # **Predict first:** how large are the loss differences, and at which step do they start?
 
 # %%
+from phase3_fsdp.train import train
+
 MANY_OPTIONS = {
     "fsdp_shard_size": "2",
     "fsdp_reshard_after_forward": False,
@@ -948,26 +725,16 @@ def train_on_ranks(ranks: int, **changes) -> dict[int, float]:
     return losses(out_dir)
 
 
+# %%
+from workshop.lessons.fsdp import print_loss_curves
+
 curves = {
     "one process, not sharded": train_on_ranks(1, use_fsdp=False),
     **{f"FSDP, {number} rank{'s' * (number > 1)}": train_on_ranks(number) for number in (1, 4)},
     "FSDP, 4 ranks, many options": train_on_ranks(4, **MANY_OPTIONS),
 }
-baseline = curves["one process, not sharded"]
-SHOWN_STEPS = (0, 1, 3, 5)
-print(f"{'loss at step':28}" + "".join(f"{step:11}" for step in SHOWN_STEPS) + "   max loss difference")
-for name, curve in curves.items():
-    difference = max(abs(curve[step] - baseline[step]) for step in baseline)
-    print(f"{name:28}" + "".join(f"{curve[step]:11.7f}" for step in SHOWN_STEPS) + f"{difference:22.1e}")
-    assert curve.keys() == baseline.keys() and difference < (1e-6 if name != "FSDP, 1 rank" else 1e-12)
-
-figure, axes = plt.subplots(figsize=(6, 3.2))
-for number, (name, curve) in enumerate(curves.items()):
-    axes.plot(curve.keys(), curve.values(), marker="osD^v"[number], markersize=11 - 2 * number, alpha=0.7, label=name)
-axes.set(xlabel="step", ylabel="training loss", title="All four runs have the same loss curve")
-axes.legend(fontsize=8)
-figure.tight_layout()
-plt.show()
+print_loss_curves(curves, baseline=curves["one process, not sharded"])
+fsdp_pictures.draw_loss_curves(curves)
 
 # %% [markdown]
 # The losses differ at most in the last digits of fp32. With one rank they are identical to the baseline. Several ranks
@@ -1043,8 +810,10 @@ plt.show()
 # <details><summary>Hint</summary>
 #
 # ```python
+# from workshop.lessons.fsdp import max_gathered_bytes
+#
 # one_unit = dataclasses.replace(config, fsdp_wrap="size", fsdp_min_num_params=10**9)
-# step = run_on_ranks(measure_steps, 4, one_unit, 2)[0]["steps"][-1]
+# step = run_on_ranks(measure_steps, 4, build_sharded_model, one_unit, 2)[0]["steps"][-1]
 # print(max_gathered_bytes(step) / P, step["communicated"]["all-gather", 4] / 4 / P)
 # ```
 #
@@ -1064,7 +833,7 @@ plt.show()
 # ```python
 # for sync_every_micro_batch in (False, True):
 #     changed = dataclasses.replace(config, fsdp_sync_every_micro_batch=sync_every_micro_batch)
-#     step = run_on_ranks(measure_steps, 4, changed, 2)[0]["steps"][-1]
+#     step = run_on_ranks(measure_steps, 4, build_sharded_model, changed, 2)[0]["steps"][-1]
 #     gradients = max(usage["gradients"] for _, usage in step["timeline"])
 #     print(sync_every_micro_batch, gradients / P, step["communicated"]["reduce-scatter", 4] / 4 / P)
 # ```

@@ -13,9 +13,7 @@
 # `phase3_fsdp/solve/generation.py` open next to this notebook. No GPU is needed.
 
 # %%
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import Rectangle
 
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.memory.costs import storage_bytes
@@ -23,8 +21,10 @@ from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.solve import costs, gpt
 from phase3_fsdp.solve.generation import Generator, Sampling, Task
+from workshop.lessons.generating_text import draw_weights_per_rank
 from workshop.ranks import run_on_ranks
 
+# %%
 shape = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=256, bias=False)
 P, L, C, V = shape.count_params(), shape.n_layer, shape.n_embd, shape.vocab_size
 print(f"{P:,} parameters, {4 * P / 1e6:.2f} MB in float32")
@@ -38,24 +38,6 @@ def create_model() -> GPT:
         for number, param in enumerate(model.parameters()):
             param += 0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
     return model.eval()
-
-
-def draw_weights_per_rank() -> None:
-    """Draw the weight of one layer on two ranks, at rest and while it computes, for FSDP and tensor parallelism."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 2.6))
-    colors, titles = ("#3b78c2", "#e0862d"), ("FSDP: all-gather, compute, free", "tensor parallel: compute, all-reduce")
-    for axis, title in zip(axes, titles, strict=True):
-        for rank in range(2):
-            for column, moment in enumerate(("at rest", "while it computes")):
-                x, y = 1.6 * column, 1.2 * (1 - rank)
-                for part in range(2):
-                    is_here = part == rank or (title.startswith("FSDP") and column == 1)
-                    color = colors[part] if is_here else "white"
-                    axis.add_patch(Rectangle((x + 0.6 * part, y), 0.6, 0.9, facecolor=color, edgecolor="gray"))
-                axis.text(x + 0.6, y + 0.95, f"rank {rank}, {moment}", ha="center", fontsize=8)
-        axis.set(xlim=(-0.1, 3), ylim=(-0.1, 2.4), title=title)
-        axis.axis("off")
-    plt.show()
 
 
 draw_weights_per_rank()
@@ -154,6 +136,7 @@ def generate_without_reduction(is_broken: bool) -> tuple[list[int], bool]:
     return tokens, all(other == tokens for other in run.gather(tokens))
 
 
+# %%
 for is_broken in (False, True):
     for rank, (tokens, is_same) in enumerate(run_on_ranks(generate_without_reduction, 2, is_broken, show=False)):
         name, agreement = "broken" if is_broken else "correct", "the same" if is_same else "DIFFERENT"

@@ -22,34 +22,26 @@
 
 # %%
 import dataclasses
-import json
 import tempfile
-from collections import Counter
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
 
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import LossScaler, configure_adamw
 from nanoGPT.train import train_step
 from nanoGPT.train_config import TrainConfig
-from phase1_zero1.parallelize import Zero1Config
-from phase1_zero1.train import train as train_with_zero1
-from phase1_zero1.zero1 import Zero1Optimizer
-from phase3_fsdp import fsdp
-from phase3_fsdp.train import train as train_with_fsdp
-from workshop import collectives
 from workshop.pictures import draw_memory_bars
 from workshop.ranks import losses, run_on_ranks
 
+# %% [markdown]
+# All runs are small. Runs on one process have two micro-batches per step, and runs on several ranks have four.
+
+# %%
 folder = tempfile.TemporaryDirectory()  # for the runs of this notebook; it is deleted when the kernel stops
 SMALL = {"device": "cpu", "block_size": 32, "batch_size": 4, "n_layer": 2, "n_head": 2, "n_embd": 64, "min_lr": 1e-4}
 SMALL |= {"gradient_accumulation_steps": 4, "max_iters": 8, "eval_interval": 8, "eval_iters": 4, "log_interval": 1}
@@ -128,6 +120,7 @@ def train_flat(steps: int) -> Tensor:
     return torch.cat([p.detach().flatten() for p in train_in(torch.float32, steps, 1e-3)[0].parameters()])
 
 
+# %%
 before, after = train_flat(9), train_flat(10)
 update = after - before
 is_lost = (before.bfloat16() + update.bfloat16() == before.bfloat16()) & (update != 0)
@@ -156,6 +149,8 @@ for name, loss in last.items():
 assert abs(last["fp32 master, bf16 products"] - last["all fp32"]) < 0.01 < last["all bf16"] - last["all fp32"]
 
 # %%
+import matplotlib.pyplot as plt
+
 figure, axes = plt.subplots(figsize=(7, 3.3))
 for (name, curve), style in zip(curves.items(), (("#56B4E9", 6, "-"), ("#000000", 1.2, "-"), ("#D55E00", 2, "--"))):
     axes.plot(curve, color=style[0], linewidth=style[1], linestyle=style[2], label=name)
@@ -198,6 +193,10 @@ draw_memory_bars(
 # one does ZeRO-1 shrink more?
 
 # %%
+from nanoGPT.memory.costs import storage_bytes
+from phase1_zero1.zero1 import Zero1Optimizer
+
+
 def measure_paper_layout(config: TrainConfig) -> dict[str, int]:
     """Return the bytes of model state on this rank, with bf16 parameters under ZeRO-1."""
     model = GPT(shape)
@@ -212,13 +211,23 @@ def measure_paper_layout(config: TrainConfig) -> dict[str, int]:
     return sizes | {"optimizer_state": storage_bytes(states)}
 
 
+# %% [markdown]
+# And ours, which the ledger of phase 1 measures:
+
+# %%
+import json
+from pathlib import Path
+
+from phase1_zero1.parallelize import Zero1Config
+from phase1_zero1.train import train as train_with_zero1
+
+
 def measure_our_layout(ranks: int) -> dict[str, int]:
     """Return what the ledger measures on rank 0 of phase 1, with bf16 products."""
     out_dir = f"{folder.name}/ledger-{ranks}"
     small = {**SMALL, "max_iters": 3, "dtype": "bfloat16", "ledger": True, "out_dir": out_dir}
     run_on_ranks(train_with_zero1, ranks, Zero1Config(**small), show=False)
     return json.loads((Path(out_dir) / "ledger.json").read_text())["ranks"][0]["state_bytes"]
-
 
 # %%
 print("bytes per parameter          parameters   gradients   optimizer state   total   formula")
@@ -257,7 +266,7 @@ gpt2_config = TrainConfig(
 gpt2_data = load_data(gpt2_config)
 gpt2_shape = GPTConfig.from_dict({**dataclasses.asdict(gpt2_config), "vocab_size": 50304})
 
-
+# %%
 def collect_logit_gradients() -> Tensor:
     """Return the absolute gradients of all logits of one micro-batch, in fp32."""
     model, gradients = GPT(gpt2_shape), []
@@ -335,6 +344,9 @@ assert runs["float16", False][-1] > reference[-1] + 0.01
 # is rounded again on each rank that it visits. Does the error grow from 2 to 8 ranks?
 
 # %%
+from workshop import collectives
+
+# %%
 def measure_reduction_error(config: TrainConfig) -> dict[str, float]:
     """All-reduce the gradients of all ranks in three dtypes. Return the relative errors of the sum."""
     model = GPT(shape)
@@ -366,6 +378,12 @@ assert errors[8]["bfloat16"] > errors[2]["bfloat16"] > 1000 * errors[2]["float32
 # both. Sort them by their loss difference from fp32.
 
 # %%
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from phase3_fsdp import fsdp
+from phase3_fsdp.train import train as train_with_fsdp
+
+
 def train_fsdp(dtype: str, reduce_dtype: torch.dtype) -> dict[int, float]:
     """Train phase 3 on 4 ranks with this dtype of the reduction, and return the losses."""
 
@@ -376,7 +394,6 @@ def train_fsdp(dtype: str, reduce_dtype: torch.dtype) -> dict[int, float]:
     out_dir = f"{folder.name}/{dtype}-{reduce_dtype}"
     run_on_ranks(train_on_rank, 4, fsdp.FsdpConfig(**SMALL, dtype=dtype, out_dir=out_dir), show=False)
     return losses(out_dir)
-
 
 # %%
 reference, differences = train_fsdp("float32", torch.float32), []

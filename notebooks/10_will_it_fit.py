@@ -18,26 +18,21 @@
 # for you. After this notebook you can check its numbers by hand. You need no GPU.
 
 # %%
-import importlib
-import json
 import tempfile
 from pathlib import Path
 
 import torch
 
-from bench.matrix.cells import make_config
 from bench.plan.plan import MODELS
-from bench.plan.trace import trace
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw
 from phase3_fsdp.activation_bytes import activation_bytes, saved_activations
-from phase3_fsdp.solve.costs import cache_bytes, measure_gpt
-from workshop.phases import PHASES
 from workshop.pictures import draw_memory_bars
 from workshop.ranks import run_on_ranks
 
+# %%
 folder = tempfile.TemporaryDirectory()  # for the runs of this notebook; it is deleted when the kernel stops
 GB = 1e9
 
@@ -151,6 +146,40 @@ for mode in ("none", "selective", "every_2", "full"):
 # terms for DDP, ZeRO-1 and FSDP. Which of the three needs the least, and how far will your sums be off?
 
 # %%
+def estimate_activations(shape: GPTConfig, B: int, sharding: str, mode: str, dtype: torch.dtype) -> dict[str, float]:
+    """Return the bytes of activations, and of the copies that autocast makes of weights, for one micro-batch."""
+    P, L, C, T = shape.count_params(), shape.n_layer, shape.n_embd, shape.block_size
+    is_full, copies, fp32_activations = mode == "full", 0, 0
+    if dtype == torch.bfloat16 and sharding != "FSDP":  # autocast; it drops the copies of checkpointed blocks
+        copies = 2 * ((shape.vocab_size + T) * C + 12 * C * C if is_full else P)
+        fp32_activations = 2 * (1 if is_full else 2) * L * B * T * C
+    activations = activation_bytes(shape, B, T, dtype, mode) + fp32_activations
+    return {"copies of the weights": copies, "activations": activations}
+
+
+# %% [markdown]
+# The complete formula adds the model state, what FSDP all-gathers, and what the start of the backward pass needs: two
+# copies of the logits in fp32, or the recomputed tensors of a block.
+
+# %%
+def estimate(
+    shape: GPTConfig, ranks: int, B: int, sharding: str, mode: str = "none", dtype: torch.dtype = torch.bfloat16
+) -> dict[str, float]:
+    """Return the terms of the formula in bytes, for one micro-batch per rank."""
+    P, C, T, is_fsdp = shape.count_params(), shape.n_embd, shape.block_size, sharding == "FSDP"
+    recomputed = sum(row.bytes for row in saved_activations(shape, B, T, dtype)) if mode == "full" else 0
+    return {
+        "model state": 12 * P / ranks if is_fsdp else STATE_BYTES[sharding](P, ranks),
+        "all-gathered": dtype.itemsize * ((shape.vocab_size + T) * C + 2 * 12 * C * C) if is_fsdp else 0,
+        **estimate_activations(shape, B, sharding, mode, dtype),
+        "backward pass": max(2 * B * T * shape.vocab_size * 4, recomputed),
+    }
+
+
+# %% [markdown]
+# Four runs of a small model will check it:
+
+# %%
 small, RANKS, SMALL_B, SMALL_T = GPTConfig(4, 4, 128, 64, False, 75), 2, 4, 64
 FIELDS = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": SMALL_T, "batch_size": SMALL_B, "device": "cpu"}
 FIELDS |= {"dtype": "float32", "max_iters": 3, "eval_interval": 3, "eval_iters": 2, "gradient_accumulation_steps": RANKS}
@@ -160,27 +189,6 @@ ROWS = {
     "FSDP": ("phase3", {}),
     "FSDP, full checkpointing": ("phase3", {"fsdp_activation_checkpointing": "full"}),
 }
-
-
-def estimate(
-    shape: GPTConfig, ranks: int, B: int, sharding: str, mode: str = "none", dtype: torch.dtype = torch.bfloat16
-) -> dict[str, float]:
-    """Return the terms of the formula in bytes, for one micro-batch per rank."""
-    P, L, C, T = shape.count_params(), shape.n_layer, shape.n_embd, shape.block_size
-    head, block = (shape.vocab_size + T) * C, 12 * C * C
-    is_fsdp, is_full = sharding == "FSDP", mode == "full"
-    copies = fp32_activations = 0
-    if dtype == torch.bfloat16 and not is_fsdp:  # autocast; it drops the copies of checkpointed blocks
-        copies = 2 * (head + block if is_full else P)
-        fp32_activations = 2 * (1 if is_full else 2) * L * B * T * C
-    recomputed = sum(row.bytes for row in saved_activations(shape, B, T, dtype)) if is_full else 0
-    return {
-        "model state": 12 * P / ranks if is_fsdp else STATE_BYTES[sharding](P, ranks),
-        "all-gathered": dtype.itemsize * (head + 2 * block) if is_fsdp else 0,
-        "copies of the weights": copies,
-        "activations": activation_bytes(shape, B, T, dtype, mode) + fp32_activations,
-        "backward pass": max(2 * B * T * shape.vocab_size * 4, recomputed),
-    }
 
 
 def estimate_by_hand(name: str) -> dict[str, float]:
@@ -193,6 +201,14 @@ def estimate_by_hand(name: str) -> dict[str, float]:
 # and without memory, so a laptop can trace a model for 1,024 GPUs. Then the ledger measures a real run on two ranks.
 
 # %%
+import importlib
+import json
+
+from bench.matrix.cells import make_config
+from bench.plan.trace import trace
+from workshop.phases import PHASES
+
+
 def trace_memory(phase: str, options: dict) -> dict[str, int]:
     """Return the peak memory of rank 0 by category, from a trace on fake tensors."""
     config = make_config(phase, Path(folder.name) / "trace", **FIELDS, **options)
@@ -205,7 +221,6 @@ def measure_memory(name: str) -> dict[str, int]:
     config = make_config(phase, Path(folder.name) / name, **FIELDS, **options)
     run_on_ranks(importlib.import_module(f"{PHASES[phase]}.train").train, RANKS, config, show=False)
     return json.loads((Path(config.out_dir) / "ledger.json").read_text())["ranks"][0]["memory"]["peak"]
-
 
 # %%
 measured = {name: measure_memory(name) for name in ROWS}
@@ -268,16 +283,20 @@ def estimate_in_gb(shape: GPTConfig, batch_size: int, sharding: str = "DDP", mod
     return {name: size / GB for name, size in estimate(shape, 8, batch_size, sharding, mode).items() if size}
 
 
-JOBS = {"124M, 32 sequences": (make_shape("gpt2"), 32), "6.7B, 1 sequence": (make_shape("6.7b"), 1)}
-for job, (shape, batch_size) in JOBS.items():
-    bars = {
-        "DDP": estimate_in_gb(shape, batch_size),
-        "FSDP": estimate_in_gb(shape, batch_size, "FSDP"),
-        "DDP, full checkpointing": estimate_in_gb(shape, batch_size, mode="full"),
-        "FSDP, full checkpointing": estimate_in_gb(shape, batch_size, "FSDP", "full"),
-    }
+def estimate_choices(shape: GPTConfig, batch_size: int) -> dict[str, dict[str, float]]:
+    """Return the terms in GB for DDP, and for each way to need less memory."""
+    choices = {"DDP": (), "FSDP": ("FSDP",), "DDP, full checkpointing": ("DDP", "full")}
+    choices["FSDP, full checkpointing"] = ("FSDP", "full")
+    bars = {name: estimate_in_gb(shape, batch_size, *choice) for name, choice in choices.items()}
     if batch_size > 1:
         bars["DDP, half of the batch"] = estimate_in_gb(shape, batch_size // 2)
+    return bars
+
+
+# %%
+JOBS = {"124M, 32 sequences": (make_shape("gpt2"), 32), "6.7B, 1 sequence": (make_shape("6.7b"), 1)}
+for job, (shape, batch_size) in JOBS.items():
+    bars = estimate_choices(shape, batch_size)
     freed = {name: sum(bars["DDP"].values()) - sum(terms.values()) for name, terms in bars.items() if name != "DDP"}
     print(f"{job}: {sum(bars['DDP'].values()):.0f} GB with DDP")
     for name, gigabytes in freed.items():
@@ -310,6 +329,8 @@ for job, (shape, batch_size) in JOBS.items():
 # **Predict first:** for 20 billion parameters, how many sequences of 2,048 tokens have a cache as large as the weights?
 
 # %%
+from phase3_fsdp.solve.costs import cache_bytes, measure_gpt
+
 size = measure_gpt(make_shape("20b"))
 weights, cache = 2 * size.params, cache_bytes(size, 2048, itemsize=2)
 print(f"weights {weights / GB:.1f} GB; cache of one sequence of 2,048 tokens {cache / GB:.2f} GB")

@@ -23,7 +23,6 @@
 import dataclasses
 import tempfile
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,14 +31,15 @@ from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.memory.costs import ring_bytes, storage_bytes
 from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, set_learning_rate
-from nanoGPT.train import train
 from nanoGPT.train_config import TrainConfig
-from phase3_fsdp.solve.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL, take_part
 from workshop import collectives
 from workshop.pictures import draw_schedule, draw_who_holds_what
 from workshop.ranks import losses, run_on_ranks
 
+# %% [markdown]
+# All sections use the small model of the other notebooks, with four heads:
+
+# %%
 folder = tempfile.TemporaryDirectory()  # for the runs of this notebook; it is deleted when the kernel stops
 config = TrainConfig(
     device="cpu", block_size=32, batch_size=4, gradient_accumulation_steps=4, n_layer=2, n_head=4, n_embd=64,
@@ -117,6 +117,9 @@ class SumOverRanks(torch.autograd.Function):
 # column-parallel layers, and g after the row-parallel layers. The embeddings and LayerNorms stay full on every rank.
 
 # %%
+from phase3_fsdp.solve.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL, take_part
+
+
 def divide_model(model: GPT, reduces_backward: bool = True) -> None:
     """Divide the blocks of a GPT among the ranks, in place."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -138,6 +141,9 @@ def divide_model(model: GPT, reduces_backward: bool = True) -> None:
 # **Predict first:** does this loop have to average or reduce gradients before the update?
 
 # %%
+from nanoGPT.optim import grad_norm
+
+
 def is_divided(name: str) -> bool:
     """Return whether each rank has only a part of a parameter."""
     return name.removesuffix(".weight").endswith(COLUMN_PARALLEL + ROW_PARALLEL)
@@ -159,6 +165,9 @@ def run_micro_batch(model: GPT, data: TokenData, step: int, micro_batch: int, mi
     return loss.item()
 
 # %%
+from nanoGPT.optim import clip_grads, configure_adamw, learning_rate, set_learning_rate
+
+
 def train_tensor_parallel(config: TrainConfig, shape: GPTConfig, reduces_backward: bool = True) -> dict:
     """Train on all ranks as one model. Return the losses, the bytes of weights, and the collectives of a step."""
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
@@ -185,6 +194,8 @@ def train_tensor_parallel(config: TrainConfig, shape: GPTConfig, reduces_backwar
 # does a rank of 2 store?
 
 # %%
+from nanoGPT.train import train
+
 run_on_ranks(train, 1, config, show=False)
 baseline = losses(config.out_dir)
 results = {ranks: run_on_ranks(train_tensor_parallel, ranks, config, shape) for ranks in (2, 4)}
@@ -243,6 +254,8 @@ for step in (0, 1, 2, 5, 19):
 assert broken[0]["losses"][0] == results[2][0]["losses"][0] and abs(broken[0]["losses"][19] - baseline[19]) > 1e-3
 
 # %%
+import matplotlib.pyplot as plt
+
 figure, axes = plt.subplots(figsize=(7, 3.2))
 axes.plot(baseline.values(), color="#56B4E9", linewidth=7, label="baseline, one process")
 axes.plot(results[2][0]["losses"].values(), color="black", linewidth=1.2, label="tensor parallel, 2 ranks")
@@ -383,7 +396,10 @@ draw_who_holds_what(
     "Expert parallelism on 4 ranks (tokens: the rank that they belong to)",
 )
 
+# %% [markdown]
+# Count what one all-to-all sends:
 
+# %%
 def exchange_tokens(C: int) -> float:
     """Send a quarter of this rank's 64 tokens to each rank. Return the bytes that the rank sends."""
     tokens = torch.randn(64, C)

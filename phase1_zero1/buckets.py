@@ -148,7 +148,7 @@ class Bucket:
         return adamw_bytes(shard.tensor for shard in self.shards)
 
     @property
-    def is_full(self) -> bool:
+    def is_ready(self) -> bool:
         """True if the gradients of all parameters are complete."""
         return len(self.ready_params) == len(self.params)
 

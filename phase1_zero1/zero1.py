@@ -159,18 +159,18 @@ class Zero1Optimizer(DataParallelOptimizer):
                 self._has_final_callback = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             bucket.ready_params.add(index)
-            if bucket.is_full:
+            if bucket.is_ready:
                 if self._fill_order is not None and bucket_index not in self._fill_order:
                     self._fill_order.append(bucket_index)
-                self._reduce_full_buckets()
+                self._reduce_ready_buckets()
 
-    def _reduce_full_buckets(self, include_partial: bool = False) -> None:
-        """Start reducing the next buckets in the common order; stop at the first one that is not full.
+    def _reduce_ready_buckets(self, include_partial: bool = False) -> None:
+        """Start reducing the next buckets in the common order; stop at the first one that is not ready.
 
         Collectives match by the order of their calls, so all ranks must use one order.
         """
         for bucket_index in self._bucket_order[self._num_started :]:
-            if not (include_partial or self.buckets[bucket_index].is_full):
+            if not (include_partial or self.buckets[bucket_index].is_ready):
                 break
             self._start_reduce(self.buckets[bucket_index])
             self._num_started += 1
@@ -180,7 +180,7 @@ class Zero1Optimizer(DataParallelOptimizer):
 
     def _end_backward(self) -> None:
         """Reduce the buckets that are left, also those with unused parameters."""
-        self._reduce_full_buckets(include_partial=True)
+        self._reduce_ready_buckets(include_partial=True)
 
     @torch.no_grad()
     def reduce_gradients(self) -> list[Tensor]:
@@ -276,7 +276,7 @@ class Zero1Optimizer(DataParallelOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, also those that were reduced and that no `step` used."""
         if self._num_started:  # finish the collectives that all ranks have started
-            self._reduce_full_buckets(include_partial=True)
+            self._reduce_ready_buckets(include_partial=True)
             self.wait_for_params()
         self._begin_step()
 

@@ -4,14 +4,14 @@ There are P parameters, P_root of them in the root unit, M micro-batches per ran
 sharded over S ranks. A rank stores 16P/S bytes of state. Its communication volume (ring algorithm), in elements, is
 (S-1)/S times
 
-    all-gather         M (2P - P_root)    each unit in the forward and in the backward, the root once
+    all-gather         M (2P - P_root)    each unit in the forward and in the backward pass, the root once
                        M P                with fsdp_reshard_after_forward=False
-    reduce-scatter     P, or M P          once per step, or with fsdp_sync_every_micro_batch after every backward
+    reduce-scatter     P, or M P          once per step, or with fsdp_sync_every_micro_batch after every backward pass
 
 and with R > 1 replicas also 2 (R-1)/R times P/S for the all-reduce. An all-gathered element has the bytes of `dtype`, a
 reduced one 4 bytes. `fully_shard` shards parameters by rows and pads them to a multiple of S rows, which makes P
-slightly larger. The first step after an evaluation all-gathers less: units that FSDP does not free after a forward are
-still unsharded.
+slightly larger. The first step after an evaluation all-gathers less: units that FSDP does not free after a forward pass
+are still unsharded.
 
 With Muon, the matrices of the blocks need 4 bytes of optimizer state per element instead of 8. A rank puts about 2/S of
 their elements into all-to-alls, in bf16: its rows of all matrices, and all rows of the matrices that it owns.

@@ -34,7 +34,7 @@ class CodeGeneratedError(Exception):
 
 @dataclass
 class GeneratedCode:
-    """What torch.compile generated for the forward and the backward of one module.
+    """What torch.compile generated for the forward and the backward pass of one module.
 
     Attributes:
         sources: the generated Python modules.
@@ -89,7 +89,7 @@ def collect_code(sources: list[str]) -> Iterator[None]:
 
 
 def generate_code(function: Callable[..., Any], *inputs: Any) -> GeneratedCode:
-    """Return the code that torch.compile generates for the forward and the backward of a function.
+    """Return the code that torch.compile generates for the forward and the backward pass of a function.
 
     Call it after `install_fake_gpu`, inside a FakeTensorMode.
 

@@ -30,10 +30,10 @@ class Case:
         kernel: name of the computation.
         shape: description of the sizes.
         inputs: the tensors that every contender is called with.
-        contenders: functions of the inputs. They return the results that the backward starts from. With `is_step` a
-            contender does all its work, the backward included, in this one call.
-        forward: cost of the forward, or of the step.
-        backward: cost of the backward; None with `is_step`.
+        contenders: functions of the inputs. They return what the backward pass starts from. With `is_step` a
+            contender does all its work, the backward pass included, in this one call.
+        forward: cost of the forward pass, or of the step.
+        backward: cost of the backward pass; None with `is_step`.
         is_step: see contenders.
         contexts: a context manager that a contender must run in, such as the choice of an SDPA backend.
     """
@@ -167,7 +167,7 @@ def build_loss_case(
 
 
 def forward_and_backward(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a function that runs the forward and the backward in one call. It returns the loss and the gradients."""
+    """Return a function that runs the forward and the backward pass. It returns the loss and the gradients."""
 
     def call(*inputs: Any) -> tuple[Tensor, ...]:
         loss = function(*inputs)

@@ -56,7 +56,7 @@ def meta_labels(*shape: int) -> Tensor:
 
 
 def run_backward(result: Tensor | tuple[Tensor, ...]) -> None:
-    """Run the backward of a function's results."""
+    """Run the backward pass of a function's results."""
     results = result if isinstance(result, tuple) else (result,)
     sum((r.float().sum() for r in results), start=torch.zeros((), device="meta")).backward()
 

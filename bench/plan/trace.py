@@ -243,7 +243,7 @@ def track_stages(model: nn.Module, memory: MemoryTracker) -> Iterator[None]:
             hook.remove()
 
 
-# The stages are named after the blocks; "head" lies between the forward and the backward of the last block.
+# The stages are named after the blocks; "head" lies between the forward and the backward pass of the last block.
 MEMORY_STAGES = ("last forward", "head", "last backward", "middle", "first backward", "update")
 
 

@@ -192,7 +192,7 @@ def verify_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int 
         except ABSENT:
             raise DamagedCheckpoint(f"{file['name']} is missing") from None
         if digest != file["sha256"]:
-            raise DamagedCheckpoint(f"the sha256 of {file['name']} differs from the manifest's")
+            raise DamagedCheckpoint(f"the hash of {file['name']} differs from the one in the manifest")
 
 
 def collect_versions() -> dict[str, str]:

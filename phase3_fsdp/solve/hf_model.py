@@ -99,7 +99,7 @@ class HfModel:
     def _compute_logits(self, base: Any, output: Any) -> Tensor:
         """Return the logits, (1, T, vocab_size), of an output of the model without its head.
 
-        Some models change the logits after the head (Gemma 2 limits them), so the forward of the model computes them.
+        Some models change the logits after the head (Gemma 2 limits them), so the model's forward pass computes them.
         It is called without the hooks of FSDP, which would prefetch layers.
         """
         base.forward = lambda *_args, **_options: output

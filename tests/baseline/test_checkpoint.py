@@ -108,7 +108,7 @@ def test_every_flipped_bit_is_detected(tmp_path, capsys):
     payload = contents["payload"]
     (newest / "payload").write_bytes(bytes([payload[0] ^ 1]) + payload[1:])
     assert directory.find_newest().step == 1
-    assert "skipping step-00000002: the sha256 of payload differs" in capsys.readouterr().out
+    assert "skipping step-00000002: the hash of payload differs" in capsys.readouterr().out
     assert ".bad-step-00000002" in list_names(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_each_file_is_verified_by_one_rank(tmp_path):
     manifest = read_manifest(path)
     for i in range(5):
         (path / f"part{i}").write_bytes(b"y")
-        with pytest.raises(DamagedCheckpoint, match=f"sha256 of part{i} differs"):
+        with pytest.raises(DamagedCheckpoint, match=f"hash of part{i} differs"):
             verify_files(path, manifest, i % 2, 2)
         verify_files(path, manifest, 1 - i % 2, 2)
         (path / f"part{i}").write_bytes(b"x")
@@ -200,8 +200,7 @@ def test_verify_checkpoint_reports_complete_and_damaged_checkpoints(tmp_path):
     outcome = run_program(*words)
     assert_refused(outcome, "1 of 2 checkpoints are damaged")
     assert (
-        "step-00000002: complete" in outcome.output
-        and "step-00000001: damaged, the sha256 of payload" in outcome.output
+        "step-00000002: complete" in outcome.output and "step-00000001: damaged, the hash of payload" in outcome.output
     )
     assert_refused(run_program(words[0], f"--out_dir={tmp_path}/none"), "no checkpoint under")
 

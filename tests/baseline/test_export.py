@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
     directory.drain()
     (last / "payload").write_bytes(b"weighty")
     assert find_newest(tmp_path).path == before
-    assert f"skipping {last.name}: the sha256 of payload differs" in capsys.readouterr().err
+    assert f"skipping {last.name}: the hash of payload differs" in capsys.readouterr().err
 
 
 def test_sampling_uses_the_run_that_saved_last(tmp_path, monkeypatch):

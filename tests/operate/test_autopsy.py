@@ -23,7 +23,7 @@ REPORTS = {
     "device": ("error", r"rank 1: a tensor is on a different device than the model"),
     "norm": ("norm", r"step 0: the ranks have different gradient norms \(\[0\]: [\d.]+, \[1\]: [\d.]+\)"),
     "ready_twice": ("error", r"DDP received the gradient of a parameter twice in one backward pass"),
-    "checkpoint": ("checkpoint", r"\.bad-step-00000012 is damaged: the sha256 of \S+ differs"),
+    "checkpoint": ("checkpoint", r"\.bad-step-00000012 is damaged: the hash of \S+ differs"),
     "leak": ("leak", r"the memory of rank \d grows by [12]\.\d+ MB per step"),
     "straggler": ("straggler", r"rank 1 is slower than all others"),
 }

@@ -158,19 +158,19 @@ EXERCISES = [
     Exercise(
         name="zero1.6",
         title="Reduce the buckets of all ranks in one order",
-        targets=("phase1_zero1.zero1:Zero1Optimizer._reduce_full_buckets",),
+        targets=("phase1_zero1.zero1:Zero1Optimizer._reduce_ready_buckets",),
         task="""A bucket can be reduced as soon as all of its gradients are ready. But the buckets may fill in
         different orders on different ranks, and collectives match by the order of their calls. self._bucket_order is an
         order that all ranks share, and self._num_started counts the buckets of this step that were started. Start
-        the next ones with self._start_reduce, as many as possible. With include_partial, do not wait for full
-        buckets.""",
+        the next ones with self._start_reduce, as many as possible. With include_partial, do not wait for
+        missing gradients.""",
         minutes=15,
         difficulty="medium",
         ranks=2,
         check=check_order,
         prepare=train_unsharded,
-        nudge="Bucket 2 is full, and bucket 1 comes before it in the common order. May you start bucket 2?",
-        idea="Walk through _bucket_order from _num_started on, and stop at the first bucket that is not full.",
+        nudge="Bucket 2 is ready, and bucket 1 comes before it in the common order. May you start bucket 2?",
+        idea="Walk through _bucket_order from _num_started on, and stop at the first bucket that is not ready.",
         line="if not (include_partial",
         mistakes=(
             plant_mistake("            break", "            continue", "Stop at the first bucket of the common order"),

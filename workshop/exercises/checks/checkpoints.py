@@ -125,7 +125,7 @@ def check_verification(answer: ModuleType, _: Any) -> None:
         damage = find_damage(answer, folder, manifest)
         expect(
             damage != "",
-            "A flipped byte is not detected, because the size is still right: compare the sha256 of each file with "
+            "A flipped byte is not detected, because the size is still right: compare the hash of each file with "
             "the manifest's. Otherwise a run resumes with wrong weights and no error.",
         )
         expect("b" in damage.split(), f"The message {damage!r} does not name the damaged file: b.")

@@ -211,7 +211,7 @@ def check_recompute(answer: ModuleType, _: Any) -> None:
             expect(
                 False,
                 "DDP reports that a parameter was marked as ready twice. The reentrant form runs a second backward "
-                "inside the backward, once per use of the block. Use the form that is based on saved-tensor hooks.",
+                "inside the backward pass, once per use of the block. Use the form with saved-tensor hooks.",
             )
         raise
     calls: list[Any] = []

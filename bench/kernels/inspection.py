@@ -1,0 +1,60 @@
+"""Compile a Triton kernel in another process, and return its machine code's facts and the text of each compiler stage.
+
+Notebook 4 uses it: its own process has imported Triton with the interpreter on, so it cannot compile. The other
+process needs no GPU either, because the target architecture is an argument of the compiler.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HEAD = """import json
+import triton
+import triton.language as tl
+from bench.kernels.inspection import inspect_launch"""
+
+
+def call_in_compiling_process(folder: str, function: Callable[[], list], *dependencies: Any) -> list:
+    """Return function(), called in a process in which Triton compiles.
+
+    The source texts of the function and its dependencies are written into a file, which the process runs.
+
+    Args:
+        folder: for the file and the compiled kernels.
+        function: returns a list that JSON can express. It can call `inspect_launch`.
+        dependencies: the functions and kernels of the caller's page that `function` uses.
+    """
+    sources = [inspect.getsource(getattr(each, "fn", each)) for each in (*dependencies, function)]
+    script = Path(folder) / f"{function.__name__}.py"
+    script.write_text("\n\n\n".join([HEAD, *sources, f"print(json.dumps({function.__name__}()))"]))
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder}
+    done = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def inspect_launch(kernel: Any, args: tuple, options: dict[str, Any], architecture: str = "sm_90") -> dict[str, Any]:
+    """Return what `compile_launch` reads from the machine code of a launch, and the `texts` of the compiler stages.
+
+    Args:
+        kernel: a Triton kernel.
+        args: its arguments; tensors can be on the meta device, with a shape but no memory.
+        options: its constants, and `num_warps` and `num_stages`.
+        architecture: the GPU to compile for.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bench.kernels.resources import build_signature, compile_launch
+
+    facts = compile_launch(kernel, args, options, architecture)
+    source = ASTSource(kernel, *build_signature(kernel, args, options))
+    target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    compile_options = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
+    texts = triton.compile(source, target=target, options=compile_options).asm
+    return facts | {"texts": {name: text for name, text in texts.items() if isinstance(text, str)}}

@@ -1,0 +1,63 @@
+"""Pictures of notebook 2: the chunks of a ring, the volume of an all-reduce, and its time."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+
+from workshop.collective_times import predict_seconds
+from workshop.lessons.collectives import SENT, Fits
+
+
+def draw_traces(traces: Sequence[SENT]) -> None:
+    """Draw which chunk each rank sends in each step of a ring, and whose values it contains.
+
+    Args:
+        traces: for each rank, the result of `trace_reduce_scatter`.
+    """
+    ranks = len(traces)
+    figure, grid = plt.subplots(1, ranks - 1, figsize=(11, 3), sharey=True)
+    for step, axes in enumerate(grid):
+        for rank in range(ranks):
+            chunk, bits = traces[rank][step]
+            count = bin(bits).count("1")
+            axes.add_patch(plt.Rectangle((chunk, rank), 1, 1, facecolor=plt.get_cmap("Blues")(0.25 * count)))
+            names = "+".join(str(each) for each in range(ranks) if bits >> each & 1)
+            color = "white" if count > 2 else "black"
+            axes.text(chunk + 0.5, rank + 0.5, names, ha="center", va="center", fontsize=9, color=color)
+        axes.set(xlim=(0, ranks), ylim=(ranks, 0), title=f"step {step}", xlabel="chunk")
+        axes.set_xticks([i + 0.5 for i in range(ranks)], range(ranks))
+        axes.set_yticks([i + 0.5 for i in range(ranks)], [f"rank {i}" for i in range(ranks)])
+        axes.grid(False)
+    figure.suptitle("The chunk that each rank sends in each step, and the ranks whose values it contains")
+    figure.tight_layout()
+    plt.show()
+
+
+def draw_sent_bytes(measured: Mapping[int, Sequence[Mapping[str, int]]], n: int) -> None:
+    """Draw the volume of both all-reduces against the number of ranks: the formulas, and the measured points."""
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    Ns = range(2, 17)
+    axes.plot(Ns, [N - 1 for N in Ns], color="#d1495b", label="on rank 0: N - 1")
+    axes.plot(Ns, [2 * (N - 1) / N for N in Ns], color="#00798c", label="ring: 2(N-1)/N")
+    for name, color in (("on rank 0", "#d1495b"), ("all-reduce", "#00798c")):
+        points = [max(result[name] for result in results) / n for results in measured.values()]
+        axes.plot(list(measured), points, "o", color=color, label="measured")
+    axes.set(xlabel="ranks", ylabel="sent by one rank (n bytes)", title="All-reduce: formula and measurement")
+    axes.legend()
+    figure.tight_layout()
+    plt.show()
+
+
+def draw_fits(sizes: Sequence[int], seconds: Mapping[tuple[int, str], Sequence[float]], fits: Fits) -> None:
+    """Draw the measured times of each all-reduce, and the line of the cost model."""
+    figure, grid = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+    for axes, ranks in zip(grid, (2, 4), strict=True):
+        for name, color in (("by hand", "#d1495b"), ("gloo", "#00798c")):
+            model = [1e3 * predict_seconds(size, ranks, *fits[ranks, name]) for size in sizes]
+            axes.loglog(sizes, [1e3 * s for s in seconds[ranks, name]], "o", color=color, label=f"{name}, measured")
+            axes.loglog(sizes, model, color=color, label=f"{name}, latency and bandwidth")
+        axes.set(title=f"All-reduce on {ranks} ranks", xlabel="size of the tensor (bytes)")
+    grid[0].set_ylabel("time (ms)")
+    grid[0].legend(fontsize=8)
+    figure.tight_layout()
+    plt.show()

@@ -1,0 +1,151 @@
+"""Pictures of notebook 6: shards, initial weights, gathered bytes, memory per rank, checkpointing and loss curves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from torch import Tensor, nn
+
+from nanoGPT.memory.tracker import CATEGORIES, STATE
+from workshop.lessons.fsdp import max_gathered_bytes
+
+COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")  # of the ranks
+SHADES = ("#dbeafe", "#fef3c7", "#fee2e2", "#ecfccb")  # of the blocks
+PAINT = dict(zip(CATEGORIES, ("#00798c", "#edae49", "#d1495b", "#8ecae6", "#a7c957", "#cccccc"), strict=True))
+
+
+def draw_layout(layout: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the parameters of the root unit and of block 0, and the shards of each rank.
+
+    Args:
+        layout: for each rank, the result of `describe_layout`.
+    """
+    figure, grid = plt.subplots(2, 1, figsize=(11, 3.8))
+    for axes, number, title in ((grid[0], 0, "root unit"), (grid[1], 1, "block 0")):
+        draw_unit(axes, [each["units"][number] for each in layout])
+        axes.set_ylabel(title)
+    grid[-1].set_xlabel("elements")
+    figure.suptitle(f"FSDP shards every parameter by rows over {len(layout)} ranks")
+    figure.tight_layout()
+    plt.show()
+
+
+def draw_unit(axes: Axes, unit_of_rank: Sequence[Sequence[tuple[str, int, int, int]]]) -> None:
+    """Draw one unit as two strips: its parameters above, and the shards of all ranks below."""
+    begin = 0
+    for index, (name, rows, _, width) in enumerate(unit_of_rank[0]):
+        axes.add_patch(Rectangle((begin, 1), rows * width, 0.8, facecolor="#eeeeee", edgecolor="black", lw=0.8))
+        if rows * width > 1000:
+            label = f"{name.removeprefix('h.0.')}\n{rows} × {width}"
+            axes.text(begin + rows * width / 2, 1.38, label, ha="center", va="center", fontsize=7.5)
+        for rank, unit in enumerate(unit_of_rank):
+            elements = unit[index][2] * width
+            axes.add_patch(Rectangle((begin, 0), elements, 0.8, facecolor=COLORS[rank], edgecolor="black", lw=0.4))
+            if rows * width > 1000:
+                axes.text(begin + elements / 2, 0.4, str(rank), ha="center", va="center", fontsize=8)
+            begin += elements
+    axes.set(xlim=(0, begin), ylim=(-0.1, 1.9))
+    axes.set_yticks([0.4, 1.4], ["rank", "parameter"], fontsize=8)
+    axes.set_xticks([0, begin], ["0", f"{begin:,}"])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def draw_similarity_of_rows(weights: Mapping[str, Tensor]) -> None:
+    """Draw the absolute cosine similarity of all pairs of rows of each weight."""
+    figure, grid = plt.subplots(1, 2, figsize=(8.6, 4.3), layout="constrained")
+    for axes, (title, weight) in zip(grid, weights.items(), strict=True):
+        rows = nn.functional.normalize(weight)
+        image = axes.imshow((rows @ rows.T).abs(), cmap="Blues", vmin=0, vmax=1)
+        axes.set(title=title, xticks=[0, 19, 38, 57], yticks=[0, 19, 38, 57], xlabel="row of wte", ylabel="row of wte")
+    figure.colorbar(image, ax=grid, label="absolute cosine similarity", shrink=0.8)
+    figure.suptitle("Similarity of the rows of wte, initialized on 4 ranks")
+    plt.show()
+
+
+def compute_spans(marks: Sequence[tuple[str, int | None, int]]) -> list[tuple[str, int, int, int]]:
+    """Return (pass, block, first event, last event) for each block's forward and backward pass."""
+    return [
+        (what, block, begin, marks[number + 1][2])
+        for number, (what, block, begin) in enumerate(marks)
+        if what in ("forward", "backward") and block is not None
+    ]
+
+
+def draw_gathered_bytes(variants: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the gathered bytes through one step for each variant, in units of one block.
+
+    Args:
+        variants: for each rank, what `measure_steps` returned for each variant.
+    """
+    root_bytes, block_bytes = variants[0]["default"]["bytes"][:2]
+    figure, grid = plt.subplots(len(variants[0]), 1, figsize=(11, 10))
+    for axes, name in zip(grid, variants[0], strict=True):
+        step = min((step for rank in variants for step in rank[name]["steps"]), key=max_gathered_bytes)
+        events = [event for event, _ in step["timeline"]]
+        sizes_in_blocks = [usage["gathered"] / block_bytes for _, usage in step["timeline"]]
+        axes.step(events, sizes_in_blocks, where="post", color="#00798c")
+        for what, block, begin, end in compute_spans(step["marks"]):
+            axes.axvspan(begin, end, color=SHADES[block], lw=0)
+            axes.text((begin + end) / 2, 6.45, f"{what}\nblock {block}", ha="center", va="center", fontsize=7)
+        axes.axhline(root_bytes / block_bytes, color="black", linestyle=":", linewidth=0.8)
+        axes.text(events[-1], root_bytes / block_bytes, " root", fontsize=8, va="center")
+        axes.set(xlim=(0, events[-1]), ylim=(0, 7), yticks=range(7), ylabel="gathered (blocks)", title=name)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[-1].set_xlabel("events (operators and resizes)")
+    figure.suptitle("Gathered bytes through one step on one of 4 ranks, in units of one block")
+    figure.tight_layout()
+    plt.show()
+
+
+def draw_memory(usages: Mapping[int, tuple[Mapping[str, int], Mapping[str, int]]], P: int) -> None:
+    """Draw model state and peak memory for each number of ranks, next to the formula 16P/N."""
+    figure, grid = plt.subplots(1, 2, figsize=(10, 3.8))
+    for index, title in enumerate(("model state before the update", "peak memory of a step")):
+        axes = grid[index]
+        for place, usage_pair in enumerate(usages.values()):
+            base = 0.0
+            for category in STATE if index == 0 else CATEGORIES:
+                size = usage_pair[index][category] / 1e6
+                axes.bar(place, size, bottom=base, color=PAINT[category], width=0.6)
+                base += size
+        axes.set_xticks(range(len(usages)), [f"{number} rank{'s' * (number > 1)}" for number in usages])
+        axes.set(title=title, ylabel="memory per rank (MB)")
+        axes.spines[["top", "right"]].set_visible(False)
+    for place, number in enumerate(usages):
+        line = 16 * P / number / 1e6
+        grid[0].hlines(line, place - 0.4, place + 0.4, color="black", label="" if place else "16P/N")
+    grid[0].legend(frameon=False)
+    handles = [Rectangle((0, 0), 1, 1, facecolor=PAINT[name]) for name in CATEGORIES]
+    labels = [name.replace("_", " ") for name in CATEGORIES]
+    figure.legend(handles, labels, loc="lower center", ncols=6, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    plt.show()
+
+
+def draw_modes(measured: Mapping[str, int], predicted: Mapping[str, int], times: Mapping[str, float]) -> None:
+    """Draw the activations of each mode of checkpointing, with its prediction and its time."""
+    figure, axes = plt.subplots(figsize=(8, 2.6))
+    for place, mode in enumerate(measured):
+        axes.barh(place, measured[mode] / 1e6, color="#a7c957")
+        axes.plot([predicted[mode] / 1e6] * 2, [place - 0.4, place + 0.4], color="black")
+        axes.text(measured[mode] / 1e6, place, f"  time × {times[mode]:.2f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(measured)), list(measured))
+    axes.set(xlabel="activations after the forward pass (MB); black lines: predicted", ylabel="mode")
+    axes.set(xlim=(0, 1.15 * measured["none"] / 1e6), title="Memory and time of activation checkpointing")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    plt.show()
+
+
+def draw_loss_curves(curves: Mapping[str, Mapping[int, float]]) -> None:
+    """Draw loss curves on top of each other, with markers of several sizes."""
+    figure, axes = plt.subplots(figsize=(6, 3.2))
+    for number, (name, curve) in enumerate(curves.items()):
+        marker, size = "osD^v"[number], 11 - 2 * number
+        axes.plot(list(curve), list(curve.values()), marker=marker, markersize=size, alpha=0.7, label=name)
+    axes.set(xlabel="step", ylabel="training loss", title="All four runs have the same loss curve")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    plt.show()
