@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bench.tables.campaign_tables import fast_step
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
@@ -163,11 +164,6 @@ def compare(options: Options) -> dict[str, Any]:
         print(f"{format_row(theirs)}\n{format_row(ours)}  {ratios[-1]:.2f} of nanoGPT's time", flush=True)
     memory = max(row["peak_bytes"] for row in rows[1::2]) / max(row["peak_bytes"] for row in rows[::2])
     return {"flags": flags, "rows": rows, "time_ratios": ratios, "fast_ratios": fast, "memory_ratio": memory}
-
-
-def fast_step(step_ms: list[float]) -> float:
-    """Return the time below which a tenth of the steps lies. Other programs on the machine disturb it least."""
-    return sorted(step_ms)[len(step_ms) // 10]
 
 
 def format_row(row: dict[str, Any]) -> str:
