@@ -92,7 +92,7 @@ def write_results(records: list[dict[str, Any]], target: Path, is_dry: bool) -> 
         rows = [row for result in kernels.values() for row in result["rows"]]
         paths.append(write_result_of(origin, target, "kernels", settings, {"limits": limits, "rows": rows}))
     if rows := list(select("throughput").values()):
-        paths.append(write_result_of(origin, target, "throughput", settings, {"rows": rows}))
+        paths.append(write_result_of(origin, target, "gpu-throughput", settings, {"rows": rows}))
     others = [record for record in records if record["stage"] not in ("times", "tuned_times", "throughput")]
     paths.append(write_result_of(origin, target, "campaign", settings, {"parts": others}))
     return paths

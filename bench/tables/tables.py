@@ -100,9 +100,9 @@ def overhead_table() -> str:
 
 
 def throughput_table() -> str:
-    """Return tokens/s, memory and MFU of every phase, eager and compiled."""
+    """Return tokens/s, memory and MFU of every phase, eager and compiled, also from campaigns (`bench.campaign`)."""
     parts = []
-    for result in read_results("throughput"):
+    for result in [*read_results("throughput"), *read_results("gpu-throughput")]:
         rows = []
         for row in result["samples"]["rows"]:
             trainer, kernels = TRAINERS[row["phase"]], row.get("kernels", "none")

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from nanoGPT.distributed.device_progress import DeviceProgress, watch_device
 from nanoGPT.errors import ConfigError
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class Runtime:
         timeout: how long a collective of `group` may take; None: torch's default.
         token: random identity of this start of the job, the same on all ranks.
         progress: shared with the Runtimes that `with_own_group` returns.
+        device_progress: the stages that the GPU has reached; None on a CPU.
     """
 
     rank: int
@@ -84,6 +86,7 @@ class Runtime:
     timeout: datetime.timedelta | None = None
     token: str = field(default_factory=lambda: os.urandom(4).hex())
     progress: Progress = field(default_factory=Progress)
+    device_progress: DeviceProgress | None = None
 
     @property
     def is_main(self) -> bool:
@@ -163,6 +166,8 @@ class Runtime:
         progress.step = progress.step if step is None else step
         progress.stage = stage
         progress.stages_entered += 1
+        if self.device_progress:
+            self.device_progress.record(progress.stages_entered)
 
     def report_progress(self) -> None:
         """Record progress within a stage, such as a part of a file written. Any rank and any thread may call it."""
@@ -276,7 +281,9 @@ def create_runtime(device: str, dtype: str, supports_mps: bool = True) -> Runtim
     torch_device, device_reason = pick_device(device, local_rank, local_world_size, world_size, supports_mps)
     torch_dtype, dtype_reason = pick_dtype(dtype, torch_device)
     reasons = {"device": f"{torch_device.type} ({device_reason})", "dtype": f"{torch_dtype} ({dtype_reason})"}
-    return Runtime(rank, local_rank, world_size, local_world_size, torch_device, torch_dtype, reasons)
+    run = Runtime(rank, local_rank, world_size, local_world_size, torch_device, torch_dtype, reasons)
+    run.device_progress = watch_device(torch_device)
+    return run
 
 
 def reseed(device: torch.device, seed: int, step: int, micro_batch: int) -> None:

@@ -1,6 +1,8 @@
 """Write a heartbeat every second, and stop the process when the job hangs.
 
-    heartbeat/rank{r}.json      step, stage, progress counters, current line of the main thread, process ids, time
+    heartbeat/rank{r}.json      step, stage, progress counters, current line of the main thread, process ids, time;
+                                whether the main thread waits for other ranks or for its GPU (else it computes), and
+                                the number of stages that the GPU has reached
     heartbeat/rank{r}.jsonl     all heartbeats of the run, one per line; only with --diagnostics_interval
 
 The main thread reports its progress (`Runtime.enter_stage`, `Runtime.report_progress`). A separate thread writes the
@@ -11,17 +13,21 @@ exits the process.
 
 import contextlib
 import faulthandler
+import itertools
 import json
+import linecache
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import IO, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from nanoGPT.distributed.process_group import dump_collectives
@@ -40,21 +46,25 @@ COMPILER_AND_DEBUGGER = (
     "/pdb.py",
 )
 COLLECTIVE = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
+# Calls that wait until the GPU has run everything that was queued. They are C functions, without a frame of their own.
+READS_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\([^()]*\)$")
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 class CodeLocation(NamedTuple):
-    """The file, line and function of a Python frame."""
+    """The file, line and function of a Python frame, and the instruction of its code that runs."""
 
     file: str
     line: int
     function: str
+    code: CodeType
+    instruction: int
 
 
 def walk_frames(frame: FrameType | None) -> Iterator[CodeLocation]:
     """Yield the locations of a thread's Python frames, innermost first."""
     while frame:
-        yield CodeLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        yield CodeLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, frame.f_code, frame.f_lasti)
         frame = frame.f_back
 
 
@@ -89,12 +99,26 @@ def is_in_collective(files: list[str]) -> bool:
     return False
 
 
+def is_reading_device(location: CodeLocation) -> bool:
+    """Return whether a frame is inside a call that copies a value from the device, such as `loss.item()`.
+
+    On a GPU, such a call waits for all kernels that were queued before, collectives included.
+    """
+    positions = location.code.co_positions()
+    _, line, _, end = next(itertools.islice(positions, location.instruction // 2, None), (None, None, None, None))
+    if line is None or end is None:
+        return False
+    source = linecache.getline(location.file, line).encode()[:end].decode()  # up to the end of the call that runs
+    return READS_DEVICE.search(source) is not None
+
+
 def inspect_threads() -> dict[str, Any]:
     """Return what this process does, read from the stacks of its threads.
 
     Returns:
         `is_exempt`: whether a thread compiles or a debugger runs, so that a lack of progress is no hang. `waits`:
-        whether the main thread waits for other ranks. `line`: the main thread's innermost line outside of libraries.
+        whether the main thread waits for other ranks. `reads_device`: whether it copies a value from the device.
+        `line`: the main thread's innermost line outside of libraries.
     """
     stacks = collect_stacks()
     main = stacks.get(threading.main_thread().ident or 0, [])
@@ -103,6 +127,7 @@ def inspect_threads() -> dict[str, Any]:
     return {
         "is_exempt": any(frame.file.endswith(COMPILER_AND_DEBUGGER) for stack in stacks.values() for frame in stack),
         "waits": is_in_collective([location.file for location in main]),
+        "reads_device": any(map(is_reading_device, main[:1])),
         "line": line,
     }
 
@@ -162,6 +187,9 @@ class HeartbeatThread:
         activity = inspect_threads()
         if activity.pop("is_exempt"):
             self.run.report_progress()
+        device = self.run.device_progress
+        activity["waits_for_device"] = activity.pop("reads_device") and device is not None
+        activity["device_stages"] = device.count_reached() if device else None
         process = {"run": self.run.token, "host": socket.gethostname(), "pid": os.getpid(), "parent": os.getppid()}
         self.beats += 1
         self.waiting_beats += activity["waits"]
@@ -179,6 +207,8 @@ class HeartbeatThread:
                     history.write(json.dumps(heartbeat) + "\n")
 
     def _run(self) -> None:
+        if self.run.device.type == "cuda":
+            torch.cuda.set_device(self.run.device)  # a new thread starts on GPU 0
         while not self.is_closing.wait(1.0):
             self.write_heartbeat()
             if (message := self.detector.check(time.monotonic())) and not self.is_closing.is_set():

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Fields of a heartbeat. A change of one is progress. A GPU may run for long what the host has queued.
+PROGRESS = ("step", "stages_entered", "progress_reports", "device_stages")
 GRACE_SECONDS = 2.0  # time to write stacks before processes are stopped
 HAS_PROC = Path("/proc/self/stat").exists()
 MAX_CHECK_SECONDS = 2.0  # if more time passes between two checks, this process was suspended for the rest of it
@@ -126,7 +128,7 @@ class StallDetector:
     def record(self, rank: int, heartbeat: dict[str, Any]) -> None:
         """Store a rank's heartbeat, and update its times if the heartbeat is new or shows progress."""
         status = self.statuses.setdefault(rank, RankStatus(heartbeat, self.clock, self.clock))
-        if any(status.heartbeat[name] != heartbeat[name] for name in ("step", "stages_entered", "progress_reports")):
+        if any(status.heartbeat.get(name) != heartbeat.get(name) for name in PROGRESS):
             status.last_progress = self.clock
         if status.heartbeat["time"] != heartbeat["time"]:
             status.last_heartbeat = self.clock
@@ -169,13 +171,15 @@ class StallDetector:
     def describe_culprit(self) -> str:
         """Return the message that names the rank at fault.
 
-        Among the ranks with the least progress, prefer ranks that do not wait for others. Among those, choose the rank
-        that has made no progress for the longest time.
+        Among the ranks with the least progress, on the host and then on the GPU, prefer ranks that do not wait. Among
+        those, choose the rank that has made no progress for the longest time.
         """
 
-        def progress_key(rank: int) -> tuple[int, int, bool]:
+        def progress_key(rank: int) -> tuple[int, int, int, bool]:
             heartbeat = self.statuses[rank].heartbeat
-            return heartbeat["step"], heartbeat["stages_entered"], heartbeat["waits"] and self.is_responding(rank)
+            waits = heartbeat["waits"] or heartbeat.get("waits_for_device", False)
+            is_waiting = waits and self.is_responding(rank)
+            return heartbeat["step"], heartbeat["stages_entered"], heartbeat.get("device_stages") or 0, is_waiting
 
         least_progress = min(map(progress_key, self.statuses))
         suspects = [rank for rank in self.statuses if progress_key(rank) == least_progress]
@@ -187,15 +191,18 @@ class StallDetector:
         if len(suspects) > 1:
             message += f"; ranks {suspects} all stopped there"
         elif self.world_size > 1:
-            is_waiting = least_progress[2]
+            is_waiting = least_progress[-1] and heartbeat["waits"]
             message += ", waiting for the other ranks" if is_waiting else ", while the other ranks waited for it"
         return f"{message}; stacks of all ranks are in {self.out_dir / 'stacks'}"
 
     def _describe_location(self, rank: int) -> str:
-        """Return the line that a rank runs, or why the rank cannot report one."""
+        """Return the line that a rank runs and how far its GPU is, or why the rank cannot report a line."""
         heartbeat = self.statuses[rank].heartbeat
         if self.is_responding(rank):
-            return f"at {heartbeat['line']}"
+            if not heartbeat.get("waits_for_device"):
+                return f"at {heartbeat['line']}"
+            reached = f"has reached stage {heartbeat['device_stages']} of {heartbeat['stages_entered']}"
+            return f"at {heartbeat['line']}, waiting for its GPU, which {reached}"
         if heartbeat["host"] == socket.gethostname() and read_state_and_parent(heartbeat["pid"])[0] in ("T", "t"):
             return "according to its last heartbeat; the process is stopped"
         return "according to its last heartbeat; the process does not respond, as if a C call held the GIL"

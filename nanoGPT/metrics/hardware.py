@@ -72,8 +72,8 @@ def read_gpu_driver() -> str | None:
 
 
 def read_environment() -> dict[str, str]:
-    """Return the environment variables that change how torch, CUDA, NCCL and OpenMP work."""
-    prefixes = ("NCCL_", "CUDA_", "PYTORCH_", "TORCH_", "TRITON_", "GLOO_", "OMP_")
+    """Return the environment variables that change how torch, CUDA, NCCL, OpenMP and glibc work."""
+    prefixes = ("NCCL_", "CUDA_", "PYTORCH_", "TORCH_", "TRITON_", "GLOO_", "OMP_", "GLIBC_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 

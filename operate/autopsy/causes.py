@@ -61,6 +61,7 @@ class Cause:
 def describe_heartbeat(rank: int, heartbeat: dict[str, Any]) -> str:
     """Return where a rank was at its last heartbeat."""
     waits = ", waiting for other ranks" if heartbeat.get("waits") else ""
+    waits = ", waiting for its GPU" if heartbeat.get("waits_for_device") else waits
     place = f"rank {rank}: step {heartbeat.get('step')}, {heartbeat.get('stage')}"
     return f"{place}, at {heartbeat.get('line') or 'an unknown line'}{waits}"
 

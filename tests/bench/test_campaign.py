@@ -23,7 +23,7 @@ from bench.campaign.report import advise_on_tuned_table, write_results
 from bench.campaign.scheduler import Worker, build_environment, choose_next, find_pending, find_problems, run_parts
 from bench.campaign.settings import Settings, Skipped
 from bench.campaign.worker import run_part
-from bench.tables import campaign_tables, records
+from bench.tables import campaign_tables, records, tables
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from tests.helpers.programs import DEADLINE
@@ -275,10 +275,11 @@ def test_a_dry_run_measures_and_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path / "unpacked"))
     main(["--report", f"--from={target / 'campaign.tar.gz'}"])
     report = tmp_path / "unpacked" / "report"
-    results = {path.name.split("-")[0]: json.loads(path.read_text()) for path in report.iterdir()}
-    assert results.keys() == {"kernels", "throughput", "campaign"}
-    assert results["throughput"]["samples"]["rows"][0]["dataset"] == "letters"
+    results = {result["name"]: result for result in map(records.read_result, report.iterdir())}
+    assert results.keys() == {"kernels", "gpu-throughput", "campaign"}
+    assert results["gpu-throughput"]["samples"]["rows"][0]["dataset"] == "letters"
     monkeypatch.setattr(records, "RESULTS", report)
+    assert "phase 2 (Triton), kernels loss" in tables.throughput_table()
     text = campaign_tables.campaign_table()
     assert "times the error of torch" in text and "skipped: needs --nanogpt=DIR" in text
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.device_progress import DeviceProgress
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
 from nanoGPT.job.heartbeat import HeartbeatThread, inspect_threads
 from nanoGPT.job.watchdog import StallDetector
-from tests.helpers.programs import DEADLINE, Program, launch
+from tests.helpers.programs import DEADLINE, Program, launch, wait_until
 from tests.helpers.training import call_train, tiny
 from workshop.ranks import start_ranks
 
@@ -60,6 +62,7 @@ class SimulatedJob:
         return None
 
 
+READING = {"waits_for_device": True, "device_stages": 30, "line": "train.py:132, train"}
 WAITING = {"stages_entered": 31, "waits": True, "line": "runtime.py:80, any"}
 
 
@@ -73,9 +76,14 @@ WAITING = {"stages_entered": 31, "waits": True, "line": "runtime.py:80, any"}
         ({0: {"step": 5, "stages_entered": 9}, 1: WAITING}, ["rank 1 ", "in step 4", "waiting for the other ranks"]),
         ({0: {**WAITING, "stages_entered": 30}, 1: {}}, ["rank 1 ", "while the other ranks waited"]),
         ({0: {}, 1: {}}, ["; ranks [0, 1] all stopped there"]),
+        (
+            {0: READING, 1: {**READING, "device_stages": 28}},
+            ["rank 1 ", "for its GPU, which has reached stage 28 of 30"],
+        ),
+        ({0: READING, 1: {"device_stages": 30}}, ["rank 1 ", "(at data.py:1, batch), while the other ranks waited"]),
         ({0: {}}, ["rank 0 ", "batch); stacks of all ranks are in"]),
     ],
-    ids=["fewest places", "earlier step", "not waiting", "same place", "single rank"],
+    ids=["fewest places", "earlier step", "not waiting", "same place", "GPU behind", "not reading", "single rank"],
 )
 def test_the_rank_at_fault_is_named(heartbeats, words, tmp_path):
     """Of the ranks with the least progress, the one that does not wait is named, with its step and its line of code."""
@@ -123,6 +131,65 @@ def test_no_false_hang_is_reported(tmp_path):
         assert job.advance(1, {0: WAITING, 1: {"progress_reports": 100 + mark}}) is None, "rank 1 is writing a file"
     assert job.advance(30, {0: WAITING, 1: {"ended": True, "progress_reports": 200}}) is None, "rank 1 has ended"
     assert job.advance(13, {0: WAITING, 1: {}}), "rank 1 hangs"
+
+
+def test_work_that_the_gpu_completes_counts_as_progress(tmp_path):
+    """While a rank waits for its GPU, no hang is reported as long as the GPU reaches new stages."""
+    job = SimulatedJob(tmp_path, 1)
+    for stage in range(5, 30):
+        assert job.advance(1, {0: {**READING, "device_stages": stage}}) is None
+    assert job.advance(13, {0: {**READING, "device_stages": 29}})
+
+
+def test_stages_of_the_gpu_are_counted_by_completed_events():
+    """The GPU has reached a stage when the events up to its beginning are complete. Old events may be dropped."""
+    is_complete = [False] * 2000
+    events = iter(range(2000))
+
+    class Event:
+        def __init__(self):
+            self.number = next(events)
+
+        def record(self):
+            pass
+
+        def query(self):
+            return is_complete[self.number]
+
+    progress = DeviceProgress(Event)
+    for stage in range(1, 2001):
+        progress.record(stage)
+    is_complete[1500] = True
+    assert progress.count_reached() == 0, "the events before it are not complete"
+    is_complete[:1500] = [True] * 1500
+    assert progress.count_reached() == 1501
+
+
+def test_a_rank_that_reads_a_value_from_the_device_is_recognized():
+    """A thread inside `.item()`, a C function without a frame, is told from a thread in another call of that line."""
+
+    class Tensor:
+        def __init__(self, lock):
+            self.item = self.multiply = partial(lock.acquire, True, DEADLINE)
+
+    lock = threading.Lock()
+    tensor, results, answers = Tensor(lock), [], []
+
+    def inspect_and_release():
+        wait_until(lambda: inspect_threads()["reads_device"])
+        lock.release()
+        wait_until(lambda: results)
+        time.sleep(0.1)
+        answers.append(inspect_threads()["reads_device"])
+        lock.release()
+
+    lock.acquire()
+    thread = threading.Thread(target=inspect_and_release)
+    thread.start()
+    results.append(tensor.item())
+    results.append(tensor.multiply())
+    thread.join()
+    assert answers == [False]
 
 
 def test_compiling_counts_as_progress(tmp_path):

@@ -129,9 +129,10 @@ def test_a_killed_rank_ends_the_job(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_end_with_their_launcher(ranks, tmp_path):
-    """After SIGKILL of the launcher, its ranks exit, although they have 100,000 steps left. So does a single rank."""
+    """The launcher tunes glibc's allocator for its ranks. After SIGKILL of the launcher, all its ranks exit."""
     process = launch(tmp_path, ranks, phase="nanoGPT")
     await_steps(tmp_path, 1, process)
+    assert "trim_threshold" in json.loads((tmp_path / "env.json").read_text())["environment"]["GLIBC_TUNABLES"]
     pids = await_heartbeats(tmp_path, ranks)
     process.kill()
     wait_until(lambda: all(is_gone(pid) for pid in pids))
