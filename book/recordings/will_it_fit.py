@@ -28,9 +28,10 @@ import numpy as np
 import bench.plan.trace
 from bench.matrix.cells import make_config
 from bench.plan import planner, speed
+from bench.plan.options import Row
 from bench.plan.plan import MODELS, start_workers
 from bench.plan.plan import ROWS as ALL_ROWS
-from bench.plan.planner import Job, Planner, Row
+from bench.plan.planner import Job, Planner
 from bench.plan.report import format_name
 from bench.plan.speed import GPUS, STAGES
 from bench.plan.trace import MEMORY_STAGES, TracedStep, trace
