@@ -157,7 +157,7 @@ def build_trials(gate: GateConfig, words: list[str], out_dir: Path) -> list[Tria
 
 def uses_interpreter(config: TrainConfig) -> bool:
     """Return whether the run interprets Triton kernels, which takes about a hundred times as long."""
-    has_kernels = getattr(config, "kernels", "none") != "none"
+    has_kernels = getattr(config, "kernels", "none").lower() not in ("none", "auto")  # on a CPU, auto selects none
     return has_kernels and resolve_device(config) == "cpu"
 
 

@@ -62,7 +62,7 @@ def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: in
 def memory_savings(config: Zero1Config, needs: Needs, run: Runtime) -> dict[str, float]:
     """Return the bytes that each flag, or another `make` command, frees on this rank."""
     state_savings = zero1_savings(config, needs, run) if config.use_zero1 else ddp_savings(needs, run)
-    kernels = kernel_savings(config, resolve_kernels(config), needs, run)
+    kernels = kernel_savings(config, resolve_kernels(config, run.device.type), needs, run)
     return activation_savings(config, needs, run) | kernels | state_savings
 
 

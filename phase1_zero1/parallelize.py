@@ -38,12 +38,13 @@ class Zero1Config(TrainConfig):
     zero1_bucket_mb: float = 25.0
     """maximum bucket size of the flat backend, in 2^20 bytes"""
     kernels: str = "none"
-    """kernels of phase 2: none | triton (all) | some of attention,embedding,gelu,layernorm,loss"""
+    """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
+    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
 
     def check(self, world_size: int) -> None:
         if not self.zero1_bucket_mb > 0:
             raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} is out of range: use a number above 0")
-        resolve_kernels(self)
+        resolve_kernels(self, "cuda")
         if self.zero_stage == 3:
             raise ConfigError("--zero_stage=3 also shards the parameters, which is FSDP: use `make phase3`")
         if self.zero_stage not in (1, 2):
@@ -57,8 +58,8 @@ class Zero1Config(TrainConfig):
             )
 
 
-def resolve_kernels(config: Zero1Config) -> str:
-    """Return the names of the Triton kernels that the model uses, in the format of `phase2_triton.apply`.
+def resolve_kernels(config: Zero1Config, device_type: str) -> str:
+    """Return the names of the Triton kernels that the model uses on a device, in the format of `phase2_triton.apply`.
 
     Raises:
         ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards.
@@ -67,7 +68,7 @@ def resolve_kernels(config: Zero1Config) -> str:
         return "none"
     from phase2_triton.apply import resolve_model_kernels
 
-    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head)
+    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head, device_type, config.compile)
 
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParallelOptimizer:
@@ -92,7 +93,8 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParall
 
 def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> nn.Module:
     """Return the module to call: the model with its kernels, in DDP if the optimizer does not average gradients."""
-    if (kernels := resolve_kernels(config)) != "none":
+    kernels = resolve_kernels(config, run.device.type)
+    if config.kernels.lower() != "none":
         from phase2_triton.apply import apply_kernels
 
         for line in apply_kernels(model, kernels, run.device.type):

@@ -28,6 +28,7 @@ from phase2_triton.kernels.layernorm import add_layer_norm, layer_norm
 from phase2_triton.kernels.linear_cross_entropy import linear_cross_entropy
 
 KERNELS = ("adamw", "attention", "embedding", "gelu", "layernorm", "loss")
+AUTO_COMPILED = ("adamw", "loss")  # Inductor fuses what the other kernels fuse, and SDPA has its own attention
 
 
 @dataclass
@@ -35,7 +36,9 @@ class TritonConfig(TrainConfig):
     """GPT-2 training with Triton kernels. On a CPU the kernels are interpreted, so the default model is small."""
 
     kernels: str = "all"
-    """kernels to use: all, none, or a list such as layernorm,loss from adamw,attention,embedding,gelu,layernorm,loss"""
+    """kernels to use: all, none, auto, or a list such as layernorm,loss from
+    adamw,attention,embedding,gelu,layernorm,loss. On a GPU, auto selects adamw,loss with --compile=True, else all; on
+    a CPU it selects none"""
     batch_size: int = 8
     """sequences per micro-batch"""
     block_size: int = 32
@@ -64,18 +67,47 @@ class TritonConfig(TrainConfig):
             ConfigError: the heads are too wide.
         """
         head_size = self.n_embd // self.n_head
-        if "attention" in parse_kernels(self.kernels) and head_size > MAX_HEAD_SIZE:
+        if "attention" in parse_kernels(self.select_kernels("cuda")) and head_size > MAX_HEAD_SIZE:
             raise ConfigError(
                 f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {head_size} channels, and the attention "
                 f"kernel supports up to {MAX_HEAD_SIZE}: use more heads, or --kernels without attention"
             )
 
+    def select_kernels(self, device_type: str) -> str:
+        """Return the kernels that `--kernels` means on a device: see `select_kernels`."""
+        return select_kernels(self.kernels, device_type, self.compile, self.n_embd // self.n_head)
 
-def parse_kernels(kernels: str, valid_values: str = f"all, none, or some of {','.join(KERNELS)}") -> frozenset[str]:
-    """Parse a value of `--kernels`: `all`, `none` or a list such as `layernorm,loss`.
+
+def select_kernels(kernels: str, device_type: str, is_compiled: bool, head_size: int) -> str:
+    """Return the kernels that a value of `--kernels` means on a device. Only `auto` depends on the device.
+
+    `auto` selects the kernels that are expected to be faster than torch's operations. IMPLEMENTATION.md gives the
+    reasons. No GPU has measured this yet.
 
     Args:
         kernels: the value of the flag.
+        device_type: the type of the device that the model runs on.
+        is_compiled: whether torch.compile compiles the model.
+        head_size: channels of an attention head. auto leaves out attention if its kernel does not support them.
+
+    Returns:
+        none, all or a list of kernels.
+    """
+    if kernels.strip().lower() != "auto":
+        return kernels
+    if device_type != "cuda":
+        return "none"
+    names = AUTO_COMPILED if is_compiled else KERNELS
+    return ",".join(name for name in names if name != "attention" or head_size <= MAX_HEAD_SIZE)
+
+
+def parse_kernels(
+    kernels: str, valid_values: str = f"all, none, auto, or some of {','.join(KERNELS)}"
+) -> frozenset[str]:
+    """Parse a value of `--kernels`: `all`, `none` or a list such as `layernorm,loss`. For auto, see `select_kernels`.
+
+    Args:
+        kernels: the value of the flag, after `select_kernels`.
         valid_values: the values that the error message suggests.
 
     Returns:
@@ -95,24 +127,32 @@ def parse_kernels(kernels: str, valid_values: str = f"all, none, or some of {','
     return frozenset(names)
 
 
-def resolve_model_kernels(kernels: str, n_embd: int, n_head: int) -> str:
+def resolve_model_kernels(kernels: str, n_embd: int, n_head: int, device_type: str, is_compiled: bool) -> str:
     """Return the kernels of a phase that shards its model or optimizer, in the format of `apply_kernels`.
 
     Args:
-        kernels: a value of `--kernels` in such a phase: triton for all, or a list.
+        kernels: a value of `--kernels` in such a phase: triton for all, auto, none, or a list.
         n_embd: channels of the model.
         n_head: its attention heads.
+        device_type: the type of the device that the model runs on.
+        is_compiled: whether torch.compile compiles the model.
 
     Raises:
         ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards; or the heads are too wide.
     """
     supported = ",".join(name for name in KERNELS if name != "adamw")
-    names = supported if kernels.lower() == "triton" else kernels
-    parsed = parse_kernels(names, f"triton, none, or some of {supported}")
+    names = (
+        supported
+        if kernels.lower() == "triton"
+        else select_kernels(kernels, device_type, is_compiled, n_embd // n_head)
+    )
+    parsed = parse_kernels(names, f"triton, none, auto, or some of {supported}")
+    if names != kernels:  # auto
+        parsed -= {"adamw"}
     if "adamw" in parsed:
         raise ConfigError(f"--kernels={kernels}: AdamW's kernel does not update shards: use --kernels={supported}")
     TritonConfig(n_embd=n_embd, n_head=n_head, kernels=names).check(1)
-    return ",".join(sorted(parsed))
+    return ",".join(sorted(parsed)) or "none"
 
 
 class KernelLayerNorm(nn.LayerNorm):
@@ -202,13 +242,27 @@ REPLACEMENTS: tuple[tuple[str, type[nn.Module], type[nn.Module], str], ...] = (
 )
 
 
-def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None) -> list[str]:
+def describe_auto(names: frozenset[str], device_type: str) -> str:
+    """Return a line with the kernels of the model that `auto` has selected, and the reason."""
+    selected = ",".join(sorted(names - {"adamw"})) or "none"
+    if device_type != "cuda":
+        reason = f"on {device_type}, kernels could only run in Triton's interpreter, which is slow"
+    elif names <= set(AUTO_COMPILED):
+        reason = "torch.compile fuses the other operations itself"
+    else:
+        reason = "without torch.compile, kernels replace separate operations"
+    return f"kernels: auto selects {selected}: {reason}"
+
+
+def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None, is_compiled: bool = False) -> list[str]:
     """Change a model, in place, so that it computes with Triton kernels.
 
     Args:
         model: a plain GPT on its device, before it is compiled, wrapped or sharded.
-        kernels: all, none, or a list such as "layernorm,loss". `adamw` has no effect here: see `kernel_optimizer`.
+        kernels: all, none, auto, or a list such as "layernorm,loss". `adamw` has no effect here: see
+            `kernel_optimizer`.
         device: the type of the device that the model will run on; default: the device of its parameters.
+        is_compiled: whether the model will be compiled. Only auto depends on it.
 
     Returns:
         One line for each change, or one line with the reason why nothing changed.
@@ -217,13 +271,15 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None) -
         ConfigError: a name is not a kernel.
         KernelError: the model is not the baseline's GPT, or it already has kernels.
     """
-    names = parse_kernels(kernels)
     check_model(model)
+    device_type = device or next(model.parameters()).device.type
+    head_size = model.config.n_embd // model.config.n_head
+    names = parse_kernels(selected := select_kernels(kernels, device_type, is_compiled, head_size))
+    lines = [] if selected == kernels else [describe_auto(names, device_type)]
     if not names:
-        return ["kernels: none, the model uses torch's operations"]
-    if reason := unavailable_reason(device or next(model.parameters()).device.type):
-        return [f"kernels: none, the model uses torch's operations: {reason}"]
-    lines = []
+        return [*lines, "kernels: none, the model uses torch's operations"]
+    if reason := unavailable_reason(device_type):
+        return [*lines, f"kernels: none, the model uses torch's operations: {reason}"]
     for name, plain_class, kernel_class, description in REPLACEMENTS:
         modules = [module for module in model.modules() if type(module) is plain_class] if name in names else []
         for module in modules:
@@ -245,8 +301,9 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None) -
 
 def kernel_optimizer(model: GPT, config: TritonConfig) -> torch.optim.Optimizer:
     """Return the configuration's optimizer. AdamW uses the Triton kernel if `--kernels` includes it and it can run."""
-    device = next(model.parameters()).device
-    if config.optimizer != "adamw" or "adamw" not in parse_kernels(config.kernels) or unavailable_reason(device.type):
+    device_type = next(model.parameters()).device.type
+    has_kernel = config.optimizer == "adamw" and "adamw" in parse_kernels(config.select_kernels(device_type))
+    if not has_kernel or unavailable_reason(device_type):
         return configure_optimizer(model, config)
     groups = param_groups(model, config.weight_decay)
     return TritonAdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))

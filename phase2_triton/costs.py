@@ -14,7 +14,8 @@ __all__ = ["memory_savings", "step_costs"]
 
 def memory_savings(config: TritonConfig, needs: Needs, run: Runtime) -> dict[str, float]:
     """Return how many bytes each flag or `make` command would free on this rank, including the loss kernel's flag."""
-    savings, kernels = costs.memory_savings(config, needs, run), parse_kernels(config.kernels)
+    savings = costs.memory_savings(config, needs, run)
+    kernels = parse_kernels(config.select_kernels(run.device.type))
     if needs.is_gpu and "loss" not in kernels:
         savings[f"--kernels={','.join(sorted({*kernels, 'loss'}))}"] = logits_bytes(config, needs, run)
     return savings

@@ -79,7 +79,8 @@ def train(config: Config) -> None:
         if weights:
             load_weights(model, weights)
         model.to(run.device)
-        for line in apply_kernels(model, config.kernels):  # [triton:apply] parameter names stay the same
+        # [triton:apply] parameter names stay the same
+        for line in apply_kernels(model, config.kernels, is_compiled=config.compile):
             run.print0(line)
         optimizer = kernel_optimizer(model, config)  # [triton:apply] TritonAdamW if --kernels includes adamw
         run.print0(f"the optimizer is {type(optimizer).__name__}")

@@ -147,7 +147,7 @@ def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
 def memory_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
     """Return the bytes that each flag, if it is not set yet, and more ranks free on this rank."""
     savings = activation_savings(config, needs, run) | checkpointing_savings(config, needs, run)
-    savings |= kernel_savings(config, resolve_kernels(config), needs, run)
+    savings |= kernel_savings(config, resolve_kernels(config, run.device.type), needs, run)
     return savings | (sharding_savings(config, needs, run) if config.use_fsdp else ddp_savings(needs, run))
 
 

@@ -68,7 +68,8 @@ class FsdpConfig(TrainConfig):
     fsdp_prefetch: int = 0
     """number of units to all-gather ahead of the unit that computes; 0: torch's default prefetching"""
     kernels: str = "none"
-    """kernels of phase 2: none | triton (all) | some of attention,embedding,gelu,layernorm,loss"""
+    """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
+    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
     async_save: bool = False
     """write checkpoints from a copy while training continues"""
 
@@ -83,7 +84,7 @@ class FsdpConfig(TrainConfig):
             if (value := getattr(self, name)) is not None and value < minimum:
                 raise ConfigError(f"--{name}={value} is out of range: use {minimum} or more")
         select_checkpointed_blocks(self.fsdp_activation_checkpointing, self.n_layer)
-        resolve_kernels(self)
+        resolve_kernels(self, "cuda")
         if not self.use_fsdp:
             self._check_ddp()
             return
@@ -128,8 +129,8 @@ class FsdpConfig(TrainConfig):
                 )
 
 
-def resolve_kernels(config: FsdpConfig) -> str:
-    """Return the names of the Triton kernels that the model uses, in the format of `phase2_triton.apply`.
+def resolve_kernels(config: FsdpConfig, device_type: str) -> str:
+    """Return the names of the Triton kernels that the model uses on a device, in the format of `phase2_triton.apply`.
 
     Raises:
         ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards.
@@ -138,7 +139,7 @@ def resolve_kernels(config: FsdpConfig) -> str:
         return "none"
     from phase2_triton.apply import resolve_model_kernels
 
-    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head)
+    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head, device_type, config.compile)
 
 
 def init_device(config: FsdpConfig, run: Runtime) -> torch.device:
@@ -167,7 +168,8 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     Raises:
         ConfigError: `fsdp_shard_size=node`, and the nodes have different numbers of ranks.
     """
-    if (kernels := resolve_kernels(config)) != "none":
+    kernels = resolve_kernels(config, run.device.type)
+    if config.kernels.lower() != "none":
         from phase2_triton.apply import apply_kernels
 
         for line in apply_kernels(model, kernels, run.device.type):

@@ -17,7 +17,8 @@ from nanoGPT.model import GPTConfig
 from workshop.ranks import RankFailed
 
 if TYPE_CHECKING:
-    from bench.plan.planner import Planner, Row
+    from bench.plan.options import Row
+    from bench.plan.planner import Planner
 
 VOCAB_SIZE = 50304
 LARGE_SHAPE = (20, 2560)  # heads, channels: one block has 79M parameters, 1.3 GB of model state
@@ -55,7 +56,8 @@ def compare_plan_of_config(settings: Settings, phase: str, name: str) -> dict[st
 
     The steps are eager, and have two micro-batches.
     """
-    from bench.plan.sizes import phase_options, read_config
+    from bench.plan.options import phase_options
+    from bench.plan.sizes import read_config
 
     config = read_config(phase, name, 1)
     options, names = phase_options(config), ("n_layer", "n_head", "n_embd", "block_size")

@@ -129,6 +129,7 @@ def list_last_parts() -> list[Part]:
     parts += list_throughput("gpt2-xl", 150, 60)
     parts += [
         Part("options", "muon_with_fsdp", *measure_option(60, "phase3", "gpt2", optimizer="muon")),
+        Part("options", "kernels_auto", *measure_option(60, "phase2", "gpt2", kernels="auto")),
         Part("options", "zero_2", *measure_option(60, "phase1", "gpt2", zero_stage=2)),
         Part("plan", "train_mid", f"{MEMORY}:compare_plan_of_config", ("phase3", "train_mid"), 60),
         Part("evaluation", "phase3", f"{RUNS}:measure_evaluation", (), 45),

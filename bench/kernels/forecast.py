@@ -64,10 +64,17 @@ def instructions_per_element(stream: Stream, resources: dict[str, Any]) -> float
     return executed * threads * tiles / (rows * stream.width)
 
 
+def read_newest_resources() -> dict[str, Any]:
+    """Return the committed resources of each kernel on an H100, with the newest Triton."""
+    reports = json.loads((RESULTS / "kernel-resources.json").read_text())
+    newest = max(reports, key=lambda version: tuple(map(int, version.split("."))))
+    kernels: dict[str, Any] = reports[newest]["kernels"]["sm_90"]
+    return kernels
+
+
 def forecast() -> list[dict[str, Any]]:
     """Return the forecast of each kernel on an H100, with the newest Triton, in picoseconds per element."""
-    reports = json.loads((RESULTS / "kernel-resources.json").read_text())
-    kernels = reports[max(reports, key=lambda version: tuple(map(int, version.split("."))))]["kernels"]["sm_90"]
+    kernels = read_newest_resources()
     rows = []
     for stream in STREAMS:
         count = instructions_per_element(stream, kernels[stream.call])

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from bench.plan.options import Row
 from bench.plan.plan import PlanConfig, describe_job, select_rows, start_workers
-from bench.plan.planner import HOST_GIB, Job, Planner, Row, usable_bytes
+from bench.plan.planner import HOST_GIB, Job, Planner, usable_bytes
 from bench.plan.report import format_name
 from bench.plan.speed import GIB, GPUS_PER_NODE
 from bench.tables.records import write_result

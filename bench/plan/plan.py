@@ -34,7 +34,8 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from bench.plan.models import MODELS
-from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, Row, exit_with_parent, usable_bytes
+from bench.plan.options import Row
+from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, exit_with_parent, usable_bytes
 from bench.plan.report import format_name, format_plan, plot_memory
 from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
 from bench.plan.startup import count_tensors, estimate_startup

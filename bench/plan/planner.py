@@ -1,6 +1,5 @@
 """Predict memory and time of one phase: trace models with a few blocks and extrapolate to the full model."""
 
-import dataclasses
 import math
 import multiprocessing
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.matrix.cells import make_config
+from bench.plan.options import Row, select_auto_kernels
 from bench.plan.speed import (
     GIB,
     GPUS_PER_NODE,
@@ -35,7 +35,6 @@ from phase2_triton.kernels import linear_cross_entropy
 from phase2_triton.kernels.core import KernelError
 from phase3_fsdp import muon
 
-Row = tuple[str, dict[str, Any]]  # a phase, and its options that differ from the defaults
 Numbers = Mapping[Any, float]
 TRACED_LAYERS = (3, 4)  # number of blocks in the two traced models
 MAX_BATCH_SIZE = 128  # the planner tries no larger micro-batch
@@ -108,7 +107,7 @@ class Job:
 
 def trace_row(row: Row, job: Job, batch_size: int, only_update: bool = False) -> TraceSummary:
     """Trace a training step of a row, or only its update. Run it in a separate process (see `summarize_trace`)."""
-    phase, options = row
+    phase, options = select_auto_kernels(row, job.shape)
     fields = {"batch_size": batch_size, "block_size": job.shape.block_size, "dtype": job.dtype, "device": "cpu"}
     fields |= {"gradient_accumulation_steps": job.micro_batches * job.gpus, "optimizer": job.optimizer}
     return summarize_trace(make_config(phase, Path("out"), **fields, **options), job, only_update)
@@ -125,17 +124,9 @@ def summarize_trace(config: TrainConfig, job: Job, only_update: bool = False) ->
     return TraceSummary(traced.memory.peak_of_part(), traced.costs.state, traced.costs.traffic, *per_stage)
 
 
-def phase_options(config: TrainConfig) -> dict[str, Any]:
-    """Return the options of a configuration that only its phase has, and that differ from the phase's defaults."""
-    common = {field.name for field in dataclasses.fields(TrainConfig)}
-    default = type(config)()
-    names = [field.name for field in dataclasses.fields(config) if field.name not in common]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
-
-
 def loss_workspace(row: Row, job: Job, batch_size: int) -> int:
     """Return the bytes that the fused loss allocates inside its kernel, which a trace cannot see; 0 without it."""
-    kernels = row[1].get("kernels", "all" if row[0] == "phase2" else "none")
+    kernels = select_auto_kernels(row, job.shape)[1].get("kernels", "all" if row[0] == "phase2" else "none")
     if "loss" not in parse_kernels("all" if kernels.lower() == "triton" else kernels):
         return 0
     tokens, itemsize = batch_size * job.shape.block_size, DTYPES[job.dtype].itemsize

@@ -34,7 +34,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from bench.plan.planner import TRACED_LAYERS, Row, estimate_communication, extrapolate
+from bench.plan.options import Row
+from bench.plan.planner import TRACED_LAYERS, estimate_communication, extrapolate
 from bench.plan.speed import (
     ATTENTION_EFFICIENCY,
     GPUS,

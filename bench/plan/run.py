@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from bench.plan.planner import Job, estimate_step, find_peak, loss_workspace, phase_options, summarize_trace
+from bench.plan.options import phase_options, select_auto_kernels
+from bench.plan.planner import Job, estimate_step, find_peak, loss_workspace, summarize_trace
 from bench.plan.speed import GIB, GPUS, Gpu
 from nanoGPT.checkpoint.weights import tokenizer_rows
 from nanoGPT.dataset import TokenData
@@ -56,9 +57,10 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
     options = phase_options(config)
     if is_cpu:
         options.pop("fsdp_cpu_offload", None)  # the memory of a CPU is the host memory
-    row = (phase, options)
+    row = select_auto_kernels((phase, options), shape, "cpu" if is_cpu else "cuda", config.compile)
+    kernels_field = {"kernels": row[1]["kernels"]} if "kernels" in row[1] else {}
     # The roofline of an eager trace has eager and compiled times.
-    traced = summarize_trace(replace(config, compile=False, dtype=dtype), job)
+    traced = summarize_trace(replace(config, compile=False, dtype=dtype, **kernels_field), job)
     seconds, kernels = (traced.compiled, None) if config.compile else (traced.eager, traced.kernels)
     stages, step_seconds = estimate_step(row, job, seconds, kernels, traced.traffic)
     peak = find_peak(traced.peaks, loss_workspace(row, job, config.batch_size), row)

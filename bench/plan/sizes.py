@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from bench.plan.options import phase_options
 from bench.plan.plan import start_workers
-from bench.plan.planner import Job, Planner, phase_options
+from bench.plan.planner import Job, Planner
 from bench.plan.speed import GPUS
 from bench.tables.records import write_result
 from nanoGPT.checkpoint.weights import PADDED_VOCAB

@@ -204,7 +204,8 @@ def print_schedule(planned: list[tuple[Suite, list[Run]]], config: SuiteConfig, 
             check_credentials(run.config)
     if schedule := format_schedule(pending, gpu, config.price):
         print(schedule)
-    uses_kernels = any(getattr(run.config, "kernels", "none") != "none" for run in itertools.chain(*pending.values()))
+    values = {getattr(run.config, "kernels", "none").lower() for run in itertools.chain(*pending.values())}
+    uses_kernels = bool(values - {"none", "auto"})  # without a GPU, auto selects none
     if uses_kernels and not config.create_slurm and count_gpus(config) == 0:
         print("the estimate does not include the Triton interpreter, which runs the kernels without a GPU")
 

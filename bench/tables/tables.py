@@ -16,6 +16,7 @@ from torch.torch_version import TorchVersion
 
 from bench.kernels.costs import Shapes, list_kernel_costs
 from bench.kernels.forecast import forecast_table
+from bench.kernels.goals import goals_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
 from bench.tables.expected_tables import EXPECTED_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
@@ -263,6 +264,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_costs": kernel_costs_table,
     "kernel_resources": kernel_resources_table,
     "kernel_forecast": forecast_table,
+    "kernel_goals": goals_table,
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
     **CAMPAIGN_TABLES,

@@ -24,7 +24,7 @@ import numpy as np
 
 import bench.plan.trace
 from bench.matrix.cells import make_config
-from bench.plan.planner import Row
+from bench.plan.options import Row
 from bench.plan.speed import STAGES
 from bench.plan.trace import MEMORY_STAGES, TracedStep, trace
 from nanoGPT.checkpoint.weights import PADDED_VOCAB

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.matrix.cells import make_config
 from bench.plan.models import MODELS
-from bench.plan.planner import Row
+from bench.plan.options import Row
 from bench.plan.trace import TracedStep, trace
 from book.recordings.formulas import SIZES
 from nanoGPT.checkpoint.weights import PADDED_VOCAB

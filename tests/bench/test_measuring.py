@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from bench.kernels import goals
 from bench.kernels import plots as kernel_plots
 from bench.kernels import tune as tune_kernels
 from bench.kernels.cases import CASE_BUILDERS, build_cases
@@ -106,6 +107,52 @@ def test_the_forecast_counts_padding_and_passes():
 def test_kernels_that_move_data_are_limited_by_memory():
     """By the forecast, no such kernel needs more time for its instructions than for its bytes."""
     assert [row["name"] for row in forecast() if row["share"] < 1] == []
+
+
+def test_the_committed_goals_follow_from_the_compiled_kernels():
+    """The committed forecasts of the goals are those of the committed machine code, and the tiles are counted by hand.
+
+    Four queries in blocks of 2, with 1 key per tile: 0 + 2 tiles below the diagonal and 2 + 2 on it.
+    """
+    (result,) = results.read_results("kernel-goals")
+    assert result["samples"]["rows"] == goals.compute_rows()
+    assert result["settings"]["sources"] == core.hash_sources(), "run: python -m bench.kernels.goals --write"
+    assert goals.count_tiles(4, 2, 1) == (2, 4)
+    constants = {"BLOCK": 128, "STEP": 64, "HS": 64}
+    cycles = goals.count_cycles({"constants": constants, "num_warps": 8, "loops": [10, 30]}, 2)
+    tiles = 2 * (0 + 1 + 2 + 3 + 4 + 5 + 6 + 7), 8 * 2
+    assert cycles["instructions"] == (10 * tiles[0] + 30 * tiles[1]) * 8 / 4
+    assert cycles["exponentials"] == sum(tiles) * 128 * 64 / 16
+    assert cycles["tensor cores"] == 4 * sum(tiles) * 128 * 64 * 64 / 4096
+
+
+def test_a_measurement_stands_beside_the_goals(monkeypatch):
+    """With the result of a GPU, each goal has the number of its times; an interpreted result counts for nothing."""
+    times = {
+        ("layernorm", "124M: 16384 x 768", "forward"): {"ours": 0.02},
+        ("layernorm", "1.5B: 16384 x 1600", "forward"): {"ours": 9.0},
+        ("linear + cross-entropy", "124M: 16384 x 768 x 50304", "step"): {"ours": 6.0, "products": 5.0},
+        ("attention", "124M: 16 x 12 x 1024 x 64", "backward"): {"ours": 2.0, "sdpa flash": 1.5},
+        ("adamw", "124M in 148, width 768", "step"): {"ours": 1.1, "fused": 1.0},
+        ("adamw", "355M in 292, width 1024", "step"): {"ours": 5.0, "fused": 1.0},
+    }
+    rows = [
+        {"kernel": kernel, "shape": shape, "pass": which, "contender": name, "samples_ms": [ms]}
+        for (kernel, shape, which), contenders in times.items()
+        for name, ms in contenders.items()
+    ]
+    samples = {"limits": {"bytes_per_second": 3e12}, "rows": rows}
+    result = {"hardware": "H100", "settings": {"interpreted": False}, "samples": samples}
+    interpreted = {**result, "settings": {"interpreted": True}}
+    monkeypatch.setattr(goals, "read_results", lambda name: [result, interpreted])
+    ((name, numbers),) = goals.measure_goals()
+    copied, read_and_written = 4 * 16384 * 768 / 3e9, 4 * 16384 * 50304 / 3e9
+    assert name == "H100"
+    expected = [copied / 0.02, None, read_and_written, 1.2, None, 0.75, 1.1]
+    assert numbers == [value if value is None else pytest.approx(value) for value in expected]
+    row = {"name": "a", "goal": 1.0, "is_minimum": True, "cautious": 1.0, "best": 2.0, "limit": "memory"}
+    table = goals.format_rows([row] * 7)
+    assert table.count("no GPU yet") == 2 and "1.20 (H100)" in table
 
 
 @pytest.fixture

@@ -321,6 +321,24 @@ def test_a_run_is_predicted_as_in_a_plan(row, tmp_path):
     assert predicted.step_seconds == pytest.approx(planner.estimate_speed(row, 3, compiled=False)["step_seconds"])
 
 
+@pytest.mark.parametrize("phase", ["phase2", mark_slow(("phase3",))[0]])
+def test_kernels_auto_is_planned_as_its_selection(phase, tmp_path):
+    """For an H100, an eager run is planned with all kernels and a compiled one with the loss; for a CPU with none."""
+    fields = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 75, "device": "cpu"}
+    cpu = replace(H100, gib=1.0)
+    every = {"phase2": "all", "phase3": "triton"}[phase]
+
+    def predict(kernels, gpu, is_compiled):
+        config = make_config(phase, tmp_path, **fields, kernels=kernels, compile=is_compiled)
+        return predict_run(config, phase, 2, gpu)
+
+    for expected, gpu, is_compiled in ((every, H100, False), ("loss", H100, True), ("none", cpu, False)):
+        assert predict("auto", gpu, is_compiled) == predict(expected, gpu, is_compiled)
+    job = Job(SMALL, H100, 1)
+    workspaces = {kernels: loss_workspace((phase, {"kernels": kernels}), job, 3) for kernels in ("auto", "loss")}
+    assert workspaces["auto"] == workspaces["loss"] > 0
+
+
 def test_the_workspace_of_the_fused_loss_counts_at_the_head():
     """The workspace adds to the memory of the head, and to no other part. Expected values are computed by hand."""
     peaks = {part: {"parameters": 8, "other": 20 if part == "update" else 9} for part in MEMORY_STAGES}

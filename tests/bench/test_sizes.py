@@ -8,8 +8,9 @@ import pytest
 
 from bench.plan import largest, planner
 from bench.plan.largest import count_params, find_largest, format_largest, make_shape
+from bench.plan.options import phase_options
 from bench.plan.plan import PlanConfig, describe_job, resolve_gpu
-from bench.plan.planner import Job, phase_options
+from bench.plan.planner import Job
 from bench.plan.sizes import SIZES, read_config
 from bench.plan.speed import GPUS
 from nanoGPT.errors import ConfigError

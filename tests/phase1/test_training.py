@@ -297,6 +297,7 @@ def test_a_run_with_muon_resumes_on_other_ranks(tmp_path):
         ("phase1_zero1", ["--optimizer=muon", "--zero1_backend=naive"], ["--zero1_backend=naive"]),
         ("phase1_zero1", ["--zero1_backend=flatt"], ["flatt"]),
         ("phase1_zero1", ["--kernels=adamw"], ["--kernels=adamw", "use --kernels=attention"]),
+        ("phase1_zero1", ["--kernels=auto,loss"], ["no kernel 'auto'", "triton, none, auto, or some of attention"]),
         ("phase1_zero1", ["--zero1_bucket_mb=0"], ["--zero1_bucket_mb=0", "above 0"]),
         ("phase1_zero1", ["--zero_backend=flat"], ["did you mean --zero1_backend?"]),
         ("nanoGPT", ["--optimizer=lion"], ["lion"]),

@@ -1,6 +1,7 @@
 """Tests of phase 2 in the trainer: with kernels in the interpreter, it prints the baseline's losses."""
 
 import copy
+import json
 import os
 import shutil
 import subprocess
@@ -15,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
-from phase2_triton.apply import KERNELS, TritonConfig, apply_kernels, kernel_optimizer, parse_kernels
+from phase2_triton.apply import (
+    KERNELS,
+    TritonConfig,
+    apply_kernels,
+    kernel_optimizer,
+    parse_kernels,
+    resolve_model_kernels,
+    select_kernels,
+)
 from phase2_triton.kernels.core import KernelError, is_interpreted
 from tests.helpers.kernels import compile_full_graph, draw_integers
 from tests.helpers.programs import DEADLINE, assert_refused, run_program
@@ -138,6 +147,45 @@ def test_generation_matches_the_plain_model():
         ]
         assert torch.equal(*texts) and len(texts[0].unique()) > 3, texts
     assert lengths == [2, *[1] * 7, *range(2, 10)]  # with the cache, each step computes one token
+
+
+@pytest.mark.parametrize(
+    ("device_type", "is_compiled", "head_size", "expected"),
+    [
+        ("cuda", True, 64, {"adamw", "loss"}),
+        ("cuda", False, 64, set(KERNELS)),
+        ("cuda", False, 256, set(KERNELS) - {"attention"}),
+        ("cpu", True, 64, set()),
+        ("mps", False, 64, set()),
+    ],
+)
+def test_auto_selects_by_device_and_compilation(device_type, is_compiled, head_size, expected):
+    """auto selects adamw and loss for a compiled model on a GPU, all that support the model in eager mode, else none.
+
+    Phases 1 and 3 get the same kernels without adamw. The line that is printed names the kernels of the model.
+    """
+    assert parse_kernels(select_kernels(" Auto ", device_type, is_compiled, head_size)) == expected
+    sharded = resolve_model_kernels("auto", 2 * head_size, 2, device_type, is_compiled)
+    assert parse_kernels(sharded) == expected - {"adamw"}
+    net = make_model(n_embd=2 * head_size, n_layer=1)
+    line, *_ = apply_kernels(net, "auto", device_type, is_compiled)
+    assert line.startswith(f"kernels: auto selects {sharded}: ")
+    fields = {"n_embd": 2 * head_size, "n_head": 2, "kernels": "auto"}
+    TritonConfig(**fields).check(1)
+    config = TritonConfig(compile=is_compiled, **fields)
+    uses_kernel = type(kernel_optimizer(net, config)).__name__ == "TritonAdamW"
+    assert uses_kernel is (next(net.parameters()).device.type == "cuda")
+
+
+def test_auto_stays_auto_in_a_checkpoint(tmp_path, device):
+    """A checkpoint stores auto, so that a resumed run selects the kernels of its own device. Losses are identical."""
+    small = {"max_iters": 4, "lr_decay_iters": 4, "kernels": "auto"}
+    uninterrupted = train_small_model("phase2_triton", 1, tmp_path / "uninterrupted", device, **small)
+    train_small_model("phase2_triton", 1, tmp_path / "cut", device, **{**small, "max_iters": 2})
+    (manifest,) = (tmp_path / "cut").glob("checkpoints/step-00000002/manifest.json")
+    assert json.loads(manifest.read_text())["config"]["kernels"] == "auto"
+    resumed = train_small_model("phase2_triton", 1, tmp_path / "cut", device, init_from="resume", **small)
+    assert resumed == uninterrupted
 
 
 @pytest.mark.slow
@@ -301,7 +349,7 @@ def test_an_unknown_kernel_is_refused(tmp_path):
         TritonConfig(**wide_heads).check(1)
     TritonConfig(**wide_heads, kernels="loss").check(1)
     TritonConfig(n_embd=256, n_head=2).check(1)  # 128 channels is the maximum
-    for value, words in (("loss,", "'': use all, none, or some of"), ("all,loss", "'all'"), ("", "''")):
+    for value, words in (("loss,", "'': use all, none, auto, or some of"), ("all,loss", "'all'"), ("", "''")):
         with pytest.raises(ConfigError, match=words):
             parse_kernels(value)
     assert (
