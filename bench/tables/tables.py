@@ -100,6 +100,20 @@ def overhead_table() -> str:
     return format_table([*head, "step with ledger / step without"], rows)
 
 
+def step_parts_table() -> str:
+    """Return the milliseconds of a step on four ranks, by activity."""
+    parts = []
+    for result in read_results("step-parts"):
+        rows = []
+        for phase, summary in result["samples"].items():
+            keys = ("step_ms", "computation_ms", "exposed_ms", "rest_ms", "communication_ms")
+            rows.append([TRAINERS[phase], *(f"{summary[key]:,.0f}" for key in keys), f"{summary['overlap']:.0%}"])
+        head = ["trainer", "step (ms)", "computation (ms)", "communication without computation (ms)"]
+        head += ["Python and waiting (ms)", "communication in total (ms)", "of which overlaps"]
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
+    return "\n".join(parts)
+
+
 def throughput_table() -> str:
     """Return tokens/s, memory and MFU of every phase, eager and compiled, also from campaigns (`bench.campaign`)."""
     parts = []
@@ -256,6 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "runs": runs_table,
     "overhead": overhead_table,
     "phase2_runs": phase2_runs_table,
+    "step_parts": step_parts_table,
     "throughput": throughput_table,
     "four_ranks": four_ranks_table,
     "matrix": matrix_table,

@@ -1,4 +1,8 @@
-"""Choose the implementations that torch uses: the backend of attention, and deterministic algorithms."""
+"""Choose the implementations that torch uses: the backend of attention, and deterministic algorithms.
+
+FlashAttention 3 is not a choice. torch has a prototype of it (`torch.nn.attention.activate_flash_attention_impl("FA3")`
+in torch 2.13), which needs the package `flash_attn_interface`. On Hopper, cuDNN's attention needs no other package.
+"""
 
 import contextlib
 import os
