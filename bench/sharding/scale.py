@@ -8,7 +8,7 @@ with its optimization ("after") and without it ("before"):
 
     init    a rank draws the initial values of its rows, or of all rows
     save    rank 0 plans the third save of a model with as many tensors as GPT-2 124M; plans are cached, or not
-    stop    a rank takes part in one `exchange_requests`; it has no optimization
+    stop    a rank asks whether to stop after every step of 0.1 s; the ranks agree once a second, or after every step
 """
 
 import statistics
@@ -29,13 +29,16 @@ from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.distributed.sharding import row_range
+from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig, draw_initial_rows
 from workshop.ranks import run_on_ranks
 
 RANKS = (8, 32, 64)
 SHAPE = GPTConfig(bias=False)  # GPT-2 124M
 NUM_TENSORS = 3 * 75 + 75  # parameters, two moments and a step count of its 75 parameters
-STOPS = 50  # calls of `exchange_requests`
+STEPS = 60  # after which a rank asks whether to stop
+STEP_SECONDS = 0.1
+MEDIANS = ("init_after", "stop_before", "stop_after", "stop_before_collectives", "stop_after_collectives")  # of ranks
 
 
 def measure_init(rank: int, ranks: int, draws_all: bool) -> float:
@@ -60,14 +63,19 @@ def measure_save(folder: str, mesh: DeviceMesh, caches_plans: bool) -> float:
     return time.process_time() - begin
 
 
-def measure_stop() -> float:
-    """Return the CPU seconds of a rank in one `exchange_requests`."""
+def measure_stop(agrees_every_step: bool) -> tuple[float, float]:
+    """Return the CPU seconds of a rank per step for the agreement to stop, and the number of collectives per step."""
     run = create_runtime("cpu", "float32")
-    run.exchange_requests(False)
-    begin = time.process_time()
-    for _ in range(STOPS):
-        run.exchange_requests(False)
-    return (time.process_time() - begin) / STOPS
+    run.barrier()
+    seconds, collectives = 0.0, 0
+    for _ in range(STEPS):
+        time.sleep(STEP_SECONDS)
+        with CollectiveCounter() as counter:
+            begin = time.process_time()
+            run.any(False, False) if agrees_every_step else run.exchange_requests(False)
+            seconds += time.process_time() - begin
+        collectives += sum(row["calls"] for row in counter.rows.values())
+    return seconds / STEPS, collectives / STEPS
 
 
 def measure(folder: str) -> dict[str, float]:
@@ -78,7 +86,8 @@ def measure(folder: str) -> dict[str, float]:
     if rank == 0:  # the cost does not depend on the rank
         result["init_before"] = measure_init(rank, ranks, draws_all=True)
     dist.barrier()
-    result |= {"stop": measure_stop()}
+    for name, agrees_every_step in (("stop_before", True), ("stop_after", False)):
+        result[name], result[f"{name}_collectives"] = measure_stop(agrees_every_step)
     result |= {"save_before": measure_save(folder, mesh, False), "save_after": measure_save(folder, mesh, True)}
     return result
 
@@ -94,9 +103,9 @@ def main(write: bool = False) -> None:
         with tempfile.TemporaryDirectory() as folder:
             results = run_on_ranks(measure, ranks, folder, timeout=600, show=False)
         row = {name: results[0][name] for name in ("init_before", "save_before", "save_after")}
-        row |= {name: statistics.median(each[name] for each in results) for name in ("init_after", "stop")}
+        row |= {name: statistics.median(each[name] for each in results) for name in MEDIANS}
         rows.append({"ranks": ranks, **row})
-        print(f"{ranks} ranks: " + ", ".join(f"{name} {1000 * value:,.2f} ms" for name, value in row.items()))
+        print(f"{ranks} ranks: " + ", ".join(f"{name} {value:.4f}" for name, value in row.items()))
     if write:
         settings = {"command": "python -m bench.sharding.scale --write", "parameters": SHAPE.count_params()}
         settings |= {"tensors": NUM_TENSORS}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nanoGPT.checkpoint.manifest import Checkpoint, list_files
+from nanoGPT.checkpoint.position import check_position
 from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.dataset import TokenData
@@ -135,6 +136,7 @@ def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -
             "the original data again to resume, or start a new run from these weights with "
             f"--init_from={config.out_dir} and another --out_dir"
         )
+    check_position(config, checkpoint.manifest["config"], name)
 
 
 # ---- the baseline's payload: nanoGPT's ckpt.pt

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.distributed.device_progress import DeviceProgress, watch_device
+from nanoGPT.distributed.requests import RequestClock
 from nanoGPT.errors import ConfigError
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class Runtime:
         token: random identity of this start of the job, the same on all ranks.
         progress: shared with the Runtimes that `with_own_group` returns.
         device_progress: the stages that the GPU has reached; None on a CPU.
+        request_clock: counts steps until the next exchange in `exchange_requests`.
     """
 
     rank: int
@@ -87,6 +89,7 @@ class Runtime:
     token: str = field(default_factory=lambda: os.urandom(4).hex())
     progress: Progress = field(default_factory=Progress)
     device_progress: DeviceProgress | None = None
+    request_clock: RequestClock = field(default_factory=RequestClock)
 
     @property
     def is_main(self) -> bool:
@@ -111,11 +114,15 @@ class Runtime:
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether any rank has set it. Collective over CPU tensors: it does not wait for GPUs."""
+        return tuple(map(bool, self.max(*flags)))
+
+    def max(self, *values: int) -> tuple[int, ...]:
+        """Return the maximum of each value over all ranks. Collective over CPU tensors: it does not wait for GPUs."""
         if self.world_size == 1:
-            return flags
-        values = torch.tensor(flags, dtype=torch.int64)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return tuple(map(bool, values.tolist()))
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tuple(tensor.tolist())
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks in rank order, on every rank. Collective; for small picklable values."""
@@ -179,12 +186,19 @@ class Runtime:
             print(line, flush=True)
 
     def exchange_requests(self, is_save_due: bool) -> tuple[bool, bool]:
-        """Return whether training should stop, and whether it should save. Collective; the same on all ranks.
+        """Return whether training should stop, and whether it should save. Call it after every step, on all ranks.
 
-        It stops if any rank has received SIGTERM or SIGINT. It saves before it stops, and if a save is due on any rank.
+        The result is the same on all ranks. Training stops if any rank has received SIGTERM or SIGINT. It saves before
+        it stops, and if a save is due on any rank. The ranks communicate about once a second (`RequestClock`), so a
+        signal may take effect a few steps later.
         """
-        self.is_stopping, should_save = self.any(self.stop_signal is not None, is_save_due)
-        return self.is_stopping, self.is_stopping or should_save
+        if not (self.world_size == 1 or self.request_clock.is_due()):
+            return False, False
+        time_of_step = self.request_clock.microseconds_per_step()
+        stops, saves, slowest = self.max(self.stop_signal is not None, is_save_due, time_of_step)
+        self.request_clock.schedule(slowest)
+        self.is_stopping = bool(stops)
+        return self.is_stopping, bool(stops or saves)
 
 
 def pick_device(

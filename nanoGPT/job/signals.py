@@ -1,4 +1,4 @@
-"""Stop a run after the current step on a signal, and exit a rank when its launcher has exited."""
+"""Stop a run at the end of a step on a signal, and exit a rank when its launcher has exited."""
 
 import os
 import signal
@@ -9,7 +9,9 @@ from nanoGPT.distributed.runtime import Runtime
 
 
 def listen_for_signals(run: Runtime) -> None:
-    """Install handlers for SIGTERM, SIGINT and SIGHUP, which stop the run after the current step.
+    """Install handlers for SIGTERM, SIGINT and SIGHUP, which stop the run at the end of a step.
+
+    On several ranks, this is the next step after which the ranks exchange their requests: within about a second.
 
     A SIGINT more than two seconds after the first signal stops the run at once.
     """

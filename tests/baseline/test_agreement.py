@@ -8,12 +8,14 @@ import pytest
 
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.agreement import find_disagreement
+from nanoGPT.distributed.requests import RequestClock
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.files import DATA, sha256_of
 from nanoGPT.job import run_description
 from nanoGPT.job.parse import config_from_launcher
 from nanoGPT.job.run_description import describe_run
 from nanoGPT.launch import config_to_env
+from nanoGPT.metrics.ledger import CollectiveCounter
 from tests.helpers.programs import Program, assert_refused, find_free_port, run_program
 from tests.helpers.training import CONFIGS, TINY, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
@@ -278,3 +280,25 @@ def test_a_resume_on_other_data_is_refused(tmp_path):
     assert run_program("phase3_fsdp/evaluate.py", *words).code == 0
     flags = make_run_flags(tmp_path / "new", dataset=data, init_from=run, max_iters=1)
     assert run_program("nanoGPT/train.py", *flags).code == 0
+
+
+def stop_on_a_signal(signal_step: int) -> tuple[list[int], int]:
+    """Run 100 steps: rank 1 has the slowest steps, and receives the signal. Return the exchanges and the last step."""
+    run, now, exchanges = create_runtime("cpu", "float32"), 0.0, []
+    run.request_clock = RequestClock(lambda: now)
+    for step in range(100):
+        now += 0.2 if run.rank == 1 else 0.01
+        if step == signal_step and run.rank == 1:
+            run.stop_signal = "SIGTERM"
+        with CollectiveCounter() as traffic:
+            should_stop, should_save = run.exchange_requests(run.rank == 0 and step == 11)
+        exchanges += [step] if traffic.rows else []
+        assert should_save == (should_stop or step == 11)
+        if should_stop:
+            break
+    return exchanges, step
+
+
+def test_ranks_exchange_requests_once_a_second_and_stop_after_the_same_step():
+    """With steps of 0.2 s on the slowest rank, the ranks communicate after 1, 2, 4, 5, 5, ... steps, and stop there."""
+    assert run_on_ranks(stop_on_a_signal, 3, 14, show=False) == 3 * [([0, 2, 6, 11, 16], 16)]

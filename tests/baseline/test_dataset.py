@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from nanoGPT.checkpoint.manifest import Checkpoint
+from nanoGPT.checkpoint.position import check_position
 from nanoGPT.checkpoint.state import SHAPE, check_resume
 from nanoGPT.dataset import EVALUATE, TRAIN, Split, TokenData
 from nanoGPT.errors import ConfigError
@@ -26,6 +27,7 @@ from nanoGPT.prepare import text as prepare
 from nanoGPT.sampling.mixture import parse_mixture, take_turns
 from nanoGPT.sampling.permutation import permute
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
+from nanoGPT.train_config import TrainConfig
 from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT, tiny
@@ -325,6 +327,29 @@ def test_an_epoch_reads_every_window_once(tmp_path):
     resumed = TokenData(folder, 4, 2, 1, "epoch", micro_batches=2)
     assert resumed.batch("train", TRAIN, 3, 1)[0][:, 0].tolist() == starts[-2:]
     assert torch.equal(data.batch("val", EVALUATE, 0, 3)[0], TokenData(folder, 4, 2, 1).batch("val", EVALUATE, 0, 3)[0])
+
+
+def test_a_resume_inside_an_epoch_keeps_its_position(tmp_path):
+    """A resume that would skip or repeat sequences of an epoch is refused. With half the batch size and twice the
+    micro-batches, the run reads every sequence of the epoch once."""
+    saved = TrainConfig(sampling="epoch", batch_size=2, gradient_accumulation_steps=2)
+    for changes, words in [
+        ({"batch_size": 4}, "8 sequences per step, but step-9 was trained with 4"),
+        ({"gradient_accumulation_steps": 1}, "use values with the product 4"),
+        ({"sampling": "random"}, "--sampling=random, but step-9"),
+        ({"seed": 7}, "use --seed=1337"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            check_position(dataclasses.replace(saved, **changes), vars(saved), "step-9")
+        check_position(dataclasses.replace(saved, eval_only=True, **changes), vars(saved), "step-9")
+    resumed = dataclasses.replace(saved, batch_size=1, gradient_accumulation_steps=4)
+    check_position(resumed, vars(saved), "step-9")
+    folder, starts = write_dataset(tmp_path / "a", 0, 21, 3, 14), []
+    for config, step in ((saved, 0), (resumed, 1)):
+        data = TokenData(folder, 4, config.batch_size, config.seed, "epoch", config.gradient_accumulation_steps)
+        for micro_batch in range(config.gradient_accumulation_steps):
+            starts += data.batch("train", TRAIN, step, micro_batch)[0][:, 0].tolist()
+    assert sorted(starts) == [0, 4, 8, 12, 16, 24, 28, 32]
 
 
 @pytest.mark.parametrize("sampling", ["random", "epoch"])
