@@ -208,12 +208,20 @@ def draw_largest(samples: Samples) -> list[Chart]:
 
 
 def draw_node_kills(samples: Samples) -> list[Chart]:
-    """Draw how long a job that lost a node needs until it trains again."""
+    """Draw how long a job that lost a node needs until it trains again, and its losses over an uninterrupted run."""
     seconds: dict[str, list[float]] = {}
     for row in samples["rows"]:
-        seconds.setdefault(row["kind"], []).append(row["seconds"])
+        if row.get("interrupted", True):  # older results lack the key
+            seconds.setdefault(row["kind"], []).append(row["seconds"])
     rows = {kind: {"median": statistics.median(each), "maximum": max(each)} for kind, each in seconds.items()}
-    return [Chart("time until the job trains again (s), by what was killed", rows)]
+    charts = [Chart("time until the job trains again (s), by what was killed", rows)]
+    if curves := samples.get("curves"):  # older results have none
+        losses = {
+            step: {name: curve[step] for name, curve in curves.items() if step in curve}
+            for step in curves["uninterrupted"]
+        }
+        charts.append(Chart("training loss with lost nodes, over that of an uninterrupted run", losses, "step"))
+    return charts
 
 
 def draw_ladder(samples: Samples) -> list[Chart]:

@@ -193,6 +193,12 @@ def compare_curves(curve: dict[int, float], uninterrupted: dict[int, float]) -> 
     return {"missing_steps": missing, "max_loss_difference": difference}
 
 
+def sample_curve(curve: dict[int, float], steps: int) -> dict[int, float]:
+    """Return at most 51 evenly spaced steps of the curve of a run with this number of steps, for a picture."""
+    interval = -(-steps // 50)
+    return {step: loss for step, loss in curve.items() if step % interval == 0}
+
+
 def measure(kills: int, nodes: int, seed: int, folder: Path) -> dict[str, Any]:
     """Run the job with kills, and then an uninterrupted run on one node. Return the rows and the loss difference."""
     draw = random.Random(seed)
@@ -220,7 +226,10 @@ def measure(kills: int, nodes: int, seed: int, folder: Path) -> dict[str, Any]:
     command.append(f"--max_iters={max(curve)}")
     with open(folder / "uninterrupted.log", "wb") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
-    return {"rows": rows, "steps": max(curve), **compare_curves(curve, losses(folder / "uninterrupted"))}
+    uninterrupted = losses(folder / "uninterrupted")
+    curves = {"with lost nodes": curve, "uninterrupted": uninterrupted}
+    curves = {name: sample_curve(each, max(curve)) for name, each in curves.items()}
+    return {"rows": rows, "steps": max(curve), **compare_curves(curve, uninterrupted), "curves": curves}
 
 
 def main(kills: int = 10, nodes: int = 2, seed: int = 0, write: bool = False) -> None:

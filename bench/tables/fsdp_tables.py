@@ -123,17 +123,22 @@ def node_kills_table() -> str:
     parts = []
     for result in read_results("node-kills"):
         samples, rows = result["samples"], []
+        interrupted = [row for row in samples["rows"] if row.get("interrupted", True)]  # older results lack the key
         for kind, text in kinds.items():
-            lost = [row for row in samples["rows"] if row["kind"] == kind]
+            lost = [row for row in interrupted if row["kind"] == kind]
+            if not lost:
+                continue
             steps = [row["steps_lost"] for row in lost]
             seconds = statistics.median(row["seconds"] for row in lost)
             rows.append([text, str(len(lost)), f"{statistics.fmean(steps):.1f}", str(max(steps)), f"{seconds:.1f}"])
         head = ["how the node was lost", "times", "steps lost (mean)", "steps lost (maximum)"]
         table = format_table([*head, "median time until it trains again (s)"], rows)
         text = (
-            f"\nThe job continued {len(samples['rows'])} times and trained {samples['steps']:,} steps. The max loss "
+            f"\nThe job continued {len(interrupted)} times and trained {samples['steps']:,} steps. The max loss "
             f"difference to an uninterrupted run is {samples['max_loss_difference']:.1e}.\n"
         )
+        if others := len(samples["rows"]) - len(interrupted):
+            text += f"{others} more losses did not interrupt the job, because the node had not joined it yet.\n"
         parts.append(f"Measured on {hardware_of(result)}:\n\n" + table + text)
     return "\n".join(parts)
 

@@ -2,7 +2,7 @@
 
     diagnostics/rank{r}.jsonl     one line per record: memory, norms, the loss of this rank, a digest of the parameters
     diagnostics/rank{r}.json      dtypes and devices of all tensors, modules by class (which show the kernels in use),
-                                  the optimizer, memory at the start, seconds to the first step
+                                  the optimizer, memory at the start, seconds to the first batch and the first step
     diagnostics/rank{r}.pickle    on a GPU: the last allocations with their stacks, for https://pytorch.org/memory_viz
 
 Each rank writes its own files, so that a fault of one rank is visible. `make autopsy` reads them. Without the flag,
@@ -110,6 +110,7 @@ class Diagnostics:
         self.names = {param: name for name, param in model.named_parameters()}
         self.gradients: dict[str, float] = {}
         self.activations: dict[str, float] = {}
+        self.first_batch_seconds: float | None = None  # stays None if the model is compiled
         self.records_allocations = config.diagnostics_interval > 0 and run.device.type == "cuda"
         if self.records_allocations:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ALLOCATIONS)
@@ -126,8 +127,10 @@ class Diagnostics:
             return
         hooks = [self.optimizer.register_step_pre_hook(self._read_gradients)]
         if not self.config.compile:  # a new hook would recompile the model
-            blocks = enumerate(self.model.blocks)  # type: ignore[arg-type]
-            hooks += [block.register_forward_hook(self._make_hook(f"blocks.{i}")) for i, block in blocks]
+            blocks = list(self.model.blocks)  # type: ignore[arg-type]
+            hooks += [block.register_forward_hook(self._make_hook(f"blocks.{i}")) for i, block in enumerate(blocks)]
+            if self.first_batch_seconds is None:
+                hooks.append(blocks[0].register_forward_pre_hook(self._time_first_batch))
         try:
             yield
         finally:
@@ -139,6 +142,11 @@ class Diagnostics:
             self.activations[name] = compute_rms(output)
 
         return hook
+
+    def _time_first_batch(self, *_: Any) -> None:
+        """Record the seconds until the first block gets the first batch."""
+        if self.first_batch_seconds is None:
+            self.first_batch_seconds = time.perf_counter() - self.start
 
     def _read_gradients(self, *_: Any) -> None:
         """Read the norm of this rank's part of each gradient."""
@@ -185,7 +193,9 @@ class Diagnostics:
         with contextlib.suppress(OSError):  # a full disk must not stop the run
             self.folder.mkdir(exist_ok=True)
             if not self.has_written_summary:
-                summary = self._describe() | {"first_step_seconds": time.perf_counter() - self.start}
+                seconds = {"first_batch_seconds": self.first_batch_seconds}
+                seconds["first_step_seconds"] = time.perf_counter() - self.start
+                summary = self._describe() | seconds
                 (self.folder / f"rank{self.run.rank}.json").write_text(json.dumps(summary, indent=1) + "\n")
                 self.has_written_summary = True
             if self.records_allocations:

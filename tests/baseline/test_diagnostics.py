@@ -40,7 +40,10 @@ def test_records_have_the_norms_of_every_parameter(phase, tmp_path):
         assert set(record["activation_rms"]) == {"blocks.0", "blocks.1"}
         assert record["memory"]["allocated"] > 0
     audit = json.loads((tmp_path / "run" / "diagnostics" / "rank1.json").read_text())
-    assert all("float32 on cpu" in name for name in audit["parameters"]) and audit["first_step_seconds"] > 0
+    assert (
+        all("float32 on cpu" in name for name in audit["parameters"])
+        and 0 < audit["first_batch_seconds"] < audit["first_step_seconds"]
+    )
     history = (tmp_path / "run" / "heartbeat" / "rank1.jsonl").read_text().splitlines()
     last = json.loads(history[-1])
     assert {"step", "stage", "waits", "beats"} < set(last)

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from nanoGPT.errors import ConfigError
+from operate.autopsy.__main__ import describe_start
 from operate.autopsy.causes import find_cause
 from operate.autopsy.evidence import Evidence, read_evidence
 from tests.helpers.programs import Program, assert_refused, await_steps, launch, run_program
@@ -48,6 +49,8 @@ def test_a_good_run_has_no_fault(tmp_path):
     train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, diagnostics_interval=1))
     cause = find_cause(read_evidence(tmp_path))
     assert (cause.kind, cause.text) == ("none", "no fault: the run has ended")
+    seconds = r"first batch after [\d.]+ s \(rank \d\), first step after [\d.]+ s \(rank \d\)"
+    assert re.fullmatch(seconds, describe_start(read_evidence(tmp_path)))
 
 
 @pytest.mark.parametrize(

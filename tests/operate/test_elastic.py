@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from bench.tables import fsdp_tables
+from book.result_charts import draw_node_kills
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks
 from nanoGPT.job.watchdog import list_children
@@ -189,3 +191,19 @@ def test_a_lost_node_that_did_not_interrupt_the_job_is_marked(tmp_path, monkeypa
     assert cluster.wait_for_restart(1) and not cluster.wait_for_restart(2)
     result = node_kills.compare_curves({0: 3.0, 2: 1.5}, {0: 3.0, 1: 2.0, 2: 1.0})
     assert result == {"missing_steps": [1], "max_loss_difference": 0.5}
+    assert list(node_kills.sample_curve(dict.fromkeys(range(101), 1.0), 101)) == list(range(0, 101, 3))
+
+
+def test_only_losses_that_interrupted_the_job_are_in_the_table(monkeypatch):
+    """The table and the picture leave out losses that did not interrupt the job; the picture has both loss curves."""
+    row = {"kind": "node", "steps_lost": 6, "seconds": 8.0, "interrupted": True}
+    rows = [row, {**row, "steps_lost": 0, "seconds": 0.0, "interrupted": False}]
+    curves = {"with lost nodes": {"0": 4.0, "5": 3.0}, "uninterrupted": {"0": 4.0, "5": 3.0}}
+    samples = {"rows": rows, "steps": 9, "max_loss_difference": 1e-7, "curves": curves}
+    result = {"hardware": "A", "versions": {"torch": "2"}, "samples": samples}
+    monkeypatch.setattr(fsdp_tables, "read_results", lambda name: [result])
+    table = fsdp_tables.node_kills_table()
+    assert "| 1 | 6.0 | 6 | 8.0 |" in table and "continued 1 times" in table and "1 more losses" in table
+    seconds, losses = draw_node_kills(samples)
+    assert seconds.rows == {"node": {"median": 8.0, "maximum": 8.0}}
+    assert losses.rows == {step: {name: curves[name][step] for name in curves} for step in ("0", "5")}
