@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from workshop import ranks
 
     ranks.DEFAULT_TIMEOUT = DEADLINE
-    ranks.PRELOADED.append("tests.helpers.preloaded")
+    ranks.PRELOADED.append("pytest")  # a rank imports the test file that defines its function, and so pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -167,7 +167,6 @@ def run_in_this_process(
     Args:
         forks: fork the Python programs that this program starts from this process.
     """
-    gc.freeze()  # garbage collections then leave the objects of the server alone
     if processor_seconds is not None:
         resource.setrlimit(resource.RLIMIT_CPU, (processor_seconds, processor_seconds))
     if forks:
