@@ -76,7 +76,7 @@ def test_the_choice_of_attention(monkeypatch):
 def test_deterministic_runs_are_equal(phase, tmp_path, device):
     """Every phase runs with --deterministic, and two such runs have equal losses and norms to the last digit."""
     dtype = "bfloat16" if device == "cuda" else "float32"
-    options = {"device": device, "dtype": dtype, "deterministic": True, "max_iters": 3}
+    options = {"device": device, "dtype": dtype, "deterministic": True, "max_iters": 3, "n_layer": 1}
     options |= {"gradient_accumulation_steps": 2, "eval_interval": 3, "eval_iters": 1}
     first, second = (tiny(phase, tmp_path / name, **options) for name in "ab")
     assert train(phase, 1, first) == train(phase, 1, second)
@@ -109,8 +109,9 @@ def record_compiled_calls(phase: str, config: TrainConfig) -> tuple[set[str], se
 )
 def test_the_compiled_model_is_evaluated(phase, ranks, tmp_path):
     """With --compile, training and evaluation call the compiled model, in the given mode of torch.compile."""
-    options = {"kernels": "none"} if phase == "phase2_triton" else {}
+    options = {"n_layer": 1, "gradient_accumulation_steps": ranks, "eval_iters": ranks}
+    options |= {"kernels": "none"} if phase == "phase2_triton" else {}
     mode = "max-autotune-no-cudagraphs"
-    config = tiny(phase, tmp_path, compile=True, compile_mode=mode, max_iters=1, eval_iters=2, **options)
+    config = tiny(phase, tmp_path, compile=True, compile_mode=mode, max_iters=1, **options)
     for modes, with_gradients in run_on_ranks(record_compiled_calls, ranks, phase, config, show=False):
         assert modes == {mode} and with_gradients == {True, False}

@@ -40,7 +40,7 @@ def test_every_line_of_metrics_has_every_field(tmp_path):
 def test_every_trainer_measures_the_same_token_accuracy(tmp_path):
     """With eval_accuracy, evaluations log the token accuracy. It is the same in every phase, also compiled."""
     fields = {"eval_accuracy": True, "max_iters": 4, "eval_interval": 2, "dropout": 0.0, "learning_rate": 1e-2}
-    fields |= {"gradient_accumulation_steps": 2}
+    fields |= {"gradient_accumulation_steps": 2, "n_layer": 1}
     cells = {"nanoGPT": {}, "phase1_zero1": {}, "phase2_triton": {"kernels": "loss"}, "phase3_fsdp": {}}
     configs = [(phase, tiny(phase, tmp_path / phase, **fields, **more)) for phase, more in cells.items()]
     configs.append(("phase3_fsdp", tiny("phase3_fsdp", tmp_path / "compiled", **fields, compile=True)))

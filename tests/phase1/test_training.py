@@ -57,7 +57,7 @@ def test_kernels_and_zero_go_together(options, tmp_path, device, need_ranks):
     """
     need_ranks(2)
     steps = {**STEPS, "device": device, "dtype": "float32", "compile": False}
-    steps |= {"max_iters": 3, "gradient_accumulation_steps": 4}
+    steps |= {"max_iters": 3, "gradient_accumulation_steps": 4, "batch_size": 1, "eval_iters": 1}
     baseline = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **steps, dropout=0.0))
     fields = {**steps, **options, "kernels": "triton", "ledger": True, "dropout": 0.0, "zero1_bucket_mb": 0.01}
     assert gap(baseline, train("phase1_zero1", 2, tiny("phase1_zero1", tmp_path / "two", **fields))) <= 1e-5

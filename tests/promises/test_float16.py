@@ -22,7 +22,7 @@ KINDS = {
     "naive": ("phase1_zero1", {"zero1_backend": "naive"}),
     "torch": ("phase1_zero1", {"zero1_backend": "torch"}),
     "muon": ("phase1_zero1", {"optimizer": "muon"}),
-    "triton": ("phase2_triton", {"kernels": "gelu"}),
+    "triton": ("phase2_triton", {"kernels": "gelu", "n_layer": 1}),
     "fsdp": ("phase3_fsdp", {}),
     "hsdp": ("phase3_fsdp", {"fsdp_shard_size": "1"}),
 }
