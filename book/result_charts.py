@@ -168,6 +168,18 @@ def draw_overhead(samples: Samples) -> list[Chart]:
     return [Chart("median (ms)", rows)]
 
 
+def draw_diagnostics(samples: Samples) -> list[Chart]:
+    """Draw the median of a step with a record of the diagnostics, next to a step without one."""
+    rows = {
+        name_ranks(row): {
+            "without": statistics.median(row["plain_ms"]),
+            "with a record": statistics.median(row["record_ms"]),
+        }
+        for row in samples["rows"]
+    }
+    return [Chart("step, median (ms)", rows)]
+
+
 def draw_scale(samples: Samples) -> list[Chart]:
     """Draw the start and the save on many ranks, before and after they were improved."""
     rows: dict[str, dict[str, float]] = {}
@@ -276,6 +288,7 @@ CHARTS: dict[str, Drawing] = {
     "zero1-overhead": draw_overhead,
     "zero1-step": draw_medians("update, median (ms)", "ms"),
     "step-overhead": draw_medians("step or part of it, median (ms)", "ms"),
+    "diagnostics-overhead": draw_diagnostics,
     "save-speed": draw_medians("part of a save, median (s)", "s"),
     "published": draw_published,
     "fsdp-memory": draw_fsdp_memory,
