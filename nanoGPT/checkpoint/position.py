@@ -10,7 +10,7 @@ from nanoGPT.train_config import TrainConfig
 def check_position(config: TrainConfig, saved: Mapping[str, Any], name: str) -> None:
     """Check that the next step of a resumed run reads the next sequences of the epoch.
 
-    With `sampling=epoch`, a step reads batch_size * gradient_accumulation_steps sequences, and the step alone determines
+    With `sampling=epoch`, a step reads batch_size * gradient_accumulation_steps sequences, and its number determines
     which ones. Both values may change if their product does not. Random sampling has no position.
 
     Args:

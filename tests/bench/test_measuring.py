@@ -201,6 +201,8 @@ SOURCES = {
     "0.3 GB": "286 MB: the wheel of Triton 3.9 for Python 3.11 on x86-64",
     "2 GB": "754 MB of torch, 999 MB of Triton, and 0.2 GB of other packages, by du",
     "1.5 times": "3P(N-1)/N to 2P(N-1)/N",
+    "1.50 times": "2(N-1)/N on 4 ranks: a ring's reduce-scatter and all-gather",
+    "2.25 times": "3(N-1)/N on 4 ranks: gloo's reduce-scatter sends as much as an all-reduce",
     "16 bytes": "4 for a parameter, 4 for its gradient, 8 for the moments of AdamW",
     "25 MiB": "the default of zero1_bucket_mb",
     "4 MiB": "the setting of the timeline, in its result file",

@@ -192,6 +192,15 @@ def test_a_rank_that_reads_a_value_from_the_device_is_recognized():
     assert answers == [False]
 
 
+def test_a_rank_that_makes_progress_reads_no_heartbeats(tmp_path):
+    """Only a rank that makes no progress reads the heartbeats of other ranks, so a healthy job reads none."""
+    job = SimulatedJob(tmp_path, 3)
+    for step in range(20):
+        job.advance(1, {0: {"step": step}, 1: {}, 2: {}})
+    assert list(job.detector.statuses) == [0]
+    assert job.advance(13, {0: {"step": 19}, 1: {}, 2: {}}) and len(job.detector.statuses) == 3
+
+
 def test_compiling_counts_as_progress(tmp_path):
     """While the main thread compiles, every heartbeat counts as progress. While a compiled model runs, none counts."""
     (tmp_path / "heartbeat").mkdir()
