@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.tables.deepspeed_tables import name_run
 from book.charts import Chart, Timeline, draw_chart
 from nanoGPT.errors import ConfigError
 
@@ -148,6 +149,19 @@ def draw_nanogpt(samples: Samples) -> list[Chart]:
     return [Chart("step, median (ms)", rows)]
 
 
+def draw_deepspeed(samples: Samples) -> list[Chart]:
+    """Draw communication and memory of our trainers and of DeepSpeed."""
+    names = [f"{name_run(row).replace('`', '')}, {row['ranks']} ranks" for row in samples["rows"][1:]]
+    sent, alive = {}, {}
+    for name, row in zip(names, samples["rows"][1:], strict=True):
+        sent[name] = {"": sum(each["ring_bytes"] for each in row["collectives"]) / MB}
+        alive[name] = {"": row["live_bytes"] / MB}
+    return [
+        Chart("communication volume per rank and step, ring algorithm (MB)", sent),
+        Chart("tensors of rank 0 after a step (MB)", alive),
+    ]
+
+
 def draw_medians(title: str, unit: str) -> Drawing:
     """Return a function that draws the median of every list of samples whose name ends in a unit."""
 
@@ -282,6 +296,7 @@ CHARTS: dict[str, Drawing] = {
     "generation": draw_generation,
     "muon": draw_muon,
     "nanogpt": draw_nanogpt,
+    "deepspeed": draw_deepspeed,
     "scale": draw_scale,
     "torture": draw_torture,
     "sizes": draw_sizes,
