@@ -261,6 +261,25 @@ def draw_resources(samples: Samples) -> list[Chart]:
     return [Chart(f"registers per thread on {DRAWN_GPU}, {DRAWN_WIDTH} channels; the limit is 255", rows)]
 
 
+def draw_goals(samples: Samples) -> list[Chart]:
+    """Draw the goal of each kernel next to its forecast, as ratios."""
+    rows = {row["name"]: {name: row[name] for name in ("goal", "cautious", "best")} for row in samples["rows"]}
+    return [Chart("goals of the kernels, and cautious and best forecasts for an H100 (ratios)", rows)]
+
+
+def draw_step_parts(samples: Samples) -> list[Chart]:
+    """Draw where the time of a step goes in each trainer."""
+    parts = {
+        "computation": "computation_ms",
+        "communication without computation": "exposed_ms",
+        "Python and waiting": "rest_ms",
+    }
+    rows = {
+        trainer: {name: parts_of_step[key] for name, key in parts.items()} for trainer, parts_of_step in samples.items()
+    }
+    return [Chart("parts of a step on rank 0 (ms)", rows)]
+
+
 def draw_zero1_timeline(samples: Samples) -> list[Timeline]:
     """Draw the stages of a step of ZeRO-1 and its collectives on one axis."""
     rows: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -303,6 +322,8 @@ CHARTS: dict[str, Drawing] = {
     "largest": draw_largest,
     "node-kills": draw_node_kills,
     "kernel-ladder": draw_ladder,
+    "kernel-goals": draw_goals,
+    "step-parts": draw_step_parts,
     "kernel-resources": draw_resources,
     "zero1-timeline": draw_zero1_timeline,
 }
