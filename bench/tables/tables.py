@@ -18,6 +18,7 @@ from bench.kernels.costs import Shapes, list_kernel_costs
 from bench.kernels.forecast import forecast_table
 from bench.kernels.goals import goals_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
+from bench.tables.deepspeed_tables import DEEPSPEED_TABLES
 from bench.tables.expected_tables import EXPECTED_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.phase_tables import PHASE_TABLES
@@ -302,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
     **CAMPAIGN_TABLES,
+    **DEEPSPEED_TABLES,
     **PHASE_TABLES,
     **PLAN_TABLES,
     **ZERO1_TABLES,
