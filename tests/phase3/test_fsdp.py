@@ -345,7 +345,7 @@ def test_kernels_are_in_the_sharded_model(device, need_ranks):
         ({"fsdp_shard_size": "²"}, "does not divide 4"),
         ({"fsdp_wrap": "block", "fsdp_min_num_params": 5}, "remove --fsdp_wrap=block"),
         ({"fsdp_activation_checkpointing": "every_5"}, "up to every_4"),
-        ({"kernels": "fast"}, "use triton, none, or some of attention,"),
+        ({"kernels": "fast"}, "use triton, none, auto, or some of attention,"),
         ({"fsdp_activation_checkpointing": "every_0"}, "use none, full, selective, or every_2"),
         ({"fsdp_activation_checkpointing": "some"}, "use none, full, selective, or every_2"),
         ({"fsdp_prefetch": -1}, "use 0 or more"),
