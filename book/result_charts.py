@@ -318,6 +318,7 @@ CHARTS: dict[str, Drawing] = {
     "scale": draw_scale,
     "startup": draw_startup,
     "step-parts": draw_step_parts,
+    "twins": draw_twins,
     "torture": draw_torture,
     "sizes": draw_sizes,
     "largest": draw_largest,

@@ -1,6 +1,6 @@
 """Train scaled-down twins of the configurations `mid` and `target` for 200 steps on two ranks.
 
-    python -m bench.trainer.twins             # three minutes on 2 cores
+    python -m bench.trainer.twins             # about 80 s of CPU time per rank and twin
     python -m bench.trainer.twins --write     # also write bench/results/twins-<hardware>.json
 
 A twin has the blocks, the heads and the options of its configuration: Muon, bfloat16, activation checkpointing, and
