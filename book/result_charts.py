@@ -204,10 +204,39 @@ def draw_scale(samples: Samples) -> list[Chart]:
     return [Chart("seconds per rank, before and after an improvement", dict(sorted(rows.items(), reverse=True)))]
 
 
+def draw_startup(samples: Samples) -> list[Chart]:
+    """Draw the peak memory in which a rank initialized its shard, next to the shard and to the full model."""
+    rows = {}
+    for row in samples["rows"]:
+        shard, peak = (max(rank[key] for rank in row["ranks"]) / 1e9 for key in ("shard_bytes", "peak_bytes"))
+        rows[row["name"]] = {"full model": 4 * row["parameters"] / 1e9, "shard": shard, "peak memory": peak}
+    return [Chart("memory of a rank at the start of 8 ranks, maximum over all ranks (GB)", rows)]
+
+
 def draw_torture(samples: Samples) -> list[Chart]:
     """Draw what the random kills of a save left."""
     rows = {left: {"": float(count)} for left, count in samples["random"]["left"].items()}
     return [Chart(f"what {samples['random']['kills']} random kills left (number of kills)", rows)]
+
+
+def draw_step_parts(samples: Samples) -> list[Chart]:
+    """Draw the parts of a step of each phase."""
+    parts = {"computation": "computation_ms", "communication without computation": "exposed_ms"}
+    parts["Python and waiting"] = "rest_ms"
+    rows = {phase: {name: each[key] for name, key in parts.items()} for phase, each in samples.items()}
+    return [Chart("parts of a step on 4 ranks (ms)", rows)]
+
+
+def draw_twins(samples: Samples) -> list[Chart]:
+    """Draw the losses of the scaled-down twins, and their peak memory next to the planner's."""
+    losses: dict[str, dict[str, float]] = {}
+    peaks = {}
+    for row in samples["rows"]:
+        for step in [*range(0, len(row["losses"]), 10), len(row["losses"]) - 1]:
+            losses.setdefault(str(step), {})[row["name"]] = row["losses"][step]
+        measured, planned = sum(row["peak_bytes"].values()) / MB, row["predicted_peak_bytes"] / MB
+        peaks[row["name"]] = {"measured": measured, "planned": planned}
+    return [Chart("training loss of the twins", losses, "step"), Chart("peak memory of rank 0 (MB)", peaks)]
 
 
 def draw_sizes(samples: Samples) -> list[Chart]:
@@ -308,6 +337,10 @@ WITHOUT_CHART = {
         "There is no picture. Each run has another combination of ten options, so no axis orders the runs. The result "
         "is that every measured number equals its formula, and a table shows two equal numbers better than two bars."
     ),
+    "kernel-goals": (
+        "There is no picture. A goal is a minimum or a maximum, with its own unit: a share of a bandwidth, or a ratio "
+        "of two times. The table shows each goal next to its cautious and its best forecast."
+    ),
 }
 CHARTS: dict[str, Drawing] = {
     "matrix": draw_matrix,
@@ -330,6 +363,9 @@ CHARTS: dict[str, Drawing] = {
     "nanogpt": draw_nanogpt,
     "deepspeed": draw_deepspeed,
     "scale": draw_scale,
+    "startup": draw_startup,
+    "step-parts": draw_step_parts,
+    "twins": draw_twins,
     "torture": draw_torture,
     "sizes": draw_sizes,
     "largest": draw_largest,

@@ -129,6 +129,15 @@ class TrainConfig:
         """Return the fraction of all parameters that a rank stores in GPU memory, or in CPU memory."""
         return 1.0
 
+    def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
+        """Return the bytes of model state per parameter that a rank stores in GPU memory just before an update."""
+        return 8 + self.moment_bytes
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of optimizer state per parameter. Muon stores 4 for a matrix of a block, and 8 for the rest."""
+        return 4 if self.optimizer == "muon" else 8
+
     @property
     def supports_mps(self) -> bool:
         """Whether the trainer can run on an Apple GPU, with one process."""

@@ -118,6 +118,10 @@ class FsdpConfig(TrainConfig):
             return 1.0
         return 0.0 if on_gpu and self.fsdp_cpu_offload else 1 / self.ranks_per_replica(world_size, local_world_size)
 
+    def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
+        full_state = super().min_gpu_state(world_size, local_world_size)
+        return full_state * self.local_param_fraction(world_size, local_world_size, on_gpu=True)
+
     def _check_ddp(self) -> None:
         default = FsdpConfig()
         names = ("fsdp_wrap", "fsdp_min_num_params", "fsdp_reshard_after_forward", "fsdp_shard_size")

@@ -64,17 +64,19 @@ SCALE_PARTS: dict[str, tuple[str, str, Callable[[int], float]]] = {
     "init_after": ("start-up: draw this rank's rows", "a + b/N", lambda N: 1 / N),
     "save_before": ("a later save on rank 0, without a cached plan", "a + bN", float),
     "save_after": ("a later save on rank 0, with a cached plan", "a + bN", float),
-    "stop": ("agreement on whether to stop, per step", "a + b log N", math.log),
+    "stop": ("agreement on whether to stop, per step", "a + b log N", math.log),  # older results
+    "stop_before": ("agreement on whether to stop, after every step", "a + b log N", math.log),
+    "stop_after": ("agreement on whether to stop, once a second, per step", "a + b log N", math.log),
 }
 
 
 def extrapolate(ranks: list[int], values: list[float], law: Callable[[int], float], target_ranks: int) -> float:
-    """Return a + b law(target_ranks), with a and b fitted by least squares; the mean if the law is constant."""
+    """Return a + b law(target_ranks), fitted by least squares; the mean if the law is constant, or b is below 0."""
     xs = [law(n) for n in ranks]
     mean_x, mean = statistics.mean(xs), statistics.mean(values)
     spread = sum((x - mean_x) ** 2 for x in xs)
     slope = sum((x - mean_x) * (v - mean) for x, v in zip(xs, values, strict=True)) / spread if spread else 0.0
-    return mean + slope * (law(target_ranks) - mean_x)
+    return mean + max(0.0, slope) * (law(target_ranks) - mean_x)
 
 
 def scale_table() -> str:
@@ -84,13 +86,74 @@ def scale_table() -> str:
         measured = result["samples"]["rows"]
         ranks, rows = [row["ranks"] for row in measured], []
         for name, (text, law_text, law) in SCALE_PARTS.items():
+            if name not in measured[0]:
+                continue
             values = [1000 * row[name] for row in measured]
             at_1024 = extrapolate(ranks, values, law, 1024)
-            cells = [f"{value:,.1f}" for value in values]
-            rows.append([text, *cells, f"{at_1024:,.1f} ({law_text})"])
+            digits = 3 if name.startswith("stop") else 1
+            cells = [f"{value:,.{digits}f}" for value in values]
+            rows.append([text, *cells, f"{at_1024:,.{digits}f} ({law_text})"])
         head = ["CPU time of a rank (ms)", *(f"{n} ranks" for n in ranks), "1,024 ranks, extrapolated"]
         params, tensors = result["settings"]["parameters"], result["settings"]["tensors"]
         lead = f"Measured on {hardware_of(result)}: {params / 1e6:,.0f}M parameters, {tensors} tensors in a save:\n\n"
+        parts.append(lead + format_table(head, rows))
+    return "\n".join(parts)
+
+
+def startup_table() -> str:
+    """Return the peak memory in which the ranks initialized their shards, next to the shard and one block of rows."""
+    parts = []
+    for result in read_results("startup"):
+        rows = []
+        for row in result["samples"]["rows"]:
+            shard, peak = (max(rank[key] for rank in row["ranks"]) / 1e6 for key in ("shard_bytes", "peak_bytes"))
+            block = row["chunk_bytes"] / 1e6
+            rows.append(
+                [
+                    f"`{row['name']}`",
+                    "in turn" if row["takes_turns"] else "at the same time",
+                    f"{4 * row['parameters'] / 1e6:,.1f}",
+                    f"{shard:,.1f}",
+                    f"{block:.1f}",
+                    f"{peak:,.1f}",
+                    f"{peak - shard - block:.1f}",
+                    f"{max(rank['seconds'] for rank in row['ranks']):.0f}",
+                ]
+            )
+        head = ["configuration", "the ranks start", "full model (MB)", "shard (MB)", "one block of rows (MB)"]
+        head += ["peak memory (MB)", "peak - shard - block (MB)", "time (s)"]
+        ranks = result["settings"]["ranks"]
+        lead = f"Measured on {hardware_of(result)}: the maximum over {ranks} ranks, parameters in fp32:\n\n"
+        parts.append(lead + format_table(head, rows))
+    return "\n".join(parts)
+
+
+def twins_table() -> str:
+    """Return the losses of the scaled-down twins, and their memory next to the formula and the planner."""
+    parts = []
+    for result in read_results("twins"):
+        steps = result["settings"]["steps"]
+        shown = [*range(0, steps, 50), steps - 1]
+        rows = []
+        for row in result["samples"]["rows"]:
+            state, expected, peak = (
+                sum(row[key].values()) for key in ("state_bytes", "expected_state_bytes", "peak_bytes")
+            )
+            planned = row["predicted_peak_bytes"]
+            rows.append(
+                [
+                    f"`{row['name']}`",
+                    f"{row['parameters'] / 1e6:.2f}M, {row['n_layer']} x {row['n_embd']}",
+                    *(f"{row['losses'][step]:.3f}" for step in shown),
+                    f"{state / 1e6:.3f}",
+                    "yes" if state == expected else "NO",
+                    f"{peak / 1e6:.3f}",
+                    f"{planned / 1e6:.3f} ({planned / peak - 1:+.2%})",
+                ]
+            )
+        head = ["twin of", "parameters, blocks x channels", *(f"loss, step {step}" for step in shown)]
+        head += ["model state (MB)", "matches the formula", "peak memory (MB)", "peak by the planner (MB)"]
+        lead = f"Measured on {hardware_of(result)}, {result['settings']['ranks']} ranks, memory of rank 0:\n\n"
         parts.append(lead + format_table(head, rows))
     return "\n".join(parts)
 
@@ -123,5 +186,7 @@ PLAN_TABLES: dict[str, Callable[[], str]] = {
     "sizes": sizes_table,
     "largest": largest_table,
     "scale": scale_table,
+    "startup": startup_table,
+    "twins": twins_table,
     "inference": inference_table,
 }

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import torch
+
 from nanoGPT.checkpoint.hugging_face import PRETRAINED
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.algorithms import choose_attention
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError, did_you_mean
-from nanoGPT.memory.device import check_parameters_fit
+from nanoGPT.memory.device import check_parameters_fit, check_state_fits
 from nanoGPT.train_config import TrainConfig, validate
 
 
@@ -34,4 +36,7 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> To
     data = TokenData.from_config(config)
     if device.type == "cpu" and config.init_from in ("scratch", "resume"):
         check_parameters_fit(config, data.tokenizer["vocab_size"], world_size, local_world_size)
+    if device.type == "cuda" and config.init_from in ("scratch", "resume"):
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+        check_state_fits(config, data.tokenizer["vocab_size"], world_size, local_world_size, gpu_bytes)
     return data

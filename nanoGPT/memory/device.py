@@ -7,6 +7,7 @@ job.
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import resource
@@ -172,3 +173,29 @@ def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, 
                 f"fp32{ranks_text}, but {owner} {format_bytes(total)}: "
                 f"{SMALLER_MODEL}{'nodes' if is_shared else 'ranks'}"
             )
+
+
+def check_state_fits(
+    config: TrainConfig, vocab_size: int, world_size: int, local_world_size: int, gpu_bytes: int
+) -> None:
+    """Check that the model state of a rank fits into the memory of its GPU. Activations need memory too.
+
+    Args:
+        config, vocab_size, world_size, local_world_size: see `check_parameters_fit`.
+        gpu_bytes: the memory of a GPU.
+
+    Raises:
+        ConfigError: the model state alone needs more memory; the message has the number of GPUs that FSDP needs.
+    """
+    shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
+    params = shape.count_params()
+    needed = config.min_gpu_state(world_size, local_world_size) * params
+    if needed <= gpu_bytes:
+        return
+    gpus = math.ceil((8 + config.moment_bytes) * params / gpu_bytes)
+    raise ConfigError(
+        f"a model with --n_layer={shape.n_layer} --n_embd={shape.n_embd} has {params:,} parameters, and their model "
+        f"state needs {format_bytes(needed)} on each of {world_size} rank(s), but a GPU has {format_bytes(gpu_bytes)}: "
+        f"use a smaller --n_layer or --n_embd, `make phase3` on at least {gpus:,} GPUs, or `make phase3` with "
+        "--fsdp_cpu_offload=True"
+    )

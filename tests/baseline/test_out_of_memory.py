@@ -23,6 +23,7 @@ from nanoGPT.memory import costs
 from nanoGPT.memory.device import (
     DeviceMemory,
     check_parameters_fit,
+    check_state_fits,
     control_group_limits,
     format_bytes,
     gpu_memory,
@@ -104,6 +105,22 @@ def test_the_parameters_of_all_ranks_of_a_node_must_fit():
         check_parameters_fit(set_width_for_memory_share(0.6, FsdpConfig(fsdp_shard_size="1")), 75, 2, 2)
     with pytest.raises(ConfigError, match="in fp32, but this machine has"):
         check_parameters_fit(set_width_for_memory_share(1.2, TrainConfig()), 75, 1, 1)
+
+
+def test_the_model_state_must_fit_into_a_gpu():
+    """A model with 1.56B parameters (25 GB of state) is refused on two GPUs of 12.6 GB, except if FSDP shards or
+    offloads its state. The message has the number of GPUs that FSDP needs."""
+    xl = {"n_layer": 48, "n_head": 25, "n_embd": 1600, "block_size": 1024, "bias": False}
+    refused = [TrainConfig(**xl), Zero1Config(**xl), Zero1Config(**xl, zero_stage=2), FsdpConfig(**xl, use_fsdp=False)]
+    for config in [*refused, FsdpConfig(**xl, fsdp_shard_size="1")]:
+        with pytest.raises(ConfigError, match="on each of 2 rank.*at least 2 GPUs, or .* --fsdp_cpu_offload=True"):
+            check_state_fits(config, 50304, 2, 2, 12_600_000_000)
+    for config in (FsdpConfig(**xl), FsdpConfig(**xl, fsdp_shard_size="1", fsdp_cpu_offload=True)):
+        check_state_fits(config, 50304, 2, 2, 12_600_000_000)
+    params = GPTConfig(48, 25, 1600, 1024, False, 50304).count_params()
+    for config, per_param in zip(refused, (16, 12, 10, 16), strict=True):  # 16P, 8P + 8P/N, 4P + 12P/N
+        assert config.min_gpu_state(2, 2) == per_param
+        check_state_fits(config, 50304, 2, 2, per_param * params)
 
 
 def test_control_group_limits_are_read(tmp_path):

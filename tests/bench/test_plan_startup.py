@@ -1,13 +1,22 @@
-"""The planner's times to start, to save and to resume."""
+"""The planner's times to start, to save and to resume, and the memory of a real start."""
 
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
 from bench.plan.startup import count_tensors, estimate_startup
+from bench.sharding.startup import measure_start
 from bench.tables.records import read_results
 from nanoGPT.model import GPTConfig
+from phase3_fsdp.fsdp import FsdpConfig
+from workshop.ranks import run_on_ranks
+
+
+def read_scale() -> dict[str, Any]:
+    """Return the result of the machine that the planner's rates are from."""
+    return next(result for result in read_results("scale") if "AMD" in result["hardware"])
 
 
 def test_startup_and_save_times_match_measurements():
@@ -15,7 +24,7 @@ def test_startup_and_save_times_match_measurements():
 
     The bandwidth of the measured disk is that of a save without hashes and without the rename.
     """
-    (scale,), (save,) = read_results("scale"), read_results("save-speed")
+    scale, (save,) = read_scale(), read_results("save-speed")
     params = scale["settings"]["parameters"]
     bare, ours = (median(save["samples"][name]) for name in ("bare_s", "ours_s"))
     row: dict[str, Any] = {"phase": "phase1", "options": {}, "state_bytes": {"optimizer_state": 8 * params}}
@@ -30,12 +39,25 @@ def test_startup_and_save_times_match_measurements():
 
 def test_the_index_of_a_checkpoint_takes_the_measured_time():
     """From 8 to 64 ranks, the predicted time of a save grows as the CPU time of rank 0 does, to 10%."""
-    (scale,) = read_results("scale")
+    scale = read_scale()
     first, *_, last = scale["samples"]["rows"]
     row: dict[str, Any] = {"phase": "phase3", "options": {}, "state_bytes": {"optimizer_state": 0}}
     few, many = (estimate_startup(row, 0, 75, each["ranks"], 1e9)["save_seconds"] for each in (first, last))
     assert count_tensors(GPTConfig(bias=False)) == 75
     assert many - few == pytest.approx(last["save_after"] - first["save_after"], rel=0.1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux reports the peak of a process")
+def test_a_start_holds_the_shard_and_one_block_of_rows():
+    """On 4 ranks, the peak memory of a start exceeds the shard (32 MB) by less than 4 MB, also if the ranks take turns.
+
+    The full model has 128 MB.
+    """
+    shape = GPTConfig(2, 2, 512, 16, False, 50304)
+    for takes_turns in (False, True):
+        for each in run_on_ranks(measure_start, 4, FsdpConfig(), shape, takes_turns, show=False):
+            assert each["shard_bytes"] == shape.count_params()
+            assert -2e6 < each["peak_bytes"] - each["shard_bytes"] < 4e6
 
 
 def test_a_rank_saves_its_share():
