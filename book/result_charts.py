@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.tables.deepspeed_tables import name_run
 from book.charts import Chart, Timeline, draw_chart
 from nanoGPT.errors import ConfigError
 
@@ -148,6 +149,19 @@ def draw_nanogpt(samples: Samples) -> list[Chart]:
     return [Chart("step, median (ms)", rows)]
 
 
+def draw_deepspeed(samples: Samples) -> list[Chart]:
+    """Draw communication and memory of our trainers and of DeepSpeed."""
+    names = [f"{name_run(row).replace('`', '')}, {row['ranks']} ranks" for row in samples["rows"][1:]]
+    sent, alive = {}, {}
+    for name, row in zip(names, samples["rows"][1:], strict=True):
+        sent[name] = {"": sum(each["ring_bytes"] for each in row["collectives"]) / MB}
+        alive[name] = {"": row["live_bytes"] / MB}
+    return [
+        Chart("communication volume per rank and step, ring algorithm (MB)", sent),
+        Chart("tensors of rank 0 after a step (MB)", alive),
+    ]
+
+
 def draw_medians(title: str, unit: str) -> Drawing:
     """Return a function that draws the median of every list of samples whose name ends in a unit."""
 
@@ -166,6 +180,18 @@ def draw_overhead(samples: Samples) -> list[Chart]:
         for name, values in row["samples_ms"].items():
             rows.setdefault(name.replace("_", " "), {})[f"{row['ranks']} ranks"] = statistics.median(values)
     return [Chart("median (ms)", rows)]
+
+
+def draw_diagnostics(samples: Samples) -> list[Chart]:
+    """Draw the median of a step with a record of the diagnostics, next to a step without one."""
+    rows = {
+        name_ranks(row): {
+            "without": statistics.median(row["plain_ms"]),
+            "with a record": statistics.median(row["record_ms"]),
+        }
+        for row in samples["rows"]
+    }
+    return [Chart("step, median (ms)", rows)]
 
 
 def draw_scale(samples: Samples) -> list[Chart]:
@@ -191,14 +217,6 @@ def draw_torture(samples: Samples) -> list[Chart]:
     """Draw what the random kills of a save left."""
     rows = {left: {"": float(count)} for left, count in samples["random"]["left"].items()}
     return [Chart(f"what {samples['random']['kills']} random kills left (number of kills)", rows)]
-
-
-def draw_step_parts(samples: Samples) -> list[Chart]:
-    """Draw the parts of a step of each phase."""
-    parts = {"computation": "computation_ms", "communication without computation": "exposed_ms"}
-    parts["Python and waiting"] = "rest_ms"
-    rows = {phase: {name: each[key] for name, key in parts.items()} for phase, each in samples.items()}
-    return [Chart("parts of a step on 4 ranks (ms)", rows)]
 
 
 def draw_twins(samples: Samples) -> list[Chart]:
@@ -276,6 +294,25 @@ def draw_resources(samples: Samples) -> list[Chart]:
     return [Chart(f"registers per thread on {DRAWN_GPU}, {DRAWN_WIDTH} channels; the limit is 255", rows)]
 
 
+def draw_goals(samples: Samples) -> list[Chart]:
+    """Draw the goal of each kernel next to its forecast, as ratios."""
+    rows = {row["name"]: {name: row[name] for name in ("goal", "cautious", "best")} for row in samples["rows"]}
+    return [Chart("goals of the kernels, and cautious and best forecasts for an H100 (ratios)", rows)]
+
+
+def draw_step_parts(samples: Samples) -> list[Chart]:
+    """Draw where the time of a step goes in each trainer."""
+    parts = {
+        "computation": "computation_ms",
+        "communication without computation": "exposed_ms",
+        "Python and waiting": "rest_ms",
+    }
+    rows = {
+        trainer: {name: parts_of_step[key] for name, key in parts.items()} for trainer, parts_of_step in samples.items()
+    }
+    return [Chart("parts of a step on rank 0 (ms)", rows)]
+
+
 def draw_zero1_timeline(samples: Samples) -> list[Timeline]:
     """Draw the stages of a step of ZeRO-1 and its collectives on one axis."""
     rows: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -292,10 +329,6 @@ WITHOUT_CHART = {
         "There is no picture. Each run has another combination of ten options, so no axis orders the runs. The result "
         "is that every measured number equals its formula, and a table shows two equal numbers better than two bars."
     ),
-    "kernel-goals": (
-        "There is no picture. A goal is a minimum or a maximum, with its own unit: a share of a bandwidth, or a ratio "
-        "of two times. The table shows each goal next to its cautious and its best forecast."
-    ),
 }
 CHARTS: dict[str, Drawing] = {
     "matrix": draw_matrix,
@@ -309,21 +342,24 @@ CHARTS: dict[str, Drawing] = {
     "zero1-overhead": draw_overhead,
     "zero1-step": draw_medians("update, median (ms)", "ms"),
     "step-overhead": draw_medians("step or part of it, median (ms)", "ms"),
+    "diagnostics-overhead": draw_diagnostics,
     "save-speed": draw_medians("part of a save, median (s)", "s"),
     "published": draw_published,
     "fsdp-memory": draw_fsdp_memory,
     "generation": draw_generation,
     "muon": draw_muon,
     "nanogpt": draw_nanogpt,
+    "deepspeed": draw_deepspeed,
     "scale": draw_scale,
     "startup": draw_startup,
-    "step-parts": draw_step_parts,
     "twins": draw_twins,
     "torture": draw_torture,
     "sizes": draw_sizes,
     "largest": draw_largest,
     "node-kills": draw_node_kills,
     "kernel-ladder": draw_ladder,
+    "kernel-goals": draw_goals,
+    "step-parts": draw_step_parts,
     "kernel-resources": draw_resources,
     "zero1-timeline": draw_zero1_timeline,
 }

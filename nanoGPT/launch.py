@@ -267,7 +267,7 @@ def report_exit(config: TrainConfig, code: int, reason: str) -> int:
 def show_sample(config: TrainConfig) -> None:
     """Print a sample of text from the trained model. A failure here does not change the exit code of the run.
 
-    A model that one process would load for minutes is skipped.
+    A model with more than MAX_SAMPLED_PARAMS parameters is skipped, because one process would have to load it.
     """
     from nanoGPT import sample
 
@@ -276,7 +276,7 @@ def show_sample(config: TrainConfig) -> None:
         manifest = next((manifest for _, manifest in read_manifests(Path(config.out_dir))), None)
         params = GPTConfig.from_dict(manifest["model_args"]).count_params() if manifest else 0
         if params > MAX_SAMPLED_PARAMS:
-            print(f"\nno sample: one process needs minutes to load {params:,} parameters; for a sample: {command}")
+            print(f"\nno sample: the model has more than {MAX_SAMPLED_PARAMS:,} parameters; for a sample: {command}")
             return
         print(f"\nA sample from {config.out_dir} (more: {command}):\n", flush=True)
         sample.main(sample.SampleConfig(out_dir=config.out_dir, max_new_tokens=300, device=config.device))

@@ -99,7 +99,8 @@ def check_model_fits(shape: GPTConfig, device: torch.device | None = None) -> No
         if needed > total:
             raise ConfigError(
                 f"the model has {shape.count_params():,} parameters, which need {format_bytes(needed)} in fp32, but "
-                f"{owner} {format_bytes(total)}: spread it over several ranks with `make evaluate`"
+                f"{owner} {format_bytes(total)}: use a machine with more memory, "
+                "or evaluate the model on several ranks with `make evaluate`"
             )
 
 

@@ -103,7 +103,8 @@ def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Con
     if config.kernels.lower() != "none":
         from phase2_triton.apply import apply_kernels
 
-        for line in apply_kernels(model, kernels, run.device.type):
+        requested = "auto" if config.kernels.lower() == "auto" else kernels  # for auto, the lines give the reason
+        for line in apply_kernels(model, requested, run.device.type, config.compile):
             run.print0(line)
     if isinstance(optimizer, Zero1Optimizer):
         # Compiled code cannot wait for a collective in its middle. Kernels read the parameters of other modules.

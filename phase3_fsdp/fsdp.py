@@ -176,7 +176,8 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     if config.kernels.lower() != "none":
         from phase2_triton.apply import apply_kernels
 
-        for line in apply_kernels(model, kernels, run.device.type):
+        requested = "auto" if config.kernels.lower() == "auto" else kernels  # for auto, the lines give the reason
+        for line in apply_kernels(model, requested, run.device.type, config.compile):
             run.print0(line)
     checkpoint_activations(model, config.fsdp_activation_checkpointing)
     if not config.use_fsdp:

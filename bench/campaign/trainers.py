@@ -183,12 +183,12 @@ def time_evaluation(package: str, config: Any) -> float:
     program, seconds = importlib.import_module(f"{package}.evaluate"), []
     evaluate = program.evaluate
 
-    def evaluate_twice(model: Any, data: Any, config: Any, run: Any) -> float:
+    def evaluate_twice(model: Any, data: Any, config: Any, run: Any) -> tuple[float, float | None]:
         evaluate(model, data, replace(config, eval_iters=2), run)
         start = time.perf_counter()
-        loss, _ = evaluate(model, data, config, run)  # reads the loss, and so waits for the GPU
+        result: tuple[float, float | None] = evaluate(model, data, config, run)  # reads the loss: waits for the GPU
         seconds.append(time.perf_counter() - start)
-        return loss
+        return result
 
     with mock.patch.object(program, "evaluate", evaluate_twice):
         program.evaluate_weights(config)

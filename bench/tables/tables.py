@@ -18,6 +18,7 @@ from bench.kernels.costs import Shapes, list_kernel_costs
 from bench.kernels.forecast import forecast_table
 from bench.kernels.goals import goals_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
+from bench.tables.deepspeed_tables import DEEPSPEED_TABLES
 from bench.tables.expected_tables import EXPECTED_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.phase_tables import PHASE_TABLES
@@ -25,6 +26,7 @@ from bench.tables.plan_tables import PLAN_TABLES
 from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
 from bench.tables.symptoms import SYMPTOM_TABLES
 from bench.tables.zero1_tables import ZERO1_TABLES
+from bench.trainer.diagnostics_overhead import summarize
 from bench.trainer.throughput import quartile_spread
 from nanoGPT.errors import ConfigError
 from phase2_triton.kernels.core import Cost, record_launches
@@ -98,6 +100,23 @@ def overhead_table() -> str:
         )
     head = ["hardware", "bare loop (ms)", "trainer (ms)", "trainer / bare loop", "data loading / trainer"]
     return format_table([*head, "step with ledger / step without"], rows)
+
+
+def diagnostics_table() -> str:
+    """Return the time of a step with a record of the diagnostics, and what the diagnostics cost if they are off."""
+    parts = []
+    for result in read_results("diagnostics-overhead"):
+        off, rows = statistics.median(result["samples"]["off_ms"]), []
+        for row in result["samples"]["rows"]:
+            summary = summarize(row)
+            times = [f"{summary[name]:.1f}" for name in ("plain_ms", "record_ms")]
+            ratios = [f"{summary[name]:.2f}" for name in ("ratio", "fast_ratio")]
+            share = f"{off / summary['plain_ms']:.4%}"
+            rows.append([TRAINERS[row["phase"]], str(row["ranks"]), *times, *ratios, share])
+        head = ["trainer", "ranks", "step (ms)", "step with a record (ms)", "ratio of medians"]
+        head += ["ratio of the fastest tenths", "diagnostics off / step"]
+        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
+    return "\n".join(parts)
 
 
 def step_parts_table() -> str:
@@ -270,6 +289,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "runs": runs_table,
     "overhead": overhead_table,
     "phase2_runs": phase2_runs_table,
+    "diagnostics": diagnostics_table,
     "step_parts": step_parts_table,
     "throughput": throughput_table,
     "four_ranks": four_ranks_table,
@@ -283,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
     **CAMPAIGN_TABLES,
+    **DEEPSPEED_TABLES,
     **PHASE_TABLES,
     **PLAN_TABLES,
     **ZERO1_TABLES,

@@ -28,8 +28,8 @@ def check_position(config: TrainConfig, saved: Mapping[str, Any], name: str) -> 
     for field, old in (("sampling", old_sampling), ("seed", saved["seed"])):
         if (value := getattr(config, field)) != old:
             raise ConfigError(
-                f"--{field}={value}, but {name} is inside an epoch with {field}={old}: use --{field}={old} to resume, "
-                f"{new_run}"
+                f"--{field}={value}, but {name} was trained with --{field}={old}, so sequences would be skipped or "
+                f"repeated: use --{field}={old} to resume, {new_run}"
             )
     sequences = config.batch_size * config.gradient_accumulation_steps
     old_sequences = saved["batch_size"] * saved["gradient_accumulation_steps"]

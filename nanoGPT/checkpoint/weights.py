@@ -127,7 +127,7 @@ def verify_checkpoint(path: Path, run: Runtime | None) -> tuple[Checkpoint | Non
     """Verify a checkpoint, and return it, or None and what is damaged. Collective if there is a Runtime.
 
     Raises:
-        ConfigError: a file could not be read, or the checkpoint is none of a training run. All ranks raise it.
+        ConfigError: a file could not be read, or the checkpoint does not belong to a training run. All ranks raise it.
     """
     rank, world_size = (run.rank, run.world_size) if run else (0, 1)
     checkpoint, damage, failure = None, "", ""

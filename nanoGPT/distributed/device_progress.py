@@ -1,5 +1,6 @@
 """Count the stages that a GPU has reached. The host only queues kernels, so it can be many stages ahead of the GPU."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +32,17 @@ class DeviceProgress:
         self.pending.append((stage, event))
 
     def count_reached(self) -> int:
-        """Return the number of the last stage that the GPU has reached, without waiting for it."""
-        while self.pending and self.pending[0][1].query():
-            self.reached = self.pending.popleft()[0]
+        """Return the number of the last stage that the GPU has reached, without waiting for it.
+
+        After a CUDA error, such as an illegal address, every query fails. The number then stays as it is, so that the
+        heartbeat and the files that explain the error can still be written.
+        """
+        with contextlib.suppress(RuntimeError):
+            while self.pending and self.pending[0][1].query():
+                self.reached = self.pending.popleft()[0]
         return self.reached
 
 
 def watch_device(device: torch.device) -> DeviceProgress | None:
-    """Return a counter for a GPU; None for a CPU, on which every operation ends before its call returns."""
+    """Return a counter for an NVIDIA GPU; None for other devices."""
     return DeviceProgress(torch.cuda.Event) if device.type == "cuda" else None

@@ -46,8 +46,10 @@ COMPILER_AND_DEBUGGER = (
     "/pdb.py",
 )
 COLLECTIVE = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
-# Calls that wait until the GPU has run everything that was queued. They are C functions, without a frame of their own.
-READS_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\([^()]*\)$")
+# Calls that wait until the GPU has run everything that was queued. Most are C functions, without a frame of their own.
+READS_DEVICE = re.compile(
+    r"\.(item|tolist|cpu|numpy|synchronize|_cuda_synchronize|_accelerator_synchronizeDevice)\([^()]*\)$"
+)
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
@@ -105,7 +107,9 @@ def is_reading_device(location: CodeLocation) -> bool:
     On a GPU, such a call waits for all kernels that were queued before, collectives included.
     """
     positions = location.code.co_positions()
-    _, line, _, end = next(itertools.islice(positions, location.instruction // 2, None), (None, None, None, None))
+    _, line, _, end = next(
+        itertools.islice(positions, max(location.instruction, 0) // 2, None), (None, None, None, None)
+    )
     if line is None or end is None:
         return False
     source = linecache.getline(location.file, line).encode()[:end].decode()  # up to the end of the call that runs

@@ -14,8 +14,10 @@ same values, and the loss of every rank must be finite. Otherwise the run stops 
 """
 
 import contextlib
+import functools
 import json
 import math
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,10 +34,18 @@ from nanoGPT.errors import DivergedRanks, NonFiniteLoss
 from nanoGPT.memory.device import process_bytes
 from nanoGPT.train_config import TrainConfig
 
-CHUNK = 1 << 22  # elements of a parameter that `compute_digest` reads at a time
+CHUNK = 1 << 20  # elements of a parameter that `compute_digest` reads at a time
 MAX_ALLOCATIONS = 20_000  # events that the allocator's history keeps
 NORM_TOLERANCE = 1e-9  # relative; replicas may add the squares in another order
+MESH_DIMENSIONS, LOWEST = 4, -(2**63)
+RECORD = f"<ddq{MESH_DIMENSIONS}q"  # loss, gradient norm, digest and replica of a rank, 8 bytes each
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+
+
+@functools.cache
+def make_weights(device: torch.device) -> Tensor:
+    """Return the weights of the elements of a chunk in a digest: 1, 2, 3, ..."""
+    return torch.arange(1, CHUNK + 1, device=device)
 
 
 def compute_digest(tensor: Tensor) -> int:
@@ -43,9 +53,9 @@ def compute_digest(tensor: Tensor) -> int:
     total = 0
     flat = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
     for start in range(0, flat.numel(), CHUNK):
-        chunk = flat[start : start + CHUNK].to(torch.int64)
-        weights = torch.arange(1, len(chunk) + 1, device=chunk.device)
-        total = (31 * total + int((chunk * weights).sum())) % 2**61
+        chunk = flat[start : start + CHUNK]
+        products = chunk * make_weights(chunk.device)[: len(chunk)]  # int64
+        total = (31 * total + int(products.sum())) % 2**61
     return total
 
 
@@ -186,7 +196,7 @@ class Diagnostics:
         norms = {"gradient_norms": self.gradients, "weight_norms": weights, "activation_rms": self.activations}
         self._write(values | norms | {"time": time.time()})
         self.gradients, self.activations = {}, {}
-        self._compare(step, self.run.gather(values))
+        self._compare(step, gather_records(self.run, values))
 
     def _write(self, record: dict[str, Any]) -> None:
         """Append a line to this rank's file, and write the summary with the first one."""
@@ -239,6 +249,26 @@ class Diagnostics:
                     f"step {step}: ranks {describe_groups(digests, show_values=False)} have different values of the "
                     "same parameters: check that they start from the same weights, and that every gradient is averaged"
                 )
+
+
+def gather_records(run: Runtime, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what is compared in the records of all ranks, with one collective; `Runtime.gather` needs two.
+
+    Args:
+        run: of this rank.
+        values: the record of this rank.
+    """
+    key = list(values["replica"])
+    padding = [-1] * (MESH_DIMENSIONS - len(key))
+    packed = struct.pack(RECORD, values["local_loss"], values["grad_norm"], values["parameters"], *key, *padding)
+    own = struct.unpack(f"<{len(packed) // 8}q", packed)
+    table = [LOWEST] * (len(own) * run.world_size)
+    table[run.rank * len(own) : (run.rank + 1) * len(own)] = own
+    records = struct.iter_unpack(RECORD, struct.pack(f"<{len(table)}q", *run.max(*table)))
+    return [
+        {"local_loss": loss, "grad_norm": norm, "parameters": digest, "replica": key}
+        for loss, norm, digest, *key in records
+    ]
 
 
 def describe_groups(values: dict[int, Any], show_values: bool = True) -> str:

@@ -154,7 +154,7 @@ def check_data(config: TrainConfig) -> Check:
                     break
                 if digest != file["sha256"]:
                     remedy = f"prepare it again: rm {folder}/meta.json && make data DATASET={folder.name}"
-                    return Check("data", "fail", f"{folder / file['name']} has another hash than in meta.json", remedy)
+                    return Check("data", "fail", f"the hash of {folder / file['name']} differs from meta.json", remedy)
             hashed += size
     names = " and ".join(folder.name for folder in folders)
     return Check("data", "pass", f"{names}: {count} file(s), {format_bytes(hashed)} of {format_bytes(total)} hashed")

@@ -109,7 +109,11 @@ def read_packed_expert(files: dict[str, Path], name: str, expert: int, part: Par
     """
     outputs, groups, inputs = slice(None), slice(None), slice(None)
     if part is not None:
-        ((begin, end),) = part.ranges  # gates and other outputs of gpt-oss alternate
+        if len(part.ranges) > 1:
+            raise ConfigError(
+                f"{name} has 4-bit experts in parts that tensor parallelism cannot read: use --spread=fsdp"
+            )
+        begin, end = part.ranges[0]  # gates and other outputs of gpt-oss alternate, so one range has both
         if part.dim == 2:
             outputs = slice(begin, end)
         else:

@@ -2,8 +2,8 @@
 
 A run's checkpoint is identified by its manifest, which has the SHA-256 of every file. Other models have no manifest,
 and hashing tens of gigabytes would take minutes on every start. Their digest covers the name and size of each file that
-is read, and samples of its content: all of a small file, and a million bytes, evenly spaced, of a large one. Training
-changes almost every weight, so the samples differ.
+is read, and samples of its content: all of a small file, and a million bytes, evenly spaced, of a large one. A training
+step changes almost every weight, so the samples differ. A change of single weights may be missed.
 """
 
 import hashlib

@@ -60,7 +60,7 @@ class Progress:
         try:
             saved = json.loads(path.read_text())
             different = find_differences(saved, settings)
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, TypeError):
             raise ConfigError(f"{path} is damaged: use another directory as --to") from None
         if different:
             name = different[0]

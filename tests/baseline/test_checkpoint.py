@@ -1,6 +1,7 @@
 """The checkpoint directory: saves are atomic, reads are verified, and the newest complete checkpoint is never lost."""
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -393,6 +394,49 @@ def test_a_killed_run_resumes_with_identical_losses(phase, ranks, extra_fields, 
     steps |= {"max_iters": saved + 3, "always_save_checkpoint": False}
     resumed = train(phase, ranks, tiny(phase, out, init_from="resume", **steps))
     assert resumed == train(phase, ranks, tiny(phase, tmp_path / "uninterrupted", **steps))
+
+
+def train_with_held_saves(phase: str, config: TrainConfig, gate: Path) -> None:
+    """Train on this rank. Every save after the first one waits until a file exists."""
+    records, saves = NewFiles.records, itertools.count()
+
+    def wait_for_gate(files: NewFiles) -> list[dict]:
+        if next(saves):
+            wait_until(gate.exists)
+        return records(files)
+
+    NewFiles.records = wait_for_gate
+    call_train(phase, config)
+
+
+@pytest.mark.parametrize(("phase", "extra_fields"), [("nanoGPT", {}), ("phase3_fsdp", {"async_save": True})])
+def test_a_notice_during_a_save_loses_no_checkpoint(phase, extra_fields, tmp_path):
+    """After SIGTERM during a save, the ranks complete it, save once more, and exit in the time that
+    deploy/kubernetes.yaml gives them. If SIGKILL arrives earlier, the run resumes from the checkpoint before it."""
+    out, saved = tmp_path / "run", 0
+    fields = {**extra_fields, "gradient_accumulation_steps": 2, "max_iters": 100_000, "eval_interval": 1}
+    for is_killed in (True, False):
+        config = tiny(phase, out, init_from="resume" if saved else "scratch", **fields)
+        (folder := tmp_path / f"rendezvous{saved}").mkdir()
+        ranks = start_ranks(train_with_held_saves, 2, phase, config, folder / "gate", folder=folder)
+        processes = [process for process, _ in ranks]
+        wait_for_new_checkpoint(out, saved, processes)
+        wait_until(lambda: list((out / "checkpoints").glob(".tmp-step-*")))
+        begin = time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGKILL)[: 1 + is_killed]:
+            for process in processes:
+                os.kill(process.pid, number)
+        (folder / "gate").touch()
+        for process in processes:
+            process.join(120)
+        assert time.monotonic() - begin < 120 and all(process.exitcode is not None for process in processes)
+        names = sorted(path.name for path in (out / "checkpoints").glob("*step-*"))
+        assert names[0].startswith(".tmp-") == is_killed, names  # the save in progress, which a kill leaves behind
+        path = out / "checkpoints" / names[-1]
+        verify_files(path, read_manifest(path))
+        # The first save of the process, or in the end also the held one and the one after it.
+        assert int(path.name[5:]) == saved + 1 if is_killed else int(path.name[5:]) >= saved + 3, names
+        saved = int(path.name[5:])
 
 
 def wait_for_new_checkpoint(out: Path, saved: int, processes: list) -> None:

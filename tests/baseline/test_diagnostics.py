@@ -10,7 +10,9 @@ from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.metrics import diagnostics
 from nanoGPT.metrics.diagnostics import Diagnostics, compute_digest, describe_groups
 from nanoGPT.model import GPT, GPTConfig
-from phase2_triton.apply import apply_kernels
+from operate.autopsy.__main__ import KERNEL_CLASSES, describe_kernels
+from operate.autopsy.evidence import Evidence
+from phase2_triton.apply import REPLACEMENTS, apply_kernels
 from tests.helpers.training import CONFIGS, gap, tiny, train_all
 from workshop.ranks import RankFailed, losses, run_on_ranks
 
@@ -103,7 +105,7 @@ def test_groups_of_ranks_are_described():
 
 
 def test_the_summary_counts_the_modules_with_kernels(tmp_path):
-    """The summary has the number of modules of each class, so it shows which modules use a kernel and which do not."""
+    """The summary has the number of modules of each class. The autopsy prints how many use each kernel of phase 2."""
     model = GPT(GPTConfig(2, 2, 32, 8, False, 16))
     apply_kernels(model, "gelu", "cpu")
     config = CONFIGS["phase2_triton"](out_dir=str(tmp_path), diagnostics_interval=1)
@@ -113,6 +115,13 @@ def test_the_summary_counts_the_modules_with_kernels(tmp_path):
     summary = json.loads((tmp_path / "diagnostics" / "rank0.json").read_text())
     assert summary["modules"]["KernelMLP"] == summary["modules"]["CausalSelfAttention"] == 2
     assert "MLP" not in summary["modules"] and summary["optimizer"] == "AdamW"
+    summary["modules"] = {f"FSDP{name}" if "Block" in name else name: n for name, n in summary["modules"].items()}
+    evidence = Evidence(tmp_path, summaries={0: summary}, environment={"config": {"kernels": "gelu"}})
+    counts = "attention: 0 of 2 CausalSelfAttention, gelu: 2 of 2 MLP, layernorm: 0 of 5 LayerNorm"
+    counts += ", layernorm: 0 of 2 Block"
+    assert describe_kernels(evidence) == f"--kernels=gelu; modules with a kernel: {counts}; AdamW updates"
+    classes = [(name, kernel.__name__, plain.__name__) for name, plain, kernel, _ in REPLACEMENTS]
+    assert list(KERNEL_CLASSES) == classes
 
 
 def test_without_the_flag_nothing_is_measured(tmp_path, monkeypatch):

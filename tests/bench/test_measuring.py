@@ -21,7 +21,7 @@ from bench.kernels.machine_code import measure_loops
 from bench.sharding import zero1
 from bench.tables import records as results
 from bench.tables import tables
-from bench.trainer import step_overhead, throughput
+from bench.trainer import diagnostics_overhead, step_overhead, throughput
 from nanoGPT.checkpoint.manifest import serialize_manifest
 from nanoGPT.errors import ConfigError
 from nanoGPT.metrics.hardware import PEAK_FLOPS, describe_hardware, find_peak_flops
@@ -190,6 +190,15 @@ def test_the_ledger_slows_a_step_by_little(tmp_path, processor_time):
             statistics.median(result["samples"][name]) for name in ("watched_ms", "unwatched_ms")
         )
         assert with_ledger <= 1.2 * without_ledger
+
+
+def test_diagnostics_cost_little():
+    """Diagnostics that are off take less than 1% of a step, and a record at most 15%, in the committed results."""
+    off = statistics.median(diagnostics_overhead.measure_calls(100))
+    for result in results.read_results("diagnostics-overhead"):
+        for row in result["samples"]["rows"]:
+            summary = diagnostics_overhead.summarize(row)
+            assert off < 0.01 * summary["plain_ms"] and max(summary["ratio"], summary["fast_ratio"]) <= 1.15, summary
 
 
 # Numbers with a unit that the documents contain outside of generated tables, with the source of each number.

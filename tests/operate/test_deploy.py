@@ -37,6 +37,46 @@ def read(name: str, **replacements: str) -> str:
     return text
 
 
+JOBSET_VERSION = "jobset.x-k8s.io/v1alpha2"
+WORDS = {"type": "string"}
+NUMBER = {"type": "integer", "minimum": 0}
+FLAG = {"type": "boolean"}
+
+
+def make_schema(required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
+    """Return the schema of an object that has only these fields, as the API server rejects unknown ones."""
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+# The fields of JobSet's CustomResourceDefinition that deploy/jobset.yaml may use. The template is that of a Job, which
+# has a schema of its own.
+RULE = make_schema(
+    ("action", "name"),
+    name=WORDS,
+    action={"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob"]},
+    onJobFailureReasons={"type": "array", "items": {"enum": ["BackoffLimitExceeded", "PodFailurePolicy"]}},
+    targetReplicatedJobs={"type": "array", "items": WORDS},
+)
+JOBSET_SCHEMA = make_schema(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": JOBSET_VERSION},
+    kind={"const": "JobSet"},
+    metadata=make_schema(("name",), name=WORDS),
+    spec=make_schema(
+        network=make_schema(enableDNSHostnames=FLAG, publishNotReadyAddresses=FLAG, subdomain=WORDS),
+        failurePolicy=make_schema(
+            maxRestarts=NUMBER,
+            restartStrategy={"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]},
+            rules={"type": "array", "items": RULE},
+        ),
+        replicatedJobs={
+            "type": "array",
+            "items": make_schema(("name", "template"), name=WORDS, replicas=NUMBER, template={"type": "object"}),
+        },
+    ),
+)
+
+
 def lint(program: str, text: str, tmp_path: Path) -> str:
     """Return the findings of a linter; empty if it has none."""
     (tmp_path / "file").write_text(text)
@@ -54,8 +94,16 @@ def check_kubernetes(text: str) -> None:
         kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
 
 
+def check_jobset(text: str) -> None:
+    jobset = yaml.safe_load(text)
+    jsonschema.validate(jobset, JOBSET_SCHEMA)
+    for each in jobset["spec"]["replicatedJobs"]:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": each["name"]}, **each["template"]}
+        check_kubernetes(yaml.safe_dump(job))
+
+
 def test_linters_and_schemas_accept_the_files(tmp_path):
-    """shellcheck, hadolint, and the schemas of compose and Kubernetes accept the files, and reject planted mistakes."""
+    """Linters, and the schemas of compose, Kubernetes and JobSet, accept the files, and reject planted mistakes."""
     for script in ("node.sh", "slurm.sh"):
         assert os.access(DEPLOY / script, os.X_OK)
         assert lint("shellcheck", read(script), tmp_path) == ""
@@ -68,6 +116,23 @@ def test_linters_and_schemas_accept_the_files(tmp_path):
     check_kubernetes(read("kubernetes.yaml"))
     with pytest.raises(kubernetes_validate.ValidationError, match="completion"):
         check_kubernetes(read("kubernetes.yaml", completions="completion"))
+    check_jobset(read("jobset.yaml"))
+    for wrong in ({"maxRestarts": "restarts"}, {"FailJobSet": "Fail"}):
+        with pytest.raises(jsonschema.ValidationError):
+            check_jobset(read("jobset.yaml", **wrong))
+    with pytest.raises(kubernetes_validate.ValidationError, match="parallel"):
+        check_jobset(read("jobset.yaml", parallelism="parallel"))
+
+
+def check_pods(job: dict[str, Any], inputs: set[str], first_host: str) -> None:
+    """Assert that the specification of an indexed Job is consistent, and sets only variables that node.sh reads."""
+    (container,) = job["template"]["spec"]["containers"]
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    assert environment.keys() <= inputs
+    assert environment["MASTER_ADDR"] == first_host
+    assert job["completions"] == job["parallelism"] == int(environment["NNODES"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(environment["GPUS"])
+    assert environment["OUT_DIR"].startswith(container["volumeMounts"][0]["mountPath"])
 
 
 def test_everything_that_the_files_name_exists():
@@ -92,16 +157,14 @@ def test_everything_that_the_files_name_exists():
     assert compose["services"]["node1"]["environment"]["MASTER_ADDR"] in compose["services"]
 
     service, job = yaml.safe_load_all(texts["kubernetes.yaml"])
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    environment = {each["name"]: each["value"] for each in container["env"]}
-    assert environment.keys() <= inputs
-    assert environment["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert spec["completions"] == spec["parallelism"] == int(environment["NNODES"])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(environment["GPUS"])
-    assert environment["OUT_DIR"].startswith(container["volumeMounts"][0]["mountPath"])
+    name, subdomain = job["metadata"]["name"], service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert job["spec"]["template"]["spec"]["subdomain"] == subdomain
+    check_pods(job["spec"], inputs, f"{name}-0.{subdomain}")
+    jobset = yaml.safe_load(texts["jobset.yaml"])
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    host = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['spec']['network']['subdomain']}"
+    check_pods(replicated["template"]["spec"], inputs, host)
 
     sky = yaml.safe_load(texts["skypilot.yaml"])
     assert all(f"${name}" in sky["setup"] + sky["run"] for name in sky["envs"])
@@ -114,14 +177,25 @@ def test_an_image_leaves_out_what_git_ignores():
     assert {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()} <= ignored
 
 
-def kubernetes_node(rank: int, out: Path, flags: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command of a pod, and the environment that Kubernetes sets."""
-    replaced = {"/shared/run": str(out), "nanogpt-0.nanogpt": "127.0.0.1", 'value: "8"': 'value: "1"'}
-    (container,) = list(yaml.safe_load_all(read("kubernetes.yaml", **replaced)))[1]["spec"]["template"]["spec"][
-        "containers"
-    ]
+def pod_of(job: dict[str, Any], rank: int, flags: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a pod of an indexed Job, and the environment that Kubernetes sets."""
+    (container,) = job["spec"]["template"]["spec"]["containers"]
     environment = {each["name"]: each["value"] for each in container["env"]}
     return [*container["command"], *container["args"], *flags], {**environment, "JOB_COMPLETION_INDEX": str(rank)}
+
+
+def kubernetes_node(rank: int, out: Path, flags: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of a pod of the Job."""
+    replaced = {"/shared/run": str(out), "nanogpt-0.nanogpt": "127.0.0.1", 'value: "8"': 'value: "1"'}
+    _, job = yaml.safe_load_all(read("kubernetes.yaml", **replaced))
+    return pod_of(job, rank, flags)
+
+
+def jobset_node(rank: int, out: Path, flags: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of a pod of the JobSet."""
+    replaced = {"/shared/run": str(out), "value: nanogpt-node-0-0.nanogpt": "value: 127.0.0.1"}
+    jobset = yaml.safe_load(read("jobset.yaml", **replaced, **{'value: "8"': 'value: "1"'}))
+    return pod_of(jobset["spec"]["replicatedJobs"][0]["template"], rank, flags)
 
 
 def compose_node(rank: int, out: Path, flags: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -188,17 +262,18 @@ def test_two_nodes_form_one_job(build, one_process, tmp_path, python):
     assert gap(losses(out), one_process) < 1e-5
 
 
-def test_two_pods_form_one_job_and_resume_after_an_eviction(tmp_path, python):
+@pytest.mark.parametrize("build", [kubernetes_node, *mark_slow(jobset_node)])
+def test_two_pods_form_one_job_and_resume_after_an_eviction(build, tmp_path, python):
     """If Kubernetes stops one of two pods, both exit with 75, so that the Job starts them again. Then they resume."""
     out = tmp_path / "run"
-    with two_nodes(kubernetes_node, python, out, **LONG) as nodes:
+    with two_nodes(build, python, out, **LONG) as nodes:
         await_steps(out, 2, nodes[0])
         nodes[1].send_signal(signal.SIGTERM)  # to the first process of the pod only, as the kubelet does
         assert exit_codes(nodes, out) == [75, 75]
     (checkpoint,) = (out / "checkpoints").glob("step-*")
     steps = int(checkpoint.name.removeprefix("step-"))
     assert json.loads((out / "env.json").read_text())["world_size"] == 2
-    with two_nodes(kubernetes_node, python, out, **{**LONG, "max_iters": steps + 2}) as nodes:
+    with two_nodes(build, python, out, **{**LONG, "max_iters": steps + 2}) as nodes:
         assert exit_codes(nodes, out) == [0, 0]
     assert list(losses(out)) == list(range(steps + 2))
     assert f"resuming after {steps} updates" in (tmp_path / "node0.txt").read_text()

@@ -75,7 +75,7 @@ def record_blocks(model: GPT, memory: MemoryTracker, marks: Marks) -> list:
 def measure_steps(
     build_model: BuildModel, config: FsdpConfig, micro_batches: int = 1, steps: int = 2
 ) -> dict[str, Any]:
-    """Train on this rank, and train one warm-up step, then measure memory and communication of each further step.
+    """Train one warm-up step on this rank, then measure memory and communication of each further step.
 
     Args:
         build_model: returns this rank's shards of the model.
