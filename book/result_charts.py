@@ -219,14 +219,6 @@ def draw_torture(samples: Samples) -> list[Chart]:
     return [Chart(f"what {samples['random']['kills']} random kills left (number of kills)", rows)]
 
 
-def draw_step_parts(samples: Samples) -> list[Chart]:
-    """Draw the parts of a step of each phase."""
-    parts = {"computation": "computation_ms", "communication without computation": "exposed_ms"}
-    parts["Python and waiting"] = "rest_ms"
-    rows = {phase: {name: each[key] for name, key in parts.items()} for phase, each in samples.items()}
-    return [Chart("parts of a step on 4 ranks (ms)", rows)]
-
-
 def draw_twins(samples: Samples) -> list[Chart]:
     """Draw the losses of the scaled-down twins, and their peak memory next to the planner's."""
     losses: dict[str, dict[str, float]] = {}
@@ -337,10 +329,6 @@ WITHOUT_CHART = {
         "There is no picture. Each run has another combination of ten options, so no axis orders the runs. The result "
         "is that every measured number equals its formula, and a table shows two equal numbers better than two bars."
     ),
-    "kernel-goals": (
-        "There is no picture. A goal is a minimum or a maximum, with its own unit: a share of a bandwidth, or a ratio "
-        "of two times. The table shows each goal next to its cautious and its best forecast."
-    ),
 }
 CHARTS: dict[str, Drawing] = {
     "matrix": draw_matrix,
@@ -364,7 +352,6 @@ CHARTS: dict[str, Drawing] = {
     "deepspeed": draw_deepspeed,
     "scale": draw_scale,
     "startup": draw_startup,
-    "step-parts": draw_step_parts,
     "twins": draw_twins,
     "torture": draw_torture,
     "sizes": draw_sizes,
