@@ -46,7 +46,7 @@ def train_without_saving(package: str, config: TrainConfig, settings: Settings) 
     with (
         use_tuned_table(settings),
         mock.patch.object(CheckpointDirectory, "save"),
-        mock.patch.object(trainer, "evaluate", return_value=0.0),
+        mock.patch.object(trainer, "evaluate", return_value=(0.0, None)),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)),
     ):
         trainer.train(config)
