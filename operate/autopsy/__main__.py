@@ -39,14 +39,14 @@ def describe_resume(evidence: Evidence) -> str:
 
 
 def describe_start(evidence: Evidence) -> str:
-    """Return the slowest rank's seconds to the first batch and the first step; "" without diagnostics."""
+    """Return the slowest rank's seconds to the first recorded batch and step; "" without diagnostics."""
     parts = []
     for name in ("batch", "step"):
         seconds = {rank: each.get(f"first_{name}_seconds") for rank, each in evidence.summaries.items()}
         known = {rank: value for rank, value in seconds.items() if isinstance(value, (int, float))}
         if known:
             slowest = max(known, key=lambda rank: known[rank])
-            parts.append(f"first {name} after {known[slowest]:.1f} s (rank {slowest})")
+            parts.append(f"first recorded {name} after {known[slowest]:.1f} s (rank {slowest})")
     return ", ".join(parts)
 
 

@@ -49,7 +49,7 @@ def test_a_good_run_has_no_fault(tmp_path):
     train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, diagnostics_interval=1))
     cause = find_cause(read_evidence(tmp_path))
     assert (cause.kind, cause.text) == ("none", "no fault: the run has ended")
-    seconds = r"first batch after [\d.]+ s \(rank \d\), first step after [\d.]+ s \(rank \d\)"
+    seconds = r"first recorded batch after [\d.]+ s \(rank \d\), first recorded step after [\d.]+ s \(rank \d\)"
     assert re.fullmatch(seconds, describe_start(read_evidence(tmp_path)))
 
 
