@@ -1,5 +1,6 @@
 """Train on one rank with DeepSpeed, as `train_step` of our trainers does. `against_deepspeed.py` starts the ranks."""
 
+import contextlib
 import gc
 import os
 from dataclasses import asdict
@@ -72,5 +73,8 @@ def live_storages() -> dict[int, int]:
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
-    storages = (each.untyped_storage() for each in tensors if each.device.type != "meta")
-    return {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}
+    sizes: dict[int, int] = {}
+    for storage in (each.untyped_storage() for each in tensors if each.device.type != "meta"):
+        with contextlib.suppress(RuntimeError):  # the storage of a fake tensor has no address
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return {address: size for address, size in sizes.items() if size}

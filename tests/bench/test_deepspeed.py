@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from bench.tables.deepspeed_tables import EXAMPLES, changed_keys
 from bench.trainer.deepspeed_config import build_deepspeed_config, count_block_parameters
@@ -48,13 +49,15 @@ def test_values_have_the_units_of_deepspeed():
 
 
 def test_live_storages_count_gradients_and_views_once():
-    """A view of a tensor adds nothing, and a gradient counts."""
+    """A view of a tensor adds nothing, a gradient counts, and a fake tensor, which has no memory, does not."""
+    with FakeTensorMode():
+        fake = torch.zeros(1000)
     before = live_storages()
     weight = torch.zeros(1000, requires_grad=True)
     view = weight.detach()[:10]
     (weight * 2).sum().backward()
     new = [size for key, size in live_storages().items() if key not in before]
-    assert view.numel() == 10 and sorted(new) == [4000, 4000]
+    assert view.numel() == 10 and fake.numel() == 1000 and sorted(new) == [4000, 4000]
 
 
 def test_deepspeed_accepts_every_example():
