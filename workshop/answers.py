@@ -8,10 +8,8 @@ student who is behind can continue with the next section.
 
 from typing import Any
 
-from workshop.exercises.stubs import STUB, find_target, remove_markers
+from workshop.exercises.stubs import STUB_MESSAGE, find_target, remove_markers
 from workshop.imports import ROOT
-
-STUB_TEXT = STUB.split('"')[1]  # the message of its NotImplementedError
 
 
 def is_unwritten(value: Any) -> bool:
@@ -20,7 +18,7 @@ def is_unwritten(value: Any) -> bool:
         return any(is_unwritten(member) for member in vars(value).values() if not isinstance(member, type))
     function = getattr(value, "fn", getattr(value, "__func__", value))  # of a Triton kernel; of a static method
     code = getattr(function, "__code__", None)
-    return code is not None and STUB_TEXT in code.co_consts
+    return code is not None and STUB_MESSAGE in code.co_consts
 
 
 def use_answers(namespace: dict[str, Any], notebook: str, *names: str) -> None:

@@ -163,16 +163,21 @@ def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.heavy
 def test_the_trainer_adds_little_to_a_step(tmp_path, processor_time, monkeypatch):
-    """The trainer is less than 25% slower than a bare loop in a short run, and less than 5% in the committed results.
+    """The trainer is less than 10% slower than a bare loop in a short run, and less than 5% in the committed results.
 
-    Data takes less than 3% of a step. Other programs, which compete for the caches, disturb a short run.
+    Data takes less than 3% of a step.
     """
     monkeypatch.setattr(step_overhead, "WARMUP", 2)  # a slow first step does not change the minimum
     shape = {"gradient_accumulation_steps": 1, "batch_size": 6, "device": "cpu", "out_dir": str(tmp_path)}
-    samples = step_overhead.measure(TrainConfig(**shape, learning_rate=1e-4), 60)
-    # Other programs disturb the minimum least.
-    bare, trainer, data = (min(samples[name]) for name in ("bare_ms", "trainer_ms", "data_ms"))
-    assert trainer < 1.25 * bare and data < 0.03 * trainer, (bare, trainer, data)
+    config = TrainConfig(**shape, learning_rate=1e-4)
+    samples = step_overhead.measure(config, 60)
+    for _ in range(4):  # other programs disturb the minimum least, and the minimum of more steps less
+        bare, trainer, data = (min(samples[name]) for name in ("bare_ms", "trainer_ms", "data_ms"))
+        if trainer < 1.10 * bare:
+            break
+        for name, values in step_overhead.measure(config, 60).items():
+            samples[name] += values
+    assert trainer < 1.10 * bare and data < 0.03 * trainer, (bare, trainer, data)
     for result in results.read_results("step-overhead"):
         assert statistics.median(result["samples"]["trainer_ms"]) < 1.05 * statistics.median(
             result["samples"]["bare_ms"]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from workshop.exercises.exercise import Exercise, WrongAnswer
 from workshop.exercises.registry import find_exercise
-from workshop.exercises.stubs import STUB
+from workshop.exercises.stubs import STUB, STUB_MESSAGE
 from workshop.imports import PACKAGES, ROOT
 from workshop.ranks import RankFailed, run_on_ranks
 
@@ -130,7 +130,7 @@ def replace_target(target: str, answer: ModuleType) -> None:
 def describe_exception(error: BaseException, path: Path) -> str:
     """Return the learner's line that raised an exception, or the line that called the code that did."""
     chain = list_causes(error)
-    if any(isinstance(each, NotImplementedError) and str(each) in STUB for each in chain):
+    if any(isinstance(each, NotImplementedError) and str(each) == STUB_MESSAGE for each in chain):
         return f"{shorten(path)} still contains `{STUB}`: write your code there."
     for cause in reversed(chain):  # Triton's interpreter raises its own error from the learner's
         frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == str(path)]

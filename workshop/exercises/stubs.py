@@ -19,7 +19,8 @@ from pathlib import Path
 from workshop.exercises.exercise import Exercise, Mistake
 from workshop.imports import ROOT
 
-STUB = 'raise NotImplementedError("your code")'
+STUB_MESSAGE = "your code"
+STUB = f'raise NotImplementedError("{STUB_MESSAGE}")'
 MARKED = re.compile(r"^( *)# SOLUTION\n(.*?)^ *# END SOLUTION\n", re.MULTILINE | re.DOTALL)
 WIDTH = 100  # characters of the text in a learner's file
 MAX_WIDTH = 120  # characters of a line of code
