@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.plan.planner import usable_bytes
+from bench.plan.speed import GIB, GPUS
 from book.charts import Chart, Grid, Timeline, draw_chart
 
-MB, GIB = 1e6, 2**30
+MB = 1e6
 INPUTS = ("model", "gpu", "dtype", "block_size", "batch_size", "gpus", "micro_batches", "optimizer")  # of the planner
 Samples = dict[str, Any]
 Picture = Chart | Grid | Timeline
@@ -66,7 +68,7 @@ def draw_will_it_fit(samples: Samples) -> list[Picture]:
     cases = read_cases(samples)
     asked = cases[0]
     same = [case for case in cases if all(case[key] == asked[key] for key in INPUTS)]
-    usable = 0.92 * samples["gpus"][asked["gpu"]]["gib"] - 1
+    usable = usable_bytes(GPUS[asked["gpu"]]) / GIB
     title = (
         f"peak memory (GiB) of {asked['model']} on {asked['gpus']} x {asked['gpu']}, {asked['batch_size']} sequences "
         f"of {asked['block_size']:,} tokens per GPU; {usable:.1f} GiB are usable"
