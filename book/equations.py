@@ -1,6 +1,6 @@
 """Show equations as MathML, which browsers draw without scripts and screen readers read.
 
-A document contains LaTeX between dollar signs: `$a$` in a sentence, `$$a$$` on a line of its own. GitHub shows it too.
+A document contains LaTeX between dollar signs: `$a$` in a sentence, `$$a$$` on a separate line. GitHub shows it too.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ def visit_math(writer: Any, node: nodes.math) -> None:
 
 
 def visit_displayed_math(writer: Any, node: nodes.math_block) -> None:
-    """Write an equation on a line of its own. A wide one scrolls."""
+    """Write an equation on a separate line. A wide one scrolls."""
     writer.body.append(f'<div class="math scroll">{convert(node.astext(), display="block")}</div>')
     raise nodes.SkipNode
 

@@ -1,7 +1,8 @@
 """Put a recording into an interactive page: the data for its script, and pictures and tables for everyone else.
 
-A page contains the line `<!-- explorer: NAME -->`. In its place come the recording `docs/data/NAME.json`, which the
-script `book/static/NAME.js` reads, pictures for browsers without scripts, and tables for them and for print.
+A page contains the line `<!-- explorer: NAME -->`. The build replaces it with the recording
+`docs/data/NAME.json`, which the script `book/static/NAME.js` reads, with pictures for browsers without scripts, and
+with tables for them and for print.
 """
 
 import json

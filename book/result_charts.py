@@ -255,7 +255,7 @@ def draw_largest(samples: Samples) -> list[Chart]:
 
 
 def draw_node_kills(samples: Samples) -> list[Chart]:
-    """Draw how long a job that lost a node needs until it trains again, and its losses over an uninterrupted run."""
+    """Draw how long a job needs to continue after a lost node, and its losses next to those of an uninterrupted run."""
     seconds: dict[str, list[float]] = {}
     for row in samples["rows"]:
         if row.get("interrupted", True):  # older results lack the key
@@ -267,7 +267,7 @@ def draw_node_kills(samples: Samples) -> list[Chart]:
             step: {name: curve[step] for name, curve in curves.items() if step in curve}
             for step in curves["uninterrupted"]
         }
-        charts.append(Chart("training loss with lost nodes, over that of an uninterrupted run", losses, "step"))
+        charts.append(Chart("training loss, with lost nodes and in an uninterrupted run", losses, "step"))
     return charts
 
 

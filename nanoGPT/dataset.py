@@ -55,7 +55,7 @@ class DatasetMeta(TypedDict):
 
 
 class DataIdentity(TypedDict):
-    """The identity of the data in a checkpoint: the tokenizer, and the sha256 of each file by name.
+    """The identity of the data in a checkpoint: the tokenizer, and the hash (SHA-256) of each file by name.
 
     For a mixture, it also has the weight of each dataset, and the names of the files begin with `<dataset>/`.
     """
@@ -160,7 +160,7 @@ class Split:
 def open_split(
     folder: Path, name: str, files: Sequence[TokenFile], dtype: np.dtype[Any], block_size: int, stride: int
 ) -> Split:
-    """Open a split's files, and check their size and, up to `MAX_HASHED_BYTES`, their sha256 against `meta.json`.
+    """Open a split's files, and check their size and, up to `MAX_HASHED_BYTES`, their hash against `meta.json`.
 
     Raises:
         ConfigError: a file is missing, damaged or cannot be read, or no file is long enough for a sequence.
@@ -204,7 +204,7 @@ class Dataset:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """The sha256 of each file, by name."""
+        """The hash of each file, by name."""
         files = [*self.meta["splits"]["train"], *self.meta["splits"]["val"]]
         return {file["name"]: file["sha256"] for file in files}
 

@@ -15,8 +15,8 @@ def evaluate(model: torch.nn.Module, data: TokenData, config: TrainConfig, run: 
     The micro-batches are divided among the ranks. In the last round some ranks may have none left. They still run the
     model, because a sharded model needs all ranks, but they do not count the loss.
 
-    With `eval_accuracy`, a second forward pass counts the tokens that the model predicts correctly: a model that trains
-    never stores the logits of all tokens for it.
+    With `eval_accuracy`, a second forward pass counts the tokens that the model predicts correctly. The first
+    one cannot count them, because it does not return the logits of all tokens.
 
     Args:
         model: takes (x, y) and returns the loss. It is in training mode again on return.

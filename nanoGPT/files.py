@@ -162,7 +162,7 @@ def list_directory(path: Path) -> list[str]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file in hexadecimal.
+    """Return the hash (SHA-256) of a file in hexadecimal.
 
     Raises:
         FileNotFoundError, NotADirectoryError: the path is absent.

@@ -112,7 +112,7 @@ for slots in (1, 2, 8):
     print(f"{slots} per rank: {rounds:3} rounds, {sent / (16 * 12) / 1e6:.3f} MB per generated token")
 
 # %% [markdown]
-# With 8 sequences per rank, one all-gather of a layer serves 16 tokens. The tokens are the same in all cases. (A rank
+# With 8 sequences per rank, one all-gather of a layer serves 16 tokens. The three cases generate the same tokens. (A rank
 # reads each prompt in a separate round, which also gives the first token. The last case therefore needs 8 + 11 rounds.)
 #
 # ## c. Something broken on purpose

@@ -1,4 +1,4 @@
-"""Activation checkpointing: save fewer in the forward pass, recompute them in the backward pass (Chen et al. 2016).
+"""Save fewer activations in the forward pass, and recompute the others in the backward pass (Chen et al. 2016).
 
 The backward pass needs activations of the forward pass. A block saves 16 tensors of (B, T, C) for it, which are listed
 in `activation_bytes.py`. A checkpointed block saves only its input, one such tensor. `selective` is between the two: it

@@ -77,7 +77,7 @@ def draw_schedule(rows: Mapping[str, Sequence[str]], title: str, label: str, col
         rows: for each row, the texts of its cells; an empty text is an empty cell.
         title: of the figure.
         label: of the columns.
-        colors: the first characters of the texts that get colors of their own, in order.
+        colors: the first characters of the texts that get their own colors, in order.
     """
     columns = max(map(len, rows.values()))
     figure, axes = plt.subplots(figsize=(max(5.0, 0.62 * columns + 1.4), 0.5 * len(rows) + 1.3))

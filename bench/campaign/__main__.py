@@ -51,7 +51,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="repeat parts that failed, were skipped or found problems")
     parser.add_argument("--again", help="repeat these parts, such as kernels.loss,times.loss")
     parser.add_argument("--wheels", type=Path, help="directory of wheels to use, for packages that are not installed")
-    parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT to run beside the baseline")
+    parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT to run next to the baseline")
     parser.add_argument("--commit", help="git commit of this code, if this machine has no git")
     parser.add_argument("--report", action="store_true", help="write the results of --from into bench/results")
     parser.add_argument("--from", type=Path, dest="source", help="directory or campaign.tar.gz to report")

@@ -28,7 +28,7 @@ ARCHIVED = ("campaign.json", "configs.json", "baseline.json", "parts", "logs", "
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement or check of the campaign; a part runs as a whole.
+    """One measurement or check of the campaign; a call runs all of a part or nothing of it.
 
     Attributes:
         stage: the stage that it belongs to.

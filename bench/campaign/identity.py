@@ -1,4 +1,4 @@
-"""What must be the same in all calls of a campaign, so that one result never mixes two GPUs or two versions."""
+"""Check that all calls of a campaign use the same GPU, versions and code, so that no result mixes two of them."""
 
 import hashlib
 import importlib.metadata
@@ -24,7 +24,7 @@ def describe_campaign(dry_run: bool) -> dict[str, Any]:
 
 
 def read_gpu_name() -> str:
-    """Return the name of the GPU. A process of its own reads it, so that no CUDA context stays in the GPU's memory.
+    """Return the name of the GPU. A separate process reads it, so that no CUDA context stays in GPU memory.
 
     Raises:
         ConfigError: torch finds no GPU.

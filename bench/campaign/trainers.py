@@ -1,6 +1,6 @@
 """Stages that train: compiled steps against eager ones, throughput, options, evaluation, nanoGPT and profiles.
 
-Every run is a process of its own, so that its peak memory is its own and a crash ends nothing else.
+Every run is a separate process, so that its peak memory does not include other runs, and a crash ends nothing else.
 """
 
 import functools
@@ -220,7 +220,7 @@ def save_checkpoint(package: str, config: TrainConfig) -> None:
 
 
 def compare_with_nanogpt(settings: Settings, phase: str) -> dict[str, Any]:
-    """Run nanoGPT beside a compiled trainer: see `bench.trainer.against_nanogpt`.
+    """Run nanoGPT next to a compiled trainer: see `bench.trainer.against_nanogpt`.
 
     Raises:
         Skipped: no checkout of nanoGPT was named.

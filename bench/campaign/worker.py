@@ -68,7 +68,7 @@ def read_parts(parts: "queue.Queue[Part | None]") -> None:
 
 
 def main(settings: Settings) -> None:
-    """Run parts until standard input is closed. The parent has started this process in a session of its own."""
+    """Run parts until standard input is closed. The parent has started this process in its own session."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     folder, parts = CampaignFolder(settings.folder), queue.Queue[Part | None]()
     threading.Thread(target=read_parts, args=(parts,), daemon=True).start()

@@ -117,7 +117,7 @@ def install_fake_gpu(architecture: str) -> None:
             return self
 
     properties = build_properties(architecture)
-    # Dynamo identifies these functions by their objects, so each name needs a function of its own.
+    # Dynamo identifies these functions by their objects, so each name needs its own function.
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,

@@ -49,8 +49,9 @@ class Forecast:
     """The forecast of one goal.
 
     Attributes:
-        cautious: if nothing overlaps with the limiting resource. For the loss: with the data sheet's peak rates.
-        best: if everything overlaps with the limiting resource. For the loss: with the planner's efficiencies.
+        cautious: the number if nothing overlaps with the limiting resource. For the loss: with the peak rates of the
+            data sheet.
+        best: the number if everything overlaps with it. For the loss: with the planner's efficiencies.
         limit: the limiting resource.
     """
 
@@ -264,7 +265,7 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
 
 def main(words: list[str]) -> None:
     if unknown := set(words) - {"--write"}:
-        raise ConfigError(f"{min(unknown)} is unknown: use --write, or nothing")
+        raise ConfigError(f"{min(unknown)} is unknown: use --write or no option")
     rows = compute_rows()
     print(format_rows(rows))
     if "--write" in words:

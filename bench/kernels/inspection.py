@@ -1,4 +1,4 @@
-"""Compile a Triton kernel in another process, and return its machine code's facts and the text of each compiler stage.
+"""Compile a Triton kernel in another process, and return facts about its machine code and the compiler stages.
 
 Notebook 4 uses it: its own process has imported Triton with the interpreter on, so it cannot compile. The other
 process needs no GPU either, because the target architecture is an argument of the compiler.

@@ -239,7 +239,7 @@ def measure_steps() -> list[dict[str, Any]]:
 
 def main(words: list[str]) -> None:
     if unknown := set(words) - {"--write", COUNT_BYTES}:
-        raise ConfigError(f"{min(unknown)} is unknown: use --write, or nothing")
+        raise ConfigError(f"{min(unknown)} is unknown: use --write or no option")
     if COUNT_BYTES in words:
         print(json.dumps(count_bytes()))
         return

@@ -21,7 +21,7 @@ from bench.plan.speed import GPUS_PER_NODE
 from nanoGPT.model import GPT, GPTConfig
 
 DRAWN_PER_SECOND = 205e6  # elements
-HASHED_PER_SECOND = 1.7e9  # bytes of sha256
+HASHED_PER_SECOND = 1.7e9  # bytes that SHA-256 hashes
 INDEXED_PER_SECOND = 13.6e3  # shards that rank 0 enters into the index of a checkpoint, with a cached plan
 SAVED_TENSORS = 4  # per parameter tensor: the parameter, two moments and a step count; fewer with Muon
 

@@ -4,7 +4,7 @@
     python -m bench.sharding.startup --write     # also write bench/results/startup-<hardware>.json
 
 Every rank builds the model on the meta device, shards it, and allocates and fills its shard, as phase 3 does. The
-ranks of the 7B model take turns, because one machine that holds all shards is rare: 8 x 3.3 GB. A rank frees its
+ranks of the 7B model take turns, because few machines have memory for all shards: 8 x 3.3 GB. A rank frees its
 shard before the next one begins. All ranks of GPT-2 XL start at the same time. The unit is peak resident memory
 (VmHWM of Linux) above that before `init_shards`.
 """

@@ -1,4 +1,4 @@
-"""Generate the tables about DeepSpeed: our flags beside the keys of its JSON, and the measured runs."""
+"""Generate the tables about DeepSpeed: our flags next to the keys of its JSON, and the measured runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +13,16 @@ EXAMPLE_RANKS, EXAMPLE_RANKS_PER_NODE = 8, 4
 
 # For each row of the table: the phase, the flags, and what the key does not express.
 EXAMPLES: list[tuple[str, dict[str, Any], str]] = [
-    ("phase1", {}, "the optimizer is our torch AdamW: `deepspeed.initialize(optimizer=...)`"),
+    ("phase1", {}, "the optimizer is torch's AdamW, as in our trainer: `deepspeed.initialize(optimizer=...)`"),
     ("phase1", {"batch_size": 2}, ""),
-    ("phase1", {"gradient_accumulation_steps": 16}, "ours counts the micro-batches of all ranks, DeepSpeed's of one"),
+    ("phase1", {"gradient_accumulation_steps": 16}, "ours counts micro-batches of all ranks, DeepSpeed's of one rank"),
     ("phase1", {"grad_clip": 0.5}, ""),
-    ("phase1", {"dtype": "bfloat16"}, "DeepSpeed also reduces the gradients of Linear in bfloat16, we reduce in fp32"),
+    ("phase1", {"dtype": "bfloat16"}, "DeepSpeed also reduces gradients of Linear in bfloat16, we use fp32"),
     ("phase1", {"optimizer": "muon"}, "DeepSpeed's own Muon; each parameter needs an attribute `use_muon`"),
     ("phase1", {"compile": True}, "call `engine.compile()`"),
     ("phase1", {"use_zero1": False}, ""),
     ("phase1", {"zero_stage": 2}, ""),
-    ("phase1", {"zero1_bucket_mb": 4.0}, "ours is in 2^20 bytes, DeepSpeed's in elements"),
+    ("phase1", {"zero1_bucket_mb": 4.0}, "our flag is in units of 2^20 bytes, DeepSpeed's keys are in elements"),
     ("phase1", {"zero1_backend": "naive"}, "DeepSpeed has one implementation, with flat buffers"),
     ("phase1", {"kernels": "triton"}, "call `phase2_triton.apply` on the model before `deepspeed.initialize`"),
     ("phase3", {}, "DeepSpeed reduces the gradients of every micro-batch"),
@@ -30,14 +30,14 @@ EXAMPLES: list[tuple[str, dict[str, Any], str]] = [
     ("phase3", {"fsdp_wrap": "size"}, "DeepSpeed then gathers module by module, without a minimum size"),
     ("phase3", {"fsdp_min_num_params": 250_000}, "as above"),
     ("phase3", {"fsdp_reshard_after_forward": False}, ""),
-    ("phase3", {"fsdp_shard_size": "node"}, "closest key: only a second copy of the parameters is per node"),
+    ("phase3", {"fsdp_shard_size": "node"}, "closest key: it shards only a second copy of the parameters in each node"),
     ("phase3", {"fsdp_shard_size": "1"}, ""),
     ("phase3", {"fsdp_cpu_offload": True}, ""),
     ("phase3", {"fsdp_activation_checkpointing": "full"}, "the model calls `deepspeed.checkpointing.checkpoint`"),
-    ("phase3", {"fsdp_sync_every_micro_batch": True}, "always so with DeepSpeed"),
-    ("phase3", {"fsdp_prefetch": 2}, "ours counts units, DeepSpeed elements"),
+    ("phase3", {"fsdp_sync_every_micro_batch": True}, "DeepSpeed always does this"),
+    ("phase3", {"fsdp_prefetch": 2}, "our flag counts FSDP units, DeepSpeed's key counts elements"),
     ("phase3", {"kernels": "triton"}, "as in phase 1"),
-    ("phase3", {"async_save": True}, "no equivalent to a copy in memory in the JSON"),
+    ("phase3", {"async_save": True}, "the JSON has no key for a save from a copy in memory"),
 ]
 
 
@@ -72,7 +72,7 @@ def format_key(name: str, value: Any) -> str:
 
 
 def deepspeed_keys_table() -> str:
-    """Return our flags beside the keys of DeepSpeed's JSON. Keys without a section are in `zero_optimization`."""
+    """Return our flags next to the keys of DeepSpeed's JSON. Keys without a section are in `zero_optimization`."""
     rows = []
     for phase, flags, note in EXAMPLES:
         ours = ", ".join(f"`--{name}={value}`" for name, value in flags.items()) or f"the defaults of {phase}"

@@ -152,7 +152,7 @@ def twins_table() -> str:
                 ]
             )
         head = ["twin of", "parameters, blocks x channels", *(f"loss, step {step}" for step in shown)]
-        head += ["model state (MB)", "matches the formula", "peak memory (MB)", "peak by the planner (MB)"]
+        head += ["model state (MB)", "matches the formula", "peak memory (MB)", "peak predicted by the planner (MB)"]
         lead = f"Measured on {hardware_of(result)}, {result['settings']['ranks']} ranks, memory of rank 0:\n\n"
         parts.append(lead + format_table(head, rows))
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Train with DeepSpeed's ZeRO beside ours: the same GPT, initial weights, micro-batches, AdamW and clipping.
+"""Train with DeepSpeed's ZeRO and with ours: the same GPT, initial weights, micro-batches, AdamW and clipping.
 
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install deepspeed    # not part of this repository; without GPUs
     python -m bench.trainer.against_deepspeed --gpus=2           # starts its own ranks
@@ -80,9 +80,12 @@ def compare(options: Options) -> dict[str, Any]:
         ConfigError: DeepSpeed is not installed, or an option is out of range.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(f"deepspeed is not installed: run `{HOW_TO_INSTALL}` in an environment of your own")
+        raise ConfigError(f"deepspeed is not installed: run `{HOW_TO_INSTALL}` in a separate environment")
     if options.steps <= MEASURED_STEP or options.gpus < 2:
-        raise ConfigError(f"use --steps={MEASURED_STEP + 1} or more, and --gpus=2 or more")
+        raise ConfigError(
+            f"--steps={options.steps} --gpus={options.gpus} is out of range: use at least --steps={MEASURED_STEP + 1} "
+            "and --gpus=2"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shared = {"device": device, "dtype": "float32", "compile": False, "max_iters": options.steps, "eval_iters": 1}
     baseline = {"trainer": "baseline", "ranks": 1, "options": {}, **run_ours("baseline", 1, shared)}

@@ -1,4 +1,4 @@
-"""Run nanoGPT beside one of our trainers: the same model, batch, data and precision, in alternating rounds.
+"""Run nanoGPT next to one of our trainers: the same model, batch, data and precision, in alternating rounds.
 
     git clone https://github.com/karpathy/nanoGPT /tmp/nanogpt              # nanoGPT is not part of this repository
     python -m bench.trainer.against_nanogpt --nanogpt=/tmp/nanogpt          # on a CPU: nanoGPT's CPU configuration

@@ -54,7 +54,7 @@ def build_deepspeed_config(
     elif zero["stage"]:
         result["zero_allow_untested_optimizer"] = True  # without it, DeepSpeed refuses torch's AdamW
     if "offload_optimizer" in zero:
-        result["zero_force_ds_cpu_optimizer"] = False  # the same
+        result["zero_force_ds_cpu_optimizer"] = False  # without it, DeepSpeed refuses torch's AdamW with offload
     if config.dtype != "float32":
         result["torch_autocast"] = {"enabled": True, "dtype": config.dtype}
     return result

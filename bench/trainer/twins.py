@@ -1,4 +1,4 @@
-"""Train scaled-down twins of the configurations `mid` and `target` for 200 steps on two ranks.
+"""Train scaled-down twins of the configurations `train_mid` and `train_target` for 200 steps on two ranks.
 
     python -m bench.trainer.twins             # about 80 s of CPU time per rank and twin
     python -m bench.trainer.twins --write     # also write bench/results/twins-<hardware>.json

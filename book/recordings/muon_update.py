@@ -1,7 +1,7 @@
-"""Record the cost of Muon's update for the page "Will it fit?": formulas for whole matrices, traces for FSDP.
+"""Record the cost of Muon's update for the page "Will it fit?": formulas for full matrices, traces for FSDP.
 
 Muon's update is not linear in the number of blocks, because each matrix belongs to one rank. A rank that orthogonalizes
-whole matrices needs memory for one of them, and its time is a sum over the matrices that it owns; the page assigns the
+full matrices needs memory for one of them, and its time is a sum over the matrices that it owns; the page assigns the
 owners itself. FSDP exchanges the matrices in rounds. Its update is traced for each model and each number of ranks.
 """
 
@@ -20,7 +20,7 @@ from nanoGPT.checkpoint.weights import PADDED_VOCAB
 from nanoGPT.model import GPTConfig
 
 TRACED_TOKENS = 1024  # per sequence: they change only the position embeddings, which AdamW updates
-MAX_ERROR = 0.01  # relative, of the formulas for whole matrices
+MAX_ERROR = 0.01  # relative, of the formulas for full matrices
 # Ranks, blocks, and the sizes of the matrices that rank 0 owns in phase 1, in units of the squared channels.
 SINGLE = ((1, 3, (1, 3, 4, 4) * 3), (1, 5, (1, 3, 4, 4) * 5))
 OWNED = ((4, 3, (4, 4, 1)), (4, 5, (4, 4, 4, 3)), (8, 3, (4, 1)), (8, 5, (4, 4)), (16, 5, (4,)))
@@ -37,7 +37,7 @@ def trace_update(row: Row, sizes: tuple[int, int, int], ranks: int) -> TracedSte
 
 
 def fit_whole_update(name: str) -> dict[str, Any]:
-    """Return the factors of one of WHOLE, an update with whole matrices.
+    """Return the factors of one of WHOLE, an update with full matrices.
 
     Returns:
         eager_bytes and compiled_bytes: bytes per element of the owned matrices, per squared channel and owned matrix,
@@ -91,7 +91,7 @@ def trace_sharded_update(name: str, ranks: int) -> list[float]:
 
 
 def record_muon(pool: Executor) -> dict[str, Any]:
-    """Return the formulas of whole updates, and the sharded updates by model and number of ranks."""
+    """Return the formulas of updates with full matrices, and the sharded updates by model and number of ranks."""
     whole = {name: pool.submit(fit_whole_update, name) for name in WHOLE}
     sharded = {
         name: {str(ranks): pool.submit(trace_sharded_update, name, ranks) for ranks in SIZES["gpus"]} for name in MODELS

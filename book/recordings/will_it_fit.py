@@ -71,7 +71,7 @@ def list_jobs(row: Row, models: Sequence[tuple[int, int]]) -> dict[str, FitJob]:
     """Return the jobs of a row by dtype, "1" or "N" ranks and micro-batches; with ZeRO-2, small models have their own.
 
     In phase 1 a rank always stores gradient buffers, so two micro-batches need the formulas of one. With one rank,
-    ZeRO-2 is ZeRO-1, so it has no formulas of its own.
+    ZeRO-2 is ZeRO-1, so it has no separate formulas.
     """
     jobs = {}
     for dtype, ranks, micro_batches in itertools.product(DTYPE_NAMES, "1N", (1, 2)):

@@ -3,7 +3,7 @@
     out_dir/checkpoints/
         step-00000100/        the checkpoint after 100 updates
             <payload>         depends on the phase: ckpt.pt, or one file per rank
-            manifest.json     written last: step, configuration, data, and the size and SHA-256 of every file
+            manifest.json     written last: step, configuration, data, and the size and hash of every file
         LATEST                the name of the newest checkpoint, for people and scripts
         .tmp-step-00000150/   a save in progress, or the files of a save that was killed
         .bad-step-00000120/   a damaged checkpoint that a resume has skipped

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its metadata, the size and SHA-256 of every file, and a SHA-256 of the manifest itself.
+"""The manifest of a checkpoint: its metadata, the size and hash (SHA-256) of every file, and its own hash.
 
 Nothing is repaired. If a checkpoint fails the verification, the reason is reported, and a resume skips the checkpoint.
 """
@@ -178,7 +178,7 @@ def verify_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int 
     """Verify the files of a checkpoint. Rank r of N verifies files r, r + N, r + 2N, ...; by default, verify all files.
 
     Raises:
-        DamagedCheckpoint: a file is missing, or its size or SHA-256 differs.
+        DamagedCheckpoint: a file is missing, or its size or hash differs.
         ConfigError: a file exists, but could not be read. The checkpoint may still be intact.
     """
     for file in manifest["files"][rank::world_size]:

@@ -109,7 +109,7 @@ class ReportingPlanner(DefaultSavePlanner):
 
 @contextlib.contextmanager
 def disable_crc32() -> Iterator[None]:
-    """Disable the checksum of `torch.save`: it costs a third of the time of a sha256, and no reader checks it."""
+    """Disable the checksum of `torch.save`: it costs a third of the time of SHA-256, and no reader checks it."""
     previous = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -146,7 +146,7 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], no_d
         PeerFailed: only other ranks failed.
     """
     reader = source if isinstance(source, SafeReader) else SafeReader(source)
-    # A filter that stays: `catch_warnings` would restore the filters of all threads, also of one that saves meanwhile.
+    # The filter stays: `catch_warnings` would restore the filters of all threads, also while another thread saves.
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
     try:
         with raise_own_error(no_dist):

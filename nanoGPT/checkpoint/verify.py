@@ -1,4 +1,4 @@
-"""Verify the size and the SHA-256 of every file in every checkpoint of a run.
+"""Verify the size and the hash of every file in every checkpoint of a run.
 
     make verify-checkpoint ARGS=--out_dir=out/my-run
     python -m nanoGPT.checkpoint.verify --out_dir=out/my-run
@@ -17,7 +17,7 @@ from nanoGPT.files import is_present
 
 
 def main(out_dir: str) -> None:
-    """Verify the size and the SHA-256 of every file in every checkpoint of a run.
+    """Verify the size and the hash of every file in every checkpoint of a run.
 
     Args:
         out_dir: the run's directory; the run may be training.

@@ -104,7 +104,7 @@ class NewFiles:
         self._files[new_name] = self._files.pop(name)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the entry of each file in the manifest: name, size in bytes, and SHA-256."""
+        """Return the entry of each file in the manifest: name, size in bytes, and hash."""
         return [
             {"name": name, "size": (self.folder / name).stat().st_size, "sha256": file.digest.hexdigest()}
             for name, file in self._files.items()

@@ -34,7 +34,7 @@ class DeviceProgress:
     def count_reached(self) -> int:
         """Return the number of the last stage that the GPU has reached, without waiting for it.
 
-        After a CUDA error, such as an illegal address, every query fails. The number then stays as it is, so that the
+        After a CUDA error, such as an illegal address, every query fails. The number then does not change, so that the
         heartbeat and the files that explain the error can still be written.
         """
         with contextlib.suppress(RuntimeError):

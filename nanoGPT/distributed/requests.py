@@ -1,7 +1,7 @@
 """Decide about once a second, and on all ranks at the same step, whether to stop or to save.
 
 Ranks receive a signal at different moments, but all of them must stop after the same step. They agree with one small
-all-reduce. To do this after every step would delay short steps, and every rank would wait for the slowest one.
+all-reduce. An exchange after every step would delay short steps, and every rank would wait for the slowest one.
 """
 
 import time

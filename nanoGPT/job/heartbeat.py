@@ -46,7 +46,7 @@ COMPILER_AND_DEBUGGER = (
     "/pdb.py",
 )
 COLLECTIVE = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
-# Calls that wait until the GPU has run everything that was queued. Most are C functions, without a frame of their own.
+# Calls that wait until the GPU has run everything that was queued. Most are C functions, which have no Python frame.
 READS_DEVICE = re.compile(
     r"\.(item|tolist|cpu|numpy|synchronize|_cuda_synchronize|_accelerator_synchronizeDevice)\([^()]*\)$"
 )

@@ -48,12 +48,12 @@ def describe_inputs(config: TrainConfig, data: TokenData) -> dict[str, Any]:
 
 
 def compute_digest(content: bytes) -> str:
-    """Return the first 12 digits of the sha256: enough to distinguish two contents, and short enough to print."""
+    """Return the first 12 digits of the SHA-256 hash: enough to distinguish two contents, and short enough to print."""
     return hashlib.sha256(content).hexdigest()[:12]
 
 
 def digest_code() -> str:
-    """Return a digest of the source files of the baseline and of all phases, including uncommitted changes."""
+    """Return a hash of the source files of the baseline and of all phases, including uncommitted changes."""
     folders = [PACKAGE, *sorted(PACKAGE.parent.glob("phase*"))]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path.is_file()]
     sources = [path for path in files if not {"data", "config"} & {*path.relative_to(PACKAGE.parent).parts}]
@@ -72,7 +72,7 @@ def digest_weights(init_from: str) -> str:
     """Return what identifies the weights that a run starts from.
 
     Returns:
-        For a run's directory, the name of its newest checkpoint. For another directory, a digest of the names and
+        For a run's directory, the name of its newest checkpoint. For another directory, a hash of the names and
         sizes of its files. Otherwise `init_from` itself.
     """
     folder = Path(init_from)

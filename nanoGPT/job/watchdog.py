@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Fields of a heartbeat. A change of one is progress. A GPU may run for long what the host has queued.
+# A change of one of these fields of a heartbeat is progress. The host can queue work that keeps a GPU busy for minutes,
+# so the stages that the GPU has reached count too.
 PROGRESS = ("step", "stages_entered", "progress_reports", "device_stages")
 GRACE_SECONDS = 2.0  # time to write stacks before processes are stopped
 HAS_PROC = Path("/proc/self/stat").exists()

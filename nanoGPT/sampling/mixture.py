@@ -80,7 +80,7 @@ def draw_in_epochs(
 ) -> list[tuple[int, int]]:
     """Return the choices for sequences `first` to `first + batch_size - 1` of a run.
 
-    Each dataset has epochs of its own: an epoch visits each of its windows once, in a random order.
+    Each dataset has its own epochs: an epoch visits each of its windows once, in a random order.
 
     Args, Returns:
         As for `draw_random`.

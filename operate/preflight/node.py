@@ -161,7 +161,7 @@ def check_data(config: TrainConfig) -> Check:
 
 
 def hash_until(path: Path, deadline: float) -> str | None:
-    """Return the sha256 of a file; None if the time is over."""
+    """Return the hash of a file; None if the time is over."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(16 << 20):

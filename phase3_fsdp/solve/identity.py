@@ -1,9 +1,9 @@
 """Identify a model by its content, so that an evaluation continues only with the same weights, wherever they are.
 
-A run's checkpoint is identified by its manifest, which has the SHA-256 of every file. Other models have no manifest,
-and hashing tens of gigabytes would take minutes on every start. Their digest covers the name and size of each file that
-is read, and samples of its content: all of a small file, and a million bytes, evenly spaced, of a large one. A training
-step changes almost every weight, so the samples differ. A change of single weights may be missed.
+A run's checkpoint is identified by its manifest, which has the hash (SHA-256) of every file. Other models have no
+manifest, and hashing tens of gigabytes would take minutes at every start. Their hash covers the name and size of each
+file that is read, and its content: all of a file of up to 1 MiB, and 256 evenly spaced samples of 4 KiB of a larger
+one. A training step changes almost every weight, so the samples differ. They can miss a change of single weights.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ def describe_weights(source: str) -> str:
 
 
 def digest_files(source: str) -> str:
-    """Return a digest of a model that is not a run of this project; the source itself if it is no directory.
+    """Return a hash of a model that is not a run of this project; the source itself if it is not a directory.
 
     Args:
         source: directory of a Hugging Face model or of nanoGPT's ckpt.pt, or the name of a GPT-2.
@@ -60,7 +60,7 @@ def digest_files(source: str) -> str:
 
 
 def sample_content(path: Path, digest: "hashlib._Hash") -> None:
-    """Add SAMPLES evenly spaced parts of a file to a digest, the first and the last bytes included."""
+    """Add SAMPLES evenly spaced parts of a file to a hash, the first and the last bytes included."""
     last = max(0, path.stat().st_size - SAMPLE_BYTES)
     with open(path, "rb", buffering=0) as file:
         for position in sorted({last * i // (SAMPLES - 1) for i in range(SAMPLES)}):

@@ -26,7 +26,7 @@ class OpenedModel(Protocol):
     """A model whose weights have not been read yet.
 
     Attributes:
-        name: where the model is, for people.
+        name: path or name of the model, for messages.
         weights: identifies its weights and tokenizer, wherever they are.
         size: its sizes.
         context: largest number of tokens of a sequence.

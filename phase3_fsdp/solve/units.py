@@ -1,7 +1,7 @@
 """FSDP for generation: which modules are all-gathered together, and when their full parameters are freed.
 
-Memory decides the units. A layer with large parts (its attention, its MLP, its experts) is never all-gathered as a
-whole: each part with at least 1M parameters is a unit, and the layer is a unit of the rest (norms, a router). The
+Memory decides the units. A layer with large parts (its attention, its MLP, its experts) is never all-gathered at
+once: each part with at least 1M parameters is a unit, and the layer is a unit of the rest (norms, a router). The
 embedding and the head are units as well. If they share one parameter (tied weights), they stay in the root unit, and
 with offload the root is freed while the layers run.
 

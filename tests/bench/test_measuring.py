@@ -223,6 +223,8 @@ SOURCES = {
     "2.25 times": "3(N-1)/N on 4 ranks: gloo's reduce-scatter sends as much as an all-reduce",
     "16 bytes": "4 for a parameter, 4 for its gradient, 8 for the moments of AdamW",
     "25 MiB": "the default of zero1_bucket_mb",
+    "1 MiB": "SAMPLES x SAMPLE_BYTES of phase3_fsdp/solve/identity.py",
+    "4 KiB": "SAMPLE_BYTES of phase3_fsdp/solve/identity.py",
     "4 MiB": "the setting of the timeline, in its result file",
     "4 MB": "a million numbers in fp32",
     "6.6 GB": "65,536 x 50,304 x 2",

@@ -427,9 +427,9 @@ def test_the_overlap_page_shows_the_recorded_runs(site, browser):
 def test_pages_work_for_everyone(name, site, browser):
     """Without scripts a page shows a picture and tables. With scripts it can be used after at most 1 second.
 
-    The picture has a text alternative, fits a phone, and gives way to the explorer when scripts run. On a phone, a
-    tablet and a laptop, the page fits the screen, and axe-core finds no serious accessibility fault in all of it. With
-    reduced motion it has no Play. A damaged recording leads to one sentence with the command that repairs it.
+    The picture has a text alternative and fits a phone. With scripts, the explorer replaces it. On a phone, a tablet
+    and a laptop, the page fits the screen, and axe-core finds no serious accessibility fault on the page. With
+    reduced motion it has no Play button. A damaged recording leads to one sentence with the command that repairs it.
     """
     source = site / "book" / "pages" / f"{name}.html"
     page = browser.new_context(java_script_enabled=False).new_page()

@@ -191,7 +191,7 @@ def import_variant(folder: Path, module: ModuleType, name: str, replacements: li
         folder: directory for the copy.
         module: the module to copy.
         name: unique name of the copy, and prefix of its operators.
-        replacements: pairs of the text in the file and the text to put in its place.
+        replacements: pairs of a text in the file and its replacement.
     """
     source = Path(str(module.__file__)).read_text()
     for old, new in replacements:

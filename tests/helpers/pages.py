@@ -24,7 +24,7 @@ def read_rows(page, selector: str) -> list[list[str]]:
 def find_faults(page) -> list[Any]:
     """Return what is wrong with a page at each width: the width if it is wider than the screen, and serious faults.
 
-    axe-core finds the accessibility faults, once for each color scheme. It inspects the whole page, but only the first
+    axe-core finds the accessibility faults, once for each color scheme. It inspects the full page, but only the first
     rows of the recorded tables.
     """
     from axe_playwright_python.base import AXE_SCRIPT

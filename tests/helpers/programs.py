@@ -112,7 +112,7 @@ class Program:
         return self.returncode
 
     def communicate(self, timeout: float = DEADLINE) -> tuple[str, None]:
-        """Wait until the program exits. Return its output, and None in the place of Popen's standard error."""
+        """Wait until the program exits. Return its output, and None instead of Popen's standard error."""
         self.wait(timeout)
         return self.output(), None
 

@@ -49,7 +49,7 @@ def make_schema(required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]
 
 
 # The fields of JobSet's CustomResourceDefinition that deploy/jobset.yaml may use. The template is that of a Job, which
-# has a schema of its own.
+# has its own schema.
 RULE = make_schema(
     ("action", "name"),
     name=WORDS,

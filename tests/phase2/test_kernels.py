@@ -126,7 +126,7 @@ def test_the_configuration_table_is_consistent():
 
 
 def test_rows_can_be_for_one_version_of_triton(monkeypatch):
-    """With Triton 3.6 on an H100, dk and dv have a row of their own, which tuning changes. Others use that of sm_90."""
+    """With Triton 3.6 on an H100, dk and dv have their own row, which tuning changes. Others use that of sm_90."""
     rows = load_config_table()["attention_dkv"]
     with core.record_launches("sm_90"):
         for version, name in (("3.6.0", "sm_90 with Triton 3.6"), ("3.9.0", "sm_90")):

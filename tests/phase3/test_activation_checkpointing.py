@@ -114,7 +114,7 @@ def test_no_sync_delays_ready_twice():
     """In `no_sync` no case of "marked as ready twice" fails, and reducing the gradients by hand gives the right mean.
 
     The cases that fail without `no_sync` fail in the backward pass that synchronizes. With static_graph, torch 2.13
-    does not support `no_sync` in the first step, with either form of checkpointing. Later it works in all cases.
+    does not support `no_sync` in the first step, with either form of checkpointing. In later steps, all cases work.
     """
 
     options = ("plain", "static_graph", "static_graph later", "find_unused_parameters")

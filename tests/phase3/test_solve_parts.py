@@ -229,7 +229,10 @@ def test_a_tokenizer_without_the_prompt_form_is_refused():
 
 
 def test_pass_at_k_is_the_fraction_of_choices_with_a_right_attempt():
-    """The estimate equals a count of all choices of k attempts, for every k. The scores have powers of two, and all."""
+    """The estimate equals a count of all choices of k attempts, for every k.
+
+    The scores have the powers of two and the number of attempts.
+    """
     for attempts, right in ((1, 0), (1, 1), (5, 2), (6, 0), (6, 3), (6, 6)):
         marks = [number < right for number in range(attempts)]
         for k in range(1, attempts + 1):
@@ -287,7 +290,7 @@ def test_an_evaluation_continues_with_the_same_weights_only(tmp_path):
 
 
 def test_a_model_is_identified_by_the_content_of_its_files(tmp_path):
-    """A copy has the same digest; one changed number in a large tensor, or another file name, has another."""
+    """A copy has the same hash. One changed number in a large tensor, or another file name, changes the hash."""
     digests = []
     for name, value, file in (("a", 1, "model"), ("b", 1, "model"), ("c", 2, "model"), ("d", 1, "weights")):
         (tmp_path / name).mkdir()

@@ -115,7 +115,7 @@ def test_an_invalid_rank_in_the_environment_is_refused(variables, tmp_path):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat", "env.json", "checkpoints"])
 def test_a_blocked_path_is_named(name, tmp_path):
-    """If a directory is in the place of a file, or a file in the place of a directory, the error names it."""
+    """If a path is a directory instead of a file, or a file instead of a directory, the error names it."""
     (tmp_path / "run").mkdir()
     path = tmp_path / "run" / name
     path.mkdir() if "." in name else path.touch()

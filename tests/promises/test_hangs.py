@@ -166,7 +166,7 @@ def test_stages_of_the_gpu_are_counted_by_completed_events():
 
 
 def test_a_rank_that_reads_a_value_from_the_device_is_recognized():
-    """A thread inside `.item()`, a C function without a frame, is told from a thread in another call of that line."""
+    """A thread inside `.item()`, a C function without a frame, is distinguished from other calls on that line."""
 
     class Tensor:
         def __init__(self, lock):

@@ -106,7 +106,7 @@ def load_answer(path: Path) -> ModuleType:
 
 
 def replace_target(target: str, answer: ModuleType) -> None:
-    """Put the answer in the place of a function, method or class, in all modules that have imported it.
+    """Replace a function, method or class with the answer, in all modules that have imported it.
 
     Raises:
         WrongAnswer: the answer does not define it.

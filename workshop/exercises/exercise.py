@@ -25,7 +25,7 @@ class Mistake:
     """A typical wrong answer, as an edit of the solution.
 
     Attributes:
-        edits: pairs of the text in the solution and the text to put in its place.
+        edits: pairs of a text in the solution and its replacement.
         explanation: words that the explanation of the check must contain.
         hangs: whether ranks wait for each other forever.
     """

@@ -169,8 +169,8 @@ EXERCISES = [
         ranks=2,
         check=check_order,
         prepare=train_unsharded,
-        nudge="Bucket 2 is ready, and bucket 1 comes before it in the common order. May you start bucket 2?",
-        idea="Walk through _bucket_order from _num_started on, and stop at the first bucket that is not ready.",
+        nudge="Bucket 2 is ready, and bucket 1 comes before it in the common order. May bucket 2 start?",
+        idea="Go through _bucket_order from _num_started on, and stop at the first bucket that is not ready.",
         line="if not (include_partial",
         mistakes=(
             plant_mistake("            break", "            continue", "Stop at the first bucket of the common order"),
