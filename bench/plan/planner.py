@@ -106,7 +106,10 @@ class Job:
 
 
 def trace_row(row: Row, job: Job, batch_size: int, only_update: bool = False) -> TraceSummary:
-    """Trace a training step of a row, or only its update. Run it in a separate process (see `summarize_trace`)."""
+    """Trace a training step of a row, or only its update. Run it in a separate process (see `summarize_trace`).
+
+    The traced model is eager, so `kernels=auto` selects the kernels of an eager model. Both times of a plan use them.
+    """
     phase, options = select_auto_kernels(row, job.shape)
     fields = {"batch_size": batch_size, "block_size": job.shape.block_size, "dtype": job.dtype, "device": "cpu"}
     fields |= {"gradient_accumulation_steps": job.micro_batches * job.gpus, "optimizer": job.optimizer}
