@@ -26,7 +26,7 @@ from nanoGPT.tokenizer import load_tokenizer
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw, grad_norm
 from nanoGPT.train import train
-from workshop.lessons.one_process import draw_curves, max_loss_difference, pop_gradient, print_curves
+from workshop.lessons.one_process import compare_with_one_rank, draw_curves, pop_gradient, print_curves
 from workshop.ranks import losses, run_on_ranks
 
 # %% [markdown]
@@ -317,7 +317,7 @@ def train_on(ranks: int, function=train, name: str = "keyed", **changes) -> dict
 
 curves = {ranks: train_on(ranks) for ranks in (1, 2, 4)}
 print_curves(curves)
-assert max_loss_difference(curves) < 1e-5
+assert compare_with_one_rank(curves) < 1e-5
 
 # %%
 draw_curves(curves)
@@ -380,8 +380,8 @@ def train_with_naive_seeding(config: TrainConfig) -> None:
 
 
 naive_curves = {ranks: train_on(ranks, train_with_naive_seeding, "naive") for ranks in (1, 2, 4)}
-print(f"max loss difference, one seed per rank:        {max_loss_difference(naive_curves):.1e}")
-print(f"max loss difference, one key per micro-batch:  {max_loss_difference(curves):.1e}")
+print(f"max loss difference, one seed per rank:        {compare_with_one_rank(naive_curves):.1e}")
+print(f"max loss difference, one key per micro-batch:  {compare_with_one_rank(curves):.1e}")
 
 # %% [markdown]
 # The naive curves are not *wrong*: these runs train models that are just as good. But a difference of this size hides
@@ -401,12 +401,12 @@ import json
 import time
 
 from nanoGPT.files import sha256_of
-from workshop.lessons.one_process import count_logged_lines, print_resumed_curve, train_command
+from workshop.lessons.one_process import count_logged_lines, make_train_command, print_resumed_curve
 
 FLAGS = """--device=cpu --block_size=32 --n_layer=2 --n_head=2 --n_embd=64 --dropout=0.2 --max_iters=16
     --warmup_iters=2 --gradient_accumulation_steps=16 --log_interval=1 --eval_interval=4 --eval_iters=4
     --always_save_checkpoint=True""".split()
-command = train_command(sys.executable, "killed", *FLAGS)  # python nanoGPT/train.py --out_dir=killed --device=cpu ...
+command = make_train_command(sys.executable, "killed", *FLAGS)  # python nanoGPT/train.py --out_dir=killed ...
 process = subprocess.Popen(command, cwd=folder.name, stdout=subprocess.DEVNULL)
 while count_logged_lines(Path(folder.name) / "killed") < 10 and process.poll() is None:
     time.sleep(0.005)
@@ -457,7 +457,7 @@ print("AdamW state of the first parameter:", ", ".join(ckpt["optimizer"]["state"
 # `metrics.jsonl`?
 
 # %%
-command = train_command(sys.executable, "killed", "--init_from=resume")
+command = make_train_command(sys.executable, "killed", "--init_from=resume")
 completed = subprocess.run(command, cwd=folder.name, stdout=subprocess.PIPE, text=True, check=True)
 print(next(line for line in completed.stdout.splitlines() if line.startswith("resuming")))
 steps = [json.loads(line)["step"] for line in (checkpoints.parent / "metrics.jsonl").read_text().splitlines()]
@@ -472,7 +472,7 @@ print("steps in metrics.jsonl:", steps)
 # **Predict first:** in how many decimal digits do the losses of the two runs agree?
 
 # %%
-command = train_command(sys.executable, "uninterrupted", *FLAGS)
+command = make_train_command(sys.executable, "uninterrupted", *FLAGS)
 subprocess.run(command, cwd=folder.name, stdout=subprocess.DEVNULL, check=True)
 resumed_curve, uninterrupted_curve = losses(Path(folder.name) / "killed"), losses(Path(folder.name) / "uninterrupted")
 print_resumed_curve(resumed_curve, uninterrupted_curve, resumed_at=manifest["step"])
@@ -566,7 +566,7 @@ assert resumed_curve == uninterrupted_curve
 # content = bytearray(damaged_file.read_bytes())
 # content[len(content) // 2] ^= 1
 # damaged_file.write_bytes(content)
-# command = train_command(sys.executable, "killed", "--init_from=resume")
+# command = make_train_command(sys.executable, "killed", "--init_from=resume")
 # completed = subprocess.run(command, cwd=folder.name, capture_output=True, text=True)
 # print(completed.stdout)
 # ```

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from workshop import collectives
 from workshop.collective_times import fit_latency_and_bandwidth, measure_all_reduces, predict_seconds
 from workshop.lessons.collective_pictures import draw_fits, draw_sent_bytes, draw_traces
-from workshop.lessons.collectives import measure_sent_bytes, print_fits, print_sent_bytes, trace_reduce_scatter
+from workshop.lessons.collectives import count_bytes_of_sends, print_fits, print_sent_bytes, trace_reduce_scatter
 from workshop.ranks import RankFailed, run_on_ranks
 
 RANKS = 4
@@ -121,8 +121,8 @@ def all_reduce_on_rank_0(values: torch.Tensor) -> None:
         dist.recv(values, 0)
 
 # %% [markdown]
-# `measure_sent_bytes` counts what `dist.send` and `dist.isend` send while a function runs. Count the simple version and
-# all four collectives:
+# `count_bytes_of_sends` runs a function, and returns the bytes that `dist.send` and `dist.isend` send meanwhile. Count
+# the simple version and all four collectives:
 
 # %%
 LENGTH = 840  # elements; 2, 3, 4, 5, 6, 7 and 8 divide it
@@ -131,11 +131,11 @@ LENGTH = 840  # elements; 2, 3, 4, 5, 6, 7 and 8 divide it
 def measure_all(length: int) -> dict[str, int]:
     values, ranks = torch.ones(length), dist.get_world_size()
     return {
-        "on rank 0": measure_sent_bytes(lambda: all_reduce_on_rank_0(values)),
-        "all-reduce": measure_sent_bytes(lambda: collectives.all_reduce(values)),
-        "reduce-scatter": measure_sent_bytes(lambda: collectives.reduce_scatter(values)),
-        "all-gather": measure_sent_bytes(lambda: collectives.all_gather(values[: length // ranks])),
-        "broadcast": measure_sent_bytes(lambda: collectives.broadcast(values, 0)),
+        "on rank 0": count_bytes_of_sends(lambda: all_reduce_on_rank_0(values)),
+        "all-reduce": count_bytes_of_sends(lambda: collectives.all_reduce(values)),
+        "reduce-scatter": count_bytes_of_sends(lambda: collectives.reduce_scatter(values)),
+        "all-gather": count_bytes_of_sends(lambda: collectives.all_gather(values[: length // ranks])),
+        "broadcast": count_bytes_of_sends(lambda: collectives.broadcast(values, 0)),
     }
 
 

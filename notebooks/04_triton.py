@@ -463,16 +463,16 @@ del rows
 # **Predict first:** for which cases is the kernel's error larger than torch's? The answer need not be all or none.
 
 # %%
-from workshop.lessons.kernels import compare_with_torch, torch_attention, torch_layer_norm, with_targets
+from workshop.lessons.kernels import bind_targets, compare_with_torch, run_torch_attention, run_torch_layer_norm
 
 loss, torch_loss = cross_entropy.cross_entropy, F.cross_entropy
 CASES = [
-    ("layer_norm", layernorm.layer_norm, torch_layer_norm, [(3, 1), (1,)], 2),
-    ("layer_norm", layernorm.layer_norm, torch_layer_norm, [(5, 769), (769,)], 2),
-    ("cross_entropy", with_targets(loss, 75), with_targets(torch_loss, 75), [(4, 75)], 2),
-    ("cross_entropy", with_targets(loss, V), with_targets(torch_loss, V), [(4, V)], 2),
-    ("causal_attention", attention.causal_attention, torch_attention, [(1, 2, 1, 20)] * 3, 3),
-    ("causal_attention", attention.causal_attention, torch_attention, [(1, 2, 97, 20)] * 3, 3),
+    ("layer_norm", layernorm.layer_norm, run_torch_layer_norm, [(3, 1), (1,)], 2),
+    ("layer_norm", layernorm.layer_norm, run_torch_layer_norm, [(5, 769), (769,)], 2),
+    ("cross_entropy", bind_targets(loss, 75), bind_targets(torch_loss, 75), [(4, 75)], 2),
+    ("cross_entropy", bind_targets(loss, V), bind_targets(torch_loss, V), [(4, V)], 2),
+    ("causal_attention", attention.causal_attention, run_torch_attention, [(1, 2, 1, 20)] * 3, 3),
+    ("causal_attention", attention.causal_attention, run_torch_attention, [(1, 2, 97, 20)] * 3, 3),
 ]
 print("                                    max error of result  max error of gradients")
 print("operator          shape                kernel     torch       kernel     torch")
@@ -611,7 +611,7 @@ def norm_backward_kernel(dy, x, weight, dx, N, eps, WITH_MEANS: tl.constexpr, BL
 # %%
 def compute_torch_dx(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     leaf = x.to(dtype).requires_grad_()
-    return torch.autograd.grad(torch_layer_norm(leaf, weight.to(dtype)), leaf, dy.to(dtype))[0]
+    return torch.autograd.grad(run_torch_layer_norm(leaf, weight.to(dtype)), leaf, dy.to(dtype))[0]
 
 
 def compare_dx(name: str, dy: torch.Tensor, with_means: bool) -> float:
@@ -646,11 +646,12 @@ for name, dy, lowest, highest in (("random", random_dy, 0.99, 1.0), ("parallel t
 # second derivation. The next cell applies it to the operators of phase 2:
 
 # %%
-from workshop.lessons.kernels import random_leaf
+from workshop.lessons.kernels import make_fp64_leaf
 
-assert torch.autograd.gradcheck(layernorm.layer_norm, (random_leaf(3, 5), random_leaf(5), random_leaf(5)))
-assert torch.autograd.gradcheck(lambda z: cross_entropy.cross_entropy(z, torch.tensor([4, 0, 2])), (random_leaf(3, 5),))
-assert torch.autograd.gradcheck(attention.causal_attention, tuple(random_leaf(1, 1, 3, 2) for _ in range(3)))
+assert torch.autograd.gradcheck(layernorm.layer_norm, (make_fp64_leaf(3, 5), make_fp64_leaf(5), make_fp64_leaf(5)))
+targets = torch.tensor([4, 0, 2])
+assert torch.autograd.gradcheck(lambda z: cross_entropy.cross_entropy(z, targets), (make_fp64_leaf(3, 5),))
+assert torch.autograd.gradcheck(attention.causal_attention, tuple(make_fp64_leaf(1, 1, 3, 2) for _ in range(3)))
 print("layer_norm, cross_entropy and causal_attention pass gradcheck")
 
 # %% [markdown]
@@ -668,7 +669,7 @@ print("layer_norm, cross_entropy and causal_attention pass gradcheck")
 from workshop.lessons.kernels import to_bits
 
 x, dy = torch.randn(128, 64), torch.randn(128, 64)
-terms = dy * torch_layer_norm(x, torch.ones(64))  # (rows, columns)
+terms = dy * run_torch_layer_norm(x, torch.ones(64))  # (rows, columns)
 exact = terms.double().sum(0)
 
 
@@ -958,10 +959,10 @@ with record_launches("sm_90"):  # use the tile sizes, and therefore the workspac
 # The tensor cores do nearly all FLOPs of three of them. Compute the shortest possible time of each pass:
 
 # %%
-from workshop.lessons.roofline import Gpu, compute_points, draw_roofline, print_points
+from workshop.lessons.roofline import PeakRates, compute_points, draw_roofline, print_points
 
 MATMULS = ("linear + GELU", "attention", "linear + cross-entropy")
-h100 = Gpu(BANDWIDTH, MATRIX_FLOPS, SCALAR_FLOPS)
+h100 = PeakRates(BANDWIDTH, MATRIX_FLOPS, SCALAR_FLOPS)
 points = compute_points(COSTS, MATMULS, h100)
 print_points(points, h100)
 for name, pass_name in (("attention", "backward"), ("linear + cross-entropy", "all")):

@@ -34,7 +34,7 @@ from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from phase1_zero1.buckets import all_gather, reduce_scatter  # these work with old and new names in torch
 from phase3_fsdp.fsdp import FsdpConfig
-from workshop.lessons.fsdp import max_difference
+from workshop.lessons.fsdp import compute_max_difference
 from workshop.ranks import losses, run_on_ranks
 
 # %% [markdown]
@@ -167,13 +167,13 @@ by_hand = run_on_ranks(train_by_hand, 4)
 print("shapes on rank 2:", by_hand[2]["local_shapes"])
 for row in by_hand[2]["traffic"]:
     print(f"{row['kind']:15} {row['calls']} calls, {row['tensor_bytes'] // 4} elements in full tensors")
-print(f"max weight difference from one process: {max_difference(by_hand[2]['weights'], reference):.1e}")
+print(f"max weight difference from one process: {compute_max_difference(by_hand[2]['weights'], reference):.1e}")
 
 sizes = [12 * 8, 4 * 12]
 calls = {row["kind"]: (row["calls"], row["tensor_bytes"] // 4) for row in by_hand[2]["traffic"]}
 assert by_hand[2]["local_shapes"] == [(3, 8), (1, 12)]
 assert calls == {"all-gather": (4, 2 * sum(sizes)), "reduce-scatter": (2, sum(sizes))}
-assert all(max_difference(rank["weights"], reference) < 1e-6 for rank in by_hand)
+assert all(compute_max_difference(rank["weights"], reference) < 1e-6 for rank in by_hand)
 
 # %% [markdown]
 # Each step all-gathers every weight twice and reduces its gradient once. AdamW updates each element independently. It
@@ -206,9 +206,10 @@ by_torch = run_on_ranks(train_with_fully_shard, 4)
 print("type of the parameters:", *by_torch[2]["types"])
 print("shapes on rank 2:", by_torch[2]["local_shapes"])
 print("same collectives as by hand:", by_torch[2]["traffic"] == by_hand[2]["traffic"])
-print("max weight difference from the version by hand:", max_difference(by_torch[2]["weights"], by_hand[2]["weights"]))
+difference = compute_max_difference(by_torch[2]["weights"], by_hand[2]["weights"])
+print("max weight difference from the version by hand:", difference)
 assert by_torch[2]["local_shapes"] == by_hand[2]["local_shapes"] and by_torch[2]["traffic"] == by_hand[2]["traffic"]
-assert max_difference(by_torch[2]["weights"], by_hand[2]["weights"]) < 1e-7
+assert difference < 1e-7
 
 # %% [markdown]
 # A `DTensor` is a tensor that knows how it is sharded: here `Shard(dim=0)`, by rows. The layers are ordinary layers
@@ -387,7 +388,7 @@ fsdp_pictures.draw_similarity_of_rows({
 # a step of a model with 4 blocks. How high is each maximum, in blocks?
 
 # %%
-from workshop.lessons.fsdp import measure_steps, print_gathered_blocks
+from workshop.lessons.fsdp import measure_fsdp_steps, print_gathered_blocks
 
 VARIANTS = {
     "default": {},
@@ -398,8 +399,8 @@ VARIANTS = {
 
 
 def measure_variants(config: FsdpConfig) -> dict[str, dict]:
-    replace = dataclasses.replace
-    return {name: measure_steps(build_sharded_model, replace(config, **changes)) for name, changes in VARIANTS.items()}
+    configs = {name: dataclasses.replace(config, **changes) for name, changes in VARIANTS.items()}
+    return {name: measure_fsdp_steps(build_sharded_model, configs[name]) for name in VARIANTS}
 
 
 variants = run_on_ranks(measure_variants, 4, config)
@@ -441,7 +442,7 @@ fsdp_pictures.draw_gathered_bytes(variants)
 # %%
 from workshop.lessons.fsdp import print_memory, select_usages
 
-by_ranks = {number: run_on_ranks(measure_steps, number, build_sharded_model, config) for number in (1, 2, 4)}
+by_ranks = {number: run_on_ranks(measure_fsdp_steps, number, build_sharded_model, config) for number in (1, 2, 4)}
 usages = {number: select_usages(ranks) for number, ranks in by_ranks.items()}  # model state, and memory at the peak
 print_memory(usages, P, tensors=len(list(unsharded.parameters())))
 
@@ -659,7 +660,7 @@ if torch.__version__.startswith("2.13"):
 # that each pair is one node with fast links inside. Sort them by the volume *between* the nodes.
 
 # %%
-from workshop.lessons.fsdp import print_costs, sum_sent
+from workshop.lessons.fsdp import print_costs, sum_sent_bytes
 
 OPTIONS = {
     "DDP": {"use_fsdp": False},
@@ -672,14 +673,14 @@ OPTIONS = {
 def measure_option(name: str) -> dict:
     steps = 2 if name == "DDP" else 1  # DDP rebuilds its buckets in the second step, so use the third
     changed_config = dataclasses.replace(config, **OPTIONS[name])
-    return measure_steps(build_sharded_model, changed_config, micro_batches=2, steps=steps)
+    return measure_fsdp_steps(build_sharded_model, changed_config, micro_batches=2, steps=steps)
 
 
 costs = run_on_ranks(lambda: {name: measure_option(name) for name in OPTIONS}, 4)[0]
 
 # %%
 print_costs(costs, P)
-per_rank = sum_sent(by_ranks[4][0]["steps"][-1]["communicated"]) / 4 / P
+per_rank = sum_sent_bytes(by_ranks[4][0]["steps"][-1]["communicated"]) / 4 / P
 print(f"default with M = 1, as in section (d): a rank sends {per_rank:.3f} P")
 assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 
@@ -791,7 +792,7 @@ fsdp_pictures.draw_loss_curves(curves)
 #
 # ShardedLinear = UnreshardedLinear
 # by_hand = run_on_ranks(train_by_hand, 4)
-# print(by_hand[0]["traffic"], max_difference(by_hand[0]["weights"], reference))
+# print(by_hand[0]["traffic"], compute_max_difference(by_hand[0]["weights"], reference))
 # ```
 #
 # 2 all-gathers remain, and the weights are the same.
@@ -810,11 +811,11 @@ fsdp_pictures.draw_loss_curves(curves)
 # <details><summary>Hint</summary>
 #
 # ```python
-# from workshop.lessons.fsdp import max_gathered_bytes
+# from workshop.lessons.fsdp import find_max_gathered_bytes
 #
 # one_unit = dataclasses.replace(config, fsdp_wrap="size", fsdp_min_num_params=10**9)
-# step = run_on_ranks(measure_steps, 4, build_sharded_model, one_unit, 2)[0]["steps"][-1]
-# print(max_gathered_bytes(step) / P, step["communicated"]["all-gather", 4] / 4 / P)
+# step = run_on_ranks(measure_fsdp_steps, 4, build_sharded_model, one_unit, 2)[0]["steps"][-1]
+# print(find_max_gathered_bytes(step) / P, step["communicated"]["all-gather", 4] / 4 / P)
 # ```
 #
 # The maximum is 8 bytes per parameter: the full model, and a buffer of the same size. The all-gathers have MP elements,
@@ -833,7 +834,7 @@ fsdp_pictures.draw_loss_curves(curves)
 # ```python
 # for sync_every_micro_batch in (False, True):
 #     changed = dataclasses.replace(config, fsdp_sync_every_micro_batch=sync_every_micro_batch)
-#     step = run_on_ranks(measure_steps, 4, build_sharded_model, changed, 2)[0]["steps"][-1]
+#     step = run_on_ranks(measure_fsdp_steps, 4, build_sharded_model, changed, 2)[0]["steps"][-1]
 #     gradients = max(usage["gradients"] for _, usage in step["timeline"])
 #     print(sync_every_micro_batch, gradients / P, step["communicated"]["reduce-scatter", 4] / 4 / P)
 # ```

@@ -317,14 +317,14 @@ def overwrite_and_die(out_dir: str) -> None:
 
 
 # %%
-from workshop.lessons.checkpoints import distinct_numbers, run_until_killed
+from workshop.lessons.checkpoints import list_distinct_numbers, run_until_killed
 
 overwritten = new_directory() / "torch"
 run_until_killed(1, overwrite_and_die, str(overwritten.parent))
 mixed_state = load_with_dcp(overwritten)
-print("dcp.load succeeds, and the checkpoint contains the numbers", distinct_numbers(mixed_state))
+print("dcp.load succeeds, and the checkpoint contains the numbers", list_distinct_numbers(mixed_state))
 print("rows of h.0.mlp.c_fc:", *[f"{int(row.unique())}" for row in mixed_state[C_FC]])
-assert distinct_numbers(mixed_state) == [1, 2]
+assert list_distinct_numbers(mixed_state) == [1, 2]
 
 title = "Overwritten in place: chunks of the first save (gray) and of the second save (red)"
 checkpoint_pictures.draw_saves(overwritten, lambda chunk: int(read_chunk(overwritten, chunk).max()), title, C_FC)
@@ -347,8 +347,8 @@ run_until_killed(1, save_and_die, str(out_dir), "before it opens a file", 1, Fal
 print_directory(out_dir / "checkpoints")
 step_2 = out_dir / "checkpoints" / "step-00000002"
 verify_files(step_2, read_manifest(step_2))
-print("step 2 is complete, and contains the numbers", distinct_numbers(load_with_dcp(step_2)))
-assert distinct_numbers(load_with_dcp(step_2)) == [2]
+print("step 2 is complete, and contains the numbers", list_distinct_numbers(load_with_dcp(step_2)))
+assert list_distinct_numbers(load_with_dcp(step_2)) == [2]
 assert not (out_dir / "checkpoints" / "step-00000003").exists()
 
 # %% [markdown]
@@ -453,9 +453,11 @@ assert sorted(files_read[0][WTE]) == checkpoint_pictures.FILES and len(files_rea
 # **Predict first:** what is the max loss difference of the two runs from step 4 on?
 
 # %%
-from workshop.lessons.checkpoints import print_two_curves
+from workshop.lessons.loss_curves import print_two_curves
 
-assert print_two_curves(losses(two_ranks), losses(eight_ranks), resumed_at=4) < 1e-5
+resumed_curve, uninterrupted_curve = losses(two_ranks), losses(eight_ranks)
+difference = print_two_curves(resumed_curve, uninterrupted_curve, resumed_at=4, ranks_before=8, ranks_after=2)
+assert difference < 1e-5
 
 # %% [markdown]
 # The difference is rounding: 2 ranks compute sums in a different order than 8 ranks.
@@ -560,7 +562,7 @@ for waits in (True, False):
     run_on_ranks(copy_during_save, 2, str(out_dir), waits, show=False)
     checkpoint = out_dir / "checkpoints" / "step-00000001"
     verify_files(checkpoint, read_manifest(checkpoint))
-    numbers = distinct_numbers(load_with_dcp(checkpoint))
+    numbers = list_distinct_numbers(load_with_dcp(checkpoint))
     method = "save, which waits" if waits else "copy, too early"
     print(f"{method:17}: step 1 matches its manifest, and contains the numbers", numbers)
     assert numbers == ([1] if waits else [1, 2])

@@ -4,7 +4,7 @@
     draw_memory_bars({"DDP": {"parameters": 4, "gradients": 4, "moments": 8}}, "Model state", "bytes per parameter")
     draw_schedule({"rank 0": ["F0", "F1", "", "B0", "B1"]}, "A pipeline", "time slot")
 
-The colors are those of Okabe and Ito (2008), which readers with a color vision deficiency can tell apart. Every cell
+COLORS are the colors of Okabe and Ito (2008). Readers with a color vision deficiency can tell them apart. Every cell
 also has a text or a position, so that no picture depends on color alone.
 """
 
@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999999")
+RANK_COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")  # of ranks 0 to 3: light, behind black text
 EMPTY = "."
 
 

@@ -92,7 +92,7 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def fast_step(step_ms: list[float]) -> float:
+def find_fast_step_ms(step_ms: list[float]) -> float:
     """Return the time (ms) of the slowest step in the fastest tenth. Other programs on the machine disturb it least."""
     return sorted(step_ms)[(len(step_ms) - 1) // 10]
 
@@ -104,7 +104,7 @@ def nanogpt_table() -> str:
         samples, rows = result["samples"], []
         pairs = zip(samples["rows"][::2], samples["rows"][1::2], samples["time_ratios"], strict=True)
         for number, (theirs, ours, ratio) in enumerate(pairs, 1):
-            fast = fast_step(ours["step_ms"]) / fast_step(theirs["step_ms"])
+            fast = find_fast_step_ms(ours["step_ms"]) / find_fast_step_ms(theirs["step_ms"])
             times = [f"{statistics.median(row['step_ms']):.1f}" for row in (theirs, ours)]
             peaks = [f"{row['peak_bytes'] / 2**20:,.0f}" for row in (theirs, ours)]
             losses = [f"{row['last_loss']:.3f}" for row in (theirs, ours)]

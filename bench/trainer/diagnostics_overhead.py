@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.tables.campaign_tables import fast_step
+from bench.tables.campaign_tables import find_fast_step_ms
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
@@ -78,7 +78,7 @@ def measure_calls(calls: int) -> list[float]:
 def summarize(row: dict[str, Any]) -> dict[str, float]:
     """Return the medians of a job (ms), and the ratio with a record / without: of medians, and of fastest tenths."""
     with_record, plain = statistics.median(row["record_ms"]), statistics.median(row["plain_ms"])
-    fast = fast_step(row["record_ms"]) / fast_step(row["plain_ms"])
+    fast = find_fast_step_ms(row["record_ms"]) / find_fast_step_ms(row["plain_ms"])
     return {"record_ms": with_record, "plain_ms": plain, "ratio": with_record / plain, "fast_ratio": fast}
 
 

@@ -8,12 +8,12 @@ function makePlanner(samples) {
   const { ownedMatrices, countBytes } = makeBytesCounter(samples);
   const isOffloaded = (row) => Boolean(row.options.fsdp_cpu_offload);
   const isZero2 = (row) => row.options.zero_stage === 2;
-  const shardsOf = (row, options) => Number(row.options.fsdp_shard_size ?? options.gpus);
+  const countShards = (row, options) => Number(row.options.fsdp_shard_size ?? options.gpus);
   const tracedMicroBatches = (options) => Math.min(2, options.micro_batches);
 
   // Return the value of every term, such as B T C, for a case.
   function evaluateTerms(row, { model, block_size: T, batch_size: B, ...options }) {
-    const [, h, C] = models[model], values = { B, T, C, h, 1: 1 }, N = shardsOf(row, options);
+    const [, h, C] = models[model], values = { B, T, C, h, 1: 1 }, N = countShards(row, options);
     return terms.map((term) => {
       const [factors, divisor] = term.split("/");
       return factors.split(" ").reduce((product, name) => product * values[name], 1) / (divisor ? N : 1);
@@ -45,7 +45,7 @@ function makePlanner(samples) {
   function muonUpdate(row, options) {
     const [, , C] = models[options.model], { whole, sharded } = samples.muon;
     if (row.phase === "phase3") {
-      const [other, eager, compiled, kernels] = sharded[options.model][shardsOf(row, options)];
+      const [other, eager, compiled, kernels] = sharded[options.model][countShards(row, options)];
       return { other, eager, compiled, kernels };
     }
     const isSharded = row.phase === "phase1" && options.gpus > 1;
@@ -100,7 +100,7 @@ function makePlanner(samples) {
 
   // Return the ranks in the group of a collective: with one replica per node, only the all-reduce is between nodes.
   const groupSize = (row, kind, options) =>
-    (kind === "replicas" ? options.gpus / shardsOf(row, options) : shardsOf(row, options));
+    (kind === "replicas" ? options.gpus / countShards(row, options) : countShards(row, options));
   const ringBytes = (kind, size, ranks) =>
     ((kind === "all-reduce" || kind === "replicas" ? 2 : 1) * size * (ranks - 1)) / ranks;
   const sentBytes = (row, traffic, options) => Object.entries(traffic).reduce((sum, [kind, size]) =>
@@ -222,7 +222,7 @@ function makePlanner(samples) {
   const peakBytes = (row, options) => peakMemory(row, options).reduce((sum, each) => sum + each, 0);
 
   // Return why a row cannot run, or an empty string.
-  function problem(row, { model, gpus: count }) {
+  function findProblem(row, { model, gpus: count }) {
     if (row.cannot.includes(model)) return "its kernels do not accept this model";
     const isReplicated = "fsdp_shard_size" in row.options;
     return isReplicated && count <= constants.GPUS_PER_NODE ? "it needs two or more nodes of 8 GPUs" : "";
@@ -258,7 +258,7 @@ function makePlanner(samples) {
   const trainingHours = (options, seconds, tokens) =>
     (tokens / (options.batch_size * options.block_size * options.micro_batches * options.gpus)) * (seconds / 3600);
 
-  return { plan, problem: (options) => problem(rows[options.row], options), trainingHours, usableBytes,
+  return { plan, findProblem: (options) => findProblem(rows[options.row], options), trainingHours, usableBytes,
     largestBatch: (options) => largestBatch(rows[options.row], options) };
 }
 

@@ -7,7 +7,7 @@ Explorers.will_it_fit = function (root, samples) {
   const inGib = (bytes) => `${(bytes / constants.GIB).toFixed(1)} GiB`;
   const numbers = rows.map((_, i) => i);
   const firstFitting = (options) => numbers.find((row) =>
-    !planner.problem({ ...options, row }) && planner.plan({ ...options, row }).fits);
+    !planner.findProblem({ ...options, row }) && planner.plan({ ...options, row }).fits);
   const asked = { model: "gpt2-xl", block_size: 1024, batch_size: 4, micro_batches: 1, optimizer: "adamw",
     dtype: "bfloat16", gpu: "a100-40", gpus: 8, price: 2, tokens: 10 };
   const names = ["baseline", "phase1", "phase3", "phase3 checkpointing=full"];
@@ -84,7 +84,7 @@ Explorers.will_it_fit = function (root, samples) {
   function showRow(row, options, first) {
     const name = make("span", {}, make("span", { class: row === first ? "first-fitting" : "" }, rows[row].name),
       make("span", { class: "method" }, methodOf(rows[row])));
-    const problem = planner.problem({ ...options, row });
+    const problem = planner.findProblem({ ...options, row });
     if (problem) return [name, "no", problem, "", "", "", "", "", "", "", ""];
     const result = planner.plan({ ...options, row }), usable = planner.usableBytes(options.gpu);
     const scale = 50 / usable; // the limit is in the middle of the bar

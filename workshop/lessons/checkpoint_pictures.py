@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 
 from nanoGPT.checkpoint.shards import read_index
 from workshop.lessons.checkpoints import Chunk, Event, list_chunks, select_chunks, select_spans
+from workshop.pictures import RANK_COLORS
 
-COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")  # of the ranks
 FILES = [f"__{rank}_0.distcp" for rank in range(4)]
 SAVE_COLORS = {1: "#eeeeee", 2: "#d1495b"}
 STAGES = ("create .tmp-", "files, hashes", "flush", "manifest", "flush", "rename", "LATEST", "delete old ones")
@@ -34,7 +34,7 @@ def draw_index(checkpoint: Path, names: Sequence[str], hatched: str) -> None:
         axes.set_title(name, fontsize=8)
     grid[0].set_ylabel("row", fontsize=7)
     hatched_key = f"model.transformer.{hatched}.weight"
-    draw_files(grid[-1], chunks, lambda chunk: COLORS[FILES.index(chunk["file"])], hatched_key)
+    draw_files(grid[-1], chunks, lambda chunk: RANK_COLORS[FILES.index(chunk["file"])], hatched_key)
     grid[-1].set_title("files of the 4 ranks: weights, then moments, then step counts", fontsize=8)
     figure.tight_layout()
     plt.show()
@@ -45,7 +45,7 @@ def draw_tensor(axes: Axes, chunks: Sequence[Chunk], shape: Sequence[int], hatch
     rows, columns = shape
     for chunk in chunks:
         box = ((0, chunk["first"][0]), columns, chunk["size"][0])
-        color = COLORS[FILES.index(chunk["file"])]
+        color = RANK_COLORS[FILES.index(chunk["file"])]
         axes.add_patch(Rectangle(*box, facecolor=color, edgecolor="black", linewidth=0.8, hatch=hatch))
     axes.set(xlim=(0, columns), ylim=(rows, 0), xticks=[0, columns], yticks=[c["first"][0] for c in chunks])
     axes.set_xlabel("column", fontsize=7)
@@ -68,17 +68,17 @@ def draw_files(axes: Axes, chunks: Sequence[Chunk], color_of: Callable[[Chunk], 
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def draw_saves(checkpoint: Path, number_of: Callable[[Chunk], int], title: str, hatched: str) -> None:
-    """Draw from which of two saves each chunk of a checkpoint is: gray from the first, red from the second.
+def draw_saves(checkpoint: Path, find_save: Callable[[Chunk], int], title: str, hatched: str) -> None:
+    """Draw which of two saves wrote each chunk of a checkpoint: gray for the first save, red for the second.
 
     Args:
         checkpoint: its directory.
-        number_of: returns the largest number in a chunk: 1 or 2.
+        find_save: returns the number of the save that wrote a chunk: 1 or 2.
         title: of the figure.
         hatched: key of the tensor whose chunks are hatched.
     """
     figure, axes = plt.subplots(figsize=(9, 1.8))
-    draw_files(axes, list_chunks(checkpoint), lambda chunk: SAVE_COLORS[number_of(chunk)], hatched)
+    draw_files(axes, list_chunks(checkpoint), lambda chunk: SAVE_COLORS[find_save(chunk)], hatched)
     axes.set_title(title, fontsize=9)
     figure.tight_layout()
     plt.show()
@@ -110,7 +110,7 @@ def draw_stages(loaded_steps: Mapping[str, int]) -> None:
 def draw_rows(by_eight: Sequence[Chunk], by_two: Sequence[Chunk]) -> None:
     """Draw the rows of a tensor as 8 ranks saved them, and as 2 ranks loaded them."""
     figure, axes = plt.subplots(figsize=(9, 1.6))
-    for y, chunks, colors in ((0, by_eight, ("#eeeeee",) * 8), (1, by_two, COLORS)):
+    for y, chunks, colors in ((0, by_eight, ("#eeeeee",) * 8), (1, by_two, RANK_COLORS)):
         for rank, chunk in enumerate(chunks):
             first, size = chunk["first"][0], chunk["size"][0]
             axes.add_patch(Rectangle((first, y), size, 0.8, facecolor=colors[rank], edgecolor="black"))

@@ -54,7 +54,7 @@ def check_index(checkpoint: Path) -> None:
     """Check that the chunks of each tensor contain each element once, and that byte ranges do not overlap.
 
     Raises:
-        AssertionError: they do not.
+        AssertionError: an element is missing or saved twice, or byte ranges overlap.
     """
     chunks = list_chunks(checkpoint)
     for key, (shape, _) in read_index(checkpoint).items():
@@ -80,8 +80,8 @@ def find_difference(state: Mapping[str, torch.Tensor], other: Mapping[str, torch
     return key, row, column
 
 
-def distinct_numbers(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    """Return the numbers that some tensors contain, each once."""
+def list_distinct_numbers(tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    """Return the different numbers in the tensors, sorted."""
     return sorted({int(number) for tensor in tensors.values() for number in tensor.unique()})
 
 
@@ -94,15 +94,15 @@ def capture_output(folder: str, function: Callable, *args: Any) -> list[str]:
 
 
 def run_until_killed(victim: int, function: Callable, *args: Any) -> None:
-    """Start two ranks, wait until rank `victim` is killed, and stop the other rank if it does not exit."""
+    """Start two ranks, wait until rank `victim` is killed, and kill the other rank if it does not exit."""
     assert run_until_exit(20, function, *args)[victim] == -signal.SIGKILL
 
 
 def run_until_exit(seconds: float, function: Callable, *args: Any) -> list[int | None]:
-    """Start two ranks, wait until they exit, and return their exit codes. Ranks that are late are stopped.
+    """Start two ranks, wait until they exit, and return their exit codes. Kill ranks that take too long.
 
     Returns:
-        The exit code of each rank: None if it was stopped after `seconds`.
+        The exit code of each rank: None if it was still running after `seconds`.
     """
     with tempfile.TemporaryDirectory() as rendezvous:
         started = start_ranks(function, 2, *args, folder=rendezvous)
@@ -126,7 +126,7 @@ def print_directory(root: Path) -> None:
 
 
 def list_reads() -> dict[str, list[str]]:
-    """Record from now on from which files the calling rank reads the chunks of each tensor. Return the record."""
+    """Record which files the calling rank reads for each tensor, from now on. Return the record."""
     files: dict[str, list[str]] = {}
     read_data = dcp.FileSystemReader.read_data
 
@@ -137,22 +137,6 @@ def list_reads() -> dict[str, list[str]]:
 
     dcp.FileSystemReader.read_data = recorded_read_data  # type: ignore[method-assign]
     return files
-
-
-def print_two_curves(resumed: Mapping[int, float], uninterrupted: Mapping[int, float], resumed_at: int) -> float:
-    """Print the losses of a run that was resumed on 2 ranks, next to those of a run on 8 ranks.
-
-    Returns:
-        The max loss difference.
-    """
-    print("step   8 ranks, then 2   8 ranks")
-    for step in uninterrupted:
-        note = "  <- resumed on 2 ranks here" if step == resumed_at else ""
-        print(f"{step:4} {resumed[step]:17.8f} {uninterrupted[step]:11.8f}{note}")
-    difference = max(abs(resumed[step] - uninterrupted[step]) for step in uninterrupted)
-    print(f"max loss difference: {difference:.1e}")
-    assert all(resumed[step] == uninterrupted[step] for step in range(resumed_at))
-    return difference
 
 
 def slow_down_disk(seconds: float) -> None:
@@ -167,7 +151,7 @@ def slow_down_disk(seconds: float) -> None:
 
 
 def record_saves() -> list[Event]:
-    """Record from now on (kind, begin, end) of each step, stop for a save, copy and write. Return the record."""
+    """Record each step, stop for a save, copy and write as an `Event`, from now on. Return the record."""
     events: list[Event] = []
 
     @contextlib.contextmanager
@@ -207,7 +191,7 @@ def check_saves(timelines: Mapping[str, Sequence[Event]]) -> None:
     """Check that an asynchronous save stops the training for less time, and that a copy waits for the save before it.
 
     Raises:
-        AssertionError: it does not.
+        AssertionError: one of the two is wrong.
     """
     synchronous = timelines["synchronous"]
     assert count_overlapped_steps(synchronous) == 0 < count_overlapped_steps(timelines["asynchronous"])
@@ -221,7 +205,7 @@ def check_saves(timelines: Mapping[str, Sequence[Event]]) -> None:
 
 
 def shorten_paths(text: str, folder: str) -> str:
-    """Replace absolute paths by their last two parts; a function of a notebook has no file of its own."""
+    """Shorten absolute paths to their last two parts, and the temporary files of notebook cells to "this notebook"."""
     text = re.sub(r"[^\s\"(]*ipykernel_\d+/\d+\.py", "this notebook", text.replace(folder + "/", ""))
     return re.sub(r"/[^\"]*/([^/\"]+/[^/\"]+\.py)", r"\1", text)
 

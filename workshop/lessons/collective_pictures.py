@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 
 from workshop.collective_times import predict_seconds
-from workshop.lessons.collectives import SENT, Fits
+from workshop.lessons.collectives import Fits, Trace
 
 
-def draw_traces(traces: Sequence[SENT]) -> None:
+def draw_traces(traces: Sequence[Trace]) -> None:
     """Draw which chunk each rank sends in each step of a ring, and whose values it contains.
 
     Args:

@@ -13,7 +13,8 @@ from torch import Tensor
 from nanoGPT.memory.costs import ring_bytes
 from workshop import collectives
 
-SENT = Sequence[tuple[int, int]]  # for each step: the chunk that a rank sends, and the ranks in it as bits
+Trace = Sequence[tuple[int, int]]  # for each step: the chunk that a rank sends, and the ranks in it as bits
+Fits = Mapping[tuple[int, str], tuple[float, float]]  # latency and bandwidth, by number of ranks and all-reduce
 
 
 def trace_reduce_scatter() -> list[tuple[int, int]]:
@@ -38,8 +39,8 @@ def trace_reduce_scatter() -> list[tuple[int, int]]:
     return sent
 
 
-def measure_sent_bytes(run_collective: Callable[[], Any]) -> int:
-    """Return the bytes that the calling rank sends while it runs a function, with `dist.send` and `dist.isend`."""
+def count_bytes_of_sends(run_collective: Callable[[], Any]) -> int:
+    """Run a function, and return the bytes that the calling rank sends with `dist.send` and `dist.isend`."""
     sent = 0
     originals = {name: getattr(dist, name) for name in ("send", "isend")}
 
@@ -78,9 +79,6 @@ def print_sent_bytes(measured: Mapping[int, Sequence[Mapping[str, int]]], n: int
             if name != "broadcast":  # the ledger counts the mean over the ranks, n(N-1)/N
                 assert volume == ring_bytes(name, n, ranks)  # the function of the planner and the ledger
         print(f"{ranks:3}  {columns}")
-
-
-Fits = Mapping[tuple[int, str], tuple[float, float]]  # alpha and bandwidth, by number of ranks and all-reduce
 
 
 def print_fits(seconds: Mapping[tuple[int, str], Sequence[float]], fits: Fits) -> None:

@@ -22,14 +22,15 @@ from nanoGPT.optim import configure_optimizer, grad_norm
 from phase3_fsdp.activation_bytes import saved_activations
 from phase3_fsdp.costs import count_padded_elements, describe_sharding, expected_traffic, own_params
 from phase3_fsdp.fsdp import FsdpConfig, data_parallel, local_grads, set_gradient_sync, shard_group
+from workshop.lessons.loss_curves import compute_max_loss_difference
 
-Step = Mapping[str, Any]  # what measure_steps measured in one step
+Step = Mapping[str, Any]  # what measure_fsdp_steps measured in one step
 BuildModel = Callable[[FsdpConfig], tuple[GPT, Runtime]]
 Marks = list[tuple[str, int | None, int]]
 
 
-def max_difference(weights: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the largest difference between two lists of tensors."""
+def compute_max_difference(weights: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Return the largest absolute difference of an element between two lists of tensors."""
     return max((a - b).abs().max().item() for a, b in zip(weights, others, strict=True))
 
 
@@ -72,7 +73,7 @@ def record_blocks(model: GPT, memory: MemoryTracker, marks: Marks) -> list:
     return handles
 
 
-def measure_steps(
+def measure_fsdp_steps(
     build_model: BuildModel, config: FsdpConfig, micro_batches: int = 1, steps: int = 2
 ) -> dict[str, Any]:
     """Train one warm-up step on this rank, then measure memory and communication of each further step.
@@ -93,7 +94,8 @@ def measure_steps(
     model, run = build_model(config)
     parallel_model = data_parallel(model, config, run)
     optimizer = configure_optimizer(model, config)
-    results = [measure_step(model, parallel_model, optimizer, config, micro_batches, step) for step in range(1 + steps)]
+    modules = (model, parallel_model, optimizer)
+    results = [measure_fsdp_step(*modules, config, micro_batches, step) for step in range(1 + steps)]
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return {
         "bytes": [4 * count_padded_elements(unit, ranks) for unit in units],
@@ -102,10 +104,10 @@ def measure_steps(
     }
 
 
-def measure_step(
+def measure_fsdp_step(
     model: GPT, parallel_model: nn.Module, optimizer: Any, config: FsdpConfig, micro_batches: int, step: int
 ) -> dict[str, Any]:
-    """Run one step, and return its marks, communication and memory, as in `measure_steps`."""
+    """Run one step, and return its marks, communication and memory, as in `measure_fsdp_steps`."""
     rank, ranks, marks = dist.get_rank(), dist.get_world_size(), Marks()
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     with CollectiveCounter() as traffic, MemoryTracker(model, optimizer) as memory:
@@ -127,7 +129,7 @@ def measure_step(
     return {"marks": marks, "communicated": communicated, "timeline": memory.timeline, **usage}
 
 
-def max_gathered_bytes(step: Step) -> int:
+def find_max_gathered_bytes(step: Step) -> int:
     """Return the largest number of bytes of full parameters and flat buffers in a step."""
     return max(usage["gathered"] for _, usage in step["timeline"])
 
@@ -136,7 +138,7 @@ def print_gathered_blocks(variants: Sequence[Mapping[str, Any]], expected_blocks
     """Print the gathered bytes of each variant in units of a block, and check the maximum.
 
     Args:
-        variants: for each rank, what `measure_steps` returned for each variant.
+        variants: for each rank, what `measure_fsdp_steps` returned for each variant.
         expected_blocks: for each variant, the maximum in blocks, without the root.
     """
     root_bytes, block_bytes = variants[0]["default"]["bytes"][:2]
@@ -144,14 +146,15 @@ def print_gathered_blocks(variants: Sequence[Mapping[str, Any]], expected_blocks
     print("gathered bytes (blocks)    maximum   between forward and backward")
     for name, blocks in expected_blocks.items():
         steps = [step for rank in variants for step in rank[name]["steps"]]
-        maximum = min(max_gathered_bytes(step) for step in steps)  # gloo may free a buffer late, so take the lowest
+        # gloo may free a buffer late in some steps, so take the lowest maximum
+        maximum = min(find_max_gathered_bytes(step) for step in steps)
         between = min(step["after_forward"]["gathered"] for step in steps)
         print(f"{name:25} {maximum / block_bytes:8.2f} {between / block_bytes:30.2f}")
         assert maximum == root_bytes + blocks * block_bytes
         assert between == root_bytes + (4 * block_bytes if "no reshard" in name else 0)
 
 
-def state_bytes(usage: Mapping[str, int]) -> int:
+def sum_state_bytes(usage: Mapping[str, int]) -> int:
     """Return the bytes of model state: parameters, gradients and moments."""
     return sum(usage[name] for name in STATE)
 
@@ -159,7 +162,7 @@ def state_bytes(usage: Mapping[str, int]) -> int:
 def select_usages(ranks: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[str, int]]:
     """Return the memory before the update of the rank with the largest state, and the lowest peak of a step."""
     steps = [step for rank in ranks for step in rank["steps"]]
-    state = max((step["before_update"] for step in steps), key=state_bytes)
+    state = max((step["before_update"] for step in steps), key=sum_state_bytes)
     return state, min((step["peak"] for step in steps), key=lambda usage: sum(usage.values()))
 
 
@@ -175,11 +178,12 @@ def print_memory(usages: Mapping[int, tuple[Mapping[str, int], Mapping[str, int]
     print(f"{'model state per rank before the update (bytes)':>61}{'peak memory of a step (bytes)':>37}")
     print("N  " + "".join(f"{head:>12}" for head in heads))
     for number, (state, peak) in usages.items():
-        columns = [state[name] for name in STATE] + [state_bytes(state), 16 * P // number]
+        columns = [state[name] for name in STATE] + [sum_state_bytes(state), 16 * P // number]
         columns += [peak[name] for name in ("gathered", "activations", "other")]
         print(f"{number}  " + "".join(f"{count:12,}" for count in columns))
         step_counters = 4 * tensors  # AdamW stores a step count of 4 bytes per parameter tensor
-        assert 0 <= state_bytes(state) - step_counters - 16 * P / number < 16 * 64  # at most one row of wte over 1/N
+        extra_bytes = sum_state_bytes(state) - step_counters - 16 * P / number
+        assert 0 <= extra_bytes < 16 * 64  # a rank stores at most one row of wte more than 1/N
     assert len({peak["activations"] for _, peak in usages.values()}) == 1
     assert all(peak["gradients"] == 0 for _, peak in usages.values())
 
@@ -252,17 +256,17 @@ def print_costs(costs: Mapping[str, Mapping[str, Any]], P: int) -> None:
         volumes = step["communicated"]
         assert volumes == each["expected"], name  # exactly the same bytes
         full = {kind: sum(size for key, size in volumes.items() if key[0] == kind) / 4 / P for kind, _ in volumes}
-        per_rank = per_node = sum_sent(volumes) / 4 / P
+        per_rank = per_node = sum_sent_bytes(volumes) / 4 / P
         if name == "hybrid 2 x 2":
             per_node = 2 * ring_bytes("all-reduce", volumes["all-reduce", 2], 2) / 4 / P
         gather, scatter, reduce = (full.get(kind, 0.0) for kind in ("all-gather", "reduce-scatter", "all-reduce"))
-        state, gathered = state_bytes(step["before_update"]) / P, max_gathered_bytes(step) / P
+        state, gathered = sum_state_bytes(step["before_update"]) / P, find_max_gathered_bytes(step) / P
         print(f"{name:14}{gather:11.3f}{scatter:16.3f}{reduce:12.3f}{per_rank:13.3f}{per_node:11.3f}", end="")
         print(f"{state:15.2f}{gathered:16.2f}")
         assert abs(state - 16 / {"DDP": 1, "hybrid 2 x 2": 2}.get(name, 4)) < 0.01
 
 
-def sum_sent(volumes: Mapping[tuple[str, int], int]) -> float:
+def sum_sent_bytes(volumes: Mapping[tuple[str, int], int]) -> float:
     """Return the bytes that a rank sends in rings. `volumes` has the bytes of full tensors by (collective, ranks)."""
     return sum(ring_bytes(kind, size, ranks) for (kind, ranks), size in volumes.items())
 
@@ -272,6 +276,6 @@ def print_loss_curves(curves: Mapping[str, Mapping[int, float]], baseline: Mappi
     shown_steps = (0, 1, 3, 5)
     print(f"{'loss at step':28}" + "".join(f"{step:11}" for step in shown_steps) + "   max loss difference")
     for name, curve in curves.items():
-        difference = max(abs(curve[step] - baseline[step]) for step in baseline)
+        difference = compute_max_loss_difference(curve, baseline)
         print(f"{name:28}" + "".join(f"{curve[step]:11.7f}" for step in shown_steps) + f"{difference:22.1e}")
         assert curve.keys() == baseline.keys() and difference < (1e-6 if name != "FSDP, 1 rank" else 1e-12)

@@ -9,9 +9,9 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from nanoGPT.memory.tracker import CATEGORIES, STATE
-from workshop.lessons.fsdp import max_gathered_bytes
+from workshop.lessons.fsdp import find_max_gathered_bytes
+from workshop.pictures import RANK_COLORS
 
-COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")  # of the ranks
 SHADES = ("#dbeafe", "#fef3c7", "#fee2e2", "#ecfccb")  # of the blocks
 PAINT = dict(zip(CATEGORIES, ("#00798c", "#edae49", "#d1495b", "#8ecae6", "#a7c957", "#cccccc"), strict=True))
 
@@ -42,7 +42,7 @@ def draw_unit(axes: Axes, unit_of_rank: Sequence[Sequence[tuple[str, int, int, i
             axes.text(begin + rows * width / 2, 1.38, label, ha="center", va="center", fontsize=7.5)
         for rank, unit in enumerate(unit_of_rank):
             elements = unit[index][2] * width
-            axes.add_patch(Rectangle((begin, 0), elements, 0.8, facecolor=COLORS[rank], edgecolor="black", lw=0.4))
+            axes.add_patch(Rectangle((begin, 0), elements, 0.8, facecolor=RANK_COLORS[rank], edgecolor="black", lw=0.4))
             if rows * width > 1000:
                 axes.text(begin + elements / 2, 0.4, str(rank), ha="center", va="center", fontsize=8)
             begin += elements
@@ -77,12 +77,12 @@ def draw_gathered_bytes(variants: Sequence[Mapping[str, Any]]) -> None:
     """Draw the gathered bytes through one step for each variant, in units of one block.
 
     Args:
-        variants: for each rank, what `measure_steps` returned for each variant.
+        variants: for each rank, what `measure_fsdp_steps` returned for each variant.
     """
     root_bytes, block_bytes = variants[0]["default"]["bytes"][:2]
     figure, grid = plt.subplots(len(variants[0]), 1, figsize=(11, 10))
     for axes, name in zip(grid, variants[0], strict=True):
-        step = min((step for rank in variants for step in rank[name]["steps"]), key=max_gathered_bytes)
+        step = min((step for rank in variants for step in rank[name]["steps"]), key=find_max_gathered_bytes)
         events = [event for event, _ in step["timeline"]]
         sizes_in_blocks = [usage["gathered"] / block_bytes for _, usage in step["timeline"]]
         axes.step(events, sizes_in_blocks, where="post", color="#00798c")

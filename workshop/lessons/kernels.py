@@ -47,7 +47,7 @@ def add_guard_bands(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bands_are_intact(buffer: Tensor) -> bool:
-    """Return whether both guard bands of a buffer contain only NaN, so that no program has written into them."""
+    """Return whether both guard bands of a buffer contain only NaN, which means that no program wrote into them."""
     return bool(buffer[:BAND].isnan().all() and buffer[-BAND:].isnan().all())
 
 
@@ -62,18 +62,18 @@ def is_accurate(result: Tensor, eager: Tensor, exact: Tensor, factor: float = 2.
     return max_error(result, exact) <= factor * max_error(eager, exact) + rounding
 
 
-def torch_layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+def run_torch_layer_norm(x: Tensor, weight: Tensor) -> Tensor:
     """Return torch's LayerNorm of each row."""
     return F.layer_norm(x, (x.size(-1),), weight)
 
 
-def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def run_torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return torch's causal attention."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def with_targets(function: Callable[[Tensor, Tensor], Tensor], V: int) -> Callable[[Tensor], Tensor]:
-    """Return the loss function with four fixed targets below V."""
+def bind_targets(function: Callable[[Tensor, Tensor], Tensor], V: int) -> Callable[[Tensor], Tensor]:
+    """Return a function of the logits only: the loss function with four fixed targets below V."""
     targets = torch.arange(4) * (V - 1) // 3
     return lambda z: function(z, targets)
 
@@ -124,7 +124,7 @@ def to_bits(values: Tensor) -> bytes:
     return values.numpy().tobytes()
 
 
-def random_leaf(*shape: int) -> Tensor:
+def make_fp64_leaf(*shape: int) -> Tensor:
     """Return random numbers in fp64 that require a gradient, for `gradcheck`."""
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
@@ -184,7 +184,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 def check_rms_backward(backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[str]:
     """Return the problems of backward(dy, x, weight), which should return the gradients of rms_norm: (dx, dW)."""
-    x, weight, dy = random_leaf(3, 7), random_leaf(7), torch.randn(3, 7, dtype=torch.float64)
+    x, weight, dy = make_fp64_leaf(3, 7), make_fp64_leaf(7), torch.randn(3, 7, dtype=torch.float64)
     exact = torch.autograd.grad(rms_norm(x, weight), (x, weight), dy)
     errors = [max_error(g, e) for g, e in zip(backward(dy, x.detach(), weight.detach()), exact, strict=True)]
     names = zip(("dx", "dW"), errors, strict=True)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoGPT.files import PACKAGE
-
-Curve = Mapping[int, float]  # the loss of each step
+from workshop.lessons.loss_curves import Curve, compute_max_loss_difference
 
 
 def pop_gradient(model: torch.nn.Module) -> Tensor:
@@ -19,9 +18,9 @@ def pop_gradient(model: torch.nn.Module) -> Tensor:
     return flat_gradient
 
 
-def max_loss_difference(curves: Mapping[int, Curve]) -> float:
-    """Return the largest difference of any curve from the curve of 1 rank."""
-    return max(abs(curve[step] - curves[1][step]) for curve in curves.values() for step in curves[1])
+def compare_with_one_rank(curves: Mapping[int, Curve]) -> float:
+    """Return the max loss difference of all curves from the curve of 1 rank."""
+    return max(compute_max_loss_difference(curve, curves[1]) for curve in curves.values())
 
 
 def print_curves(curves: Mapping[int, Curve]) -> None:
@@ -29,7 +28,7 @@ def print_curves(curves: Mapping[int, Curve]) -> None:
     print("step      1 rank     2 ranks     4 ranks")
     for step in curves[1]:
         print(f"{step:4}" + "".join(f"{curves[ranks][step]:12.8f}" for ranks in curves))
-    print(f"max loss difference: {max_loss_difference(curves):.1e}")
+    print(f"max loss difference: {compare_with_one_rank(curves):.1e}")
 
 
 def draw_curves(curves: Mapping[int, Curve]) -> None:
@@ -44,7 +43,7 @@ def draw_curves(curves: Mapping[int, Curve]) -> None:
     plt.show()
 
 
-def train_command(python: str, out_dir: str, *flags: str) -> list[str]:
+def make_train_command(python: str, out_dir: str, *flags: str) -> list[str]:
     """Return the command `python nanoGPT/train.py --out_dir=...` as a list of arguments."""
     return [python, str(PACKAGE / "train.py"), f"--out_dir={out_dir}", *flags]
 

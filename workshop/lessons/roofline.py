@@ -12,8 +12,8 @@ from phase2_triton.kernels.core import Cost
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """The published rates of a GPU: bytes per second of its memory, and FLOPs per second of two kinds.
+class PeakRates:
+    """The published peak rates of a GPU: its memory bandwidth, and its FLOPs per second with and without tensor cores.
 
     Attributes:
         bandwidth: bytes per second of the device memory.
@@ -63,7 +63,7 @@ class Point:
         return self.cost.flops / self.bytes_moved
 
 
-def compute_points(costs: Mapping[str, Sequence[Cost]], matmuls: Sequence[str], gpu: Gpu) -> list[Point]:
+def compute_points(costs: Mapping[str, Sequence[Cost]], matmuls: Sequence[str], gpu: PeakRates) -> list[Point]:
     """Return the points of all passes of all kernels.
 
     Args:
@@ -80,7 +80,7 @@ def compute_points(costs: Mapping[str, Sequence[Cost]], matmuls: Sequence[str], 
     return points
 
 
-def print_points(points: Sequence[Point], gpu: Gpu) -> None:
+def print_points(points: Sequence[Point], gpu: PeakRates) -> None:
     """Print the intensity and the shortest possible time of each point, and whether memory or FLOPs decide it."""
     ridge = gpu.matrix_flops / gpu.bandwidth
     print("ridge points of an H100, from published numbers:")
@@ -95,7 +95,7 @@ def print_points(points: Sequence[Point], gpu: Gpu) -> None:
         assert (bound == "compute") == (point.is_matmul and point.intensity > ridge)
 
 
-def draw_roofline(points: Sequence[Point], gpu: Gpu, alternatives: Mapping[str, tuple[str, float]]) -> None:
+def draw_roofline(points: Sequence[Point], gpu: PeakRates, alternatives: Mapping[str, tuple[str, float]]) -> None:
     """Draw the roofline and all points, and zoom on the ridge point.
 
     Args:
@@ -127,7 +127,7 @@ def draw_roofline(points: Sequence[Point], gpu: Gpu, alternatives: Mapping[str, 
     plt.show()
 
 
-def draw_roof(axes: Axes, gpu: Gpu) -> None:
+def draw_roof(axes: Axes, gpu: PeakRates) -> None:
     """Draw the two roofs and the ridge point of the tensor cores."""
     intensities = torch.logspace(-1.5, 3, 400)
     for is_matmul, unit, style in ((True, "tensor cores", "-"), (False, "other arithmetic", "--")):

@@ -16,6 +16,7 @@ from torch import nn
 from nanoGPT.checkpoint.shards import SafeReader
 from nanoGPT.dataset import TRAIN, TokenData
 from phase1_zero1.zero1 import Zero1Optimizer
+from workshop.lessons.loss_curves import compute_max_loss_difference
 from workshop.ranks import losses
 
 
@@ -69,14 +70,9 @@ def print_traffic(rows: Sequence[Mapping[str, Any]]) -> None:
         print(f"{row['kind']:15} {row['calls']:3} calls  {row['ring_bytes'] / 4:9,.0f} elements communicated per rank")
 
 
-def max_param_difference(result: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+def compute_max_param_difference(result: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Return the largest difference between the parameters of two runs."""
     return (result["params"] - other["params"]).abs().max().item()
-
-
-def max_loss_difference(curve: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the largest difference of two loss curves at the steps of `other`."""
-    return max(abs(curve[step] - other[step]) for step in other)
 
 
 def print_backends(
@@ -98,7 +94,7 @@ def print_backends(
         rows = ranks[0]["collectives"]
         state = [sum(rank["state_bytes"].values()) / P for rank in ranks]
         volume = sum(row["ring_bytes"] / 4 for row in rows) / (P * (len(ranks) - 1) / len(ranks))
-        loss_difference = max_loss_difference(losses(run), baseline)
+        loss_difference = compute_max_loss_difference(losses(run), baseline)
         print(
             f"{name:6} {min(state):8.3f} {max(state):7.3f} {formulas[name][0]:8.3f}     "
             f"{volume:13.4f} {formulas[name][1]:8} {sum(row['calls'] for row in rows):14} {loss_difference:20.1e}"
@@ -112,12 +108,12 @@ def record_timeline(
     """Run steps, and return the parameter names of each bucket and the timeline of each step on this rank.
 
     An event is (name, bucket or None, begin, end, gradients ready at the end), with times in seconds. The methods of
-    each bucket are wrapped, so that every call is recorded.
+    each bucket are wrapped, to record every call.
     """
     names = shorten_names(model)
     events: list[tuple] = []
     ready_times: list[float] = []
-    for p in model.parameters():  # registered before the optimizer's hooks, so that the time is recorded first
+    for p in model.parameters():  # before the optimizer registers its hooks, so that this hook runs first
         p.register_post_accumulate_grad_hook(lambda p: ready_times.append(time.perf_counter()))
     optimizer = make_optimizer()
 
@@ -145,14 +141,14 @@ def record_timeline(
     return {"buckets": [[names[p] for p in bucket.params] for bucket in optimizer.buckets], "steps": recorded_steps}
 
 
-def gradients_ready_at_reduce(step: Mapping[str, Any]) -> dict[int, int]:
+def count_gradients_ready_at_reduce(step: Mapping[str, Any]) -> dict[int, int]:
     """Return how many gradients were ready when each bucket started its reduce-scatter, in the order of the starts."""
     return {number: count for name, number, _, _, count in step["events"] if name == "start_reduce"}
 
 
 def print_ready_gradients(timeline: Mapping[str, Any]) -> None:
     """Print how many gradients were ready when each bucket was reduced, in the first two steps."""
-    ready_in_step_0, ready_in_step_1 = (gradients_ready_at_reduce(step) for step in timeline["steps"][:2])
+    ready_in_step_0, ready_in_step_1 = (count_gradients_ready_at_reduce(step) for step in timeline["steps"][:2])
     print("                                           gradients ready when the reduce-scatter starts")
     print("bucket                                                           in step 0   in step 1")
     for number, names in enumerate(timeline["buckets"]):
@@ -177,7 +173,7 @@ def print_norms(results: Mapping[str, Sequence[Mapping[str, Any]]], reference: M
     print(f"square root of the sum of the squared local norms: {sum_of_squares**0.5:.6f}")
 
 
-def list_chunks(checkpoint: Path, name: str) -> list[tuple[int, int]]:
+def list_moment_chunks(checkpoint: Path, name: str) -> list[tuple[int, int]]:
     """Return (first element, number of elements) of each saved chunk of a parameter's first moment."""
     key = f"optimizer.transformer.{name}.weight.exp_avg"
     chunks = SafeReader(checkpoint).read_metadata().state_dict_metadata[key].chunks
@@ -190,16 +186,6 @@ def print_chunks(checkpoint: Path, parameters: Sequence[str]) -> None:
     files = ", ".join(file["name"] for file in manifest["files"])
     print(f"{checkpoint.name}, saved by {manifest['world_size']} ranks: {files}")
     for parameter in parameters:
-        ranges = ", ".join(f"{begin:,} to {begin + numel:,}" for begin, numel in list_chunks(checkpoint, parameter))
+        chunks = list_moment_chunks(checkpoint, parameter)
+        ranges = ", ".join(f"{begin:,} to {begin + numel:,}" for begin, numel in chunks)
         print(f"    {parameter:15} chunks of the first moment: {ranges}")
-
-
-def print_two_curves(resumed: Mapping[int, float], uninterrupted: Mapping[int, float], resumed_at: int) -> None:
-    """Print the losses of a run that was resumed on 2 ranks, next to those of a run on 4 ranks."""
-    print("step   4 ranks, then 2     4 ranks")
-    for step in uninterrupted:
-        note = "  <- resumed on 2 ranks here" if step == resumed_at else ""
-        print(f"{step:4} {resumed[step]:16.8f} {uninterrupted[step]:12.8f}{note}")
-    is_identical = all(resumed[step] == uninterrupted[step] for step in range(resumed_at))
-    print(f"steps 0 to {resumed_at - 1} identical in every digit: {is_identical}")
-    print(f"max loss difference: {max_loss_difference(resumed, uninterrupted):.1e}")

@@ -7,8 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-COLORS = ("#8ecae6", "#ffd166", "#f4978e", "#a7c957")  # of the ranks
-
+from workshop.pictures import RANK_COLORS
 
 CURVE_COLORS = ("#d1495b", "#edae49", "#00798c")
 
@@ -42,7 +41,7 @@ def draw_bucket(axes: Axes, bucket_of_rank: Sequence[Mapping[str, Any]], number:
             draw_box(axes, y, begin, length, "white", hatch="//////")
     for rank, bucket in enumerate(bucket_of_rank):
         for _, _, left, right in bucket["shards"]:
-            draw_box(axes, 0, left, right, COLORS[rank], f"rank {rank}" if right - left > 0.03 * length else "")
+            draw_box(axes, 0, left, right, RANK_COLORS[rank], f"rank {rank}" if right - left > 0.03 * length else "")
         axes.axvline(bucket["slice"][1], color="black", linestyle=":", linewidth=1.2)
     axes.set(xlim=(0, length), ylim=(-0.1, 1.9), yticks=[])
     axes.set_ylabel(f"bucket {number}", rotation=0, ha="right", va="center")
