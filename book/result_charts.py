@@ -271,6 +271,21 @@ def draw_node_kills(samples: Samples) -> list[Chart]:
     return charts
 
 
+def draw_partitions(samples: Samples) -> list[Chart]:
+    """Draw when the ranks of a node that was cut off had ended, and when the other nodes continued."""
+    names = {"ranks_ended": "its ranks have ended", "others_started": "the other nodes start again"}
+    rows = {
+        f"node {row['node']}, {row['way']} ({number + 1})": {text: row["seconds"][key] for key, text in names.items()}
+        for number, row in enumerate(samples["rows"])
+    }
+    curves = samples["curves"]
+    losses = {
+        step: {name: curve[step] for name, curve in curves.items() if step in curve} for step in curves["uninterrupted"]
+    }
+    title = "training loss, with nodes that were cut off and in an uninterrupted run"
+    return [Chart("seconds after a node was cut off", rows), Chart(title, losses, "step")]
+
+
 def draw_ladder(samples: Samples) -> list[Chart]:
     """Draw the bytes that each step of a kernel reads and writes, next to the smallest possible number."""
     rows = {
@@ -357,6 +372,7 @@ CHARTS: dict[str, Drawing] = {
     "sizes": draw_sizes,
     "largest": draw_largest,
     "node-kills": draw_node_kills,
+    "partitions": draw_partitions,
     "kernel-ladder": draw_ladder,
     "kernel-goals": draw_goals,
     "step-parts": draw_step_parts,
