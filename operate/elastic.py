@@ -48,6 +48,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks, has_finished
 from nanoGPT.job.parse import parse
 from nanoGPT.job.preflight import preflight
+from nanoGPT.job.rank_logs import copy_output, split_by_rank
 from nanoGPT.job.run_description import describe_inputs
 from nanoGPT.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from nanoGPT.train_config import TrainConfig
@@ -255,7 +256,9 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         while not has_finished(config):
             try:
-                elastic_launch(build_launch_config(elastic, job, logs), sys.executable)(*command)
+                launch_config = copy_output(build_launch_config(elastic, job, logs), logs)
+                with split_by_rank(config.out_dir):
+                    elastic_launch(launch_config, sys.executable)(*command)
             except RendezvousTimeoutError:
                 print(f"still waiting for nodes: the job needs {elastic.parse_nodes()[0]}", flush=True)
             except Exception as error:  # torch raises various errors if the job finishes or the store dies meanwhile

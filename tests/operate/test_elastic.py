@@ -83,7 +83,7 @@ def test_nodes_join_die_and_leave(tmp_path):
     store.kill()
     output, _ = second.communicate()
     assert second.returncode == 1 and "the store at 127.0.0.1" in output and "--init_from=resume" in output, output
-    assert "is spare" in output
+    assert "is spare" in output and "rank 2 is spare" in (out / "logs" / "rank2.txt").read_text()
     start_store(port)
     last = start_node(port, out, init_from="resume")
     await_start(out, 6, 2, [last])
