@@ -262,8 +262,9 @@ def main(kills: int = 10, nodes: int = 2, seed: int = 0, write: bool = False) ->
         seed: of the random moments.
         write: also write bench/results/node-kills-<hardware>.json.
     """
-    folder = Path(tempfile.mkdtemp(prefix="node-kills-"))  # kept: it has the logs of all nodes
+    folder = Path(tempfile.mkdtemp(prefix="node-kills-"))  # kept: it has the logs of all nodes, and the result
     result = measure(kills, nodes, seed, folder)
+    (folder / "result.json").write_text(json.dumps(result))
     rows = [row for row in result["rows"] if row["interrupted"]]
     for kind in DESCRIPTIONS:
         of_kind = [row for row in rows if row["kind"] == kind]

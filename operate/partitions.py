@@ -275,8 +275,9 @@ def main(cuts: int = len(CUTS), write: bool = False) -> None:
         cuts: how many of the cuts in CUTS to make, from the first one on.
         write: also write bench/results/partitions-<hardware>.json.
     """
-    folder = Path(tempfile.mkdtemp(prefix="partitions-"))  # kept: it has the logs of all nodes
+    folder = Path(tempfile.mkdtemp(prefix="partitions-"))  # kept: it has the logs of all nodes, and the result
     result = measure(folder, CUTS[:cuts])
+    (folder / "result.json").write_text(json.dumps(result))
     print(
         f"{len(result['rows'])} cuts; {result['steps']} steps; steps that were not logged: "
         f"{len(result['missing_steps'])}; lines out of order: {result['gaps']}; max loss difference to an "
