@@ -128,7 +128,10 @@ def draw_bars(chart: Chart, series: list[str]) -> tuple[int, list[str]]:
 
 
 def draw_lines(chart: Chart, series: list[str]) -> tuple[int, list[str]]:
-    """Return the height of a drawing and its elements: two axes with their limits, and a line for each series."""
+    """Return the height of a drawing and its elements: two axes with their limits, and a line for each series.
+
+    Of two lines, the second one is dashed, so that both are visible where they are equal.
+    """
     xs, labels = [float(label) for label in chart.rows], list(chart.rows)
     ys = [value for values in chart.rows.values() for value in values.values()]
     (x0, x1), (y0, y1) = (min(xs), max(xs)), (min(ys), max(ys))
@@ -149,7 +152,8 @@ def draw_lines(chart: Chart, series: list[str]) -> tuple[int, list[str]]:
     for number, key in enumerate(series):
         rows = zip(xs, chart.rows.values(), strict=True)
         points = " ".join(place(x, values[key]) for x, values in rows if key in values)
-        shapes.append(f'<polyline class="chart-{number % 8}" fill="none" points="{points}"/>')
+        dashes = ' stroke-dasharray="7 7"' if len(series) == 2 and number == 1 else ""
+        shapes.append(f'<polyline class="chart-{number % 8}" fill="none"{dashes} points="{points}"/>')
     return LINES_HEIGHT, shapes
 
 

@@ -263,12 +263,25 @@ def draw_node_kills(samples: Samples) -> list[Chart]:
     rows = {kind: {"median": statistics.median(each), "maximum": max(each)} for kind, each in seconds.items()}
     charts = [Chart("time until the job trains again (s), by what was killed", rows)]
     if curves := samples.get("curves"):  # older results have none
-        losses = {
-            step: {name: curve[step] for name, curve in curves.items() if step in curve}
-            for step in curves["uninterrupted"]
-        }
-        charts.append(Chart("training loss, with lost nodes and in an uninterrupted run", losses, "step"))
+        charts.append(draw_both_curves(curves))
     return charts
+
+
+def draw_both_curves(curves: dict[str, dict[str, float]]) -> Chart:
+    """Draw the losses of a run that lost nodes, and over them those of an uninterrupted run."""
+    steps = curves["uninterrupted"]
+    losses = {step: {name: curve[step] for name, curve in curves.items() if step in curve} for step in steps}
+    return Chart("training loss; the dashed curve is the uninterrupted run", losses, "step")
+
+
+def draw_partitions(samples: Samples) -> list[Chart]:
+    """Draw when the ranks of a node that was cut off had ended, and when the other nodes continued."""
+    names = {"ranks_ended": "its ranks have ended", "others_started": "the other nodes start again"}
+    rows = {
+        f"node {row['node']}, {row['way']} ({number + 1})": {text: row["seconds"][key] for key, text in names.items()}
+        for number, row in enumerate(samples["rows"])
+    }
+    return [Chart("seconds after a node was cut off", rows), draw_both_curves(samples["curves"])]
 
 
 def draw_ladder(samples: Samples) -> list[Chart]:
@@ -357,6 +370,7 @@ CHARTS: dict[str, Drawing] = {
     "sizes": draw_sizes,
     "largest": draw_largest,
     "node-kills": draw_node_kills,
+    "partitions": draw_partitions,
     "kernel-ladder": draw_ladder,
     "kernel-goals": draw_goals,
     "step-parts": draw_step_parts,

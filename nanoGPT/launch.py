@@ -42,6 +42,7 @@ from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, parse, read_config_files
 from nanoGPT.job.preflight import preflight
+from nanoGPT.job.rank_logs import copy_output, split_by_rank
 from nanoGPT.job.watchdog import StallDetector, list_children, watch_children
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
@@ -247,7 +248,8 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
     if place.nnodes > 1:
         threading.Thread(target=exit_on_signal, args=(received_signals, open_signal_pipe()), daemon=True).start()
     try:
-        elastic_launch(configure_agent(place, logs), sys.executable)(*command)
+        with split_by_rank(config.out_dir, reads_only=config.eval_only):
+            elastic_launch(copy_output(configure_agent(place, logs), logs), sys.executable)(*command)
         return 0
     except ChildFailedError as error:
         if sentence := watch.verdict():

@@ -15,7 +15,6 @@ stops the job on all nodes.
 """
 
 import contextlib
-import datetime
 import json
 import logging
 import os
@@ -31,7 +30,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nanoGPT.cli.command_line import command_line
@@ -43,16 +48,17 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks, has_finished
 from nanoGPT.job.parse import parse
 from nanoGPT.job.preflight import preflight
+from nanoGPT.job.rank_logs import copy_output, split_by_rank
 from nanoGPT.job.run_description import describe_inputs
 from nanoGPT.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from nanoGPT.train_config import TrainConfig
+from operate.node_monitor import BEATS_KEY, NodeMonitor, connect, kill_processes
 
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 1, 5  # a node that is silent for the product of both counts as lost
 MAX_RESTARTS = 10**6  # of the ranks; a job without progress is stopped by STOP_KEY or by the user
-BEATS_KEY = "beats"  # in the store: each node of the job adds 1 every second
 BEATS_SECONDS = 5  # how long a node that differs from the job watches them, to find out whether another node is alive
-TIMEOUT = datetime.timedelta(seconds=30)  # of a request to the store
+RENDEZVOUS = "nanogpt"
 
 
 @dataclass
@@ -108,22 +114,6 @@ def serve_store(port: int = 29400) -> None:
     threading.Event().wait()
 
 
-def connect(host: str, port: int) -> dist.TCPStore:
-    """Connect to the store.
-
-    Raises:
-        ConfigError: no process serves it.
-    """
-    if not is_served(host, port):
-        raise ConfigError(f"STORE={host}:{port} does not answer: start `make rendezvous PORT={port}` on {host} first")
-    return dist.TCPStore(host, port, None, is_master=False, timeout=TIMEOUT)
-
-
-def describe_lost_store(host: str, port: int) -> str:
-    """Return the message for a store that has died."""
-    return f"the store at {host}:{port} is lost: start `make rendezvous` again, and the nodes with --init_from=resume"
-
-
 def token_key(out_dir: str) -> str:
     """Return the key of the token of the job in a directory."""
     return f"{Path(out_dir).resolve()} token".replace("/", "-")
@@ -176,36 +166,6 @@ def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> N
     )
 
 
-class StoreMonitor:
-    """A thread that tells other nodes that this one is alive, and ends it if the job was stopped or the store is lost.
-
-    Args:
-        host, port: of the store.
-        job: the name of the job.
-    """
-
-    def __init__(self, host: str, port: int, job: str) -> None:
-        self.host, self.port, self.job = host, port, job
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            store = connect(self.host, self.port)
-            while not store.check([f"{self.job} {STOP_KEY}"]):
-                store.add(f"{self.job} {BEATS_KEY}", 1)
-                time.sleep(1)
-            code, _, reason = store.get(f"{self.job} {STOP_KEY}").decode().partition(" ")
-            self._end(int(code), f"the job was stopped: {reason}")
-        except (dist.DistError, ConfigError):
-            self._end(1, describe_lost_store(self.host, self.port))
-
-    def _end(self, code: int, message: str) -> None:
-        """Kill the ranks of this node, and exit."""
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        kill_processes(list_rank_processes(), signal.SIGKILL)
-        os._exit(code)
-
-
 def leave_after_signal() -> None:
     """After SIGTERM, SIGINT or SIGHUP, let the ranks of this node save, and exit.
 
@@ -233,11 +193,24 @@ def leave_after_signal() -> None:
     threading.Thread(target=exit_without_ranks, daemon=True).start()
 
 
-def kill_processes(pids: list[int], number: int) -> None:
-    """Send a signal to processes, of which some may have exited already."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def register_rendezvous(monitor: NodeMonitor) -> None:
+    """Register RENDEZVOUS, the rendezvous c10d of torch that also reports every round to the monitor."""
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        parameters.backend = "c10d"
+        handler = rendezvous_handler_registry.create_handler(parameters)
+        join = handler.next_rendezvous
+
+        def next_rendezvous() -> RendezvousInfo:
+            monitor.leave_round()
+            info = join()
+            monitor.enter_round(info)
+            return info
+
+        handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
+        return handler
+
+    rendezvous_handler_registry.register(RENDEZVOUS, create)
 
 
 def build_launch_config(config: ElasticConfig, job: str, logs: str) -> LaunchConfig:
@@ -250,7 +223,7 @@ def build_launch_config(config: ElasticConfig, job: str, logs: str) -> LaunchCon
         nproc_per_node=config.gpus,
         logs_specs=DefaultLogsSpecs(logs),
         run_id=job,
-        rdzv_backend="c10d",
+        rdzv_backend=RENDEZVOUS,
         rdzv_endpoint=config.store,
         rdzv_configs={
             "is_host": "0",
@@ -276,19 +249,23 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     # Without this setting, a node that joins waits for an address that the first node published in an earlier round.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    StoreMonitor(host, port, job)
+    register_rendezvous(
+        NodeMonitor(host, port, job, lambda nodes: -(-count_usable_ranks(config, nodes * elastic.gpus) // elastic.gpus))
+    )
     leave_after_signal()
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         while not has_finished(config):
             try:
-                elastic_launch(build_launch_config(elastic, job, logs), sys.executable)(*command)
+                launch_config = copy_output(build_launch_config(elastic, job, logs), logs)
+                with split_by_rank(config.out_dir):
+                    elastic_launch(launch_config, sys.executable)(*command)
             except RendezvousTimeoutError:
                 print(f"still waiting for nodes: the job needs {elastic.parse_nodes()[0]}", flush=True)
             except Exception as error:  # torch raises various errors if the job finishes or the store dies meanwhile
                 if has_finished(config):
                     break
                 if not is_served(host, port):
-                    time.sleep(10)  # StoreMonitor ends this process
+                    time.sleep(10)  # NodeMonitor ends this process
                 name = type(error).__name__
                 raise ConfigError(f"this node cannot take part in the job ({name}: {error}): start it again") from None
     with contextlib.suppress(dist.DistError):

@@ -51,12 +51,17 @@ class Cluster:
 
     Attributes:
         folder: for the logs of the nodes, and the run's directory.
-        port: of the store.
+        port, host: of the store.
+        ranks: on each node.
+        flags: of the trainer.
         nodes: the process of each node; None while it is away.
     """
 
     folder: Path
     port: int
+    host: str = "127.0.0.1"
+    ranks: int = RANKS_PER_NODE
+    flags: list[str] = field(default_factory=lambda: FLAGS)
     nodes: dict[int, "subprocess.Popen[bytes] | None"] = field(default_factory=dict)
 
     @property
@@ -76,8 +81,8 @@ class Cluster:
             node: number of the node.
             count: largest number of nodes.
         """
-        words = [f"--gpus={RANKS_PER_NODE}", f"--nodes=1:{count}", f"--store=127.0.0.1:{self.port}", TRAINER, *FLAGS]
-        self.nodes[node] = self.start_process(f"node{node}", [*words, f"--out_dir={self.out_dir}"])
+        words = [f"--gpus={self.ranks}", f"--nodes=1:{count}", f"--store={self.host}:{self.port}", TRAINER]
+        self.nodes[node] = self.start_process(f"node{node}", [*words, *self.flags, f"--out_dir={self.out_dir}"])
 
     def last_step(self) -> int:
         """Return the last logged step; -1 before the first one."""
@@ -97,6 +102,19 @@ class Cluster:
                 return False
             time.sleep(0.05)
         return True
+
+    def wait_for_ranks(self, ranks: int) -> None:
+        """Wait until the job trains on a number of ranks.
+
+        Raises:
+            ConfigError: it did not within CONTINUE_SECONDS.
+        """
+        deadline = time.monotonic() + CONTINUE_SECONDS
+        while not (starts := list_starts(self.out_dir)) or starts[-1][1] != ranks:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"not {ranks} ranks within {CONTINUE_SECONDS:g} s: read the logs in {self.folder}")
+            time.sleep(0.05)
+        self.wait_for_progress()
 
     def wait_for_progress(self, steps: int = 3) -> None:
         """Wait until the job has logged new steps.
@@ -182,7 +200,9 @@ def lose_nodes(cluster: Cluster, kills: int, count: int, draw: random.Random) ->
 
 def list_starts(out_dir: Path) -> list[tuple[int, int]]:
     """Return the step and the number of ranks of each start of the run."""
-    found = re.findall(r"started at step (\d+) .*?, (\d+) rank\(s\)", (out_dir / "log.txt").read_text())
+    log = out_dir / "log.txt"
+    text = log.read_text() if log.exists() else ""
+    found = re.findall(r"started at step (\d+) .*?, (\d+) rank\(s\)", text)
     return [(int(step), int(ranks)) for step, ranks in found]
 
 
@@ -213,23 +233,24 @@ def measure(kills: int, nodes: int, seed: int, folder: Path) -> dict[str, Any]:
     finally:
         cluster.stop()
         store.kill()
-    curve = losses(cluster.out_dir)
-    command = [
-        sys.executable,
-        "-m",
-        "nanoGPT.launch",
-        "--gpus=2",
-        TRAINER,
-        *FLAGS,
-        f"--out_dir={folder / 'uninterrupted'}",
-    ]
+    return {"rows": rows, **measure_uninterrupted(cluster)}
+
+
+def measure_uninterrupted(cluster: Cluster) -> dict[str, Any]:
+    """Run the steps of a cluster's job again, without interruption, on one node. Return both curves, and compare them.
+
+    Returns:
+        The number of steps, the entries of `compare_curves`, and samples of both curves.
+    """
+    curve, out_dir = losses(cluster.out_dir), cluster.folder / "uninterrupted"
+    command = [sys.executable, "-m", "nanoGPT.launch", "--gpus=2", TRAINER, *cluster.flags, f"--out_dir={out_dir}"]
     command.append(f"--max_iters={max(curve)}")
-    with open(folder / "uninterrupted.log", "wb") as log:
+    with open(cluster.folder / "uninterrupted.log", "wb") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
-    uninterrupted = losses(folder / "uninterrupted")
+    uninterrupted = losses(out_dir)
     curves = {"with lost nodes": curve, "uninterrupted": uninterrupted}
     curves = {name: sample_curve(each, max(curve)) for name, each in curves.items()}
-    return {"rows": rows, "steps": max(curve), **compare_curves(curve, uninterrupted), "curves": curves}
+    return {"steps": max(curve), **compare_curves(curve, uninterrupted), "curves": curves}
 
 
 def main(kills: int = 10, nodes: int = 2, seed: int = 0, write: bool = False) -> None:
@@ -241,8 +262,9 @@ def main(kills: int = 10, nodes: int = 2, seed: int = 0, write: bool = False) ->
         seed: of the random moments.
         write: also write bench/results/node-kills-<hardware>.json.
     """
-    folder = Path(tempfile.mkdtemp(prefix="node-kills-"))  # kept: it has the logs of all nodes
+    folder = Path(tempfile.mkdtemp(prefix="node-kills-"))  # kept: it has the logs of all nodes, and the result
     result = measure(kills, nodes, seed, folder)
+    (folder / "result.json").write_text(json.dumps(result))
     rows = [row for row in result["rows"] if row["interrupted"]]
     for kind in DESCRIPTIONS:
         of_kind = [row for row in rows if row["kind"] == kind]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.distributed.environment import environment_number, may_restart, read_elastic_job
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, LostConnection
 from nanoGPT.job.out_dir import DirectoryLock, check_out_dir, check_writable
 from nanoGPT.job.parse import load_saved_config
 from nanoGPT.train_config import C, TrainConfig
@@ -24,6 +24,7 @@ from nanoGPT.train_config import C, TrainConfig
 STOP_KEY = "stop"  # in the store of an elastic job: the exit code and the reason
 MAX_RESTARTS_WITHOUT_PROGRESS = 20
 UNFINISHED = 75  # exit code of a rank of an elastic job that must be restarted (EX_TEMPFAIL of sysexits.h)
+LOCK_SECONDS = 30.0  # how long an elastic job waits for ranks of its earlier start that still hold the lock
 STORE_TIMEOUT = datetime.timedelta(seconds=10)
 
 
@@ -68,10 +69,32 @@ def enter_out_dir(run: Runtime, config: TrainConfig) -> DirectoryLock | None:
         check_writable(out_dir)
     if not run.is_main:
         return None
-    run.lock = lock = DirectoryLock(out_dir)
+    run.lock = lock = lock_directory(out_dir)
     if lock.warning:
         run.print0(lock.warning)
     return lock
+
+
+def lock_directory(out_dir: Path) -> DirectoryLock:
+    """Lock a run's directory. An elastic job waits for ranks of its earlier start, on a node that it has lost.
+
+    Raises:
+        ConfigError: another run holds the lock.
+        LostConnection: ranks of an earlier start of this job hold it after LOCK_SECONDS. The job tries it again.
+    """
+    job, deadline = read_elastic_job(), time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return DirectoryLock(out_dir)
+        except ConfigError:
+            if not job or job[2] not in (out_dir / ".lock").read_text().splitlines():
+                raise
+        if time.monotonic() > deadline:
+            raise LostConnection(
+                f"ranks of an earlier start of this job still write into {out_dir}: stop the processes of the node "
+                "that was lost; the job continues then"
+            )
+        time.sleep(0.5)
 
 
 def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) -> C:

@@ -6,8 +6,9 @@
     diagnostics/rank{r}.pickle    on a GPU: the last allocations with their stacks, for https://pytorch.org/memory_viz
 
 Each rank writes its own files, so that a fault of one rank is visible. `make autopsy` reads them. Without the flag,
-nothing is measured. A record reads every parameter and waits for the GPU, so it adds a fraction of the time of a step.
-On a GPU, it also writes the history of the allocator, which takes additional time.
+nothing is measured. A record reads every parameter and waits for the GPU. Its time does not depend on the batch, so it
+is a large fraction of a short step. If records take more than 15% of the time, the run prints once which interval is
+large enough. On a GPU, a record also writes the history of the allocator.
 
 A record is also a check. All ranks must have the same gradient norm. Ranks that store the same parameters must have the
 same values, and the loss of every rank must be finite. Otherwise the run stops with an error that names the ranks.
@@ -35,6 +36,7 @@ from nanoGPT.memory.device import process_bytes
 from nanoGPT.train_config import TrainConfig
 
 CHUNK = 1 << 20  # elements of a parameter that `compute_digest` reads at a time
+MAX_SHARE, TIMED_RECORDS = 0.15, 10  # of the time in records, above which a run names a larger interval
 MAX_ALLOCATIONS = 20_000  # events that the allocator's history keeps
 NORM_TOLERANCE = 1e-9  # relative; replicas may add the squares in another order
 MESH_DIMENSIONS, LOWEST = 4, -(2**63)
@@ -103,6 +105,40 @@ def compute_rms(tensor: Tensor) -> float:
     return tensor.detach().float().square().mean().sqrt().item() if tensor.numel() else 0.0
 
 
+class RecordClock:
+    """Measures which share of the time of a run its records take. The first record is not measured.
+
+    Args:
+        interval: steps from one record to the next.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self.interval, self.records, self.seconds, self.begin = interval, 0, 0.0, 0.0
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[None]:
+        """Add the time of the context."""
+        begin = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - begin
+
+    def finish_record(self, now: float) -> str | None:
+        """Return the advice, after TIMED_RECORDS records that took more than MAX_SHARE of the time; else None."""
+        self.records += 1
+        if self.records == 1:
+            self.begin, self.seconds = now, 0.0
+        if self.records != 1 + TIMED_RECORDS:
+            return None
+        share = self.seconds / (now - self.begin)
+        if share <= MAX_SHARE:
+            return None
+        interval = math.ceil(self.interval * share / (1 - share) * (1 - MAX_SHARE) / MAX_SHARE)
+        return (
+            f"diagnostics take {share:.0%} of the time, because the steps are short: with "
+            f"--diagnostics_interval={interval} they would take at most {MAX_SHARE:.0%}"
+        )
+
+
 class Diagnostics:
     """The diagnostics of one rank. Off if `config.diagnostics_interval` is 0.
 
@@ -118,6 +154,7 @@ class Diagnostics:
         self.has_written_summary = False
         self.start, self.memory_at_start = time.perf_counter(), read_memory(run.device)
         self.names = {param: name for name, param in model.named_parameters()}
+        self.clock = RecordClock(config.diagnostics_interval)
         self.gradients: dict[str, float] = {}
         self.activations: dict[str, float] = {}
         self.first_batch_seconds: float | None = None  # stays None if the model is compiled
@@ -149,9 +186,14 @@ class Diagnostics:
 
     def _make_hook(self, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            self.activations[name] = compute_rms(output)
+            with self._measure_hook():
+                self.activations[name] = compute_rms(output)
 
         return hook
+
+    def _measure_hook(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that measures a hook. On a GPU, a hook mainly waits for work of the step: do not measure."""
+        return self.clock.measure() if self.run.device.type == "cpu" else contextlib.nullcontext()
 
     def _time_first_batch(self, *_: Any) -> None:
         """Record the seconds until the first block gets the first batch."""
@@ -164,7 +206,8 @@ class Diagnostics:
             pairs = self.optimizer.local_gradients()
         else:
             pairs = ((p, local_shard(p.grad)) for p in self.model.parameters() if p.grad is not None)
-        self.gradients = {self.names[p]: compute_norm(grad) for p, grad in pairs if p in self.names}
+        with self._measure_hook():
+            self.gradients = {self.names[p]: compute_norm(grad) for p, grad in pairs if p in self.names}
 
     def record(self, step: int, loss_sum: Tensor, norm: Tensor) -> None:
         """Write a record after a step, and compare the ranks. Collective on the steps that are recorded.
@@ -182,12 +225,21 @@ class Diagnostics:
             return
         if hasattr(self.optimizer, "wait_for_params"):
             self.optimizer.wait_for_params()
+        loss, grad_norm = loss_sum.item(), norm.item()  # waits for the GPU
+        with self.clock.measure():
+            values = self._measure(step, loss, grad_norm)
+        if advice := self.clock.finish_record(time.perf_counter()):
+            self.run.print0(advice)
+        self._compare(step, gather_records(self.run, values))
+
+    def _measure(self, step: int, loss_sum: float, grad_norm: float) -> dict[str, Any]:
+        """Write the record of a step, and return the values that are compared between the ranks."""
         micro_batches = self.config.gradient_accumulation_steps // self.run.world_size
         params = {name: local_shard(param) for param, name in self.names.items()}
         values = {
             "step": step,
-            "local_loss": loss_sum.item() / micro_batches,
-            "grad_norm": norm.item(),
+            "local_loss": loss_sum / micro_batches,
+            "grad_norm": grad_norm,
             "parameters": sum(compute_digest(param) for param in params.values()) % 2**61,
             "replica": get_replica_key(self.model),
             "memory": read_memory(self.run.device),
@@ -196,7 +248,7 @@ class Diagnostics:
         norms = {"gradient_norms": self.gradients, "weight_norms": weights, "activation_rms": self.activations}
         self._write(values | norms | {"time": time.time()})
         self.gradients, self.activations = {}, {}
-        self._compare(step, gather_records(self.run, values))
+        return values
 
     def _write(self, record: dict[str, Any]) -> None:
         """Append a line to this rank's file, and write the summary with the first one."""

@@ -9,8 +9,10 @@ from typing import Any
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
 from nanoGPT.job.log import LOG
+from nanoGPT.job.rank_logs import FOLDER
 from operate.run_files import read_by_rank, read_heartbeats, read_json_lines, read_object
 
+TIME_LENGTH = len("2026-01-31 12:00:00 ")
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
 
@@ -21,6 +23,7 @@ class Evidence:
     Attributes:
         folder: the run's directory.
         log: the lines of log.txt since the run last started.
+        output: the last line that each rank has printed, without the time.
         heartbeats: the last heartbeat of each rank.
         verdict: the message of the watchdog; empty if the run did not hang.
         records: the lines of diagnostics/rank{r}.jsonl of each rank.
@@ -35,6 +38,7 @@ class Evidence:
 
     folder: Path
     log: list[str] = field(default_factory=list)
+    output: dict[int, str] = field(default_factory=dict)
     heartbeats: dict[int, dict[str, Any]] = field(default_factory=dict)
     verdict: str = ""
     records: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
@@ -110,6 +114,9 @@ def read_evidence(folder: Path) -> Evidence:
         for backend, dump in read_object(path).items():
             if isinstance(dump, dict) and "entries" in dump:
                 evidence.collectives.setdefault(backend, {})[rank] = dump["entries"]
+    for rank, path in read_by_rank(folder / FOLDER, "rank*.txt").items():
+        lines = path.read_text(errors="replace")[-20_000:].splitlines()
+        evidence.output[rank] = lines[-1][TIME_LENGTH:] if lines else ""
     for rank, path in read_by_rank(folder / "stacks", "rank*.txt").items():
         evidence.stacks[rank] = path.read_text(errors="replace")[-20_000:]
     evidence.metrics = read_json_lines(folder / "metrics.jsonl")

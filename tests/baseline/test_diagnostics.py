@@ -1,6 +1,7 @@
 """`--diagnostics_interval`: records of memory and norms, and a run that stops when its ranks diverge."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.metrics import diagnostics
-from nanoGPT.metrics.diagnostics import Diagnostics, compute_digest, describe_groups
+from nanoGPT.metrics.diagnostics import MAX_SHARE, Diagnostics, RecordClock, compute_digest, describe_groups
 from nanoGPT.model import GPT, GPTConfig
 from operate.autopsy.__main__ import KERNEL_CLASSES, describe_kernels
 from operate.autopsy.evidence import Evidence
@@ -151,3 +152,17 @@ def test_a_gpu_records_its_allocations(tmp_path, monkeypatch):
     recorder = Diagnostics(config, run, model, torch.optim.AdamW(model.parameters()))
     recorder.record(0, torch.zeros(()), torch.zeros(()))
     assert calls == [diagnostics.MAX_ALLOCATIONS, str(tmp_path / "diagnostics" / "rank0.pickle")]
+
+
+def test_a_run_with_expensive_records_names_an_interval():
+    """After ten records that took 40% of the time, the advice is an interval with which they take at most 15%."""
+    clock, advice = RecordClock(2), []
+    for second in range(11):
+        clock.seconds += 0.4
+        advice.append(clock.finish_record(float(second)))
+    assert advice[:10] == [None] * 10 and "take 40% of the time" in advice[10]
+    interval = int(re.findall(r"interval=(\d+)", advice[10])[0])
+    shares = [0.4 / (0.4 + n * 0.3) for n in (interval - 1, interval)]  # a step without a record takes 0.3 s
+    assert shares[1] <= MAX_SHARE < shares[0]
+    clock = RecordClock(1)
+    assert not any(clock.finish_record(float(second)) for second in range(20))

@@ -212,6 +212,9 @@ def test_diagnostics_cost_little():
 
 # Numbers with a unit that the documents contain outside of generated tables, with the source of each number.
 SOURCES = {
+    "15%": "MAX_SHARE of nanoGPT/metrics/diagnostics.py",
+    "15 seconds": "LEASE_SECONDS of operate/node_monitor.py",
+    "20 seconds": "LOST_SECONDS of operate/node_monitor.py",
     "30 seconds": "the default of torch.distributed.elastic.multiprocessing.api.PContext.close",
     "5 percent": "asserted by tests/bench/test_plan.py",
     "2%": "asserted by tests/bench/test_plan.py",

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from bench.tables import fsdp_tables
+from book.charts import draw_chart
 from book.result_charts import draw_node_kills
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks
@@ -83,7 +84,7 @@ def test_nodes_join_die_and_leave(tmp_path):
     store.kill()
     output, _ = second.communicate()
     assert second.returncode == 1 and "the store at 127.0.0.1" in output and "--init_from=resume" in output, output
-    assert "is spare" in output
+    assert "is spare" in output and "rank 2 is spare" in (out / "logs" / "rank2.txt").read_text()
     start_store(port)
     last = start_node(port, out, init_from="resume")
     await_start(out, 6, 2, [last])
@@ -207,3 +208,4 @@ def test_only_losses_that_interrupted_the_job_are_in_the_table(monkeypatch):
     seconds, losses = draw_node_kills(samples)
     assert seconds.rows == {"node": {"median": 8.0, "maximum": 8.0}}
     assert losses.rows == {step: {name: curves[name][step] for name in curves} for step in ("0", "5")}
+    assert draw_chart(losses, "losses").count("stroke-dasharray") == 1, "both of two equal curves must be visible"

@@ -1,0 +1,67 @@
+"""Cut a node with a `NodeMonitor` off from another one and from the store: `unshare --net ... python cut_nodes.py`."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from operate import node_monitor
+from operate.partitions import Network
+
+PORT = 29400
+node_monitor.BEAT_SECONDS, node_monitor.LEASE_SECONDS, node_monitor.LOST_SECONDS = 0.1, 2.0, 3.0
+
+
+def start_in_namespace(network: Network, number: int, task: Callable[[], None]) -> int:
+    """Run a function in a fork of this process in a network namespace. Return its process id."""
+    if pid := os.fork():
+        return pid
+    namespace = os.open(f"/proc/{network.holders[number].pid}/ns/net", os.O_RDONLY)
+    assert ctypes.CDLL(None).setns(namespace, 0) == 0
+    task()
+    os._exit(0)
+
+
+def serve() -> None:
+    """Serve the store."""
+    store = dist.TCPStore("0.0.0.0", PORT, None, is_master=True, wait_for_workers=False)
+    signal.pause()
+    del store
+
+
+def run_node(position: int) -> None:
+    """Run a monitor, and a process in place of the ranks, until it is killed."""
+    while not node_monitor.is_served("10.77.0.1", PORT):
+        time.sleep(0.05)
+    rank = subprocess.Popen(["sleep", "100"])
+    monitor = node_monitor.NodeMonitor("10.77.0.1", PORT, "job", lambda nodes: nodes)
+    monitor.round = node_monitor.Round("round", position, 2)
+    print(f"node {position} runs", flush=True)
+    code = rank.wait(60)
+    print(f"node {position}: its rank ended with {code}", flush=True)
+    time.sleep(1)  # if the monitor ends this process, it does it now
+
+
+def main() -> None:
+    """Start the store and two nodes, cut the first one off, and print the exit codes of both."""
+    network = Network()
+    try:
+        network.add_namespaces(3)
+        store = start_in_namespace(network, 0, serve)
+        nodes = [start_in_namespace(network, 1 + i, lambda i=i: run_node(i)) for i in range(2)]  # type: ignore[misc]
+        time.sleep(1)
+        network.cut(1, sys.argv[1])
+        for position, pid in enumerate(nodes):
+            print(f"node {position}: exit code {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}", flush=True)
+        os.kill(store, signal.SIGKILL)
+    finally:
+        network.close()
+
+
+if __name__ == "__main__":
+    main()
