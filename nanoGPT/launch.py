@@ -199,9 +199,11 @@ def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> t
     return 128 - exit_code, f"it was killed by {name}: resume with --init_from=resume if there is a checkpoint"
 
 
-def start_watchdog(config: TrainConfig, world_size: int) -> StallDetector:
+def start_watchdog(config: TrainConfig, place: NodeConfig) -> StallDetector:
     """Start a thread that stops ranks that hang. It waits 10 seconds longer than the watchdogs of the ranks."""
-    watch = StallDetector(Path(config.out_dir), world_size, config.stall_seconds + 10)
+    first = place.node_rank * place.gpus
+    stall_seconds, local_ranks = config.stall_seconds + 10, range(first, first + place.gpus)
+    watch = StallDetector(Path(config.out_dir), place.world_size, stall_seconds, local_ranks=local_ranks)
     threading.Thread(target=watch_children, args=(watch, list_rank_processes), daemon=True).start()
     return watch
 
@@ -300,7 +302,7 @@ def main(arguments: list[str]) -> int:
         config = dataclasses.replace(config, out_dir=choose_out_dir(config, trainer, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_arguments]
-    watch = start_watchdog(config, place.world_size)
+    watch = start_watchdog(config, place)
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         if place.world_size == 1:
             code = run_one_rank(command, config, watch)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.heartbeat_files import read_node_file
 
 
 def find_newest_run() -> Path:
@@ -41,10 +42,14 @@ def read_by_rank(folder: Path, pattern: str) -> dict[int, Path]:
 
 def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the last heartbeat of each rank of the newest start of a run. An earlier start may have had more ranks."""
-    found = {rank: read_object(path) for rank, path in read_by_rank(folder / "heartbeat", "rank*.json").items()}
-    beats = {rank: beat for rank, beat in found.items() if "time" in beat}
-    newest = max(beats.values(), key=lambda beat: beat["time"], default={}).get("run")
-    return {rank: beat for rank, beat in beats.items() if beat.get("run") == newest}
+    files = read_by_rank(folder / "heartbeat", "rank*.json")
+    found = [(rank, read_object(path)) for rank, path in files.items()]
+    for path in read_by_rank(folder / "heartbeat", "node-*.json").values():  # a run on several nodes
+        found += read_node_file(path).items()
+    beats = [(rank, beat) for rank, beat in found if "time" in beat]
+    newest = max((beat for _, beat in beats), key=lambda beat: beat["time"], default={}).get("run")
+    own = [(rank, beat) for rank, beat in beats if beat.get("run") == newest]
+    return dict(sorted(own, key=lambda each: each[0]))
 
 
 def read_object(path: Path) -> dict[str, Any]:

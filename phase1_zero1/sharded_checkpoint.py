@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from nanoGPT.checkpoint.manifest import list_files
-from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards, write_shards
+from nanoGPT.checkpoint.shard_writer import write_shards
+from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
 from nanoGPT.checkpoint.state import FullState, allocate_state, load_weights, read_full_state
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.errors import ConfigError
@@ -80,7 +81,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) 
     """
     for inner in optimizer.inner_optimizers():
         allocate_state(inner)
-    reader = SafeReader(path)
+    reader = SafeReader(path, is_shared=True)
     stored = {} if "ckpt.pt" in list_files(path) else {key: size for key, (size, _) in read_index(reader).items()}
     # All ranks must take the same branch, so only the index decides. Phase 3 stores moments as matrices.
     if stored and all(len(size) < 2 for key, size in stored.items() if key.startswith("optimizer.")):

@@ -1,7 +1,8 @@
 """Sharded checkpoints: every rank writes its shards, and any number of ranks can read them.
 
 The keys contain parameter names, and the values are DTensors. torch's Distributed Checkpoint (DCP) asks a DTensor which
-part of the full tensor it stores. `nanoGPT.checkpoint.shards` writes and reads the files.
+part of the full tensor it stores. `nanoGPT.checkpoint.shard_writer` writes the files, and `nanoGPT.checkpoint.shards`
+reads them.
 """
 
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nanoGPT.checkpoint.manifest import list_files
-from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards, write_shards
+from nanoGPT.checkpoint.shard_writer import write_shards
+from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
 from nanoGPT.checkpoint.state import (
     FullState,
     allocate_state,
@@ -84,7 +86,7 @@ class ShardWriter:
 def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load a checkpoint of any phase and any number of ranks into a sharded model and its optimizer. Collective."""
     allocate_state(optimizer)
-    state, reader = training_state(model, optimizer), SafeReader(path)
+    state, reader = training_state(model, optimizer), SafeReader(path, is_shared=True)
     has_shards = "ckpt.pt" not in list_files(path)
     if not has_shards or {key: value[0] for key, value in read_index(reader).items()} != get_sizes(state):
         full = read_full_state(path)

@@ -217,7 +217,8 @@ def start_ranks(name: str, ranks: int, config: TrainConfig) -> int:
     """Start the ranks of a faulty run with the launcher's functions, and return the exit code."""
     command = ["-m", "workshop.faults", f"--as_rank_of={name}"]
     with tempfile.TemporaryDirectory(prefix="fault-") as logs:
-        return run_ranks(NodeConfig(gpus=ranks), command, config, start_watchdog(config, ranks), logs)
+        place = NodeConfig(gpus=ranks)
+        return run_ranks(place, command, config, start_watchdog(config, place), logs)
 
 
 def run_rank(name: str) -> None:

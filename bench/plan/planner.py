@@ -195,8 +195,8 @@ def estimate_communication(
 
     Phase 3 all-gathers parameters in every forward pass, and again in the backward pass if the forward pass has freed
     them. It reduces gradients in the last backward pass. Phase 1 all-gathers the updated parameters during the first
-    forward pass of the next step, or before it if the model is compiled. With ZeRO-2 it reduces gradients in every
-    backward pass.
+    forward pass of the next step, or before it if the model is compiled. With ZeRO-2, phase 1 reduces gradients in
+    every backward pass, and so does phase 3 with fsdp_sync_every_micro_batch.
 
     Args:
         units: FSDP units of the model; each is one all-gather.
@@ -214,6 +214,9 @@ def estimate_communication(
         elif kind == "all-to-all":  # Muon's; assume that none overlaps with computation
             seconds = collective_seconds(gpu, kind, size, ranks, 1 + math.ceil(size / muon.ROUND_BYTES))
             once["backward"] += Communication(seconds, seconds)
+        elif options.get("fsdp_sync_every_micro_batch") and kind == "reduce-scatter":
+            seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls)
+            every["backward"] += Communication(seconds, seconds / calls)
         elif options.get("zero_stage") == 2 and kind in ("reduce-scatter", "reduce"):
             seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls / micro_batches)
             every["backward"] += Communication(seconds, seconds / calls * micro_batches)

@@ -6,7 +6,8 @@ Rates of the CPU come from committed measurements on one core of an AMD EPYC, on
               (bench/results/scale-*.json)
     save      a rank hashes what it writes and writes it; the ranks of a node share the bandwidth of the file system.
               Training waits for it, or with --async_save=True only for a copy (bench/results/save-speed-*.json).
-              Rank 0 also writes the index, with one entry per shard of each tensor (bench/results/scale-*.json)
+              Rank 0 also writes the index, with one entry per shard of each tensor (bench/results/scale-*.json). The
+              first save of a run takes longer, because rank 0 makes the index
     resume    a rank hashes its part of the files, and reads its part of the state: from memory, if it is still cached
 
 The process group, imports and compilation take additional time, which does not depend on the model's size.
@@ -22,7 +23,7 @@ from nanoGPT.model import GPT, GPTConfig
 
 DRAWN_PER_SECOND = 205e6  # elements
 HASHED_PER_SECOND = 1.7e9  # bytes that SHA-256 hashes
-INDEXED_PER_SECOND = 13.6e3  # shards that rank 0 enters into the index of a checkpoint, with a cached plan
+INDEXED_PER_SECOND = 0.8e6  # shards whose entries in the index rank 0 writes, after the first save of a run
 SAVED_TENSORS = 4  # per parameter tensor: the parameter, two moments and a step count; fewer with Muon
 
 

@@ -1,13 +1,15 @@
 """Measure costs that depend on the number of ranks: start-up, planning a save, agreeing to stop. Small gloo processes.
 
-    python -m bench.sharding.scale             # three minutes on 2 cores
+    python -m bench.sharding.scale             # four minutes on 2 cores
     python -m bench.sharding.scale --write     # also write bench/results/scale-<hardware>.json
 
 More ranks than cores wait for each other, so the unit is CPU time of one process, without its waiting. Each part runs
 with its optimization ("after") and without it ("before"):
 
     init    a rank draws the initial values of its rows, or of all rows
-    save    rank 0 plans the third save of a model with as many tensors as GPT-2 124M; plans are cached, or not
+    save    the third save of a model with as many tensors as GPT-2 124M: DCP without or with cached plans, or with the
+            layout of the last save (`nanoGPT.checkpoint.shard_writer`); on rank 0, and the median of the other ranks
+    index   a rank gets the index of this checkpoint: every rank reads and checks it, or rank 0 broadcasts it
     stop    a rank asks whether to stop after every step of 0.1 s; the ranks agree once a second, or after every step
 """
 
@@ -25,6 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from bench.tables.records import write_result
+from nanoGPT.checkpoint.shard_writer import write_shards
+from nanoGPT.checkpoint.shards import SafeReader
+from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.distributed.runtime import create_runtime
@@ -38,7 +43,9 @@ SHAPE = GPTConfig(bias=False)  # GPT-2 124M
 NUM_TENSORS = 3 * 75 + 75  # parameters, two moments and a step count of its 75 parameters
 STEPS = 60  # after which a rank asks whether to stop
 STEP_SECONDS = 0.1
-MEDIANS = ("init_after", "stop_before", "stop_after", "stop_before_collectives", "stop_after_collectives")  # of ranks
+WAYS = ("before", "after", "layout")  # to save
+MEDIANS = ("init_after", "index_before", "index_after", "stop_before", "stop_after")  # over the ranks
+COUNTS = ("stop_before_collectives", "stop_after_collectives")
 
 
 def measure_init(rank: int, ranks: int, draws_all: bool) -> float:
@@ -52,14 +59,34 @@ def measure_init(rank: int, ranks: int, draws_all: bool) -> float:
     return time.process_time() - begin
 
 
-def measure_save(folder: str, mesh: DeviceMesh, caches_plans: bool) -> float:
-    """Return the CPU seconds of a rank in the third of three saves."""
+def measure_save(folder: str, mesh: DeviceMesh, way: str) -> float:
+    """Return the CPU seconds of a rank in the third of three saves.
+
+    Args:
+        way: "before" (DCP), "after" (DCP with cached plans) or "layout" (`write_shards`).
+    """
     tensors = {f"t{i}": DTensor.from_local(torch.zeros(1, 8), mesh, [Shard(0)]) for i in range(NUM_TENSORS)}
+    layout = None
     for step in range(3):
-        path = Path(folder) / f"{caches_plans}-{step}"
+        path = Path(folder) / f"{way}-{step}"
+        path.mkdir(exist_ok=True)
+        dist.barrier()
         begin = time.process_time()
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=caches_plans)
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=False), planner=planner)
+        if way == "layout":
+            files = NewFiles(path, layout=layout)
+            write_shards(files, tensors)
+            layout = files.layout
+        else:
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=way == "after")
+            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=False), planner=planner)
+    return time.process_time() - begin
+
+
+def measure_index(folder: str, is_shared: bool) -> float:
+    """Return the CPU seconds in which a rank gets the index of a checkpoint."""
+    dist.barrier()
+    begin = time.process_time()
+    SafeReader(Path(folder) / "layout-2", is_shared).read_metadata()
     return time.process_time() - begin
 
 
@@ -88,7 +115,8 @@ def measure(folder: str) -> dict[str, float]:
     dist.barrier()
     for name, agrees_every_step in (("stop_before", True), ("stop_after", False)):
         result[name], result[f"{name}_collectives"] = measure_stop(agrees_every_step)
-    result |= {"save_before": measure_save(folder, mesh, False), "save_after": measure_save(folder, mesh, True)}
+    result |= {f"save_{way}": measure_save(folder, mesh, way) for way in WAYS}
+    result |= {"index_before": measure_index(folder, False), "index_after": measure_index(folder, True)}
     return result
 
 
@@ -102,8 +130,12 @@ def main(write: bool = False) -> None:
     for ranks in RANKS:
         with tempfile.TemporaryDirectory() as folder:
             results = run_on_ranks(measure, ranks, folder, timeout=600, show=False)
-        row = {name: results[0][name] for name in ("init_before", "save_before", "save_after")}
-        row |= {name: statistics.median(each[name] for each in results) for name in MEDIANS}
+            index_bytes = (Path(folder) / "layout-2" / ".metadata").stat().st_size
+        row = {name: results[0][name] for name in ("init_before", *(f"save_{way}" for way in WAYS))}
+        row |= {name: statistics.median(each[name] for each in results) for name in (*MEDIANS, *COUNTS)}
+        for way in WAYS:
+            row[f"other_{way}"] = statistics.median(each[f"save_{way}"] for each in results[1:])
+        row["index_bytes"] = index_bytes
         rows.append({"ranks": ranks, **row})
         print(f"{ranks} ranks: " + ", ".join(f"{name} {value:.4f}" for name, value in row.items()))
     if write:

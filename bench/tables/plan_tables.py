@@ -64,6 +64,12 @@ SCALE_PARTS: dict[str, tuple[str, str, Callable[[int], float]]] = {
     "init_after": ("start-up: draw this rank's rows", "a + b/N", lambda N: 1 / N),
     "save_before": ("a later save on rank 0, without a cached plan", "a + bN", float),
     "save_after": ("a later save on rank 0, with a cached plan", "a + bN", float),
+    "save_layout": ("a later save on rank 0, with the layout of the last save", "a + bN", float),
+    "other_before": ("a later save on another rank, without a cached plan", "a + bN", float),
+    "other_after": ("a later save on another rank, with a cached plan", "a + bN", float),
+    "other_layout": ("a later save on another rank, with the layout of the last save", "a + b log N", math.log),
+    "index_before": ("resume: every rank reads and checks the index", "a + bN", float),
+    "index_after": ("resume: another rank receives the index from rank 0", "a + bN", float),
     "stop": ("agreement on whether to stop, per step", "a + b log N", math.log),  # older results
     "stop_before": ("agreement on whether to stop, after every step", "a + b log N", math.log),
     "stop_after": ("agreement on whether to stop, once a second, per step", "a + b log N", math.log),
@@ -95,7 +101,12 @@ def scale_table() -> str:
             rows.append([text, *cells, f"{at_1024:,.{digits}f} ({law_text})"])
         head = ["CPU time of a rank (ms)", *(f"{n} ranks" for n in ranks), "1,024 ranks, extrapolated"]
         params, tensors = result["settings"]["parameters"], result["settings"]["tensors"]
-        lead = f"Measured on {hardware_of(result)}: {params / 1e6:,.0f}M parameters, {tensors} tensors in a save:\n\n"
+        lead = f"Measured on {hardware_of(result)}: {params / 1e6:,.0f}M parameters, {tensors} tensors in a save"
+        if "index_bytes" in measured[0]:
+            sizes = [row["index_bytes"] / 1e6 for row in measured]
+            listed = ", ".join(f"{size:.1f}" for size in sizes)
+            lead += f", an index of {listed} MB ({extrapolate(ranks, sizes, float, 1024):.1f} MB on 1,024 ranks)"
+        lead += ":\n\n"
         parts.append(lead + format_table(head, rows))
     return "\n".join(parts)
 

@@ -24,6 +24,7 @@ from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.phase_tables import PHASE_TABLES
 from bench.tables.plan_tables import PLAN_TABLES
 from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
+from bench.tables.scale_tables import SCALE_TABLES
 from bench.tables.symptoms import SYMPTOM_TABLES
 from bench.tables.zero1_tables import ZERO1_TABLES
 from bench.trainer.diagnostics_overhead import summarize
@@ -306,6 +307,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **DEEPSPEED_TABLES,
     **PHASE_TABLES,
     **PLAN_TABLES,
+    **SCALE_TABLES,
     **ZERO1_TABLES,
     **FSDP_TABLES,
     **EXPECTED_TABLES,

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every rank writes its shards, and any number of ranks can read them.
+"""Read sharded checkpoints, which any number of ranks have written (`nanoGPT.checkpoint.shard_writer`).
 
 PyTorch's distributed checkpoint (DCP) writes one file per rank, and an index with the file and position of every slice
 of every tensor. These files are the payload of `nanoGPT.checkpoint.directory`, which adds what DCP lacks: hashes, and
@@ -11,33 +11,23 @@ import io
 import math
 import pickle
 import pickletools
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.serialization import get_crc32_options, set_crc32_options
 
-from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, PeerFailed, is_out_of_memory
 from nanoGPT.files import open_regular, retry_reads, size_of
 
 MAX_CHECKED_BYTES = 64 << 20  # of the pickle in an index
-# A bound for the planning of a save. For GPT-2 124M, rank 0 needs 0.03 s per rank (bench/sharding/scale.py).
-PLANNING_SECONDS_PER_RANK = 1.0
-REPORT_PERIOD = 1.0  # seconds, as long as the period of the heartbeats
 # The exceptions that torch raises if an index or a shard is damaged.
 READ_ERRORS = (
     AssertionError,
@@ -52,85 +42,6 @@ READ_ERRORS = (
     ValueError,
     pickle.UnpicklingError,
 )
-
-
-def write_shards(files: NewFiles, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's tensors and shards into a new checkpoint; rank 0 also writes the index. Collective.
-
-    A tensor that is replicated on several ranks is written once. DCP keeps the plan of a save: which rank writes what.
-    The next save of the same tensors uses it again, so that rank 0 does not collect the plans of all ranks each time.
-    In return, rank 0 keeps all plans in memory.
-    """
-    writer = dcp.FileSystemWriter(files.folder, sync_files=False, overwrite=False)
-    writer.fs = HashingFileSystem(files)
-    with raise_own_error(), disable_crc32():
-        with ReportingPlanner(files.report_progress, dist.get_world_size(files.group)) as planner:
-            dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=files.group)
-
-
-class ReportingPlanner(DefaultSavePlanner):
-    """A planner of a save that reports progress until the plan is complete. Leaving its `with` block ends the reports.
-
-    Rank 0 collects and merges the plans of all ranks, for minutes with 1,000 ranks, and the others wait for it. The
-    watchdog would take this for a hang. Another thread of every rank therefore reports progress during the planning,
-    for at most `PLANNING_SECONDS_PER_RANK` times the number of ranks. After this time, the watchdog finds a rank that
-    really hangs.
-
-    Args:
-        report_progress: called every `REPORT_PERIOD`.
-        world_size: number of ranks that save.
-    """
-
-    def __init__(self, report_progress: Callable[[], None], world_size: int) -> None:
-        super().__init__(enable_plan_caching=True)
-        self._cached_plans_key = f"{world_size} ranks"  # plans of other groups do not fit
-        self.report_progress, self.max_seconds = report_progress, PLANNING_SECONDS_PER_RANK * world_size
-        self.is_planned = threading.Event()
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        threading.Thread(target=self._report, daemon=True).start()
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self.is_planned.set()
-        return super().finish_plan(new_plan)
-
-    def _report(self) -> None:
-        end = time.monotonic() + self.max_seconds
-        while not self.is_planned.wait(REPORT_PERIOD) and time.monotonic() < end:
-            self.report_progress()
-
-    def __enter__(self) -> "ReportingPlanner":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.is_planned.set()
-
-
-@contextlib.contextmanager
-def disable_crc32() -> Iterator[None]:
-    """Disable the checksum of `torch.save`: it costs a third of the time of SHA-256, and no reader checks it."""
-    previous = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(previous)
-
-
-class HashingFileSystem(FileSystem):
-    """A file system for torch's writer, whose files are `HashedFile`s of a new checkpoint."""
-
-    def __init__(self, files: NewFiles) -> None:
-        self.files = files
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with self.files.open(Path(path).name) as file:
-            yield file
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        self.files.rename(Path(path).name, Path(new_path).name)
 
 
 def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], no_dist: bool = False) -> None:
@@ -196,28 +107,59 @@ def raise_own_error(no_dist: bool = False) -> Iterator[None]:
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of sharded checkpoints, which here reads the pickle in `.metadata` with a RestrictedUnpickler."""
+    """torch's reader of sharded checkpoints, which here reads the pickle in `.metadata` with a RestrictedUnpickler.
 
-    index: Any = None
+    Args:
+        path: the directory.
+        is_shared: rank 0 reads and checks the index, and broadcasts it. The first call of a method is then collective.
+            With many ranks, N reads of a large file would burden the file system, and every rank would check it.
+    """
+
+    def __init__(self, path: Path, is_shared: bool = False) -> None:
+        super().__init__(path)
+        self.index: Any = None
+        self.is_shared = is_shared and dist.is_initialized() and dist.get_world_size() > 1
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        if self.index is not None:
-            return self.index
+        if self.index is None:
+            self.index = self._share_index() if self.is_shared else self._read_index()[0]
+            self.index.storage_meta = self.index.storage_meta or StorageMeta()
+            self.index.storage_meta.load_id = self.load_id
+        return self.index
+
+    def _read_index(self) -> tuple[Any, bytes]:
+        """Return the index, and the content of its file."""
         path = Path(self.path) / ".metadata"
         try:
             with io.BufferedReader(retry_reads(path, partial(open_regular, path))) as file:
                 check_memo(file)
                 file.seek(0)
                 index = RestrictedUnpickler(file).load()
+                end = file.tell()
+                file.seek(0)
+                content = file.read(end)  # without what may follow the pickle
             check_index(Path(self.path), index)
         except pickle.UnpicklingError as error:
             raise ConfigError(f"{path} was not read, because {error}: use another checkpoint") from None
         except READ_ERRORS as error:
             raise ConfigError(f"{path} is not a valid index of shards ({error}): use another checkpoint") from None
-        index.storage_meta = index.storage_meta or StorageMeta()
-        index.storage_meta.load_id = self.load_id
-        self.index = index
-        return index
+        return index, content
+
+    def _share_index(self) -> Any:
+        """Return the index, which only rank 0 reads. If this fails on rank 0, raise on all ranks. Collective."""
+        index, failure = None, None
+        message: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                index, message[0] = self._read_index()
+            except Exception as error:
+                failure = error
+        dist.broadcast_object_list(message, src=0, device=torch.device("cpu"))
+        if failure:
+            raise failure
+        if message[0] is None:
+            raise PeerFailed("rank 0 failed to read the index")
+        return index or RestrictedUnpickler(io.BytesIO(message[0])).load()
 
 
 def check_memo(file: IO[bytes]) -> None:

@@ -3,6 +3,7 @@
     heartbeat/rank{r}.json      step, stage, progress counters, current line of the main thread, process ids, time;
                                 whether the main thread waits for other ranks or for its GPU (else it computes), and
                                 the number of stages that the GPU has reached
+    heartbeat/node-{r}.json     on several nodes instead: the heartbeats of all ranks of the node whose first rank is r
     heartbeat/rank{r}.jsonl     all heartbeats of the run, one per line; only with --diagnostics_interval
 
 The main thread reports its progress (`Runtime.enter_stage`, `Runtime.report_progress`). A separate thread writes the
@@ -170,8 +171,9 @@ class HeartbeatThread:
         backend = dist.get_backend() if dist.is_initialized() else "none"
         self.names = {"trainer": trainer, "backend": backend, "device": run.device.type}
         self.beats = self.waiting_beats = 0
-        self.file = out_dir / "heartbeat" / f"rank{run.rank}.json"
-        self.detector = StallDetector(out_dir, run.world_size, stall_seconds, run.rank, run.token)
+        self.out_dir, first = out_dir, run.rank - run.local_rank
+        local_ranks = range(first, first + run.local_world_size)
+        self.detector = StallDetector(out_dir, run.world_size, stall_seconds, run.rank, run.token, local_ranks)
         self.is_closing = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -185,9 +187,12 @@ class HeartbeatThread:
         self.is_closing.set()
         self.thread.join(5 * GRACE_SECONDS)
         self.write_heartbeat()
+        own = {self.run.rank: self.detector.statuses[self.run.rank].heartbeat}
+        with contextlib.suppress(OSError):
+            self.detector.files.close(self.run.rank, self.detector.read_node() | own)
 
     def write_heartbeat(self) -> None:
-        """Write this rank's heartbeat file. Compilation counts as progress."""
+        """Write this rank's heartbeat, and as the watcher of a node its file. Compilation counts as progress."""
         activity = inspect_threads()
         if activity.pop("is_exempt"):
             self.run.report_progress()
@@ -201,13 +206,11 @@ class HeartbeatThread:
         status = {**counts, "ended": self.is_closing.is_set(), "time": time.time()}
         heartbeat = {**vars(self.run.progress), **activity, **process, **status}
         self.detector.record(self.run.rank, heartbeat)
-        temporary = self.file.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # a full disk must not stop a run that has nothing to save yet
-            self.file.parent.mkdir(exist_ok=True)  # needed if the run's directory was deleted and created again
-            temporary.write_text(json.dumps(heartbeat) + "\n")
-            os.replace(temporary, self.file)
+            self.detector.files.write(self.run.rank, heartbeat)
+            self.detector.publish_node()
             if self.keeps_history:
-                with open(self.file.with_suffix(".jsonl"), "a") as history:
+                with open(self.detector.files.folder / f"rank{self.run.rank}.jsonl", "a") as history:
                     history.write(json.dumps(heartbeat) + "\n")
 
     def _run(self) -> None:
@@ -239,9 +242,10 @@ class HeartbeatThread:
             self.stack_file.flush()
             faulthandler.dump_traceback(self.stack_file)
         with contextlib.suppress(Exception):  # torch's recorder must not stop this rank from ending the job
-            write_collectives(self.file.parents[1], self.run.rank)
+            write_collectives(self.out_dir, self.run.rank)
         if is_first:
             dump_and_kill([each["pid"] for each in unresponsive.values() if is_child_of(each, os.getppid())])
+            self.detector.files.delete_node_folder()
         else:
             time.sleep(GRACE_SECONDS)
         if not write_error_file(message) and is_first:

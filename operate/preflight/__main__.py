@@ -61,7 +61,7 @@ def check_ranks(config: TrainConfig, place: NodeConfig, package: str, params: in
         size = str(estimate_checkpoint_bytes(params, config))
         command = ["-m", "operate.preflight.ranks", package, str(results), size, config.out_dir]
         config = dataclasses.replace(config, out_dir=folder)  # the launcher's log does not belong to a run
-        watch = start_watchdog(config, place.world_size)
+        watch = start_watchdog(config, place)
         if place.world_size == 1:
             code = run_one_rank(command, config, watch)
         else:

@@ -20,16 +20,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nanoGPT import files
 from nanoGPT.checkpoint import directory as checkpoint_module
-from nanoGPT.checkpoint import shards
+from nanoGPT.checkpoint import shard_writer
 from nanoGPT.checkpoint import verify as verify_module
 from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, serialize_manifest, verify_files
-from nanoGPT.checkpoint.shards import read_shards, write_shards
+from nanoGPT.checkpoint.shard_writer import SavedLayout, write_shards
+from nanoGPT.checkpoint.shards import SafeReader, read_shards
 from nanoGPT.checkpoint.state import read_full_state
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, SaveError
+from nanoGPT.errors import ConfigError, PeerFailed, SaveError
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import CPU, MANIFEST_FIELDS, list_names, make_directory, write_bytes
@@ -640,19 +641,27 @@ def save_three_times(folder: str) -> tuple[int, int]:
     DefaultSavePlanner._create_global_plan = count  # type: ignore[method-assign]
     local = torch.zeros(2, 3)
     sharded = DTensor.from_local(local, mesh, [Shard(0)])
+    layout = None
     for step in range(3):
         local.fill_(10 * step + dist.get_rank())
-        write_step(folder, str(step), {"a": sharded, "b": torch.full((2,), float(step))})
+        layout = write_step(folder, str(step), {"a": sharded, "b": torch.full((2,), float(step))}, layout)
     before = len(plans)
-    write_step(folder, "other", {"c": torch.ones(3), "a": sharded})
+    assert layout
+    layout.results = layout.results[:1] if dist.get_rank() else layout.results  # as if a shard were at another place
+    layout = write_step(folder, "moved", {"a": sharded, "b": torch.zeros(2)}, layout)
+    write_step(folder, "other", {"c": torch.ones(3), "a": sharded}, layout)
     return before, len(plans)
 
 
-def write_step(folder: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
+def write_step(
+    folder: str, name: str, tensors: dict[str, torch.Tensor], layout: SavedLayout | None
+) -> SavedLayout | None:
     path = Path(folder) / name
     path.mkdir(exist_ok=True)
     dist.barrier()
-    write_shards(NewFiles(path), tensors)
+    files = NewFiles(path, layout=layout)
+    write_shards(files, tensors)
+    return files.layout
 
 
 def save_with_slow_planning(folder: str, max_seconds: float) -> tuple[list[float], int]:
@@ -661,7 +670,7 @@ def save_with_slow_planning(folder: str, max_seconds: float) -> tuple[list[float
     Args:
         max_seconds: per rank, for which reports are allowed.
     """
-    shards.REPORT_PERIOD, shards.PLANNING_SECONDS_PER_RANK = 0.02, max_seconds
+    shard_writer.REPORT_PERIOD, shard_writer.PLANNING_SECONDS_PER_RANK = 0.02, max_seconds
     original, reports = DefaultSavePlanner.create_global_plan, []
 
     def plan_slowly(planner: DefaultSavePlanner, all_plans: list) -> tuple:
@@ -686,14 +695,42 @@ def test_planning_a_save_reports_progress(max_seconds, tmp_path):
         assert (planning[-1] > 0.4) == (max_seconds > 1)
 
 
+def read_shared_index(folder: str) -> list[str]:
+    """Read the index of a checkpoint, and then a damaged one. Return the keys or the error of each, on this rank."""
+    seen, path = [], Path(folder) / "0"
+    write_step(folder, "0", {"a": torch.ones(3)}, None)
+    for content in (None, b"not a pickle"):
+        if dist.get_rank():
+            SafeReader._read_index = None  # type: ignore[assignment,method-assign]
+        elif content:
+            (path / ".metadata").write_bytes(content)
+        try:
+            seen.append(str(list(SafeReader(path, is_shared=True).read_metadata().state_dict_metadata)))
+        except (ConfigError, PeerFailed) as error:
+            seen.append(type(error).__name__)
+    return seen
+
+
+def test_rank_0_reads_the_index_for_all_ranks(tmp_path):
+    """Rank 0 reads the index of a checkpoint and broadcasts it. If it is damaged, all ranks raise."""
+    assert run_on_ranks(read_shared_index, 2, str(tmp_path)) == [["['a']", "ConfigError"], ["['a']", "PeerFailed"]]
+
+
 def test_the_plan_of_a_save_is_made_once(tmp_path):
-    """Later saves of the same tensors use the plan of the first one, and write the new values."""
+    """Later saves of the same tensors use the plan and the index of the first one, and write the new values.
+
+    If a shard is at another place in its file, only the index is made again.
+    """
     assert run_on_ranks(save_three_times, 2, str(tmp_path))[0] == (1, 2)
     for step in range(3):
         read = {"a": torch.empty(4, 3), "b": torch.empty(2)}
         read_shards(tmp_path / str(step), read, no_dist=True)
         assert read["a"][:, 0].tolist() == [10 * step, 10 * step, 10 * step + 1, 10 * step + 1]
         assert read["b"].tolist() == [step, step]
+    assert len({(tmp_path / str(step) / ".metadata").read_bytes() for step in range(3)}) == 1
+    read = {"a": torch.empty(4, 3), "b": torch.empty(2)}
+    read_shards(tmp_path / "moved", read, no_dist=True)
+    assert read["a"][3, 0] == 21 and read["b"].tolist() == [0, 0]
     read = {"a": torch.empty(4, 3), "c": torch.empty(3)}
     read_shards(tmp_path / "other", read, no_dist=True)
     assert read["a"][3, 0] == 21 and read["c"].tolist() == [1, 1, 1]

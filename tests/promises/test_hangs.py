@@ -20,6 +20,7 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
 from nanoGPT.job.heartbeat import HeartbeatThread, inspect_threads
 from nanoGPT.job.watchdog import StallDetector
+from operate.run_files import read_heartbeats
 from tests.helpers.programs import DEADLINE, Program, launch, wait_until
 from tests.helpers.training import call_train, tiny
 from workshop.ranks import start_ranks
@@ -201,6 +202,38 @@ def test_a_rank_that_makes_progress_reads_no_heartbeats(tmp_path):
     assert job.advance(13, {0: {"step": 19}, 1: {}, 2: {}}) and len(job.detector.statuses) == 3
 
 
+def test_on_several_nodes_one_rank_per_node_compares_all_ranks(tmp_path):
+    """The first rank of a node reads the heartbeats of other nodes. If it is stopped, the next rank names it.
+
+    `read_heartbeats` of the tools finds the heartbeats of all ranks in one file per node.
+    """
+    (tmp_path / "stacks").mkdir()
+    now, nodes = time.monotonic(), {rank: range(rank // 2 * 2, rank // 2 * 2 + 2) for rank in range(4)}
+    detectors = [StallDetector(tmp_path, 4, 10.0, rank, "new", nodes[rank]) for rank in nodes]
+
+    def advance(seconds: int, ranks: list[int]) -> list[str | None]:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            for rank in ranks:
+                detectors[rank].record(rank, {**HEARTBEAT, **(WAITING if rank else {}), "time": now})
+                detectors[rank].files.write(rank, detectors[rank].statuses[rank].heartbeat)
+                detectors[rank].publish_node()
+        return [detectors[rank].check(now) for rank in ranks]
+
+    advance(1, [0, 1, 2, 3])
+    assert all(message is None for _ in range(8) for message in advance(1, [0, 1, 2, 3]))
+    assert [sorted(each.statuses) for each in detectors] == [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3], [2, 3]]
+    assert sorted(read_heartbeats(tmp_path)) == [0, 1, 2, 3] and not [*tmp_path.glob("heartbeat/rank*")]
+    os.utime(detectors[0].files.node_folder / "rank0.json", (0, 0))
+    messages = [advance(1, [1, 2, 3]) for _ in range(13)]
+    assert sorted(detectors[1].statuses) == [0, 1, 2, 3] and "rank 0 has made no" in str(messages[-1][0]), messages
+    for rank in nodes:
+        detectors[rank].files.close(rank, {rank: {**HEARTBEAT, "ended": True}})
+    assert all(beat["ended"] for beat in read_heartbeats(tmp_path).values())
+    assert not detectors[0].files.node_folder.exists()
+
+
 def test_compiling_counts_as_progress(tmp_path):
     """While the main thread compiles, every heartbeat counts as progress. While a compiled model runs, none counts."""
     (tmp_path / "heartbeat").mkdir()
@@ -282,15 +315,17 @@ if os.environ.get("RANK") == "1":
 
 
 def train_with_a_fault(phase: str, config, faulty: int, fault: str) -> None:
-    """Train. In step 4, the faulty rank hangs while it reads a batch."""
-    read = TokenData.batch
+    """Train. In step 4, the faulty rank hangs while it reads a batch. With 4 ranks, a node has 2 of them."""
+    read, rank = TokenData.batch, int(os.environ["RANK"])
+    if os.environ["WORLD_SIZE"] == "4":
+        os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
 
     def batch(self, split, purpose, step, micro_batch):
         if (split, step) == ("train", 4):
             os.kill(os.getpid(), signal.SIGSTOP) if fault == "stops" else time.sleep(1000)
         return read(self, split, purpose, step, micro_batch)
 
-    if int(os.environ["RANK"]) == faulty:
+    if rank == faulty:
         TokenData.batch = batch
     call_train(phase, config)
 
@@ -298,7 +333,7 @@ def train_with_a_fault(phase: str, config, faulty: int, fault: str) -> None:
 def start_job(phase: str, ranks: int, faulty: int, fault: str, out: Path) -> list[Any]:
     """Start ranks that train, one of them with a fault. Return the process and the connection of each rank."""
     out.mkdir()
-    config = tiny(phase, out, stall_seconds=STALL_SECONDS, gradient_accumulation_steps=6, max_iters=100)
+    config = tiny(phase, out, stall_seconds=STALL_SECONDS, gradient_accumulation_steps=12, max_iters=100)
     return start_ranks(train_with_a_fault, ranks, phase, config, faulty, fault, folder=out)
 
 
@@ -340,7 +375,8 @@ def check_stalled_launcher(process: Program, faulty: int, out: Path) -> None:
 def test_a_rank_that_hangs_ends_the_job(tmp_path, monkeypatch):
     """If one rank hangs, it is named, and all ranks write their stacks and exit.
 
-    The rank sleeps (DDP), is stopped (FSDP), or runs C code that does not release the GIL (with the launcher).
+    The rank sleeps (DDP), is stopped (FSDP on two nodes, the rank that watches one of them), or runs C code that does
+    not release the GIL (with the launcher).
     """
     (tmp_path / "sitecustomize.py").write_text(HANG_WITH_THE_GIL)
     with monkeypatch.context() as environment:
@@ -348,7 +384,7 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path, monkeypatch):
         launcher = launch(tmp_path / "locked", 2, new_interpreters=True, stall_seconds=STALL_SECONDS)
     try:
         sleeping_job = start_job("nanoGPT", 3, 2, "sleeps", tmp_path / "asleep")
-        stopped_job = start_job("phase3_fsdp", 2, 0, "stops", tmp_path / "stopped")
+        stopped_job = start_job("phase3_fsdp", 4, 0, "stops", tmp_path / "stopped")
         assert "in step 4, micro-batch 2 (at promises/test_hangs.py" in check_stalled_job(
             sleeping_job, 2, tmp_path / "asleep"
         )

@@ -1,0 +1,90 @@
+"""Generate the tables about many ranks. `bench.tables.tables` writes them into the documents."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from bench.tables.plan_tables import extrapolate
+from bench.tables.records import format_table, hardware_of, read_results
+
+TARGET_RANKS = 1024
+
+# How the operations on the shared file system and the CPU time of `bench.sharding.heartbeats` depend on N ranks.
+HEARTBEAT_LAWS: dict[str, tuple[Callable[[int], float], Callable[[int], float]]] = {
+    "one file per rank, write": (float, lambda N: 0.0),
+    "one file per node, write": (float, lambda N: 0.0),
+    "store, write": (float, float),
+    "one file per rank, check": (lambda N: float(N * N), float),
+    "one file per node, check": (lambda N: float(N * N), float),
+    "store, check": (float, float),
+}
+
+
+def heartbeats_table() -> str:
+    """Return the operations on the shared directory and the CPU time of heartbeats, extrapolated to 1,024 ranks."""
+    parts = []
+    for result in read_results("heartbeats"):
+        measured = result["samples"]["rows"]
+        ranks, rows = [row["ranks"] for row in measured], []
+        for name, laws in HEARTBEAT_LAWS.items():
+            cells = []
+            for key, factor, digits, law in zip(("operations", "seconds"), (1, 1000), (0, 2), laws, strict=True):
+                values = [factor * row["designs"][name][key] for row in measured]
+                at_1024 = extrapolate(ranks, values, law, TARGET_RANKS)
+                cells += [f"{value:,.{digits}f}" for value in (*values, at_1024)]
+            rows.append([name, *cells])
+        columns = [*(f"{n}" for n in ranks), f"{TARGET_RANKS:,}, extrapolated"]
+        head = ["design", *(f"operations, {n}" for n in columns), *(f"CPU time (ms), {n}" for n in columns)]
+        lead = f"Measured on {hardware_of(result)}, {result['settings']['ranks_per_node']} ranks per node:\n\n"
+        parts.append(lead + format_table(head, rows))
+    return "\n".join(parts)
+
+
+ZERO1_WAY = "hybrid, ZeRO-1"
+
+
+def find_best_alternative(ways: dict[str, dict[str, Any]]) -> str:
+    """Return the fastest way that needs at most the memory of ZeRO-1 across the replicas."""
+    names = [name for name in ways if name != ZERO1_WAY and ways[name]["bytes"] <= ways[ZERO1_WAY]["bytes"]]
+    return min(names, key=lambda name: ways[name]["seconds"])
+
+
+def hybrid_zero1_table() -> str:
+    """Return predicted memory and time with ZeRO-1 across the replicas of hybrid FSDP, and of the best alternative."""
+    parts = []
+    for result in read_results("hybrid-zero1"):
+        cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+        for row in result["samples"]["rows"]:
+            key = (row["model"], row["nodes"], row["micro_batches"], f"{row['network'] / 1e9:.0f}")
+            cases.setdefault(key, {})[row["way"]] = row
+        rows, ratios = [], []
+        for key, ways in cases.items():
+            hybrid, zero1, best = ways["hybrid"], ways[ZERO1_WAY], find_best_alternative(ways)
+            ratios.append(ways[best]["seconds"] / zero1["seconds"])
+            cells = [f"{zero1['saved_bytes'] / 1e9:.2f}", f"{zero1['extra_sent_bytes'] / 1e6:,.0f}"]
+            for way in (hybrid, zero1):
+                cells += [f"{way['bytes'] / 1e9:.1f}", f"{1000 * way['seconds']:,.0f}"]
+            cells += [best, f"{ways[best]['bytes'] / 1e9:.1f}", f"{1000 * ways[best]['seconds']:,.0f}"]
+            rows.append([*map(str, key), *cells])
+        head = ["model", "nodes", "micro-batches", "network (GB/s)", "saved (GB)", "extra communication per rank (MB)"]
+        head += ["hybrid: memory (GB)", "step (ms)", "with ZeRO-1: memory (GB)", "step (ms)"]
+        head += ["fastest alternative", "its memory (GB)", "its step (ms)"]
+        measured = result["samples"]["measured"]
+        plain, sharded = measured["hybrid"], measured[ZERO1_WAY]
+        same = "the same" if plain["losses"] == sharded["losses"] else "DIFFERENT"
+        cpu = [statistics.median(each["step_cpu_ms"]) for each in (plain, sharded)]
+        setting = f"{hardware_of(result)}, with {result['settings']['parameters'] / 1e6:.1f}M parameters on 2 x 2 ranks"
+        moments, sent = ([each[key] / 1e6 for each in (plain, sharded)] for key in ("state_bytes", "sent_bytes"))
+        faster = sum(ratio < 1 for ratio in ratios)
+        text = (
+            f"\nIn {faster} of {len(cases)} cases, the alternative is faster. In the others it is slower by at most "
+            f"{max(ratios) - 1:.0%}. Measured on {setting}: with ZeRO-1 across the replicas, {same} losses, "
+            f"{moments[1]:.1f} MB of moments per rank instead of {moments[0]:.1f} MB, {sent[1]:.1f} MB of "
+            f"communication per step instead of {sent[0]:.1f} MB, and {cpu[1]:.0f} ms of CPU time per step instead of "
+            f"{cpu[0]:.0f} ms.\n"
+        )
+        parts.append(format_table(head, rows) + text)
+    return "\n".join(parts)
+
+
+SCALE_TABLES: dict[str, Callable[[], str]] = {"heartbeats": heartbeats_table, "hybrid_zero1": hybrid_zero1_table}
