@@ -261,8 +261,8 @@ def check_units(answer: ModuleType, _: Any) -> None:
         if not any(frame.name == "fully_shard" for frame in traceback.extract_tb(error.__traceback__)):
             raise
         raise WrongAnswer(
-            f"fully_shard failed: {error}. Did you shard the root before the units? It takes all parameters that belong "
-            "to no unit yet, and leaves none for the units: shard the units first."
+            f"fully_shard failed: {error}. Did you shard the root before the units? It takes all parameters that "
+            "belong to no unit yet, and leaves none for the units: shard the units first."
         ) from error
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     expect(
