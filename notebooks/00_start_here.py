@@ -16,9 +16,12 @@
 # make jupyter
 # ```
 #
+# **In VS Code:** run `make jupyter` once, stop it with Ctrl+C, open the directory of the repository and a notebook,
+# and select the Python of `.venv` as the kernel.
+#
 # **Without a laptop: Google Colab.** Put the repository on GitHub, replace OWNER and NAME by your own, and open
-# `https://colab.research.google.com/github/OWNER/NAME/blob/main/notebooks/00_start_here.ipynb`. Run this in a first cell,
-# and then restart the session (menu Runtime):
+# `https://colab.research.google.com/github/OWNER/NAME/blob/main/notebooks/00_start_here.ipynb`. Run this in a first
+# cell, and then restart the session (menu Runtime):
 #
 # ```
 # !git clone --depth=1 https://github.com/OWNER/NAME /content/course
@@ -29,9 +32,10 @@
 # !python nanoGPT/data/synthetic/prepare.py
 # ```
 #
-# Colab gives each notebook a new machine, so run this first in every notebook that you open there. If Colab's PyTorch is
-# older than 2.11, pip replaces it. This takes some minutes, and you can ignore pip's warnings about torchvision and
-# torchaudio. **Nobody has tried this in Colab yet.** Its versions of PyTorch and Triton may give slightly other outputs.
+# Colab gives each notebook a new machine, so run this first in every notebook that you open there. If Colab's PyTorch
+# is older than 2.11, pip replaces it. This takes some minutes, and you can ignore pip's warnings about torchvision
+# and torchaudio. **Nobody has tried this in Colab yet.** Its versions of PyTorch and Triton may give slightly other
+# outputs.
 
 # %%
 import importlib.util
@@ -95,10 +99,10 @@ assert checks["the data is prepared"][0] and checks["4 ranks communicate"][0]
 # %% [markdown]
 # ## b. Where is what?
 #
-# The repository contains four versions of one trainer. Each version after the first adds one idea. Four words occur in
-# the table: a *collective* is an operation that all ranks call together. To *shard* a tensor is to divide it into N
-# parts, one for each of N ranks. AdamW stores two *moments* per parameter, running averages of the gradient and of its
-# square. A *kernel* is a function that runs on the GPU. [The glossary](../docs/glossary.md) defines all terms.
+# The repository contains four versions of one trainer. Each version after the first adds one idea. You need four
+# words: a *collective* is an operation that all ranks call together. To *shard* a tensor is to divide it into N
+# parts, one for each of N ranks. AdamW stores two *moments* per parameter, running averages of the gradient and of
+# its square. A *kernel* is a function that runs on the GPU. [The glossary](../docs/glossary.md) defines all terms.
 #
 # | directory | the idea | the question that it answers |
 # |---|---|---|
@@ -110,8 +114,8 @@ assert checks["the data is prepared"][0] and checks["4 ranks communicate"][0]
 # The other directories help you: `notebooks/` explains, `workshop/` checks your answers, `bench/` measures and plans,
 # `operate/` diagnoses runs, and `docs/` describes all of it. `make` alone lists every command.
 #
-# The picture shows the one question of the course: **who stores what?** AdamW training needs parameters (p), gradients
-# (g) and optimizer state (o). Each is drawn in four parts, and there are four ranks.
+# The main question of the course is: **who stores what?** The picture answers it. Training with AdamW needs
+# parameters (p), gradients (g) and optimizer state (o). There are four ranks, and each tensor is drawn as four parts.
 #
 # **Predict first:** before you look at the picture, sketch the rows for DDP, ZeRO-1 and FSDP when the
 # optimizer runs. (DDP is data parallelism: every rank trains the full model on its own part of the data.)
@@ -157,10 +161,11 @@ draw_who_holds_what(
 # Every chapter asks you to **predict first**. Write your number down before you look at the output. A wrong prediction
 # shows you which part of your mental model to fix, so it teaches more than a right one.
 #
-# Here is a first one. Each of N = 4 ranks has a tensor with one million fp32 numbers: n = 4 MB. An all-reduce replaces
-# all four by their sum. In the *ring algorithm*, the ranks form a ring, each tensor has four parts, and in each round
-# a rank sends one part (n/N = 1 MB) to the next rank. After 3 rounds, each rank has one part of the sum. After 3 more
-# rounds, which copy the finished parts around the ring, each rank has all of it.
+# Here is a first one. Each of N = 4 ranks has a tensor with one million numbers in fp32 (32-bit floating point, 4
+# bytes each): n = 4 MB. An all-reduce replaces all four by their sum. In the *ring algorithm*, the ranks form a ring,
+# each tensor has four parts, and in each round a rank sends one part (n/N = 1 MB) to the next rank. After 3 rounds,
+# each rank has one part of the sum. After 3 more rounds, which copy the finished parts around the ring, each rank has
+# all of it.
 #
 # **Predict first:** how many MB does each rank send: 4, 6, 8 or 12?
 

@@ -35,7 +35,15 @@ RANKS = 4
 # %% [markdown]
 # ## a. Four collectives
 #
-# You will see what each collective does to small tensors on 4 ranks.
+# You will see what each collective does to small tensors on 4 ranks. N is the number of ranks, and r is the number of
+# a rank.
+#
+# | collective | each rank starts with | each rank ends with |
+# |---|---|---|
+# | broadcast | rank 0: a tensor | the tensor of rank 0 |
+# | all-reduce | a tensor | the sum of all tensors |
+# | reduce-scatter | a tensor, divided into N chunks | rank r: chunk r of the sum |
+# | all-gather | a chunk | the chunks of all ranks, in the order of the ranks |
 #
 # Rank r starts with the values r, r + 10, r + 20 and r + 30.
 #
@@ -80,8 +88,10 @@ for name in results[0]:
 # **Predict first:** how many steps does it take until each rank has one complete chunk? On which rank must chunk 0
 # start, so that it ends on rank 0?
 #
-# To see the contributions, `trace_reduce_scatter` fills the tensor of rank r with 2**r. The bits of a sum then tell
-# which ranks are in it: 0110 means ranks 1 and 2. A second row of values contains the number of the chunk.
+# To see the contributions, `trace_reduce_scatter` fills the tensor of rank r with 2**r. The bits of a sum then show
+# which ranks have contributed to it. The last bit is rank 0: 0110 means ranks 1 and 2. In the figure, each row is a
+# rank and each column a chunk. A box is the chunk that the rank sends in this step, and the numbers in it are the
+# ranks that have contributed.
 
 # %%
 traces = run_on_ranks(trace_reduce_scatter, RANKS)  # traces[rank][step]: the chunk, and the ranks in it as bits
@@ -121,8 +131,8 @@ def all_reduce_on_rank_0(values: torch.Tensor) -> None:
         dist.recv(values, 0)
 
 # %% [markdown]
-# `count_bytes_of_sends` runs a function, and returns the bytes that `dist.send` and `dist.isend` send meanwhile. Count
-# the simple version and all four collectives:
+# `count_bytes_of_sends` runs a function, and returns the bytes that this function sends with `dist.send` and
+# `dist.isend`. Count the simple version and all four collectives:
 
 # %%
 LENGTH = 840  # elements; 2, 3, 4, 5, 6, 7 and 8 divide it
@@ -157,9 +167,10 @@ draw_sent_bytes(measured, n=4 * LENGTH)
 # %% [markdown]
 # With two ranks both versions send n bytes. From three ranks on, the ring sends less.
 #
-# The ring also has a cost: an all-reduce takes 2(N-1) steps, one after another, and each has a latency. For small
-# tensors on many ranks, the latency decides. NCCL then uses trees, which need fewer steps. Buckets are another remedy:
-# one collective for a bucket pays the latency once, and not once per parameter.
+# The ring also has a cost: an all-reduce takes 2(N-1) steps, one after another, and each step has a *latency*: a time
+# that even an empty message needs. For small tensors on many ranks, the latency decides. NCCL then uses trees, which
+# need fewer steps. *Buckets* are another remedy. A bucket is one large tensor that contains many gradients. One
+# collective for a bucket pays the latency once, and not once per parameter.
 #
 # ## d. The same sum on all ranks
 #
@@ -244,10 +255,10 @@ for rank, (ones, tens) in enumerate(run_on_ranks(reduce_in_two_orders, RANKS)):
     print(f"rank {rank}: the sum of the ones is {ones:g} (should be {RANKS}), of the tens {tens:g} (should be {10 * RANKS})")
 
 # %% [markdown]
-# It does not hang, and there is no error. A collective has no name: the first call on a rank matches the first call on
-# the other ranks. Tensors of the same size are added, whatever they mean. (Tensors of different sizes can hang or
-# fail.) `Zero1Optimizer` therefore reduces its buckets in one order that all ranks share, and waits if a bucket fills
-# too early.
+# It does not hang, and there is no error. A collective has no name: the first call on a rank matches the first call
+# on the other ranks. Tensors of the same size are added, whatever they mean. (Tensors of different sizes can hang or
+# fail.) `Zero1Optimizer` (notebook 3) therefore reduces its buckets in one order that all ranks share, and waits if a
+# bucket fills too early.
 #
 # ## g. How long does it take?
 #
@@ -315,8 +326,8 @@ for (ranks, name), fit in fits.items():
 # 4. Both have N - 1 steps, and a rank sends n(N-1)/N bytes.
 # 5. An all-reduce is one after the other: 2(N-1) steps and 2n(N-1)/N bytes.
 # 6. ZeRO-1 updates the parameters between the two, so it sends as much as plain data parallelism.
-# 7. time = alpha * steps + volume / bandwidth. The volume is almost independent of N, but the number of steps grows with
-#    N, so small tensors go into buckets.
+# 7. time = alpha * steps + volume / bandwidth. The volume is almost independent of N, but the number of steps grows
+#    with N, so small tensors go into buckets.
 # 8. All ranks get the same bits, because each chunk is completed on one rank.
 # 9. The order of additions depends on N, so the last digits do as well.
 # 10. Collectives match by the order of their calls. A wrong order hangs, or it silently gives wrong numbers.

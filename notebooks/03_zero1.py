@@ -112,11 +112,11 @@ for rank, state_bytes in enumerate(run_on_ranks(measure_state_bytes, 4, config, 
     print(f"rank {rank} (bytes): {columns}  total {sum(state_bytes.values()) / P:.4f} P")
 
 # %% [markdown]
-# Every rank stores 4P + 4P + 8P = 16P bytes. The optimizer state is slightly larger than 8P because AdamW also stores a
-# step count of 4 bytes for each of the 15 tensors. With `gradient_as_bucket_view=True`, each `.grad` is a view into the
-# buckets that DDP all-reduces. Without it, every gradient is stored twice.
-# (Here each rank runs one micro-batch. With several, DDP synchronizes only in the last backward pass. Until then the
-# gradients accumulate in separate tensors next to the buckets, and 4P bytes are stored twice for this time.)
+# Every rank stores 4P + 4P + 8P = 16P bytes. The optimizer state is slightly larger than 8P because AdamW also stores
+# a step count of 4 bytes for each of the 15 tensors. With `gradient_as_bucket_view=True`, each `.grad` shares its
+# memory with a bucket, a large tensor that DDP all-reduces. Without it, every gradient is stored twice. (Here each
+# rank runs one micro-batch. With several, DDP synchronizes only in the last backward pass. Until then the gradients
+# accumulate in separate tensors next to the buckets, and 4P bytes are stored twice for this time.)
 #
 # Half of the 16P bytes are moments, and they are the same on all ranks. If each of N ranks stores only 1/N of them, the
 # model state per rank is 4P + 4P + 8P/N.
@@ -156,9 +156,10 @@ print("".join(f",  ZeRO-1 on {ranks} ranks {(8 + 8 / ranks) * large_P / 1e9:.1f}
 # N equal *slices*, one per rank. A slice may begin or end inside a parameter. The part of a parameter that lies in the
 # slice of a rank is a *shard*.
 #
-# With `bucket_mb=0.2`, each of the two blocks gets its own bucket; bucket 1 also contains `wpe`. Bucket 0 contains the
-# last block, because the backward pass computes its gradients first: `mlp.c_proj` with 16,384 elements, `mlp.c_fc` with
-# 16,384, `attn.c_proj` with 4,096 and `attn.c_attn` with 12,288.
+# With `bucket_mb=0.2`, each of the two blocks gets its own bucket. Bucket 1 also contains `wpe`, the position
+# embedding. The token embedding is called `wte`. Bucket 0 contains the last block, because the backward pass computes
+# its gradients first: `mlp.c_proj` with 16,384 elements, `mlp.c_fc` with 16,384, `attn.c_proj` with 4,096 and
+# `attn.c_attn` with 12,288.
 #
 # **Predict first:** where are the slice boundaries of this bucket on 4 ranks? Which ranks have a shard of `mlp.c_fc`?
 # Which matrices lie completely in the slice of one rank?

@@ -214,8 +214,8 @@ assert difference < 1e-7
 # %% [markdown]
 # A `DTensor` is a tensor that knows how it is sharded: here `Shard(dim=0)`, by rows. The layers are ordinary layers
 # again, so autograd does save their full weights. But after the forward pass a hook of FSDP sets the size of their
-# *storage* to 0, and before the backward pass another hook refills it. In between, autograd holds a tensor without
-# memory.
+# *storage*, the memory of a tensor, to 0, and before the backward pass another hook refills it. In between, autograd
+# holds a tensor without memory.
 #
 # ## b. Shard the GPT
 #
@@ -302,10 +302,12 @@ assert f"reduce-scatter {4 * P / 1e6:,.1f} MB" in layout[0]["message"]
 #
 # 1. It creates the model on the *meta device*, where tensors have shapes but no memory.
 # 2. `shard_model` shards it there.
-# 3. `init_shards` allocates memory for the local rows and fills them. It draws only the chunks of rows that contain its
-#    shard. Each chunk has a generator keyed by (seed, name of the parameter, chunk).
+# 3. `init_shards` allocates memory for the local rows and fills them. It draws only the chunks of rows that contain
+#    its shard. Each chunk has its own random generator, whose seed depends on (seed, name of the parameter, number of
+#    the chunk).
 #
-# A shortcut looks tempting: call `to_empty`, set the same seed on all ranks, and call `nn.init.normal_`.
+# A shortcut looks tempting: allocate memory with `to_empty`, set the same seed on all ranks, and call
+# `nn.init.normal_`.
 #
 # **Predict first:** with the three steps above, how do the weights on 4 ranks differ from those of one process? With
 # the shortcut, what do rows 0, 19, 38 and 57 of `wte` have in common on 4 ranks?
@@ -414,8 +416,8 @@ fsdp_pictures.draw_gathered_bytes(variants)
 #
 # 1. The root is all-gathered and stays.
 # 2. While block 0 computes, its parameters and its flat buffer both exist: 2 blocks.
-# 3. Block 0 frees its parameters (1 block), the buffer of block 1 arrives (2), and the copy-out adds the parameters of
-#    block 1 (3). Only now does torch free the buffer of block 0. On a GPU this lets the copy-out of one block overlap
+# 3. Block 0 frees its parameters (1 block), the buffer of block 1 arrives (2), and the copy-out adds the parameters
+#    of block 1 (3). Torch frees the buffer of block 0 only after this. On a GPU this lets the copy-out of one block overlap
 #    with the all-gather of the next block.
 # 4. In the backward pass torch frees a buffer right after its copy-out. By default it also prefetches the block that
 #    comes next. While a block computes, its parameters and the buffer of the next block both exist: 2 blocks.
@@ -473,9 +475,9 @@ larger_shape = GPTConfig(n_layer=4, n_head=2, n_embd=C, block_size=T, bias=False
 print_saved_activations(larger_shape, B, T)
 
 # %% [markdown]
-# A block saves 8 large tensors, and a few small ones. Their total size is 16 times that of one (B, T, C) tensor, or 16
-# BTC for short. The last column shows which of them remain with
-# activation checkpointing (recomputation):
+# A block saves 8 large tensors, and a few small ones. Their total size is 16 times that of one (B, T, C) tensor, or
+# 16 BTC for short. (B is the number of sequences, T the tokens per sequence, and C the channels per token.) The last
+# column shows which of them remain with activation checkpointing (recomputation):
 #
 # - `full` saves only the input of the block. The backward pass first runs the forward pass of the block again.
 # - `selective` saves the input and the outputs of matrix products. The backward pass recomputes everything else,

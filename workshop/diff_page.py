@@ -1,7 +1,7 @@
 """Write what the phases change in the baseline's train.py as one HTML page, side by side: `make diffs`
 
 Above each change stands the sentence of IMPLEMENTATION.md that explains it. Equal lines are folded: click to show them.
-The page is one file and needs no network.
+The key `c` covers the answers. The page is one file and needs no network.
 """
 
 import difflib
@@ -39,17 +39,25 @@ td.note {{ font: 15px/1.5 system-ui, sans-serif; background: #fff8dc; border-lef
   padding: 0.5em 1em; white-space: normal; }} td.note p {{ margin: 0; }}
 td.fold {{ background: #eef1f5; color: #444; text-align: center; cursor: pointer; }}
 th {{ text-align: left; padding: 0.4em 0.5em; background: #eef1f5; position: sticky; top: 0; }}
+body.covered tbody.change:not(.open) :is(td.added, td.note) {{ visibility: hidden; }}
 b.tag {{ background: #b45f06; color: #fff; border-radius: 3px; padding: 0 0.3em; }}
 </style></head><body>
 <h1>What the phases change in train.py</h1>
 <p>Left: the baseline, <code>nanoGPT/train.py</code>. Right: the phase. Orange lines are removed, blue lines are added.
-Each change has a tag, and the text above it explains why. Click on a gray line to show the equal lines.</p>
+Each change has a tag, and the text above it explains why. Click on a gray line to show the equal lines.
+For a workshop, press <kbd>c</kbd>: it covers the added lines and the explanations. Click on a change to show it.</p>
 <nav>{links}</nav>
 {tables}
 <script>
 document.addEventListener("click", (event) => {{
   const fold = event.target.closest("tbody.fold");
   if (fold) {{ fold.nextElementSibling.hidden = false; fold.hidden = true; }}
+  event.target.closest("tbody.change")?.classList.add("open");
+}});
+document.addEventListener("keydown", (event) => {{
+  if (event.key !== "c" || event.ctrlKey || event.metaKey) return;
+  document.body.classList.toggle("covered");
+  document.querySelectorAll("tbody.open").forEach((change) => change.classList.remove("open"));
 }});
 </script></body></html>
 """
@@ -115,7 +123,8 @@ def render_table(phase: str) -> str:
         tags = dict.fromkeys(tag for line in after[j1:j2] for tag in TAG.findall(line))
         texts = dict.fromkeys(explanations[tag] for tag in tags if explanations.get(tag))
         notes = "".join(f'<tr><td class="note" colspan="4">{text}</td></tr>' for text in texts)
-        bodies.append(f"<tbody>{notes}{render_rows(left[i1:i2], right[j1:j2], 'changed')}</tbody>")
+        rows = render_rows(left[i1:i2], right[j1:j2], "changed")
+        bodies.append(f'<tbody class="change">{notes}{rows}</tbody>')
     hunks = find_hunks(phase)
     added = sum(len(hunk.added) for hunk in hunks)
     title = f'<h2 id="{phase}">{phase}: {len(hunks)} changes, {added} added lines (without the imports)</h2>'

@@ -51,6 +51,7 @@ TORCH_BUILDS = ("default", "cpu")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *CONSTRAINTS)
 INSTALL_FOR_CPU = ("-m", "uv", "pip", "install", "--quiet", "--torch-backend", "cpu", *CONSTRAINTS)
+UNREACHABLE = ("after connection broken by", "error sending request")  # in the messages of pip and of uv
 RUN_AGAIN = "then run the same command again"
 WHAT_TO_CHECK = "check the network and the free disk space, " + RUN_AGAIN
 WITHOUT_BUNDLE = f"to download packages instead, delete the directory {BUNDLE.name}, {RUN_AGAIN}"
@@ -213,7 +214,7 @@ def find_reason(code: int, lines: list[str]) -> str:
     errors = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("error:")]
     errors = [error for error in errors if error != "subprocess-exited-with-error"]
     reason = [*errors, *[line for line in reversed(lines) if line], f"exit code {code}"][0]
-    is_offline = any("after connection broken by" in line for line in lines)
+    is_offline = any(message in line for message in UNREACHABLE for line in lines)
     return f"the package index cannot be reached; {reason}" if is_offline else reason
 
 

@@ -30,9 +30,10 @@ PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-body {{ margin: 0; font: 2.1vw/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; }}
+body {{ margin: 0; font: 1.85vw/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; }}
 section {{ display: none; box-sizing: border-box; height: 100vh; padding: 4vh 6vw 7vh; flex-direction: column; }}
 section.now {{ display: flex; }}
+p {{ margin: 0 0 1.2vh; }}
 h1 {{ font-size: 4vw; line-height: 1.15; margin: auto 0 2vh; }}
 h2 {{ font-size: 2.9vw; margin: 0 0 2vh; line-height: 1.2; }}
 section.title p {{ margin: 0 0 2vh; }} section.title p:last-child {{ margin-bottom: auto; }}
@@ -40,6 +41,7 @@ section.title p {{ margin: 0 0 2vh; }} section.title p:last-child {{ margin-bott
 .question {{ border-left: 0.6vw solid #b45f06; background: #fff4e5; padding: 1.5vh 2vw; margin: 2vh 0; }}
 .question p {{ margin: 0; }}
 img {{ flex: 1; min-height: 0; object-fit: contain; width: 100%; }}
+pre {{ margin: 0; font-size: 0.75em; line-height: 1.25; }}
 code {{ background: #eef1f5; padding: 0 0.2em; border-radius: 0.2em; font-size: 0.9em; }}
 li {{ margin-bottom: 0.6vh; }} ol, ul {{ margin-top: 0; font-size: 1.8vw; }}
 table {{ border-collapse: collapse; }} td, th {{ border: 1px solid #aaa; padding: 0.3em 0.7em; }}
@@ -78,7 +80,8 @@ class Section:
     """A section of a notebook: its title, its level (1 for the notebook itself), its paragraphs and pictures.
 
     Attributes:
-        parts: in order, Markdown paragraphs, and pictures as base64 in PNG, each with its kind.
+        parts: in order, Markdown paragraphs ("text"), pictures as base64 in PNG ("picture"), and an empty text for each
+            cell of code ("code").
     """
 
     title: str
@@ -104,6 +107,8 @@ def read_sections(path: Path) -> list[Section]:
                     sections.append(Section(heading[2], len(heading[1])))
                 else:
                     sections[-1].parts.append(("text", paragraph))
+        else:
+            sections[-1].parts.append(("code", ""))
         for output in cell.get("outputs", []):
             if picture := output.get("data", {}).get("image/png"):
                 sections[-1].parts.append(("picture", picture.replace("\n", "")))
@@ -156,28 +161,41 @@ def make_picture_slide(title: str, heading: str, content: str) -> str:
 
 
 def make_section_slides(section: Section, heading: str) -> Iterator[str]:
-    """Yield the slides of a section: its first paragraph, then its questions and pictures in order."""
-    introduction = section.parts[0][1] if section.parts and section.parts[0][0] == "text" else ""
-    introduction = introduction.partition(QUESTION)[0]
-    waiting = [render(introduction)] if introduction else []
-    follows_question = False
-    for kind, content in section.parts:
-        if kind == "text" and QUESTION in content:
-            if len(waiting) == 3:  # an introduction and two questions, or three questions, fill a slide
-                yield f"<section>{heading}{''.join(waiting)}</section>"
-                waiting = []
-            question = content[content.index(QUESTION) :]
-            waiting.append(f'<div class="question">{render(question)}</div>')
-        elif follows_question and content.startswith(("1. ", "- ", "|")):  # the list or table of the question
-            waiting[-1] += render(content)
+    """Yield the slides of a section: its first paragraph with its first question, then questions and pictures in order.
+
+    The paragraph before a question is on its slide, because the question may refer to it. Each question has its own
+    slide, because the text after a question often answers it.
+    """
+    waiting, has_question = "", False  # the HTML of the next slide
+    previous = ("code", "")  # the part before this one
+    for index, (kind, content) in enumerate(section.parts):
+        before, question = split_question(content) if kind == "text" else ("", "")
+        if index == 0 and kind == "text":
+            waiting = render(before)
+        if question:
+            if has_question:
+                yield f"<section>{heading}{waiting}</section>"
+                waiting = ""
+            if index > 0:
+                is_context = previous[0] == "text" and index > 1 and QUESTION not in previous[1]
+                waiting += render(before or (previous[1] if is_context else ""))
+            waiting, has_question = waiting + f'<div class="question">{render(question)}</div>', True
+        elif kind == "text" and QUESTION in previous[1] and content.startswith(("1. ", "- ", "|")):
+            waiting += render(content)  # the list or table of the question
         elif kind == "picture":
             if waiting:
-                yield f"<section>{heading}{''.join(waiting)}</section>"
-                waiting = []
+                yield f"<section>{heading}{waiting}</section>"
+                waiting, has_question = "", False
             yield make_picture_slide(section.title, heading, content)
-        follows_question = kind == "text" and QUESTION in content
+        previous = (kind, content)
     if waiting:
-        yield f"<section>{heading}{''.join(waiting)}</section>"
+        yield f"<section>{heading}{waiting}</section>"
+
+
+def split_question(paragraph: str) -> tuple[str, str]:
+    """Return the text of a paragraph before its question, and the question."""
+    before, marker, question = paragraph.partition(QUESTION)
+    return before.strip(), marker + question
 
 
 def write_slides(to: str = "") -> None:

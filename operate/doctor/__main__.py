@@ -3,7 +3,8 @@
     python3 -m operate.doctor
 
 The program needs only Python: it also runs before `make setup`. If .venv exists, it also checks the packages, PyTorch,
-GPUs, Triton, Jupyter and two real ranks. `make preflight` checks a particular run instead.
+GPUs, Triton, Jupyter and two real ranks, unless a set-up of .venv was interrupted. `make preflight` checks a
+particular run instead.
 
 The exit code is 2 if a check fails. Otherwise it is 0, even if there are warnings.
 """
@@ -70,7 +71,7 @@ def main() -> int:
 
     for check in check_machine():
         report(check)
-    if VENV_PYTHON.exists():
+    if VENV_PYTHON.exists() and not has_failed([check for check in checks if check.subject == "environment"]):
         for check in check_packages():
             report(check)
     print(f"\n{summarize(checks)}, in {time.monotonic() - begin:.0f} s")

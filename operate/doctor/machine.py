@@ -188,7 +188,12 @@ def check_environment() -> Check:
     from workshop.set_up import UNFINISHED, is_done
 
     if UNFINISHED.exists():
-        return Check("environment", "fail", ".venv is unfinished", "run make setup, which creates it again")
+        return Check(
+            "environment",
+            "fail",
+            ".venv is unfinished",
+            "the set-up failed or was interrupted: run the same make setup again",
+        )
     if not is_done("core"):
         return Check("environment", "warn", ".venv was not set up for this version of the repository", "run make setup")
     return Check("environment", "pass", f"{VENV_PYTHON.parent.parent} is complete")

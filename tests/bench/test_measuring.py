@@ -259,6 +259,8 @@ GUIDE_SOURCES = SOURCES | {
     "320 GB": "16 x 20 billion",
     "640 GB": "8 x 80",
     "10 minutes": "a delay in the list of what to skip",
+    "5 seconds": "stall_seconds of workshop/faults.py",
+    "20 seconds": "the limit of workshop/exercises/exercise.py",
     "30 minutes": "a delay in the list of what to skip",
     "45 minutes": "a delay in the list of what to skip",
 }

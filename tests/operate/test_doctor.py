@@ -14,6 +14,7 @@ from operate.doctor import __main__ as doctor
 from operate.doctor import environment, machine
 from tests.helpers.programs import find_free_port, run_program
 from tests.helpers.training import ROOT
+from workshop import set_up
 
 
 def test_a_fresh_clone_is_checked_without_packages(tmp_path):
@@ -49,6 +50,17 @@ def test_a_broken_environment_is_one_failed_check(tmp_path, monkeypatch, capsys)
     output = capsys.readouterr()
     assert "fail  packages      ImportError: libtorch.so is missing" in output.out
     assert "-> delete .venv and run make setup" in output.out and output.err.startswith("error: a check failed")
+
+
+def test_an_interrupted_set_up_is_one_failed_check(monkeypatch, capsys):
+    """If .venv is unfinished, the doctor names one remedy, and does not check packages that may be missing."""
+    monkeypatch.setattr(set_up, "UNFINISHED", ROOT / "README.md")  # a file that exists
+    monkeypatch.setattr(doctor, "VENV_PYTHON", ROOT / "README.md")
+    monkeypatch.setattr(machine, "VENV_PYTHON", ROOT / "README.md")
+    monkeypatch.setattr(doctor, "check_machine", lambda: iter([machine.check_environment()]))
+    assert doctor.main() == 2
+    output = capsys.readouterr().out
+    assert output.count("fail  ") == 1 and "run the same make setup again" in output and "packages" not in output
 
 
 def test_a_driver_that_hangs_is_one_failed_check(tmp_path, monkeypatch, capsys):

@@ -30,6 +30,8 @@ def test_the_guide_names_exercises_that_exist():
     """Every exercise that the guide names exists, and those of the list of wrong answers have a check with mistakes."""
     names = set(re.findall(r"`((?:" + "|".join({each.chapter for each in EXERCISES.values()}) + r")\.\d+)`", GUIDE))
     assert len(names) > 15 and names <= EXERCISES.keys(), names - EXERCISES.keys()
+    expected = re.findall(r"^\| `(\w+\.\d+)` \|", find_section("Wrong answers to expect"), re.MULTILINE)
+    assert len(expected) > 15 and all(EXERCISES[name].mistakes for name in expected)
 
 
 def test_the_guide_explains_every_hunk_of_the_diffs():

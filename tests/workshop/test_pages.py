@@ -13,7 +13,7 @@ from workshop import cheat_sheet, diff_page, slides
 from workshop.diff import BASELINE, ROOT, find_hunks
 from workshop.notebooks import list_scripts
 from workshop.phases import PHASES
-from workshop.slides import split_paragraphs, write_slides
+from workshop.slides import QUESTION, Section, make_section_slides, split_paragraphs, write_slides
 
 PHASE_PACKAGES = [package for name, package in PHASES.items() if name != "baseline"]
 
@@ -78,6 +78,21 @@ def test_paragraphs_keep_blocks_of_code():
     ]
 
 
+def test_each_question_has_its_own_slide_and_the_text_before_it():
+    """A slide has one question, with the paragraph before it, and no answer to an earlier question."""
+    texts = [
+        "Introduction.",
+        "Two files exist.",
+        f"{QUESTION} which one is read?",
+        "The first is read.",
+        f"Now\n{QUESTION} why?",
+    ]
+    parts = [("text", text) for text in texts]
+    first, second = make_section_slides(Section("a", 2, [*parts[:3], ("code", ""), *parts[3:]]), "")
+    assert "Introduction." in first and "Two files exist." in first and "which one is read?" in first
+    assert "why?" in second and "Now" in second and "read" not in second
+
+
 def test_a_damaged_notebook_is_one_error(tmp_path, monkeypatch):
     """A notebook that cannot be read is named, with a remedy, and no slides are written."""
     (tmp_path / "a.ipynb").write_text("{")
@@ -104,6 +119,7 @@ def test_the_diffs_have_every_line_of_both_files(tmp_path):
         added = [line for hunk in find_hunks(phase) for line in hunk.added]
         assert set(added) <= set(parser.texts["added"])
         assert "".join(parser.texts["note"]).count("micro-batch") >= 1 or phase == "phase2_triton"
+        assert part.count('<tbody class="change">') >= len(find_hunks(phase))
         assert part.count('<b class="tag">') >= len(find_hunks(phase))
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.helpers.programs import DEADLINE, Outcome
 from tests.helpers.training import ROOT
 from workshop import set_up
-from workshop.set_up import GOALS, describe_downloads, describe_platform
+from workshop.set_up import GOALS, describe_downloads, describe_platform, find_reason
 
 PROJECT = """
 [build-system]
@@ -345,6 +345,8 @@ def test_an_unreachable_index_is_one_error(ready_project):
     assert_refused(
         make(ready_project, "setup", **unreachable), "the package index cannot be reached", "check the network"
     )
+    messages_of_uv = ["error: Request failed after 3 retries", "cause: error sending request for url (...)"]
+    assert find_reason(2, messages_of_uv).startswith("the package index cannot be reached; Request failed")
 
 
 def test_the_test_packages_are_installed_once(ready_project):

@@ -62,7 +62,8 @@ def check_exercise(name: str = "") -> int:
         raise ConfigError(f"work/{path.name} is missing: create it with `make exercise N={name}`")
     verdict = check_file(exercise, path, show=True)
     if verdict.is_right:
-        print(f"{name} is right, checked on {exercise.ranks} rank(s). Compare it with `make solution N={name}`.")
+        ranks = "1 rank" if exercise.ranks == 1 else f"{exercise.ranks} ranks"
+        print(f"{name} is right, checked on {ranks}. Compare it with `make solution N={name}`.")
         return 0
     print(f"{name} is not right yet:\n{verdict.explanation}")
     return 1

@@ -169,6 +169,11 @@ EXERCISES = [
                 "a unit is freed after",
             ),
             plant_mistake("    fully_shard(model, **shard_options)  #", "    #", "The root is not sharded"),
+            plant_mistake(
+                "    for unit in reversed(units):",
+                "    fully_shard(model, **shard_options)\n    for unit in reversed(units):",
+                "shard the units first",
+            ),
         ),
     ),
     Exercise(

@@ -103,7 +103,8 @@ EXERCISES = [
         targets=("phase1_zero1.buckets:Bucket._reduce",),
         task="""Plain data parallelism all-reduces gradients: every rank gets the full mean. In ZeRO-1 a rank
         updates only its slice. Start the collective that averages self.flat_grads and writes this rank's slice in
-        place, asynchronously, and return its handle.""",
+        place, asynchronously, and return its handle. self.local_slice is the slice of this rank, and self.group
+        the process group.""",
         minutes=10,
         difficulty="easy",
         ranks=2,

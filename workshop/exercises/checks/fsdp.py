@@ -1,5 +1,6 @@
 """Checks of the exercises on FSDP."""
 
+import traceback
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import grad_norm
 from phase3_fsdp import activation_checkpointing, fsdp
 from phase3_fsdp.fsdp import FsdpConfig
-from workshop.exercises.exercise import expect
+from workshop.exercises.exercise import WrongAnswer, expect
 from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
 
 SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=31)
@@ -254,7 +255,15 @@ def check_copy_rows(answer: ModuleType, _: Any) -> None:
 
 def check_units(answer: ModuleType, _: Any) -> None:
     config, ranks = make_config(), dist.get_world_size()
-    model = build_sharded(config)
+    try:
+        model = build_sharded(config)
+    except RuntimeError as error:  # how torch refuses a unit inside a sharded root depends on its version
+        if not any(frame.name == "fully_shard" for frame in traceback.extract_tb(error.__traceback__)):
+            raise
+        raise WrongAnswer(
+            f"fully_shard failed: {error}. Did you shard the root before the units? It takes all parameters that "
+            "belong to no unit yet, and leaves none for the units: shard the units first."
+        ) from error
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     expect(
         isinstance(model, FSDPModule), "The root is not sharded: the embeddings and the head stay full on every rank."

@@ -132,15 +132,15 @@ def check_partition(answer: ModuleType, _: Any) -> None:
     class FakeBucket:
         pass
 
-    for ranks in (1, 3, 4):
-        for numel in (1, ALIGN * ranks, ALIGN * ranks + 1, 1000):
+    for ranks in (4, 3, 1):
+        for numel in (1000, ALIGN * ranks, ALIGN * ranks + 1, 1):
             slices = []
             for rank in range(ranks):
                 bucket: Any = FakeBucket()
                 bucket.rank, bucket.world_size = rank, ranks
                 length, local = answer._partition(bucket, numel)
                 slices.append((local.start, local.stop))
-            text = f"For {numel} elements on {ranks} ranks, the slices are {slices} of {length} elements."
+            text = f"For {numel} elements on {ranks} rank(s), the slices are {slices} of {length} elements in total."
             expect(length >= numel, f"{text} The last elements belong to no rank, and are never updated. Round up.")
             expect(
                 len({stop - start for start, stop in slices}) == 1,
