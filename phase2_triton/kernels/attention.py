@@ -286,9 +286,7 @@ def launch_blocks(
     )  # fmt: skip
 
 
-# FLOPs of all (query, key) pairs, without the savings by causality, as torch counts them for SDPA.
-@kernel_op("causal_attention", flops=lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))
-def forward_op(
+def run_forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return y, (B, nh, T, hs) in the memory layout of (B, T, nh, hs), and lse, (B, nh, T)."""
@@ -297,6 +295,10 @@ def forward_op(
     lse = q.new_empty(B, nh, T, dtype=torch.promote_types(q.dtype, torch.float32))
     launch_blocks(forward_kernel, "attention_forward", (q, k, v), (y, lse), seed, dropout_p, scale, SPLIT=True)
     return y, lse
+
+
+# FLOPs of all (query, key) pairs, without the savings by causality, as torch counts them for SDPA.
+forward_op = kernel_op("causal_attention", flops=lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))(run_forward)
 
 
 @kernel_op("causal_attention_backward", flops=lambda dy, q, *_, **__: 5 * sdpa_flop_count(q, q, q) // 2)
