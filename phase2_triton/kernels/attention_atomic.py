@@ -1,16 +1,16 @@
-"""Causal attention with a backward pass of five matrix products, which adds up dq with atomic additions.
+"""Causal attention with a backward pass of five matrix products, which sums dq with atomic additions.
 
-The forward is that of `attention.py`, and so are the formulas. There, the backward has two kernels, and both compute s
-and dp: seven products. Here, one kernel computes s and dp once for each tile, and from them its part of dv, dk and dq:
+The forward is that of `attention.py`, and so are the formulas. There, two kernels of the backward both compute s and
+dp: seven products. Here, one kernel computes s and dp once per tile, and from them its part of dv, dk and dq:
 
     s = k @ q^T        dp = v @ dy^T        dv += p @ dy        dk += ds @ q        dq += ds^T @ k
 
-A program keeps the sums dk and dv of its keys. All programs of a head add to the same dq, in fp32, with atomic
-additions. On a GPU their order changes from run to run, and so do the last bits of dq. That is the price of two
-products less: results are not bitwise identical. Under `torch.use_deterministic_algorithms`, attention uses seven
-products.
+A program keeps the sums dk and dv of its keys in registers. All programs of a head add to the same rows of dq, in a
+buffer in fp32. On a GPU the order of these additions changes from run to run, and so do the last bits of dq: results
+are not bitwise identical. This is the price of two products less, together with the bytes of the buffer.
 
-A kernel of its own computes delta = rowsum(dy * y) first.
+Three kernels: `prepare_kernel` computes delta = rowsum(dy * y) and fills the buffer with zeros,
+`five_products_kernel` does all products, and `finish_kernel` scales dq and rounds it to its type.
 """
 
 from typing import Any
@@ -21,7 +21,6 @@ from torch.utils.flop_counter import sdpa_flop_count
 
 from phase2_triton.kernels import attention
 from phase2_triton.kernels.attention import (
-    check_inputs,
     dropout_mask,
     head_pointer,
     launch_blocks,
@@ -30,26 +29,41 @@ from phase2_triton.kernels.attention import (
     setup_context,
     store_block,
 )
-from phase2_triton.kernels.checks import check_tensors
-from phase2_triton.kernels.core import LOG2E, Cost, jit, kernel_op, result_dtype, tl, to_fp32
+from phase2_triton.kernels.core import LOG2E, Cost, KernelError, jit, kernel_op, tl, to_fp32
 
 
 @jit
-def delta_kernel(
-    dy, q, y, delta, seed, dy_batch, dy_head, dy_row, q_batch, q_head, q_row, T, heads,
+def prepare_kernel(
+    dy, y, delta, dq_sum, seed, dy_batch, dy_head, dy_row, T, heads,
     SCALE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute delta = rowsum(dy * y) of BLOCK queries. y is (B, T, nh, hs) in memory."""
+    """Compute delta = rowsum(dy * y) of BLOCK queries, and set their rows of dq_sum to 0."""
     blocks = (T + BLOCK - 1) // BLOCK
     head = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
     first = tl.program_id(0) % blocks * BLOCK
-    row, batch = heads * HS, tl.cast(T, tl.int64) * heads * HS
+    row, batch = heads * HS, tl.cast(T, tl.int64) * heads * HS  # strides of y and dq_sum: (B, T, nh, hs) in memory
     dy_block = load_block(dy, head, heads, dy_batch, dy_head, dy_row, first, T, HS, BLOCK_D, BLOCK)
     y_block = load_block(y, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
+    product = to_fp32(dy_block) * to_fp32(y_block)
     rows = first + tl.arange(0, BLOCK)[:, None]
-    row_delta = tl.sum(to_fp32(dy_block) * to_fp32(y_block), -1, keep_dims=True)  # (BLOCK, 1)
-    tl.store(delta + (head.to(tl.int64) * T + rows), row_delta, mask=rows < T)
+    tl.store(delta + (head.to(tl.int64) * T + rows), tl.sum(product, -1, keep_dims=True), mask=rows < T)
+    store_block(dq_sum, tl.zeros_like(product), head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
+
+
+@jit
+def finish_kernel(
+    dq, dq_sum, seed, dq_batch, dq_head, dq_row, T, heads,
+    SCALE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Compute dq = SCALE * dq_sum of BLOCK queries, in the type of dq."""
+    blocks = (T + BLOCK - 1) // BLOCK
+    head = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
+    first = tl.program_id(0) % blocks * BLOCK
+    row, batch = heads * HS, tl.cast(T, tl.int64) * heads * HS  # strides of dq_sum: (B, T, nh, hs) in memory
+    total = load_block(dq_sum, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
+    store_block(dq, total * SCALE, head, heads, dq_batch, dq_head, dq_row, first, T, HS, BLOCK_D, BLOCK)
 
 
 @jit
@@ -127,14 +141,15 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv, in the same memory layout as y."""
     B, nh, T, hs = q.shape
-    dk, dv = (q.new_empty(B, T, nh, hs).transpose(1, 2) for _ in range(2))
-    dq_sum = lse.new_zeros(B, T, nh, hs)
+    dq, dk, dv = (q.new_empty(B, T, nh, hs).transpose(1, 2) for _ in range(3))
+    dq_sum = lse.new_empty(B, T, nh, hs)
     y = y.transpose(1, 2).contiguous()  # copies only if saving y for the backward changed its layout
     delta = torch.empty_like(lse)
-    launch_blocks(delta_kernel, "attention_delta", (dy, q), (y, delta), None, 0.0, scale)
+    launch_blocks(prepare_kernel, "attention_atomic_rows", (dy,), (y, delta, dq_sum), None, 0.0, scale)
     outputs = (lse, delta, dq_sum, dk, dv)
-    launch_blocks(five_products_kernel, "attention_five_products", (k, v, q, dy), outputs, seed, dropout_p, scale)
-    return (dq_sum * scale).to(q.dtype).transpose(1, 2), dk, dv
+    launch_blocks(five_products_kernel, "attention_atomic", (k, v, q, dy), outputs, seed, dropout_p, scale)
+    launch_blocks(finish_kernel, "attention_atomic_rows", (dq,), (dq_sum,), None, 0.0, scale)
+    return dq, dk, dv
 
 
 def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -149,24 +164,28 @@ def causal_attention_atomic(
 ) -> Tensor:
     """Return `causal_attention(q, k, v, dropout_p, scale)`, with the backward pass of five products.
 
-    On a GPU, the last bits of dq change from run to run. Under `torch.use_deterministic_algorithms`, the deterministic
-    backward pass of `causal_attention` is used instead. Arguments, result and errors are those of `causal_attention`.
+    On a GPU, the last bits of the gradient of q change from run to run. Arguments and result are those of
+    `causal_attention`.
+
+    Raises:
+        KernelError: as `causal_attention`; also under `torch.use_deterministic_algorithms`.
     """
     if torch.are_deterministic_algorithms_enabled():
-        return attention.causal_attention(q, k, v, dropout_p, scale)
-    check_tensors("causal_attention_atomic", q=q, k=k, v=v)
-    q, k, v = (x.to(result_dtype(x)) for x in (q, k, v))
-    check_inputs(q, k, v, dropout_p, scale)
-    seed = torch.randint(2**63 - 1, (1,), device=q.device) if dropout_p > 0 else None
-    return forward_op(q, k, v, seed, dropout_p, q.size(-1) ** -0.5 if scale is None else scale)[0]
+        raise KernelError(
+            "causal_attention_atomic: the backward pass is not deterministic, and torch.use_deterministic_algorithms "
+            "is on: use causal_attention"
+        )
+    return attention.call_operator(forward_op, "causal_attention_atomic", q, k, v, dropout_p, scale)
 
 
-def cost(B: int, nh: int, T: int, hs: int, itemsize: int) -> Cost:
-    """Return the cost of the backward with five products. dq is summed in fp32, and then converted.
+def cost(B: int, nh: int, T: int, hs: int, itemsize: int) -> tuple[Cost, Cost]:
+    """Return the costs of forward and backward. The forward is that of `attention.py`.
 
-    Atomic additions of later tiles are not counted: the L2 cache can serve them.
+    The backward also writes zeros into the fp32 buffer of dq, adds to it, and reads it. Each row of the buffer counts
+    once for the additions, although every program of later keys adds to it again: the L2 cache can serve these.
     """
     matrix, row_values, pairs = B * nh * T * hs, 4 * B * nh * T, B * nh * T * (T + 1) // 2
-    read = 6 * matrix * itemsize + 2 * matrix * 4 + 2 * row_values  # dy twice; dq_sum is added to, and converted
-    written = 3 * matrix * itemsize + 2 * matrix * 4 + row_values  # zeros and sums in dq_sum
-    return Cost(read, written, 10 * pairs * hs, row_values + 4 * matrix)
+    read = 6 * matrix * itemsize + 2 * 4 * matrix + 2 * row_values  # q, k, v, y, dy twice; the buffer twice
+    written = 3 * matrix * itemsize + 2 * 4 * matrix + row_values
+    backward_cost = Cost(read, written, 10 * pairs * hs, row_values + 4 * matrix)
+    return attention.cost(B, nh, T, hs, itemsize)[0], backward_cost

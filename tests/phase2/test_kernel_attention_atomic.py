@@ -6,7 +6,8 @@ import torch
 from phase2_triton.kernels import attention, attention_atomic
 from phase2_triton.kernels.attention import reference
 from phase2_triton.kernels.attention_atomic import causal_attention_atomic
-from tests.helpers.kernels import assert_as_exact_as_torch, gap, import_variant
+from phase2_triton.kernels.core import KernelError
+from tests.helpers.kernels import assert_as_exact_as_torch, assert_registered, gap, import_variant
 from tests.phase2.test_kernel_attention import compute_dropout_mask, make_projection, run_sdpa, split_heads
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -55,18 +56,26 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(call, (q, k, v), fast_mode=True)
 
 
-def test_deterministic_algorithms_use_seven_products(monkeypatch):
-    """Under torch.use_deterministic_algorithms, the atomic backward is not used."""
-    qkv = make_projection(1, 1, 17, 16)
-    monkeypatch.setattr(attention_atomic, "forward_op", None)
-    with pytest.raises(TypeError):
-        run_atomic(qkv)
+def test_unsupported_calls_are_refused():
+    """Under torch.use_deterministic_algorithms the function is refused, as are wrong arguments under its own name."""
+    q = torch.zeros(1, 1, 17, 16)
     torch.use_deterministic_algorithms(True)
     try:
-        run_atomic(qkv).sum().backward()
+        with pytest.raises(KernelError, match="causal_attention_atomic: .* not deterministic.*: use causal_attention$"):
+            causal_attention_atomic(q, q, q)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert qkv.grad is not None
+    with pytest.raises(KernelError, match="^causal_attention_atomic: dropout_p=1.5 is out of range"):
+        causal_attention_atomic(q, q, q, 1.5)
+
+
+def test_opcheck():
+    """torch.library.opcheck passes for both operators, with a mask of dropout too."""
+    q, k, v = (x.detach().requires_grad_() for x in split_heads(make_projection(1, 2, 17, 8)))
+    seed = torch.tensor([7])
+    assert_registered(attention_atomic.forward_op, (q, k, v, seed, 0.2, 0.5))
+    y, lse = attention.run_forward(q.detach(), k, v, None, 0.0, 0.5)
+    assert_registered(attention_atomic.backward_op, (y, q.detach(), k.detach(), v.detach(), y, lse, None, 0.0, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -75,12 +84,13 @@ def test_deterministic_algorithms_use_seven_products(monkeypatch):
         ("dy_row, T, HS, BLOCK_D, STEP, True)", "dy_row, T, HS, BLOCK_D, STEP, False)"),
         ("T if AFTER else", "T // STEP * STEP if AFTER else"),
         ("add_rows(dq_sum, dq_tile, start, row,", "add_rows(dq_sum, dq_tile, first, row,"),
-        ("(dq_sum * scale)", "(dq_sum)"),
+        ("total * SCALE", "total"),
+        ("tl.zeros_like(product)", "product"),
     ],
-    ids=["no mask", "no last tile", "wrong rows", "no scale"],
+    ids=["no mask", "no last tile", "wrong rows", "no scale", "no zeros"],
 )  # fmt: skip
 def test_planted_bugs_are_found(source, planted, tmp_path, monkeypatch):
-    """A missing mask, a lost last tile, sums in the wrong rows or a missing factor change the gradients."""
+    """A missing mask, last tile or factor, sums in the wrong rows or a buffer without zeros change the gradients."""
     kernels = import_variant(tmp_path, attention_atomic, "planted_" + str(abs(hash(planted))), [(source, planted)])
     monkeypatch.setattr(attention, "select_config", lambda *_: {"block": 32, "step": 16, "heads": 1})
     q, k, v = (x.detach() for x in split_heads(make_projection(1, 2, 73, 16)))
