@@ -68,13 +68,16 @@ def resolve_kernels(config: Zero1Config, device_type: str) -> str:
     """Return the names of the Triton kernels that the model uses on a device, in the format of `phase2_triton.apply`.
 
     Raises:
-        ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards.
+        ConfigError: a name is unknown; it is adamw, whose kernel cannot update shards; or it is not deterministic, and
+            `--deterministic=True` is set.
     """
     if config.kernels.lower() == "none":
         return "none"
     from phase2_triton.apply import resolve_model_kernels
 
-    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head, device_type, config.compile)
+    return resolve_model_kernels(
+        config.kernels, config.n_embd, config.n_head, device_type, config.compile, config.deterministic
+    )
 
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParallelOptimizer:

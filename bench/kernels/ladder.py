@@ -29,7 +29,7 @@ from bench.kernels.resources import compile_launch
 from bench.tables.records import write_result
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
-from phase2_triton.kernels import adamw, attention, core, cross_entropy, embedding, gelu, layernorm
+from phase2_triton.kernels import adamw, attention, attention_atomic, core, cross_entropy, embedding, gelu, layernorm
 from phase2_triton.kernels.core import Cost, hash_sources, record_launches
 
 COUNT_BYTES = "--count-bytes"  # of the subprocess in which kernels are interpreted
@@ -39,6 +39,7 @@ GELU_ROWS = 256
 TENSORS, ELEMENTS = 148, 4096  # of AdamW: as many tensors as GPT-2 has
 EMBEDDED = (8, 256, 2048)  # sequences, tokens per sequence, rows of the token embedding
 HEAD = (1, 1, 1024, 64)  # sequences, heads, tokens, channels of a head
+ATTENTION_BACKWARDS = {7: attention, 5: attention_atomic}  # by the number of products
 EMBEDDING_STEPS = {"1": embedding.run_atomic_step, "2": embedding.run_sorted_step, "3": embedding.tokens_op}
 
 
@@ -88,7 +89,8 @@ def run_norm_backward(device: str, is_atomic: bool) -> None:
         layernorm.backward_op(x, None, x, row, statistics, statistics, True)
         return
     tensors = (x, None, x, row, statistics, statistics, torch.empty_like(x), fill_single(device, 2, WIDTH))
-    options = {"HAS_DTOTAL": False, "HAS_BIAS": True, "ATOMIC": True, "ROWS": 1, "BLOCK": core.next_power_of_2(WIDTH)}
+    options = {"HAS_DTOTAL": False, "HAS_BIAS": True, "ATOMIC": True, "ROWS": 1, "NUM_STAGES": 1}
+    options["BLOCK"] = core.next_power_of_2(WIDTH)
     core.launch(layernorm.backward_kernel, (ROWS,), *tensors, ROWS, WIDTH, **options)
 
 
@@ -111,6 +113,11 @@ def run_attention(device: str, split: bool | None) -> None:
     outputs = (y, fill_single(device, B, nh, T))
     name = "attention_forward"
     attention.launch_blocks(attention.forward_kernel, name, (q, k, v), outputs, None, 0.0, hs**-0.5, SPLIT=split)
+
+
+def run_attention_backward(device: str, module: Any) -> None:
+    q, k, v, y, dy = (fill_tensor(device, *HEAD) for _ in range(5))
+    module.backward_op(dy, q, k, v, y, fill_single(device, *HEAD[:3]), None, 0.0, HEAD[-1] ** -0.5)
 
 
 def run_gelu(device: str, is_fused: bool) -> None:
@@ -142,10 +149,11 @@ def run_adamw(device: str, is_multi_tensor: bool) -> None:
 def list_steps() -> list[Step]:
     """Return all numbered steps that have code. Steps 2 and 3 of the loss share the kernel of step 4."""
     partial, B, T, V = functools.partial, *EMBEDDED
+    products = {count: partial(run_attention_backward, module=each) for count, each in ATTENTION_BACKWARDS.items()}
     with record_launches(ARCHITECTURE):  # costs that depend on tile sizes use those of this architecture
         norm, norm_backward = layernorm.cost(ROWS, WIDTH, 2)
         loss, _ = cross_entropy.cost(8, VOCABULARY, 2)
-        heads, _ = attention.cost(*HEAD, 2)
+        heads, heads_backward = attention.cost(*HEAD, 2)
         product, _ = gelu.linear_cost(GELU_ROWS, 4 * WIDTH, WIDTH, 2)
         alone, _ = gelu.cost(GELU_ROWS, 4 * WIDTH, 2)
         update = adamw.cost(TENSORS * ELEMENTS, 4, TENSORS)
@@ -163,6 +171,8 @@ def list_steps() -> list[Step]:
         Step("attention, forward", "1", "all keys at once", partial(run_attention, split=None), heads),
         Step("attention, forward", "2", "online softmax", partial(run_attention, split=False), heads),
         Step("attention, forward", "3", "a mask only on the diagonal", partial(run_attention, split=True), heads),
+        Step("attention, backward", "1", "seven products, no atomics", products[7], heads_backward),
+        Step("attention, backward", "2", "five products, dq with atomics", products[5], heads_backward),
         Step("GELU, forward", "1", "bias and GELU in one pass", partial(run_gelu, is_fused=False), alone),
         Step("GELU, forward", "2", "in the epilogue of the product", partial(run_gelu, is_fused=True), product),
         Step("embedding, backward", "1", "atomics", embed["1"], tokens),

@@ -22,6 +22,10 @@ Steps of the forward:
 1. All keys at once.
 2. Online softmax, with a mask on every block.
 3. Online softmax, with a mask on the diagonal blocks only.
+
+Steps of the backward:
+1. Seven products, deterministic: this file.
+2. Five products, not deterministic: `attention_atomic.py`. The trainer uses it only if `--kernels` names it.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Causal attention with a backward pass of five matrix products, which sums dq with atomic additions.
+"""Step 2 of attention's backward: causal attention with five matrix products, which sums dq with atomic additions.
 
 The forward is that of `attention.py`, and so are the formulas. There, two kernels of the backward both compute s and
 dp: seven products. Here, one kernel computes s and dp once per tile, and from them its part of dv, dk and dq:
