@@ -39,7 +39,8 @@ class Zero1Config(TrainConfig):
     """maximum bucket size of the flat backend, in 2^20 bytes"""
     kernels: str = "none"
     """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
-    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
+    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none. attention_atomic replaces attention:
+    see phase 2"""
 
     def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
         if not self.use_zero1:

@@ -69,7 +69,8 @@ class FsdpConfig(TrainConfig):
     """number of units to all-gather ahead of the unit that computes; 0: torch's default prefetching"""
     kernels: str = "none"
     """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
-    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
+    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none. attention_atomic replaces attention:
+    see phase 2"""
     async_save: bool = False
     """write checkpoints from a copy while training continues"""
 

@@ -143,16 +143,17 @@ def count_tiles(rows: int, block: int, step: int) -> tuple[int, int]:
     return below, diagonal
 
 
-def count_cycles(resources: dict[str, Any], products: int) -> dict[str, float]:
+def count_cycles(resources: dict[str, Any], products: int, tokens: int = T) -> dict[str, float]:
     """Return the cycles of an SM for one head, by resource.
 
     Args:
         resources: of an attention kernel. The longer of its loops handles the diagonal.
         products: matrix products per tile.
+        tokens: of a sequence.
     """
     constants, warps = resources["constants"], resources["num_warps"]
     block, step = constants["BLOCK"], constants["STEP"]
-    below, diagonal = count_tiles(T, block, step)
+    below, diagonal = count_tiles(tokens, block, step)
     full, masked = min(resources["loops"]), max(resources["loops"])
     scores = (below + diagonal) * block * step
     return {
@@ -162,31 +163,34 @@ def count_cycles(resources: dict[str, Any], products: int) -> dict[str, float]:
     }
 
 
-def count_kernel_cycles(kernel: AttentionKernel, resources: dict[str, Any]) -> tuple[dict[str, float], float]:
+def count_kernel_cycles(
+    kernel: AttentionKernel, resources: dict[str, Any], tokens: int
+) -> tuple[dict[str, float], float]:
     """Return the cycles of an SM for one head, by resource, and their sum for a kernel without overlap.
 
     Products wait for loads only if memory is the limit, because the loads of the next tile run during products.
     """
-    memory = T * HEAD * kernel.moved / (GPUS["h100"].bandwidth / (SM_COUNT * CLOCK))
+    memory = tokens * HEAD * kernel.moved / (GPUS["h100"].bandwidth / (SM_COUNT * CLOCK))
     if kernel.products:
-        cycles = count_cycles(resources, kernel.products)
+        cycles = count_cycles(resources, kernel.products, tokens)
         no_overlap = cycles["tensor cores"] + max(cycles["instructions"], cycles["exponentials"])
         return {**cycles, "memory": memory}, max(no_overlap, memory)
-    programs = T / resources["constants"]["BLOCK"]
+    programs = tokens / resources["constants"]["BLOCK"]
     issue = programs * resources["instructions"] * resources["num_warps"] / SCHEDULERS
     return {"instructions": issue, "memory": memory}, memory + issue
 
 
-def forecast_attention(kernels: tuple[AttentionKernel, ...], products: int) -> Forecast:
+def forecast_attention(kernels: tuple[AttentionKernel, ...], products: int, tokens: int = T) -> Forecast:
     """Return the speed of attention in units of SDPA's.
 
     Args:
         kernels: the kernels of this pass.
         products: matrix products that the pass needs.
+        tokens: of a sequence.
     """
     resources = read_newest_resources()
-    counted = [count_kernel_cycles(kernel, resources[kernel.name]) for kernel in kernels]
-    needed = 2 * products * (T * (T + 1) // 2) * HEAD / FLOPS_PER_CYCLE
+    counted = [count_kernel_cycles(kernel, resources[kernel.name], tokens) for kernel in kernels]
+    needed = 2 * products * (tokens * (tokens + 1) // 2) * HEAD / FLOPS_PER_CYCLE
     reference = needed / ATTENTION_EFFICIENCY
     best = sum(max(cycles.values()) for cycles, _ in counted)
     longest = max((cycles for cycles, _ in counted), key=lambda cycles: max(cycles.values()))

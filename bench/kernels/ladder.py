@@ -25,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from bench.kernels.resources import compile_launch
+from bench.kernels.resources import compile_launch, format_launch
 from bench.tables.records import write_result
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
@@ -83,15 +83,19 @@ def run_norm(device: str, is_tiled: bool) -> None:
         layernorm.run_one_row_step(x, row, row)
 
 
-def run_norm_backward(device: str, is_atomic: bool) -> None:
+def run_norm_backward(device: str, stages: int | None) -> None:
+    """Run persistent programs with this number of pipeline stages; None: one program per row, with atomics."""
     x, row, statistics = fill_tensor(device, ROWS, WIDTH), fill_single(device, WIDTH), fill_single(device, ROWS)
-    if not is_atomic:
-        layernorm.backward_op(x, None, x, row, statistics, statistics, True)
-        return
-    tensors = (x, None, x, row, statistics, statistics, torch.empty_like(x), fill_single(device, 2, WIDTH))
-    options = {"HAS_DTOTAL": False, "HAS_BIAS": True, "ATOMIC": True, "ROWS": 1, "NUM_STAGES": 1}
-    options["BLOCK"] = core.next_power_of_2(WIDTH)
-    core.launch(layernorm.backward_kernel, (ROWS,), *tensors, ROWS, WIDTH, **options)
+    options = core.select_config("layernorm_backward", WIDTH)
+    programs, rows = options.pop("programs"), options.pop("rows")
+    if stages is None:
+        programs, rows, options = ROWS, 1, {}
+    sums = fill_single(device, *([] if stages is None else [programs]), 2, WIDTH)
+    tensors = (x, None, x, row, statistics, statistics, torch.empty_like(x), sums)
+    options |= {"HAS_DTOTAL": False, "HAS_BIAS": True, "ATOMIC": stages is None, "ROWS": rows}
+    options |= {"BLOCK": core.next_power_of_2(WIDTH), "NUM_STAGES": stages or 1}
+    options.pop("num_stages", None)
+    core.launch(layernorm.backward_kernel, (programs,), *tensors, ROWS, WIDTH, **options)
 
 
 def run_loss(device: str, gradient: bool | None) -> None:
@@ -163,8 +167,9 @@ def list_steps() -> list[Step]:
     return [
         Step("LayerNorm, forward", "1", "one row per program", partial(run_norm, is_tiled=False), norm),
         Step("LayerNorm, forward", "2", "several rows per program", partial(run_norm, is_tiled=True), norm),
-        Step("LayerNorm, backward", "1", "atomics", partial(run_norm_backward, is_atomic=True), norm_backward),
-        Step("LayerNorm, backward", "2", "persistent", partial(run_norm_backward, is_atomic=False), norm_backward),
+        Step("LayerNorm, backward", "1", "atomics", partial(run_norm_backward, stages=None), norm_backward),
+        Step("LayerNorm, backward", "2", "persistent", partial(run_norm_backward, stages=1), norm_backward),
+        Step("LayerNorm, backward", "3", "loads run ahead", partial(run_norm_backward, stages=2), norm_backward),
         Step("cross-entropy", "1", "two passes over a row", partial(run_loss, gradient=None), loss),
         Step("cross-entropy", "2, 4", "online softmax", partial(run_loss, gradient=False), loss),
         Step("cross-entropy", "3, 4", "the gradient in the same program", partial(run_loss, gradient=True), in_place),
@@ -224,7 +229,7 @@ def read_machine_code(step: Step) -> dict[str, Any]:
     """Return the launches of a step, and the resources of its different kernels. Needs compiled kernels."""
     with record_launches(ARCHITECTURE) as recorder:
         step.run("meta")
-    kernels = {kernel.__name__: (kernel, args, options) for kernel, args, options in recorder.launches}
+    kernels = {format_launch(*launch): launch for launch in recorder.launches}
     code = [compile_launch(*launch, ARCHITECTURE) for launch in kernels.values()]
     return {
         "launches": len(recorder.launches),

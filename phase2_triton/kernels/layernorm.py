@@ -17,6 +17,7 @@ Steps of the backward:
    last bits of the sums.
 2. Persistent programs: a fixed number of programs, each of which sums its rows. A second sum over the programs
    follows. The result is deterministic.
+3. The loads of a program's next tile run while it computes with this tile.
 """
 
 from typing import Any
@@ -104,9 +105,9 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute dx in a loop over tiles of rows, and this program's part of dW and dB.
 
-    NUM_STAGES: with 2, the loads of the next tile run while the program computes with this one.
     ATOMIC: add the parts to `sums`, (1 + HAS_BIAS, N), with atomics (step 1). Otherwise write them into this program's
-    rows of `sums`, (programs, 1 + HAS_BIAS, N) (step 2).
+    rows of `sums`, (programs, 1 + HAS_BIAS, N) (step 2). NUM_STAGES: with 2, the loads of the next tile run while the
+    program computes with this tile (step 3).
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)

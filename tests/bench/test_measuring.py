@@ -126,6 +126,13 @@ def test_the_committed_goals_follow_from_the_compiled_kernels():
     assert cycles["tensor cores"] == 4 * sum(tiles) * 128 * 64 * 64 / 4096
 
 
+def test_five_products_pay_for_long_sequences():
+    """With 1,024 tokens, the bytes of dq's buffer take longer than two products. With 4,096 they take less."""
+    for tokens, is_faster in ((1024, False), (4096, True)):
+        seven, five = (goals.forecast_attention(each, 5, tokens) for each in (goals.BACKWARD, goals.ATOMIC_BACKWARD))
+        assert (five.best > seven.best) is (five.cautious > seven.cautious) is is_faster
+
+
 def test_a_measurement_stands_beside_the_goals(monkeypatch):
     """With the result of a GPU, each goal has the number of its times; an interpreted result counts for nothing."""
     times = {

@@ -7,8 +7,8 @@ from phase2_triton.kernels import attention, attention_atomic
 from phase2_triton.kernels.attention import reference
 from phase2_triton.kernels.attention_atomic import causal_attention_atomic
 from phase2_triton.kernels.core import KernelError
+from tests.helpers.attention import compute_dropout_mask, make_projection, run_sdpa, split_heads
 from tests.helpers.kernels import assert_as_exact_as_torch, assert_registered, gap, import_variant
-from tests.phase2.test_kernel_attention import compute_dropout_mask, make_projection, run_sdpa, split_heads
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
