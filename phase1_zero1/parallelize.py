@@ -39,7 +39,8 @@ class Zero1Config(TrainConfig):
     """maximum bucket size of the flat backend, in 2^20 bytes"""
     kernels: str = "none"
     """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
-    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
+    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none. attention_atomic replaces attention:
+    see phase 2"""
 
     def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
         if not self.use_zero1:
@@ -68,13 +69,16 @@ def resolve_kernels(config: Zero1Config, device_type: str) -> str:
     """Return the names of the Triton kernels that the model uses on a device, in the format of `phase2_triton.apply`.
 
     Raises:
-        ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards.
+        ConfigError: a name is unknown; it is adamw, whose kernel cannot update shards; or it is not deterministic, and
+            `--deterministic=True` is set.
     """
     if config.kernels.lower() == "none":
         return "none"
     from phase2_triton.apply import resolve_model_kernels
 
-    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head, device_type, config.compile)
+    return resolve_model_kernels(
+        config.kernels, config.n_embd, config.n_head, device_type, config.compile, config.deterministic
+    )
 
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParallelOptimizer:

@@ -69,7 +69,8 @@ class FsdpConfig(TrainConfig):
     """number of units to all-gather ahead of the unit that computes; 0: torch's default prefetching"""
     kernels: str = "none"
     """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
-    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
+    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none. attention_atomic replaces attention:
+    see phase 2"""
     async_save: bool = False
     """write checkpoints from a copy while training continues"""
 
@@ -137,13 +138,16 @@ def resolve_kernels(config: FsdpConfig, device_type: str) -> str:
     """Return the names of the Triton kernels that the model uses on a device, in the format of `phase2_triton.apply`.
 
     Raises:
-        ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards.
+        ConfigError: a name is unknown; it is adamw, whose kernel cannot update shards; or it is not deterministic, and
+            `--deterministic=True` is set.
     """
     if config.kernels.lower() == "none":
         return "none"
     from phase2_triton.apply import resolve_model_kernels
 
-    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head, device_type, config.compile)
+    return resolve_model_kernels(
+        config.kernels, config.n_embd, config.n_head, device_type, config.compile, config.deterministic
+    )
 
 
 def init_device(config: FsdpConfig, run: Runtime) -> torch.device:

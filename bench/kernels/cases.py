@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from phase2_triton.kernels import adamw, attention, cross_entropy, embedding, gelu, layernorm, linear_cross_entropy
+from phase2_triton.kernels import (
+    adamw,
+    attention,
+    attention_atomic,
+    cross_entropy,
+    embedding,
+    gelu,
+    layernorm,
+    linear_cross_entropy,
+)
 from phase2_triton.kernels.core import Cost
 
 GPT2_WIDTHS = {"124M": (768, 12), "350M": (1024, 16), "774M": (1280, 20), "1.5B": (1600, 25)}
@@ -197,6 +206,16 @@ def build_attention_case(
     return Case("attention", shape, inputs, contenders, *costs, contexts=contexts)
 
 
+def build_atomic_attention_case(*sizes: Any) -> Case:
+    case = build_attention_case(*sizes)
+    case.contenders = {**case.contenders, "ours": attention_atomic.causal_attention_atomic}
+    case.contenders["ours, deterministic"] = attention.causal_attention
+    B, heads, T, channels = case.inputs[0].shape
+    case.kernel, costs = "attention, atomic", attention_atomic.cost(B, heads, T, channels, case.inputs[0].itemsize)
+    case.forward, case.backward = costs
+    return case
+
+
 def build_gelu_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int) -> Case:
     x, bias = random_leaf(device, B * T, 4 * C, dtype=dtype), random_leaf(device, 4 * C, dtype=dtype)
 
@@ -274,6 +293,7 @@ CASE_BUILDERS: dict[str, Callable[..., Case]] = {
     "cross_entropy": build_cross_entropy_case,
     "loss": build_loss_case,
     "attention": build_attention_case,
+    "attention_atomic": build_atomic_attention_case,
     "gelu": build_gelu_case,
     "linear_gelu": build_linear_gelu_case,
     "embedding": build_embedding_case,

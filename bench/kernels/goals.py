@@ -7,7 +7,8 @@ The forecast needs no GPU. It computes the time of the bytes, of the products on
 and of the instructions of a kernel, from its compiled code and the H100's data sheet. The largest of them limits the
 kernel. A forecast is a range: the first number is cautious, the second one assumes that everything else overlaps with
 the limiting resource. The time of another implementation, such as SDPA, is estimated with the efficiency of products or
-attention that the planner uses for published runs.
+attention that the planner uses for published runs. The data sheet has no rate of atomic additions: the forecast of
+attention's backward pass with them assumes that the L2 cache keeps up.
 """
 
 import statistics
@@ -107,6 +108,34 @@ def forecast_adamw() -> Forecast:
     return Forecast((memory + issue) / memory, max(memory, issue) / memory, limit)
 
 
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A kernel of a pass of attention.
+
+    Attributes:
+        name: the call and the kernel, as in kernel-resources.json.
+        products: matrix products per tile of scores; 0: the kernel only moves data, a block of rows per program.
+        moved: bytes read and written per element of q.
+    """
+
+    name: str
+    products: int
+    moved: int
+
+
+# q, k and v are read and y is written, in bfloat16. Each kernel of the backward reads dy too, and writes gradients.
+FORWARD = (AttentionKernel("causal_attention 768: forward_kernel SPLIT", 2, 8),)
+BACKWARD = (
+    AttentionKernel("causal_attention 768: backward_kernel DQ", 3, 12),
+    AttentionKernel("causal_attention 768: backward_kernel", 4, 12),
+)
+ATOMIC_BACKWARD = (  # with a buffer of dq in fp32
+    AttentionKernel("causal_attention_atomic 768: prepare_kernel", 0, 8),
+    AttentionKernel("causal_attention_atomic 768: five_products_kernel", 5, 20),
+    AttentionKernel("causal_attention_atomic 768: finish_kernel", 0, 6),
+)
+
+
 def count_tiles(rows: int, block: int, step: int) -> tuple[int, int]:
     """Return how many tiles of (block, step) scores of one head are below the diagonal, and how many are on it."""
     below = sum(first // step for first in range(0, rows, block))
@@ -114,16 +143,17 @@ def count_tiles(rows: int, block: int, step: int) -> tuple[int, int]:
     return below, diagonal
 
 
-def count_cycles(resources: dict[str, Any], products: int) -> dict[str, float]:
+def count_cycles(resources: dict[str, Any], products: int, tokens: int = T) -> dict[str, float]:
     """Return the cycles of an SM for one head, by resource.
 
     Args:
         resources: of an attention kernel. The longer of its loops handles the diagonal.
         products: matrix products per tile.
+        tokens: of a sequence.
     """
     constants, warps = resources["constants"], resources["num_warps"]
     block, step = constants["BLOCK"], constants["STEP"]
-    below, diagonal = count_tiles(T, block, step)
+    below, diagonal = count_tiles(tokens, block, step)
     full, masked = min(resources["loops"]), max(resources["loops"])
     scores = (below + diagonal) * block * step
     return {
@@ -133,21 +163,39 @@ def count_cycles(resources: dict[str, Any], products: int) -> dict[str, float]:
     }
 
 
-def forecast_attention(kernels: dict[str, int], products: int) -> Forecast:
+def count_kernel_cycles(
+    kernel: AttentionKernel, resources: dict[str, Any], tokens: int
+) -> tuple[dict[str, float], float]:
+    """Return the cycles of an SM for one head, by resource, and their sum for a kernel without overlap.
+
+    Products wait for loads only if memory is the limit, because the loads of the next tile run during products.
+    """
+    memory = tokens * HEAD * kernel.moved / (GPUS["h100"].bandwidth / (SM_COUNT * CLOCK))
+    if kernel.products:
+        cycles = count_cycles(resources, kernel.products, tokens)
+        no_overlap = cycles["tensor cores"] + max(cycles["instructions"], cycles["exponentials"])
+        return {**cycles, "memory": memory}, max(no_overlap, memory)
+    programs = tokens / resources["constants"]["BLOCK"]
+    issue = programs * resources["instructions"] * resources["num_warps"] / SCHEDULERS
+    return {"instructions": issue, "memory": memory}, memory + issue
+
+
+def forecast_attention(kernels: tuple[AttentionKernel, ...], products: int, tokens: int = T) -> Forecast:
     """Return the speed of attention in units of SDPA's.
 
     Args:
-        kernels: the kernels of this pass, as in kernel-resources.json, and the matrix products of each per tile.
+        kernels: the kernels of this pass.
         products: matrix products that the pass needs.
+        tokens: of a sequence.
     """
     resources = read_newest_resources()
-    cycles = [count_cycles(resources[f"causal_attention 768: {name}"], each) for name, each in kernels.items()]
-    needed = 2 * products * (T * (T + 1) // 2) * HEAD / FLOPS_PER_CYCLE
+    counted = [count_kernel_cycles(kernel, resources[kernel.name], tokens) for kernel in kernels]
+    needed = 2 * products * (tokens * (tokens + 1) // 2) * HEAD / FLOPS_PER_CYCLE
     reference = needed / ATTENTION_EFFICIENCY
-    best = sum(max(each.values()) for each in cycles)
-    no_overlap = sum(each["tensor cores"] + max(each["instructions"], each["exponentials"]) for each in cycles)
-    longest = max(cycles, key=lambda each: max(each.values()))
-    return Forecast(reference / no_overlap, reference / best, max(longest, key=lambda name: longest[name]))
+    best = sum(max(cycles.values()) for cycles, _ in counted)
+    longest = max((cycles for cycles, _ in counted), key=lambda cycles: max(cycles.values()))
+    limit = max(longest, key=lambda name: longest[name])
+    return Forecast(reference / sum(no_overlap for _, no_overlap in counted), reference / best, limit)
 
 
 def measure_stream(kernel: str, which: str, bytes_moved: int) -> Callable[[Groups, float], float | None]:
@@ -181,7 +229,6 @@ def list_goals() -> list[Goal]:
     """Return all goals of the kernels."""
     forward, backward, loss = (stream.name for stream in STREAMS[:3])
     elements = TOKENS * WIDTH
-    forward_kernels, backward_kernels = {"forward_kernel SPLIT": 2}, {"backward_kernel DQ": 3, "backward_kernel": 4}
     return [
         Goal("LayerNorm, forward: share of the copy bandwidth", 0.75, True, lambda: forecast_stream(forward),
              measure_stream("layernorm", "forward", 4 * elements)),
@@ -192,11 +239,14 @@ def list_goals() -> list[Goal]:
         Goal("linear + cross-entropy: time / time of its three products", 1.25, False, forecast_loss,
              compare_times("linear + cross-entropy", "step", "ours", "products")),
         Goal("attention, forward: speed / speed of SDPA's flash attention", 1.0, True,
-             lambda: forecast_attention(forward_kernels, 2),
+             lambda: forecast_attention(FORWARD, 2),
              compare_times("attention", "forward", "sdpa flash", "ours")),
         Goal("attention, deterministic backward: speed / speed of SDPA's flash attention", 0.7, True,
-             lambda: forecast_attention(backward_kernels, 5),
+             lambda: forecast_attention(BACKWARD, 5),
              compare_times("attention", "backward", "sdpa flash", "ours")),
+        Goal("attention, backward with atomic additions: speed / speed of SDPA's flash attention", 0.9, True,
+             lambda: forecast_attention(ATOMIC_BACKWARD, 5),
+             compare_times("attention, atomic", "backward", "sdpa flash", "ours")),
         Goal("AdamW: time / time of torch's fused AdamW", 1.05, False, forecast_adamw,
              compare_times("adamw", "step", "ours", "fused")),
     ]  # fmt: skip

@@ -25,11 +25,11 @@ import torch
 import triton
 from torch import Tensor
 
-from bench.kernels.resources import compile_launch
+from bench.kernels.resources import compile_launch, format_launch
 from bench.tables.records import write_result
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
-from phase2_triton.kernels import adamw, attention, core, cross_entropy, embedding, gelu, layernorm
+from phase2_triton.kernels import adamw, attention, attention_atomic, core, cross_entropy, embedding, gelu, layernorm
 from phase2_triton.kernels.core import Cost, hash_sources, record_launches
 
 COUNT_BYTES = "--count-bytes"  # of the subprocess in which kernels are interpreted
@@ -39,6 +39,7 @@ GELU_ROWS = 256
 TENSORS, ELEMENTS = 148, 4096  # of AdamW: as many tensors as GPT-2 has
 EMBEDDED = (8, 256, 2048)  # sequences, tokens per sequence, rows of the token embedding
 HEAD = (1, 1, 1024, 64)  # sequences, heads, tokens, channels of a head
+ATTENTION_BACKWARDS = {7: attention, 5: attention_atomic}  # by the number of products
 EMBEDDING_STEPS = {"1": embedding.run_atomic_step, "2": embedding.run_sorted_step, "3": embedding.tokens_op}
 
 
@@ -82,14 +83,19 @@ def run_norm(device: str, is_tiled: bool) -> None:
         layernorm.run_one_row_step(x, row, row)
 
 
-def run_norm_backward(device: str, is_atomic: bool) -> None:
+def run_norm_backward(device: str, stages: int | None) -> None:
+    """Run persistent programs with this number of pipeline stages; None: one program per row, with atomics."""
     x, row, statistics = fill_tensor(device, ROWS, WIDTH), fill_single(device, WIDTH), fill_single(device, ROWS)
-    if not is_atomic:
-        layernorm.backward_op(x, None, x, row, statistics, statistics, True)
-        return
-    tensors = (x, None, x, row, statistics, statistics, torch.empty_like(x), fill_single(device, 2, WIDTH))
-    options = {"HAS_DTOTAL": False, "HAS_BIAS": True, "ATOMIC": True, "ROWS": 1, "BLOCK": core.next_power_of_2(WIDTH)}
-    core.launch(layernorm.backward_kernel, (ROWS,), *tensors, ROWS, WIDTH, **options)
+    options = core.select_config("layernorm_backward", WIDTH)
+    programs, rows = options.pop("programs"), options.pop("rows")
+    if stages is None:
+        programs, rows, options = ROWS, 1, {}
+    sums = fill_single(device, *([] if stages is None else [programs]), 2, WIDTH)
+    tensors = (x, None, x, row, statistics, statistics, torch.empty_like(x), sums)
+    options |= {"HAS_DTOTAL": False, "HAS_BIAS": True, "ATOMIC": stages is None, "ROWS": rows}
+    options |= {"BLOCK": core.next_power_of_2(WIDTH), "NUM_STAGES": stages or 1}
+    options.pop("num_stages", None)
+    core.launch(layernorm.backward_kernel, (programs,), *tensors, ROWS, WIDTH, **options)
 
 
 def run_loss(device: str, gradient: bool | None) -> None:
@@ -111,6 +117,11 @@ def run_attention(device: str, split: bool | None) -> None:
     outputs = (y, fill_single(device, B, nh, T))
     name = "attention_forward"
     attention.launch_blocks(attention.forward_kernel, name, (q, k, v), outputs, None, 0.0, hs**-0.5, SPLIT=split)
+
+
+def run_attention_backward(device: str, module: Any) -> None:
+    q, k, v, y, dy = (fill_tensor(device, *HEAD) for _ in range(5))
+    module.backward_op(dy, q, k, v, y, fill_single(device, *HEAD[:3]), None, 0.0, HEAD[-1] ** -0.5)
 
 
 def run_gelu(device: str, is_fused: bool) -> None:
@@ -142,10 +153,11 @@ def run_adamw(device: str, is_multi_tensor: bool) -> None:
 def list_steps() -> list[Step]:
     """Return all numbered steps that have code. Steps 2 and 3 of the loss share the kernel of step 4."""
     partial, B, T, V = functools.partial, *EMBEDDED
+    products = {count: partial(run_attention_backward, module=each) for count, each in ATTENTION_BACKWARDS.items()}
     with record_launches(ARCHITECTURE):  # costs that depend on tile sizes use those of this architecture
         norm, norm_backward = layernorm.cost(ROWS, WIDTH, 2)
         loss, _ = cross_entropy.cost(8, VOCABULARY, 2)
-        heads, _ = attention.cost(*HEAD, 2)
+        heads, heads_backward = attention.cost(*HEAD, 2)
         product, _ = gelu.linear_cost(GELU_ROWS, 4 * WIDTH, WIDTH, 2)
         alone, _ = gelu.cost(GELU_ROWS, 4 * WIDTH, 2)
         update = adamw.cost(TENSORS * ELEMENTS, 4, TENSORS)
@@ -155,14 +167,17 @@ def list_steps() -> list[Step]:
     return [
         Step("LayerNorm, forward", "1", "one row per program", partial(run_norm, is_tiled=False), norm),
         Step("LayerNorm, forward", "2", "several rows per program", partial(run_norm, is_tiled=True), norm),
-        Step("LayerNorm, backward", "1", "atomics", partial(run_norm_backward, is_atomic=True), norm_backward),
-        Step("LayerNorm, backward", "2", "persistent", partial(run_norm_backward, is_atomic=False), norm_backward),
+        Step("LayerNorm, backward", "1", "atomics", partial(run_norm_backward, stages=None), norm_backward),
+        Step("LayerNorm, backward", "2", "persistent", partial(run_norm_backward, stages=1), norm_backward),
+        Step("LayerNorm, backward", "3", "loads run ahead", partial(run_norm_backward, stages=2), norm_backward),
         Step("cross-entropy", "1", "two passes over a row", partial(run_loss, gradient=None), loss),
         Step("cross-entropy", "2, 4", "online softmax", partial(run_loss, gradient=False), loss),
         Step("cross-entropy", "3, 4", "the gradient in the same program", partial(run_loss, gradient=True), in_place),
         Step("attention, forward", "1", "all keys at once", partial(run_attention, split=None), heads),
         Step("attention, forward", "2", "online softmax", partial(run_attention, split=False), heads),
         Step("attention, forward", "3", "a mask only on the diagonal", partial(run_attention, split=True), heads),
+        Step("attention, backward", "1", "seven products, no atomics", products[7], heads_backward),
+        Step("attention, backward", "2", "five products, dq with atomics", products[5], heads_backward),
         Step("GELU, forward", "1", "bias and GELU in one pass", partial(run_gelu, is_fused=False), alone),
         Step("GELU, forward", "2", "in the epilogue of the product", partial(run_gelu, is_fused=True), product),
         Step("embedding, backward", "1", "atomics", embed["1"], tokens),
@@ -214,7 +229,7 @@ def read_machine_code(step: Step) -> dict[str, Any]:
     """Return the launches of a step, and the resources of its different kernels. Needs compiled kernels."""
     with record_launches(ARCHITECTURE) as recorder:
         step.run("meta")
-    kernels = {kernel.__name__: (kernel, args, options) for kernel, args, options in recorder.launches}
+    kernels = {format_launch(*launch): launch for launch in recorder.launches}
     code = [compile_launch(*launch, ARCHITECTURE) for launch in kernels.values()]
     return {
         "launches": len(recorder.launches),

@@ -44,6 +44,7 @@ def inspect_machine_code(compiled: Any) -> dict[str, Any]:
         has_dot: whether the kernel contains a tl.dot.
         tensor_cores: the kinds of tensor-core instructions.
         serialized_wgmma: whether its wgmma instructions wait for each other.
+        async_copies: number of instructions that copy from global to shared memory while the program continues.
         instructions: number of machine instructions.
         loops: number of machine instructions of each loop, in order.
     """
@@ -57,6 +58,7 @@ def inspect_machine_code(compiled: Any) -> dict[str, Any]:
         "has_dot": "tt.dot" in compiled.asm["ttir"],
         "tensor_cores": [name for name in TENSOR_CORES if name in compiled.asm["ptx"]],
         "serialized_wgmma": has_serialized_wgmma(compiled),
+        "async_copies": len(re.findall(r"\bLDGSTS\b", assembly)),
         "instructions": len(INSTRUCTION.findall(assembly)),
         "loops": measure_loops(assembly),
     }

@@ -40,6 +40,8 @@ TIMED = {  # key of configs.json: the case, and the pass of it, that run this ke
     "attention_forward": ("attention", "forward"),
     "attention_dq": ("attention", "backward"),
     "attention_dkv": ("attention", "backward"),
+    "attention_atomic": ("attention_atomic", "backward"),
+    "attention_atomic_rows": ("attention_atomic", "backward"),
     "gelu_forward": ("gelu", "forward"),
     "gelu_backward": ("gelu", "backward"),
     "linear_gelu": ("linear_gelu", "forward"),

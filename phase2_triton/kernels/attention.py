@@ -13,7 +13,7 @@ lse = row_max + log2(row_sum), and the backward recomputes p from it, block by b
 
 Backward: dq is a sum over keys, dk and dv are sums over queries. One kernel computes dq, another one dk and dv, and
 every program adds up its own sums. There are no atomic additions, so results are bitwise identical in every run. Both
-kernels compute s and dp, which is two matrix products more than a single kernel would need.
+kernels compute s and dp, which is two matrix products more than the single kernel of `attention_atomic.py` needs.
 
 A query attends only to keys up to its own position. Therefore only the blocks on the diagonal need a mask. The same
 mask hides keys beyond T.
@@ -22,6 +22,10 @@ Steps of the forward:
 1. All keys at once.
 2. Online softmax, with a mask on every block.
 3. Online softmax, with a mask on the diagonal blocks only.
+
+Steps of the backward:
+1. Seven products, deterministic: this file.
+2. Five products, not deterministic: `attention_atomic.py`. The trainer uses it only if `--kernels` names it.
 """
 
 import math
@@ -257,7 +261,7 @@ def launch_blocks(
     """Launch one program for each block of rows of each head.
 
     Args:
-        kernel: `forward_kernel` or `backward_kernel`.
+        kernel: `forward_kernel`, `backward_kernel`, or a kernel of `attention_atomic.py`.
         name: its key in configs.json, without the suffix for fp32 or dropout.
         strided: (B, nh, T, hs) inputs, which the kernel reads by their strides.
         others: the kernel's other tensors.
@@ -286,9 +290,7 @@ def launch_blocks(
     )  # fmt: skip
 
 
-# FLOPs of all (query, key) pairs, without the savings by causality, as torch counts them for SDPA.
-@kernel_op("causal_attention", flops=lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))
-def forward_op(
+def run_forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return y, (B, nh, T, hs) in the memory layout of (B, T, nh, hs), and lse, (B, nh, T)."""
@@ -297,6 +299,10 @@ def forward_op(
     lse = q.new_empty(B, nh, T, dtype=torch.promote_types(q.dtype, torch.float32))
     launch_blocks(forward_kernel, "attention_forward", (q, k, v), (y, lse), seed, dropout_p, scale, SPLIT=True)
     return y, lse
+
+
+# FLOPs of all (query, key) pairs, without the savings by causality, as torch counts them for SDPA.
+forward_op = kernel_op("causal_attention", flops=lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))(run_forward)
 
 
 @kernel_op("causal_attention_backward", flops=lambda dy, q, *_, **__: 5 * sdpa_flop_count(q, q, q) // 2)
@@ -344,14 +350,19 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sc
     Raises:
         KernelError: a shape, type, device or number is not supported.
     """
-    check_tensors("causal_attention", q=q, k=k, v=v)
+    return call_operator(forward_op, "causal_attention", q, k, v, dropout_p, scale)
+
+
+def call_operator(op: Any, name: str, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> Tensor:
+    """Check the arguments of the function `name`, draw the seed of dropout, and return y of its operator."""
+    check_tensors(name, q=q, k=k, v=v)
     q, k, v = (x.to(result_dtype(x)) for x in (q, k, v))
-    check_inputs(q, k, v, dropout_p, scale)
+    check_inputs(name, q, k, v, dropout_p, scale)
     seed = torch.randint(2**63 - 1, (1,), device=q.device) if dropout_p > 0 else None
-    return forward_op(q, k, v, seed, dropout_p, q.size(-1) ** -0.5 if scale is None else scale)[0]
+    return op(q, k, v, seed, dropout_p, q.size(-1) ** -0.5 if scale is None else scale)[0]
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> None:
+def check_inputs(name: str, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> None:
     """Check shapes, types and numbers.
 
     Raises:
@@ -371,7 +382,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float
     elif scale is not None and not 0 < scale < math.inf:
         problem = f"scale={scale} is out of range: use a positive number, or None for 1 / sqrt(hs)"
     if problem:
-        raise KernelError(f"causal_attention: {problem}")
+        raise KernelError(f"{name}: {problem}")
 
 
 def cost(B: int, nh: int, T: int, hs: int, itemsize: int) -> tuple[Cost, Cost]:

@@ -17,6 +17,7 @@ Steps of the backward:
    last bits of the sums.
 2. Persistent programs: a fixed number of programs, each of which sums its rows. A second sum over the programs
    follows. The result is deterministic.
+3. The loads of a program's next tile run while it computes with this tile.
 """
 
 from typing import Any
@@ -100,18 +101,20 @@ def forward_kernel(
 def backward_kernel(
     dy, dtotal, x, weight, mean, rstd, dx, sums, M, N,
     HAS_DTOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, ATOMIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute dx in a loop over tiles of rows, and this program's part of dW and dB.
 
     ATOMIC: add the parts to `sums`, (1 + HAS_BIAS, N), with atomics (step 1). Otherwise write them into this program's
-    rows of `sums`, (programs, 1 + HAS_BIAS, N) (step 2).
+    rows of `sums`, (programs, 1 + HAS_BIAS, N) (step 2). NUM_STAGES: with 2, the loads of the next tile run while the
+    program computes with this tile (step 3).
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     w = to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))
     dw_sum = tl.zeros_like(w)
     db_sum = tl.zeros_like(w)
-    for first in range(program * ROWS, M, tl.num_programs(0) * ROWS):
+    for first in tl.range(program * ROWS, M, tl.num_programs(0) * ROWS, num_stages=NUM_STAGES):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         mask = (rows[:, None] < M) & (cols[None, :] < N)
         offs = rows[:, None] * N + cols[None, :]  # (ROWS, BLOCK)
@@ -175,11 +178,13 @@ def backward_op(
     options = select_config("layernorm_backward", N)
     rows = min(next_power_of_2(M), options.pop("rows"))
     programs = max(1, min(options.pop("programs"), -(-M // rows)))
+    stages = options.pop("num_stages", 1)  # of the loop: without a tl.dot, Triton's own option does not pipeline it
     dx = torch.empty_like(x)
     sums = mean.new_empty(programs, 1 + has_bias, N)
     launch(
         backward_kernel, (programs,), dy, dtotal, x, weight, mean, rstd, dx, sums, M, N,
-        HAS_DTOTAL=dtotal is not None, HAS_BIAS=has_bias, ATOMIC=False, ROWS=rows, BLOCK=next_power_of_2(N), **options,
+        HAS_DTOTAL=dtotal is not None, HAS_BIAS=has_bias, ATOMIC=False, ROWS=rows, BLOCK=next_power_of_2(N),
+        NUM_STAGES=stages, **options,
     )  # fmt: skip
     return dx, sums.sum(0).to(weight.dtype)
 

@@ -1,6 +1,7 @@
 """Tests of properties that all kernels share: launches, and compilation for three architectures without a GPU."""
 
 import contextlib
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import triton
 from torch._inductor.codecache import FxGraphHashDetails
 
 from bench.kernels import ladder, tune
+from bench.kernels.forecast import SM_COUNT
 from bench.kernels.resources import ARCHITECTURES, REPORT, build_calls, record_call
 from bench.tables.records import read_results
 from phase2_triton.kernels import adamw, core
@@ -95,6 +97,25 @@ def test_compiled_kernels_stay_within_limits(version, architecture):
         if facts["has_dot"] and "fp32" not in name:  # exact fp32 products do not use tensor cores
             assert facts["tensor_cores"], name
     assert any(facts["has_dot"] for facts in kernels.values())
+
+
+@pytest.mark.parametrize("version", REPORTS)
+def test_all_persistent_programs_run_at_the_same_time(version):
+    """On an H100, LayerNorm's backward starts as many programs as fit, by their registers and their shared memory.
+
+    With two pipeline stages, its loads are copies that run ahead.
+    """
+    table = load_config_table()["layernorm_backward"]
+    rows = table.get(f"sm_90 with Triton {version[:3]}", table["sm_90"])
+    for width, call in itertools.product((768, 1600), ("layer_norm", "add_layer_norm")):
+        option = "HAS_BIAS" if call == "layer_norm" else "HAS_DTOTAL"
+        facts = REPORTS[version]["kernels"]["sm_90"][f"{call} {width}: backward_kernel {option}"]
+        row = next(row for row in rows if width <= row["up_to"])
+        registers = -(-facts["registers"] // 8) * 8 * 32 * facts["num_warps"]
+        per_multiprocessor = min(65536 // registers, 228 * 1024 // (facts["shared_bytes"] + 1024))
+        assert row["programs"] <= per_multiprocessor * SM_COUNT, (call, width, per_multiprocessor)
+        assert facts["constants"]["NUM_STAGES"] == row["num_stages"]
+        assert (facts["async_copies"] > 0) == (row["num_stages"] > 1), (call, width)
 
 
 def test_a_planted_spill_is_reported():
