@@ -39,6 +39,7 @@ GELU_ROWS = 256
 TENSORS, ELEMENTS = 148, 4096  # of AdamW: as many tensors as GPT-2 has
 EMBEDDED = (8, 256, 2048)  # sequences, tokens per sequence, rows of the token embedding
 HEAD = (1, 1, 1024, 64)  # sequences, heads, tokens, channels of a head
+NORM_STEPS = {"1": layernorm.run_one_row_step, "2": layernorm.run_tile_step, "3": layernorm.layer_norm}
 EMBEDDING_STEPS = {"1": embedding.run_atomic_step, "2": embedding.run_sorted_step, "3": embedding.tokens_op}
 
 
@@ -74,12 +75,8 @@ def fill_single(device: str, *shape: int) -> Tensor:
     return fill_tensor(device, *shape, dtype=torch.float32)
 
 
-def run_norm(device: str, is_tiled: bool) -> None:
-    x, row = fill_tensor(device, ROWS, WIDTH), fill_single(device, WIDTH)
-    if is_tiled:
-        layernorm.forward_op(x, None, row, row, 1e-5, x.dtype)
-    else:
-        layernorm.run_one_row_step(x, row, row)
+def run_norm(device: str, step: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+    step(fill_tensor(device, ROWS, WIDTH), fill_single(device, WIDTH), fill_single(device, WIDTH))
 
 
 def run_norm_backward(device: str, is_atomic: bool) -> None:
@@ -153,8 +150,9 @@ def list_steps() -> list[Step]:
     tokens = Cost(4 * B * T * WIDTH + 8 * B * T, 4 * V * WIDTH, B * T * WIDTH)  # without the position embedding
     embed = {number: partial(run_embedding, step=step) for number, step in EMBEDDING_STEPS.items()}
     return [
-        Step("LayerNorm, forward", "1", "one row per program", partial(run_norm, is_tiled=False), norm),
-        Step("LayerNorm, forward", "2", "several rows per program", partial(run_norm, is_tiled=True), norm),
+        Step("LayerNorm, forward", "1", "one row per program", partial(run_norm, step=NORM_STEPS["1"]), norm),
+        Step("LayerNorm, forward", "2", "several rows per program", partial(run_norm, step=NORM_STEPS["2"]), norm),
+        Step("LayerNorm, forward", "3", "a row per warp", partial(run_norm, step=NORM_STEPS["3"]), norm),
         Step("LayerNorm, backward", "1", "atomics", partial(run_norm_backward, is_atomic=True), norm_backward),
         Step("LayerNorm, backward", "2", "persistent", partial(run_norm_backward, is_atomic=False), norm_backward),
         Step("cross-entropy", "1", "two passes over a row", partial(run_loss, gradient=None), loss),
