@@ -39,7 +39,11 @@ GELU_ROWS = 256
 TENSORS, ELEMENTS = 148, 4096  # of AdamW: as many tensors as GPT-2 has
 EMBEDDED = (8, 256, 2048)  # sequences, tokens per sequence, rows of the token embedding
 HEAD = (1, 1, 1024, 64)  # sequences, heads, tokens, channels of a head
-NORM_STEPS = {"1": layernorm.run_one_row_step, "2": layernorm.run_tile_step, "3": layernorm.layer_norm}
+NORM_STEPS: dict[str, Callable[..., Any]] = {
+    "1": layernorm.run_one_row_step,
+    "2": layernorm.run_tile_step,
+    "3": layernorm.layer_norm,
+}
 EMBEDDING_STEPS = {"1": embedding.run_atomic_step, "2": embedding.run_sorted_step, "3": embedding.tokens_op}
 
 
@@ -75,7 +79,7 @@ def fill_single(device: str, *shape: int) -> Tensor:
     return fill_tensor(device, *shape, dtype=torch.float32)
 
 
-def run_norm(device: str, step: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+def run_norm(device: str, step: Callable[..., Any]) -> None:
     step(fill_tensor(device, ROWS, WIDTH), fill_single(device, WIDTH), fill_single(device, WIDTH))
 
 

@@ -113,7 +113,7 @@ def forward_kernel(
             rounded = v.to(total.dtype.element_ty)
             tl.store(total + rows * N + cols, rounded, mask=mask)
             v = to_fp32(rounded)  # the backward reads the rounded sum, so the forward must use it too
-        chunks = chunks + (v,)
+        chunks = chunks + (v,)  # type: ignore[assignment]
         sums += v
     row_mean = tl.sum(sums, 1, keep_dims=True) / N  # (ROWS, 1)
     squares = tl.zeros((ROWS, BLOCK), mean.dtype.element_ty)

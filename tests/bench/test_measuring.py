@@ -459,7 +459,9 @@ def test_tuning_finds_a_row_that_is_no_slower(tmp_path, monkeypatch, processor_t
     table = copy.deepcopy(core.load_config_table())
     monkeypatch.setattr(core, "load_config_table", lambda: table)
     monkeypatch.setattr(tune_kernels, "load_config_table", core.load_config_table)
-    core.load_config_table()["layernorm_forward"]["interpreter"] = [{"up_to": 64, "rows": 1}]  # 128 programs of one row
+    core.load_config_table()["layernorm_forward"]["interpreter"] = [
+        {"up_to": 64, "rows": 1, "block": 64}
+    ]  # 128 programs of one row
     tune_kernels.main(tune_kernels.Options(only="layernorm_forward", write=True, to=str(tmp_path / "table.json")))
     written = json.loads((tmp_path / "table.json").read_text())
     assert written["layernorm_forward"]["interpreter"][0]["rows"] > 1

@@ -52,7 +52,11 @@ EXERCISES = [
         idea="The padding is loaded as 0, but the variance needs x - mean.",
         line="centred =",
         planted=(
-            plant_mistake("tl.where(i * BLOCK + lanes < N, chunks[i] - row_mean, 0.0)", "chunks[i] - row_mean", "12 lanes of padding"),
+            plant_mistake(
+                "tl.where(i * BLOCK + lanes < N, chunks[i] - row_mean, 0.0)",
+                "chunks[i] - row_mean",
+                "12 lanes of padding",
+            ),
         ),
         mistakes=(
             plant_mistake(
