@@ -275,6 +275,8 @@ def main(cuts: int = len(CUTS), write: bool = False) -> None:
         cuts: how many of the cuts in CUTS to make, from the first one on.
         write: also write bench/results/partitions-<hardware>.json.
     """
+    enter_namespaces()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="partitions-"))  # kept: it has the logs of all nodes, and the result
     result = measure(folder, CUTS[:cuts])
     (folder / "result.json").write_text(json.dumps(result))
@@ -304,6 +306,4 @@ def enter_namespaces() -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        enter_namespaces()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         command_line(main, sys.argv[1:])

@@ -23,6 +23,7 @@ from bench.kernels.cases import CASE_BUILDERS, Case, build_cases
 from bench.kernels.kernels import Stopwatch
 from bench.kernels.tune import compute_results
 from bench.tables.records import describe_origin
+from nanoGPT.distributed.algorithms import choose_attention, find_package_problem, use_algorithms
 from nanoGPT.files import PACKAGE
 from nanoGPT.prepare.directory import META, choose_token_dtype, write_meta, write_tokens
 from nanoGPT.prepare.download import make_gpt2_identity
@@ -59,30 +60,47 @@ def describe_machine(settings: Settings) -> dict[str, Any]:
 
 
 def compare_attention_backends(settings: Settings) -> dict[str, Any]:
-    """Return, for each backend of SDPA, the kernels that ran and the time of the forward and backward pass.
+    """Return, for each backend of SDPA, the kernels that ran, the time of both passes, and the largest difference.
 
-    The shape is that of GPT-2 124M: 16 sequences of 1,024 tokens, 12 heads of 64 channels.
+    The shape is that of GPT-2 124M: 16 sequences of 1,024 tokens, 12 heads of 64 channels. The difference is the one
+    from the default backend, of the result and the gradients, as a fraction of their largest value. `auto` is what
+    `--attention=auto` chooses. FlashAttention 3 has a row if auto can choose it, else the reason why it cannot.
     """
     device, dtype = settings.device, torch.float32 if settings.dry_run else torch.bfloat16
     shape = (1, 2, 32, 16) if settings.dry_run else (16, 12, 1024, 64)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    gradient, watch, rows = torch.randn_like(q), Stopwatch(device), []
-    for name, backend in BACKENDS.items():
-        context = sdpa_kernel(backend) if backend is not None else contextlib.nullcontext()
+    gradient, watch = torch.randn_like(q), Stopwatch(device)
+    rows: list[dict[str, Any]] = []
+    auto = choose_attention("auto", False, device, dtype, 0.0)
+    contexts = {
+        name: sdpa_kernel(backend) if backend else contextlib.nullcontext() for name, backend in BACKENDS.items()
+    }
+    if auto.is_flash_3:
+        contexts["flash_3"] = use_algorithms(auto, is_deterministic=False)
+    else:
+        rows.append({"backend": "flash_3", "error": find_package_problem() or auto.reason})
 
-        def run_both_passes() -> None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            torch.autograd.grad(y, (q, k, v), gradient)
+    def run_both_passes() -> list[Tensor]:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return [y, *torch.autograd.grad(y, (q, k, v), gradient)]
 
+    expected = run_both_passes()
+    for name, context in contexts.items():
         try:
             with context:
-                run_both_passes()
+                difference = max(map(measure_difference, run_both_passes(), expected))
                 kernels = list_kernels(run_both_passes, device)
                 times = [watch.time(run_both_passes).device_ms for _ in range(20)]
-            rows.append({"backend": name, "kernels": kernels, "ms": statistics.median(times)})
+            ms = statistics.median(times)
+            rows.append({"backend": name, "kernels": kernels, "ms": ms, "max_difference": difference})
         except RuntimeError as error:  # this GPU or this version lacks the backend
             rows.append({"backend": name, "error": str(error).strip().splitlines()[0][:200]})
-    return {"shape": shape, "rows": rows}
+    return {"shape": shape, "auto": auto.reason, "rows": rows}
+
+
+def measure_difference(result: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two tensors, as a fraction of the largest expected value."""
+    return ((result - expected).abs().max() / expected.abs().max()).item()
 
 
 def list_kernels(call: Callable[[], Any], device: torch.device) -> list[str]:

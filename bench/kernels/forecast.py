@@ -59,7 +59,7 @@ def instructions_per_element(stream: Stream, resources: dict[str, Any]) -> float
         tails = -(-rest // constants["TAIL"])
         executed = sum(full * full_tiles + tail * tails for full, tail in passes)
         return executed * threads / (rows * stream.width)
-    tiles = -(-stream.width // block)
+    tiles = -(-stream.width // (block * constants.get("CHUNKS", 1)))
     executed = max(resources["loops"]) if stream.is_loop else resources["instructions"]
     return executed * threads * tiles / (rows * stream.width)
 

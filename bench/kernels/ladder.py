@@ -40,6 +40,11 @@ TENSORS, ELEMENTS = 148, 4096  # of AdamW: as many tensors as GPT-2 has
 EMBEDDED = (8, 256, 2048)  # sequences, tokens per sequence, rows of the token embedding
 HEAD = (1, 1, 1024, 64)  # sequences, heads, tokens, channels of a head
 ATTENTION_BACKWARDS = {7: attention, 5: attention_atomic}  # by the number of products
+NORM_STEPS: dict[str, Callable[..., Any]] = {
+    "1": layernorm.run_one_row_step,
+    "2": layernorm.run_tile_step,
+    "3": layernorm.layer_norm,
+}
 EMBEDDING_STEPS = {"1": embedding.run_atomic_step, "2": embedding.run_sorted_step, "3": embedding.tokens_op}
 
 
@@ -75,12 +80,8 @@ def fill_single(device: str, *shape: int) -> Tensor:
     return fill_tensor(device, *shape, dtype=torch.float32)
 
 
-def run_norm(device: str, is_tiled: bool) -> None:
-    x, row = fill_tensor(device, ROWS, WIDTH), fill_single(device, WIDTH)
-    if is_tiled:
-        layernorm.forward_op(x, None, row, row, 1e-5, x.dtype)
-    else:
-        layernorm.run_one_row_step(x, row, row)
+def run_norm(device: str, step: Callable[..., Any]) -> None:
+    step(fill_tensor(device, ROWS, WIDTH), fill_single(device, WIDTH), fill_single(device, WIDTH))
 
 
 def run_norm_backward(device: str, stages: int | None) -> None:
@@ -165,8 +166,9 @@ def list_steps() -> list[Step]:
     tokens = Cost(4 * B * T * WIDTH + 8 * B * T, 4 * V * WIDTH, B * T * WIDTH)  # without the position embedding
     embed = {number: partial(run_embedding, step=step) for number, step in EMBEDDING_STEPS.items()}
     return [
-        Step("LayerNorm, forward", "1", "one row per program", partial(run_norm, is_tiled=False), norm),
-        Step("LayerNorm, forward", "2", "several rows per program", partial(run_norm, is_tiled=True), norm),
+        Step("LayerNorm, forward", "1", "one row per program", partial(run_norm, step=NORM_STEPS["1"]), norm),
+        Step("LayerNorm, forward", "2", "several rows per program", partial(run_norm, step=NORM_STEPS["2"]), norm),
+        Step("LayerNorm, forward", "3", "a row per warp", partial(run_norm, step=NORM_STEPS["3"]), norm),
         Step("LayerNorm, backward", "1", "atomics", partial(run_norm_backward, stages=None), norm_backward),
         Step("LayerNorm, backward", "2", "persistent", partial(run_norm_backward, stages=1), norm_backward),
         Step("LayerNorm, backward", "3", "loads run ahead", partial(run_norm_backward, stages=2), norm_backward),

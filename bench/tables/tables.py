@@ -24,6 +24,7 @@ from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.phase_tables import PHASE_TABLES
 from bench.tables.plan_tables import PLAN_TABLES
 from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
+from bench.tables.residual_tables import RESIDUAL_TABLES
 from bench.tables.scale_tables import SCALE_TABLES
 from bench.tables.symptoms import SYMPTOM_TABLES
 from bench.tables.zero1_tables import ZERO1_TABLES
@@ -311,6 +312,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **ZERO1_TABLES,
     **FSDP_TABLES,
     **EXPECTED_TABLES,
+    **RESIDUAL_TABLES,
     **SYMPTOM_TABLES,
 }
 

@@ -25,7 +25,7 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> To
     validate(config, world_size)
     device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
     dtype, _ = pick_dtype(config.dtype, device)
-    choose_attention(config.attention, config.deterministic, device, dtype)
+    choose_attention(config.attention, config.deterministic, device, dtype, config.dropout)
     is_known = config.init_from in ("scratch", "resume", *PRETRAINED)
     if not is_known and not (config.init_from and Path(config.init_from).is_dir()):
         suggestion = did_you_mean(config.init_from, ["scratch", "resume", *PRETRAINED])

@@ -57,7 +57,8 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     exclude_spare_ranks(config)
     run = create_runtime(config.device, config.dtype, config.supports_mps)
     run.timeout = datetime.timedelta(minutes=config.timeout_minutes)
-    backends, run.reasons["attention"] = choose_attention(config.attention, config.deterministic, run.device, run.dtype)
+    attention = choose_attention(config.attention, config.deterministic, run.device, run.dtype, config.dropout)
+    run.reasons["attention"] = attention.reason
     data = preflight(config, run.world_size, run.local_world_size)
     if run.is_main and not reads_only:
         check_credentials(config)
@@ -82,7 +83,7 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
         listen_for_signals(run)  # an evaluation has nothing to save, so a signal may end it at once
     run.print0(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
     try:
-        with use_algorithms(backends, config.deterministic):
+        with use_algorithms(attention, config.deterministic):
             yield run, config
     except (DivergedRanks, NonFiniteLoss):
         run.finish()  # all ranks raise this at the same step, and a save in progress is of an earlier step

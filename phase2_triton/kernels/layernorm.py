@@ -10,7 +10,10 @@ each row (for dx) and sums over all rows (for dW and dB). It computes both while
 
 Steps of the forward:
 1. One row per program.
-2. A tile of several rows per program.
+2. A tile of several rows per program. All warps of the program share each row, and exchange its sums in shared memory.
+3. The tile in chunks of columns that a single warp covers. Each row then belongs to one warp, whose threads exchange
+   their sums without shared memory and barriers. The chunks also fit the width: 768 columns are 6 chunks of 128, where
+   a power of two would be 1,024.
 
 Steps of the backward:
 1. Programs add to dW and dB with atomics. On a GPU the order of these additions changes from run to run, and so do the
@@ -71,28 +74,61 @@ def one_row_kernel(x, weight, bias, y, mean, rstd, N, EPS: tl.constexpr, HAS_BIA
 
 
 @jit
-def forward_kernel(
-    x, branch, weight, bias, total, y, mean, rstd, M, N,
-    EPS: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Step 2 of the forward: a tile of rows per program. HAS_BRANCH: first compute and store total = x + branch."""
+def tile_kernel(x, weight, bias, y, mean, rstd, M, N, EPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Step 2 of the forward: a tile of rows per program, which loads the weight and the bias only once."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = (rows[:, None] < M) & (cols[None, :] < N)
     offs = rows[:, None] * N + cols[None, :]  # (ROWS, BLOCK)
     v = to_fp32(tl.load(x + offs, mask=mask, other=0.0))
-    if HAS_BRANCH:
-        v += to_fp32(tl.load(branch + offs, mask=mask, other=0.0))
-        rounded = v.to(total.dtype.element_ty)
-        tl.store(total + offs, rounded, mask=mask)
-        v = to_fp32(rounded)  # the backward reads the rounded sum, so the forward must use it too
     row_mean = tl.sum(v, 1) / N  # (ROWS,)
     centred = tl.where(mask, v - row_mean[:, None], 0.0)
     row_rstd = 1 / tl.sqrt(tl.sum(centred * centred, 1) / N + EPS)
-    out = centred * row_rstd[:, None] * to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))[None, :]
-    if HAS_BIAS:
-        out += to_fp32(tl.load(bias + cols, mask=cols < N, other=0.0))[None, :]
-    tl.store(y + offs, out, mask=mask)
+    w = to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))
+    b = to_fp32(tl.load(bias + cols, mask=cols < N, other=0.0))
+    tl.store(y + offs, centred * row_rstd[:, None] * w[None, :] + b[None, :], mask=mask)
+    tl.store(mean + rows, row_mean, mask=rows < M)
+    tl.store(rstd + rows, row_rstd, mask=rows < M)
+
+
+@jit
+def forward_kernel(
+    x, branch, weight, bias, total, y, mean, rstd, M, N,
+    EPS: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Step 3 of the forward: ROWS rows per program, in CHUNKS tiles of (ROWS, BLOCK) that stay in registers.
+
+    HAS_BRANCH: first compute and store total = x + branch.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
+    lanes = tl.zeros((ROWS, 1), tl.int32) + tl.arange(0, BLOCK)[None, :]  # (ROWS, BLOCK)
+    chunks = ()
+    sums = tl.zeros((ROWS, BLOCK), mean.dtype.element_ty)
+    for i in tl.static_range(CHUNKS):
+        cols = i * BLOCK + lanes
+        mask = (rows < M) & (cols < N)
+        v = to_fp32(tl.load(x + rows * N + cols, mask=mask, other=0.0))
+        if HAS_BRANCH:
+            v += to_fp32(tl.load(branch + rows * N + cols, mask=mask, other=0.0))
+            rounded = v.to(total.dtype.element_ty)
+            tl.store(total + rows * N + cols, rounded, mask=mask)
+            v = to_fp32(rounded)  # the backward reads the rounded sum, so the forward must use it too
+        chunks = chunks + (v,)  # type: ignore[assignment]
+        sums += v
+    row_mean = tl.sum(sums, 1, keep_dims=True) / N  # (ROWS, 1)
+    squares = tl.zeros((ROWS, BLOCK), mean.dtype.element_ty)
+    for i in tl.static_range(CHUNKS):
+        centred = tl.where(i * BLOCK + lanes < N, chunks[i] - row_mean, 0.0)
+        squares += centred * centred
+    row_rstd = 1 / tl.sqrt(tl.sum(squares, 1, keep_dims=True) / N + EPS)
+    for i in tl.static_range(CHUNKS):
+        cols = i * BLOCK + lanes
+        # Load the weights once per row: the warps would have to exchange weights that they load together.
+        out = (chunks[i] - row_mean) * row_rstd * to_fp32(tl.load(weight + cols, mask=cols < N, other=0.0))
+        if HAS_BIAS:
+            out += to_fp32(tl.load(bias + cols, mask=cols < N, other=0.0))
+        tl.store(y + rows * N + cols, out, mask=(rows < M) & (cols < N))
     tl.store(mean + rows, row_mean, mask=rows < M)
     tl.store(rstd + rows, row_rstd, mask=rows < M)
 
@@ -158,13 +194,15 @@ def forward_op(
     M, N = x.shape
     options = select_config("layernorm_forward", N)
     rows = min(next_power_of_2(M), options.pop("rows"))
+    block = min(next_power_of_2(N), options.pop("block"))  # columns of a chunk
     y = torch.empty_like(x, dtype=dtype)
     mean = allocate_per_row(x)
     rstd = allocate_per_row(x)
     total = x.new_empty(0) if branch is None else torch.empty_like(x)
     launch(
         forward_kernel, (-(-M // rows),), x, branch, weight, bias, total, y, mean, rstd, M, N, EPS=eps,
-        HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, ROWS=rows, BLOCK=next_power_of_2(N), **options,
+        HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None,
+        ROWS=rows, BLOCK=block, CHUNKS=-(-N // block), **options,
     )  # fmt: skip
     return y, total, mean, rstd
 
@@ -297,6 +335,19 @@ def run_one_row_step(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps:
     launch(
         one_row_kernel, (M,), x, weight, bias, y, mean, rstd, N, EPS=eps,
         HAS_BIAS=bias is not None, BLOCK=next_power_of_2(N),
+    )  # fmt: skip
+    return y
+
+
+def run_tile_step(x: Tensor, weight: Tensor, bias: Tensor, rows: int = 4, eps: float = 1e-5) -> Tensor:
+    """Run step 2 of the forward on contiguous x, (M, N), with tiles of `rows` full rows."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    mean = allocate_per_row(x)
+    rstd = allocate_per_row(x)
+    launch(
+        tile_kernel, (-(-M // rows),), x, weight, bias, y, mean, rstd, M, N,
+        EPS=eps, ROWS=rows, BLOCK=next_power_of_2(N), num_warps=4,
     )  # fmt: skip
     return y
 

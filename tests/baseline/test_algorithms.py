@@ -3,14 +3,23 @@
 import contextlib
 import json
 import os
+import sys
 from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
-from nanoGPT.distributed.algorithms import BACKENDS, choose_attention, use_algorithms
+from nanoGPT.distributed.algorithms import (
+    BACKENDS,
+    NOT_INSTALLED,
+    Attention,
+    choose_attention,
+    choose_fastest_attention,
+    find_package_problem,
+    use_algorithms,
+)
 from nanoGPT.errors import ConfigError
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import call_train, gap, read_metric, tiny, train, train_all
@@ -40,7 +49,7 @@ def test_a_backend_is_used_only_inside_of_the_context():
 
     flash, math = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_attention_math"
     assert flash in list_operators()
-    with contextlib.suppress(RuntimeError), use_algorithms([SDPBackend.MATH], is_deterministic=True):
+    with contextlib.suppress(RuntimeError), use_algorithms(Attention([SDPBackend.MATH], ""), is_deterministic=True):
         assert math in list_operators() and flash not in list_operators()
         assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
         raise RuntimeError
@@ -48,28 +57,63 @@ def test_a_backend_is_used_only_inside_of_the_context():
 
 
 def test_the_choice_of_attention(monkeypatch):
-    """On Hopper, auto tries cuDNN first, unless the run must be deterministic. Impossible choices are refused."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose_attention("auto", False, GPU, torch.bfloat16) == (
-        list(BACKENDS.values()),
-        "cudnn (the GPU is a Hopper or newer)",
-    )
-    assert choose_attention("auto", True, GPU, torch.bfloat16) == ([], "torch's choice")
-    assert choose_attention("efficient", True, GPU, torch.float32)[0] == [SDPBackend.EFFICIENT_ATTENTION]
+    """A requested backend is used. A backend that the device, the dtype or determinism excludes is refused."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert choose_attention("auto", False, GPU, torch.bfloat16) == ([], "torch's choice")
+    assert choose_attention("auto", False, GPU, torch.bfloat16, 0.0) == Attention([], "torch's choice")
+    efficient = Attention([SDPBackend.EFFICIENT_ATTENTION], "efficient (requested)")
+    assert choose_attention("efficient", True, GPU, torch.float32, 0.0) == efficient
     for name in ("cudnn", "efficient"):
         with pytest.raises(ConfigError, match=f"--attention={name} needs a GPU"):
-            choose_attention(name, False, CPU, torch.float32)
+            choose_attention(name, False, CPU, torch.float32, 0.0)
     for name in ("cudnn", "flash"):
         with pytest.raises(ConfigError, match=f"--attention={name} needs 16 bits on a GPU"):
-            choose_attention(name, False, GPU, torch.float32)
+            choose_attention(name, False, GPU, torch.float32, 0.0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ConfigError, match="--attention=flash needs an Ampere or newer GPU"):
-        choose_attention("flash", False, GPU, torch.float16)
-    assert choose_attention("flash", False, CPU, torch.float32)[0] == [SDPBackend.FLASH_ATTENTION]
+        choose_attention("flash", False, GPU, torch.float16, 0.0)
+    assert choose_attention("flash", False, CPU, torch.float32, 0.0).backends == [SDPBackend.FLASH_ATTENTION]
     with pytest.raises(ConfigError, match="is not deterministic"):
-        choose_attention("cudnn", True, GPU, torch.bfloat16)
+        choose_attention("cudnn", True, GPU, torch.bfloat16, 0.0)
+
+
+def test_the_fastest_attention():
+    """auto tries cuDNN first on Hopper and newer. FlashAttention 3 needs Hopper, its package, 16 bits, no dropout."""
+    hopper, blackwell, half = (9, 0), (10, 0), torch.bfloat16
+    chosen = choose_fastest_attention(hopper, False, half, 0.0, None)
+    assert chosen.is_flash_3 and chosen.reason.startswith("FlashAttention 3")
+    assert chosen.backends[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    assert sorted(map(str, chosen.backends)) == sorted(map(str, BACKENDS.values()))
+    cudnn = Attention(list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer)")
+    for facts in (
+        (hopper, False, half, 0.0, NOT_INSTALLED),
+        (hopper, False, torch.float32, 0.0, None),
+        (blackwell, False, half, 0.0, None),
+    ):
+        assert choose_fastest_attention(*facts) == cudnn
+    assert "no dropout" in choose_fastest_attention(hopper, False, half, 0.1, None).reason
+    assert "cannot be imported" in choose_fastest_attention(hopper, False, half, 0.0, "it cannot be imported").reason
+    for capability in ((0, 0), (8, 9)):
+        assert choose_fastest_attention(capability, False, half, 0.0, None) == Attention([], "torch's choice")
+    assert choose_fastest_attention(hopper, True, half, 0.0, None) == Attention([], "torch's choice")
+
+
+def test_flash_attention_3_is_active_only_inside_of_the_context(tmp_path, monkeypatch):
+    """The package is usable if it registers both operators. torch calls them only inside of the context."""
+    assert find_package_problem() == NOT_INSTALLED
+    module = tmp_path / "flash_attn_interface.py"
+    module.write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_package_problem() == "flash_attn_interface cannot be imported: undefined symbol"
+    module.write_text("")
+    with torch.library._scoped_library("flash_attn_3", "DEF") as library:
+        library.define("fwd(Tensor q) -> Tensor")
+        assert find_package_problem() == "flash_attn_interface has no operator bwd"
+        library.define("bwd(Tensor q) -> Tensor")
+        assert find_package_problem() is None
+        with use_algorithms(Attention([SDPBackend.FLASH_ATTENTION], "", is_flash_3=True), is_deterministic=False):
+            assert current_flash_attention_impl() == "FA3"
+        assert current_flash_attention_impl() is None
+    monkeypatch.delitem(sys.modules, "flash_attn_interface")
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from bench.kernels import goals
+from bench.kernels import goals, residual_fusion
 from bench.kernels import plots as kernel_plots
 from bench.kernels import tune as tune_kernels
 from bench.kernels.cases import CASE_BUILDERS, build_cases
@@ -107,6 +107,15 @@ def test_the_forecast_counts_padding_and_passes():
 def test_kernels_that_move_data_are_limited_by_memory():
     """By the forecast, no such kernel needs more time for its instructions than for its bytes."""
     assert [row["name"] for row in forecast() if row["share"] < 1] == []
+
+
+def test_the_costs_of_adding_the_mlps_result_in_the_next_block():
+    """The rejected block computes the same step and moves fewer bytes. With checkpointing it saves more activations."""
+    used, rejected = (residual_fusion.measure_step(is_deferred, "full") for is_deferred in (False, True))
+    assert abs(used["loss"] - rejected["loss"]) <= 1e-6 and abs(used["grad_norm"] - rejected["grad_norm"]) <= 1e-3
+    assert rejected["moved_bytes"] < used["moved_bytes"] and rejected["saved_bytes"] > used["saved_bytes"]
+    rows = results.read_results("residual-fusion")[0]["samples"]["rows"]
+    assert [row["moved_bytes"] for row in rows[2:]] == [used["moved_bytes"], rejected["moved_bytes"]]
 
 
 def test_the_committed_goals_follow_from_the_compiled_kernels():
@@ -472,7 +481,9 @@ def test_tuning_finds_a_row_that_is_no_slower(tmp_path, monkeypatch, processor_t
     table = copy.deepcopy(core.load_config_table())
     monkeypatch.setattr(core, "load_config_table", lambda: table)
     monkeypatch.setattr(tune_kernels, "load_config_table", core.load_config_table)
-    core.load_config_table()["layernorm_forward"]["interpreter"] = [{"up_to": 64, "rows": 1}]  # 128 programs of one row
+    core.load_config_table()["layernorm_forward"]["interpreter"] = [
+        {"up_to": 64, "rows": 1, "block": 64}
+    ]  # 128 programs of one row
     tune_kernels.main(tune_kernels.Options(only="layernorm_forward", write=True, to=str(tmp_path / "table.json")))
     written = json.loads((tmp_path / "table.json").read_text())
     assert written["layernorm_forward"]["interpreter"][0]["rows"] > 1

@@ -67,22 +67,31 @@ def test_rows_far_from_zero_are_as_exact_as_torch(offset):
     )
 
 
+def test_chunks_cover_all_columns(monkeypatch):
+    """With chunks of 16 columns and tiles of 4 rows, an odd number of rows and of columns are as exact as in torch."""
+    monkeypatch.setattr(layernorm, "select_config", lambda *_: {"rows": 4, "block": 16, "programs": 2})
+    x, branch, weight, bias = make_inputs(7, 45)
+    far = (x.detach() + 1e3).requires_grad_()
+    assert_as_exact_as_torch(layernorm.add_layer_norm, add_layer_norm_reference, (far, branch, weight, bias), 3.0)
+
+
 def test_the_steps_match_the_reference():
-    """The kernel with one row per program, and the kernel that sums with atomics, match the reference."""
+    """The kernels with one row per program and with full rows, and the one with atomic sums, match the reference."""
     x, dy, weight, bias = (leaf.detach() for leaf in make_inputs(9, 769))
     with guard_bands():
         y = layernorm.run_one_row_step(guard(x), weight, bias)
+        tiled = layernorm.run_tile_step(guard(x), weight, bias)
         dx, dw, db = layernorm.run_atomic_step(guard(dy), guard(x), weight)
     leaves = x.double().requires_grad_(), weight.double().requires_grad_(), bias.double().requires_grad_()
     exact = layernorm.reference(*leaves)
-    assert gap(y, exact) <= 1e-5
+    assert gap(y, exact) <= 1e-5 and gap(tiled, exact) <= 1e-5
     for actual, expected in zip((dx, dw, db), torch.autograd.grad(exact, leaves, dy.double()), strict=True):
         assert gap(actual, expected) <= 1e-5
 
 
 def test_programs_cover_all_rows(monkeypatch):
     """With 3 programs and tiles of 2 rows for 17 rows, each program sums multiple tiles. dW and dB are complete."""
-    monkeypatch.setattr(layernorm, "select_config", lambda *_: {"rows": 2, "programs": 3})
+    monkeypatch.setattr(layernorm, "select_config", lambda *_: {"rows": 2, "block": 128, "programs": 3})
     assert_as_exact_as_torch(layernorm.add_layer_norm, add_layer_norm_reference, make_inputs(17, 100), factor=3.0)
 
 

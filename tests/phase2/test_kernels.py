@@ -85,7 +85,8 @@ def test_the_committed_report_can_be_reproduced():
 def test_compiled_kernels_stay_within_limits(version, architecture):
     """No kernel spills registers, shared memory fits, and every tl.dot uses tensor cores, except in fp32.
 
-    No kernel has wgmma instructions that wait for each other.
+    No kernel has wgmma instructions that wait for each other. LayerNorm sums a row within one warp: only the mean
+    and rstd of each row of a program, 4 bytes each, pass through shared memory. A sum over 4 warps would need more.
     """
     kernels = REPORTS[version]["kernels"][architecture]
     assert len(kernels) >= 20
@@ -94,6 +95,8 @@ def test_compiled_kernels_stay_within_limits(version, architecture):
         assert facts["shared_bytes"] <= ARCHITECTURES[architecture] * 1024, name
         assert facts["registers"] <= 255, name
         assert not facts["serialized_wgmma"], name
+        if "layer_norm" in name and "forward_kernel" in name:
+            assert facts["shared_bytes"] == 4 * facts["constants"]["ROWS"], name
         if facts["has_dot"] and "fp32" not in name:  # exact fp32 products do not use tensor cores
             assert facts["tensor_cores"], name
     assert any(facts["has_dot"] for facts in kernels.values())

@@ -187,7 +187,8 @@ def test_layer_norm_past_2_to_the_31(is_wide, tmp_path):
     constants = {"ROWS": 1, "BLOCK": WIDTH, "HAS_BIAS": False}
     backward_constants = {**constants, "HAS_DTOTAL": False, "ATOMIC": False}
     sizes = (FAR_ROW + 1, WIDTH)
-    launch(kernels.forward_kernel, (1,), x, None, weight, None, x, y, *rows, *sizes, 1e-5, False, **constants)
+    inputs = (x, None, weight, None, x, y, *rows, *sizes)
+    launch(kernels.forward_kernel, (1,), *inputs, EPS=1e-5, HAS_BRANCH=False, CHUNKS=1, **constants)
     launch(kernels.backward_kernel, (1,), x, None, x, weight, *rows, dx, sums, *sizes, **backward_constants)
     leaf = x[-1].double().requires_grad_()
     exact = F.layer_norm(leaf, (WIDTH,))

@@ -52,17 +52,21 @@ EXERCISES = [
         idea="The padding is loaded as 0, but the variance needs x - mean.",
         line="centred =",
         planted=(
-            plant_mistake("tl.where(mask, v - row_mean[:, None], 0.0)", "v - row_mean[:, None]", "12 lanes of padding"),
+            plant_mistake(
+                "tl.where(i * BLOCK + lanes < N, chunks[i] - row_mean, 0.0)",
+                "chunks[i] - row_mean",
+                "12 lanes of padding",
+            ),
         ),
         mistakes=(
             plant_mistake(
-                "tl.where(mask, v - row_mean[:, None], 0.0)",
-                "tl.where(mask, v, 0.0) - row_mean[:, None]",
+                "tl.where(i * BLOCK + lanes < N, chunks[i] - row_mean, 0.0)",
+                "tl.where(i * BLOCK + lanes < N, chunks[i], 0.0) - row_mean",
                 "must not count in the variance",
             ),
             plant_mistake(
-                "        tl.store(total + offs, rounded, mask=mask)",
-                "        tl.store(total + offs, to_fp32(tl.load(x + offs, mask=mask)), mask=mask)",
+                "tl.store(total + rows * N + cols, rounded, mask=mask)",
+                "tl.store(total + rows * N + cols, to_fp32(tl.load(x + rows * N + cols, mask=mask)), mask=mask)",
                 "the sum of both inputs",
             ),
         ),
