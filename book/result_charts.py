@@ -6,12 +6,18 @@ from typing import Any
 
 from bench.tables.deepspeed_tables import name_run
 from book.charts import Chart, Timeline, draw_chart
+from book.kernel_charts import (
+    draw_goals,
+    draw_ladder,
+    draw_residual_dtype,
+    draw_residual_fusion,
+    draw_resources,
+)
 from nanoGPT.errors import ConfigError
 
 MB = 1e6
 Samples = dict[str, Any]
 Drawing = Callable[[Samples], Sequence[Chart | Timeline]]
-DRAWN_WIDTH, DRAWN_GPU = 768, "sm_90"  # of the kernels whose registers are drawn
 
 
 def render_charts(result: dict[str, Any]) -> str:
@@ -204,6 +210,31 @@ def draw_scale(samples: Samples) -> list[Chart]:
     return [Chart("seconds per rank, before and after an improvement", dict(sorted(rows.items(), reverse=True)))]
 
 
+def draw_heartbeats(samples: Samples) -> list[Chart]:
+    """Draw the operations on the shared directory with one file per rank, and with one file per node."""
+    rows: dict[str, dict[str, float]] = {}
+    for row in samples["rows"]:
+        for action in ("write", "check"):
+            label = f"{'a second' if action == 'write' else 'a check of a stall'}, {row['ranks']} ranks"
+            rows[label] = {
+                design: row["designs"][f"{design}, {action}"]["operations"]
+                for design in ("one file per rank", "one file per node")
+            }
+    return [Chart("operations on the shared directory", dict(sorted(rows.items(), reverse=True)))]
+
+
+def draw_hybrid_zero1(samples: Samples) -> list[Chart]:
+    """Draw the measured state and communication of hybrid FSDP, with and without ZeRO-1 across its replicas."""
+    runs = samples["measured"]
+    return [
+        Chart(title, {way: {"": run[key] / MB} for way, run in runs.items()})
+        for key, title in (
+            ("state_bytes", "model state per rank (MB)"),
+            ("sent_bytes", "communication volume per rank and step, ring algorithm (MB)"),
+        )
+    ]
+
+
 def draw_startup(samples: Samples) -> list[Chart]:
     """Draw the peak memory in which a rank initialized its shard, next to the shard and to the full model."""
     rows = {}
@@ -284,35 +315,6 @@ def draw_partitions(samples: Samples) -> list[Chart]:
     return [Chart("seconds after a node was cut off", rows), draw_both_curves(samples["curves"])]
 
 
-def draw_ladder(samples: Samples) -> list[Chart]:
-    """Draw the bytes that each step of a kernel reads and writes, next to the smallest possible number."""
-    rows = {
-        f"{row['kernel']}, step {row['step']}: {row['idea']}": {
-            "read": row["loaded"] / MB,
-            "written": row["stored"] / MB,
-            "smallest possible sum": row["minimum_bytes"] / MB,
-        }
-        for row in samples["rows"]
-    }
-    return [Chart("memory traffic of one call (MB)", rows)]
-
-
-def draw_resources(samples: Samples) -> list[Chart]:
-    """Draw the registers of the kernels of GPT-2's width on one GPU, for each version of Triton."""
-    rows: dict[str, dict[str, float]] = {}
-    for version in sorted(samples):
-        for name, kernel in samples[version]["kernels"][DRAWN_GPU].items():
-            if f" {DRAWN_WIDTH}:" in name:
-                rows.setdefault(name, {})[f"Triton {version}"] = kernel["registers"]
-    return [Chart(f"registers per thread on {DRAWN_GPU}, {DRAWN_WIDTH} channels; the limit is 255", rows)]
-
-
-def draw_goals(samples: Samples) -> list[Chart]:
-    """Draw the goal of each kernel next to its forecast, as ratios."""
-    rows = {row["name"]: {name: row[name] for name in ("goal", "cautious", "best")} for row in samples["rows"]}
-    return [Chart("goals of the kernels, and cautious and best forecasts for an H100 (ratios)", rows)]
-
-
 def draw_step_parts(samples: Samples) -> list[Chart]:
     """Draw where the time of a step goes in each trainer."""
     parts = {
@@ -364,6 +366,8 @@ CHARTS: dict[str, Drawing] = {
     "nanogpt": draw_nanogpt,
     "deepspeed": draw_deepspeed,
     "scale": draw_scale,
+    "heartbeats": draw_heartbeats,
+    "hybrid-zero1": draw_hybrid_zero1,
     "startup": draw_startup,
     "twins": draw_twins,
     "torture": draw_torture,
@@ -373,6 +377,8 @@ CHARTS: dict[str, Drawing] = {
     "partitions": draw_partitions,
     "kernel-ladder": draw_ladder,
     "kernel-goals": draw_goals,
+    "residual-fusion": draw_residual_fusion,
+    "residual-dtype": draw_residual_dtype,
     "step-parts": draw_step_parts,
     "kernel-resources": draw_resources,
     "zero1-timeline": draw_zero1_timeline,
