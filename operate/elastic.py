@@ -10,6 +10,8 @@ they restart, so no step is lost. The global batch stays the same, so the loss c
 ranks. The job trains on the largest number of ranks that divides `gradient_accumulation_steps`. The remaining ranks are
 spare: they wait.
 
+A node that is cut off the network ends its ranks, before the others restart without it (`operate.node_monitor`).
+
 A rank that fails with an error that a restart would repeat (an invalid configuration, or a loss that is not finite)
 stops the job on all nodes.
 """
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,7 @@ from operate.node_monitor import BEATS_KEY, NodeMonitor, connect, kill_processes
 
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 1, 5  # a node that is silent for the product of both counts as lost
+ADDRESS_SECONDS = 20  # how long a node of a new round waits for the address that the first node of the round publishes
 MAX_RESTARTS = 10**6  # of the ranks; a job without progress is stopped by STOP_KEY or by the user
 BEATS_SECONDS = 5  # how long a node that differs from the job watches them, to find out whether another node is alive
 RENDEZVOUS = "nanogpt"
@@ -193,21 +197,36 @@ def leave_after_signal() -> None:
     threading.Thread(target=exit_without_ranks, daemon=True).start()
 
 
-def register_rendezvous(monitor: NodeMonitor) -> None:
-    """Register RENDEZVOUS, the rendezvous c10d of torch that also reports every round to the monitor."""
+def register_rendezvous(monitor: NodeMonitor, is_finished: Callable[[], bool]) -> None:
+    """Register RENDEZVOUS, the rendezvous c10d of torch with three changes.
+
+    It reports every round to the monitor. If the first node of a round dies before it has published its address, the
+    other nodes begin a new round. And a node that fails does not close the rendezvous, so the job continues on the
+    other nodes.
+
+    Args:
+        monitor: of this node.
+        is_finished: returns whether the run has completed its steps.
+    """
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters.backend = "c10d"
         handler = rendezvous_handler_registry.create_handler(parameters)
-        join = handler.next_rendezvous
+        join, close = handler.next_rendezvous, handler.shutdown
 
         def next_rendezvous() -> RendezvousInfo:
             monitor.leave_round()
-            info = join()
+            while True:
+                try:
+                    info = join()
+                    break
+                except dist.DistStoreError:
+                    print("the first node of this round is lost: the other nodes begin a new round", flush=True)
             monitor.enter_round(info)
             return info
 
         handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
+        handler.shutdown = lambda: not is_finished() or close()  # type: ignore[method-assign]
         return handler
 
     rendezvous_handler_registry.register(RENDEZVOUS, create)
@@ -230,6 +249,7 @@ def build_launch_config(config: ElasticConfig, job: str, logs: str) -> LaunchCon
             "last_call_timeout": LAST_CALL_SECONDS,
             "keep_alive_interval": KEEP_ALIVE_SECONDS,
             "keep_alive_max_attempt": KEEP_ALIVE_ATTEMPTS,
+            "read_timeout": ADDRESS_SECONDS,
         },
         max_restarts=MAX_RESTARTS,
         monitor_interval=0.5,
@@ -248,9 +268,15 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     os.environ[ELASTIC_VARIABLE] = f"{elastic.store} {job}"
     # Without this setting, a node that joins waits for an address that the first node published in an earlier round.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # All nodes have the same number of ranks. Without this setting, the agents of a round wait for numbers from its
+    # first node, and fail if it has died.
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     register_rendezvous(
-        NodeMonitor(host, port, job, lambda nodes: -(-count_usable_ranks(config, nodes * elastic.gpus) // elastic.gpus))
+        NodeMonitor(
+            host, port, job, lambda nodes: -(-count_usable_ranks(config, nodes * elastic.gpus) // elastic.gpus)
+        ),
+        lambda: has_finished(config),
     )
     leave_after_signal()
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
@@ -290,7 +316,8 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("--eval_only does not work in an elastic job: use make baseline, phase1, phase2 or phase3")
     for nodes in range(low, high + 1):
         data = preflight(config, count_usable_ranks(config, nodes * elastic.gpus), elastic.gpus)
-    return take_part(elastic, [str(trainer), *trainer_arguments], config, describe_inputs(config, data))
+    inputs = describe_inputs(config, data) | {"GPUS": elastic.gpus}
+    return take_part(elastic, [str(trainer), *trainer_arguments], config, inputs)
 
 
 if __name__ == "__main__":
