@@ -37,6 +37,7 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
 from nanoGPT.job.credentials import check_credentials
 from nanoGPT.job.elastic import has_finished
+from nanoGPT.job.heartbeat_files import delete_leftovers
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from nanoGPT.job.out_dir import check_out_dir
@@ -308,6 +309,7 @@ def main(arguments: list[str]) -> int:
             code = run_one_rank(command, config, watch)
         else:
             code = run_ranks(place, command, config, watch, logs)
+            delete_leftovers(Path(config.out_dir))
     if code == 0 and place.node_rank == 0 and has_finished(config):
         show_sample(config)
     return code

@@ -23,7 +23,8 @@ from bench.plan.plan import check_plot
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
-from operate.run_files import find_newest_run, read_json_lines, read_object
+from nanoGPT.job.heartbeat_files import read_json
+from operate.run_files import find_newest_run, read_json_lines
 
 Lines = list[dict[str, Any]]
 
@@ -86,7 +87,7 @@ def summarize(runs: dict[str, Lines]) -> Iterator[str]:
     header = ("run", "ranks", "steps", "loss", "best validation loss", "tokens per second", "peak memory (GB)")
     rows = [header]
     for name, lines in runs.items():
-        ranks = read_object(Path(name) / "env.json").get("world_size", "?")
+        ranks = read_json(Path(name) / "env.json").get("world_size", "?")
         columns = {key: select_values(lines, key, factor)[1] for key, _, factor in PANELS}
         rows.append(
             (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.heartbeat_files import read_node_file
+from nanoGPT.job.heartbeat_files import read_json, read_node_file
 
 
 def find_newest_run() -> Path:
@@ -43,18 +43,10 @@ def read_by_rank(folder: Path, pattern: str) -> dict[int, Path]:
 def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the last heartbeat of each rank of the newest start of a run. An earlier start may have had more ranks."""
     files = read_by_rank(folder / "heartbeat", "rank*.json")
-    found = [(rank, read_object(path)) for rank, path in files.items()]
+    found = [(rank, read_json(path)) for rank, path in files.items()]
     for path in read_by_rank(folder / "heartbeat", "node-*.json").values():  # a run on several nodes
         found += read_node_file(path).items()
     beats = [(rank, beat) for rank, beat in found if "time" in beat]
     newest = max((beat for _, beat in beats), key=lambda beat: beat["time"], default={}).get("run")
     own = [(rank, beat) for rank, beat in beats if beat.get("run") == newest]
     return dict(sorted(own, key=lambda each: each[0]))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one if the file is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}

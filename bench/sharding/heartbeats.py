@@ -11,7 +11,7 @@ Each rank is a small process, and a node has 8 ranks. Three designs write one he
 
 `write` is one heartbeat of a healthy job, and `check` is one comparison of all ranks in a stall. Both report the CPU
 time of the rank with the highest median, which is also that of the process that serves the store. The number of
-operations (open, rename, list) on the shared directory is the sum over all ranks.
+operations (open, rename, create a directory, list) on the shared directory is the sum over all ranks.
 """
 
 import json
@@ -42,7 +42,6 @@ HEARTBEAT = {
     "stage": "micro-batch 3",
     "stages_entered": 3000,
     "progress_reports": 0,
-    "device_stages": 2999,
 }
 HEARTBEAT |= {"waits": False, "waits_for_device": False, "line": "nanoGPT/train.py:132, train", "run": "01234567"}
 HEARTBEAT |= {"host": "node", "pid": 12345, "parent": 1234, "beats": 500, "waiting_beats": 80, "trainer": "phase3_fsdp"}
@@ -57,7 +56,7 @@ class OperationCounter:
         sys.addaudithook(self._handle)
 
     def _handle(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("open", "os.rename", "os.listdir", "os.scandir") and str(arguments[0]).startswith(self.folder):
+        if event in ("open", "os.mkdir", "os.rename", "os.listdir", "os.scandir") and str(arguments[0]).startswith(self.folder):
             self.count += 1
 
 

@@ -288,9 +288,11 @@ def create_runtime(device: str, dtype: str, supports_mps: bool = True) -> Runtim
         )
     rank, world_size = int(values.get("RANK", 0)), int(values.get("WORLD_SIZE", 1))
     local_rank, local_world_size = int(values.get("LOCAL_RANK", rank)), int(values.get("LOCAL_WORLD_SIZE", world_size))
-    if not (rank < world_size and local_rank < local_world_size <= world_size):
+    first = rank - local_rank  # of the ranks of this node, which follow each other
+    if not (local_rank < local_world_size and 0 <= first <= world_size - local_world_size and rank < world_size):
         raise ConfigError(
-            f"the environment has invalid values, {values}: use ranks that are smaller than the world size"
+            f"the environment has invalid values, {values}: use ranks that are smaller than the world size, and "
+            "consecutive ranks on each node"
         )
     torch_device, device_reason = pick_device(device, local_rank, local_world_size, world_size, supports_mps)
     torch_dtype, dtype_reason = pick_dtype(dtype, torch_device)

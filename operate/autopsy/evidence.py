@@ -8,9 +8,10 @@ from typing import Any
 
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
+from nanoGPT.job.heartbeat_files import read_json
 from nanoGPT.job.log import LOG
 from nanoGPT.job.rank_logs import FOLDER
-from operate.run_files import read_by_rank, read_heartbeats, read_json_lines, read_object
+from operate.run_files import read_by_rank, read_heartbeats, read_json_lines
 
 TIME_LENGTH = len("2026-01-31 12:00:00 ")
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
@@ -109,9 +110,9 @@ def read_evidence(folder: Path) -> Evidence:
     for rank, path in read_by_rank(folder / "diagnostics", "rank*.jsonl").items():
         evidence.records[rank] = read_json_lines(path)
     for rank, path in read_by_rank(folder / "diagnostics", "rank*.json").items():
-        evidence.summaries[rank] = read_object(path)
+        evidence.summaries[rank] = read_json(path)
     for rank, path in read_by_rank(folder / "stacks", "collectives-rank*.json").items():
-        for backend, dump in read_object(path).items():
+        for backend, dump in read_json(path).items():
             if isinstance(dump, dict) and "entries" in dump:
                 evidence.collectives.setdefault(backend, {})[rank] = dump["entries"]
     for rank, path in read_by_rank(folder / FOLDER, "rank*.txt").items():
@@ -120,7 +121,7 @@ def read_evidence(folder: Path) -> Evidence:
     for rank, path in read_by_rank(folder / "stacks", "rank*.txt").items():
         evidence.stacks[rank] = path.read_text(errors="replace")[-20_000:]
     evidence.metrics = read_json_lines(folder / "metrics.jsonl")
-    evidence.environment = read_object(folder / "env.json")
+    evidence.environment = read_json(folder / "env.json")
     read_checkpoints(evidence)
     return evidence
 

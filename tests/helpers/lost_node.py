@@ -8,6 +8,7 @@ The process that creates FILE is the one that dies, with the exit code 9. The ot
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
@@ -42,10 +43,15 @@ def build_or_die(rank: int, *arguments: object, **options: object) -> Rendezvous
 
 if __name__ == "__main__":
     FILE = Path(sys.argv[2])
-    RendezvousStoreInfo.build = staticmethod(build_or_die)  # type: ignore[assignment]
+    RendezvousStoreInfo.build = staticmethod(build_or_die)  # type: ignore[method-assign]
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     register_rendezvous(Rounds(), lambda: False)  # type: ignore[arg-type]
-    settings = {"is_host": "0", "keep_alive_interval": 1, "keep_alive_max_attempt": 2, "read_timeout": 1}
+    settings: dict[str, Any] = {
+        "is_host": "0",
+        "keep_alive_interval": 1,
+        "keep_alive_max_attempt": 2,
+        "read_timeout": 1,
+    }
     parameters = RendezvousParameters(RENDEZVOUS, f"127.0.0.1:{sys.argv[1]}", "job", 2, 2, **settings)
     handler = rendezvous_handler_registry.create_handler(parameters)
     handler.next_rendezvous()
