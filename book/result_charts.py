@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.tables.deepspeed_tables import name_run
+from bench.tables.fsdp_tables import WAYS
 from book.charts import Chart, Timeline, draw_chart
 from book.kernel_charts import (
     draw_goals,
@@ -16,6 +17,11 @@ from book.kernel_charts import (
 from nanoGPT.errors import ConfigError
 
 MB = 1e6
+SCALE_PAIRS = (  # parts of `bench.sharding.scale`, without and with the optimization
+    ("start", "init_before", "init_after"),
+    ("save on rank 0", "save_before", "save_layout"),
+    ("resume, another rank than 0", "index_before", "index_after"),
+)
 Samples = dict[str, Any]
 Drawing = Callable[[Samples], Sequence[Chart | Timeline]]
 
@@ -201,13 +207,14 @@ def draw_diagnostics(samples: Samples) -> list[Chart]:
 
 
 def draw_scale(samples: Samples) -> list[Chart]:
-    """Draw the start and the save on many ranks, before and after they were improved."""
+    """Draw the start, the save and the resume on many ranks, without and with the optimizations that are used."""
     rows: dict[str, dict[str, float]] = {}
     for row in samples["rows"]:
-        for stage in ("init", "save"):
-            label = f"{'start' if stage == 'init' else 'save'}, {row['ranks']} ranks"
-            rows[label] = {when: row[f"{stage}_{when}"] for when in ("before", "after")}
-    return [Chart("seconds per rank, before and after an improvement", dict(sorted(rows.items(), reverse=True)))]
+        for part, without, with_it in SCALE_PAIRS:
+            if with_it in row:
+                label = f"{part}, {row['ranks']} ranks"
+                rows[label] = {"without the optimization": row[without], "with it": row[with_it]}
+    return [Chart("CPU time of a rank (s)", dict(sorted(rows.items(), reverse=True)))]
 
 
 def draw_heartbeats(samples: Samples) -> list[Chart]:
@@ -309,7 +316,9 @@ def draw_partitions(samples: Samples) -> list[Chart]:
     """Draw when the ranks of a node that was cut off had ended, and when the other nodes continued."""
     names = {"ranks_ended": "its ranks have ended", "others_started": "the other nodes start again"}
     rows = {
-        f"node {row['node']}, {row['way']} ({number + 1})": {text: row["seconds"][key] for key, text in names.items()}
+        f"node {row['node']}, {WAYS[row['way']]} ({number + 1})": {
+            text: row["seconds"][key] for key, text in names.items()
+        }
         for number, row in enumerate(samples["rows"])
     }
     return [Chart("seconds after a node was cut off", rows), draw_both_curves(samples["curves"])]

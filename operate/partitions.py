@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from bench.tables.fsdp_tables import WAYS
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
@@ -40,7 +41,6 @@ from workshop.imports import ROOT
 
 NODES = 3
 SWITCH_VARIABLE = "NANOGPT_SWITCH"  # set in the process that runs in the namespace of the bridge
-WAYS = {"drop": "dropped packets", "down": "interface down"}
 # The way, the node, and the seconds of each cut; None: until the job has continued and the node has ended. Node 0 has
 # rank 0, which writes the metrics and the manifests.
 CUTS: tuple[tuple[str, int, float | None], ...] = (

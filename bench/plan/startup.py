@@ -1,6 +1,7 @@
 """Predict how long a job takes to start, to save a checkpoint and to resume from one.
 
-Rates of the CPU come from committed measurements on one core of an AMD EPYC, one core per rank:
+Rates of the CPU come from committed measurements, with one core per rank: those of the index on an Intel Xeon, all
+others on an AMD EPYC.
 
     start     a rank draws the initial weights of its rows: all of them, or with FSDP its shard
               (bench/results/scale-*.json)
@@ -8,7 +9,8 @@ Rates of the CPU come from committed measurements on one core of an AMD EPYC, on
               Training waits for it, or with --async_save=True only for a copy (bench/results/save-speed-*.json).
               Rank 0 also writes the index, with one entry per shard of each tensor (bench/results/scale-*.json). The
               first save of a run takes longer, because rank 0 makes the index
-    resume    a rank hashes its part of the files, and reads its part of the state: from memory, if it is still cached
+    resume    a rank hashes its part of the files, and reads its part of the state: from memory, if it is still cached.
+              Before that, rank 0 reads and checks the index, and the other ranks wait for it
 
 The process group, imports and compilation take additional time, which does not depend on the model's size.
 """
@@ -24,6 +26,7 @@ from nanoGPT.model import GPT, GPTConfig
 DRAWN_PER_SECOND = 205e6  # elements
 HASHED_PER_SECOND = 1.7e9  # bytes that SHA-256 hashes
 INDEXED_PER_SECOND = 0.8e6  # shards whose entries in the index rank 0 writes, after the first save of a run
+CHECKED_PER_SECOND = 22e3  # shards whose entries in the index rank 0 reads and checks
 SAVED_TENSORS = 4  # per parameter tensor: the parameter, two moments and a step count; fewer with Muon
 
 
@@ -49,7 +52,7 @@ def estimate_startup(row: Mapping[str, Any], params: int, tensors: int, gpus: in
         "rank_bytes": busiest_rank,
         "start_seconds": params / (shards if row["phase"] == "phase3" else 1) / DRAWN_PER_SECOND,
         "save_seconds": transfer + entries / INDEXED_PER_SECOND,
-        "resume_seconds": transfer,  # the same bytes are hashed, and read instead of written
+        "resume_seconds": transfer + entries / CHECKED_PER_SECOND,  # the same bytes, read instead of written
     }
 
 

@@ -56,7 +56,9 @@ class OperationCounter:
         sys.addaudithook(self._handle)
 
     def _handle(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("open", "os.mkdir", "os.rename", "os.listdir", "os.scandir") and str(arguments[0]).startswith(self.folder):
+        if event in ("open", "os.mkdir", "os.rename", "os.listdir", "os.scandir") and str(arguments[0]).startswith(
+            self.folder
+        ):
             self.count += 1
 
 

@@ -4,11 +4,12 @@
     python -m bench.sharding.scale --write     # also write bench/results/scale-<hardware>.json
 
 More ranks than cores wait for each other, so the unit is CPU time of one process, without its waiting. Each part runs
-with its optimization ("after") and without it ("before"):
+without its optimization ("before") and with it ("after"). Saves have three ways: DCP ("before"), DCP with cached plans
+("after"), and what the trainers use, the layout of the last save ("layout"):
 
     init    a rank draws the initial values of its rows, or of all rows
-    save    the third save of a model with as many tensors as GPT-2 124M: DCP without or with cached plans, or with the
-            layout of the last save (`nanoGPT.checkpoint.shard_writer`); on rank 0, and the median of the other ranks
+    save    the third save of a model with as many tensors as GPT-2 124M (`nanoGPT.checkpoint.shard_writer`); on rank 0,
+            and the median of the other ranks
     index   a rank gets the index of this checkpoint: every rank reads and checks it, or rank 0 broadcasts it
     stop    a rank asks whether to stop after every step of 0.1 s; the ranks agree once a second, or after every step
 """

@@ -143,9 +143,11 @@ def node_kills_table() -> str:
     return "\n".join(parts)
 
 
+WAYS = {"drop": "dropped packets", "down": "interface down"}  # to cut a node off the network, by their names in results
+
+
 def partitions_table() -> str:
     """Return what happened in an elastic job when a node was cut off the network, and when it came back."""
-    ways = {"drop": "packets dropped", "down": "interface down"}
     head = ["the cut", "node", "exit code", "its ranks ended after (s)", "the others started after (s)"]
     head += ["steps lost", "its ranks that still ran then", "joined again after (s)"]
     parts = []
@@ -153,16 +155,16 @@ def partitions_table() -> str:
         samples, rows = result["samples"], []
         for row in samples["rows"]:
             seconds = {name: f"{value:.1f}" for name, value in row["seconds"].items()}
-            cells = [ways[row["way"]], str(row["node"]), str(row["exit_code"]), seconds["ranks_ended"]]
+            cells = [WAYS[row["way"]], str(row["node"]), str(row["exit_code"]), seconds["ranks_ended"]]
             cells += [seconds["others_started"], str(row["steps_lost"]), str(row["ranks_in_both"]), seconds["joined"]]
             rows.append(cells)
         text = (
             f"\nThe job trained {samples['steps']:,} steps. The max loss difference to an uninterrupted run is "
-            f"{samples['max_loss_difference']:.1e}; {len(samples['missing_steps'])} steps are missing in its metrics.\n"
+            f"{samples['max_loss_difference']:.1e}; {len(samples['missing_steps'])} steps are missing in its metrics, "
+            f"and {samples['gaps']} lines are out of order.\n"
         )
         for row in samples["brief"]:
-            effect = f"{row['starts']} times" if row["starts"] else "not"
-            text += f"After a cut of {row['cut_seconds']:g} s, the job was {effect} restarted.\n"
+            text += f"After a cut of {row['cut_seconds']:g} s, the ranks were started again {row['starts']} times.\n"
         parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows) + text)
     return "\n".join(parts)
 

@@ -1,6 +1,5 @@
 """The files of the heartbeats on several nodes: one per node, also if ranks end together or the node has no memory."""
 
-import os
 from pathlib import Path
 
 from nanoGPT.job.heartbeat_files import HeartbeatFiles, delete_leftovers, read_node_file
@@ -34,8 +33,12 @@ def test_a_heartbeat_uses_only_the_directory_of_its_node(tmp_path, monkeypatch):
     """After the first heartbeat, ranks of a job on several nodes create no directories and no files of the run."""
     files = HeartbeatFiles(tmp_path, 4, range(2))
     files.write(0, RUNNING)
+
+    def fail(path: Path, *_arguments: object, **_options: object) -> None:
+        raise AssertionError(path)
+
     for name in ("mkdir", "stat"):
-        monkeypatch.setattr(Path, name, lambda path, *_arguments, **_options: os.abort())
+        monkeypatch.setattr(Path, name, fail)
     files.write(0, ENDED)
     monkeypatch.undo()
     assert files.read_node() == {0: ENDED} and not files.folder.exists()
