@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -49,6 +50,7 @@ from nanoGPT.distributed.network import source_address
 from nanoGPT.distributed.process_group import is_served
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks, has_finished
+from nanoGPT.job.heartbeat_files import delete_leftovers
 from nanoGPT.job.parse import parse
 from nanoGPT.job.preflight import preflight
 from nanoGPT.job.rank_logs import copy_output, split_by_rank
@@ -170,8 +172,8 @@ def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> N
     )
 
 
-def leave_after_signal() -> None:
-    """After SIGTERM, SIGINT or SIGHUP, let the ranks of this node save, and exit.
+def leave_after_signal(clean_up: Callable[[], None]) -> None:
+    """After SIGTERM, SIGINT or SIGHUP, let the ranks of this node save, clean up, and exit.
 
     The agent is not asked to stop, because it would close the rendezvous for all nodes.
     """
@@ -180,6 +182,7 @@ def leave_after_signal() -> None:
     def forward(number: int, _frame: object) -> None:
         received_signals.append(number)
         if not (pids := list_rank_processes()):
+            clean_up()
             os._exit(128 + number)
         kill_processes(pids, signal.SIGTERM)
 
@@ -190,6 +193,7 @@ def leave_after_signal() -> None:
         while ranks & set(list_rank_processes()):
             time.sleep(0.1)
         kill_processes(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones
+        clean_up()
         os._exit(0)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -272,32 +276,54 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     # first node, and fail if it has died.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    register_rendezvous(
-        NodeMonitor(
-            host, port, job, lambda nodes: -(-count_usable_ranks(config, nodes * elastic.gpus) // elastic.gpus)
-        ),
-        lambda: has_finished(config),
-    )
-    leave_after_signal()
-    with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
-        while not has_finished(config):
-            try:
-                launch_config = copy_output(build_launch_config(elastic, job, logs), logs)
-                with split_by_rank(config.out_dir):
-                    elastic_launch(launch_config, sys.executable)(*command)
-            except RendezvousTimeoutError:
-                print(f"still waiting for nodes: the job needs {elastic.parse_nodes()[0]}", flush=True)
-            except Exception as error:  # torch raises various errors if the job finishes or the store dies meanwhile
-                if has_finished(config):
-                    break
-                if not is_served(host, port):
-                    time.sleep(10)  # NodeMonitor ends this process
-                name = type(error).__name__
-                raise ConfigError(f"this node cannot take part in the job ({name}: {error}): start it again") from None
+    logs = tempfile.mkdtemp(prefix="nanogpt-")
+
+    def clean_up() -> None:
+        shutil.rmtree(logs, ignore_errors=True)
+        delete_leftovers(Path(config.out_dir))
+
+    def count_training_nodes(nodes: int) -> int:
+        return -(-count_usable_ranks(config, nodes * elastic.gpus) // elastic.gpus)
+
+    monitor = NodeMonitor(host, port, job, count_training_nodes, clean_up)
+    register_rendezvous(monitor, lambda: has_finished(config))
+    leave_after_signal(clean_up)
+    try:
+        train_in_rounds(build_launch_config(elastic, job, logs), logs, command, config)
+    finally:
+        clean_up()
     with contextlib.suppress(dist.DistError):
         store.delete_key(token_key(config.out_dir))  # a new job in this directory gets another name
     print(f"the run in {config.out_dir} has completed its {config.max_iters} steps", flush=True)
     return 0
+
+
+def train_in_rounds(settings: LaunchConfig, logs: str, command: list[str], config: TrainConfig) -> None:
+    """Start the ranks of this node again and again, until the run has completed its steps.
+
+    Args:
+        settings: of the elastic agent.
+        logs: a temporary directory for the output of the ranks.
+        command: the trainer and its arguments.
+        config: of the run.
+
+    Raises:
+        ConfigError: this node has failed. The job continues on the other nodes.
+    """
+    while not has_finished(config):
+        try:
+            with split_by_rank(config.out_dir):
+                elastic_launch(copy_output(settings, logs), sys.executable)(*command)
+        except RendezvousTimeoutError:
+            print(f"still waiting for nodes: the job needs {settings.min_nodes}", flush=True)
+        except Exception as error:  # torch raises various errors if the job finishes or the store dies meanwhile
+            if has_finished(config):
+                break
+            host, port = settings.rdzv_endpoint.rsplit(":", 1)
+            if not is_served(host, int(port)):
+                time.sleep(10)  # NodeMonitor ends this process
+            name = type(error).__name__
+            raise ConfigError(f"this node cannot take part in the job ({name}: {error}): start it again") from None
 
 
 def main(arguments: list[str]) -> int:

@@ -98,7 +98,7 @@ class Beats:
         return now - self.times.get(node, now) > LOST_SECONDS
 
     def count_missing(self, current: Round, now: float) -> int:
-        """Return how many nodes with ranks that train in this round give no sign of life."""
+        """Return how many nodes with ranks that train in this round send no heartbeat."""
         beats = [value.split() for node, value in self.values.items() if not self.is_silent(node, now)]
         positions = {int(position) for _, name, position in beats if name == current.name}
         return sum(position not in positions for position in range(current.training_nodes))
@@ -111,10 +111,19 @@ class NodeMonitor:
         host, port: of the store.
         job: the name of the job.
         count_training_nodes: returns the number of nodes with ranks that train, for a number of nodes.
+        clean_up: called when the monitor ends this node.
     """
 
-    def __init__(self, host: str, port: int, job: str, count_training_nodes: Callable[[int], int]) -> None:
-        self.host, self.port, self.job, self.count_training_nodes = host, port, job, count_training_nodes
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        job: str,
+        count_training_nodes: Callable[[int], int],
+        clean_up: Callable[[], None],
+    ) -> None:
+        self.host, self.port, self.job = host, port, job
+        self.count_training_nodes, self.clean_up = count_training_nodes, clean_up
         self.round: Round | None = None
         self.round_begin = self.last_answer = time.monotonic()
         for task in (self._write_beats, self._watch_lease):
@@ -162,10 +171,8 @@ class NodeMonitor:
             return
         if missing := beats.count_missing(current, now):
             self.round = None
-            print(
-                f"{missing} node(s) gave no sign of life for {LOST_SECONDS:g} s: the job continues without them",
-                flush=True,
-            )
+            message = f"{missing} node(s) sent no heartbeat to the store for {LOST_SECONDS:g} s"
+            print(f"{message}: the job continues without them", flush=True)
             kill_processes(list_rank_processes(), signal.SIGKILL)
 
     def _watch_lease(self) -> None:
@@ -179,4 +186,5 @@ class NodeMonitor:
         kill_processes(list_rank_processes(), signal.SIGKILL)
         print(f"error: {message}", file=sys.stderr, flush=True)
         kill_processes(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones
+        self.clean_up()
         os._exit(code)

@@ -30,6 +30,7 @@ from bench.plan.speed import GPUS, GPUS_PER_NODE, collective_seconds
 from bench.sharding.replicated_shards import STEPS, train_hybrid
 from bench.sharding.zero1 import TEN_MILLION
 from bench.tables.records import write_result
+from bench.tables.scale_tables import ZERO1_WAY
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPTConfig
@@ -52,7 +53,7 @@ MICRO_BATCHES = (1, 4)  # of a rank and step
 
 def measure_ranks() -> dict[str, Any]:
     """Return the measurements of rank 0 with and without ZeRO-1 across the replicas."""
-    return {"hybrid": train_hybrid(False, TEN_MILLION), "hybrid, ZeRO-1": train_hybrid(True, TEN_MILLION)}
+    return {"hybrid": train_hybrid(False, TEN_MILLION), ZERO1_WAY: train_hybrid(True, TEN_MILLION)}
 
 
 def predict(name: str, nodes: int, micro_batches: int) -> list[dict[str, Any]]:
@@ -83,7 +84,7 @@ def predict_ways(planner: Planner, nodes: int, fields: dict[str, Any]) -> list[d
     saved = 2 * shard_bytes * (nodes - 1) / nodes
     hybrid = predicted["hybrid"]
     zero1 = {"bytes": hybrid["bytes"] - saved, "seconds": hybrid["seconds"] + extra_seconds}
-    predicted = {"hybrid": hybrid, "hybrid, ZeRO-1": zero1} | predicted
+    predicted = {"hybrid": hybrid, ZERO1_WAY: zero1} | predicted
     fields |= {
         "parameters": planner.params,
         "saved_bytes": saved,

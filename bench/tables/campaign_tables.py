@@ -45,7 +45,7 @@ def describe_compiled(result: dict[str, Any]) -> str:
 
 def describe_attention(result: dict[str, Any]) -> str:
     times = [f"{row['backend']} {row['ms']:.2f} ms" for row in result["rows"] if "ms" in row]
-    return f"forward and backward pass: {', '.join(times)}; auto selects {result['auto']}"
+    return f"forward and backward pass: {', '.join(times)}; auto selects {result.get('auto', 'unknown')}"
 
 
 def describe_tuning(result: dict[str, Any]) -> str:

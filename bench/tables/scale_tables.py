@@ -8,6 +8,7 @@ from typing import Any
 from bench.tables.records import format_table, hardware_of, read_results
 
 TARGET_RANKS = 1024
+ZERO1_WAY = "hybrid, ZeRO-1"  # the name of a way in the results of `bench.sharding.hybrid_zero1`
 
 # The parts of `bench.sharding.scale`: what they measure, and how they depend on the number of ranks N.
 SCALE_PARTS: dict[str, tuple[str, str, Callable[[int], float]]] = {
@@ -93,9 +94,6 @@ def heartbeats_table() -> str:
         lead = f"Measured on {hardware_of(result)}, {result['settings']['ranks_per_node']} ranks per node:\n\n"
         parts.append(lead + format_table(head, rows))
     return "\n".join(parts)
-
-
-ZERO1_WAY = "hybrid, ZeRO-1"
 
 
 def find_best_alternative(ways: dict[str, dict[str, Any]]) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from bench.matrix.cells import make_config
 from bench.tables.records import write_result
+from bench.tables.residual_tables import LAST_STEPS
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPT
@@ -103,10 +104,10 @@ def main(write: bool = False) -> None:
             for variant in VARIANTS:
                 row = run_variant(variant, seed, Path(folder))
                 rows.append(row)
-                mean = statistics.fmean(row["losses"][-50:])
+                mean = statistics.fmean(row["losses"][-LAST_STEPS:])
                 print(
-                    f"{variant.name}, seed {seed}: validation loss {row['val_loss']:.4f}, training loss of the last 50 "
-                    f"steps {mean:.4f}, activations {row['activation_bytes']:,} bytes",
+                    f"{variant.name}, seed {seed}: validation loss {row['val_loss']:.4f}, training loss of the last "
+                    f"{LAST_STEPS} steps {mean:.4f}, activations {row['activation_bytes']:,} bytes",
                     flush=True,
                 )
     if write:

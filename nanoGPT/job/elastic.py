@@ -87,7 +87,7 @@ def lock_directory(out_dir: Path) -> DirectoryLock:
         try:
             return DirectoryLock(out_dir)
         except ConfigError:
-            if not job or job[2] not in (out_dir / ".lock").read_text().splitlines():
+            if not job or not is_lock_of(job[2], out_dir):
                 raise
         if time.monotonic() > deadline:
             raise LostConnection(
@@ -95,6 +95,13 @@ def lock_directory(out_dir: Path) -> DirectoryLock:
                 "that was lost; the job continues then"
             )
         time.sleep(0.5)
+
+
+def is_lock_of(job: str, out_dir: Path) -> bool:
+    """Return whether the lock file of a directory names a job; False if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return job in (out_dir / ".lock").read_text().splitlines()
+    return False
 
 
 def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) -> C:

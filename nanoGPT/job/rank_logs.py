@@ -43,7 +43,7 @@ class RankStream:
 
     def __init__(self, console: IO[str], folder: Path | None) -> None:
         self.console, self.folder = console, folder
-        self.unfinished: set[str] = set()
+        self.unfinished: set[str] = set()  # ranks whose last line has no end yet
 
     def write(self, text: str) -> int:
         """Write one line, or a part of a line."""
@@ -80,7 +80,8 @@ def split_by_rank(out_dir: str | Path, reads_only: bool = False) -> Iterator[Non
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = RankStream(sys.stdout, folder), RankStream(sys.stderr, folder)
+    sys.stdout, sys.stderr = copies = RankStream(sys.stdout, folder), RankStream(sys.stderr, folder)
+    copies[1].unfinished = copies[0].unfinished  # both append to the same files
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """Read everything that a run has left in its directory."""
 
 import contextlib
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,14 +117,25 @@ def read_evidence(folder: Path) -> Evidence:
             if isinstance(dump, dict) and "entries" in dump:
                 evidence.collectives.setdefault(backend, {})[rank] = dump["entries"]
     for rank, path in read_by_rank(folder / FOLDER, "rank*.txt").items():
-        lines = path.read_text(errors="replace")[-20_000:].splitlines()
-        evidence.output[rank] = lines[-1][TIME_LENGTH:] if lines else ""
+        evidence.output[rank] = read_last_line(path, evidence.log[0][:TIME_LENGTH] if evidence.log else "")
     for rank, path in read_by_rank(folder / "stacks", "rank*.txt").items():
         evidence.stacks[rank] = path.read_text(errors="replace")[-20_000:]
     evidence.metrics = read_json_lines(folder / "metrics.jsonl")
     evidence.environment = read_json(folder / "env.json")
     read_checkpoints(evidence)
     return evidence
+
+
+def read_last_line(path: Path, since: str) -> str:
+    """Return the last line of a file of `nanoGPT.job.rank_logs`; empty if the line is older than a time.
+
+    Args:
+        since: a time, as at the start of the lines.
+    """
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
+        lines = file.read().decode(errors="replace").splitlines()
+    return lines[-1][TIME_LENGTH:] if lines and lines[-1][:TIME_LENGTH] >= since else ""
 
 
 def read_checkpoints(evidence: Evidence) -> None:

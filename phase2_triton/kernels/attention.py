@@ -274,7 +274,7 @@ def launch_blocks(
     suffix = "_fp32" if strided[0].dtype not in HALF_TYPES else "" if seed is None else "_dropout"
     options = select_config(name + suffix, hs)
     block = options.pop("block")
-    step = options.pop("step")
+    step = options.pop("step", block)  # some kernels have no loop
     heads = options.pop("heads", 1)  # heads per program
     if heads > 1:  # only in the interpreter, which is faster with few programs
         while 16 < block >= 2 * T:

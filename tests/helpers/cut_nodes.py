@@ -39,7 +39,7 @@ def run_node(position: int) -> None:
     while not node_monitor.is_served("10.77.0.1", PORT):
         time.sleep(0.05)
     rank = subprocess.Popen(["sleep", "100"])
-    monitor = node_monitor.NodeMonitor("10.77.0.1", PORT, "job", lambda nodes: nodes)
+    monitor = node_monitor.NodeMonitor("10.77.0.1", PORT, "job", lambda nodes: nodes, lambda: None)
     monitor.round = node_monitor.Round("round", position, 2)
     print(f"node {position} runs", flush=True)
     code = rank.wait(60)

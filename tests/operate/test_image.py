@@ -54,9 +54,11 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     """Both stages of the Dockerfile, with the CPU build of PyTorch, or with the one that TORCH selects, as for make."""
     folder = tmp_path_factory.mktemp("image")
     image = Image(folder / "work", {"TORCH": os.environ.get("TORCH", "cpu")})
-    image.build(DEPLOY / "Dockerfile", ROOT, "workshop")
-    yield image
-    shutil.rmtree(folder)  # several GB
+    try:
+        image.build(DEPLOY / "Dockerfile", ROOT, "workshop")
+        yield image
+    finally:
+        shutil.rmtree(folder)  # several GB
 
 
 def run_until(image: Image, words: list[str], pattern: str) -> str:
@@ -101,6 +103,10 @@ def check_two_nodes(image: Image, services: dict[str, Any], flags: list[str]) ->
         given = {key: str(value) for key, value in services[name]["environment"].items()}
         environment = image.make_environment(**{**given, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GPUS": "1"})
         nodes.append(subprocess.Popen([*services[name]["command"], *flags], cwd=image.folder, env=environment))
-    assert [node.wait(DEADLINE) for node in nodes] == [0, 0]
+    try:
+        assert [node.wait(DEADLINE) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.kill()
     out = image.folder / Path(services["node0"]["environment"]["OUT_DIR"])
     assert '"world_size": 2' in (out / "env.json").read_text()

@@ -38,7 +38,7 @@ def test_both_sides_of_a_cut_end_their_ranks(way):
     output = run_in_namespaces("-m", "tests.helpers.cut_nodes", way)
     assert "error: the store at 10.77.0.1:29400 is lost: check the network of this node" in output
     assert "node 0: exit code 1" in output and "node 1: exit code 0" in output
-    assert "1 node(s) gave no sign of life" in output
+    assert "1 node(s) sent no heartbeat to the store" in output
     assert output.index("node 0: exit code 1") < output.index("node 1: its rank ended with -9")
 
 
