@@ -65,8 +65,9 @@ def test_every_option_with_every_other(ranks, tmp_path):
     Communication matches the formula exactly. The state is 16 bytes for each element that a rank stores. Only
     `make bench-fsdp` also combines the options with compilation.
     """
-    # One sequence and one head, because the interpreter runs the attention kernels once for each sequence and head.
-    model = {**TINY, "gradient_accumulation_steps": min(2 * ranks, 8), "eval_iters": 1, "batch_size": 1, "n_head": 1}
+    # One short sequence and one head, because the interpreter runs kernels once for each of their blocks.
+    model = {**TINY, "batch_size": 1, "block_size": 8, "n_head": 1}
+    model |= {"gradient_accumulation_steps": min(2 * ranks, 8), "eval_iters": 1}
     rows = {tmp_path / str(i): row for i, row in enumerate(list_rows(is_quick=True)) if row["ranks"] == ranks}
     # All runs on the same number of ranks are in one call of run_on_ranks, so that ranks start only once.
     cells_by_ranks: dict[int, dict[str, tuple[str, TrainConfig]]] = {}
