@@ -1,6 +1,7 @@
 """The choice of attention's backend, deterministic algorithms, the mode of torch.compile, and compiled evaluation."""
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -22,20 +23,25 @@ from nanoGPT.distributed.algorithms import (
 )
 from nanoGPT.errors import ConfigError
 from nanoGPT.train_config import TrainConfig
-from tests.helpers.training import call_train, gap, read_metric, tiny, train, train_all
+from tests.helpers.training import CONFIGS, call_train, gap, read_metric, tiny, train_all
 from workshop.ranks import run_on_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])
-def test_backends_of_attention_have_one_loss_curve(phase, tmp_path):
-    """The plain (math) and the flash backend of attention have the same losses, and env.json names the backend."""
-    options = {"dropout": 0.0, "max_iters": 4} | ({"kernels": "none"} if phase == "phase2_triton" else {})
-    configs = [tiny(phase, tmp_path / name, attention=name, **options) for name in ("math", "flash")]
-    assert gap(*train_all(1, [(phase, config) for config in configs])) <= 1e-6
-    env = json.loads((tmp_path / "math" / "env.json").read_text())
-    assert env["chosen"]["attention"] == "math (requested)"
+def test_backends_of_attention_have_one_loss_curve(tmp_path):
+    """In every phase, the plain (math) and the flash backend of attention have the same losses, and env.json names the
+    backend."""
+    cells = {}
+    for phase, name in itertools.product(CONFIGS, ("math", "flash")):
+        options = {"dropout": 0.0, "max_iters": 4, "gradient_accumulation_steps": 2, "eval_iters": 1}
+        options |= {"kernels": "none"} if phase == "phase2_triton" else {}
+        cells[phase, name] = (phase, tiny(phase, tmp_path / phase / name, attention=name, **options))
+    losses = dict(zip(cells, train_all(1, list(cells.values())), strict=True))
+    for phase, name in cells:
+        assert gap(losses[phase, "math"], losses[phase, "flash"]) <= 1e-6
+        env = json.loads((tmp_path / phase / name / "env.json").read_text())
+        assert env["chosen"]["attention"] == f"{name} (requested)"
 
 
 def test_a_backend_is_used_only_inside_of_the_context():
@@ -116,15 +122,18 @@ def test_flash_attention_3_is_active_only_inside_of_the_context(tmp_path, monkey
     monkeypatch.delitem(sys.modules, "flash_attn_interface")
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp"])
-def test_deterministic_runs_are_equal(phase, tmp_path, device):
+def test_deterministic_runs_are_equal(tmp_path, device):
     """Every phase runs with --deterministic, and two such runs have equal losses and norms to the last digit."""
     dtype = "bfloat16" if device == "cuda" else "float32"
-    options = {"device": device, "dtype": dtype, "deterministic": True, "max_iters": 3, "n_layer": 1}
+    options = {"device": device, "dtype": dtype, "deterministic": True, "max_iters": 3, "n_layer": 1, "n_head": 1}
     options |= {"gradient_accumulation_steps": 2, "eval_interval": 3, "eval_iters": 1}
-    first, second = (tiny(phase, tmp_path / name, **options) for name in "ab")
-    assert train(phase, 1, first) == train(phase, 1, second)
-    assert read_metric(tmp_path / "a", "grad_norm") == read_metric(tmp_path / "b", "grad_norm")
+    first, second = (  # each in a new process
+        train_all(1, [(phase, tiny(phase, tmp_path / phase / name, **options)) for phase in CONFIGS]) for name in "ab"
+    )
+    assert first == second and all(first)
+    for phase in CONFIGS:
+        norms = [read_metric(tmp_path / phase / name, "grad_norm") for name in "ab"]
+        assert norms[0] == norms[1] and norms[0]
 
 
 def record_compiled_calls(phase: str, config: TrainConfig) -> tuple[set[str], set[bool]]:
@@ -148,14 +157,23 @@ def record_compiled_calls(phase: str, config: TrainConfig) -> tuple[set[str], se
     return modes, with_gradients
 
 
+def record_each(configs: dict[str, TrainConfig]) -> dict[str, tuple[set[str], set[bool]]]:
+    return {phase: record_compiled_calls(phase, config) for phase, config in configs.items()}
+
+
 @pytest.mark.parametrize(
-    ("phase", "ranks"), [("nanoGPT", 1), ("nanoGPT", 2), ("phase1_zero1", 2), ("phase2_triton", 1), ("phase3_fsdp", 2)]
+    ("ranks", "phases"), [(1, ["nanoGPT", "phase2_triton"]), (2, ["nanoGPT", "phase1_zero1", "phase3_fsdp"])]
 )
-def test_the_compiled_model_is_evaluated(phase, ranks, tmp_path):
+def test_the_compiled_model_is_evaluated(ranks, phases, tmp_path):
     """With --compile, training and evaluation call the compiled model, in the given mode of torch.compile."""
-    options = {"n_layer": 1, "gradient_accumulation_steps": ranks, "eval_iters": ranks}
-    options |= {"kernels": "none"} if phase == "phase2_triton" else {}
     mode = "max-autotune-no-cudagraphs"
-    config = tiny(phase, tmp_path, compile=True, compile_mode=mode, max_iters=1, **options)
-    for modes, with_gradients in run_on_ranks(record_compiled_calls, ranks, phase, config, show=False):
-        assert modes == {mode} and with_gradients == {True, False}
+    options = {"n_layer": 1, "gradient_accumulation_steps": ranks, "eval_iters": ranks, "max_iters": 1}
+    options |= {"compile": True, "compile_mode": mode}
+    configs = {
+        phase: tiny(phase, tmp_path / phase, **options, **({"kernels": "none"} if phase == "phase2_triton" else {}))
+        for phase in phases
+    }
+    for results in run_on_ranks(record_each, ranks, configs, show=False):
+        assert list(results) == phases
+        for modes, with_gradients in results.values():
+            assert modes == {mode} and with_gradients == {True, False}

@@ -1,5 +1,6 @@
 """The checkpoint directory: saves are atomic, reads are verified, and the newest complete checkpoint is never lost."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -151,9 +152,17 @@ def test_directories_that_no_save_wrote_are_not_checkpoints(tmp_path):
     assert list_names(tmp_path) == [".bad-step-00000009", "LATEST", *remaining]
 
 
-def test_a_stray_file_is_not_part_of_a_checkpoint(tmp_path):
+@pytest.fixture(scope="module")
+def sharded_checkpoint(tmp_path_factory) -> Path:
+    """Return the checkpoint of a run of phase 3 on 2 ranks. Tests must not change it."""
+    run = tmp_path_factory.mktemp("checkpoint") / "run"
+    train("phase3_fsdp", 2, tiny("phase3_fsdp", run, max_iters=1, gradient_accumulation_steps=2, eval_iters=1))
+    return run / "checkpoints" / "step-00000001"
+
+
+def test_a_stray_file_is_not_part_of_a_checkpoint(sharded_checkpoint, tmp_path):
     """A ckpt.pt that a user put next to verified shards is not opened instead of them."""
-    train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path, max_iters=2))
+    shutil.copytree(sharded_checkpoint, tmp_path / "checkpoints" / sharded_checkpoint.name)
     path = make_directory(tmp_path).find_newest().path
     (path / "ckpt.pt").write_bytes(b"garbage")
     assert read_full_state(path).model["transformer.wpe.weight"].shape == (16, 32)
@@ -246,33 +255,38 @@ def test_a_failed_save_keeps_the_previous_checkpoint(error, tmp_path):
     assert directory.find_newest().step == 1
 
 
-def train_until_save_error(phase: str, config: TrainConfig) -> str:
-    """Train, and return the message of the SaveError, or "saved" if none is raised."""
-    try:
-        call_train(phase, config)
-    except SaveError as error:
-        return str(error)
-    return "saved"
+def train_until_save_error(configs: dict[str, TrainConfig]) -> dict[str, str]:
+    """Train each phase, and return the message of its SaveError, or "saved" if none is raised."""
+    messages = dict.fromkeys(configs, "saved")
+    for phase, config in configs.items():
+        try:
+            call_train(phase, config)
+        except SaveError as error:
+            messages[phase] = str(error)
+    return messages
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
-def test_a_disk_that_fills_during_a_save_keeps_the_previous_checkpoint(phase, tmp_path):
-    """On a file system that is too small for another checkpoint, the run stops with one error. The checkpoints that
-    were saved before are intact."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.system(f"mount -t tmpfs -o size=650k tmpfs {disk} 2>/dev/null"):
-        pytest.skip("this machine does not let root mount a tmpfs")
-    try:
-        config = tiny(phase, disk / "run", max_iters=9, keep_checkpoints=50, eval_interval=1)
-        messages = run_on_ranks(train_until_save_error, 2, phase, config, show=False)
-        assert all("was not saved" in message and "is full" in message for message in messages), messages
-        saved = sorted((disk / "run" / "checkpoints").glob("step-*"))
-        assert saved and not list((disk / "run" / "checkpoints").glob(".tmp-step*"))
-        verify_files(saved[-1], read_manifest(saved[-1]))
-    finally:
-        os.system(f"umount {disk}")
+def test_a_disk_that_fills_during_a_save_keeps_the_previous_checkpoint(tmp_path):
+    """On a file system that is too small for another checkpoint, a run of the baseline or of phase 3 stops with one
+    error. The checkpoints that were saved before are intact."""
+    fields = {"max_iters": 9, "keep_checkpoints": 50, "eval_interval": 1, "gradient_accumulation_steps": 2}
+    with contextlib.ExitStack() as mounted:
+        configs = {}
+        for phase in ("nanoGPT", "phase3_fsdp"):
+            (disk := tmp_path / phase).mkdir()
+            if os.system(f"mount -t tmpfs -o size=650k tmpfs {disk} 2>/dev/null"):
+                pytest.skip("this machine does not let root mount a tmpfs")
+            mounted.callback(os.system, f"umount {disk}")
+            configs[phase] = tiny(phase, disk / "run", eval_iters=1, **fields)
+        results = run_on_ranks(train_until_save_error, 2, configs, show=False)
+        for phase, config in configs.items():
+            messages = [result[phase] for result in results]
+            assert all("was not saved" in message and "is full" in message for message in messages), messages
+            checkpoints = Path(config.out_dir) / "checkpoints"
+            saved = sorted(checkpoints.glob("step-*"))
+            assert saved and not list(checkpoints.glob(".tmp-step*"))
+            verify_files(saved[-1], read_manifest(saved[-1]))
 
 
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path):
@@ -348,21 +362,24 @@ def test_an_edited_manifest_is_refused(tmp_path):
             read_manifest(folder)
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
-def test_a_resume_skips_a_checkpoint_with_a_flipped_bit(phase, tmp_path):
-    """If a bit of the largest file of the newest checkpoint is flipped, a resume uses the previous checkpoint, and the
-    losses are identical."""
-    steps = {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 2, "gradient_accumulation_steps": 2}
-    out = tmp_path / "resumed"
-    whole, cut = tiny(phase, tmp_path / "uninterrupted", **steps), tiny(phase, out, **{**steps, "max_iters": 4})
-    expected, _ = train_all(2, [(phase, whole), (phase, cut)])
-    newest = sorted((out / "checkpoints").glob("step-*"))[-1]
-    target = max(newest.iterdir(), key=lambda path: path.stat().st_size)
-    content = bytearray(target.read_bytes())
-    content[len(content) // 2] ^= 1
-    target.write_bytes(content)
-    resumed = train(phase, 2, tiny(phase, out, init_from="resume", **steps))
-    assert (out / "checkpoints" / f".bad-{newest.name}").is_dir()
+def test_a_resume_skips_a_checkpoint_with_a_flipped_bit(tmp_path):
+    """In every phase with its own checkpoints: if a bit of the largest file of the newest checkpoint is flipped, a
+    resume uses the previous checkpoint, and the losses are identical."""
+    phases = ("nanoGPT", "phase1_zero1", "phase3_fsdp")
+    steps = {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 2, "gradient_accumulation_steps": 2, "eval_iters": 2}
+
+    def make_cells(name: str, **options) -> list[tuple[str, TrainConfig]]:
+        return [(phase, tiny(phase, tmp_path / phase / name, **{**steps, **options})) for phase in phases]
+
+    expected = train_all(2, make_cells("uninterrupted") + make_cells("resumed", max_iters=4))[: len(phases)]
+    damaged = [sorted((tmp_path / phase / "resumed" / "checkpoints").glob("step-*"))[-1] for phase in phases]
+    for newest in damaged:
+        target = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+        content = bytearray(target.read_bytes())
+        content[len(content) // 2] ^= 1
+        target.write_bytes(content)
+    resumed = train_all(2, make_cells("resumed", init_from="resume"))
+    assert all((newest.parent / f".bad-{newest.name}").is_dir() for newest in damaged)
     assert resumed == expected
 
 
@@ -376,7 +393,7 @@ def test_a_killed_run_resumes_with_identical_losses(phase, ranks, extra_fields, 
     steps = {"lr_decay_iters": 60, "eval_interval": 1, "eval_iters": 1, "block_size": 8, **extra_fields}
     steps |= {"gradient_accumulation_steps": 2}
     out, chance, saved = tmp_path / "resumed", random.Random(0), 0
-    for kill in range(4):
+    for kill in range(3):
         config = tiny(phase, out, init_from="resume" if saved else "scratch", max_iters=100_000, **steps)
         (rendezvous := tmp_path / f"rendezvous{kill}").mkdir()
         started_ranks = start_ranks(call_train, ranks, phase, config, folder=rendezvous)
@@ -393,8 +410,11 @@ def test_a_killed_run_resumes_with_identical_losses(phase, ranks, extra_fields, 
             verify_files(path, read_manifest(path))
         saved = newest
     steps |= {"max_iters": saved + 3, "always_save_checkpoint": False}
-    resumed = train(phase, ranks, tiny(phase, out, init_from="resume", **steps))
-    assert resumed == train(phase, ranks, tiny(phase, tmp_path / "uninterrupted", **steps))
+    uninterrupted = tiny(phase, tmp_path / "uninterrupted", **steps)
+    resumed, expected = train_all(
+        ranks, [(phase, tiny(phase, out, init_from="resume", **steps)), (phase, uninterrupted)]
+    )
+    assert resumed == expected
 
 
 def train_with_held_saves(phase: str, config: TrainConfig, gate: Path) -> None:
@@ -461,10 +481,9 @@ def test_stale_temporary_directories_are_deleted(tmp_path):
     assert list_names(tmp_path) == ["LATEST", "step-00000008"]
 
 
-def test_the_manifest_describes_the_run(tmp_path):
+def test_the_manifest_describes_the_run(sharded_checkpoint):
     """The manifest has the phase, world size, configuration, model, data, tokenizer and versions."""
-    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, max_iters=1))
-    manifest = json.loads((tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_text())
+    manifest = json.loads((sharded_checkpoint / "manifest.json").read_text())
     assert manifest["phase"] == "fsdp" and manifest["world_size"] == 2 and manifest["step"] == 1
     assert manifest["config"]["n_embd"] == manifest["model_args"]["n_embd"] == 32
     assert manifest["data"]["tokenizer"]["name"] == "char" and "train.bin" in manifest["data"]["files"]
@@ -483,13 +502,13 @@ def test_a_saved_step_is_not_overwritten(tmp_path):
 def test_a_resume_rewrites_the_log_from_its_step(tmp_path):
     """A resume removes an incomplete last line of metrics.jsonl and every line from the resumed step on, and writes
     them again."""
-    expected = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted"))
-    out = tmp_path / "resumed"
-    train("nanoGPT", 1, tiny("nanoGPT", out))
+    fields = {"gradient_accumulation_steps": 2, "eval_iters": 1}
+    expected = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **fields))
+    out = shutil.copytree(tmp_path / "uninterrupted", tmp_path / "resumed")
     shutil.rmtree(out / "checkpoints" / "step-00000012")
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"step": 12, "lo')
-    assert train("nanoGPT", 1, tiny("nanoGPT", out, init_from="resume")) == expected == losses(out)
+    assert train("nanoGPT", 1, tiny("nanoGPT", out, init_from="resume", **fields)) == expected == losses(out)
 
 
 def test_a_published_checkpoint_is_never_overwritten():

@@ -1,5 +1,6 @@
 """Import and export of weights: Hugging Face and nanoGPT's ckpt.pt; and sampling from them."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoGPT import launch, sample
+from nanoGPT import export, launch, sample
 from nanoGPT.checkpoint import manifest as manifest_module
 from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.hugging_face import read_hf, write_hf
@@ -22,12 +23,12 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.prepare.text import make_char_identity
-from nanoGPT.sample import choose_run
+from nanoGPT.sample import SampleConfig, choose_run
 from nanoGPT.tokenizer import load_tokenizer
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import MANIFEST_FIELDS, make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program
-from tests.helpers.training import gap, tiny, train
+from tests.helpers.training import gap, tiny, train, train_all
 from workshop.ranks import losses, run_on_ranks
 
 
@@ -36,8 +37,9 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     """The output directories of two runs by phase: the baseline with 1 rank, and phase 3 with 4 ranks and GPT-2's
     vocabulary."""
     root = tmp_path_factory.mktemp("runs")
-    train("nanoGPT", 1, tiny("nanoGPT", root / "nanoGPT", max_iters=3, eval_iters=1, bias=True))
-    train("phase3_fsdp", 4, tiny("phase3_fsdp", root / "phase3_fsdp", max_iters=2, eval_iters=1, dataset="shakespeare"))
+    fields = {"eval_iters": 1, "gradient_accumulation_steps": 4}
+    train("nanoGPT", 1, tiny("nanoGPT", root / "nanoGPT", max_iters=3, bias=True, **fields))
+    train("phase3_fsdp", 4, tiny("phase3_fsdp", root / "phase3_fsdp", max_iters=2, dataset="shakespeare", **fields))
     return {path.name: path for path in root.iterdir()}
 
 
@@ -119,13 +121,14 @@ def test_a_hugging_face_export_can_be_read_again(gelu, tmp_path):
 def test_training_starts_from_a_hugging_face_model(runs, tmp_path):
     """--init_from=DIR loads exported weights, and each rank of FSDP loads its shards. The first loss is that of the
     trained model."""
-    run_program("nanoGPT.export", f"--out_dir={runs['nanoGPT']}", f"--to={tmp_path / 'hf'}")
-    config = tiny("nanoGPT", tmp_path / "run", init_from=str(tmp_path / "hf"), max_iters=1, block_size=8, n_layer=9)
-    from_hf = train("nanoGPT", 1, config)
-    config = tiny("nanoGPT", tmp_path / "other", init_from=str(runs["nanoGPT"]), max_iters=1, block_size=8)
-    assert from_hf == train("nanoGPT", 1, config)
-    sharded = {"init_from": str(tmp_path / "hf"), "max_iters": 1, "block_size": 8}
-    assert gap(from_hf, train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "sharded", **sharded))) <= 1e-6
+    export.main(str(runs["nanoGPT"]), str(tmp_path / "hf"))
+    fields = {"max_iters": 1, "block_size": 8, "gradient_accumulation_steps": 2, "eval_iters": 1}
+    sources = {"run": tmp_path / "hf", "other": runs["nanoGPT"]}
+    configs = [tiny("nanoGPT", tmp_path / name, init_from=str(path), **fields) for name, path in sources.items()]
+    from_hf, from_run = train_all(1, [("nanoGPT", dataclasses.replace(config, n_layer=9)) for config in configs])
+    assert from_hf == from_run
+    sharded = tiny("phase3_fsdp", tmp_path / "sharded", init_from=str(tmp_path / "hf"), **fields)
+    assert gap(from_hf, train("phase3_fsdp", 2, sharded)) <= 1e-6
     manifest = json.loads((newest_checkpoint(tmp_path / "run") / "manifest.json").read_text())
     assert manifest["model_args"]["n_layer"] == manifest["config"]["n_layer"] == 2
     assert manifest["model_args"]["block_size"] == 8
@@ -133,9 +136,10 @@ def test_training_starts_from_a_hugging_face_model(runs, tmp_path):
 
 def test_a_finetuned_run_resumes(runs, tmp_path):
     """A run that started from existing weights resumes with their shape, without flags for it."""
-    shape = {"init_from": str(runs["nanoGPT"]), "n_layer": 9, "block_size": 8}
-    expected = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", max_iters=4, **shape))
-    train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "resumed", max_iters=2, lr_decay_iters=4, **shape))
+    fields = {"init_from": str(runs["nanoGPT"]), "n_layer": 9, "block_size": 8, "lr_decay_iters": 4, "eval_iters": 1}
+    steps = {"uninterrupted": 4, "resumed": 2}
+    configs = [tiny("nanoGPT", tmp_path / name, max_iters=last, **fields) for name, last in steps.items()]
+    expected, _ = train_all(1, [("nanoGPT", config) for config in configs])
     words = [f"--out_dir={tmp_path / 'resumed'}", "--init_from=resume", "--max_iters=4"]
     assert run_program("nanoGPT/train.py", *words).code == 0
     assert losses(tmp_path / "resumed") == expected
@@ -180,8 +184,7 @@ def test_ckpt_has_the_format_of_nanogpt(runs):
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
 def test_an_exported_ckpt_is_bitwise_identical(phase, runs, tmp_path):
     """A checkpoint that is exported as ckpt.pt has bitwise identical weights and optimizer state."""
-    outcome = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}", "--format=ckpt")
-    assert outcome.code == 0, outcome
+    export.main(str(runs[phase]), str(tmp_path), "ckpt")
     before, (after, fields) = read_full_state(newest_checkpoint(runs[phase])), read_ckpt(tmp_path / "ckpt.pt")
     assert before.model.keys() == after.model.keys() and before.optimizer.keys() == after.optimizer.keys()
     for name, value in before.model.items():
@@ -233,20 +236,17 @@ def test_another_architecture_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
-def test_sampling_streams_text(phase, runs, tmp_path):
+def test_sampling_streams_text(phase, runs, tmp_path, capsys):
     """sample prints the prompt and as many tokens as requested, from the baseline and from phase 3. The same seed
     prints the same text."""
     (tmp_path / "prompt.txt").write_text("ROMEO:")
-    words = [f"--out_dir={runs[phase]}", "--max_new_tokens=20", "--device=cpu", "--top_k=10"]
-    first, repeated, from_file, other_seed = (
-        run_program("nanoGPT.sample", *words, *extra_flags).output
-        for extra_flags in (
-            ["--start=ROMEO:"],
-            ["--start=ROMEO:"],
-            [f"--start=FILE:{tmp_path}/prompt.txt"],
-            ["--seed=2"],
-        )
-    )
+    config = SampleConfig(str(runs[phase]), "ROMEO:", max_new_tokens=20, device="cpu", top_k=10)
+    changes: list[dict] = [{}, {}, {"start": f"FILE:{tmp_path}/prompt.txt"}, {"seed": 2}]
+    texts = []
+    for fields in changes:
+        sample.main(dataclasses.replace(config, **fields))
+        texts.append(capsys.readouterr().out)
+    first, repeated, from_file, other_seed = texts
     assert first == repeated == from_file and first.startswith("ROMEO:") and first != other_seed
     if phase == "nanoGPT":
         assert len(first.split("\n----")[0]) == len("ROMEO:") + 20
@@ -279,13 +279,15 @@ def test_no_sample_is_loaded_that_does_not_fit(runs, monkeypatch, capsys):
         sample.check_model_fits(GPTConfig(n_layer=10_000, n_embd=100_000))
 
 
-def test_sampling_starts_with_a_newline_by_default(runs):
+def test_sampling_starts_with_a_newline_by_default(runs, capsys):
     """Without --start, sampling starts with a newline if the vocabulary has one. Both a character vocabulary and
     GPT-2's do."""
     for run in runs.values():
-        words = [f"--out_dir={run}", "--max_new_tokens=20", "--device=cpu"]
-        default, newline = (run_program("nanoGPT.sample", *words, *extra_flags) for extra_flags in ([], ["--start=\n"]))
-        assert default == newline and default.output.startswith("\n")
+        texts = []
+        for start in (None, "\n"):
+            sample.main(SampleConfig(str(run), start, max_new_tokens=20, device="cpu"))
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1] and texts[0].startswith("\n")
 
 
 def test_sampling_and_export_refuse_wrong_flags(runs, tmp_path):
@@ -311,7 +313,7 @@ def test_sampling_and_export_refuse_wrong_flags(runs, tmp_path):
 def test_an_export_does_not_need_memory_for_the_full_state(tmp_path):
     """A process that may allocate less than half of the training state exports a checkpoint of 4 ranks as one ckpt.pt.
     Its values are identical to those that are assembled in memory."""
-    shape = {"n_layer": 12, "n_embd": 256, "dataset": "shakespeare", "block_size": 8, "batch_size": 1}
+    shape = {"n_layer": 8, "n_embd": 256, "block_size": 8, "batch_size": 1}
     one_step = {"max_iters": 1, "eval_iters": 1, "gradient_accumulation_steps": 4, "warmup_iters": 0}
     train("phase1_zero1", 4, tiny("phase1_zero1", tmp_path / "run", **shape, **one_step))
     payload = newest_checkpoint(tmp_path / "run")
@@ -326,7 +328,7 @@ def test_an_export_does_not_need_memory_for_the_full_state(tmp_path):
     for name, items in expected.optimizer.items():
         assert torch.equal(expected.model[name], streamed.model[name])
         assert all(torch.equal(value, streamed.optimizer[name][item]) for item, value in items.items())
-    assert sum(v.nbytes for items in expected.optimizer.values() for v in items.values()) > 170e6
+    assert sum(v.nbytes for items in expected.optimizer.values() for v in items.values()) > 50e6
 
 
 EXPORT_WITH_MEMORY_LIMIT = """
@@ -337,7 +339,7 @@ from nanoGPT.checkpoint.state import read_full_state
 
 run, to, payload = sys.argv[1:]
 now = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (now + 130_000_000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_DATA, (now + 36_000_000, resource.RLIM_INFINITY))
 main(run, to, "ckpt")
 try:
     state = read_full_state(Path(payload))

@@ -8,6 +8,7 @@ import importlib
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -216,7 +217,7 @@ def test_torchs_message_about_a_gpu_is_parsed():
 # ---- real errors during training
 
 MEMORY_LIMITED_TRAINING = """
-import importlib, re, resource, sys
+import ctypes, importlib, re, resource, sys
 from pathlib import Path
 import torch
 from nanoGPT.job import start
@@ -232,13 +233,15 @@ def limit_memory_and_call(*args, **kwargs):
     calls.append(0)
     if len(calls) == int(number):
         size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_AS, (size + (16 << 20), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), resource.RLIM_INFINITY))
     return call(*args, **kwargs)
 
+M_MMAP_THRESHOLD = -3  # the allocator cannot reuse freed memory for larger tensors
+ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 setattr(owner, name, limit_memory_and_call)
 start.main(trainer.train, trainer.Config, trainer.__file__, trainer.costs)
 """
-SHAPE = GPTConfig(1, 2, 192, 32, False, 50304)  # so large that the allocator cannot reuse freed memory for its tensors
+SHAPE = GPTConfig(1, 2, 224, 32, False, 10000)  # its embedding, and the logits of a micro-batch, are larger than 8 MiB
 PARAMETERS = f"{format_bytes(4 * SHAPE.count_params())} of parameters"
 GRADIENTS = f"{format_bytes(4 * SHAPE.count_params())} of gradients"
 STATE = f"{format_bytes(8 * SHAPE.count_params())} of optimizer state"
@@ -285,6 +288,10 @@ def test_out_of_memory_in_training_is_one_error(phase, stage, tmp_path):
 # ---- simulated errors of a GPU
 
 
+def explain_each_error(configs: dict[str, TrainConfig]) -> dict[str, str | None]:
+    return {phase: explain_error_of_a_gpu(phase, config) for phase, config in configs.items()}
+
+
 def explain_error_of_a_gpu(phase: str, config: TrainConfig) -> str | None:
     """Train until the update of the second step, which raises a GPU's error. Return the message of this rank."""
     calls, real_step = [], LossScaler.step
@@ -296,25 +303,26 @@ def explain_error_of_a_gpu(phase: str, config: TrainConfig) -> str | None:
             raise torch.OutOfMemoryError(GPU_MESSAGE)
         real_step(*args)
 
-    LossScaler.step = fail_in_second_step  # type: ignore[method-assign]
     report = MemoryReport(trainer.costs)
-    try:
-        trainer.train(config)
-    except torch.OutOfMemoryError as error:
-        return report.explain(error)
+    with mock.patch.object(LossScaler, "step", fail_in_second_step):
+        try:
+            trainer.train(config)
+        except torch.OutOfMemoryError as error:
+            return report.explain(error)
     return None
 
 
-@pytest.mark.parametrize(
-    ("phase", "fractions"), [("nanoGPT", (1, 1, 2)), ("phase1_zero1", (1, 1, 1)), ("phase3_fsdp", (0.5, 0.5, 1))]
-)
-def test_each_rank_reports_its_memory_on_a_gpu(phase, fractions, tmp_path):
+def test_each_rank_reports_its_memory_on_a_gpu(tmp_path):
     """From torch's GPU error, every rank reports the total memory, other processes, its model state by the formula, and
     the rest of the memory that torch has allocated."""
-    config = tiny(phase, tmp_path, vocab_size=50304, n_embd=64, n_layer=1, batch_size=2, eval_iters=1)
-    size = 4 * GPTConfig(1, 2, 64, 16, False, 50304).count_params()
-    parameters, gradients, moments = (format_bytes(fraction * size) for fraction in fractions)
-    for sentence in run_on_ranks(explain_error_of_a_gpu, 2, phase, config, show=False):
+    fractions = {"nanoGPT": (1, 1, 2), "phase1_zero1": (1, 1, 1), "phase3_fsdp": (0.5, 0.5, 1)}
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 16, "bias": False, "vocab_size": 20000}
+    fields = {**shape, "batch_size": 2, "eval_iters": 1, "gradient_accumulation_steps": 2}
+    size = 4 * GPTConfig.from_dict(shape).count_params()
+    configs = {phase: tiny(phase, tmp_path / phase, **fields) for phase in fractions}
+    results = run_on_ranks(explain_each_error, 2, configs, show=False)
+    for phase, sentence in [each for result in results for each in result.items()]:
+        parameters, gradients, moments = (format_bytes(fraction * size) for fraction in fractions[phase])
         assert sentence.startswith(
             "out of memory: GPU 1 has 79.2 GiB, of which other processes use 1.5 GiB, and this rank tried to allocate "
             f"2.1 GiB in addition to {parameters} of parameters, {gradients} of gradients, {moments} of optimizer "

@@ -1,6 +1,10 @@
 """Muon with FSDP: the update equals that of full matrices, and one rank orthogonalizes each matrix."""
 
+import functools
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,47 +16,71 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bench.matrix.cells import matches_formula
+from nanoGPT.train_config import TrainConfig
 from phase3_fsdp import muon
 from phase3_fsdp.muon import ShardedMuon, orthogonalize
 from tests.helpers.marks import mark_slow
-from tests.helpers.training import gap, tiny, train
+from tests.helpers.training import call_train, gap, tiny, train_all
 from workshop.ranks import losses, run_on_ranks
 
 STEPS = {"max_iters": 7, "lr_decay_iters": 7, "eval_interval": 4, "dtype": "float32", "compile": False}
 STEPS |= {"optimizer": "muon"}
+ROUND_SIZES = (64 * 2**20, 1)  # bytes; with 1, every round has one matrix per rank
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 
 
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {}),
+    (4, {}),
+    (8, {}),
+    (4, {"fsdp_shard_size": "2"}),
+    (2, {"fsdp_min_num_params": 4_000, "fsdp_activation_checkpointing": "full"}),
+    (2, {"fsdp_cpu_offload": True}),
+    (2, {"use_fsdp": False}),
+]
+RunsByRanks = Callable[[int], dict[str, Path]]
+
+
+def name_options(options: Any) -> str | None:
+    """Return the options of a case as a name."""
+    return "-".join(f"{k}={v}" for k, v in options.items()) if isinstance(options, dict) else None
+
+
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, float]:
-    """The losses of the baseline with Muon on one rank."""
-    options = {**STEPS, "device": request.config.getoption("--device")}
-    return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("muon"), **options))
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RunsByRanks:
+    """Return a function that trains all cases with a number of ranks, which start only once. It returns the directory
+    of each run. One rank also trains the baseline."""
+
+    @functools.cache
+    def train_cases(ranks: int) -> dict[str, Path]:
+        folder, device = tmp_path_factory.mktemp("muon"), request.config.getoption("--device")
+        cells: dict[str, tuple[str, TrainConfig]] = {}
+        for options in [options for size, options in CASES if size == ranks]:
+            config = tiny("phase3_fsdp", folder / str(len(cells)), device=device, ledger=True, **{**STEPS, **options})
+            cells[str(name_options(options))] = ("phase3_fsdp", config)
+        if ranks == 1:
+            cells["baseline"] = ("nanoGPT", tiny("nanoGPT", folder / "baseline", device=device, **STEPS))
+        train_all(ranks, list(cells.values()))
+        return {name: Path(config.out_dir) for name, (_, config) in cells.items()}
+
+    return train_cases
 
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [
-        (1, {}),
-        (2, {}),
-        (4, {}),
-        *mark_slow((8, {})),
-        (4, {"fsdp_shard_size": "2"}),
-        (2, {"fsdp_min_num_params": 4_000, "fsdp_activation_checkpointing": "full"}),
-        (2, {"fsdp_cpu_offload": True}),
-        (2, {"use_fsdp": False}),
-    ],
-    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+    [*(case for case in CASES if case[0] < 8), *mark_slow(*(case for case in CASES if case[0] == 8))],
+    ids=name_options,
 )
-def test_it_trains_like_one_rank(ranks, options, one_rank, tmp_path, device, need_ranks):
+def test_it_trains_like_one_rank(ranks, options, runs, device, need_ranks):
     """Over 7 steps the losses differ from those of one rank by at most 2e-4: bf16 rounds differently.
 
     State and communication match the formula exactly.
     """
     need_ranks(ranks)
-    config = tiny("phase3_fsdp", tmp_path, device=device, ledger=True, **{**STEPS, **options})
-    assert gap(one_rank, train("phase3_fsdp", ranks, config)) <= (0 if ranks == 1 else 2e-4)
-    ledger = json.loads((tmp_path / "ledger.json").read_text())
+    run = runs(ranks)[name_options(options)]
+    assert gap(losses(runs(1)["baseline"]), losses(run)) <= (0 if ranks == 1 else 2e-4)
+    ledger = json.loads((run / "ledger.json").read_text())
     assert matches_formula(ledger)
     matrices = 2 * 12 * 32**2
     params, replicas = ledger["parameters"], 2 if "fsdp_shard_size" in options or "use_fsdp" in options else 1
@@ -81,6 +109,10 @@ class OddMatrices(nn.Module):
 def make_gradients(step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(m.shape, generator=generator) for m in OddMatrices().matrices]
+
+
+def train_with_each_round_size() -> list[dict[str, Any]]:
+    return [train_odd_matrices(round_bytes) for round_bytes in ROUND_SIZES]
 
 
 def train_odd_matrices(round_bytes: int) -> dict[str, Any]:
@@ -122,17 +154,17 @@ def split_like(param: DTensor, full: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("round_bytes", [64 * 2**20, 1])
-def test_the_update_equals_that_of_full_matrices(ranks, round_bytes):
+def test_the_update_equals_that_of_full_matrices(ranks):
     """After three steps parameters and momentum equal those of torch.optim.Muon. Each matrix is computed once.
 
     This holds for rows that the ranks do not divide, for empty shards, and if every round has one matrix per rank.
     """
-    results = run_on_ranks(train_odd_matrices, ranks, round_bytes)
-    assert sum(result["computed"] for result in results) == 9
-    for result in results:
-        assert result["gap"] <= 1e-6 and result["momentum_gap"] <= 1e-7
-        assert result["rounds"] == (1 if round_bytes > 1 else max(r["computed"] for r in results))
+    all_results = zip(*run_on_ranks(train_with_each_round_size, ranks), strict=True)
+    for round_bytes, results in zip(ROUND_SIZES, all_results, strict=True):
+        assert sum(result["computed"] for result in results) == 9
+        for result in results:
+            assert result["gap"] <= 1e-6 and result["momentum_gap"] <= 1e-7
+            assert result["rounds"] == (1 if round_bytes > 1 else max(r["computed"] for r in results))
 
 
 def test_newton_schulz_orthogonalizes():
@@ -163,15 +195,29 @@ def test_a_missing_gradient_is_one_clear_error():
     assert all("has no gradient: call backward() first" in text for text in run_on_ranks(step_without_gradient, 2))
 
 
+def train_and_resume_copy(cell: tuple[str, TrainConfig], other_cell: tuple[str, TrainConfig]) -> None:
+    """Train on this rank, and resume a copy of the run with another configuration.
+
+    A process locks the directory of its run until it exits, so it cannot resume a run in the same directory.
+    """
+    call_train(*cell)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(cell[1].out_dir, other_cell[1].out_dir)
+    dist.barrier()
+    call_train(*other_cell)
+
+
 def test_a_run_resumes_in_other_phases_and_on_other_ranks(tmp_path):
     """Momentum is saved as shards of matrices. Phase 3 reads that of phase 1, and the baseline reads phase 3's."""
-    uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **STEPS))
-    out_dir = tmp_path / "resumed"
-    resume = {**STEPS, "init_from": "resume"}
-    train("phase1_zero1", 4, tiny("phase1_zero1", out_dir, **{**STEPS, "max_iters": 2}))
-    train("phase3_fsdp", 4, tiny("phase3_fsdp", out_dir, **{**resume, "max_iters": 3}))
-    train("phase3_fsdp", 2, tiny("phase3_fsdp", out_dir, async_save=True, **{**resume, "max_iters": 4}))
-    train("phase1_zero1", 2, tiny("phase1_zero1", out_dir, **{**resume, "max_iters": 5}))
-    train("phase3_fsdp", 8, tiny("phase3_fsdp", out_dir, **{**resume, "max_iters": 6}))
-    train("nanoGPT", 1, tiny("nanoGPT", out_dir, **resume))
-    assert gap(uninterrupted, losses(out_dir)) <= 2e-4
+
+    def make_cell(phase: str, out_dir: str, last_step: int, **options: Any) -> tuple[str, TrainConfig]:
+        fields = {**STEPS, "init_from": "resume", "max_iters": last_step, **options}
+        return phase, tiny(phase, tmp_path / out_dir, **fields)
+
+    train_all(4, [make_cell("phase1_zero1", "a", 2, init_from="scratch")])
+    cells = make_cell("phase3_fsdp", "a", 3, async_save=True), make_cell("phase1_zero1", "b", 4)
+    run_on_ranks(train_and_resume_copy, 2, *cells, show=False)
+    train_all(8, [make_cell("phase3_fsdp", "b", 6)])
+    uninterrupted = ("nanoGPT", tiny("nanoGPT", tmp_path / "uninterrupted", **STEPS))
+    assert gap(*train_all(1, [make_cell("nanoGPT", "b", 7), uninterrupted])) <= 2e-4

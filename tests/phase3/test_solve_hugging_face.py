@@ -1,10 +1,12 @@
 """`evaluate.py --problems` with models of Hugging Face: random ones of four architectures, without a download."""
 
 import json
+import multiprocessing
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from phase3_fsdp.solve import costs, gpt, units
 from phase3_fsdp.solve.command import parse, solve
 from phase3_fsdp.solve.generation import Generator, Sampling, Task
 from tests.helpers.loading import measure_loading
+from tests.helpers.programs import CAN_FORK_RANKS
 from workshop.ranks import run_on_ranks
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # 96
@@ -36,7 +39,10 @@ SMALL: dict[str, Any] = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 3, "moe_intermediate_size": 16}
 LARGE = {**EXPERTS, "num_hidden_layers": 4, "hidden_size": 256, "num_experts": 8, "moe_intermediate_size": 128}
-TASKS = [Task(number, 0, [(7 * number + i) % 96 for i in range(3 + 4 * number)], 9 - number) for number in range(4)]
+TEXT = torch.arange(20)[None]
+TASKS = [Task(number, 0, [(7 * number + i) % 96 for i in range(3 + 4 * number)], 7 - number) for number in range(4)]
+SCORED = Task(len(TASKS), 0, TEXT[0].tolist(), context_tokens=4)
+Expected = tuple[dict[int, list[int]], torch.Tensor, float]
 WAYS: dict[str, tuple[costs.Spread, ...]] = {
     "gpt2": ("fsdp",),
     "llama": ("fsdp", "offload", "tp"),
@@ -78,38 +84,42 @@ def models(tmp_path_factory) -> Iterator[Path]:
     yield folder
 
 
-def compare_with_transformers(folder: Path, ways: tuple[str, ...]) -> list[tuple[str, bool, float, float, float]]:
-    """Return for each way: whether greedy tokens equal those of transformers, differences, and bytes of weights."""
+@torch.no_grad()
+def compute_with_transformers(folder: Path) -> Expected:
+    """Return the greedy tokens of each task, the logits of TEXT, and the score of a text, from transformers."""
     from transformers import AutoModelForCausalLM
 
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logits = theirs(TEXT[:, :-1]).logits[..., :96]
+    wanted: dict[int, list[int]] = {SCORED.problem: []}
+    for task in TASKS:
+        ids = list(task.ids)
+        for _ in range(task.max_new):
+            ids.append(int(theirs(torch.tensor([ids])).logits[0, -1, :96].argmax()))
+        wanted[task.problem] = ids[len(task.ids) :]
+    score = float(torch.nn.functional.cross_entropy(logits[0, 3:].double(), TEXT[0, 4:], reduction="sum"))
+    return wanted, logits, score
+
+
+def compare_with_transformers(folder: Path, expected: Expected) -> list[tuple[str, bool, float, float, float]]:
+    """Return for each way: whether greedy tokens equal those of transformers, differences, and bytes of weights."""
     from phase3_fsdp.solve.hugging_face import OpenedHf
 
-    run, text, found = create_runtime("cpu", "float32"), torch.arange(20)[None], []
+    run, found = create_runtime("cpu", "float32"), []
+    wanted, logits, score = expected
     gpt.LOGITS_BYTES = 4 * 97 * 5  # the head runs with five tokens of a text at a time
     units.MIN_PARAMS = 1000  # attention, MLP and experts are units of FSDP
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = theirs(text[:, :-1]).logits[..., :96]
-        wanted = {}
-        for task in TASKS:
-            ids = list(task.ids)
-            for _ in range(task.max_new):
-                ids.append(int(theirs(torch.tensor([ids])).logits[0, -1, :96].argmax()))
-            wanted[task.problem] = ids[len(task.ids) :]
-    scored = Task(len(TASKS), 0, text[0].tolist(), context_tokens=4)
-    wanted[scored.problem] = []
-    score = float(torch.nn.functional.cross_entropy(logits[0, 3:].double(), text[0, 4:], reduction="sum"))
     opened = OpenedHf(folder)
-    for way in ways:
+    for way in WAYS[folder.name]:
         model = opened.load(way, run)
         is_equal = True
         for slots in (1, 3):
             generator = Generator(model, run, slots, 40, Sampling(), way == "tp")
-            found_results = [r for each in generator.run([scored, *TASKS]) for r in each]
+            found_results = [r for each in generator.run([SCORED, *TASKS]) for r in each]
             is_equal &= wanted == {r.problem: r.ids for r in found_results}
             nats = sum(r.nats for r in found_results)
         with torch.no_grad(), MemoryTracker(model.model) as memory:
-            difference = float((model.next_logits(text[:, :-1], None, None) - logits[:, -1]).abs().max())
+            difference = float((model.next_logits(TEXT[:, :-1], None, None) - logits[:, -1]).abs().max())
         predicted = costs.predict(way, opened.size, run.world_size, 1, 8, 4)
         held = storage_bytes(model.model.parameters()) / (predicted.weights + predicted.host)
         gathered = max(totals["gathered"] for _, totals in memory.timeline)
@@ -126,15 +136,28 @@ def measure_loading_each_way(folder: Path, ways: tuple[costs.Spread, ...]) -> li
     return [measure_loading(lambda way=way: opened.load(way, run)) for way in ways]  # type: ignore[misc]
 
 
-def compare_all(models: Path) -> tuple[list[tuple[int, int]], dict[str, list[tuple[str, bool, float, float, float]]]]:
-    """Compare every model in every way. One call, because each new process imports transformers for seconds."""
+def compare_all(
+    models: Path, expected: dict[str, Expected]
+) -> tuple[list[tuple[int, int]], dict[str, list[tuple[str, bool, float, float, float]]]]:
+    """Compare every model in every way."""
     loading = measure_loading_each_way(models / "loading", ("fsdp", "tp"))
-    return loading, {name: compare_with_transformers(models / name, ways) for name, ways in WAYS.items()}
+    return loading, {name: compare_with_transformers(models / name, expected[name]) for name in WAYS}
+
+
+def run_with_transformers(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """Call `run_on_ranks`, but fork the ranks from this process, if possible.
+
+    This process has imported transformers. Otherwise each rank imports it, which takes two seconds of processor time.
+    """
+    context = multiprocessing.get_context("fork" if CAN_FORK_RANKS else "forkserver")
+    with mock.patch.object(multiprocessing, "get_context", lambda method: context):
+        return run_on_ranks(function, ranks, *args, show=False)
 
 
 def test_models_compute_what_transformers_computes(models):
     """Greedy tokens, logits to 1e-4 and the likelihood of a text, in each way; a rank holds its share of the model."""
-    for loading, found in run_on_ranks(compare_all, 2, models, show=False):
+    expected = {name: compute_with_transformers(models / name) for name in WAYS}
+    for loading, found in run_with_transformers(compare_all, 2, models, expected):
         check_loading(loading, 2)
         for name, results in found.items():
             for way, is_equal, difference, loss, held in results:
@@ -152,7 +175,7 @@ def check_loading(loading: list[tuple[int, int]], ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_rank_reads_its_share_and_less_than_one_tensor_at_a_time(models, ranks):
     """While a mixture of experts loads, the memory of a rank grows by its share and less than one parameter."""
-    for loading in run_on_ranks(measure_loading_each_way, ranks, models / "loading", ("fsdp",), show=False):
+    for loading in run_with_transformers(measure_loading_each_way, ranks, models / "loading", ("fsdp",)):
         check_loading(loading, ranks)
 
 
@@ -219,7 +242,7 @@ def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n{"text": "some text"}\n')
     base = [f"--problems={tmp_path / 'a.jsonl'}", f"--out_dir={models / 'llama'}", "--prompt=chat", "--tokens=12"]
     ways = [[*base, f"--to={tmp_path / way}", f"--spread={way}"] for way in ("auto", "tp", "offload")]
-    assert run_on_ranks(solve_each, 1, ways[:1], show=False) == [[0]]
+    assert run_with_transformers(solve_each, 1, ways[:1]) == [[0]]
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in (models / "llama").iterdir():
@@ -245,7 +268,7 @@ def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
         ("--tokens=500",): "but the model's context has 128",
     }
     commands = [[*base, f"--to={tmp_path / str(i)}", *arguments] for i, arguments in enumerate(cases)]
-    for outcomes in run_on_ranks(solve_each, 2, [*ways[1:], *commands], show=False):
+    for outcomes in run_with_transformers(solve_each, 2, [*ways[1:], *commands]):
         assert outcomes[:2] == [0, 0]
         for (arguments, sentence), answer in zip(cases.items(), outcomes[2:], strict=True):
             assert sentence in str(answer), (arguments, answer)
