@@ -97,11 +97,12 @@ def read_evidence(folder: Path) -> Evidence:
     Raises:
         ConfigError: it is not the directory of a run.
     """
-    evidence = Evidence(folder)
+    evidence, last_end = Evidence(folder), ""
     with contextlib.suppress(OSError):
         lines = (folder / LOG).read_text(errors="replace").splitlines()
         starts = [i for i, line in enumerate(lines) if ": started at step" in line]
         evidence.log = lines[starts[-1] :] if starts else lines
+        last_end = lines[starts[-1] - 1][:TIME_LENGTH] if starts and starts[-1] else ""
     evidence.heartbeats = read_heartbeats(folder)
     if not evidence.log and not evidence.heartbeats and not (folder / "metrics.jsonl").exists():
         raise ConfigError(f"{folder} is not the directory of a run: give RUN=out/... with a metrics.jsonl or a log.txt")
@@ -117,7 +118,7 @@ def read_evidence(folder: Path) -> Evidence:
             if isinstance(dump, dict) and "entries" in dump:
                 evidence.collectives.setdefault(backend, {})[rank] = dump["entries"]
     for rank, path in read_by_rank(folder / FOLDER, "rank*.txt").items():
-        evidence.output[rank] = read_last_line(path, evidence.log[0][:TIME_LENGTH] if evidence.log else "")
+        evidence.output[rank] = read_last_line(path, last_end)
     for rank, path in read_by_rank(folder / "stacks", "rank*.txt").items():
         evidence.stacks[rank] = path.read_text(errors="replace")[-20_000:]
     evidence.metrics = read_json_lines(folder / "metrics.jsonl")
@@ -127,7 +128,7 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def read_last_line(path: Path, since: str) -> str:
-    """Return the last line of a file of `nanoGPT.job.rank_logs`; empty if the line is older than a time.
+    """Return the last line of a file of `nanoGPT.job.rank_logs`; empty if the line is not newer than a time.
 
     Args:
         since: a time, as at the start of the lines.
@@ -135,7 +136,7 @@ def read_last_line(path: Path, since: str) -> str:
     with open(path, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
         lines = file.read().decode(errors="replace").splitlines()
-    return lines[-1][TIME_LENGTH:] if lines and lines[-1][:TIME_LENGTH] >= since else ""
+    return lines[-1][TIME_LENGTH:] if lines and lines[-1][:TIME_LENGTH] > since else ""
 
 
 def read_checkpoints(evidence: Evidence) -> None:
