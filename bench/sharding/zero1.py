@@ -232,12 +232,20 @@ def measure_timeline(shape: GPTConfig, ranks: int, device: str) -> dict[str, Any
 
 
 def count_state_on_rank() -> tuple[int, int]:
-    """Return the bytes of AdamW's moments and of the flat parameters on this rank. The weights are not initialized."""
+    """Return the bytes of AdamW's moments and of the flat parameters of GPT-2 124M on this rank.
+
+    The weights are not initialized.
+    """
     with torch.device("meta"):
         model = GPT(GPTConfig(bias=False))
     model.to_empty(device=current_device())
     model.lm_head.weight = model.transformer["wte"].weight  # type: ignore[assignment]  # to_empty unties them
-    optimizer = Zero1Optimizer(param_groups(model, 0.1), torch.optim.AdamW, **ADAMW)
+    return count_state(model)
+
+
+def count_state(model: GPT, fused: bool = True) -> tuple[int, int]:
+    """Create the optimizer of a model. Return the bytes of its moments and of the flat parameters on this rank."""
+    optimizer = Zero1Optimizer(param_groups(model, 0.1), torch.optim.AdamW, **{**ADAMW, "fused": fused})
     for bucket in optimizer.buckets:
         if bucket.inner:
             allocate_state(bucket.inner)

@@ -39,7 +39,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     storages = {}
     for tensor in tensors:
         storage = local_shard(tensor).untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        storages[storage._cdata] = storage.nbytes()  # not data_ptr(): it is 0 for tensors on the meta device
     return sum(storages.values())
 
 

@@ -17,8 +17,8 @@ from tests.helpers.training import gap, tiny, train
 from workshop.ranks import losses, run_on_ranks
 
 # Every rank has several micro-batches per step.
-STEPS = {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 3, "dtype": "float32", "compile": False}
-STEPS |= {"gradient_accumulation_steps": 16}
+STEPS = {"max_iters": 3, "lr_decay_iters": 3, "eval_interval": 3, "dtype": "float32", "compile": False}
+STEPS |= {"gradient_accumulation_steps": 16, "eval_iters": 1}
 
 
 @pytest.fixture(scope="module", params=["adamw", "muon"])
@@ -142,9 +142,9 @@ def test_a_run_can_change_its_stage(tmp_path):
     """A checkpoint of ZeRO-1 on 4 ranks resumes with ZeRO-2 on 2 ranks, and its checkpoint in the baseline."""
     uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **STEPS))
     out_dir = tmp_path / "resumed"
-    first: dict[str, Any] = {**STEPS, "max_iters": 2}
+    first: dict[str, Any] = {**STEPS, "max_iters": 1}
     train("phase1_zero1", 4, tiny("phase1_zero1", out_dir, **first))
-    second = {**STEPS, "max_iters": 4, "init_from": "resume", "zero_stage": 2}
+    second = {**STEPS, "max_iters": 2, "init_from": "resume", "zero_stage": 2}
     train("phase1_zero1", 2, tiny("phase1_zero1", out_dir, **second))
     train("nanoGPT", 1, tiny("nanoGPT", out_dir, init_from="resume", **STEPS))
     assert gap(uninterrupted, losses(out_dir)) <= 1e-6

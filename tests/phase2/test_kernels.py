@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -121,23 +122,6 @@ def test_all_persistent_programs_run_at_the_same_time(version):
         assert (facts["async_copies"] > 0) == (row["num_stages"] > 1), (call, width)
 
 
-def test_a_planted_spill_is_reported():
-    """A tile of 32,768 numbers in 4 warps does not fit into registers, and the report shows the spill."""
-    process = run_with_compiled_kernels("-c", SPILL_PROGRAM)
-    facts = json.loads(process.stdout)
-    assert facts["stack_bytes"] > 0 and facts["spill_instructions"] > 0, process.stderr
-
-
-SPILL_PROGRAM = """
-import json, torch
-from bench.kernels.resources import compile_launch
-from phase2_triton.kernels.layernorm import one_row_kernel
-x = torch.empty(32768, device="meta")
-args = (x, x, x, x, x, x, 32768)
-print(json.dumps(compile_launch(one_row_kernel, args, {"EPS": 1e-5, "HAS_BIAS": True, "BLOCK": 32768}, "sm_90")))
-"""
-
-
 def test_the_configuration_table_is_consistent():
     """Each kernel has rows for a GPU and for the interpreter, sorted by width, with the same tile sizes."""
     for kernel, rows_by_device in load_config_table().items():
@@ -188,14 +172,26 @@ def test_a_launch_selects_the_device_of_its_tensors(monkeypatch):
     assert events == [torch.device("cuda", 1), (7,), "end"]
 
 
-def test_what_the_interpreter_cannot_show_is_in_the_machine_code(tmp_path):
+@pytest.fixture(scope="module")
+def compiled_facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Compile kernels for an H100 in one new interpreter, and return what CODE_PROGRAM reads in their code."""
+    process = run_with_compiled_kernels("-c", CODE_PROGRAM, str(tmp_path_factory.mktemp("compiled")))
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout)
+
+
+def test_a_planted_spill_is_reported(compiled_facts):
+    """A tile of 32,768 numbers in 4 warps does not fit into registers, and the report shows the spill."""
+    facts = compiled_facts["spill"]
+    assert facts["stack_bytes"] > 0 and facts["spill_instructions"] > 0, facts
+
+
+def test_what_the_interpreter_cannot_show_is_in_the_machine_code(compiled_facts):
     """AdamW tests its addresses before it uses 16-byte accesses, and cross-entropy waits before it overwrites logits.
 
     Without either, the interpreter computes the same numbers. Planted copies of the kernels lack it in their code.
     """
-    process = run_with_compiled_kernels("-c", CODE_PROGRAM, str(tmp_path))
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert json.loads(process.stdout) == {
+    assert compiled_facts["code"] == {
         "adamw": {"tests addresses": True, "16-byte accesses": True},
         "adamw without test": {"tests addresses": False, "16-byte accesses": True},
         "cross_entropy": [True, True],
@@ -207,8 +203,9 @@ CODE_PROGRAM = """
 import json, re, sys
 from pathlib import Path
 import torch
-from bench.kernels.resources import compile_for, record_call
+from bench.kernels.resources import compile_for, compile_launch, record_call
 from phase2_triton.kernels import adamw, cross_entropy
+from phase2_triton.kernels.layernorm import one_row_kernel
 from tests.helpers.kernels import import_variant
 
 
@@ -238,10 +235,14 @@ def find_barriers(module):
 folder = Path(sys.argv[1])
 bare_adamw = import_variant(folder, adamw, "bare_adamw", [("((p | g | m | v) % 16 == 0) & ", "")])
 bare_loss = import_variant(folder, cross_entropy, "bare_loss", [("        tl.debug_barrier()", "        pass")])
-print(json.dumps({
+x = torch.empty(32768, device="meta")
+sizes = {"EPS": 1e-5, "HAS_BIAS": True, "BLOCK": 32768}
+code = {
     "adamw": inspect_adamw(adamw),
     "adamw without test": inspect_adamw(bare_adamw),
     "cross_entropy": find_barriers(cross_entropy),
     "cross_entropy without barrier": find_barriers(bare_loss),
-}))
+}
+spill = compile_launch(one_row_kernel, (x, x, x, x, x, x, 32768), sizes, "sm_90")
+print(json.dumps({"spill": spill, "code": code}))
 """
