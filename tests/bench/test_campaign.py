@@ -224,8 +224,8 @@ def test_parts_have_unique_names_and_functions_that_exist():
 
 
 # One part of most stages. The rest of them differ only in their arguments; `--dry_run` runs all.
-SAMPLE = ["machine.versions", "machine.attention_backends", "kernels.gelu", "kernels.adamw", "compiled.phase3_none"]
-SAMPLE += ["tuning.gelu_forward", "tuned_times.gelu", "throughput.gpt2_phase2_loss_eager"]
+SAMPLE = ["machine.versions", "machine.attention_backends", "kernels.gelu", "kernels.adamw", "compiled.baseline_none"]
+SAMPLE += ["tuning.gelu_forward", "tuned_times.adamw", "throughput.gpt2_phase2_loss_eager"]
 SAMPLE += ["nanogpt.baseline", "fsdp.against_baseline", "plan.train_mid", "memory.cpu_offload", "largest.95_percent"]
 SAMPLE += ["options.muon_with_fsdp", "evaluation.phase3"]
 
@@ -286,7 +286,7 @@ def test_wrong_times_are_not_reported(tmp_path):
         result = {"limits": {}, "rows": [f"{stage}.{name}"], "problems": problems}
         records.append({"stage": stage, "name": name, "state": "done", "result": result})
     kernels, _ = write_results(records, tmp_path, is_dry=False)
-    assert json.loads(kernels.read_text())["samples"]["rows"] == ["tuned_times.gelu", "times.loss"]
+    assert json.loads(kernels.read_text())["samples"]["rows"] == ["tuned_times.adamw", "times.loss"]
     advice = advise_on_tuned_table(Path("table"), records)
     assert "do not use" in advice and " loss" in advice and " gelu" not in advice
     for record in records:
