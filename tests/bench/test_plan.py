@@ -168,7 +168,7 @@ def test_an_extrapolation_matches_the_full_trace(row):
 @pytest.mark.heavy
 def test_an_extrapolation_with_muon_matches_the_full_trace(row):
     """The planner traces Muon's update in full: its state, memory and time match the trace of a full step."""
-    job = Job(replace(SMALL, n_layer=7), H100, 4, 2, "muon")
+    job = Job(replace(SMALL, n_layer=9), H100, 4, 2, "muon")
     planner, full_trace = Planner(job, InlineExecutor()), trace_row(row, job, 3)
     assert planner.extrapolate("state", row, 3) == pytest.approx(dict(full_trace.state), rel=0.005)
     peak = max(sum(part.values()) for part in full_trace.peaks.values())
