@@ -11,8 +11,6 @@
 import difflib
 import math
 
-import torch
-
 STALLED = 4  # exit code
 MAX_MESSAGE_LENGTH = 1500  # characters
 # Messages of gloo, NCCL and this project from a rank that fails only because another rank has failed.
@@ -118,5 +116,7 @@ def error_messages(error: BaseException | None) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of Python, numpy, torch or a CUDA library means that memory ran out."""
+    import torch  # here, because programs that need no torch import this module too, and start much faster without it
+
     text, messages = error_messages(error), GPU_OUT_OF_MEMORY_MESSAGES + CPU_OUT_OF_MEMORY_MESSAGES
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(message in text for message in messages)

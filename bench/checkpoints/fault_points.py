@@ -87,6 +87,11 @@ def load_and_save(out_dir: str) -> int:
     return step
 
 
+def load_and_save_all(out_dirs: list[str]) -> list[int]:
+    """Call `load_and_save` for each directory, one after another on the same ranks."""
+    return [load_and_save(out_dir) for out_dir in out_dirs]
+
+
 def kill_ranks(started: list[tuple[Any, Any]]) -> None:
     for process, connection in started:
         process.kill()
@@ -158,12 +163,28 @@ def arm_kill(point: str) -> None:
     setattr(owner, name, replacement)
 
 
-def save_and_die(out_dir: str, point: str, victim: int, is_async: bool) -> None:
-    """Save steps 1 and 2 on this rank, then save step 3, which kills rank `victim` at a point."""
+def save_two_steps(out_dir: str, is_async: bool) -> Saver:
+    """Save steps 1 and 2 on this rank."""
     saver = Saver(out_dir, is_async, keep=2)
     for step in (1, 2):
         saver.save(step)
     saver.checkpoints.drain()
+    return saver
+
+
+def save_two_steps_of_each_kind(parent: str) -> None:
+    """Save steps 1 and 2 synchronously into PARENT/sync, and asynchronously into PARENT/async."""
+    for mode in ("sync", "async"):
+        save_two_steps(f"{parent}/{mode}", mode == "async")
+
+
+def save_and_die(out_dir: str, point: str, victim: int, is_async: bool) -> None:
+    """Save steps 1 and 2 on this rank, then save step 3, which kills rank `victim` at a point.
+
+    A directory that contains steps 1 and 2 already, from `save_two_steps`, keeps them.
+    """
+    has_steps = (Path(out_dir) / "checkpoints" / "LATEST").exists()  # no rank saves it before every rank has looked
+    saver = Saver(out_dir, is_async, keep=2) if has_steps else save_two_steps(out_dir, is_async)
     if dist.get_rank() == victim:
         arm_kill(point)
     saver.save(3)
@@ -188,38 +209,48 @@ def kill_save(folder: str, point: str, victim: int, is_async: bool) -> None:
         kill_ranks(started)
 
 
-def kill_at_point(point: str, victim: int, is_async: bool) -> int:
-    """Kill rank `victim` at a point of the save of step 3, then load the newest checkpoint on two new ranks.
+def load_all(folders: list[str]) -> list[int]:
+    """Load the newest checkpoint of each directory on two new ranks, and save a later step.
 
     Returns:
-        The step of the checkpoint that was loaded: 2 or 3.
+        The step that was loaded from each directory: 2 or 3.
 
     Raises:
-        AssertionError: that checkpoint is not complete, or the next save leaves temporary files behind.
+        AssertionError: a checkpoint is not complete, or the next save leaves temporary files behind.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        kill_save(folder, point, victim, is_async)
-        step = max(run_on_ranks(load_and_save, RANKS, folder, show=False))
+    results = run_on_ranks(load_and_save_all, RANKS, folders, show=False)
+    steps = [max(loaded) for loaded in zip(*results, strict=True)]
+    for folder, step in zip(folders, steps, strict=True):
         leftovers = [p.name for p in (Path(folder) / "checkpoints").iterdir() if p.name.startswith(".tmp")]
-        assert step in (2, 3) and not leftovers, (step, leftovers)
-        return step
+        assert step in (2, 3) and not leftovers, (folder, step, leftovers)
+    return steps
 
 
 def kill_at_every_point() -> list[dict[str, Any]]:
-    """Kill each rank at every point of a save that it reaches, synchronous and asynchronous.
+    """Kill each rank at every point of a save that it reaches, synchronous and asynchronous, and load what is left.
 
     Returns:
         One row per point and rank, with the step that was loaded after the kill of each kind of save.
     """
     cases = [(point, rank) for rank in range(RANKS) for point in POINTS_OF_EVERY_RANK]
     cases += [(point, 0) for point in POINTS_OF_RANK_0]
+    with tempfile.TemporaryDirectory() as parent:
+        for mode in ("sync", "async"):
+            os.mkdir(f"{parent}/{mode}")
+        run_on_ranks(save_two_steps_of_each_kind, RANKS, parent, show=False)
+        folders = []
+        for point, rank in cases:
+            for mode in ("sync", "async"):
+                folders.append(f"{parent}/{point} {rank} {mode}")
+                shutil.copytree(f"{parent}/{mode}", folders[-1])
+                kill_save(folders[-1], point, rank, mode == "async")
+        steps = load_all(folders)
     rows = []
-    for point, rank in cases:
-        steps = {mode: kill_at_point(point, rank, mode == "async") for mode in ("sync", "async")}
-        rows.append({"point": point, "rank": rank, **steps})
+    for i, (point, rank) in enumerate(cases):
+        rows.append({"point": point, "rank": rank, "sync": steps[2 * i], "async": steps[2 * i + 1]})
         print(
-            f"rank {rank} killed {point}: step {steps['sync']} loads after a synchronous save, "
-            f"step {steps['async']} after an asynchronous save",
+            f"rank {rank} killed {point}: step {steps[2 * i]} loads after a synchronous save, "
+            f"step {steps[2 * i + 1]} after an asynchronous save",
             flush=True,
         )
     return rows

@@ -29,34 +29,7 @@ from nanoGPT.errors import ConfigError
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
 
-HERE = "tests.bench.test_campaign"
-
-
-def succeed(settings: Settings, value: int) -> dict[str, Any]:
-    print("this goes into the log")
-    return {"value": value, "dry_run": settings.dry_run}
-
-
-def fail(settings: Settings) -> None:
-    raise ValueError("the kernel is wrong")
-
-
-def skip(settings: Settings) -> None:
-    raise Skipped("there is no such tool")
-
-
-def need_a_package(settings: Settings) -> None:
-    import a_package_that_nobody_has  # noqa: F401
-
-
-def crash(settings: Settings) -> None:
-    print("about to crash", flush=True)
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def hang(settings: Settings) -> None:
-    (settings.folder / "hangs").touch()
-    time.sleep(10 * DEADLINE)
+PARTS = "tests.bench.campaign_parts"
 
 
 @pytest.fixture
@@ -76,8 +49,8 @@ def run_all(parts: list[Part], folder: CampaignFolder, seconds: float = 600) -> 
 def test_every_part_ends_with_a_record(folder):
     """A part that fails, is skipped or crashes its process is recorded with the reason, and the next one runs."""
     functions = {"crash": "crash", "failure": "fail", "skip": "skip", "package": "need_a_package"}
-    parts = [Part("stage", name, f"{HERE}:{function}") for name, function in functions.items()]
-    parts.append(Part("stage", "success", f"{HERE}:succeed", (7,)))
+    parts = [Part("stage", name, f"{PARTS}:{function}") for name, function in functions.items()]
+    parts.append(Part("stage", "success", f"{PARTS}:succeed", (7,)))
     states = run_all(parts, folder)
     assert states == {
         "crash": "failed",
@@ -99,7 +72,7 @@ def test_every_part_ends_with_a_record(folder):
 
 def test_a_part_that_hangs_is_stopped_and_runs_once_more(folder):
     """A part that is still running at the end of a call is killed, and runs again after all others; then it fails."""
-    parts = [Part("stage", "hang", f"{HERE}:hang"), Part("stage", "success", f"{HERE}:succeed", (1,))]
+    parts = [Part("stage", "hang", f"{PARTS}:hang"), Part("stage", "success", f"{PARTS}:succeed", (1,))]
     assert run_all(parts, folder, seconds=2) == {"hang": "pending", "success": "pending"}
     assert find_pending(parts, folder) == [parts[1], parts[0]]
     assert run_all(parts, folder, seconds=29) == {"hang": "pending", "success": "done"}
@@ -112,7 +85,7 @@ def test_a_kill_loses_only_the_running_part(tmp_path):
     target = tmp_path / "campaign"
     program = (
         f"from bench.campaign import __main__ as program; from bench.campaign.folder import Part\n"
-        f"parts = [Part('stage', 'first', '{HERE}:succeed', (1,)), Part('stage', 'second', '{HERE}:hang')]\n"
+        f"parts = [Part('stage', 'first', '{PARTS}:succeed', (1,)), Part('stage', 'second', '{PARTS}:hang')]\n"
         "program.list_parts = lambda dry_run: parts\n"
         f"program.main(['--dry_run', '--to={target}'])"
     )
@@ -125,7 +98,7 @@ def test_a_kill_loses_only_the_running_part(tmp_path):
     process.kill()
     process.wait()
     folder = CampaignFolder(target)
-    parts = [Part("stage", "first", f"{HERE}:succeed", (1,)), Part("stage", "second", f"{HERE}:succeed", (2,))]
+    parts = [Part("stage", "first", f"{PARTS}:succeed", (1,)), Part("stage", "second", f"{PARTS}:succeed", (2,))]
     assert [folder.read(part)["state"] for part in parts] == ["done", "running"]
     while is_worker_alive(target) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -184,7 +157,7 @@ def test_an_error_that_a_part_has_caught_is_found(folder, monkeypatch):
     """If a kernel has made the CUDA context unusable, the part has failed, and a new process runs the next one."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    settings, part = Settings(folder.path, dry_run=False), Part("stage", "success", f"{HERE}:succeed", (1,))
+    settings, part = Settings(folder.path, dry_run=False), Part("stage", "success", f"{PARTS}:succeed", (1,))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert run_part(part, settings, folder) and folder.read(part)["state"] == "done"
 
@@ -251,10 +224,25 @@ def test_parts_have_unique_names_and_functions_that_exist():
 
 
 # One part of most stages. The rest of them differ only in their arguments; `--dry_run` runs all.
-SAMPLE = ["machine.versions", "machine.attention_backends", "kernels.gelu", "kernels.adamw", "compiled.phase3_none"]
-SAMPLE += ["tuning.gelu_forward", "tuned_times.gelu", "throughput.gpt2_phase2_loss_eager"]
+SAMPLE = ["machine.versions", "machine.attention_backends", "kernels.gelu", "kernels.adamw", "compiled.baseline_none"]
+SAMPLE += ["tuning.gelu_forward", "tuned_times.adamw", "throughput.gpt2_phase2_loss_eager"]
 SAMPLE += ["nanogpt.baseline", "fsdp.against_baseline", "plan.train_mid", "memory.cpu_offload", "largest.95_percent"]
 SAMPLE += ["options.muon_with_fsdp", "evaluation.phase3"]
+
+
+class InlineWorker:
+    """A worker that runs the parts in this process, which has imported torch, and whose ranks are forked."""
+
+    def __init__(self, settings: dict[str, Any], environment: dict[str, str]) -> None:
+        assert (environment["CUDA_VISIBLE_DEVICES"], environment["TRITON_INTERPRET"]) == ("", "1")
+        self.settings = Settings(**{**settings, "folder": Path(settings["folder"])})
+
+    def run(self, part: Part, seconds: float) -> str:
+        part = Part(**json.loads(json.dumps(vars(part))))  # as a worker reads it
+        return "next" if run_part(part, self.settings, CampaignFolder(self.settings.folder)) else "stop"
+
+    def kill(self) -> None:
+        pass
 
 
 def test_a_dry_run_measures_and_reports(tmp_path, monkeypatch, capsys):
@@ -262,6 +250,7 @@ def test_a_dry_run_measures_and_reports(tmp_path, monkeypatch, capsys):
     parts = [part for part in list_parts(dry_run=True) if part.key in SAMPLE]
     assert len(parts) == len(SAMPLE)
     monkeypatch.setattr("bench.campaign.__main__.list_parts", lambda dry_run: parts)
+    monkeypatch.setattr("bench.campaign.__main__.Worker", InlineWorker)
     target = tmp_path / "campaign"
     main(["--dry_run", "--minutes=30", f"--to={target}"])
     output = capsys.readouterr().out
@@ -297,7 +286,7 @@ def test_wrong_times_are_not_reported(tmp_path):
         result = {"limits": {}, "rows": [f"{stage}.{name}"], "problems": problems}
         records.append({"stage": stage, "name": name, "state": "done", "result": result})
     kernels, _ = write_results(records, tmp_path, is_dry=False)
-    assert json.loads(kernels.read_text())["samples"]["rows"] == ["tuned_times.gelu", "times.loss"]
+    assert json.loads(kernels.read_text())["samples"]["rows"] == ["tuned_times.adamw", "times.loss"]
     advice = advise_on_tuned_table(Path("table"), records)
     assert "do not use" in advice and " loss" in advice and " gelu" not in advice
     for record in records:
@@ -349,7 +338,7 @@ def test_wheels_are_importable(tmp_path, monkeypatch):
     for name in ("a_package_that_nobody_has", "torch"):
         with zipfile.ZipFile(wheels / f"{name}-1-py3-none-any.whl", "w") as file:
             file.writestr(f"{name}/__init__.py", "")
-    parts = [Part("stage", "package", f"{HERE}:need_a_package")]
+    parts = [Part("stage", "package", f"{PARTS}:need_a_package")]
     monkeypatch.setattr("bench.campaign.__main__.list_parts", lambda dry_run: parts)
     target = tmp_path / "campaign"
     main(["--dry_run", f"--to={target}", f"--wheels={wheels}"])

@@ -1,7 +1,6 @@
 """The check of the code that torch.compile generates for a GPU, on a machine without one."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -10,23 +9,14 @@ from bench.compiled.check import PROBLEMS_FOUND
 from nanoGPT.errors import ConfigError
 from tests.helpers.programs import run_with_compiled_kernels
 
-
-def test_compiled_graphs_compile_for_an_h100():
-    """The model with all kernels, and a checkpointed block, are one graph each, and every kernel compiles for an H100.
-
-    No kernel computes in fp64, spills registers or has serialized wgmma instructions, and no tensor is copied because a
-    kernel writes into it. `make check-ptx` checks all graphs, also for an A100.
-    """
-    names = ["phase 2, --kernels=all", "phase 3: checkpointed block"]
-    done = run_with_compiled_kernels("-m", "bench.compiled.check", "sm_90", *names)
-    assert done.returncode == 0, done.stdout + done.stderr
-    model, block = done.stdout.splitlines()[1:]
-    assert model.endswith("14 of them custom: 0 problems") and block.endswith("0 of them custom: 0 problems")
-
-
-PLANTED = """
-from bench.compiled.fake_cuda import install_fake_gpu
-install_fake_gpu("sm_90")
+NAMES = ["phase 2, --kernels=all", "phase 3: checkpointed block"]
+# It runs `python -m bench.compiled.check` with the command line's words, then checks graphs with planted problems.
+PROGRAM = """
+import runpy
+try:
+    runpy.run_module("bench.compiled.check", run_name="__main__", alter_sys=True)
+except SystemExit as stop:
+    print("exit code", stop.code)
 import torch, triton
 import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,13 +56,30 @@ for function in (lambda x: scale(x, 128), lambda x: scale(x, 32768), branch):
 """
 
 
-def test_planted_problems_are_found(tmp_path: Path):
-    """The check finds a Python float that Inductor passes as fp64, spilled registers, and a graph break."""
-    program = tmp_path / "planted.py"
-    program.write_text(PLANTED)
-    done = run_with_compiled_kernels(str(program))
+@pytest.fixture(scope="module")
+def printed_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Check two graphs of the trainers and three planted ones in one new interpreter, and return what it prints."""
+    program = tmp_path_factory.mktemp("compiled") / "planted.py"
+    program.write_text(PROGRAM)
+    done = run_with_compiled_kernels(str(program), "sm_90", *NAMES)
     assert done.returncode == 0, done.stderr[-3000:]
-    with_float, spilling, broken = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_compiled_graphs_compile_for_an_h100(printed_lines):
+    """The model with all kernels, and a checkpointed block, are one graph each, and every kernel compiles for an H100.
+
+    No kernel computes in fp64, spills registers or has serialized wgmma instructions, and no tensor is copied because a
+    kernel writes into it. `make check-ptx` checks all graphs, also for an A100.
+    """
+    _, model, block, code, *_ = printed_lines
+    assert model.endswith("14 of them custom: 0 problems"), printed_lines
+    assert block.endswith("0 of them custom: 0 problems") and code == "exit code 0", printed_lines
+
+
+def test_planted_problems_are_found(printed_lines):
+    """The check finds a Python float that Inductor passes as fp64, spilled registers, and a graph break."""
+    with_float, spilling, broken = printed_lines[-3:]
     assert with_float == "(1, 1, ['scale_kernel computes in fp64'])"
     assert "scale_kernel computes in fp64" in spilling and "bytes of registers" in spilling
     assert "torch.compile fails" in broken

@@ -27,6 +27,8 @@ from bench.matrix.plot import draw, draw_memory
 from bench.tables import records as results
 from nanoGPT.errors import ConfigError
 from nanoGPT.memory.costs import ring_bytes
+from tests.helpers.training import train_all
+from workshop.phases import find_package
 from workshop.ranks import RankFailed
 
 SMALL = {**MODEL, "n_layer": 2, "n_embd": 32, "block_size": 16, "device": "cpu", "max_iters": 4}
@@ -38,8 +40,12 @@ def rows(tmp_path_factory) -> list[tuple[Cell, dict]]:
     folder, runs = tmp_path_factory.mktemp("matrix"), []
     cells = [Cell("baseline", 1), Cell("phase1", 2), Cell("phase2", 1, {"kernels": "gelu"})]
     cells += [Cell("phase3", 2, {"fsdp_cpu_offload": True})]
-    for i, cell in enumerate(cells):
-        run = run_cell(cell.phase, cell.ranks, make_config(cell.phase, folder / str(i), **SMALL, **cell.options))
+    configs = [make_config(cell.phase, folder / str(i), **SMALL, **cell.options) for i, cell in enumerate(cells)]
+    for ranks in (1, 2):
+        pairs = zip(cells, configs, strict=True)
+        train_all(ranks, [(find_package(cell.phase), config) for cell, config in pairs if cell.ranks == ranks])
+    for cell, config in zip(cells, configs, strict=True):
+        run = run_cell(cell.phase, cell.ranks, config)  # reads the results
         assert matches_formula(run.ledger), run.ledger
         runs.append((cell, run))
     return [(cell, make_row(cell, run, runs[0][1])) for cell, run in runs]

@@ -7,6 +7,7 @@ import re
 import shlex
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -187,12 +188,12 @@ def test_the_trainer_adds_little_to_a_step(tmp_path, processor_time, monkeypatch
     monkeypatch.setattr(step_overhead, "WARMUP", 2)  # a slow first step does not change the minimum
     shape = {"gradient_accumulation_steps": 1, "batch_size": 6, "device": "cpu", "out_dir": str(tmp_path)}
     config = TrainConfig(**shape, learning_rate=1e-4)
-    samples = step_overhead.measure(config, 60)
-    for _ in range(4):  # other programs disturb the minimum least, and the minimum of more steps less
+    samples = step_overhead.measure(config, 30)
+    for _ in range(9):  # other programs disturb the minimum least, and the minimum of more steps less
         bare, trainer, data = (min(samples[name]) for name in ("bare_ms", "trainer_ms", "data_ms"))
         if trainer < 1.10 * bare:
             break
-        for name, values in step_overhead.measure(config, 60).items():
+        for name, values in step_overhead.measure(config, 30).items():
             samples[name] += values
     assert trainer < 1.10 * bare and data < 0.03 * trainer, (bare, trainer, data)
     for result in results.read_results("step-overhead"):
@@ -208,8 +209,13 @@ def test_the_ledger_slows_a_step_by_little(tmp_path, processor_time):
     Its cost is per operator, so the short run has few, large micro-batches. Other programs on the machine, which
     compete for its caches, then change the ratio little.
     """
-    config = TrainConfig(device="cpu", out_dir=str(tmp_path), gradient_accumulation_steps=2, batch_size=24)
-    samples = step_overhead.measure_ledger(config, 6)
+    config = TrainConfig(device="cpu", gradient_accumulation_steps=2, batch_size=24)
+    samples: dict[str, list[float]] = {"watched_ms": [], "unwatched_ms": []}
+    for i in range(3):  # other programs disturb the minimum of more steps less
+        for name, values in step_overhead.measure_ledger(replace(config, out_dir=f"{tmp_path}/{i}"), 2).items():
+            samples[name] += values
+        if min(samples["watched_ms"]) < 1.5 * min(samples["unwatched_ms"]):
+            break
     assert min(samples["watched_ms"]) < 1.5 * min(samples["unwatched_ms"]), samples
     for result in results.read_results("step-overhead"):
         with_ledger, without_ledger = (
@@ -482,11 +488,11 @@ def test_tuning_finds_a_row_that_is_no_slower(tmp_path, monkeypatch, processor_t
     monkeypatch.setattr(core, "load_config_table", lambda: table)
     monkeypatch.setattr(tune_kernels, "load_config_table", core.load_config_table)
     core.load_config_table()["layernorm_forward"]["interpreter"] = [
-        {"up_to": 64, "rows": 1, "block": 64}
-    ]  # 128 programs of one row
+        {"up_to": 64, "rows": 8, "block": 64}
+    ]  # 16 programs of 8 rows
     tune_kernels.main(tune_kernels.Options(only="layernorm_forward", write=True, to=str(tmp_path / "table.json")))
     written = json.loads((tmp_path / "table.json").read_text())
-    assert written["layernorm_forward"]["interpreter"][0]["rows"] > 1
+    assert written["layernorm_forward"]["interpreter"][0]["rows"] > 8
     assert written["layernorm_forward"]["cuda"] == core.load_config_table()["layernorm_forward"]["cuda"]
 
 

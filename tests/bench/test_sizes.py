@@ -17,7 +17,7 @@ from bench.tables.records import read_results
 from bench.trainer import twins
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
-from tests.helpers.training import TINY, train
+from tests.helpers.training import TINY, train_all
 from workshop.imports import ROOT
 from workshop.phases import find_package
 
@@ -25,18 +25,20 @@ TWIN = {**TINY, "max_iters": 2, "eval_interval": 2, "eval_iters": 1, "compile": 
 TWIN |= {"warmup_iters": 1, "gradient_accumulation_steps": 2, "fsdp_min_num_params": 1000}
 
 
-@pytest.mark.parametrize(("phase", "name", "gpus", "gpu"), SIZES, ids=lambda value: str(value))
-def test_a_scaled_down_twin_trains(phase, name, gpus, gpu, tmp_path):
+def test_a_scaled_down_twin_of_every_configuration_trains(tmp_path):
     """Every configuration can be read, and trains on two ranks with a small shape and its own options."""
-    config = read_config(phase, name, gpus)
-    fields = {name: value for name, value in TWIN.items() if hasattr(config, name)}
-    if getattr(config, "fsdp_min_num_params", None) is None:
-        fields.pop("fsdp_min_num_params", None)
-    if phase == "phase2":
-        fields["kernels"] = "gelu"  # the others are slow in the interpreter
-    twin = replace(config, **{**fields, "out_dir": str(tmp_path)})
-    assert twin.optimizer == config.optimizer and twin.dtype == config.dtype
-    assert len(train(find_package(phase), 2, twin)) == 2
+    cells = []
+    for i, (phase, name, gpus, _) in enumerate(SIZES):
+        config = read_config(phase, name, gpus)
+        fields = {name: value for name, value in TWIN.items() if hasattr(config, name)}
+        if getattr(config, "fsdp_min_num_params", None) is None:
+            fields.pop("fsdp_min_num_params", None)
+        if phase == "phase2":
+            fields["kernels"] = "gelu"  # the others are slow in the interpreter
+        twin = replace(config, **{**fields, "out_dir": str(tmp_path / str(i))})
+        assert twin.optimizer == config.optimizer and twin.dtype == config.dtype
+        cells.append((find_package(phase), twin))
+    assert [len(losses) for losses in train_all(2, cells)] == [2] * len(SIZES)
 
 
 def test_the_long_twins_match_their_configurations(tmp_path):

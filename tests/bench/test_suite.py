@@ -95,6 +95,23 @@ def test_every_suite_can_be_planned(tmp_path, capsys):
     assert 5 < estimate_run(run.config, run.phase, run.ranks, detect_hardware()).seconds < 600
 
 
+@pytest.fixture
+def no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the estimates of the runs, which trace each of them."""
+    monkeypatch.setattr("bench.suite.suite.format_schedule", lambda *_: "")
+
+
+@pytest.fixture
+def two_suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `all` mean two suites with tiny runs: `first` and `second`."""
+    suites = tmp_path / "suites"
+    suites.mkdir()
+    for name in ("first", "second"):
+        write_suite(tmp_path).rename(suites / f"{name}.toml")
+    for module in ("suite", "file"):
+        monkeypatch.setattr(f"bench.suite.{module}.SUITES", suites)
+
+
 def make_suite(**fields: Any) -> Suite:
     """Return a suite for reports."""
     return Suite(**{"name": "mixed", "about": "Some.", "phases": [], "ranks": [], "metrics": ["val_loss"], **fields})
@@ -390,7 +407,7 @@ def test_a_suite_logs_to_weights_and_biases(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_its_metric_is_repeated(tmp_path, monkeypatch, capsys):
+def test_a_run_without_its_metric_is_repeated(tmp_path, monkeypatch, capsys, no_schedule):
     """If the metric of a run is missing, the suite names it and returns 1. The next start repeats only this run."""
     config = SuiteConfig(str(write_suite(tmp_path)), tmp_path / "out", device="cpu")
     executed, lines = [], [""]
@@ -438,10 +455,9 @@ def test_runs_with_more_ranks_than_gpus_are_skipped(tmp_path, monkeypatch, capsy
     assert "skipped: 1 run(s) with more ranks than this machine's 2 GPU(s)" in capsys.readouterr().out
 
 
-def test_a_signal_ends_all_suites(tmp_path, monkeypatch, capsys):
+def test_a_signal_ends_all_suites(tmp_path, monkeypatch, capsys, no_schedule, two_suites):
     """After a signal during a run, no other suite starts, even if the run has finished."""
     executed = []
-    monkeypatch.setattr("bench.suite.suite.format_schedule", lambda *_: "")  # it takes many seconds
     for status in ({"state": "pending"}, {"state": "done", "stopped": True}):
         status |= {"seconds": 1.0, "reason": ""}
         monkeypatch.setattr(
@@ -452,10 +468,9 @@ def test_a_signal_ends_all_suites(tmp_path, monkeypatch, capsys):
     assert len(executed) == 2
 
 
-def test_a_failing_suite_fails_the_command(tmp_path, monkeypatch):
+def test_a_failing_suite_fails_the_command(tmp_path, monkeypatch, no_schedule, two_suites):
     """The exit code of `all` is the highest exit code of a suite, even if the first suite fails."""
-    monkeypatch.setattr("bench.suite.suite.run_suite", lambda suite, *_: int(suite.name == "kernels"))
-    monkeypatch.setattr("bench.suite.suite.format_schedule", lambda *_: "")
+    monkeypatch.setattr("bench.suite.suite.run_suite", lambda suite, *_: int(suite.name == "first"))
     assert main(SuiteConfig("all", tmp_path, device="cpu", gpu="h100")) == 1
 
 
@@ -510,7 +525,7 @@ def test_a_run_uses_its_own_number_of_ranks_in_a_slurm_job(tmp_path, monkeypatch
         build_command(run, slurm=True)
 
 
-def test_invalid_requests_keep_the_existing_scripts(tmp_path):
+def test_invalid_requests_keep_the_existing_scripts(tmp_path, no_schedule):
     """If ranks do not fill nodes or out_dir is a file, the request is refused. --retry submits failed runs again."""
     path = write_suite(tmp_path, SUITE.replace("[1]", "[4]"), gradient_accumulation_steps=4)
     config = SuiteConfig(str(path), tmp_path / "out", device="cpu", create_slurm=True, gpus_per_node=4, gpu="h100")
@@ -526,7 +541,7 @@ def test_invalid_requests_keep_the_existing_scripts(tmp_path):
     assert '"(done)"' in (scripts / "submit-all.sh").read_text()
 
 
-def test_scripts_are_written_for_the_gpus_of_a_cluster(tmp_path, monkeypatch, capsys):
+def test_scripts_are_written_for_the_gpus_of_a_cluster(tmp_path, monkeypatch, capsys, no_schedule):
     """A machine without a GPU can write scripts for the GPUs of a cluster, with the configuration for a GPU.
 
     The suite prints the command that writes the report on this machine after the runs have finished on the cluster.
@@ -631,7 +646,7 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, capsys, python):
             BY_RANKS + "n_layer = 3\n[variants.deep]\nn_layer = 2\n[config]\n",
             "n_layer is in by_ranks.1 and variants.deep: keep only one",
         ),
-        (SUITE.replace("seeds = [1, 2]", f"seeds = {[*range(200_000)]}"), "has 400,000 runs, more than 10,000"),
+        (SUITE.replace("seeds = [1, 2]", f"seeds = {[*range(5_001)]}"), "has 10,002 runs, more than 10,000"),
         (SUITE + "x = " + "[" * 100_000, "is not a valid TOML file"),
         (SUITE + "n_layers = 3\n", "n_layers is not a field of the configuration; did you mean n_layer"),
         (SUITE + "dropout = 2.0\n", "baseline on 1 rank"),
@@ -651,7 +666,7 @@ def test_a_wrong_suite_file_is_refused_with_one_sentence(tmp_path, text, message
         build_runs(load_suite(str(path)), tmp_path, "cpu")
 
 
-def test_a_wrong_request_is_refused_with_one_sentence(tmp_path):
+def test_a_wrong_request_is_refused_with_one_sentence(tmp_path, no_schedule):
     """Invalid suites, GPUs, prices, file names and node sizes are refused, and so is a directory that is in use."""
     with pytest.raises(ConfigError, match="no suite scalling; did you mean scaling"):
         load_suite("scalling")
@@ -669,8 +684,9 @@ def test_a_wrong_request_is_refused_with_one_sentence(tmp_path):
     config = command_line(SuiteConfig, ["--suite=scaling", f"--out_dir={tmp_path}", "--device=cpu"])
     with pytest.raises(ConfigError, match="do not fill nodes of 3"):
         main(dataclasses.replace(config, create_slurm=True, gpus_per_node=3, gpu="h100"))
-    with directory_lock(tmp_path / "scaling"), pytest.raises(ConfigError, match="is in use by"):
-        main(config)
+    small = dataclasses.replace(config, suite=str(write_suite(tmp_path)))
+    with directory_lock(tmp_path / "tiny"), pytest.raises(ConfigError, match="is in use by"):
+        main(small)
     with pytest.raises(ConfigError, match="does not contain a run"):
         read_run(tmp_path)
     for words in ([], ["a", "b"]):
