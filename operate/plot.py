@@ -11,13 +11,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from bench.plan.plan import check_plot
 from nanoGPT.cli.command_line import command_line
@@ -25,6 +19,9 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.heartbeat_files import read_json
 from operate.run_files import find_newest_run, read_json_lines
+
+if TYPE_CHECKING:  # matplotlib is slow to import, and only a drawing needs it
+    from matplotlib.axes import Axes
 
 Lines = list[dict[str, Any]]
 
@@ -66,7 +63,7 @@ def select_values(lines: Lines, key: str, factor: float) -> tuple[list[int], lis
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def draw_metric(axes: Axes, runs: dict[str, Lines], key: str, label: str, factor: float) -> None:
+def draw_metric(axes: "Axes", runs: dict[str, Lines], key: str, label: str, factor: float) -> None:
     """Draw one metric of all runs."""
     axes.set(xlabel="step", ylabel=label)
     axes.grid(alpha=0.3)
@@ -115,6 +112,11 @@ def main(run: str = "", to: Path = Path("out/plot.png")) -> None:
     """
     runs = read_runs(run)
     check_plot(to)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
     for panel, (key, label, factor) in zip(axes.flat, PANELS, strict=True):
         draw_metric(panel, runs, key, label, factor)

@@ -4,7 +4,9 @@
 skipped with a reason.
 """
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else each rank that compiles tests the processor for seconds
 torch.set_num_threads(1)  # several tests run at a time, and many of them start ranks
+WRITES_NO_BYTECODE = sys.dont_write_bytecode
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +38,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Select interpreted kernels for tests on the CPU. Triton reads this setting when a test file imports it."""
+    # Each worker imports all test files. It reads the files that an earlier run has compiled, and would otherwise spend
+    # half of its start-up compiling them, if PYTHONDONTWRITEBYTECODE is set.
+    sys.dont_write_bytecode = False
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from tests.helpers.programs import DEADLINE
@@ -42,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     ranks.DEFAULT_TIMEOUT = DEADLINE
     ranks.PRELOADED.append("pytest")  # a rank imports the test file that defines its function, and so pytest
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Collect no garbage while test files are imported: there is none, and each search visits a million objects."""
+    gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,8 +65,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and uses_device(item):
             item.add_marker("gpu")
-        if isinstance(item, pytest.Function) and any(starts_processes(f, set()) for f in list_functions(item)):
+        if isinstance(item, pytest.Function) and any(starts_processes(f) for f in list_functions(item)):
             item.add_marker("ranks")
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again during the tests, but leave the objects of the imported modules alone."""
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # the interpreter frees these objects when it exits
 
 
 def uses_device(item: pytest.Function) -> bool:

@@ -6,23 +6,20 @@ python -m bench.matrix.plot     # every bench/results/matrix-*.json, into a .png
 import json
 import sys
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from bench.tables.records import RESULTS, hardware_of
 from nanoGPT.memory.tracker import CATEGORIES
+
+if TYPE_CHECKING:  # matplotlib is slow to import, and only a drawing needs it
+    from matplotlib.axes import Axes
 
 COLORS = dict(zip(CATEGORIES, ("#00798c", "#edae49", "#d1495b", "#5b3758", "#9ad1d4", "#bbbbbb"), strict=True))
 LABELS = {name: name.replace("_", " ") for name in CATEGORIES} | {"gathered": "all-gathered"}
 MARKERS = {"baseline": "s", "phase1": "^", "phase2": "x", "phase3": "o"}
 
 
-def draw_memory(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def draw_memory(axes: "Axes", rows: list[dict[str, Any]]) -> None:
     """Draw the memory of rank 0 at the peak of a step, as one stacked bar per phase and rank count."""
     plain = [row for row in rows if not row["options"]]
     places = [i + 0.8 * list(MARKERS).index(row["phase"]) for i, row in enumerate(plain)]
@@ -42,15 +39,17 @@ def draw_memory(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.legend(frameon=False, fontsize=8, ncols=len(CATEGORIES), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def draw_losses(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def draw_losses(axes: "Axes", rows: list[dict[str, Any]]) -> None:
     """Draw all loss curves over each other. Identical curves look like one curve."""
+    from matplotlib import colormaps
+
     for row in rows:
-        axes.plot(row["losses"], color=plt.get_cmap("viridis")(row["ranks"] / 10), alpha=0.7)
+        axes.plot(row["losses"], color=colormaps["viridis"](row["ranks"] / 10), alpha=0.7)
     axes.set(ylabel="loss", title=f"{len(rows)} loss curves, drawn over each other")
     axes.tick_params(labelbottom=False)
 
 
-def draw_differences(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def draw_differences(axes: "Axes", rows: list[dict[str, Any]]) -> None:
     """Draw the difference of each curve from the baseline on one rank, at every step. fp32 and bf16 have two colors."""
     labels = set()
     for row in rows[1:]:
@@ -68,6 +67,11 @@ def draw_differences(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 def draw(path: Path) -> None:
     """Draw a result file of the matrix into a .png of the same name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     result = json.loads(path.read_text())
     rows = result["samples"]["rows"]
     figure, parts = plt.subplot_mosaic(

@@ -16,16 +16,20 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from tests.helpers.programs import assert_refused, run_program
 
-transformers = pytest.importorskip("transformers")
 SHAPE = {"vocab_size": 75, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
 IDX = torch.arange(32).view(2, 16)
 
 
+def import_transformers() -> Any:
+    """Return the package, or skip the test. Only the worker that runs such a test pays for its slow import."""
+    return pytest.importorskip("transformers")
+
+
 def save_model(folder: Path, **changes: Any) -> torch.Tensor:
     """Save a random GPT-2 with `transformers`, and return the logits that it computes for IDX."""
-    config = transformers.GPT2Config(**SHAPE, bos_token_id=None, eos_token_id=None, **changes)
+    config = import_transformers().GPT2Config(**SHAPE, bos_token_id=None, eos_token_id=None, **changes)
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config).eval()
+    model = import_transformers().GPT2LMHeadModel(config).eval()
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.3)  # biases too; so large that another activation changes the logits
     model.save_pretrained(folder)
@@ -103,7 +107,7 @@ def test_a_field_that_changes_the_model_is_refused(name, tmp_path):
     """Each field of config.json that would change the logits is refused with its value. It is never ignored."""
     expected = save_model(tmp_path, **{name: UNSUPPORTED_FIELDS[name]})
     if name not in ("n_inner", "add_cross_attention", "tie_word_embeddings"):  # these also change the weights
-        edit_config(tmp_path, **{name: transformers.GPT2Config().to_dict()[name]})
+        edit_config(tmp_path, **{name: import_transformers().GPT2Config().to_dict()[name]})
         assert (compute_logits(tmp_path) - expected).abs().max() > 0.01  # the error if the field were ignored
         edit_config(tmp_path, **{name: UNSUPPORTED_FIELDS[name]})
     assert_directory_refused(tmp_path, f"config.json has {name}={UNSUPPORTED_FIELDS[name]!r}", "use another GPT-2")
@@ -124,7 +128,7 @@ def test_an_alias_of_a_field_takes_precedence(tmp_path):
     shape depends on it."""
     save_model(tmp_path)
     edit_config(tmp_path, num_attention_heads=4)
-    hf_model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    hf_model = import_transformers().GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         torch.testing.assert_close(compute_logits(tmp_path), hf_model(IDX).logits, atol=1e-4, rtol=1e-5)
 
@@ -246,8 +250,8 @@ def test_a_fifo_or_a_directory_instead_of_a_file_is_refused(name, tmp_path):
 
 def save_in_multiple_files(folder: Path) -> list[Path]:
     """Save a model in multiple files with an index, and return the paths of the files."""
-    config = transformers.GPT2Config(**SHAPE, bos_token_id=None, eos_token_id=None)
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder, max_shard_size=50_000)
+    config = import_transformers().GPT2Config(**SHAPE, bos_token_id=None, eos_token_id=None)
+    import_transformers().GPT2LMHeadModel(config).save_pretrained(folder, max_shard_size=50_000)
     parts = sorted(folder.glob("model-*.safetensors"))
     assert len(parts) > 2 and compute_logits(folder).isfinite().all()
     return parts

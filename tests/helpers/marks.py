@@ -3,6 +3,7 @@
 The latter are found from the functions that a test, its fixtures and its helpers call.
 """
 
+import functools
 import inspect
 import subprocess
 from collections.abc import Callable, Iterator
@@ -38,8 +39,14 @@ def find_references(function: FunctionType) -> Iterator[Any]:
             yield from (getattr(value, attribute) for attribute in names if hasattr(value, attribute))
 
 
-def starts_processes(function: Callable[..., Any], visited: set[Any]) -> bool:
-    """Return whether a function can call one of PROCESS_STARTERS, directly or through other functions.
+@functools.cache
+def starts_processes(function: Callable[..., Any]) -> bool:
+    """Return whether a function can call one of PROCESS_STARTERS, directly or through other functions."""
+    return reaches_starter(function, set())
+
+
+def reaches_starter(function: Callable[..., Any], visited: set[Any]) -> bool:
+    """Search a function for `starts_processes`.
 
     Args:
         visited: functions that were already searched; grows.
@@ -49,7 +56,7 @@ def starts_processes(function: Callable[..., Any], visited: set[Any]) -> bool:
         return False
     visited.add(function)
     return any(
-        reference in PROCESS_STARTERS or is_searched(reference) and starts_processes(reference, visited)
+        reference in PROCESS_STARTERS or is_searched(reference) and reaches_starter(reference, visited)
         for reference in find_references(function)
         if reference is None or callable(reference) or isinstance(reference, ModuleType)
     )

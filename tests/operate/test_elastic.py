@@ -22,14 +22,14 @@ from tests.helpers.programs import Program, assert_refused, find_free_port, make
 from tests.helpers.training import TINY, tiny, train
 from workshop.ranks import losses
 
-FIELDS = {**TINY, "max_iters": 100_000, "eval_interval": 25, "decay_lr": False, "learning_rate": 1e-4}
+FIELDS = {**TINY, "max_iters": 100_000, "eval_interval": 25, "eval_iters": 1, "decay_lr": False, "learning_rate": 1e-4}
 
 
 def start_node(port: str, out: Path, nodes: str = "1:2", gpus: int = 2, **fields) -> Program:
-    """Start a node of an elastic job."""
+    """Start a node of an elastic job. Its ranks sleep in each step, because the tests wait for minutes."""
     words = make_flags(**{**FIELDS, **fields, "out_dir": out})
     arguments = [f"--gpus={gpus}", f"--nodes={nodes}", f"--store=127.0.0.1:{port}", "phase3_fsdp/train.py"]
-    return Program("operate.elastic", *arguments, *words)
+    return Program("tests.helpers.slow_steps", "operate.elastic", *arguments, *words)
 
 
 def start_store(port: str) -> Program:
@@ -48,6 +48,7 @@ def await_start(out: Path, count: int, ranks: int, nodes: list[Program]) -> None
         starts = re.findall(r"started at step (\d+) .*, (\d+) rank\(s\)", log)
         if len(starts) < count or int(starts[-1][1]) != ranks:
             return False
+        assert all(int(step) > 0 for step, _ in starts[1:]), "the job begins again instead of resuming"
         logged = losses(out) if (out / "metrics.jsonl").exists() else {}
         return bool(logged) and max(logged) >= int(starts[-1][0]) + 3
 

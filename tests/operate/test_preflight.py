@@ -6,7 +6,10 @@ import re
 import time
 
 import pytest
+import torch.distributed as dist
 
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.train_config import TrainConfig
 from operate.checks import Check, format_check, has_failed, summarize
 from operate.preflight import node, ranks
 from tests.helpers.programs import assert_refused, make_flags, run_program
@@ -14,43 +17,34 @@ from tests.helpers.training import TINY, tiny
 from workshop.ranks import run_on_ranks
 
 HEALTHY = dict(zip(node.GPU_FIELDS, ("GPU-1", "45", "0", "0", "Not Active"), strict=True))
+SMALL = {**TINY, "n_layer": 1, "gradient_accumulation_steps": 2}
+NO_TESTS = "--markers --noconftest -n 0"  # the command's pytest prints its markers and exits: this suite runs the tests
 
 
-def run_rank_checks(config, late_rank, wrong_rank) -> list[Check]:
-    """Run all checks on this rank. One rank may be slow, and one may compute wrong sums."""
-    import torch.distributed as dist
-
-    from nanoGPT.distributed.runtime import create_runtime
-
+def run_rank_checks(config: TrainConfig) -> tuple[list[Check], list[Check]]:
+    """Run all checks on this rank, first as they are, then with a slow rank 1 and with wrong sums on rank 2."""
     run = create_runtime("cpu", "float32")
-    if run.rank == late_rank:
+    good = ranks.run_checks(run, config, bytes_per_save=10**6)
+    if run.rank == 1:
         time_calls = ranks.time_calls
         ranks.time_calls = lambda work, repeats, device: 1000 * time_calls(work, repeats, device)
-    if run.rank == wrong_rank:
+    if run.rank == 2:
         all_reduce = dist.all_reduce
         dist.all_reduce = lambda tensor, *args, **options: (all_reduce(tensor, *args, **options), tensor.add_(1))[0]
-    return ranks.run_checks(run, config, bytes_per_save=10**6)
+    return good, ranks.run_checks(run, config, bytes_per_save=10**6)
 
 
-def test_all_checks_of_ranks_pass(tmp_path):
-    """On three ranks of this machine, no check fails, rank 0 reports each of them, and no file stays."""
-    results = run_on_ranks(run_rank_checks, 3, tiny("nanoGPT", tmp_path / "run"), None, None, show=False)
-    assert {check.subject for check in results[0]} == {
-        "collectives",
-        "bandwidth",
-        "slowest rank",
-        "clocks",
-        "shared directory",
-        "write speed",
-    }
-    assert not has_failed(results[0]), results[0]
+def test_checks_of_ranks_pass_or_name_the_rank_at_fault(tmp_path):
+    """On three ranks of this machine, no check fails, rank 0 reports each of them, and no file stays.
+
+    A rank with wrong sums fails its check, and a slow rank gives a warning. Both name the rank.
+    """
+    good, planted = run_on_ranks(run_rank_checks, 3, tiny("nanoGPT", tmp_path / "run"), show=False)[0]
+    subjects = {"collectives", "bandwidth", "slowest rank", "clocks", "shared directory", "write speed"}
+    assert {check.subject for check in good} == subjects
+    assert not has_failed(good), good
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wrong_sum_and_a_slow_rank_are_reported(tmp_path):
-    """A rank with wrong sums fails the check, and a slow rank gives a warning. Both name the rank."""
-    results = run_on_ranks(run_rank_checks, 3, tiny("nanoGPT", tmp_path), 1, 2, show=False)
-    checks = {check.subject: check for check in results[0]}
+    checks = {check.subject: check for check in planted}
     assert (checks["collectives"].result, checks["slowest rank"].result) == ("fail", "warn")
     assert "ranks [2]" in checks["collectives"].finding and "rank 1" in checks["slowest rank"].finding
 
@@ -113,7 +107,7 @@ def test_a_tracker_needs_credentials(tmp_path, monkeypatch):
 
 def test_a_model_that_does_not_fit_fails(tmp_path, monkeypatch):
     """The plan fails if the predicted memory of all ranks of the node is more than is free."""
-    config = tiny("phase3_fsdp", tmp_path)
+    config = tiny("phase3_fsdp", tmp_path, n_layer=1, gradient_accumulation_steps=2)
     assert node.check_plan(config, "phase3", 2, 2).result == "pass"
     monkeypatch.setattr(node, "read_available_memory", lambda: 100_000)
     assert node.check_plan(config, "phase3", 2, 2).result == "fail"
@@ -139,17 +133,20 @@ def test_the_table_has_a_remedy_below_each_problem():
 
 def test_the_command_prints_every_check(tmp_path):
     """The command checks the node, starts two ranks, prints one row for each check, and leaves nothing behind."""
-    words = make_flags(**{**TINY, "out_dir": tmp_path / "run"})
-    # The tests are only collected here: this suite runs them anyway.
-    outcome = run_program(
-        "operate.preflight", "--gpus=2", "phase3_fsdp/train.py", *words, PYTEST_ADDOPTS="--collect-only -n 0"
-    )
+    words = make_flags(**{**SMALL, "out_dir": tmp_path / "run"})
+    outcome = run_program("operate.preflight", "--gpus=2", "phase3_fsdp/train.py", *words, PYTEST_ADDOPTS=NO_TESTS)
     assert outcome.code == 0, outcome.output
     subjects = ["configuration", "versions", "CPU", "settings", "data", "disk", "tracker", "plan", "tests"]
     subjects += ["collectives", "bandwidth", "slowest rank", "clocks", "shared directory", "write speed"]
     for subject in subjects:
         assert re.search(rf"^(pass|warn|skip)  {subject}  ", outcome.output, re.MULTILINE), (subject, outcome.output)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_tests_of_the_command_exist():
+    """pytest finds every test that the command runs."""
+    outcome = run_program("pytest", "--collect-only", "-n", "0", *node.TESTS)
+    assert outcome.code == 0 and all(test in outcome.output for test in node.TESTS), outcome.output
 
 
 def test_a_wrong_flag_is_one_sentence():
@@ -161,11 +158,9 @@ def test_a_wrong_flag_is_one_sentence():
 
 def test_a_failed_check_fails_the_command(tmp_path):
     """If a check fails, the command exits with code 2, and prints the remedy."""
-    words = make_flags(**{**TINY, "out_dir": tmp_path, "track": "wandb"})
+    words = make_flags(**{**SMALL, "out_dir": tmp_path, "track": "wandb"})
     environment = {"HOME": str(tmp_path), "WANDB_MODE": "", "WANDB_API_KEY": ""}
-    outcome = run_program(
-        "operate.preflight", "nanoGPT/train.py", *words, PYTEST_ADDOPTS="--collect-only -n 0", **environment
-    )
+    outcome = run_program("operate.preflight", "nanoGPT/train.py", *words, PYTEST_ADDOPTS=NO_TESTS, **environment)
     if importlib.util.find_spec("wandb") is None:
         assert_refused(outcome, "--track=wandb needs a package that is not installed")
         return

@@ -21,7 +21,7 @@ from nanoGPT.errors import STALLED
 from nanoGPT.job.heartbeat import HeartbeatThread, inspect_threads
 from nanoGPT.job.watchdog import StallDetector
 from operate.run_files import read_heartbeats
-from tests.helpers.programs import DEADLINE, Program, launch, wait_until
+from tests.helpers.programs import DEADLINE, LONG_RUN, Program, make_flags, wait_until
 from tests.helpers.training import call_train, tiny
 from workshop.ranks import start_ranks
 
@@ -291,12 +291,14 @@ def test_inspecting_the_stacks_keeps_no_tensor_alive():
 
 
 # A hang in C code that does not release Python's global interpreter lock: rank 1 waits for a mutex that it has already
-# locked. The wait ends after two minutes, in case the test fails.
+# locked. The wait ends after two minutes, in case the test fails. The file is a launcher whose forked ranks inherit the
+# changed method. If its ranks are new interpreters, each of them imports the file as `sitecustomize`.
 HANG_WITH_THE_GIL = """
 import os
 
-if os.environ.get("RANK") == "1":
+if __name__ == "__main__" or "RANK" in os.environ:
     import ctypes
+    import runpy
     import time
 
     from nanoGPT.dataset import TokenData
@@ -304,13 +306,15 @@ if os.environ.get("RANK") == "1":
     read = TokenData.batch
 
     def batch(self, split, purpose, step, micro_batch):
-        if (split, step) == ("train", 4):
+        if (os.environ["RANK"], split, step) == ("1", "train", 4):
             mutex, until = ctypes.create_string_buffer(64), (ctypes.c_long * 2)(int(time.time()) + 120, 0)
             for _ in range(2):
                 ctypes.PyDLL(None).pthread_mutex_timedlock(mutex, until)
         return read(self, split, purpose, step, micro_batch)
 
     TokenData.batch = batch
+    if __name__ == "__main__":
+        runpy.run_module("nanoGPT.launch", run_name="__main__", alter_sys=True)
 """
 
 
@@ -372,16 +376,16 @@ def check_stalled_launcher(process: Program, faulty: int, out: Path) -> None:
     assert waiting["process_group"][1] and waiting["collective_seq_id"] > 10, waiting
 
 
-def test_a_rank_that_hangs_ends_the_job(tmp_path, monkeypatch):
+def test_a_rank_that_hangs_ends_the_job(tmp_path):
     """If one rank hangs, it is named, and all ranks write their stacks and exit.
 
     The rank sleeps (DDP), is stopped (FSDP on two nodes, the rank that watches one of them), or runs C code that does
     not release the GIL (with the launcher).
     """
     (tmp_path / "sitecustomize.py").write_text(HANG_WITH_THE_GIL)
-    with monkeypatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(tmp_path))
-        launcher = launch(tmp_path / "locked", 2, new_interpreters=True, stall_seconds=STALL_SECONDS)
+    fields = {**LONG_RUN, "stall_seconds": STALL_SECONDS, "out_dir": tmp_path / "locked"}
+    words = [str(tmp_path / "sitecustomize.py"), "--gpus=2", "phase3_fsdp/train.py", *make_flags(**fields)]
+    launcher = Program(*words, PYTHONPATH=str(tmp_path))
     try:
         sleeping_job = start_job("nanoGPT", 3, 2, "sleeps", tmp_path / "asleep")
         stopped_job = start_job("phase3_fsdp", 4, 0, "stops", tmp_path / "stopped")

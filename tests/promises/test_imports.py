@@ -1,5 +1,6 @@
 """Imports go only from higher layers to lower layers, and never in a cycle."""
 
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -32,7 +33,12 @@ MAX_TOP_LEVEL_MODULES = 14  # that a student sees in nanoGPT/
 
 
 MODULES = find_modules()
-IMPORTS = {name: find_imports(path, MODULES) for name, path in MODULES.items()}
+
+
+@functools.cache  # not a constant, because every worker would compute it when it collects the tests
+def read_imports(name: str) -> set[str]:
+    """Return the modules of the repository that a module imports."""
+    return find_imports(MODULES[name], MODULES)
 
 
 def find_layer(name: str) -> int:
@@ -45,7 +51,7 @@ def find_layer(name: str) -> int:
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_imports_go_downward(name):
     """A module imports only from its own layer and from lower layers. Phases share only `SHARED_MODULE`."""
-    for imported in IMPORTS[name]:
+    for imported in read_imports(name):
         assert find_layer(imported) <= find_layer(name), f"{name} imports {imported}, which is above it"
         home, other = name.split(".")[0], imported.split(".")[0]
         if home.startswith("phase") and other.startswith("phase") and home != other:
@@ -64,7 +70,7 @@ def test_imports_have_no_cycle():
     """No module imports itself through other modules, not even lazily or only for type checkers."""
     cycle = []
     try:
-        TopologicalSorter({name: imported - {name} for name, imported in IMPORTS.items()}).prepare()
+        TopologicalSorter({name: read_imports(name) - {name} for name in MODULES}).prepare()
     except CycleError as error:
         cycle = error.args[1]
     assert cycle == [], " -> ".join(cycle)
@@ -73,7 +79,7 @@ def test_imports_have_no_cycle():
 def test_no_test_file_imports_another():
     """Helpers that several test files need are in tests/helpers."""
     imported_tests = [
-        (name, other) for name in IMPORTS for other in IMPORTS[name] if other.split(".")[-1].startswith("test_")
+        (name, other) for name in MODULES for other in read_imports(name) if other.split(".")[-1].startswith("test_")
     ]
     assert imported_tests == []
 

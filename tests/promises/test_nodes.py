@@ -1,6 +1,7 @@
 """Jobs on multiple nodes: two hosts with a network between them, and the Slurm script."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -8,18 +9,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from nanoGPT.distributed.network import find_interface, interface_address
-from tests.helpers.programs import DEADLINE, await_steps, find_free_port, make_flags
+from tests.helpers.programs import DEADLINE, Program, await_steps, find_free_port, make_flags
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses
 
 SHORT = {**TINY, "max_iters": 3, "gradient_accumulation_steps": 4}
 SLURM = ROOT / "deploy" / "slurm.sh"
+CLONE_NEWNS, CLONE_NEWNET, MS_BIND, MS_REC, MS_SLAVE = 0x20000, 0x40000000, 0x1000, 0x4000, 0x80000  # of Linux
 
 
 def run(command: str) -> None:
@@ -28,8 +31,8 @@ def run(command: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[list[list[str]]]:
-    """Create two connected network namespaces, 10.77.0.1 and 10.77.0.2. Yield the command prefix of each.
+def two_hosts() -> Iterator[list[str]]:
+    """Create two connected network namespaces, 10.77.0.1 and 10.77.0.2. Yield the name of each.
 
     As on Debian, each host resolves its own name to 127.0.1.1. On the first host, `master` is 127.0.1.1, too.
     """
@@ -44,23 +47,25 @@ def two_hosts() -> Iterator[list[list[str]]]:
         for i, name in enumerate(names):
             for arguments in (f"address add 10.77.0.{i + 1}/24 dev {name}", f"link set {name} up", "link set lo up"):
                 run(f"ip -n {name} {arguments}")
-            hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` mounts it as /etc/hosts
+            hosts = Path("/etc/netns", name, "hosts")  # `enter_host` mounts it as /etc/hosts
             hosts.parent.mkdir(parents=True)
             hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()} {'master' * (i == 0)}\n")
-        yield [["ip", "netns", "exec", name] for name in names]
+        yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
-def collect_outputs(nodes: list[subprocess.Popen], timeout: float) -> list[str]:
-    """Wait for the launchers of all nodes, and return their outputs. Kill launchers that exceed the timeout."""
-    try:
-        return [node.communicate(timeout=timeout)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
+def enter_host(name: str, output: Path) -> int:
+    """Move this process into a network namespace, as `ip netns exec` does. Return a descriptor of its output file."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    assert libc.setns(namespace, CLONE_NEWNET) == 0 and libc.unshare(CLONE_NEWNS) == 0, ctypes.get_errno()
+    os.close(namespace)
+    assert libc.mount(b"", b"/", None, MS_REC | MS_SLAVE, None) == 0, ctypes.get_errno()
+    assert libc.mount(f"/etc/netns/{name}/hosts".encode(), b"/etc/hosts", None, MS_BIND, None) == 0, ctypes.get_errno()
+    return os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 @pytest.fixture(scope="module")
@@ -69,28 +74,22 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("one"), **SHORT))
 
 
-def test_two_hosts_form_one_job(one_process, tmp_path):
+def test_two_hosts_form_one_job(one_process, tmp_path, monkeypatch):
     """Two hosts with a rank each have the losses of one process.
 
     The hosts know only the address of the master, and their own names resolve to loopback addresses.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("GLOO_SOCKET_IFNAME", "MASTER_PORT")}
-    launcher = [sys.executable, "-m", "nanoGPT.launch", "--gpus=1", "--nnodes=2"]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
     fields = make_flags(**{**SHORT, "out_dir": tmp_path / "run", "device": "cpu"})
     with two_hosts() as hosts:
-        nodes = [
-            subprocess.Popen(
-                [*host, *launcher, f"--node_rank={rank}", f"--master_addr={master}", "phase3_fsdp/train.py", *fields],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank, (host, master) in enumerate(zip(hosts, ("master", "10.77.0.1"), strict=True))
-        ]
-        outputs = collect_outputs(nodes, 100)
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+        nodes = []
+        for rank, (host, master) in enumerate(zip(hosts, ("master", "10.77.0.1"), strict=True)):
+            words = ["--gpus=1", "--nnodes=2", f"--node_rank={rank}", f"--master_addr={master}"]
+            open_output = partial(enter_host, host, tmp_path / host)
+            nodes.append(Program("nanoGPT.launch", *words, "phase3_fsdp/train.py", *fields, open_output=open_output))
+        codes = [node.wait(100) for node in nodes]
+    assert codes == [0, 0], [(tmp_path / host).read_text() for host in hosts]
     assert gap(losses(tmp_path / "run"), one_process) < 1e-5
 
 

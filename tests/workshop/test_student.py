@@ -77,7 +77,9 @@ def test_a_section_runs_without_any_answer(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [each for each in list_scripts() if find_answers(each)], ids=lambda each: each.stem)
+@pytest.mark.parametrize(
+    "script", [each for each in list_scripts() if 'answer="' in each.read_text()], ids=lambda each: each.stem
+)
 def test_a_student_notebook_runs_without_any_answer(script: Path):
     """A notebook in which nothing has been written runs to its end, and says where it uses the repository's code."""
     run_without_answers(script)
