@@ -1,6 +1,10 @@
-"""The site and the browser of the tests in this directory. Each worker of pytest-xdist starts one browser."""
+"""The site and the browser of the tests in this directory. Each worker of pytest-xdist starts one browser.
+
+A new window costs 0.7 s of processor time, so the tests of a worker share two: one with scripts and one without.
+"""
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.pages import WATCH_CONTROLS
 from tests.helpers.training import ROOT
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge")
@@ -17,12 +22,14 @@ HOW_TO_INSTALL = (
     "there is no browser: `apt install chromium` on Debian, `snap install chromium` on Ubuntu, `dnf install chromium` "
     "on Fedora; on other systems, put one of these into the PATH: " + ", ".join(BROWSERS)
 )
+WITHOUT_GPU = ["--disable-gpu", "--disable-software-rasterizer", "--in-process-gpu"]  # one process less, same pages
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site once for all workers, and return its directory. BOOK_SITE names a site that is built already."""
-    pytest.importorskip("myst_nb", reason="the packages of `make book` are not installed")
+    if importlib.util.find_spec("myst_nb") is None:  # an import would take a second of processor time
+        pytest.skip("the packages of `make book` are not installed")
     if built := os.environ.get("BOOK_SITE"):
         return (ROOT / built).resolve()
     common = tmp_path_factory.getbasetemp().parent
@@ -48,4 +55,27 @@ def browser() -> Iterator:
         pytest.skip(HOW_TO_INSTALL)
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses its sandbox to root
-        yield playwright.chromium.launch(executable_path=path, args=arguments)
+        yield playwright.chromium.launch(executable_path=path, args=[*arguments, *WITHOUT_GPU])
+
+
+@pytest.fixture(scope="session")
+def window(browser):
+    """Return a page that all tests share. Use `page`, which resets what other tests have changed."""
+    window = browser.new_page()
+    window.add_init_script(WATCH_CONTROLS)
+    return window
+
+
+@pytest.fixture
+def page(window):
+    """Return a page of a laptop, without dark colors. A test navigates it, and so starts with a new document."""
+    window.set_viewport_size({"width": 1280, "height": 720})
+    window.emulate_media(color_scheme="light", reduced_motion="no-preference")
+    window.mouse.move(0, 0)
+    return window
+
+
+@pytest.fixture(scope="session")
+def page_without_scripts(browser):
+    """Return a page that runs no scripts."""
+    return browser.new_context(java_script_enabled=False).new_page()

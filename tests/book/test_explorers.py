@@ -19,22 +19,18 @@ from book.recordings import flash_attention, ring, roofline
 from book.recordings.__main__ import FOLDER, RECORDERS
 from nanoGPT.distributed.sharding import row_range
 from phase2_triton.kernels.attention import reference
-from tests.helpers.pages import WIDTHS, find_faults, measure_interactive_ms, read_rows
+from tests.helpers.pages import WIDTHS, choose, find_faults, measure_interactive_ms, read_rows, read_steps
 from workshop.diff import find_hunks
 
 pytestmark = pytest.mark.heavy
 
-# Move the slider through all positions, and return the texts of the elements that each selector matches.
-READ_STEPS = """(selectors) => {
-  const slider = document.querySelector(".explorer input[type=range]");
-  return Array.from({length: Number(slider.max) + 1}, (_, position) => {
-    slider.value = position;
-    slider.dispatchEvent(new Event("input"));
-    return Object.fromEntries(selectors.map((selector) =>
-      [selector, [...document.querySelectorAll(`.explorer ${selector}`)].map((each) => each.textContent)]));
-  });
-}"""
 READ_SAMPLES = "JSON.parse(document.querySelector('.explorer script').textContent).samples"
+# For each picture: whether it is visible, whether it has a text alternative, and its right edge (px).
+READ_PICTURES = """(pictures) => pictures.map((each) => {
+  const box = each.getBoundingClientRect();
+  const isVisible = each.checkVisibility({visibilityProperty: true}) && box.width > 0 && box.height > 0;
+  return [isVisible, each.querySelector("desc") !== null, box.right];
+})"""
 # One damage for each recording: a text, and what replaces it.
 DAMAGES = {
     "ring": ('"ranks":', '"tanks":'),
@@ -50,9 +46,8 @@ DAMAGES = {
 }
 
 
-def open_explorer(browser, site: Path, name: str, **options):
-    """Open an interactive page, answer its question, and return the page and the recorded samples."""
-    page = browser.new_page(**options)
+def open_explorer(page, site: Path, name: str) -> dict[str, Any]:
+    """Open an interactive page, answer its question, and return the recorded samples."""
     page.goto((site / "book" / "pages" / f"{name}.html").as_uri())
     controls = page.locator(".explorer select, .explorer input, .symptom")
     assert controls.count() == 0, "the run must not be visible before the prediction"
@@ -60,21 +55,21 @@ def open_explorer(browser, site: Path, name: str, **options):
     assert not tables.is_visible(), "the tables contain the answer"
     page.locator(".explorer fieldset button").first.click()
     assert tables.is_visible()
-    return page, json.loads((FOLDER / f"{name}.json").read_text())["samples"]
+    return json.loads((FOLDER / f"{name}.json").read_text())["samples"]
 
 
-def test_the_ring_page_shows_the_recorded_runs(site, browser):
+def test_the_ring_page_shows_the_recorded_runs(site, page):
     """For each collective, algorithm and number of ranks, every step shows the recorded sends, contents and bytes."""
-    page, samples = open_explorer(browser, site, "ring")
+    samples = open_explorer(page, site, "ring")
     assert "24,576 bytes" in page.locator(".verdict").inner_text()
-    for run in samples["runs"]:
-        page.select_option(".collective", run["collective"])
-        page.select_option(".number-of-ranks", str(run["ranks"]))
+    choices = [{".collective": run["collective"], ".number-of-ranks": run["ranks"]} for run in samples["runs"]]
+    for run, choice in zip(samples["runs"], choices, strict=True):
         if run["collective"] in ring.TREE_COLLECTIVES:
-            page.select_option(".algorithm", run["algorithm"])
-        else:
-            assert page.locator(".algorithm").is_disabled() and page.locator(".algorithm").input_value() == "ring"
-        steps = page.evaluate(READ_STEPS, ["td:not(.costs td)", "td.sent", ".sentence", ".volume"])
+            choice[".algorithm"] = run["algorithm"]
+    selectors = ["td:not(.costs td)", "td.sent", ".sentence", ".volume", ".algorithm:disabled option:checked"]
+    for run, steps in zip(samples["runs"], read_steps(page, selectors, *choices), strict=True):
+        has_tree = run["collective"] in ring.TREE_COLLECTIVES
+        assert steps[0][".algorithm:disabled option:checked"] == ([] if has_tree else ["ring"])
         assert len(steps) == len(run["steps"]) + 1
         for position, shown in enumerate(steps):
             sends = run["steps"][position] if position < len(run["steps"]) else []
@@ -89,21 +84,19 @@ def test_the_ring_page_shows_the_recorded_runs(site, browser):
             sent = sum(each[0].get("bytes", 0) for each in run["steps"][:position])
             assert shown[".volume"][0].startswith(f"Rank 0 has sent {sent:,} bytes.")
             assert f"{run['predicted_bytes']:,.0f}" in shown[".volume"][0]
-    page.close()
 
 
-def test_the_ring_page_compares_ring_tree_and_gloo(site, browser):
+def test_the_ring_page_compares_ring_tree_and_gloo(site, page):
     """Bytes and times are those of the Python functions, for any size, latency and bandwidth.
 
     Ring and tree need the same time for a tensor of the size that the page names. Without a latency it asks for one.
     """
-    page, samples = open_explorer(browser, site, "ring")
+    samples = open_explorer(page, site, "ring")
     runs = {(run["collective"], run["ranks"], run["algorithm"]): run for run in samples["runs"]}
     cases = [(run, 10.0**power, 2e-6, 5e9) for run in samples["runs"] for power in range(10)]
     found = page.evaluate("(cases) => cases.map((each) => predictSeconds(...each))", cases)
     assert found == pytest.approx([ring.predict_seconds(*case) for case in cases])
-    page.select_option(".number-of-ranks", "8")
-    page.select_option(".tensor", "10000000")
+    choose(page, {".number-of-ranks": 8, ".tensor": 10000000})
     page.fill(".latency", "2")
     page.fill(".bandwidth", "5")
     rows = read_rows(page, ".costs")[1:]
@@ -120,7 +113,6 @@ def test_the_ring_page_compares_ring_tree_and_gloo(site, browser):
     assert f"smaller than {size / 1e3:.3g} kB" in page.locator(".crossover").inner_text()
     page.fill(".latency", "")
     assert page.locator(".costs").count() == 0 and "Enter a latency" in page.locator(".crossover").inner_text()
-    page.close()
 
 
 def name_ranks(value: int | None) -> str:
@@ -128,23 +120,23 @@ def name_ranks(value: int | None) -> str:
     return "empty" if value is None else "+".join(str(rank) for rank in range(8) if value >> rank & 1)
 
 
-def test_the_fsdp_page_shows_the_recorded_steps(site, browser):
+def test_the_fsdp_page_shows_the_recorded_steps(site, page):
     """For each value of each switch, every event shows the recorded memory and time of every rank.
 
     The keyboard, the buttons and Play change the event.
     """
-    page, samples = open_explorer(browser, site, "fsdp_step")
+    samples = open_explorer(page, site, "fsdp_step")
     assert "bytes with reshard after forward: off." in page.locator(".verdict").inner_text()
     labels = {"fsdp_activation_checkpointing": ".activation-checkpointing"}
     labels |= {"fsdp_reshard_after_forward": ".reshard-after-forward", "fsdp_prefetch": ".units-to-prefetch"}
     kinds = {"all-gather": "gathered", **{name: name for name in ("forward", "recompute", "backward")}}
-    for run in samples["runs"][::3]:  # these have every value of every switch
-        for name, value in run["options"].items():
-            page.select_option(labels[name], str(value).lower())
-        summary = page.locator(".summary").inner_text()
+    runs = samples["runs"][::3]  # these have every value of every switch
+    choices = [{labels[name]: str(value).lower() for name, value in run["options"].items()} for run in runs]
+    selectors = [".total", ".begin", ".volume", ".units tr:nth-child(2) td", ".summary"]
+    for run, steps in zip(runs, read_steps(page, selectors, *choices), strict=True):
+        (summary,) = steps[0][".summary"]
         for number in (sum(run["ring_bytes"].values()), max(map(sum, run["peak"]))):
             assert f"{number:,.0f} bytes" in summary
-        steps = page.evaluate(READ_STEPS, [".total", ".begin", ".volume", ".units tr:nth-child(2) td"])
         sent = 0.0
         for position, (kind, unit, size) in enumerate(run["events"]):
             shown = steps[position]
@@ -165,16 +157,15 @@ def test_the_fsdp_page_shows_the_recorded_steps(site, browser):
     slider.press("ArrowRight")
     page.get_by_role("button", name="Play").click()
     page.wait_for_function(f"document.querySelector('input[type=range]').value === '{last}'")
-    page.close()
 
 
-def test_the_planner_in_the_browser_equals_the_planner(site, browser):
+def test_the_planner_in_the_browser_equals_the_planner(site, page):
     """For every recorded case, model state and communication are exact, and peak memory and time within 0.5%.
 
     The cases have every row, optimizer and number of micro-batches. The table of the page shows these numbers, and what
     a run costs at a price of 2 per hour and GPU.
     """
-    page, samples = open_explorer(browser, site, "will_it_fit")
+    samples = open_explorer(page, site, "will_it_fit")
     cases = read_cases(samples)
     results = page.evaluate(f"(cases) => cases.map(makePlanner({READ_SAMPLES}).plan)", cases)
     errors = dict.fromkeys(("peak_bytes", "eager", "compiled"), 0.0)
@@ -194,8 +185,8 @@ def test_the_planner_in_the_browser_equals_the_planner(site, browser):
     case, result = cases[is_shown.index(True)], results[is_shown.index(True)]
     labels = {"model": ".model", "gpus": ".number-of-GPUs", "gpu": ".GPU", "dtype": ".dtype", "optimizer": ".optimizer"}
     labels |= {"batch_size": ".sequences-per-micro-batch", "block_size": ".tokens-per-sequence"}
-    for name, selector in {**labels, "micro_batches": ".micro-batches-per-step"}.items():
-        page.select_option(selector, str(case[name]))
+    labels |= {"micro_batches": ".micro-batches-per-step"}
+    choose(page, {selector: case[name] for name, selector in labels.items()})
     row = read_rows(page, ".plan")[1 + case["row"]]
     tokens = case["batch_size"] * case["block_size"] * case["micro_batches"] * case["gpus"]
     hours = 10e9 / tokens * result["compiled"] / 3600
@@ -210,37 +201,34 @@ def test_the_planner_in_the_browser_equals_the_planner(site, browser):
         f"{1e3 * result['compiled']:.1f}",
         f"{1e3 * result['eager']:.1f}",
     ]
-    page.select_option(".number-of-GPUs", "8")
+    choose(page, {".number-of-GPUs": 8})
     hybrid = next(i for i, each in enumerate(samples["rows"]) if "fsdp_shard_size" in each["options"])
     assert read_rows(page, ".plan")[1 + hybrid][2] == "it needs two or more nodes of 8 GPUs"
-    page.close()
 
 
-def test_the_kill_page_shows_the_recorded_files(site, browser):
+def test_the_kill_page_shows_the_recorded_files(site, page):
     """Every moment of every kill shows the recorded directories and the step that opens."""
-    page, samples = open_explorer(browser, site, "kill_save")
+    samples = open_explorer(page, site, "kill_save")
     assert "the recorded value is step 2" in page.locator(".verdict").inner_text()
-    for mode in samples["modes"]:
-        for rank in range(samples["ranks"]):
-            page.select_option(".save", mode)
-            page.select_option(".killed-rank", str(rank))
-            kills = [kill for kill in samples["kills"] if (kill["mode"], kill["rank"]) == (mode, rank)]
-            steps = page.evaluate(READ_STEPS, [".sentence", ".opens", ".files td"])
-            for kill, shown in zip(kills, steps, strict=True):
-                assert shown[".sentence"] == [f"Rank {rank} is killed {kill['point']}. Step {kill['step']} opens."]
-                assert shown[".opens"] == ["complete: this one opens"]
-                text = " ".join(shown[".files td"])
-                for name, size in kill["files"]:
-                    assert size is None or f"{name.rpartition('/')[2]} ({size:,})" in text
-    page.close()
+    cases = list(itertools.product(samples["modes"], range(samples["ranks"])))
+    choices = [{".save": mode, ".killed-rank": rank} for mode, rank in cases]
+    shown_by_case = read_steps(page, [".sentence", ".opens", ".files td"], *choices)
+    for (mode, rank), steps in zip(cases, shown_by_case, strict=True):
+        kills = [kill for kill in samples["kills"] if (kill["mode"], kill["rank"]) == (mode, rank)]
+        for kill, shown in zip(kills, steps, strict=True):
+            assert shown[".sentence"] == [f"Rank {rank} is killed {kill['point']}. Step {kill['step']} opens."]
+            assert shown[".opens"] == ["complete: this one opens"]
+            text = " ".join(shown[".files td"])
+            for name, size in kill["files"]:
+                assert size is None or f"{name.rpartition('/')[2]} ({size:,})" in text
 
 
-def test_the_layout_page_locates_weights(site, browser):
+def test_the_layout_page_locates_weights(site, page):
     """For random weights, bucket, slice, shard and positions equal those of the recorded layout.
 
     The pointer and the arrow keys change the weight.
     """
-    page, samples = open_explorer(browser, site, "layout")
+    samples = open_explorer(page, site, "layout")
     draw, shapes = random.Random(0), dict(samples["parameters"])
     weights = []
     for _ in range(60):
@@ -264,7 +252,6 @@ def test_the_layout_page_locates_weights(site, browser):
     cells = dict(read_rows(page, ".places"))
     assert cells["slice in ZeRO-1"] == f"slice of rank {place['owner']}, element {place['in_slice']:,}"
     assert cells["weight in the checkpoint"] == f"{place['weight']['file']}, byte {place['weight']['position']:,}"
-    page.close()
 
 
 def locate_weight(samples: dict[str, Any], ranks: int, name: str, row: int, column: int) -> dict[str, Any]:
@@ -300,12 +287,12 @@ def locate_weight(samples: dict[str, Any], ranks: int, name: str, row: int, colu
     }
 
 
-def test_the_museum_explains_every_curve(site, browser):
+def test_the_museum_explains_every_curve(site, page):
     """Each curve shows the recorded numbers of step 0. An answer reveals the fault, its edit, and other curves."""
-    page, samples = open_explorer(browser, site, "bug_museum")
+    samples = open_explorer(page, site, "bug_museum")
     for letter, exhibit in zip("ABCDE", samples["exhibits"], strict=True):
         if letter != "A":
-            page.select_option(".curve", letter)
+            choose(page, {".curve": letter})
             assert page.locator(".symptom").count() == 0, "the cause must not be visible before the answer"
             page.get_by_role("button", name=exhibit["fault"]).click()
             assert page.locator(".verdict").inner_text().startswith("Correct")
@@ -318,16 +305,15 @@ def test_the_museum_explains_every_curve(site, browser):
         heights = [-float(point.split(",")[1]) for point in points]
         assert len(heights) == samples["steps"]
         assert heights.index(max(heights)) == exhibit["loss"].index(max(exhibit["loss"]))
-    page.close()
 
 
-def test_the_diff_page_shows_every_change(site, browser):
+def test_the_diff_page_shows_every_change(site, page):
     """Each change shows the lines of the phase's train.py, its bytes, its tests, and a link to its paragraph."""
-    page, samples = open_explorer(browser, site, "train_diffs")
-    for phase in samples["phases"]:
-        page.select_option(".phase", phase["name"])
+    samples = open_explorer(page, site, "train_diffs")
+    choices = [{".phase": phase["name"]} for phase in samples["phases"]]
+    shown_by_phase = read_steps(page, ["del", "ins", ".quantities td", ".tests code", ".lessons"], *choices)
+    for phase, steps in zip(samples["phases"], shown_by_phase, strict=True):
         notes = (site / phase["name"] / "IMPLEMENTATION.html").read_text()
-        steps = page.evaluate(READ_STEPS, ["del", "ins", ".quantities td", ".tests code", ".lessons"])
         for hunk, recorded, shown in zip(find_hunks(phase["name"]), phase["hunks"], steps, strict=True):
             assert ([line[6:] for line in shown["del"]], [line[6:] for line in shown["ins"]]) == (
                 hunk.removed,
@@ -340,14 +326,13 @@ def test_the_diff_page_shows_every_change(site, browser):
                 assert lesson["text"] in shown[".lessons"][0] and f'id="{lesson["anchor"]}"' in notes
     page.locator(".lessons a").click()
     assert page.url.endswith(f"{phase['name']}/IMPLEMENTATION.html#{lesson['anchor']}")
-    page.close()
 
 
-def test_the_attention_page_shows_the_recorded_tiles(site, browser):
+def test_the_attention_page_shows_the_recorded_tiles(site, page):
     """Each tile shows the recorded scores and running values. The last step shows the output of plain softmax."""
-    page, samples = open_explorer(browser, site, "flash_attention")
+    samples = open_explorer(page, site, "flash_attention")
     assert f"is {len(samples['steps'])} tiles" in page.locator(".verdict").inner_text()
-    steps = page.evaluate(READ_STEPS, [".running td", ".scores td.now", ".scores td.skipped", ".comparison td"])
+    (steps,) = read_steps(page, [".running td", ".scores td.now", ".scores td.skipped", ".comparison td"], {})
     for step, shown in zip(samples["steps"], steps[:-1], strict=True):
         queries = min(samples["tile"], samples["tokens"] - step["query"])
         keys = min(samples["tile"], samples["tokens"] - step["key"])
@@ -361,23 +346,21 @@ def test_the_attention_page_shows_the_recorded_tiles(site, browser):
     q, k, v = (x.double() for x in flash_attention.draw_inputs())
     expected = [", ".join(f"{value:.3f}" for value in row) for row in reference(q, k, v)[0, 0].tolist()]
     assert steps[-1][".comparison td"] == [text for row in expected for text in (row, row)]
-    page.close()
 
 
-def test_the_roofline_page_equals_the_cost_functions(site, browser):
+def test_the_roofline_page_equals_the_cost_functions(site, page):
     """For each GPU and several shapes, bytes, FLOPs, limit and time are those of the kernels' `cost` functions.
 
     A measured kernel is shown with its rate.
     """
-    page, samples = open_explorer(browser, site, "roofline")
+    open_explorer(page, site, "roofline")
     assert "answer is reading and writing memory" in page.locator(".verdict").inner_text()
     assert page.locator("p.measured").inner_text() == "No GPU has measured these kernels yet."
     draw = random.Random(0)
     for name, gpu in GPUS.items():
-        page.select_option(".GPU", name)
         sizes = draw.choice(roofline.MODEL_NAMES), draw.choice(roofline.SEQUENCES), draw.choice(roofline.TOKENS)
-        for selector, value in zip((".model", ".sequences", ".tokens-per-sequence"), sizes, strict=True):
-            page.select_option(selector, str(value))
+        selectors = (".GPU", ".model", ".sequences", ".tokens-per-sequence")
+        choose(page, dict(zip(selectors, (name, *sizes), strict=True)))
         costs = list_kernel_costs(roofline.make_shapes(*sizes))
         rows = iter(read_rows(page, ".kernels")[1:])
         for cost in (cost for passes in costs.values() for cost in passes.values()):
@@ -397,14 +380,13 @@ def test_the_roofline_page_equals_the_cost_functions(site, browser):
     page.locator("fieldset button").first.click()
     assert read_rows(page, "table.measured")[1] == ["gelu, forward", "a GPU", "4 x 8", "2.000", "1.0", "2000"]
     assert page.locator("circle.measured").count() == 1
-    page.close()
 
 
-def test_the_overlap_page_shows_the_recorded_runs(site, browser):
+def test_the_overlap_page_shows_the_recorded_runs(site, page):
     """Each bucket size shows the recorded times of all methods, and draws their spans on one axis."""
-    page, samples = open_explorer(browser, site, "overlap")
+    samples = open_explorer(page, site, "overlap")
     assert "the recorded value is about 0%" in page.locator(".verdict").inner_text()
-    steps = page.evaluate(READ_STEPS, [".times td", "figcaption"])
+    (steps,) = read_steps(page, [".times td", "figcaption"], {})
     for size, shown in zip(samples["sizes_mb"], steps, strict=True):
         runs = [run for run in samples["runs"] if run["bucket_mb"] == size]
         assert shown["figcaption"] == [run["method"] for run in runs] == samples["methods"]
@@ -420,11 +402,10 @@ def test_the_overlap_page_shows_the_recorded_runs(site, browser):
         drawn = page.locator(f"svg path.{name}").nth(samples["methods"].index(run["method"])).get_attribute("d")
         begins = [float(text) for text in re.findall(r"M([\d.]+)", drawn)]
         assert begins == pytest.approx([8 + 684 * min(begin, end) / end for begin, _ in run[name]], abs=0.06)
-    page.close()
 
 
 @pytest.mark.parametrize("name", RECORDERS)
-def test_pages_work_for_everyone(name, site, browser):
+def test_pages_work_for_everyone(name, site, page, page_without_scripts):
     """Without scripts a page shows a picture and tables. With scripts it can be used after at most 1 second.
 
     The picture has a text alternative and fits a phone. With scripts, the explorer replaces it. On a phone, a tablet
@@ -432,15 +413,13 @@ def test_pages_work_for_everyone(name, site, browser):
     reduced motion it has no Play button. A damaged recording leads to one sentence with the command that repairs it.
     """
     source = site / "book" / "pages" / f"{name}.html"
-    page = browser.new_context(java_script_enabled=False).new_page()
-    page.goto(source.as_uri())
-    assert page.locator("article table").first.is_visible()
-    page.set_viewport_size({"width": min(WIDTHS), "height": 800})
-    pictures = page.locator("figure.chart svg[role=img]")
-    assert pictures.count() >= 1 and all(each.is_visible() and each.locator("desc").count() for each in pictures.all())
-    assert max(box["x"] + box["width"] for box in (each.bounding_box() for each in pictures.all())) <= min(WIDTHS)
-    page.context.close()
-    page = browser.new_page(reduced_motion="reduce")
+    page_without_scripts.set_viewport_size({"width": min(WIDTHS), "height": 800})
+    page_without_scripts.goto(source.as_uri())
+    assert page_without_scripts.locator("article table").first.is_visible()
+    pictures = page_without_scripts.locator("figure.chart svg[role=img]").evaluate_all(READ_PICTURES)
+    assert pictures and all(is_visible and has_text for is_visible, has_text, _ in pictures)
+    assert max(right for *_, right in pictures) <= min(WIDTHS)
+    page.emulate_media(reduced_motion="reduce")
     assert measure_interactive_ms(page, source.as_uri()) < 1000
     page.locator(".explorer fieldset button").first.click()
     assert not page.locator(".play").is_visible() and page.locator(".explorer figure.chart").count() == 0
@@ -456,4 +435,3 @@ def test_pages_work_for_everyone(name, site, browser):
     finally:
         damaged.unlink()
     assert "is damaged" in error and re.search(f'"make record NAME={name}"', error)
-    page.close()

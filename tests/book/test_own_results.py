@@ -25,13 +25,12 @@ DAMAGED = {
 }
 
 
-def test_a_reader_compares_a_result_with_the_committed_ones(site, browser, tmp_path):
+def test_a_reader_compares_a_result_with_the_committed_ones(site, page, tmp_path):
     """Both scripts find the same numbers in every committed result. A file of the reader is shown next to them.
 
     A damaged file leads to one sentence with a remedy. The page can be used after at most 1 second, has no serious
     accessibility fault, and fits a phone, a tablet and a laptop.
     """
-    page = browser.new_page()
     assert measure_interactive_ms(page, (site / "results" / "index.html").as_uri()) < 1000
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     all_samples = [result["samples"] for result in results if "name" in result]
@@ -65,4 +64,3 @@ def test_a_reader_compares_a_result_with_the_committed_ones(site, browser, tmp_p
     page.wait_for_selector(".numbers")
     assert "has no committed result with this name" in page.locator(".sentence").inner_text()
     assert len(read_rows(page, ".numbers")[0]) == 2
-    page.close()

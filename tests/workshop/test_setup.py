@@ -109,9 +109,18 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed_set_ups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Outcome]]:
+    """Kill set-ups of a project at four points, let the fifth finish, and return the project and their outcomes."""
     project = write_project(tmp_path_factory.mktemp("finished"))
-    assert make(project, "setup").code == 0
+    points = [BEFORE_THE_MARKER, WRITING_SETTINGS, BEFORE_PIP, INSIDE_A_PACKAGE, ""]
+    return project, [make(project, "setup", POINT=point) for point in points]
+
+
+@pytest.fixture(scope="module")
+def template(killed_set_ups: tuple[Path, list[Outcome]]) -> Path:
+    """A project that is set up. Installing pip is expensive, so the tests copy this project."""
+    project, outcomes = killed_set_ups
+    assert outcomes[-1].code == 0, outcomes[-1]
     return project
 
 
@@ -191,14 +200,13 @@ def wait_for(process: subprocess.Popen[str], path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_killed_set_up_starts_again(project):
+def test_a_killed_set_up_starts_again(killed_set_ups):
     """After SIGKILL while .venv is created, before pip is installed, or inside a package, the next set-up succeeds."""
-    for count, point in enumerate([BEFORE_THE_MARKER, WRITING_SETTINGS, BEFORE_PIP, INSIDE_A_PACKAGE]):
-        outcome = make(project, "setup", POINT=point)
+    project, (*killed, last) = killed_set_ups
+    for count, outcome in enumerate(killed):
         assert outcome.code == -signal.SIGKILL and (UNFINISHED in outcome.output) == (count > 1), outcome
-    outcome = make(project, "setup")
-    assert UNFINISHED in outcome.output
-    assert_set_up(project, outcome)
+    assert UNFINISHED in last.output
+    assert_set_up(project, last)
 
 
 def test_ctrl_c_is_one_line_and_the_next_set_up_starts_again(project, ready_project):
@@ -235,17 +243,18 @@ def test_a_set_up_from_inside_the_environment_starts_again(ready_project):
     assert_starts_again(ready_project, UNFINISHED, "PYTHON=.venv/bin/python3")
 
 
-def test_of_two_set_ups_one_waits(project, tmp_path):
+def test_of_two_set_ups_one_waits(ready_project, tmp_path):
     """The second make reports that it waits. Then it has nothing left to install."""
     go = tmp_path / "go"
-    first = start_make(project, "setup", POINT=INSIDE_A_PACKAGE, GO=str(go))
+    set_requirements(ready_project, "alpha", "beta", "gamma")
+    first = start_make(ready_project, "setup", POINT=INSIDE_GAMMA, GO=str(go))
     wait_for(first, Path(f"{go}.reached"))
-    second = start_make(project, "setup")
+    second = start_make(ready_project, "setup")
     assert second.stdout and second.stdout.readline().strip() == WAITING
     go.touch()
     assert finish(first) == Outcome(0, f"{INSTALLING}\n")
-    assert_set_up(project, Outcome(second.wait(DEADLINE), ""))
-    assert second.stdout.read() == ""
+    assert_set_up(ready_project, Outcome(second.wait(DEADLINE), ""))
+    assert second.stdout.read() == "" and "gamma-1" in list_packages(ready_project)
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").is_file(), reason="the test needs /proc")
@@ -419,20 +428,21 @@ packages = next(pathlib.Path(".venv").glob("lib/python*/site-packages"))
 """
 
 
-def test_the_cpu_build_of_torch_is_installed_first(project):
+def test_the_cpu_build_of_torch_is_installed_first(ready_project):
     """TORCH=cpu installs the CPU build of PyTorch once, with uv, before pip installs the project."""
-    with zipfile.ZipFile(project.parent / "uv-1-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(ready_project.parent / "uv-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("uv/__main__.py", FAKE_UV)
         for name in ("METADATA", "WHEEL", "RECORD"):
             text = {"METADATA": "Metadata-Version: 2.1\nName: uv\nVersion: 1\n", "WHEEL": WHEEL, "RECORD": ""}[name]
             wheel.writestr(f"uv-1.dist-info/{name}", text)
-    assert_set_up(project, make(project, "setup", "TORCH=cpu"))
-    (arguments_file,) = project.glob(".venv/lib/python*/site-packages/torch-2.dist-info/uv.txt")
+    (ready_project / "pyproject.toml").touch()
+    assert_set_up(ready_project, make(ready_project, "setup", "TORCH=cpu"))
+    (arguments_file,) = ready_project.glob(".venv/lib/python*/site-packages/torch-2.dist-info/uv.txt")
     words = arguments_file.read_text().split()
     assert words[:2] == ["pip", "install"] and words[words.index("--torch-backend") + 1] == "cpu"
     assert words[-1] == "torch" and words[words.index("--constraint") + 1] == "constraints.txt"
-    assert make(project, ".venv/.dev", "TORCH=cpu").code == 0, "a second goal installs PyTorch again"
-    assert_refused(make(project, ".venv/.notebooks", "TORCH=tpu"), "TORCH=tpu is unknown: use default or cpu")
+    assert make(ready_project, ".venv/.dev", "TORCH=cpu").code == 0, "a second goal installs PyTorch again"
+    assert_refused(make(ready_project, ".venv/.notebooks", "TORCH=tpu"), "TORCH=tpu is unknown: use default or cpu")
 
 
 def test_an_environment_of_another_program_that_has_pip_is_used(ready_project):
