@@ -157,8 +157,10 @@ class Run:
 
 
 WITH_BROKEN_WANDB = """
-import runpy, sys
-sys.path.insert(0, {folder!r})
+import importlib.util, runpy, sys
+spec = importlib.util.spec_from_file_location("wandb", {module!r})
+sys.modules["wandb"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["wandb"])
 runpy.run_path("nanoGPT/train.py", run_name="__main__")
 """
 
@@ -167,7 +169,7 @@ runpy.run_path("nanoGPT/train.py", run_name="__main__")
 def test_a_failing_tracker_does_not_stop_the_run(init, tmp_path):
     """If a tracker cannot start or fails later, the run prints one line and continues without it."""
     (tmp_path / "wandb.py").write_text(BROKEN_WANDB.format(init=init))
-    (tmp_path / "program.py").write_text(WITH_BROKEN_WANDB.format(folder=str(tmp_path)))
+    (tmp_path / "program.py").write_text(WITH_BROKEN_WANDB.format(module=str(tmp_path / "wandb.py")))
     words = launch_command(tmp_path / "run", 1, track="wandb")[5:]
     outcome = run_program(str(tmp_path / "program.py"), *words, WANDB_API_KEY="0" * 40)
     assert outcome.code == 0, outcome.output
