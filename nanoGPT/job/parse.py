@@ -141,16 +141,16 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"config file {path} does not run: {type(error).__name__}: {error}") from None
     values = {k: v for k, v in namespace.items() if not k.startswith("_")}
-    for name, value in values.items():
+    for name in values:
         if name in NANOGPT_FLAGS:
             raise ConfigError(f"config file {path} sets {name}, a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
         if name not in field_names(config_class):
             raise ConfigError(
                 f"config file {path} sets {name}, which is not a field{did_you_mean(name, field_names(config_class))}"
             )
-        parsed: TrainConfig = parse_flags(config_class, {}, [f"--{name}={value}"], source=f"config file {path}: ")
-        values[name] = getattr(parsed, name)  # converts a string in the file to the type of the field
-    return values
+    flags = [f"--{name}={value}" for name, value in values.items()]  # the parser converts strings to the fields' types
+    parsed: TrainConfig = parse_flags(config_class, {}, flags, source=f"config file {path}: ")
+    return {name: getattr(parsed, name) for name in values}
 
 
 def uses_gpu(flags: list[str], file_values: Mapping[str, object]) -> bool:

@@ -1,7 +1,11 @@
 """The ledger: model state and communication volume per rank, measured and compared with the formula."""
 
+import functools
 import json
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +13,9 @@ from bench.matrix.cells import matches_formula
 from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.metrics.ledger import add_expected_bytes, format_report
 from nanoGPT.model import GPT, GPTConfig
-from tests.helpers.training import tiny, train
+from nanoGPT.train_config import TrainConfig
+from tests.helpers.training import tiny, train_all
+from workshop.ranks import losses
 
 
 def read_ledger(out) -> dict:
@@ -27,11 +33,46 @@ def test_ring_bytes_match_the_formula():
     assert ring_bytes("all-reduce", 100, 1) == 0
 
 
+DIVISIBLE = {"vocab_size": 80, "n_embd": 32}  # every first dimension is divisible by 4: no padding
+PADDED: list[dict[str, Any]] = [{}, {"dtype": "bfloat16"}, {"fsdp_shard_size": "2"}]  # 75 rows of the vocabulary
+
+
+def list_cells(ranks: int, folder: Path) -> list[tuple[str, TrainConfig]]:
+    """Return the configurations that the tests of this file need on this number of ranks, each with its phase."""
+
+    def cell(phase: str, name: str, **fields: Any) -> tuple[str, TrainConfig]:
+        fields = {"ledger": True, "max_iters": 3, "eval_interval": 100, "eval_iters": 1, **fields}
+        return phase, tiny(phase, folder / name, **fields)
+
+    cells = [cell("nanoGPT", "ddp")]
+    if ranks == 1:
+        cells += [cell(phase, phase) for phase in ("phase1_zero1", "phase3_fsdp")]
+    else:
+        cells += [cell("phase3_fsdp", "fsdp", **DIVISIBLE)]
+    if ranks == 2:
+        cells += [cell("phase3_fsdp", "off", **DIVISIBLE, ledger=False)]
+    if ranks == 4:
+        cells += [cell("phase3_fsdp", str(options), **options) for options in PADDED]
+    return cells
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function that trains all configurations of `list_cells` once, and returns their directory."""
+
+    @functools.cache
+    def train_on(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        train_all(ranks, list_cells(ranks, folder))
+        return folder
+
+    return train_on
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ddp_matches_the_formula(ranks, tmp_path):
+def test_ddp_matches_the_formula(ranks, runs):
     """DDP uses 16 bytes per parameter on every rank, and all-reduces each gradient once per step."""
-    train("nanoGPT", ranks, tiny("nanoGPT", tmp_path, ledger=True, max_iters=3))
-    ledger = read_ledger(tmp_path)
+    ledger = read_ledger(runs(ranks) / "ddp")
     assert matches_formula(ledger)
     params = ledger["parameters"]
     scalar_bytes = 4 * (4 * 2 * 2 + 0)  # Adam's step counts: one fp32 number per tensor
@@ -54,20 +95,17 @@ def test_ddp_matches_the_formula(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("phase", ["phase1_zero1", "phase3_fsdp"])
-def test_one_rank_lists_no_communication(phase, tmp_path):
+def test_one_rank_lists_no_communication(phase, runs):
     """Collectives of one rank communicate nothing, and the ledger has no rows for them."""
-    train(phase, 1, tiny(phase, tmp_path, ledger=True, max_iters=3))
-    ledger = read_ledger(tmp_path)
+    ledger = read_ledger(runs(1) / phase)
     assert matches_formula(ledger) and rows_by_kind(ledger) == {}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_fsdp_matches_the_formula(ranks, tmp_path):
+def test_fsdp_matches_the_formula(ranks, runs):
     """FSDP uses 16/N bytes per parameter. Per step with M micro-batches, it all-gathers M(2P - P_root), reduce-scatters
     P, and all-reduces the squared gradient norm as one scalar."""
-    shape = {"vocab_size": 80, "n_embd": 32}  # every first dimension is divisible by 4: no padding
-    train("phase3_fsdp", ranks, tiny("phase3_fsdp", tmp_path, ledger=True, max_iters=3, **shape))
-    ledger = read_ledger(tmp_path)
+    ledger = read_ledger(runs(ranks) / "fsdp")
     assert matches_formula(ledger) and ledger["ranks"][0]["padding"] == 0
     params = ledger["parameters"]
     model = GPT(GPTConfig(2, 2, 32, 16, False, 80))
@@ -91,12 +129,11 @@ def test_fsdp_matches_the_formula(ranks, tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"fsdp_shard_size": "2"}], ids=str)
-def test_padding_is_listed(options, tmp_path):
+@pytest.mark.parametrize("options", PADDED, ids=str)
+def test_padding_is_listed(options, runs):
     """With 75 vocabulary rows on 4 ranks, a 76th row is stored, all-gathered and reduced. The formula includes this
     padding, and matches the ledger exactly."""
-    train("phase3_fsdp", 4, tiny("phase3_fsdp", tmp_path, ledger=True, max_iters=3, **options))
-    ledger = read_ledger(tmp_path)
+    ledger = read_ledger(runs(4) / str(options))
     assert matches_formula(ledger), ledger
     assert {rank["padding"] for rank in ledger["ranks"]} == {32}
 
@@ -124,8 +161,7 @@ def test_differences_from_the_formula_are_printed():
     assert "rank 1: parameters 4 B = formula" in text and "peak 10 B (activations 6)" in text
 
 
-def test_the_ledger_is_off_by_default(tmp_path):
+def test_the_ledger_is_off_by_default(runs):
     """A run without --ledger writes no ledger.json, and its losses are identical to those of a run with --ledger."""
-    losses = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "off", max_iters=3))
-    assert not (tmp_path / "off" / "ledger.json").exists()
-    assert losses == train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "on", max_iters=3, ledger=True))
+    assert not TrainConfig().ledger and not (runs(2) / "off" / "ledger.json").exists()
+    assert losses(runs(2) / "off") == losses(runs(2) / "fsdp")

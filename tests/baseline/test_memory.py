@@ -258,8 +258,18 @@ def measure_fsdp_step(reshard: bool) -> dict[str, Any]:
     return measured
 
 
+def measure_fsdp_steps() -> dict[bool, dict[str, Any]]:
+    """Return the results of `measure_fsdp_step` with and without resharding after the forward pass."""
+    return {reshard: measure_fsdp_step(reshard) for reshard in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def fsdp_steps() -> list[dict[bool, dict[str, Any]]]:
+    return run_on_ranks(measure_fsdp_steps, 4)
+
+
 @pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp_memory_matches_the_formula(reshard):
+def test_fsdp_memory_matches_the_formula(reshard, fsdp_steps):
     """With P parameters on 4 ranks, each rank uses 16P/4 bytes of state. The peak adds a few all-gathered units."""
     model = GPT(SMALL_SHAPE)
     params, unit = (4 * sum(p.numel() for p in m.parameters()) for m in (model, model.blocks[0]))
@@ -270,7 +280,7 @@ def test_fsdp_memory_matches_the_formula(reshard):
     # resharding, the parameters of all blocks exist, and the same buffers in addition.
     blocks, buffers = (0, 2) if reshard else (4, 1)
     expected = (root + blocks * unit, root + (blocks + buffers) * unit, root + (max(blocks, 1) + 2) * unit)
-    ranks = run_on_ranks(measure_fsdp_step, 4, reshard)
+    ranks = [measured[reshard] for measured in fsdp_steps]
     # A gloo thread may free a buffer late, so the minimum over all ranks is the memory that a step needs.
     assert tuple(min(column) for column in zip(*(step for r in ranks for step in r["steps"]), strict=True)) == expected
     for measured in ranks:

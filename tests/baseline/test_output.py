@@ -60,12 +60,23 @@ def test_a_run_with_broken_output_trains_to_its_end(output: Callable[[], int], r
     assert list_checkpoints(tmp_path) == ["step-00000003", "step-00000006"] and len(losses(tmp_path)) == 6
 
 
+# What a new interpreter does if the descriptors 0, 1 and 2 are closed. The rank is a new interpreter.
+WITHOUT_DESCRIPTORS = """
+import os, runpy, sys
+for descriptor in range(3):
+    os.close(descriptor)
+sys.stdin = sys.stdout = sys.stderr = sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
+runpy.run_module("nanoGPT.launch", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_a_run_without_any_output_trains_to_its_end(tmp_path):
     """A run works if descriptors 0, 1 and 2 were closed before its start. It does not use them for its own files."""
-    result = subprocess.run(
-        ["bash", "-c", '"$0" "$@" <&- >&- 2>&-', *launch_command(tmp_path, 1)], cwd=ROOT, timeout=DEADLINE, check=False
-    )
-    assert result.returncode == 0 and list_checkpoints(tmp_path)[-1] == "step-00000006"
+    program = tmp_path / "closed.py"
+    program.write_text(WITHOUT_DESCRIPTORS)
+    launcher = Program(str(program), *launch_command(tmp_path / "run", 1)[3:], new_interpreters=True)
+    assert launcher.wait() == 0 and list_checkpoints(tmp_path / "run")[-1] == "step-00000006"
+    assert launcher.output() == ""
 
 
 def test_an_interrupted_run_saves_after_its_reader_has_exited(tmp_path, python):
@@ -145,15 +156,24 @@ class Run:
 """
 
 
+WITH_BROKEN_WANDB = """
+import importlib.util, runpy, sys
+spec = importlib.util.spec_from_file_location("wandb", {module!r})
+sys.modules["wandb"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["wandb"])
+runpy.run_path("nanoGPT/train.py", run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize("init", ["raise ConnectionError('no network')", "return Run()"])
 def test_a_failing_tracker_does_not_stop_the_run(init, tmp_path):
     """If a tracker cannot start or fails later, the run prints one line and continues without it."""
     (tmp_path / "wandb.py").write_text(BROKEN_WANDB.format(init=init))
-    words = [sys.executable, "nanoGPT/train.py", *launch_command(tmp_path / "run", 1, track="wandb")[5:]]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "WANDB_API_KEY": "0" * 40}
-    result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("--track=wandb failed (ConnectionError: no network)") == 1
+    (tmp_path / "program.py").write_text(WITH_BROKEN_WANDB.format(module=str(tmp_path / "wandb.py")))
+    words = launch_command(tmp_path / "run", 1, track="wandb")[5:]
+    outcome = run_program(str(tmp_path / "program.py"), *words, WANDB_API_KEY="0" * 40)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("--track=wandb failed (ConnectionError: no network)") == 1
     assert list_checkpoints(tmp_path / "run")[-1] == "step-00000006"
 
 

@@ -13,9 +13,10 @@ from nanoGPT.optim import learning_rate
 from nanoGPT.train_config import TrainConfig, validate
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import Program, make_flags
-from tests.helpers.training import ROOT, TINY, call_train, read_metric, tiny, train
-from workshop.ranks import run_on_ranks
+from tests.helpers.training import ROOT, TINY, call_train_all, read_metric, tiny, train, train_all
+from workshop.ranks import losses, run_on_ranks
 
+PHASES = ["nanoGPT", "phase1_zero1", "phase3_fsdp"]
 TRAINER = ROOT / "nanoGPT" / "train.py"
 
 
@@ -77,32 +78,48 @@ def test_a_constant_learning_rate():
     assert {learning_rate(step, config) for step in range(12)} == {1e-3}
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
-def test_an_evaluation_alone(phase, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train each phase on 2 ranks, with checkpoints after steps 2 and 3. The configuration is of an earlier version."""
+    out = tmp_path_factory.mktemp("runs")
+    fields = {"max_iters": 3, "eval_interval": 2, "compile_mode": "reduce-overhead"}
+    train_all(2, [(phase, tiny(phase, out / phase, **fields)) for phase in PHASES])
+    return out
+
+
+def test_an_evaluation_alone(runs, capsys):
     """With eval_only=True a run prints the validation loss of a checkpoint, and changes no file of the run."""
-    train(phase, 2, tiny(phase, tmp_path, max_iters=7))
-    val_losses, before = read_metric(tmp_path, "val_loss"), read_run_files(tmp_path)
-    for step, more in ((7, {}), (5, {"resume_step": 5})):
-        config = tiny(phase, tmp_path, init_from="resume", eval_only=True, **more)
-        run_on_ranks(call_train, 2, phase, config)
-        assert f"[0] step     {step}  val loss {val_losses[step]:.4f}\n" in capsys.readouterr().out
-    assert read_run_files(tmp_path) == before
+    before = [read_run_files(runs / phase) for phase in PHASES]
+    val_losses = {phase: read_metric(runs / phase, "val_loss") for phase in PHASES}
+    for step, more in ((3, {}), (2, {"resume_step": 2})):
+        fields = {"init_from": "resume", "eval_only": True, **more}
+        run_on_ranks(call_train_all, 2, [(phase, tiny(phase, runs / phase, **fields)) for phase in PHASES])
+        lines = [line for line in capsys.readouterr().out.splitlines() if "val loss" in line]
+        assert lines == [f"[0] step     {step}  val loss {val_losses[phase][step]:.4f}" for phase in PHASES]
+    assert all(before) and [read_run_files(runs / phase) for phase in PHASES] == before
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
-def test_an_older_checkpoint_is_resumed(phase, tmp_path):
-    """With resume_step=5 a run repeats the steps after it exactly; the newer checkpoints are kept under other names."""
-    expected = train(phase, 2, tiny(phase, tmp_path, compile_mode="reduce-overhead"))  # of an earlier version
-    assert steps_saved(tmp_path) == ["step-00000005", "step-00000010", "step-00000012"]
-    assert train(phase, 2, tiny(phase, tmp_path, init_from="resume", resume_step=5)) == expected
-    assert steps_saved(tmp_path) == ["step-00000005", "step-00000010", "step-00000012"]
-    newer = sorted(path.name for path in (tmp_path / "checkpoints").glob(".newer-*"))
-    assert newer == [".newer-step-00000010", ".newer-step-00000012"]
-    with pytest.raises(Exception, match="there is no checkpoint step-00000007 .*choose one of step-00000012"):
-        train(phase, 1, tiny(phase, tmp_path, init_from="resume", resume_step=7))
-    config = parse(type(tiny(phase, tmp_path)), [f"--out_dir={tmp_path}", "--init_from=resume"], TRAINER)
-    assert config.resume_step is None, "a later resume takes the newest checkpoint"
-    assert config.compile_mode == "default", "the mode that no longer exists is replaced"
+def test_an_older_checkpoint_is_resumed(runs, tmp_path):
+    """With resume_step=2 a run repeats the steps after it exactly; the newer checkpoints are kept under other names."""
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    fields = {"init_from": "resume", "max_iters": 3, "eval_interval": 2}
+    repeated = train_all(2, [(phase, tiny(phase, tmp_path / phase, resume_step=2, **fields)) for phase in PHASES])
+    for phase, curve in zip(PHASES, repeated, strict=True):
+        out = tmp_path / phase
+        assert curve == losses(runs / phase) and sorted(curve) == [0, 1, 2]
+        assert steps_saved(runs / phase) == steps_saved(out) == ["step-00000002", "step-00000003"]
+        assert [path.name for path in (out / "checkpoints").glob(".newer-*")] == [".newer-step-00000003"]
+        with pytest.raises(Exception, match="there is no checkpoint step-00000007 .*choose one of step-00000003"):
+            train(phase, 1, tiny(phase, out, **{**fields, "resume_step": 7}))
+        config = parse(type(tiny(phase, out)), [f"--out_dir={out}", "--init_from=resume"], TRAINER)
+        assert config.resume_step is None, "a later resume takes the newest checkpoint"
+
+
+def test_the_configuration_of_an_earlier_version_is_resumed(runs):
+    """A compile_mode that no longer exists, in the configuration of a checkpoint, is replaced."""
+    for phase in PHASES:
+        config = parse(type(tiny(phase, runs)), [f"--out_dir={runs / phase}", "--init_from=resume"], TRAINER)
+        assert config.compile_mode == "default"
 
 
 def test_a_step_to_resume_needs_a_resume():
@@ -141,16 +158,20 @@ def test_a_second_torchrun_gets_a_new_directory(tmp_path):
     assert json.loads((second / "env.json").read_text())["config"]["out_dir"] == f"out/{second.name}"
 
 
-@pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
-def test_a_run_saves_every_few_minutes(phase, tmp_path):
+def test_a_run_saves_every_few_minutes(tmp_path):
     """With --save_every_minutes, a run also saves between evaluations, and resumes there with the same losses."""
-    fields = {"max_iters": 12, "eval_interval": 12}
-    timed = tiny(phase, tmp_path / "timed", **fields, save_every_minutes=1e-9, keep_checkpoints=12)
-    curve = train(phase, 2, timed)
-    names = steps_saved(tmp_path / "timed")  # the ranks ask each other about once a second, first after the first step
-    assert names[0] == "step-00000001" and names[-1] == "step-00000012" and len(names) > 2
-    shutil.rmtree(tmp_path / "timed" / "checkpoints" / names[-1])
-    (tmp_path / "timed" / "checkpoints" / "LATEST").write_text(names[-2] + "\n")
-    assert train(phase, 2, dataclasses.replace(timed, init_from="resume")) == curve
-    assert train(phase, 2, tiny(phase, tmp_path / "plain", **fields)) == curve
-    assert steps_saved(tmp_path / "plain") == ["step-00000012"]
+    phases, fields = ("nanoGPT", "phase3_fsdp"), {"max_iters": 6, "eval_interval": 6, "eval_iters": 1}
+    more = {"save_every_minutes": 1e-9, "keep_checkpoints": 12}
+    timed = [(phase, tiny(phase, tmp_path / f"{phase} timed", **fields, **more)) for phase in phases]
+    plain = [(phase, tiny(phase, tmp_path / f"{phase} plain", **fields)) for phase in phases]
+    curves = train_all(2, timed + plain)
+    assert curves[:2] == curves[2:]
+    for phase in phases:
+        checkpoints = tmp_path / f"{phase} timed" / "checkpoints"
+        names = steps_saved(checkpoints.parent)  # the ranks ask each other after the first step, then less often
+        assert names[0] == "step-00000001" and names[-1] == "step-00000006" and len(names) > 2
+        shutil.rmtree(checkpoints / names[-1])
+        (checkpoints / "LATEST").write_text(names[-2] + "\n")
+        assert steps_saved(tmp_path / f"{phase} plain") == ["step-00000006"]
+    resumed = [(phase, dataclasses.replace(config, init_from="resume")) for phase, config in timed]
+    assert train_all(2, resumed) == curves[:2]

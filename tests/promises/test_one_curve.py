@@ -1,8 +1,11 @@
 """One loss curve: the same losses on any number of ranks, in every phase, and across a resume."""
 
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,44 +17,83 @@ from nanoGPT.checkpoint.weights import read_weights
 from nanoGPT.dataset import EVALUATE, TokenData
 from nanoGPT.files import DATA
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.train_config import TrainConfig
 from tests.helpers.marks import mark_slow
 from tests.helpers.training import call_train, gap, read_metric, tiny, train, train_all
 from workshop.ranks import RankFailed, losses, run_on_ranks
 
 PHASES = ["nanoGPT", "phase1_zero1", "phase3_fsdp"]
-STEPS = {"max_iters": 8, "lr_decay_iters": 8}
+STEPS = {"max_iters": 4, "lr_decay_iters": 4, "eval_interval": 4, "eval_iters": 1}
+CUT = 2  # steps of a run that another run continues
+Runs = Callable[[int], Path]
+
+
+def list_cells(ranks: int, folder: Path, device: str) -> list[tuple[str, TrainConfig]]:
+    """Return the configurations that the tests of this file need on this number of ranks, each with its phase."""
+    fp32 = {**STEPS, "device": device, "dtype": "float32", "compile": False}
+    bf16 = {"device": device, "dtype": "bfloat16", "max_iters": 4, "eval_iters": 1, "gradient_accumulation_steps": 4}
+    cells = [(phase, tiny(phase, folder / phase, **fp32)) for phase in PHASES]
+    if ranks <= 2:
+        cells += [(phase, tiny(phase, folder / f"{phase} bfloat16", **bf16)) for phase in PHASES]
+    if ranks in (2, 4):
+        cells += [(phase, tiny(phase, folder / f"{phase} cut", **{**fp32, "max_iters": CUT})) for phase in PHASES]
+    if ranks == 2:
+        validated = {"device": device, "dtype": "float32", "compile": False, "max_iters": 1, "dropout": 0.5}
+        cells += [(phase, tiny(phase, folder / f"{phase} validated", **validated)) for phase in PHASES]
+    few_rows = {**fp32, "block_size": 3, "max_iters": 3}
+    if ranks == 1:
+        cells += [("nanoGPT", tiny("nanoGPT", folder / "few rows", **few_rows))]
+    if ranks == 8:
+        cells += [("phase3_fsdp", tiny("phase3_fsdp", folder / "few rows", **few_rows))]
+        cells += [("phase3_fsdp", tiny("phase3_fsdp", folder / "one step", **{**fp32, "max_iters": 1}))]
+    return cells
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, float]:
-    options = {"device": request.config.getoption("--device"), "dtype": "float32", "compile": False}
-    return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("reference"), **STEPS, **options))
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
+    """Return a function that trains all configurations of `list_cells` on the first call, and returns their directory.
+
+    A test must not write into this directory.
+    """
+    device = request.config.getoption("--device")
+
+    @functools.cache
+    def train_on(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        train_all(ranks, list_cells(ranks, folder, device))
+        return folder
+
+    return train_on
+
+
+@pytest.fixture
+def reference(runs: Runs) -> dict[int, float]:
+    return losses(runs(1) / "nanoGPT")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_losses_do_not_depend_on_ranks_or_phase(ranks, reference, tmp_path, device, need_ranks):
+def test_losses_do_not_depend_on_ranks_or_phase(ranks, runs, reference, need_ranks):
     """With dropout, clipping and accumulation, each phase has the losses of the baseline on 1, 2, 4 and 8 ranks."""
     need_ranks(ranks)
-    options = {**STEPS, "device": device, "dtype": "float32", "compile": False}
-    curves = train_all(ranks, [(phase, tiny(phase, tmp_path / phase, **options)) for phase in PHASES])
-    for phase, curve in zip(PHASES, curves, strict=True):
+    for phase in PHASES:
+        curve = losses(runs(ranks) / phase)
         assert gap(reference, curve) <= (1e-6 if phase == "nanoGPT" else 1e-5), phase
+        assert sorted(curve) == list(range(4))
 
 
-def test_the_validation_loss_is_the_mean_without_dropout(tmp_path):
+def test_the_validation_loss_is_the_mean_without_dropout(runs, need_ranks):
     """The first evaluation is the mean loss of the initial model over 3 batches of the val split, without dropout.
 
     The test uses 2 ranks, because 3 batches are not divisible by 2.
     """
-    configs = {phase: tiny(phase, tmp_path / phase, max_iters=1, dropout=0.5) for phase in PHASES}
-    train_all(2, list(configs.items()))
-    config = configs["nanoGPT"]
+    need_ranks(2)
+    config = tiny("nanoGPT", Path())
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     model = GPT(GPTConfig(2, 2, 32, 16, False, 75)).eval()
     model.init_weights(config.seed)
     batch_losses = [model(*data.batch("val", EVALUATE, 0, index)).item() for index in range(3)]
     for phase in PHASES:
-        val_loss = read_metric(tmp_path / phase, "val_loss")[0]
+        val_loss = read_metric(runs(2) / f"{phase} validated", "val_loss")[0]
         assert val_loss == pytest.approx(sum(batch_losses) / 3, abs=1e-6), phase
 
 
@@ -74,59 +116,65 @@ def test_only_better_models_and_the_last_one_are_saved(phase, tmp_path):
     assert all(manifest["best_val_loss"] == lowest_loss[manifest["step"]] for manifest in manifests)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_resume_at_the_same_ranks_is_exact(phase, tmp_path, device, need_ranks):
-    """A run that stops after 5 of 8 steps and resumes has exactly the losses of an uninterrupted run.
+def continue_cut_runs(runs: Runs, ranks: int, out: Path, device: str, pairs: list[tuple[str, str]]):
+    """Continue copies of the runs that have stopped early. Return the losses for each pair of phases.
+
+    Args:
+        pairs: the phase that has started a run, and the phase that continues it.
+    """
+    options = {**STEPS, "device": device, "dtype": "float32", "compile": False}
+    cells = []
+    for first, second in pairs:
+        copy = shutil.copytree(runs(ranks) / f"{first} cut", out / f"{first} {second}")
+        cells.append((second, tiny(second, copy, init_from="resume", **options)))
+    return dict(zip(pairs, train_all(ranks, cells), strict=True))
+
+
+def test_resume_at_the_same_ranks_is_exact(runs, tmp_path, device, need_ranks):
+    """A run that stops after 2 of 4 steps and resumes has exactly the losses of an uninterrupted run, in each phase.
 
     On 4 ranks the order in which a ring adds the values of the ranks matters; on 2 ranks it does not.
     """
     need_ranks(4)
-    options = {**STEPS, "device": device}
-    whole = tiny(phase, tmp_path / "whole", **options)
-    cut = tiny(phase, tmp_path / "cut", **{**options, "max_iters": 5})
-    uninterrupted, _ = train_all(4, [(phase, whole), (phase, cut)])
-    resumed = train(phase, 4, tiny(phase, tmp_path / "cut", init_from="resume", **options))
-    assert resumed == uninterrupted
-    assert sorted(resumed) == list(range(8))
+    resumed = continue_cut_runs(runs, 4, tmp_path, device, [(phase, phase) for phase in PHASES])
+    for phase in PHASES:
+        assert sorted(losses(runs(4) / f"{phase} cut")) == list(range(CUT))
+        assert resumed[phase, phase] == losses(runs(4) / phase), phase
 
 
-def test_a_checkpoint_saved_at_8_ranks_opens_on_every_mesh(reference, tmp_path, device, need_ranks):
+def test_a_checkpoint_saved_at_8_ranks_opens_on_every_mesh(runs, reference, tmp_path, device, need_ranks):
     """A run saved on 8 ranks continues on other ranks and meshes with the losses of one uninterrupted process.
 
-    It continues on 4, 2 and 1 ranks, with hybrid shards of 2 on 4 ranks, without FSDP, and in the baseline. The state
-    of the optimizer is resharded, too. The export in the Hugging Face format contains the final weights.
+    One copy of it continues on 2, 4 and 1 ranks. Another one continues without FSDP on 2 ranks, with hybrid shards of 2
+    on 4 ranks, and in the baseline. The state of the optimizer is resharded, too. The export in the Hugging Face format
+    contains the final weights.
     """
     need_ranks(8)
-    meshes: list[tuple[str, int, dict]] = [("phase3_fsdp", ranks, {}) for ranks in (8, 4, 2, 1)]
-    meshes += [
-        ("phase3_fsdp", 4, {"fsdp_shard_size": "2", "async_save": True}),
-        ("phase3_fsdp", 2, {"use_fsdp": False}),
-    ]
-    meshes += [("nanoGPT", 1, {})]
-    for i, (phase, ranks, options) in enumerate(meshes):
-        steps = {**STEPS, "max_iters": 8 if phase == "nanoGPT" else i + 1}
-        config = tiny(phase, tmp_path, device=device, init_from="resume" if i else "scratch", **steps, **options)
-        train(phase, ranks, config)
-    assert gap(reference, losses(tmp_path)) <= 1e-5
-    export.main(str(tmp_path), str(tmp_path / "hf"))
-    _, trained = read_weights(str(tmp_path))
+    shards, meshes = (shutil.copytree(runs(8) / "one step", tmp_path / name) for name in ("shards", "meshes"))
+    options = {**STEPS, "device": device, "dtype": "float32", "compile": False, "init_from": "resume"}
+    for steps, ranks, phase, fields in (
+        (2, 2, "phase3_fsdp", {"use_fsdp": False}),
+        (3, 4, "phase3_fsdp", {"fsdp_shard_size": "2", "async_save": True}),
+        (4, 1, "nanoGPT", {}),
+    ):
+        step_options = {**options, "max_iters": steps}
+        cells = [("phase3_fsdp", tiny("phase3_fsdp", shards, **step_options))]
+        cells += [(phase, tiny(phase, meshes, **step_options, **fields))]
+        train_all(ranks, cells)
+    for out in (shards, meshes):
+        assert gap(reference, losses(out)) <= 1e-5
+    export.main(str(meshes), str(tmp_path / "hf"))
+    _, trained = read_weights(str(meshes))
     _, exported = read_hf(tmp_path / "hf")
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     # The Hugging Face format always has biases.
     assert not any(exported[name].any() for name in exported.keys() - trained.keys())
 
 
-def test_a_checkpoint_opens_in_another_phase(reference, tmp_path, device, need_ranks):
+def test_a_checkpoint_opens_in_another_phase(runs, reference, tmp_path, device, need_ranks):
     """A run that starts in one phase continues in any other phase with the same losses."""
     need_ranks(2)
-    options = {**STEPS, "device": device}
-    train_all(2, [(first, tiny(first, tmp_path / first, **{**options, "max_iters": 5})) for first in PHASES])
-    pairs = list(permutations(PHASES, 2))
-    cells = []
-    for first, second in pairs:
-        out = shutil.copytree(tmp_path / first, tmp_path / f"{first} {second}")
-        cells.append((second, tiny(second, out, init_from="resume", **options)))
-    for pair, curve in zip(pairs, train_all(2, cells), strict=True):
+    for pair, curve in continue_cut_runs(runs, 2, tmp_path, device, list(permutations(PHASES, 2))).items():
         assert gap(reference, curve) <= 1e-5, pair
 
 
@@ -140,23 +188,19 @@ def test_a_mixture_in_epochs_has_one_curve(tmp_path):
     assert gap(one, two) <= 1e-5
 
 
-def test_empty_shards_do_not_change_the_losses(tmp_path):
+def test_empty_shards_do_not_change_the_losses(runs, need_ranks):
     """If a parameter has fewer rows than ranks, some shards are empty. Losses and clipping stay the same."""
-    shape = {"block_size": 3, "max_iters": 3}
-    one = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **shape))
-    assert gap(one, train("phase3_fsdp", 8, tiny("phase3_fsdp", tmp_path / "eight", **shape))) <= 1e-5
+    need_ranks(8)
+    one, eight = (losses(runs(ranks) / "few rows") for ranks in (1, 8))
+    assert gap(one, eight) <= 1e-5
 
 
-def test_bfloat16_has_one_curve(tmp_path, device, need_ranks):
+def test_bfloat16_has_one_curve(runs, need_ranks):
     """In bfloat16, the losses on 1 and 2 ranks differ by at most 2e-3."""
     need_ranks(2)
-    options = {"device": device, "dtype": "bfloat16", "max_iters": 6, "gradient_accumulation_steps": 4}
-    one, two = (
-        train_all(ranks, [(phase, tiny(phase, tmp_path / f"{phase} {ranks}", **options)) for phase in PHASES])
-        for ranks in (1, 2)
-    )
-    for i, phase in enumerate(PHASES):
-        assert gap(one[i], two[i]) <= 2e-3, phase
+    for phase in PHASES:
+        one, two = (losses(runs(ranks) / f"{phase} bfloat16") for ranks in (1, 2))
+        assert gap(one, two) <= 2e-3, phase
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", *mark_slow(*PHASES[1:])])
@@ -216,9 +260,9 @@ def test_a_run_learns(tmp_path):
     assert curve[119] < 3.2
 
 
-def test_clipping_bounds_the_update_and_uses_the_global_norm(tmp_path):
+def test_clipping_bounds_the_update_and_uses_the_global_norm(runs, need_ranks):
     """The logged norm is the norm of all gradients, and it is the same on 1 rank and on 4 ranks with FSDP."""
-    train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=4))
-    train("phase3_fsdp", 4, tiny("phase3_fsdp", tmp_path / "four", max_iters=4))
-    one, four = (read_metric(tmp_path / name, "grad_norm") for name in ("one", "four"))
+    need_ranks(4)
+    one, four = read_metric(runs(1) / "nanoGPT", "grad_norm"), read_metric(runs(4) / "phase3_fsdp", "grad_norm")
     assert one == pytest.approx(four, rel=1e-5)
+    assert max(one.values()) > 1.0, "the test needs a gradient that is clipped"
