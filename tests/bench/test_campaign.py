@@ -286,7 +286,7 @@ def test_wrong_times_are_not_reported(tmp_path):
         result = {"limits": {}, "rows": [f"{stage}.{name}"], "problems": problems}
         records.append({"stage": stage, "name": name, "state": "done", "result": result})
     kernels, _ = write_results(records, tmp_path, is_dry=False)
-    assert json.loads(kernels.read_text())["samples"]["rows"] == ["tuned_times.adamw", "times.loss"]
+    assert json.loads(kernels.read_text())["samples"]["rows"] == ["tuned_times.gelu", "times.loss"]
     advice = advise_on_tuned_table(Path("table"), records)
     assert "do not use" in advice and " loss" in advice and " gelu" not in advice
     for record in records:
