@@ -29,7 +29,7 @@ from nanoGPT.errors import ConfigError
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
 
-PARTS = "tests.bench.campaign_parts"
+PARTS = "tests.helpers.campaign_parts"
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_parts_have_unique_names_and_functions_that_exist():
 
 # One part of most stages. The rest of them differ only in their arguments; `--dry_run` runs all.
 SAMPLE = ["machine.versions", "machine.attention_backends", "kernels.gelu", "kernels.adamw", "compiled.baseline_none"]
-SAMPLE += ["tuning.gelu_forward", "tuned_times.adamw", "throughput.gpt2_phase2_loss_eager"]
+SAMPLE += ["tuning.gelu_forward", "tuned_times.gelu", "throughput.gpt2_phase2_loss_eager"]
 SAMPLE += ["nanogpt.baseline", "fsdp.against_baseline", "plan.train_mid", "memory.cpu_offload", "largest.95_percent"]
 SAMPLE += ["options.muon_with_fsdp", "evaluation.phase3"]
 
