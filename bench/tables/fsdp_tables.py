@@ -138,7 +138,7 @@ def node_kills_table() -> str:
             f"difference to an uninterrupted run is {samples['max_loss_difference']:.1e}.\n"
         )
         if others := len(samples["rows"]) - len(interrupted):
-            text += f"{others} more losses did not interrupt the job, because the node had not joined it yet.\n"
+            text += f"Not counted: {others} loss{'es' * (others > 1)} of a node that had not joined the job yet.\n"
         parts.append(f"Measured on {hardware_of(result)}:\n\n" + table + text)
     return "\n".join(parts)
 
