@@ -42,18 +42,18 @@ FAULT_STEP = 4  # the step in which a fault begins
 SMALL_CONFIG: dict[str, Any] = {
     "dataset": "shakespeare_char",
     "device": "cpu",
-    "n_layer": 2,
+    "n_layer": 1,
     "n_head": 2,
     "n_embd": 32,
     "block_size": 16,
     "batch_size": 2,
-    "gradient_accumulation_steps": 12,
+    "gradient_accumulation_steps": 6,
     "learning_rate": 1e-2,
     "min_lr": 1e-3,
     "warmup_iters": 2,
     "max_iters": 12,
     "eval_interval": 12,
-    "eval_iters": 6,
+    "eval_iters": 2,
     "log_interval": 1,
     "stall_seconds": 5.0,
     "diagnostics_interval": 1,
@@ -173,7 +173,7 @@ def plant_straggler(trainer: ModuleType, rank: int) -> None:
             begin = time.perf_counter()
             seconds = begin - last_end if last_end else 0.0  # of the last step, which is long on a busy machine
             while time.perf_counter() < begin + min(max(1.0, 4 * seconds), 10.0):
-                time.sleep(0.01)
+                time.sleep(0.05)
             last_end = time.perf_counter()
 
     call_before_step(trainer, compute_slowly)
@@ -203,10 +203,12 @@ FAULTS = {
         "a byte of the newest checkpoint is flipped",
         "phase3_fsdp",
         plant_nothing,
-        fields={"eval_interval": 4, "always_save_checkpoint": True},
+        fields={"eval_interval": 6, "always_save_checkpoint": True},
         prepare=corrupt_newest_checkpoint,
     ),
-    "leak": Fault("tensors of every step are kept in a list", "nanoGPT", plant_leak, fields={"max_iters": 40}),
+    "leak": Fault(
+        "tensors of every step are kept in a list", "nanoGPT", plant_leak, fields={"max_iters": 40, "eval_interval": 40}
+    ),
     "straggler": Fault(
         "rank 1 computes slowly", "phase3_fsdp", plant_straggler, 3, {"stall_seconds": 30.0, "max_iters": 20}
     ),

@@ -1,4 +1,4 @@
-"""Run a program of the repository whose ranks sleep in each training step.
+"""Run a program of the repository whose ranks train slowly after a few steps.
 
     Program("tests.helpers.slow_steps", "nanoGPT.launch", "--gpus=2", "nanoGPT/train.py")
 
@@ -12,23 +12,24 @@ import time
 
 from nanoGPT.dataset import TRAIN, TokenData
 
-PAUSE_SECONDS = 0.4  # in each step
+QUICK_STEPS = 4  # of a rank, before it becomes slow
+PAUSE_SECONDS = 2.0  # in each later step
 
 
-def sleep_in_each_step() -> None:
-    """Change `TokenData.batch`, so that it sleeps before it reads the first batch of a training step."""
-    read, steps = TokenData.batch, [-1]
+def sleep_in_later_steps() -> None:
+    """Change `TokenData.batch`, so that it sleeps before it reads the first batch of a later training step."""
+    read, steps = TokenData.batch, set[int]()
 
     def batch(self, split, purpose, step, micro_batch):
-        if purpose == TRAIN and step != steps[-1]:
-            steps[-1] = step
-            time.sleep(PAUSE_SECONDS)
+        if purpose == TRAIN and step not in steps:
+            steps.add(step)
+            time.sleep(PAUSE_SECONDS if len(steps) > QUICK_STEPS else 0.0)
         return read(self, split, purpose, step, micro_batch)
 
     TokenData.batch = batch  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    sleep_in_each_step()
+    sleep_in_later_steps()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

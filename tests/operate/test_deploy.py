@@ -23,7 +23,7 @@ from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses
 
 DEPLOY = ROOT / "deploy"
-SHORT = {**TINY, "max_iters": 3, "gradient_accumulation_steps": 2, "compile": False}
+SHORT = {**TINY, "n_layer": 1, "eval_iters": 1, "max_iters": 3, "gradient_accumulation_steps": 2, "compile": False}
 LONG = {**SHORT, "max_iters": 100000, "eval_interval": 100000}
 COMPOSE_SCHEMA = Path(check_jsonschema.__file__).parent / "builtin_schemas" / "vendor" / "compose-spec.json"
 

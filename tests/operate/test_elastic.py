@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import threading
 from pathlib import Path
@@ -22,11 +21,12 @@ from tests.helpers.programs import Program, assert_refused, find_free_port, make
 from tests.helpers.training import TINY, tiny, train
 from workshop.ranks import losses
 
-FIELDS = {**TINY, "max_iters": 100_000, "eval_interval": 25, "eval_iters": 1, "decay_lr": False, "learning_rate": 1e-4}
+FIELDS = {**TINY, "n_layer": 1, "max_iters": 100_000, "eval_interval": 25, "eval_iters": 1, "decay_lr": False}
+FIELDS |= {"learning_rate": 1e-4}
 
 
 def start_node(port: str, out: Path, nodes: str = "1:2", gpus: int = 2, **fields) -> Program:
-    """Start a node of an elastic job. Its ranks sleep in each step, because the tests wait for minutes."""
+    """Start a node of an elastic job. After a few steps its ranks train slowly, because the tests wait."""
     words = make_flags(**{**FIELDS, **fields, "out_dir": out})
     arguments = [f"--gpus={gpus}", f"--nodes={nodes}", f"--store=127.0.0.1:{port}", "phase3_fsdp/train.py"]
     return Program("tests.helpers.slow_steps", "operate.elastic", *arguments, *words)
@@ -39,20 +39,27 @@ def start_store(port: str) -> Program:
     return store
 
 
-def await_start(out: Path, count: int, ranks: int, nodes: list[Program]) -> None:
-    """Wait until the run has started `count` times, the last time on `ranks` ranks, and has logged a step since."""
+def await_start(out: Path, earlier: int, ranks: int, nodes: list[Program]) -> int:
+    """Wait until the run has started again, the last time on `ranks` ranks, and has logged steps since.
+
+    Args:
+        earlier: number of starts before the event that makes the job start again.
+
+    Returns:
+        The number of starts.
+    """
 
     def has_started() -> bool:
         assert all(node.poll() is None for node in nodes), [node.output() for node in nodes]
-        log = (out / "log.txt").read_text() if (out / "log.txt").exists() else ""
-        starts = re.findall(r"started at step (\d+) .*, (\d+) rank\(s\)", log)
-        if len(starts) < count or int(starts[-1][1]) != ranks:
+        starts = node_kills.list_starts(out)
+        if len(starts) <= earlier or starts[-1][1] != ranks:
             return False
-        assert all(int(step) > 0 for step, _ in starts[1:]), "the job begins again instead of resuming"
+        assert all(step > 0 for step, _ in starts[1:]), "the job begins again instead of resuming"
         logged = losses(out) if (out / "metrics.jsonl").exists() else {}
-        return bool(logged) and max(logged) >= int(starts[-1][0]) + 3
+        return bool(logged) and max(logged) >= starts[-1][0] + 3
 
     wait_until(has_started)
+    return len(node_kills.list_starts(out))
 
 
 def test_nodes_join_die_and_leave(tmp_path):
@@ -66,9 +73,9 @@ def test_nodes_join_die_and_leave(tmp_path):
     port, out = find_free_port(), tmp_path / "run"
     store = start_store(port)
     first = start_node(port, out, gpus=3)
-    await_start(out, 1, 2, [first])
+    starts = await_start(out, 0, 2, [first])
     second = start_node(port, out, gpus=3)
-    await_start(out, 2, 4, [first, second])
+    starts = await_start(out, starts, 4, [first, second])
     stranger = start_node(port, out, gpus=3, seed=7)
     output, _ = stranger.communicate()
     assert stranger.returncode == 2 and "--seed is 7 here and 1337 there" in output, output
@@ -76,19 +83,20 @@ def test_nodes_join_die_and_leave(tmp_path):
     second.kill()
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
-    await_start(out, 3, 2, [first])
+    starts = await_start(out, starts, 2, [first])
     second = start_node(port, out, gpus=3)
-    await_start(out, 4, 4, [first, second])
+    starts = await_start(out, starts, 4, [first, second])
     first.send_signal(signal.SIGTERM)
     assert first.wait() == 0, first.output()
-    await_start(out, 5, 2, [second])
+    starts = await_start(out, starts, 2, [second])
     store.kill()
     output, _ = second.communicate()
     assert second.returncode == 1 and "the store at 127.0.0.1" in output and "--init_from=resume" in output, output
     assert "is spare" in output and "rank 2 is spare" in (out / "logs" / "rank2.txt").read_text()
     start_store(port)
+    starts = len(node_kills.list_starts(out))
     last = start_node(port, out, init_from="resume")
-    await_start(out, 6, 2, [last])
+    await_start(out, starts, 2, [last])
     last.send_signal(signal.SIGTERM)
     assert last.wait() == 0, last.output()
     curve = losses(out)

@@ -16,7 +16,7 @@ from nanoGPT.prepare.synthetic import CHARACTERS, PROBABILITIES, compute_entropy
 from operate.gate import GateConfig, Trial, TrialResult, build_trials, check_trial, compute_unigram_entropy, split_flags
 from tests.helpers.training import tiny, train_all
 
-STEPS = 60
+STEPS = 40
 NAMES = ("files", "loss", "same curve as DDP", "state and communication", "memory", "speed")
 PREDICTED = RunPrediction(step_seconds=0.1, forward_seconds=0.1, peak_bytes=10**6)
 
@@ -39,6 +39,7 @@ def good_result(tmp_path_factory: pytest.TempPathFactory) -> TrialResult:
     folder = tmp_path_factory.mktemp("gate")
     fields = {"max_iters": STEPS, "eval_interval": STEPS, "dropout": 0.0, "ledger": True}
     fields |= {"dataset": "synthetic", "batch_size": 8, "learning_rate": 2e-2, "decay_lr": False}
+    fields |= {"n_layer": 1, "gradient_accumulation_steps": 2, "eval_iters": 2}
     runs = tuple(Run(folder / phase, phase, 2, "gate", 1337, [], 1.0, STEPS) for phase in ("baseline", "phase3"))
     packages = ("nanoGPT", "phase3_fsdp")
     cells = [(name, tiny(name, run.out_dir, **fields)) for name, run in zip(packages, runs, strict=True)]

@@ -20,7 +20,7 @@ from tests.helpers.training import tiny, train
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run on two ranks that has ended."""
     out = tmp_path_factory.mktemp("pictures") / "run"
-    train("phase3_fsdp", 2, tiny("phase3_fsdp", out))
+    train("phase3_fsdp", 2, tiny("phase3_fsdp", out, n_layer=1, gradient_accumulation_steps=2))
     return out
 
 

@@ -337,7 +337,8 @@ def train_with_a_fault(phase: str, config, faulty: int, fault: str) -> None:
 def start_job(phase: str, ranks: int, faulty: int, fault: str, out: Path) -> list[Any]:
     """Start ranks that train, one of them with a fault. Return the process and the connection of each rank."""
     out.mkdir()
-    config = tiny(phase, out, stall_seconds=STALL_SECONDS, gradient_accumulation_steps=12, max_iters=100)
+    fields = {"n_layer": 1, "gradient_accumulation_steps": 12, "max_iters": 100, "eval_iters": 1}
+    config = tiny(phase, out, stall_seconds=STALL_SECONDS, **fields)
     return start_ranks(train_with_a_fault, ranks, phase, config, faulty, fault, folder=out)
 
 
@@ -383,7 +384,7 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
     not release the GIL (with the launcher).
     """
     (tmp_path / "sitecustomize.py").write_text(HANG_WITH_THE_GIL)
-    fields = {**LONG_RUN, "stall_seconds": STALL_SECONDS, "out_dir": tmp_path / "locked"}
+    fields = {**LONG_RUN, "n_layer": 1, "eval_iters": 1, "stall_seconds": STALL_SECONDS, "out_dir": tmp_path / "locked"}
     words = [str(tmp_path / "sitecustomize.py"), "--gpus=2", "phase3_fsdp/train.py", *make_flags(**fields)]
     launcher = Program(*words, PYTHONPATH=str(tmp_path))
     try:

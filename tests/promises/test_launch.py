@@ -31,7 +31,7 @@ from tests.helpers.programs import (
     run_program,
     wait_until,
 )
-from tests.helpers.training import ROOT, TINY, gap, tiny, train
+from tests.helpers.training import ROOT, TINY, gap, tiny, train, train_all
 from workshop.ranks import losses, run_on_ranks
 
 MAX_STEPS_AFTER_SIGTERM = 100  # until the save; they take less than 10 s on an idle machine
@@ -73,7 +73,8 @@ def test_a_job_trains_and_writes_a_sample(tmp_path, monkeypatch):
     """
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    process = launch(tmp_path, 4, max_iters=6)
+    fields = {"max_iters": 6, "n_layer": 1, "gradient_accumulation_steps": 4, "eval_iters": 1}
+    process = launch(tmp_path, 4, **fields)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     assert output.count("step     3  loss") == 1 and "A sample from" in output and "Traceback" not in output
@@ -84,7 +85,7 @@ def test_a_job_trains_and_writes_a_sample(tmp_path, monkeypatch):
     remaining_files = [path.name for path in (tmp_path / "tmp").iterdir()]
     # The cache of torch.compile may stay.
     assert not [name for name in remaining_files if not name.startswith("torchinductor_")], remaining_files
-    assert gap(losses(tmp_path), train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", max_iters=6))) < 1e-5
+    assert gap(losses(tmp_path), train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **fields))) < 1e-5
 
 
 def test_sigterm_ends_a_launcher_that_waits_for_other_nodes(tmp_path):
@@ -102,7 +103,9 @@ def test_sigterm_saves_and_resumes(tmp_path):
 
     The resumed run has exactly the losses of an uninterrupted run.
     """
-    process = launch(tmp_path / "cut", 2, max_iters=300, dropout=0.2)
+    fields = {**LONG_RUN, "max_iters": 300, "n_layer": 1, "gradient_accumulation_steps": 2, "eval_iters": 1}
+    words = ["--gpus=2", "phase3_fsdp/train.py", *make_flags(**{**fields, "out_dir": tmp_path / "cut"})]
+    process = Program("tests.helpers.slow_steps", "nanoGPT.launch", *words)
     await_steps(tmp_path / "cut", 3, process)
     process.send_signal(signal.SIGTERM)
     step_at_signal = max(losses(tmp_path / "cut"))
@@ -111,10 +114,11 @@ def test_sigterm_saves_and_resumes(tmp_path):
     last_step = max(losses(tmp_path / "cut"))
     assert (tmp_path / "cut" / "checkpoints" / f"step-{last_step + 1:08d}").is_dir()
     assert last_step < step_at_signal + MAX_STEPS_AFTER_SIGTERM
-    fields = {"max_iters": last_step + 4, "lr_decay_iters": 300, "stall_seconds": 1000, "eval_interval": 100000}
-    resumed = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "cut", init_from="resume", **fields))
-    uninterrupted = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "whole", **fields))
-    assert resumed == uninterrupted
+    fields |= {"max_iters": last_step + 4, "lr_decay_iters": 300}
+    runs = [("cut", {"init_from": "resume"}), ("whole", {})]
+    cells = [("phase3_fsdp", tiny("phase3_fsdp", tmp_path / name, **fields, **more)) for name, more in runs]
+    resumed, uninterrupted = train_all(2, cells)
+    assert resumed == uninterrupted and max(resumed) == last_step + 3
 
 
 def test_a_killed_rank_ends_the_job(tmp_path):
@@ -209,14 +213,21 @@ def test_a_loss_that_is_not_finite_returns_3(tmp_path):
 
 
 def start_torchrun(phase: str, out: Path, *options: str, **fields) -> Program:
-    """Run `cd phase && torchrun --standalone --nproc_per_node=2 train.py`."""
-    words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", *options, "train.py"]
+    """Run `cd phase && torchrun --standalone --nproc_per_node=2 train.py`. After a few steps, the ranks are slow."""
+    words = [
+        "tests.helpers.slow_steps",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        *options,
+        "train.py",
+    ]
     return Program(*words, *make_flags(**{**TINY, **fields, "out_dir": out, "device": "cpu"}), cwd=ROOT / phase)
 
 
 def test_a_run_continues_after_torchrun_restarts_it(tmp_path):
     """After SIGKILL of a rank, torchrun with `--max-restarts=1` resumes from the checkpoint, with the same losses."""
-    fields = {"max_iters": 16, "dropout": 0.2, "eval_interval": 4}
+    fields = {"max_iters": 9, "eval_interval": 4, "n_layer": 1, "gradient_accumulation_steps": 2, "eval_iters": 1}
     process = start_torchrun("phase3_fsdp", tmp_path / "cut", "--max-restarts=1", **fields)
     wait_until(lambda: process.poll() is not None or list((tmp_path / "cut" / "checkpoints").glob("step-*")))
     assert process.poll() is None, process.output()
