@@ -80,9 +80,9 @@ def test_a_constant_learning_rate():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each phase on 2 ranks, with checkpoints after steps 2 and 3. The configuration is of an earlier version."""
+    """Train each phase on 2 ranks, with checkpoints after steps 2 and 4. The configuration is of an earlier version."""
     out = tmp_path_factory.mktemp("runs")
-    fields = {"max_iters": 3, "eval_interval": 2, "compile_mode": "reduce-overhead"}
+    fields = {"max_iters": 4, "eval_interval": 2, "compile_mode": "reduce-overhead"}
     train_all(2, [(phase, tiny(phase, out / phase, **fields)) for phase in PHASES])
     return out
 
@@ -91,7 +91,7 @@ def test_an_evaluation_alone(runs, capsys):
     """With eval_only=True a run prints the validation loss of a checkpoint, and changes no file of the run."""
     before = [read_run_files(runs / phase) for phase in PHASES]
     val_losses = {phase: read_metric(runs / phase, "val_loss") for phase in PHASES}
-    for step, more in ((3, {}), (2, {"resume_step": 2})):
+    for step, more in ((4, {}), (2, {"resume_step": 2})):
         fields = {"init_from": "resume", "eval_only": True, **more}
         run_on_ranks(call_train_all, 2, [(phase, tiny(phase, runs / phase, **fields)) for phase in PHASES])
         lines = [line for line in capsys.readouterr().out.splitlines() if "val loss" in line]
@@ -102,14 +102,14 @@ def test_an_evaluation_alone(runs, capsys):
 def test_an_older_checkpoint_is_resumed(runs, tmp_path):
     """With resume_step=2 a run repeats the steps after it exactly; the newer checkpoints are kept under other names."""
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
-    fields = {"init_from": "resume", "max_iters": 3, "eval_interval": 2}
+    fields = {"init_from": "resume", "max_iters": 4, "eval_interval": 2}
     repeated = train_all(2, [(phase, tiny(phase, tmp_path / phase, resume_step=2, **fields)) for phase in PHASES])
     for phase, curve in zip(PHASES, repeated, strict=True):
         out = tmp_path / phase
-        assert curve == losses(runs / phase) and sorted(curve) == [0, 1, 2]
-        assert steps_saved(runs / phase) == steps_saved(out) == ["step-00000002", "step-00000003"]
-        assert [path.name for path in (out / "checkpoints").glob(".newer-*")] == [".newer-step-00000003"]
-        with pytest.raises(Exception, match="there is no checkpoint step-00000007 .*choose one of step-00000003"):
+        assert curve == losses(runs / phase) and sorted(curve) == [0, 1, 2, 3]
+        assert steps_saved(runs / phase) == steps_saved(out) == ["step-00000002", "step-00000004"]
+        assert [path.name for path in (out / "checkpoints").glob(".newer-*")] == [".newer-step-00000004"]
+        with pytest.raises(Exception, match="there is no checkpoint step-00000007 .*choose one of step-00000004"):
             train(phase, 1, tiny(phase, out, **{**fields, "resume_step": 7}))
         config = parse(type(tiny(phase, out)), [f"--out_dir={out}", "--init_from=resume"], TRAINER)
         assert config.resume_step is None, "a later resume takes the newest checkpoint"

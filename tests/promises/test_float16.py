@@ -36,7 +36,7 @@ def test_float16_trains_and_resumes(kind, tmp_path, device, need_ranks):
     """
     need_ranks(2)
     phase, options = KINDS[kind]
-    shape = {"device": device, "max_iters": 3, "lr_decay_iters": 3, "eval_interval": 100, "eval_iters": 1, **options}
+    shape = {"device": device, "max_iters": 4, "lr_decay_iters": 4, "eval_interval": 100, "eval_iters": 1, **options}
     shape |= {"gradient_accumulation_steps": 4, "batch_size": 1}
     configs = [tiny(phase, tmp_path / dtype, dtype=dtype, **shape) for dtype in ("float16", "float32")]
     configs += [tiny(phase, tmp_path / "cut", dtype="float16", **{**shape, "max_iters": 2})]
