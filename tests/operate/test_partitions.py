@@ -84,7 +84,7 @@ def test_the_table_and_the_picture_show_each_cut(tmp_path, monkeypatch):
     seconds = {"ranks_ended": 15.0, "node_ended": 15.0, "others_started": 30.0, "joined": 9.0}
     row = {"way": "drop", "node": 2, "exit_code": 1, "steps_lost": 4, "ranks_in_both": 0, "seconds": seconds}
     curve = {"0": 4.0, "5": 3.0}
-    samples = {"rows": [row], "steps": 9, "missing_steps": [], "max_loss_difference": 1e-7}
+    samples = {"rows": [row], "steps": 9, "missing_steps": [], "gaps": 0, "max_loss_difference": 1e-7}
     samples |= {
         "brief": [{"cut_seconds": 3.0, "starts": 0}],
         "curves": {"with lost nodes": curve, "uninterrupted": curve},
@@ -92,9 +92,10 @@ def test_the_table_and_the_picture_show_each_cut(tmp_path, monkeypatch):
     result = {"hardware": "A", "versions": {"torch": "2"}, "samples": samples}
     monkeypatch.setattr(fsdp_tables, "read_results", lambda name: [result])
     table = fsdp_tables.partitions_table()
-    assert "| packets dropped | 2 | 1 | 15.0 | 30.0 | 4 | 0 | 9.0 |" in table and "the job was not restarted" in table
+    assert "| dropped packets | 2 | 1 | 15.0 | 30.0 | 4 | 0 | 9.0 |" in table and "started again 0 times" in table
+    assert "0 lines are out of order" in table
     bars, losses = draw_partitions(samples)
-    assert list(bars.rows["node 2, drop (1)"].values()) == [15.0, 30.0] and list(losses.rows) == ["0", "5"]
+    assert list(bars.rows["node 2, dropped packets (1)"].values()) == [15.0, 30.0] and list(losses.rows) == ["0", "5"]
     lines = [f'{{"step": {step}, "loss": 1.0}}' for step in (0, 1, 2, 1, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert find_repeated_steps(tmp_path) == 2
