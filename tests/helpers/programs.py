@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from nanoGPT.job.watchdog import list_children
 from tests.helpers.training import ROOT, TINY
@@ -171,6 +172,8 @@ def run_in_this_process(
         resource.setrlimit(resource.RLIMIT_CPU, (processor_seconds, processor_seconds))
     if forks:
         subprocess.Popen = subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
+    # torch reads the source of all callers for this name, 20 times per start, for a log that nobody reads.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth - 1).f_code.co_name
     os.chdir(cwd)
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND) if isinstance(output, str) else output()
     os.dup2(descriptor, 1)

@@ -46,7 +46,7 @@ def test_the_cause_of_each_fault_is_named(name, tmp_path):
 
 def test_a_good_run_has_no_fault(tmp_path):
     """A run that has ended, also with diagnostics, has no fault."""
-    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, diagnostics_interval=1))
+    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, n_layer=1, eval_iters=1, diagnostics_interval=1))
     cause = find_cause(read_evidence(tmp_path))
     assert (cause.kind, cause.text) == ("none", "no fault: the run has ended")
     seconds = r"first recorded batch after [\d.]+ s \(rank \d\), first recorded step after [\d.]+ s \(rank \d\)"
@@ -86,7 +86,7 @@ def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):
 
 def test_damaged_files_are_read(tmp_path):
     """Files that were cut off or contain nonsense do not stop the autopsy."""
-    train("nanoGPT", 2, tiny("nanoGPT", tmp_path, diagnostics_interval=4))
+    train("nanoGPT", 2, tiny("nanoGPT", tmp_path, n_layer=1, eval_iters=1, diagnostics_interval=4))
     for path in [*tmp_path.glob("heartbeat/*"), *tmp_path.glob("diagnostics/*"), tmp_path / "env.json"]:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (tmp_path / "stacks" / "rank0.txt").write_bytes(b"\xff\xfe\x00")
