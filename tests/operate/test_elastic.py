@@ -213,7 +213,7 @@ def test_only_losses_that_interrupted_the_job_are_in_the_table(monkeypatch):
     result = {"hardware": "A", "versions": {"torch": "2"}, "samples": samples}
     monkeypatch.setattr(fsdp_tables, "read_results", lambda name: [result])
     table = fsdp_tables.node_kills_table()
-    assert "| 1 | 6.0 | 6 | 8.0 |" in table and "continued 1 times" in table and "1 more losses" in table
+    assert "| 1 | 6.0 | 6 | 8.0 |" in table and "continued 1 times" in table and "Not counted: 1 loss of" in table
     seconds, losses = draw_node_kills(samples)
     assert seconds.rows == {"node": {"median": 8.0, "maximum": 8.0}}
     assert losses.rows == {step: {name: curves[name][step] for name in curves} for step in ("0", "5")}
