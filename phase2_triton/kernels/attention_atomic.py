@@ -67,11 +67,16 @@ def finish_kernel(
 
 
 @jit
-def add_rows(x, values, first, stride, T, HS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+def add_rows(
+    x, values, first, stride, T, HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Add a (ROWS, BLOCK_D) tile to rows `first` to `first + ROWS` of a head's (T, HS) matrix, atomically."""
     rows = first + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
-    tl.atomic_add(x + (rows.to(tl.int64) * stride + cols), values, mask=(rows < T) & (cols < HS), sem="relaxed")
+    is_inside = (rows < T) & (cols < HS)
+    if HEADS > 1:
+        is_inside = is_inside[None, :, :]  # Triton 3.6 does not add this dimension itself, as it does for a store
+    tl.atomic_add(x + (rows.to(tl.int64) * stride + cols), values, mask=is_inside, sem="relaxed")
 
 
 @jit
@@ -121,7 +126,7 @@ def five_products_kernel(
             ds = (p * (dp - row_delta)).to(query.dtype)
             dk_acc = tl.dot(ds, query, dk_acc, input_precision=PRECISION, out_dtype=dk_acc.dtype)
             dq_tile = tl.dot(tl.trans(ds), key, input_precision=PRECISION, out_dtype=dk_acc.dtype)  # (STEP, BLOCK_D)
-            add_rows(dq_sum, dq_tile, start, row, T, HS, BLOCK_D, STEP)
+            add_rows(dq_sum, dq_tile, start, row, T, HEADS, HS, BLOCK_D, STEP)
     store_block(dk, dk_acc * SCALE, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
     store_block(dv, dv_acc * (1 / (1 - DROPOUT)), head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
 
