@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.tables.deepspeed_tables import name_run
-from bench.tables.fsdp_tables import WAYS
+from bench.tables.elastic_tables import WAYS
 from book.charts import Chart, Timeline, draw_chart
 from book.kernel_charts import (
     draw_goals,

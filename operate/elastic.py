@@ -204,9 +204,9 @@ def leave_after_signal(clean_up: Callable[[], None]) -> None:
 def register_rendezvous(monitor: NodeMonitor, is_finished: Callable[[], bool]) -> None:
     """Register RENDEZVOUS, the rendezvous c10d of torch with three changes.
 
-    It reports every round to the monitor. If the first node of a round dies before it has published its address, the
-    other nodes begin a new round. And a node that fails does not close the rendezvous, so the job continues on the
-    other nodes.
+    It reports every round to the monitor. If the first node of a rendezvous dies before it has published its address,
+    the other nodes start a new one. A node that fails does not close the rendezvous, so the job continues on the other
+    nodes.
 
     Args:
         monitor: of this node.
@@ -225,7 +225,7 @@ def register_rendezvous(monitor: NodeMonitor, is_finished: Callable[[], bool]) -
                     info = join()
                     break
                 except dist.DistStoreError:
-                    print("the first node of this round is lost: the other nodes begin a new round", flush=True)
+                    print("the first node of this rendezvous is lost: the other nodes start a new one", flush=True)
             monitor.enter_round(info)
             return info
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from bench.tables.fsdp_tables import WAYS
+from bench.tables.elastic_tables import WAYS
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors

@@ -307,8 +307,7 @@ def trace(
             for param in setup.model.parameters():
                 param.grad = torch.zeros_like(param)
             setup.get_grads()  # in phase 1 this reduces them
-        memory = MemoryTracker(setup.model, setup.optimizer, on_operator=traffic.record)
-        memory.timeline = deque(maxlen=0)  # type: ignore[assignment]  # not used, and each gradient would change it
+        memory = MemoryTracker(setup.model, setup.optimizer, on_operator=traffic.record, keeps_timeline=False)
         with memory, track_stages(setup.model, memory), Roofline(gpu) as roofline:
 
             def begin_update() -> None:

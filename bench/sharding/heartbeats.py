@@ -36,6 +36,7 @@ from workshop.ranks import run_on_ranks
 RANKS = (8, 32, 64)
 RANKS_PER_NODE = 8
 ROUNDS = 20
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.listdir", "os.scandir")  # names of Python's audit events
 DESIGNS = ("one file per rank", "one file per node", "store")
 HEARTBEAT = {
     "step": 100,
@@ -56,9 +57,7 @@ class OperationCounter:
         sys.addaudithook(self._handle)
 
     def _handle(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("open", "os.mkdir", "os.rename", "os.listdir", "os.scandir") and str(arguments[0]).startswith(
-            self.folder
-        ):
+        if event in OPERATIONS and str(arguments[0]).startswith(self.folder):
             self.count += 1
 
 

@@ -29,8 +29,8 @@ from bench.plan.planner import Job, Planner
 from bench.plan.speed import GPUS, GPUS_PER_NODE, collective_seconds
 from bench.sharding.replicated_shards import STEPS, train_hybrid
 from bench.sharding.zero1 import TEN_MILLION
+from bench.tables.fsdp_tables import ZERO1_WAY
 from bench.tables.records import write_result
-from bench.tables.scale_tables import ZERO1_WAY
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPTConfig

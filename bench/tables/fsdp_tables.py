@@ -12,6 +12,7 @@ from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.model import GPTConfig
 from phase3_fsdp.activation_bytes import saved_activations
 
+ZERO1_WAY = "hybrid, ZeRO-1"  # the name of a way in the results of `bench.sharding.hybrid_zero1`
 # Words for what a killed save leaves behind, where the result file has a terse form.
 LEFTOVERS = {
     "all but the rename": "all files written but not renamed",
@@ -113,62 +114,6 @@ def torture_table() -> str:
     return "\n".join(parts)
 
 
-def node_kills_table() -> str:
-    """Return how an elastic job continued after the loss of a node, by how the node was lost."""
-    kinds = {
-        "node": "SIGKILL of a launcher and all its ranks",
-        "rank": "SIGKILL of one rank",
-        "SIGTERM": "SIGTERM to a launcher",
-    }
-    parts = []
-    for result in read_results("node-kills"):
-        samples, rows = result["samples"], []
-        interrupted = [row for row in samples["rows"] if row.get("interrupted", True)]  # older results lack the key
-        for kind, text in kinds.items():
-            lost = [row for row in interrupted if row["kind"] == kind]
-            if not lost:
-                continue
-            steps = [row["steps_lost"] for row in lost]
-            seconds = statistics.median(row["seconds"] for row in lost)
-            rows.append([text, str(len(lost)), f"{statistics.fmean(steps):.1f}", str(max(steps)), f"{seconds:.1f}"])
-        head = ["how the node was lost", "times", "steps lost (mean)", "steps lost (maximum)"]
-        table = format_table([*head, "median time until it trains again (s)"], rows)
-        text = (
-            f"\nThe job continued {len(interrupted)} times and trained {samples['steps']:,} steps. The max loss "
-            f"difference to an uninterrupted run is {samples['max_loss_difference']:.1e}.\n"
-        )
-        if others := len(samples["rows"]) - len(interrupted):
-            text += f"Not counted: {others} loss{'es' * (others > 1)} of a node that had not joined the job yet.\n"
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + table + text)
-    return "\n".join(parts)
-
-
-WAYS = {"drop": "dropped packets", "down": "interface down"}  # to cut a node off the network, by their names in results
-
-
-def partitions_table() -> str:
-    """Return what happened in an elastic job when a node was cut off the network, and when it came back."""
-    head = ["the cut", "node", "exit code", "its ranks ended after (s)", "the others started after (s)"]
-    head += ["steps lost", "its ranks that still ran then", "joined again after (s)"]
-    parts = []
-    for result in read_results("partitions"):
-        samples, rows = result["samples"], []
-        for row in samples["rows"]:
-            seconds = {name: f"{value:.1f}" for name, value in row["seconds"].items()}
-            cells = [WAYS[row["way"]], str(row["node"]), str(row["exit_code"]), seconds["ranks_ended"]]
-            cells += [seconds["others_started"], str(row["steps_lost"]), str(row["ranks_in_both"]), seconds["joined"]]
-            rows.append(cells)
-        text = (
-            f"\nThe job trained {samples['steps']:,} steps. The max loss difference to an uninterrupted run is "
-            f"{samples['max_loss_difference']:.1e}; {len(samples['missing_steps'])} steps are missing in its metrics, "
-            f"and {samples['gaps']} lines are out of order.\n"
-        )
-        for row in samples["brief"]:
-            text += f"After a cut of {row['cut_seconds']:g} s, the ranks were started again {row['starts']} times.\n"
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows) + text)
-    return "\n".join(parts)
-
-
 def generation_table() -> str:
     """Return the speed and the cost of each way to spread a model that generates text, and what kills did."""
     parts = []
@@ -237,13 +182,56 @@ def activations_table() -> str:
     return format_table(head, [*rows, ["total (MB)", "", "", *sums, ""]])
 
 
+def find_best_alternative(ways: dict[str, dict[str, Any]]) -> str:
+    """Return the fastest way that needs at most the memory of ZeRO-1 across the replicas."""
+    names = [name for name in ways if name != ZERO1_WAY and ways[name]["bytes"] <= ways[ZERO1_WAY]["bytes"]]
+    return min(names, key=lambda name: ways[name]["seconds"])
+
+
+def hybrid_zero1_table() -> str:
+    """Return predicted memory and time with ZeRO-1 across the replicas of hybrid FSDP, and of the best alternative."""
+    parts = []
+    for result in read_results("hybrid-zero1"):
+        cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+        for row in result["samples"]["rows"]:
+            key = (row["model"], row["nodes"], row["micro_batches"], f"{row['network'] / 1e9:.0f}")
+            cases.setdefault(key, {})[row["way"]] = row
+        rows, ratios = [], []
+        for key, ways in cases.items():
+            hybrid, zero1, best = ways["hybrid"], ways[ZERO1_WAY], find_best_alternative(ways)
+            ratios.append(ways[best]["seconds"] / zero1["seconds"])
+            cells = [f"{zero1['saved_bytes'] / 1e9:.2f}", f"{zero1['extra_sent_bytes'] / 1e6:,.0f}"]
+            for way in (hybrid, zero1):
+                cells += [f"{way['bytes'] / 1e9:.1f}", f"{1000 * way['seconds']:,.0f}"]
+            cells += [best, f"{ways[best]['bytes'] / 1e9:.1f}", f"{1000 * ways[best]['seconds']:,.0f}"]
+            rows.append([*map(str, key), *cells])
+        head = ["model", "nodes", "micro-batches", "network (GB/s)", "saved (GB)", "extra communication per rank (MB)"]
+        head += ["hybrid: memory (GB)", "step (ms)", "with ZeRO-1: memory (GB)", "step (ms)"]
+        head += ["fastest alternative", "its memory (GB)", "its step (ms)"]
+        measured = result["samples"]["measured"]
+        plain, sharded = measured["hybrid"], measured[ZERO1_WAY]
+        same = "the same" if plain["losses"] == sharded["losses"] else "DIFFERENT"
+        cpu = [statistics.median(each["step_cpu_ms"]) for each in (plain, sharded)]
+        setting = f"{hardware_of(result)}, with {result['settings']['parameters'] / 1e6:.1f}M parameters on 2 x 2 ranks"
+        moments, sent = ([each[key] / 1e6 for each in (plain, sharded)] for key in ("state_bytes", "sent_bytes"))
+        faster = sum(ratio < 1 for ratio in ratios)
+        text = (
+            f"\nIn {faster} of {len(cases)} cases, the alternative is faster. In the others it is slower by at most "
+            f"{max(ratios) - 1:.0%}. Measured on {setting}: with ZeRO-1 across the replicas, {same} losses, "
+            f"{moments[1]:.1f} MB of moments per rank instead of {moments[0]:.1f} MB, {sent[1]:.1f} MB of "
+            f"communication per step instead of {sent[0]:.1f} MB, and {cpu[1]:.0f} ms of CPU time per step instead of "
+            f"{cpu[0]:.0f} ms.\n"
+        )
+        parts.append(format_table(head, rows) + text)
+    return "\n".join(parts)
+
+
 FSDP_TABLES: dict[str, Callable[[], str]] = {
+    "hybrid_zero1": hybrid_zero1_table,
     "fsdp_memory": fsdp_memory_table,
     "fsdp_options": fsdp_options_table,
     "muon": muon_table,
     "torture": torture_table,
-    "node_kills": node_kills_table,
-    "partitions": partitions_table,
     "generation": generation_table,
     "save_speed": save_speed_table,
     "activations": activations_table,

@@ -19,6 +19,7 @@ from bench.kernels.forecast import forecast_table
 from bench.kernels.goals import goals_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES
 from bench.tables.deepspeed_tables import DEEPSPEED_TABLES
+from bench.tables.elastic_tables import ELASTIC_TABLES
 from bench.tables.expected_tables import EXPECTED_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.phase_tables import PHASE_TABLES
@@ -311,6 +312,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **SCALE_TABLES,
     **ZERO1_TABLES,
     **FSDP_TABLES,
+    **ELASTIC_TABLES,
     **EXPECTED_TABLES,
     **RESIDUAL_TABLES,
     **SYMPTOM_TABLES,

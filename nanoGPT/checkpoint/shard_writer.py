@@ -69,7 +69,7 @@ def write_shards(files: NewFiles, tensors: Mapping[str, Tensor]) -> None:
         return files.layout is not None and files.layout.local_plan == local_plan[0]
 
     with disable_crc32():
-        if agree(files.group, is_unchanged) and files.layout:
+        if run_on_all_ranks(files.group, is_unchanged) and files.layout:
             rewrite_shards(files, files.layout, planner, writer)
             return
         with raise_own_error(), ReportingPlanner(files.report_progress, dist.get_world_size(files.group)) as reporting:
@@ -99,11 +99,11 @@ def rewrite_shards(files: NewFiles, layout: SavedLayout, planner: DefaultSavePla
                 file.write(layout.index)
         return True
 
-    if not agree(files.group, write):
+    if not run_on_all_ranks(files.group, write):
         gathered: list[Any] = [None] * dist.get_world_size(files.group)
         dist.all_gather_object(gathered, writer.results, group=files.group)
         layout.results, layout.index = writer.results, replace_places(layout.index, gathered) if is_main else b""
-    agree(files.group, write_index)
+    run_on_all_ranks(files.group, write_index)
 
 
 def replace_places(index: bytes, results: list[list[WriteResult]]) -> bytes:
@@ -113,7 +113,7 @@ def replace_places(index: bytes, results: list[list[WriteResult]]) -> bytes:
     return pickle.dumps(metadata)
 
 
-def agree(group: dist.ProcessGroup | None, task: Callable[[], bool]) -> bool:
+def run_on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], bool]) -> bool:
     """Run a task on every rank, and return whether it has returned True on all of them. Collective.
 
     Raises:

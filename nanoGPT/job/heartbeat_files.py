@@ -149,13 +149,10 @@ class HeartbeatFiles:
 
         If the directory of the node is missing, all ranks have ended, or they write into the directory of the run.
         """
-        try:
-            file = open(self.node_folder / LOCK, "w")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield
-            return
-        with file:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                file = stack.enter_context(open(self.node_folder / LOCK, "w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _replace(self, path: Path, content: dict[Any, Any], rank: int) -> None:

@@ -83,6 +83,7 @@ class MemoryTracker(TorchDispatchMode):
         device: count only tensors on this device; None: on all devices.
         on_operator: called with every operator outside the aten namespace and its arguments. This is cheaper than a
             second dispatch mode.
+        keeps_timeline: whether to fill `timeline`. Many entries take time whenever a tensor becomes a gradient.
 
     Attributes:
         timeline: list of (event, bytes by category). An entry is added when the gathered bytes change, and when the
@@ -97,8 +98,10 @@ class MemoryTracker(TorchDispatchMode):
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
         on_operator: Callable[[Any, Any], None] = lambda operator, args: None,
+        keeps_timeline: bool = True,
     ) -> None:
         super().__init__()
+        self.keeps_timeline = keeps_timeline
         self.model, self.optimizer, self.device, self.on_operator = model, optimizer, device, on_operator
         self.timeline: list[tuple[int, Totals]] = []
         self._now: Totals = dict.fromkeys(CATEGORIES, 0)
@@ -290,6 +293,8 @@ class MemoryTracker(TorchDispatchMode):
             self._parts[self.part], self._part_bytes[self.part] = (self._event, dict(now)), total
         if total > self._peak_bytes:
             self._peak, self._peak_bytes = (self._event, dict(now)), total
+        if not self.keeps_timeline:
+            return
         last_gathered, last_total = self._last_entry
         if last_gathered != now["gathered"] or 100 * abs(total - last_total) > self._peak_bytes:
             self.timeline.append((self._event, dict(now)))

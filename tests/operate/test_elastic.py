@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bench.tables import fsdp_tables
+from bench.tables import elastic_tables
 from book.charts import draw_chart
 from book.result_charts import draw_node_kills
 from nanoGPT.errors import ConfigError
@@ -211,8 +211,8 @@ def test_only_losses_that_interrupted_the_job_are_in_the_table(monkeypatch):
     curves = {"with lost nodes": {"0": 4.0, "5": 3.0}, "uninterrupted": {"0": 4.0, "5": 3.0}}
     samples = {"rows": rows, "steps": 9, "max_loss_difference": 1e-7, "curves": curves}
     result = {"hardware": "A", "versions": {"torch": "2"}, "samples": samples}
-    monkeypatch.setattr(fsdp_tables, "read_results", lambda name: [result])
-    table = fsdp_tables.node_kills_table()
+    monkeypatch.setattr(elastic_tables, "read_results", lambda name: [result])
+    table = elastic_tables.node_kills_table()
     assert "| 1 | 6.0 | 6 | 8.0 |" in table and "continued 1 times" in table and "Not counted: 1 loss of" in table
     seconds, losses = draw_node_kills(samples)
     assert seconds.rows == {"node": {"median": 8.0, "maximum": 8.0}}

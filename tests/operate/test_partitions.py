@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from bench.tables import fsdp_tables
+from bench.tables import elastic_tables
 from book.result_charts import draw_partitions
 from nanoGPT.distributed.environment import ELASTIC_VARIABLE
 from nanoGPT.errors import LostConnection
@@ -90,8 +90,8 @@ def test_the_table_and_the_picture_show_each_cut(tmp_path, monkeypatch):
         "curves": {"with lost nodes": curve, "uninterrupted": curve},
     }
     result = {"hardware": "A", "versions": {"torch": "2"}, "samples": samples}
-    monkeypatch.setattr(fsdp_tables, "read_results", lambda name: [result])
-    table = fsdp_tables.partitions_table()
+    monkeypatch.setattr(elastic_tables, "read_results", lambda name: [result])
+    table = elastic_tables.partitions_table()
     assert "| dropped packets | 2 | 1 | 15.0 | 30.0 | 4 | 0 | 9.0 |" in table and "started again 0 times" in table
     assert "0 lines are out of order" in table
     bars, losses = draw_partitions(samples)

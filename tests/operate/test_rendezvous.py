@@ -1,4 +1,4 @@
-"""A node that dies while the nodes of an elastic job meet does not end the job."""
+"""A node that dies during the rendezvous of an elastic job does not end the job."""
 
 import torch.distributed as dist
 
@@ -6,7 +6,7 @@ from tests.helpers.programs import Program
 
 
 def test_nodes_meet_again_if_the_first_one_dies(tmp_path):
-    """The first node of a round dies before it has an address. The others begin a new round, and close nothing."""
+    """If the first node dies before it has published its address, the others start a new rendezvous."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = "tests.helpers.lost_node", str(store.port), str(tmp_path / "died")
     nodes = [Program(*words) for _ in range(2)]
@@ -18,4 +18,4 @@ def test_nodes_meet_again_if_the_first_one_dies(tmp_path):
     for node in (survivor, newcomer):
         output, _ = node.communicate()
         assert node.returncode == 0 and "2 nodes\nclosed: False\n" in output, output
-    assert "the first node of this round is lost: the other nodes begin a new round" in survivor.output()
+    assert "the first node of this rendezvous is lost: the other nodes start a new one" in survivor.output()
