@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of tests that run at a time: 3 for every 2 cores, because many tests wait for their ranks.
+    """Return the number of tests that run at a time: 2 for each core, because many tests wait for their ranks.
 
     A test uses up to 2 GiB of memory. On GPUs, two tests share them at a time.
     """
@@ -33,7 +33,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(2, min(3 * cores // 2, memory // (2 << 30)))
+    return max(2, min(2 * cores, memory // (2 << 30)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,7 +58,8 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Add the marker `ranks` to every test that starts processes, so that `make test-fast` skips it.
 
-    Add the marker `gpu` to every test that runs on the device of `--device`: `pytest -m gpu --device=cuda`.
+    Add the marker `gpu` to every test that runs on the device of `--device`: `pytest -m gpu --device=cuda`. Move the
+    tests with the marker `long` to the front.
     """
     from tests.helpers.marks import list_functions, starts_processes
 
@@ -67,6 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu")
         if isinstance(item, pytest.Function) and any(starts_processes(f) for f in list_functions(item)):
             item.add_marker("ranks")
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -30,6 +30,7 @@ REPORTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_cause_of_each_fault_is_named(name, tmp_path):
     """Each fault is started by its command, and the autopsy names the rank, the cause and how to go on."""

@@ -62,6 +62,7 @@ def await_start(out: Path, earlier: int, ranks: int, nodes: list[Program]) -> in
     return len(node_kills.list_starts(out))
 
 
+@pytest.mark.long
 def test_nodes_join_die_and_leave(tmp_path):
     """A node joins, dies with all its ranks, joins again, and leaves after SIGTERM; then the store dies, and a new
     store and a new node resume.

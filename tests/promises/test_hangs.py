@@ -377,6 +377,7 @@ def check_stalled_launcher(process: Program, faulty: int, out: Path) -> None:
     assert waiting["process_group"][1] and waiting["collective_seq_id"] > 10, waiting
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_ends_the_job(tmp_path):
     """If one rank hangs, it is named, and all ranks write their stacks and exit.
 
