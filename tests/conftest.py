@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else each rank that compiles tests the processor for seconds
-torch.set_num_threads(1)  # several tests run at a time, and many of them start ranks
 WRITES_NO_BYTECODE = sys.dont_write_bytecode
 
 
@@ -37,15 +35,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select interpreted kernels for tests on the CPU. Triton reads this setting when a test file imports it."""
+    """Select interpreted kernels for tests on the CPU. Triton reads this setting when a test file imports it.
+
+    The process that only distributes tests to workers imports nothing, so that the workers start immediately.
+    """
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
     # Each worker imports all test files. It reads the files that an earlier run has compiled, and would otherwise spend
     # half of its start-up compiling them, if PYTHONDONTWRITEBYTECODE is set.
     sys.dont_write_bytecode = False
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    import torch
+
     from tests.helpers.programs import DEADLINE
     from workshop import ranks
 
+    torch.set_num_threads(1)  # several tests run at a time, and many of them start ranks
     ranks.DEFAULT_TIMEOUT = DEADLINE
     ranks.PRELOADED.append("pytest")  # a rank imports the test file that defines its function, and so pytest
 
@@ -111,6 +117,8 @@ def python(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
     """Return the device type of `--device`: cpu or cuda."""
+    import torch
+
     name = request.config.getoption("--device")
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("--device=cuda needs a GPU, and this machine has none")
@@ -120,6 +128,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def on_device(device: str) -> Iterator[None]:
     """Create tensors on the tested device. Kernels are interpreted on the CPU and compiled on a GPU."""
+    import torch
+
     with torch.device(device):
         yield
 
@@ -127,6 +137,7 @@ def on_device(device: str) -> Iterator[None]:
 @pytest.fixture
 def need_ranks(device: str):
     """Return a function that skips the test if it needs more ranks than this machine has GPUs."""
+    import torch
 
     def check(ranks: int) -> None:
         if device == "cuda" and torch.cuda.device_count() < ranks:
