@@ -96,8 +96,8 @@ def forecast_table() -> str:
         ]
         for row in forecast()
     ]
-    head = ["kernel", "instructions per element", "time of its bytes (ps per element)"]
-    return format_table([*head, "time of its instructions (ps per element)", "limit"], rows)
+    head = ["kernel", "instructions per element", "time to transfer the bytes (ps per element)"]
+    return format_table([*head, "time to issue the instructions (ps per element)", "limit"], rows)
 
 
 if __name__ == "__main__":

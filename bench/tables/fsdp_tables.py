@@ -42,7 +42,7 @@ def fsdp_memory_table() -> str:
             cells = [f"{size / 1e6:.2f}" for size in [*sizes, sent]]
             rows.append([str(row["ranks"]), format_options(row), *cells, f"{row['step_ms']:.0f}"])
         head = ["ranks", "options", "state per rank (MB)", "state by the formula (MB)", "all-gathered at the peak (MB)"]
-        head += ["gradients before the last backward (MB)", "activations (MB)", "activations by the formula (MB)"]
+        head += ["gradients before the last backward pass (MB)", "activations (MB)", "activations by the formula (MB)"]
         head += ["peak memory (MB)", "communication per rank (MB)", "step (ms)"]
         params = result["samples"]["rows"][0]["parameters"]
         lead = f"Measured on {hardware_of(result)}, {params:,} parameters, rank 0, one step:\n\n"
@@ -60,7 +60,7 @@ def muon_table() -> str:
             milliseconds = f"{statistics.median(row['ms']):,.0f}"
             rows.append([str(row["ranks"]), names[row["name"]], milliseconds, f"{row['sent_bytes'] / 1e6:.1f}"])
         lead = f"Measured on {hardware_of(result)}, matrices with {result['settings']['elements']:,} elements:\n\n"
-        parts.append(lead + format_table(["ranks", "Muon", "update (ms)", "sent per rank (MB)"], rows))
+        parts.append(lead + format_table(["ranks", "Muon", "update (ms)", "communication per rank (MB)"], rows))
     return "\n".join(parts)
 
 
@@ -133,9 +133,9 @@ def generation_table() -> str:
                     f"{row['tokens_per_second']:.1f}",
                 ]
             )
-        head = ["way", "sequences", "weights per rank (MB)"]
+        head = ["method", "sequences", "weights per rank (MB)"]
         if "all_gathered_bytes" in samples["ways"][0]:
-            head.append("all-gathered at most (MB)")
+            head.append("peak all-gathered memory (MB)")
         head.append("communication per round and rank (MB)")
         table = format_table([*head, "matches the formula", "tokens per second"], rows)
         text = ""

@@ -37,7 +37,8 @@ def sizes_table() -> str:
         "tokens per step",
         "model state (GB)",
     ]
-    head += ["peak without checkpointing (GB)", "selective (GB)", "full (GB)", "largest micro-batch (sequences)"]
+    head += ["peak without checkpointing (GB)", "peak with selective checkpointing (GB)"]
+    head += ["peak with full checkpointing (GB)", "largest micro-batch (sequences)"]
     return format_table(head, rows)
 
 

@@ -18,7 +18,7 @@ ROWS = [
     [
         "it ends with exit code 4, or NCCL prints `Watchdog caught collective operation timeout`",
         "`stacks/collectives-rank*.json`, torch's flight recorder",
-        "a rank made no progress for `--stall_seconds`, or a collective took longer than `--timeout_minutes`. The rank "
+        "no rank made progress for `--stall_seconds`, or a collective took longer than `--timeout_minutes`. The rank "
         "with the fewest collectives is at fault",
         "fix this rank; raise the two limits only for work that is really slow, such as a first compilation",
     ],

@@ -233,7 +233,7 @@ def kernel_resources_table() -> str:
         units = [r["tensor_cores"][0] if r["tensor_cores"] else "-" for r in resources]
         if cells not in [row[1:-1] for row in rows]:
             rows.append([name, *cells, " ".join(dict.fromkeys(units))])
-    columns = [f"{name}: registers, shared memory, instructions" for name in architectures]
+    columns = [f"{name}: registers per thread, shared memory per program, instructions" for name in architectures]
     return format_table(["call: kernel", *columns, "tensor core instructions"], rows)
 
 
