@@ -16,7 +16,8 @@ It does not count
 - a tensor that existed before, until it is passed to the tracker or used. DDP's buckets count from the first gradient
   that is copied into them.
 
-Inside a dispatch mode torch runs a compiled model in eager mode. The tracker then measures the eager step.
+Inside a dispatch mode torch runs a compiled model in eager mode. The tracker then measures the eager step. All later
+calls of the model are eager, too, unless the tracked call runs inside `torch.compiler.set_stance("force_eager")`.
 """
 
 import contextlib

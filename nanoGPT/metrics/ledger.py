@@ -116,7 +116,9 @@ class Ledger:
         if self.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.device)
         traffic = CollectiveCounter()
-        with MemoryTracker(self.model, self.optimizer, self.run.device, on_operator=traffic.record) as memory:
+        # Otherwise, torch would also run all later steps of a compiled model in eager mode.
+        eager = torch.compiler.set_stance("force_eager") if self.config.compile else contextlib.nullcontext()
+        with eager, MemoryTracker(self.model, self.optimizer, self.run.device, on_operator=traffic.record) as memory:
             yield
         hook.remove()
         if self.gradient_bytes is None:  # a float16 step that was skipped: measure the next one

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.matrix.cells import matches_formula
-from nanoGPT.memory.costs import ring_bytes
-from nanoGPT.metrics.ledger import add_expected_bytes, format_report
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.memory.costs import ring_bytes, step_costs
+from nanoGPT.metrics.ledger import Ledger, add_expected_bytes, format_report
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import tiny, train_all
@@ -159,6 +161,28 @@ def test_differences_from_the_formula_are_printed():
     text = format_report(ledger)
     assert "(formula 40 B)" in text and "gradients 4 B (formula 6 B)" in text and "padding 3 elements" in text
     assert "rank 1: parameters 4 B = formula" in text and "peak 10 B (activations 6)" in text
+
+
+def test_steps_after_the_measured_one_are_compiled(tmp_path):
+    """The measured step of a compiled model runs in eager mode, and the later steps run compiled again."""
+    calls = []
+
+    def compile_graph(graph, _):
+        return lambda *inputs: calls.append(step) or graph(*inputs)
+
+    model = GPT(GPTConfig(1, 2, 32, 16, False, 75))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = tiny("nanoGPT", tmp_path, ledger=True, compile=True)
+    run = Runtime(0, 0, 1, 1, torch.device("cpu"), torch.float32)
+    ledger = Ledger(config, run, 2, model, optimizer, step_costs)
+    compiled_model = torch.compile(model, backend=compile_graph)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    for step in range(5):
+        with ledger.watch(step):
+            compiled_model(tokens, tokens).backward()
+            optimizer.step()
+    assert calls == [0, 1, 3, 4]
+    assert (tmp_path / "ledger.json").exists()
 
 
 def test_the_ledger_is_off_by_default(runs):
