@@ -163,7 +163,7 @@ bench: .venv/.dev data  ## measure the throughput of every phase, the overhead o
 	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.zero1_step $(ARGS)
 bench-kernels: .venv/.dev data  ## measure every kernel, and the trainer with each; without a GPU: small sizes, interpreted
 	@OMP_NUM_THREADS=1 $(PY) -m bench.kernels $(ARGS)
-	@$(PY) -m bench.kernels.ablation $(ARGS)
+	@$(PY) -m bench.kernels.ablation $(filter --write --kernels=%,$(ARGS))
 	@$(PY) -m bench.kernels.plots
 bench-fsdp: .venv/.dev data  ## run FSDP with every pair of option values: losses, communication, state; 45 minutes
 	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.fsdp_options $(ARGS)

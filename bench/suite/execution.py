@@ -278,10 +278,10 @@ def classify_exit(run: Run, code: int, stop_reason: str, output: str) -> tuple[s
         stop_reason: why the run was stopped: `timeout`, `signal`, or empty if it was not.
     """
     step = read_last_step(run)
-    if stop_reason == "timeout":
-        return "timeout", f"stopped after {run.minutes:g} minutes at step {step} of {run.steps}"
     if code == 0 and step >= run.steps:
         return "done", ""
+    if stop_reason == "timeout":
+        return "timeout", f"stopped after {run.minutes:g} minutes at step {step} of {run.steps}"
     if code == 0 or (stop_reason and code in SIGNAL_EXIT_CODES):
         return "pending", f"stopped at step {step} of {run.steps}; the next start resumes the run"
     errors = [line for line in output.splitlines() if line.startswith("error")]

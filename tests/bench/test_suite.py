@@ -241,6 +241,15 @@ def test_only_the_latest_output_of_a_run_sets_its_state(tmp_path, monkeypatch):
         assert classify_exit(run, -signal.SIGTERM, stopped, "")[0] == state
 
 
+def test_a_run_that_ends_at_its_time_limit_is_done(tmp_path):
+    """If the last step ends when the time limit stops the run, the run is done."""
+    run = make_run(tmp_path)
+    run.out_dir.mkdir(parents=True)
+    for step, state in ((run.steps - 1, "timeout"), (run.steps, "done")):
+        (run.out_dir / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
+        assert classify_exit(run, 0, "timeout", "")[0] == state
+
+
 def test_a_run_without_a_checkpoint_starts_from_scratch(tmp_path):
     """The directory of a run that was killed before its first save is deleted. With a checkpoint, the run resumes."""
     run = make_run(tmp_path)
