@@ -29,6 +29,8 @@ LOST_PEER_MESSAGES = (
 GPU_OUT_OF_MEMORY_MESSAGES = (
     "CUDA out of memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
     "Cuda failure 2 ",
     "Cuda failure 'out of memory'",
     "CUBLAS_STATUS_ALLOC_FAILED",

@@ -50,6 +50,9 @@ class EvaluateConfig(fsdp.FsdpConfig):
         if self.init_from == "scratch":
             raise ConfigError("--init_from=scratch has no trained weights: use resume, gpt2 or a directory")
 
+    def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
+        return 4 * self.local_param_fraction(world_size, local_world_size, on_gpu=True)  # parameters only
+
 
 Config = EvaluateConfig
 

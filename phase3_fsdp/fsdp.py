@@ -189,7 +189,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     if config.compile:
         model.compile_by_block(config.compile_mode)
     if config.fsdp_cpu_offload and run.device.type == "cuda":
-        torch.set_num_threads(count_update_threads(os.cpu_count() or 1, run.local_world_size))
+        torch.set_num_threads(count_update_threads(len(os.sched_getaffinity(0)), run.local_world_size))
     run.uses_autocast = False  # FSDP casts parameters before the all-gather, which halves its bytes in bf16
     shard_options: dict[str, Any] = {
         "mesh": create_mesh(config, run),
@@ -218,10 +218,10 @@ def count_update_threads(cores: int, local_world_size: int) -> int:
 def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
     """Return a mesh of (shards,) ranks for one replica of the model, or of (replicas, shards) ranks for several."""
     num_shards = config.ranks_per_replica(run.world_size, run.local_world_size)
-    if run.world_size % num_shards:
+    if config.fsdp_shard_size == "node" and len(sizes := sorted(set(run.gather(run.local_world_size)))) > 1:
         raise ConfigError(
-            f"--fsdp_shard_size=node needs the same number of ranks on every node, but {run.world_size} is not a "
-            f"multiple of {num_shards}: use --fsdp_shard_size=all"
+            f"--fsdp_shard_size=node needs the same number of ranks on every node, but the nodes have "
+            f"{' and '.join(map(str, sizes))}: use --fsdp_shard_size=all"
         )
     if num_shards == run.world_size:
         return init_device_mesh(run.device.type, (num_shards,), mesh_dim_names=("shard",))

@@ -153,11 +153,16 @@ class CheckpointDirectory:
         return self.root / next(n for n in names if n not in existing)
 
     def is_save_due(self, minutes: float) -> bool:
-        """Return whether rank 0 requests a save: its last save, or the start of the run, was `minutes` ago. Else False.
+        """Return whether this rank requests a save. On rank 0, a save is due `minutes` after the last one.
+
+        A rank whose asynchronous save has failed also requests one: `save` then raises the failure on all ranks, before
+        more work is lost.
 
         Args:
             minutes: time between two saves; 0 turns these saves off.
         """
+        if self.failure:
+            return True
         return self.run.is_main and minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
 
     def save(
@@ -167,7 +172,7 @@ class CheckpointDirectory:
         fields: Manifest,
         copy: Callable[[], None] | None = None,
     ) -> Path:
-        """Save a checkpoint. If this run has already saved this step, do nothing.
+        """Save a checkpoint. If this run has already saved this step, only update its best validation loss.
 
         Args:
             step: number of completed updates.
@@ -187,7 +192,7 @@ class CheckpointDirectory:
         self.drain()
         self.last_save = time.monotonic()
         final = self.root / f"step-{step:08d}"
-        if self._run_on_all(lambda: self.run.is_main and self._is_saved(final), final)[0]:
+        if self._run_on_all(lambda: self.run.is_main and self._is_saved(final, fields), final)[0]:
             return final
         if copy:
             self._run_on_all(copy, self.root / f".tmp-{final.name}")
@@ -197,8 +202,8 @@ class CheckpointDirectory:
             self._run_in_background(self._delete_old)
         return final
 
-    def _is_saved(self, final: Path) -> bool:
-        """Return whether this run has already saved the step.
+    def _is_saved(self, final: Path, fields: Manifest) -> bool:
+        """Return whether this run has already saved the step. A signal may have saved it before its evaluation.
 
         Raises:
             ConfigError: the directory, or the checkpoint of this step, belongs to another run.
@@ -207,11 +212,16 @@ class CheckpointDirectory:
         if not is_present(final):
             return False
         try:
-            token = read_manifest(final).get("run")
+            manifest = read_manifest(final)
         except DamagedCheckpoint as reason:
             raise ConfigError(f"{final.name} already exists, and {reason}: move it away") from None
-        if token not in self.own_tokens:
+        if manifest.get("run") not in self.own_tokens:
             raise ConfigError(f"{final.name} already exists, written by another run: choose another --out_dir")
+        best = {"best_val_loss": fields["best_val_loss"]} if "best_val_loss" in fields else {}
+        if manifest != (updated := {**manifest, **best}):
+            write_and_sync(self.root / ".tmp-manifest", serialize_manifest(updated))
+            os.replace(self.root / ".tmp-manifest", final / "manifest.json")
+            fsync_path(final)
         return True
 
     def _ensure_directory(self) -> None:
@@ -289,8 +299,9 @@ class CheckpointDirectory:
     def _delete_old(self) -> None:
         """Delete every checkpoint that is older than the `keep_checkpoints` newest complete ones, except the best one.
 
-        Only the manifest and the sizes of the files are checked. A checkpoint that cannot be read or deleted now is
-        kept, and checked again after the next save.
+        The manifest and the sizes of the files are checked. The hashes were computed when the files were written, and
+        are not compared: reading a checkpoint again takes as long as a save. A checkpoint that cannot be read or
+        deleted now is kept, and checked again after the next save.
         """
         if not self.run.is_main:
             return

@@ -97,10 +97,11 @@ class HeartbeatFiles:
         return {rank: heartbeat for rank, heartbeat in found.items() if heartbeat}
 
     def read_other_nodes(self) -> Heartbeats:
-        """Return the heartbeats of the ranks of all other nodes."""
+        """Return the heartbeats of the ranks of all other nodes; those that were read if the file system fails."""
         heartbeats: Heartbeats = {}
-        for path in () if self.is_one_node else self.folder.glob("node-*.json"):
-            heartbeats |= read_node_file(path) if path != self.node_file else {}
+        with contextlib.suppress(OSError):
+            for path in () if self.is_one_node else self.folder.glob("node-*.json"):
+                heartbeats |= read_node_file(path) if path != self.node_file else {}
         return heartbeats
 
     def is_watcher(self, rank: int) -> bool:

@@ -34,7 +34,8 @@ def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> To
             f"{suggestion}"
         )
     data = TokenData.from_config(config)
-    if device.type == "cpu" and config.init_from in ("scratch", "resume"):
+    is_on_cpu = device.type == "cpu" or config.min_gpu_state(world_size, local_world_size) == 0  # CPU offload
+    if is_on_cpu and config.init_from in ("scratch", "resume"):
         check_parameters_fit(config, data.tokenizer["vocab_size"], world_size, local_world_size)
     if device.type == "cuda" and config.init_from in ("scratch", "resume"):
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory

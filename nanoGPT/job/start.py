@@ -20,7 +20,15 @@ from nanoGPT.distributed.algorithms import choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group, report_to_other_nodes
 from nanoGPT.distributed.runtime import Runtime, create_runtime
-from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, DivergedRanks, LostConnection, NonFiniteLoss, SaveError
+from nanoGPT.errors import (
+    LOST_PEER_MESSAGES,
+    ConfigError,
+    DivergedRanks,
+    LostConnection,
+    NonFiniteLoss,
+    PeerFailed,
+    SaveError,
+)
 from nanoGPT.job.credentials import check_credentials
 from nanoGPT.job.elastic import (
     choose_free_out_dir,
@@ -155,7 +163,7 @@ def report_job_errors(
     except BaseException as error:
         sentence = explain_known_error(error) or explain(error)
         if sentence is None:
-            if not any(words in str(error) for words in LOST_PEER_MESSAGES):
+            if not isinstance(error, PeerFailed) and not any(words in str(error) for words in LOST_PEER_MESSAGES):
                 traceback.print_exc()
             sentence = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         code = report_failure(1, sentence)

@@ -41,6 +41,8 @@ def find_peak_flops(run: Runtime) -> float | None:
     if run.device.type != "cuda" or run.dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(run.device)
+    if " MIG " in name:  # a part of a GPU
+        return None
     slower_variants = "(?! (Laptop|D\\b))"  # parts with the same name, but another peak
     return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b{slower_variants}", name)), None)
 

@@ -61,7 +61,8 @@ class Tracker:
         else:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(config.out_dir)
+            # After a resume, points from first_step on are hidden, as in metrics.jsonl.
+            self.writer = SummaryWriter(config.out_dir, purge_step=first_step or None)
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         try:

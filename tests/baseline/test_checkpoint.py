@@ -92,6 +92,36 @@ def test_retention_keeps_the_best_checkpoint(tmp_path):
     assert list_names(tmp_path)[1:] == [f"step-{step:08d}" for step in (7, 8, 9)]
 
 
+def test_a_step_that_is_saved_before_its_evaluation_is_the_best(tmp_path):
+    """If a signal saves a step before its evaluation, the save after the evaluation records the best validation loss.
+
+    The checkpoint is then kept as the best one, and a resume verifies it.
+    """
+    directory = make_directory(tmp_path)
+    for best_val_loss in (3.0, 2.0):
+        directory.save(1, write_bytes(b"x"), {"best_val_loss": best_val_loss})
+    assert directory.find_newest().manifest["best_val_loss"] == 2.0
+    for step in range(2, 7):
+        directory.save(step, write_bytes(b"x"), {"best_val_loss": 2.0})
+    directory.drain()
+    assert list_names(tmp_path)[1:] == [f"step-{step:08d}" for step in (1, 4, 5, 6)]
+
+
+def test_a_failed_asynchronous_save_requests_the_next_one(tmp_path):
+    """After an asynchronous save has failed, the next save, which raises the failure, is due immediately."""
+    directory = make_directory(tmp_path)
+
+    def fail(_: NewFiles) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    directory.save(1, fail, {}, copy=lambda: None)
+    directory.save_thread.join()
+    assert directory.is_save_due(0)
+    with pytest.raises(SaveError, match="step-00000001 was not saved"):
+        directory.save(2, write_bytes(b"two"), {})
+    assert not directory.is_save_due(0)
+
+
 def test_every_flipped_bit_is_detected(tmp_path, capsys):
     """A flipped bit in any byte of any file is detected. A resume names the damaged file, renames the checkpoint, and
     uses the previous one."""

@@ -1,5 +1,6 @@
 """The files of the heartbeats on several nodes: one per node, also if ranks end together or the node has no memory."""
 
+import errno
 from pathlib import Path
 
 from nanoGPT.job.heartbeat_files import HeartbeatFiles, delete_leftovers, read_node_file
@@ -45,3 +46,14 @@ def test_a_heartbeat_uses_only_the_directory_of_its_node(tmp_path, monkeypatch):
     (files.node_folder / "rank1-1.tmp").touch()  # of a rank that was killed
     delete_leftovers(tmp_path)
     assert not files.node_folder.exists()
+
+
+def test_a_file_system_that_fails_ends_no_thread(tmp_path, monkeypatch):
+    """If the file system of the run fails, the heartbeats of the other nodes are missing, and no error is raised."""
+    files = HeartbeatFiles(tmp_path, 4, range(2))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "glob", fail)
+    assert files.read_other_nodes() == {}

@@ -122,6 +122,7 @@ def test_the_model_state_must_fit_into_a_gpu():
     for config, per_param in zip(refused, (16, 12, 10, 16), strict=True):  # 16P, 8P + 8P/N, 4P + 12P/N
         assert config.min_gpu_state(2, 2) == per_param
         check_state_fits(config, 50304, 2, 2, per_param * params)
+    check_state_fits(EvaluateConfig(**xl), 50304, 2, 2, 2 * params)  # an evaluation stores only shards of parameters
 
 
 def test_control_group_limits_are_read(tmp_path):
@@ -175,6 +176,8 @@ def test_real_cpu_errors_are_recognized(call, size):
     [
         torch.OutOfMemoryError(GPU_MESSAGE),
         torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),

@@ -364,6 +364,7 @@ def test_mfu_uses_the_peak_flops_of_the_gpu(monkeypatch):
     assert get_peak_flops("Tesla V100-SXM2-32GB", torch.float16) == 125e12
     assert get_peak_flops("NVIDIA GH200 480GB") is None and get_peak_flops("NVIDIA GeForce RTX 4090 D") is None
     assert get_peak_flops("NVIDIA GeForce RTX 5090 Laptop GPU") is None
+    assert get_peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     assert get_peak_flops("Some GPU") is None and get_peak_flops("NVIDIA H200", torch.float32) is None
     assert find_peak_flops(Runtime(0, 0, 1, 1, torch.device("cpu"), torch.bfloat16)) is None
 

@@ -188,10 +188,15 @@ def test_one_seed_for_all_ranks_is_a_trap():
     assert shards[0] == shards[1] == shards[2] == shards[3]
 
 
-def create_node_mesh(ranks_per_node: int) -> list[list[int]] | str:
-    """Return the ranks of the mesh, or the error message."""
+def create_node_mesh(*ranks_on_node: int) -> list[list[int]] | str:
+    """Return the ranks of the mesh, or the error message.
+
+    Args:
+        ranks_on_node: for each rank, the number of ranks on its node.
+    """
     config = FsdpConfig(device="cpu", fsdp_shard_size="node")
-    run = dataclasses.replace(create_runtime(config.device, config.dtype), local_world_size=ranks_per_node)
+    run = create_runtime(config.device, config.dtype)
+    run = dataclasses.replace(run, local_world_size=ranks_on_node[run.rank])
     try:
         return create_mesh(config, run).mesh.tolist()
     except ConfigError as error:
@@ -204,10 +209,10 @@ def test_shards_within_one_node():
     If nodes have different numbers of ranks, an error states it.
     """
     results = call_all(4)
-    assert results[create_node_mesh, 2] == [[[0, 1], [2, 3]]] * 4
-    assert results[create_node_mesh, 4] == [[0, 1, 2, 3]] * 4
-    for message in results[create_node_mesh, 3]:
-        assert "4 is not a multiple of 3: use --fsdp_shard_size=all" in message
+    assert results[create_node_mesh, 2, 2, 2, 2] == [[[0, 1], [2, 3]]] * 4
+    assert results[create_node_mesh, 4, 4, 4, 4] == [[0, 1, 2, 3]] * 4
+    for message in results[create_node_mesh, 2, 2, 1, 1]:
+        assert "the nodes have 1 and 2: use --fsdp_shard_size=all" in message
 
 
 def count_prefetched_all_gathers(prefetch: int) -> tuple[list[int], list[int]]:
@@ -372,7 +377,7 @@ def call_all(ranks: int) -> dict[tuple, list[Any]]:
         ],
         4: [
             (draw_shards_with_one_seed,),
-            *((create_node_mesh, ranks_per_node) for ranks_per_node in (2, 4, 3)),
+            *((create_node_mesh, *sizes) for sizes in ((2, 2, 2, 2), (4, 4, 4, 4), (2, 2, 1, 1))),
             (describe_model, 32, EIGHT_MICRO_BATCHES),
             (describe_model, 256, EIGHT_MICRO_BATCHES),
             (describe_model, 256, EIGHT_MICRO_BATCHES, ("optimizer", "muon")),

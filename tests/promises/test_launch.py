@@ -394,7 +394,7 @@ import sys
 from nanoGPT.job.start import main
 from nanoGPT.memory import costs
 from nanoGPT.train_config import TrainConfig
-from nanoGPT.errors import ConfigError, NonFiniteLoss, SaveError
+from nanoGPT.errors import ConfigError, NonFiniteLoss, PeerFailed, SaveError
 
 def train(config):
     raise {error}
@@ -411,6 +411,7 @@ main(train, TrainConfig, {trainer!r}, costs)
         ("SaveError('why')", 1),
         ("KeyboardInterrupt", 130),
         ("MemoryError('why')", 1),
+        ("PeerFailed('why')", 1),
         ("ValueError('why')", 1),
     ],
 )
