@@ -130,8 +130,8 @@ def template(killed_set_ups: tuple[Path, list[Outcome]]) -> Path:
 def ready_project(template: Path, tmp_path: Path) -> Path:
     """A project that is set up. It is a copy of `template`, and its stamp names its own directory.
 
-    The 900 files of pip are hard links, which nobody writes into. setuptools, which Python 3.12 has not installed since
-    2023, is left out: no test uses it, and every Python of .venv and every pip would read it.
+    The 900 files of pip are hard links: pip and Python replace files and do not write into them. setuptools is left
+    out, as in Python 3.12: no test uses it, but each pip reads its metadata.
     """
     packages = next(template.glob(".venv/lib/python*/site-packages"))
 
