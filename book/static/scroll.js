@@ -11,4 +11,5 @@ function focusScrollers() {
 
 addEventListener("load", focusScrollers);
 addEventListener("resize", focusScrollers);
+document.addEventListener("contentvisibilityautostatechange", focusScrollers, true); // a table is laid out only now
 document.addEventListener("click", () => requestAnimationFrame(focusScrollers)); // an answer shows the hidden tables

@@ -1,5 +1,6 @@
 """Run the kernels of notebooks in processes that are forked from a process with torch imported."""
 
+import multiprocessing.forkserver
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ class ForkedKernel(Program):
 
 
 def start_session() -> int:
-    """Start a new session, as jupyter_client does for a kernel. Return a descriptor that discards the output."""
+    """Start a new session, as jupyter_client does for a kernel. Return a descriptor that discards the output.
+
+    Also fork the server of the kernel's ranks. Later the kernel has threads, and a fork could copy a lock of theirs.
+    """
     os.setsid()
-    return os.open(os.devnull, os.O_WRONLY)
+    output = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    multiprocessing.forkserver.ensure_running()
+    return output

@@ -7,6 +7,7 @@ The ranks of a launcher are forked from the launcher for the same reason, unless
 import contextlib
 import gc
 import multiprocessing
+import multiprocessing.util
 import os
 import random
 import resource
@@ -172,6 +173,7 @@ def run_in_this_process(
         resource.setrlimit(resource.RLIMIT_CPU, (processor_seconds, processor_seconds))
     if forks:
         subprocess.Popen = subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
+        multiprocessing.util.spawnv_passfds = fork_rank_server  # type: ignore[attr-defined]
     # torch reads the source of all callers for this name, 20 times per start, for a log that nobody reads.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth - 1).f_code.co_name
     os.chdir(cwd)
@@ -225,6 +227,39 @@ class ForkingPopen(subprocess.Popen):
         self._child_created = True
 
 
+start_interpreter = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+
+
+def fork_rank_server(path: Any, args: list[Any], pass_fds: list[int]) -> int:
+    """Fork this process to run the server from which `run_on_ranks` forks ranks. Return its process id.
+
+    A new interpreter would import torch first. All other interpreters of multiprocessing are started as usual.
+    """
+    if not str(args[-1]).startswith("from multiprocessing.forkserver import main"):
+        return start_interpreter(path, args, pass_fds)
+    if pid := os.fork():
+        return pid
+    try:
+        prepare_fork({1, 2, *pass_fds})
+        sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+        exec(args[-1])
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def prepare_fork(descriptors: set[int]) -> None:
+    """Remove what a new interpreter does not have: handlers of signals, and file descriptors except these and 0."""
+    gc.freeze()  # a destructor of the parent's objects could close a descriptor of this process
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, *descriptors}:
+        with contextlib.suppress(OSError):  # the descriptor of the listed directory
+            os.close(descriptor)
+
+
 def run_in_fork(
     words: tuple[str, ...],
     signal_mask: set[signal.Signals],
@@ -237,17 +272,10 @@ def run_in_fork(
 ) -> None:
     """Run a program in this fork, with the arguments of subprocess.Popen. Remove what a new interpreter has not."""
     try:
-        gc.freeze()  # a destructor of the parent's objects could close a descriptor of this process
-        signal.set_wakeup_fd(-1)
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
         for output, descriptor in ((stdout, 1), (stderr, 2)):
             if output is not None:
                 os.dup2(output.fileno(), descriptor)
-        for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, *pass_fds}:
-            with contextlib.suppress(OSError):  # the descriptor of the listed directory
-                os.close(descriptor)
+        prepare_fork({1, 2, *pass_fds})
         if start_new_session:
             os.setsid()
         os.chdir(cwd)

@@ -68,16 +68,18 @@ def test_every_option_with_every_other(ranks, tmp_path):
     # One short sequence and one head, because the interpreter runs kernels once for each of their blocks.
     model = {**TINY, "batch_size": 1, "block_size": 8, "n_head": 1}
     model |= {"gradient_accumulation_steps": min(2 * ranks, 8), "eval_iters": 1}
+    # On 4 ranks, the only row with kernels took more time than all others. No kernel reads parameters of two blocks.
+    models = {"none": model, "triton": {**model, "n_layer": 1} if ranks == 4 else model}
     rows = {tmp_path / str(i): row for i, row in enumerate(list_rows(is_quick=True)) if row["ranks"] == ranks}
     # All runs on the same number of ranks are in one call of run_on_ranks, so that ranks start only once.
     cells_by_ranks: dict[int, dict[str, tuple[str, TrainConfig]]] = {}
     for folder, row in rows.items():
-        for phase, size, config in make_cells(row, folder, steps=3, model=model):
+        for phase, size, config in make_cells(row, folder, steps=3, model=models[row["kernels"]]):
             cells_by_ranks.setdefault(size, {})[config.out_dir] = (PHASES[phase], config)
     for size, cells in cells_by_ranks.items():
         train_all(size, list(cells.values()))
     for folder, row in rows.items():
-        result = run_row(row, folder, steps=3, model=model)  # reads the results of these runs
+        result = run_row(row, folder, steps=3, model=models[row["kernels"]])  # reads the results of these runs
         assert result["gap"] <= MAX_LOSS_DIFFERENCE[result.get("dtype", "float32")], result
         assert result["traffic"] == result["expected"], result
         assert result["state"] == result["expected_state"], result

@@ -37,7 +37,7 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
 # Python imports this first. At the event that matches POINT, it sends SIGNAL to the process group of the set-up. If
 # GO is set, it sends no signal and waits until the file GO exists.
 SITECUSTOMIZE = """
-import os, re, sys, time
+import os, sys
 def stop(event, args):
     if event in ("open", "os.rename", "os.remove", "subprocess.Popen") and re.search(os.environ["POINT"], repr(args)):
         if "GO" not in os.environ:
@@ -48,6 +48,7 @@ def stop(event, args):
         while not os.path.exists(os.environ["GO"]) and time.monotonic() < deadline:
             time.sleep(0.01)
 if os.environ.get("POINT"):
+    import re, time  # not in the other interpreters, of which each set-up starts many
     sys.addaudithook(stop)
 """
 BEFORE_THE_MARKER = r"\.unfinished'\)?, -1, -1\)"  # os.replace
@@ -60,6 +61,7 @@ BEFORE_THE_STAMP = r"\.core'\)?, -1, -1\)"  # os.replace
 AFTER_THE_STAMP = r"^\(\S+\.unfinished'\)?, -1\)"  # os.unlink
 UNFINISHED = ".venv is unfinished: creating it again."
 INSTALLING = f"{GOALS['core'][1]}\n{describe_downloads('default')}"
+SETUPTOOLS = ("setuptools", "pkg_resources", "_distutils_hack", "distutils-precedence.pth")
 WAITING = "Another make is setting up .venv: waiting for it to finish."
 
 
@@ -126,8 +128,20 @@ def template(killed_set_ups: tuple[Path, list[Outcome]]) -> Path:
 
 @pytest.fixture
 def ready_project(template: Path, tmp_path: Path) -> Path:
-    """A project that is set up. It is a copy of `template`, and its stamp names its own directory."""
-    shutil.copytree(template.parent, tmp_path / "here", symlinks=True)
+    """A project that is set up. It is a copy of `template`, and its stamp names its own directory.
+
+    The 900 files of pip are hard links: pip and Python replace files and do not write into them. setuptools is left
+    out, as in Python 3.12: no test uses it, but each pip reads its metadata.
+    """
+    packages = next(template.glob(".venv/lib/python*/site-packages"))
+
+    def ignore(folder: str, names: list[str]) -> set[str]:
+        return {n for n in names if n.startswith(SETUPTOOLS)} if Path(folder) == packages else set()
+
+    def copy(source: str, target: str) -> None:
+        (os.link if source.startswith(f"{packages}/pip/") else shutil.copy2)(source, target)
+
+    shutil.copytree(template.parent, tmp_path / "here", symlinks=True, ignore=ignore, copy_function=copy)
     project = tmp_path / "here" / "project"
     move_stamp(project, template, project)
     return project
