@@ -47,9 +47,9 @@ class Saver:
     def __init__(self, out_dir: str, is_async: bool, keep: int = 3) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         run = Runtime(rank, rank, world_size, world_size, CPU, torch.float32)
-        config = FsdpConfig(n_layer=2, n_embd=16, n_head=2, block_size=8, out_dir=out_dir, async_save=is_async)
+        config = FsdpConfig(n_layer=1, n_embd=16, n_head=2, block_size=8, out_dir=out_dir, async_save=is_async)
         with init_device(config, run):
-            self.model = GPT(GPTConfig(2, 2, 16, 8, False, 75))
+            self.model = GPT(GPTConfig(1, 2, 16, 8, False, 75))
         self.model = shard_model(self.model, config, run)
         init_shards(self.model, config, run)
         self.optimizer = configure_optimizer(self.model, config)

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import torch
@@ -177,8 +177,12 @@ RUNS = [
 ]
 
 
+@cache
 def trace_model(run: Run, n_layer: int) -> tuple[Roofline, int]:
-    """Trace a step of the run's model with `n_layer` blocks. Return its roofline and its number of parameters."""
+    """Trace a step of the run's model with `n_layer` blocks. Return its roofline and its number of parameters.
+
+    The trace depends neither on the ranks nor on whether the model is compiled, so `predict_rate` fixes them.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
         is_gpt2 = run.make is make_gpt2
         torch.set_default_dtype(run.dtype)
@@ -203,7 +207,8 @@ def trace_model(run: Run, n_layer: int) -> tuple[Roofline, int]:
 
 def predict_rate(run: Run) -> float:
     """Return the predicted tokens/s per GPU."""
-    rooflines, sizes = zip(*(trace_model(run, n_layer) for n_layer in TRACED_LAYERS), strict=True)
+    traced = replace(run, name="", ranks=1, compiled=False, rate=0.0)  # runs of one model share its traces
+    rooflines, sizes = zip(*(trace_model(traced, n_layer) for n_layer in TRACED_LAYERS), strict=True)
     stages = extrapolate([r.compiled if run.compiled else r.eager for r in rooflines], run.n_layer)
     is_sharded = run.make is Llama
     if is_sharded:

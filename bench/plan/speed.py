@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -153,6 +154,9 @@ class Roofline(TorchDispatchMode):
         self._written: dict[int, tuple[Any, int]] = {}  # and to those that it has written, with their bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            # Autograd asks for the device of a fake tensor three times per operator. The other modes need not see it.
+            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         if DTensor in types:
             return NotImplemented
         out = func(*args, **(kwargs or {}))

@@ -14,6 +14,7 @@ their parameters, and it assumes that every parameter has a gradient.
 """
 
 import contextlib
+import inspect
 import io
 import warnings
 from collections import deque
@@ -89,7 +90,11 @@ def fake_process_group(ranks: int) -> Iterator[None]:
             return tensor_meta(propagator, operator)
 
     tensor_meta = ShardingPropagator._propagate_tensor_meta_non_cached
+    # Torch wraps the handler of each mode to turn torch.compile off for every operator. A trace compiles nothing.
+    modes = (FakeTensorMode, MemoryTracker, Roofline)
+    handlers = [(mode, inspect.unwrap(vars(mode)["__torch_dispatch__"])) for mode in modes]
     patches: list[Any] = [
+        *(mock.patch.object(mode, "__torch_dispatch__", handler) for mode, handler in handlers),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_uncounted),
         mock.patch.object(fsdp, "init_device_mesh", init_real_mesh),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", repeat_first_chunk),  # 1,000 fake tensors take seconds

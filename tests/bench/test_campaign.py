@@ -1,5 +1,6 @@
 """The campaign on a GPU: what a call runs, what survives a crash, a hang and a kill, and the report."""
 
+import importlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from bench.campaign.worker import run_part
 from bench.tables import campaign_tables, records, tables
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
+from tests.helpers.forking import fork_ranks_from_this_process
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
 
@@ -247,12 +249,15 @@ class InlineWorker:
 
 def test_a_dry_run_measures_and_reports(tmp_path, monkeypatch, capsys):
     """A dry run of a part of each stage succeeds on a CPU. Its report has the format that the tables read."""
+    for compiler in ("torch._functorch.aot_autograd", "torch._inductor.pattern_matcher", "torch._inductor.debug"):
+        importlib.import_module(compiler)  # once for the five parts that compile, which fork their ranks from here
     parts = [part for part in list_parts(dry_run=True) if part.key in SAMPLE]
     assert len(parts) == len(SAMPLE)
     monkeypatch.setattr("bench.campaign.__main__.list_parts", lambda dry_run: parts)
     monkeypatch.setattr("bench.campaign.__main__.Worker", InlineWorker)
     target = tmp_path / "campaign"
-    main(["--dry_run", "--minutes=30", f"--to={target}"])
+    with fork_ranks_from_this_process():
+        main(["--dry_run", "--minutes=30", f"--to={target}"])
     output = capsys.readouterr().out
     assert "nothing is left" in output.splitlines()[-1], output
     folder = CampaignFolder(target)

@@ -215,7 +215,7 @@ class InlineExecutor(Executor):
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(monkeypatch):
     """The largest micro-batch fits, and one more sequence does not. The upper limit is MAX_BATCH_SIZE."""
     planner = Planner(Job(SMALL, GPUS["t4"], 4), InlineExecutor())
-    for row, expected in ((ROWS[0], 50), (ROWS[1], 7), (("phase3", {"fsdp_activation_checkpointing": "full"}), 1)):
+    for row, expected in ((ROWS[0], 1), (ROWS[1], 50), (("phase3", {"fsdp_activation_checkpointing": "full"}), 7)):
         space = planner.peak_bytes(row, expected) + 1
         monkeypatch.setattr("bench.plan.planner.usable_bytes", lambda gpu, space=space: space)
         largest = planner.largest_batch_size(row)

@@ -1,12 +1,10 @@
 """`evaluate.py --problems` with models of Hugging Face: random ones of four architectures, without a download."""
 
 import json
-import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +19,8 @@ from nanoGPT.tokenizer import CharTokenizer
 from phase3_fsdp.solve import costs, gpt, units
 from phase3_fsdp.solve.command import parse, solve
 from phase3_fsdp.solve.generation import Generator, Sampling, Task
+from tests.helpers.forking import fork_ranks_from_this_process
 from tests.helpers.loading import measure_loading
-from tests.helpers.programs import CAN_FORK_RANKS
 from workshop.ranks import run_on_ranks
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # 96
@@ -149,8 +147,7 @@ def run_with_transformers(function: Callable[..., Any], ranks: int, *args: Any) 
 
     This process has imported transformers. Otherwise each rank imports it, which takes two seconds of processor time.
     """
-    context = multiprocessing.get_context("fork" if CAN_FORK_RANKS else "forkserver")
-    with mock.patch.object(multiprocessing, "get_context", lambda method: context):
+    with fork_ranks_from_this_process():
         return run_on_ranks(function, ranks, *args, show=False)
 
 
