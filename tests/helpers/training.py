@@ -5,6 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._inductor.config
+
 from nanoGPT.files import PACKAGE
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.parallelize import Zero1Config
@@ -46,9 +49,14 @@ def tiny(phase: str, out_dir: Path, **changes: Any) -> TrainConfig:
 
 
 def call_train(phase: str, config: TrainConfig) -> None:
-    """Create the output directory and train on this rank."""
+    """Create the output directory and train on this rank.
+
+    With `compile`, Inductor writes C++ code without vector instructions: g++ compiles it in two thirds of the time.
+    """
     Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-    importlib.import_module(f"{phase}.train").train(config)
+    module = importlib.import_module(f"{phase}.train")
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        module.train(config)
 
 
 def train(phase: str, ranks: int, config: TrainConfig, timeout: float | None = None) -> dict[int, float]:

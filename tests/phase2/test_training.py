@@ -29,7 +29,7 @@ from phase2_triton.apply import (
 from phase2_triton.kernels.core import KernelError, is_interpreted
 from tests.helpers.kernels import compile_full_graph, draw_integers
 from tests.helpers.programs import DEADLINE, assert_refused, run_program
-from tests.helpers.training import CONFIGS, ROOT, gap, tiny, train
+from tests.helpers.training import CONFIGS, ROOT, gap, tiny, train, train_all
 from workshop.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -264,10 +264,9 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_run(tmp_path, device):
 
 def test_compiled_equals_eager(tmp_path, device):
     """--compile=True prints the losses of eager mode: every kernel is inside the graph."""
-    eager, compiled = (
-        train_small_model("phase2_triton", 1, tmp_path / str(is_compiled), device, compile=is_compiled)
-        for is_compiled in (False, True)
-    )
+    fields = {**SMALL, "device": device, "dtype": "float32"}
+    configs = [tiny("phase2_triton", tmp_path / str(value), **fields, compile=value) for value in (False, True)]
+    eager, compiled = train_all(1, [("phase2_triton", config) for config in configs])
     assert gap(eager, compiled) <= 1e-5
 
 
