@@ -48,14 +48,16 @@ def tiny(phase: str, out_dir: Path, **changes: Any) -> TrainConfig:
     return CONFIGS[phase](**{**TINY, "out_dir": str(out_dir), **changes})
 
 
-def call_train(phase: str, config: TrainConfig) -> None:
+def call_train(phase: str, config: TrainConfig, simdlen: int | None = 1) -> None:
     """Create the output directory and train on this rank.
 
-    With `compile`, Inductor writes C++ code without vector instructions: g++ compiles it in two thirds of the time.
+    Args:
+        simdlen: with `compile`, Inductor's setting for the width of vectors in C++ code. With 1, it writes code without
+            vector instructions, and g++ compiles it in two thirds of the time; with None, code for this processor.
     """
     Path(config.out_dir).mkdir(parents=True, exist_ok=True)
     module = importlib.import_module(f"{phase}.train")
-    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+    with torch._inductor.config.patch({"cpp.simdlen": simdlen}):
         module.train(config)
 
 
@@ -73,10 +75,10 @@ def train_all(ranks: int, cells: list[tuple[str, TrainConfig]]) -> list[dict[int
     return [losses(config.out_dir) for _, config in cells]
 
 
-def call_train_all(cells: list[tuple[str, TrainConfig]]) -> None:
-    """Train configurations one after another on this rank."""
+def call_train_all(cells: list[tuple[str, TrainConfig]], simdlen: int | None = 1) -> None:
+    """Train configurations one after another on this rank. For `simdlen`, see `call_train`."""
     for phase, config in cells:
-        call_train(phase, config)
+        call_train(phase, config, simdlen)
 
 
 def gap(a: dict[int, float], b: dict[int, float]) -> float:
