@@ -70,6 +70,46 @@ def test_every_part_ends_with_a_record(folder):
     assert folder.log_path(parts[4]).read_text() == "this goes into the log\n"
 
 
+def test_an_idle_worker_that_died_fails_one_part(folder):
+    """If the worker dies between two parts, the next part fails, and a new worker runs the part after it."""
+
+    class MortalWorker(Worker):
+        """A worker that dies before it runs the part `lost`."""
+
+        def run(self, part: Part, seconds: float) -> str:
+            if part.name == "lost":
+                self.process.kill()
+                self.process.wait()
+            return super().run(part, seconds)
+
+    settings = {"folder": str(folder.path), "dry_run": True}
+    parts = [Part("stage", name, f"{PARTS}:succeed", (1,)) for name in ("first", "lost", "last")]
+    run_parts(parts, folder, lambda: MortalWorker(settings, build_environment(True, None)), 600)
+    assert [folder.read(part)["state"] for part in parts] == ["done", "failed", "done"]
+    assert folder.read(parts[1])["reason"] == f"the process ended with code -{signal.SIGKILL}"
+
+
+def test_a_part_that_ends_at_its_limit_keeps_its_record(folder):
+    """A worker is killed before its timeout is recorded. A record that it wrote in the meantime stays."""
+
+    class LateWorker:
+        """A worker that exceeds the limit of each part, and writes the record just before it is killed."""
+
+        def run(self, part: Part, seconds: float) -> str:
+            folder.write(part, "running")
+            self.part = part
+            return "timeout"
+
+        def kill(self) -> None:
+            if self.part.name == "success":
+                folder.write(self.part, "done", result={})
+
+    parts = [Part("stage", "success", ""), Part("stage", "hang", "")]
+    run_parts(parts, folder, LateWorker, 600)  # type: ignore[arg-type]
+    assert [folder.read(part)["state"] for part in parts] == ["done", "failed"]
+    assert "did not finish within" in folder.read(parts[1])["reason"]
+
+
 def test_a_part_that_hangs_is_stopped_and_runs_once_more(folder):
     """A part that is still running at the end of a call is killed, and runs again after all others; then it fails."""
     parts = [Part("stage", "hang", f"{PARTS}:hang"), Part("stage", "success", f"{PARTS}:succeed", (1,))]
