@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.campaign.settings import Settings, Skipped
+from bench.campaign.tiles import name_tiles
 from bench.kernels.cases import CASE_BUILDERS, Case, build_cases
 from bench.kernels.kernels import Stopwatch
 from bench.kernels.tune import compute_results
@@ -148,7 +149,7 @@ def compare_with_reference(case: Case) -> list[dict[str, Any]]:
         rounding = max(torch.finfo(ours.dtype).eps, SUM_ROUNDING) * largest
         is_ok = error <= factor * torch_error + rounding  # False for NaN
         rows.append({"kernel": case.kernel, "shape": case.shape, "result": i, "error": error})
-        rows[-1] |= {"torch_error": torch_error, "largest": largest, "is_ok": is_ok}
+        rows[-1] |= {"torch_error": torch_error, "largest": largest, "is_ok": is_ok, "tiles": name_tiles()}
     return rows
 
 
@@ -179,7 +180,7 @@ def check_adamw(settings: Settings) -> dict[str, Any]:
         largest = exact.abs().max().item()
         is_ok = error <= 2 * torch_error + torch.finfo(torch.float32).eps * largest
         rows.append({"kernel": "adamw", "shape": " x ".join(map(str, shape)), "result": 0, "error": error})
-        rows[-1] |= {"torch_error": torch_error, "largest": largest, "is_ok": is_ok}
+        rows[-1] |= {"torch_error": torch_error, "largest": largest, "is_ok": is_ok, "tiles": name_tiles()}
     return {"rows": rows, "problems": [describe_problem(row) for row in rows if not row["is_ok"]]}
 
 

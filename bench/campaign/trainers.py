@@ -3,6 +3,7 @@
 Every run is a separate process, so that its peak memory does not include other runs, and a crash ends nothing else.
 """
 
+import contextlib
 import functools
 import importlib
 import json
@@ -20,7 +21,7 @@ import torch
 
 from bench.campaign.checks import find_data
 from bench.campaign.settings import Settings, Skipped
-from bench.campaign.timings import use_tuned_table
+from bench.campaign.tiles import choose_tiles, use_tuned_table
 from bench.matrix.cells import make_config
 from bench.plan.models import MODELS
 from bench.trainer import against_nanogpt
@@ -35,8 +36,8 @@ TINY: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 1
 TOLERANCE = 0.02  # largest difference of two loss curves over five steps in bfloat16
 
 
-def train_without_saving(package: str, config: TrainConfig, settings: Settings) -> None:
-    """Train on this rank with the tuned tile sizes. Save no checkpoint, and evaluate nothing.
+def train_without_saving(package: str, config: TrainConfig, settings: Settings, tiles: str | None) -> None:
+    """Train on this rank with committed or tuned tile sizes. Save no checkpoint, and evaluate nothing.
 
     An evaluation would compile the model a second time, for inference. A dry run traces a compiled model, but generates
     no code for it: that takes a minute for each run on a CPU.
@@ -44,7 +45,7 @@ def train_without_saving(package: str, config: TrainConfig, settings: Settings) 
     backend = "aot_eager" if settings.dry_run else "inductor"
     trainer = importlib.import_module(f"{package}.train")
     with (
-        use_tuned_table(settings),
+        use_tuned_table(settings) if tiles == "tuned" else contextlib.nullcontext(),
         mock.patch.object(CheckpointDirectory, "save"),
         mock.patch.object(trainer, "evaluate", return_value=(0.0, None)),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)),
@@ -74,7 +75,9 @@ def run_trainer(settings: Settings, phase: str, model: str, **fields: Any) -> di
             "max_iters": min(values["max_iters"], 7),
         }
     config, start = make_config(phase, out_dir, **values), time.perf_counter()
-    arguments = (find_package(phase), config, settings)
+    kernels = getattr(config, "kernels", "none")
+    tiles = choose_tiles(settings, kernels)
+    arguments = (find_package(phase), config, settings, tiles)
     run_on_ranks(train_without_saving, 1, *arguments, timeout=900, device=settings.device.type)
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["loss"] is not None]
@@ -86,7 +89,8 @@ def run_trainer(settings: Settings, phase: str, model: str, **fields: Any) -> di
         "ranks": 1,
         "dataset": Path(config.dataset).name,
         "compiled": config.compile,
-        "kernels": getattr(config, "kernels", "none"),
+        "kernels": kernels,
+        "tiles": tiles,
         "batch_size": config.batch_size,
         "failed": None,
         "step_ms": [line["step_ms"] for line in timed],
@@ -143,6 +147,7 @@ def measure_throughput(settings: Settings, model: str, phase: str, kernels: str,
     options = {} if kernels == "none" else {"kernels": kernels}
     batch_size = choose_batch_size(settings, model)
     row = {"size": model, "phase": phase, "ranks": 1, "compiled": is_compiled, "kernels": kernels}
+    row["tiles"] = choose_tiles(settings, kernels)
     try:
         return run_trainer(settings, phase, model, compile=is_compiled, batch_size=batch_size, **options)
     except RankFailed as failure:
@@ -237,7 +242,7 @@ def compare_with_nanogpt(settings: Settings, phase: str) -> dict[str, Any]:
         dataset=find_data(settings),
         device=settings.device.type,
     )
-    return against_nanogpt.compare(options)
+    return {"tiles": "committed" if phase == "phase2" else None, **against_nanogpt.compare(options)}
 
 
 def profile_phase(settings: Settings, phase: str) -> dict[str, Any]:
@@ -258,4 +263,5 @@ def profile_phase(settings: Settings, phase: str) -> dict[str, Any]:
     for name in ("timeline.png", "memory.png", "operators.txt"):
         shutil.copy(folder / name, kept / name)
     shutil.rmtree(Path(settings.folder) / "out")
-    return {"folder": kept.name, "summary": done.stdout.strip().splitlines()[-3:]}
+    tiles = "committed" if phase == "phase2" else None
+    return {"folder": kept.name, "summary": done.stdout.strip().splitlines()[-3:], "tiles": tiles}

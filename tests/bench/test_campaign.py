@@ -22,10 +22,12 @@ from bench.campaign.parts import KERNELS, list_parts
 from bench.campaign.report import advise_on_tuned_table, write_results
 from bench.campaign.scheduler import Worker, build_environment, choose_next, find_pending, find_problems, run_parts
 from bench.campaign.settings import Settings, Skipped
+from bench.campaign.tiles import choose_tiles, find_correct_kernels, name_tiles, use_tuned_table
 from bench.campaign.worker import run_part
 from bench.tables import campaign_tables, records, tables
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
+from phase2_triton.kernels import core
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
 
@@ -265,7 +267,7 @@ def test_parts_have_unique_names_and_functions_that_exist():
 
 # One part of most stages. The rest of them differ only in their arguments; `--dry_run` runs all.
 SAMPLE = ["machine.versions", "machine.attention_backends", "kernels.gelu", "kernels.adamw", "compiled.baseline_none"]
-SAMPLE += ["tuning.gelu_forward", "tuned_times.gelu", "throughput.gpt2_phase2_loss_eager"]
+SAMPLE += ["times.gelu", "tuning.gelu_forward", "tuned_times.gelu", "throughput.gpt2_phase2_loss_eager"]
 SAMPLE += ["nanogpt.baseline", "fsdp.against_baseline", "plan.train_mid", "memory.cpu_offload", "largest.95_percent"]
 SAMPLE += ["options.muon_with_fsdp", "evaluation.phase3"]
 
@@ -306,15 +308,52 @@ def test_a_dry_run_measures_and_reports(tmp_path, monkeypatch, capsys):
     report = tmp_path / "unpacked" / "report"
     results = {result["name"]: result for result in map(records.read_result, report.iterdir())}
     assert results.keys() == {"kernels", "gpu-throughput", "campaign"}
-    assert results["gpu-throughput"]["samples"]["rows"][0]["dataset"] == "letters"
+    (run,) = results["gpu-throughput"]["samples"]["rows"]
+    assert (run["dataset"], run["tiles"]) == ("letters", "committed")
+    tuned = states["tuned_times.gelu"]["result"]
+    assert {row["tiles"] for row in tuned["rows"] if row["contender"] == "ours"} == {"tuned"}
+    assert tuned["tile_rows"].keys() == {"gelu_forward", "gelu_backward"}
     monkeypatch.setattr(records, "RESULTS", report)
     assert "phase 2 (Triton), kernels loss" in tables.throughput_table()
     text = campaign_tables.campaign_table()
     assert "times the error of torch" in text and "skipped: needs --nanogpt=DIR" in text
 
 
-def test_wrong_times_are_not_reported(tmp_path):
-    """Times with tuned tile sizes replace the others only if the kernel is correct with them."""
+def test_the_cache_of_compiled_graphs_distinguishes_tables_of_tile_sizes(tmp_path):
+    """Two tables have different keys in torch's cache, and the committed table is back after the context."""
+    settings, tags = Settings(tmp_path, dry_run=True), [torch.compiler.config.cache_key_tag]
+    for space in ("", " "):
+        settings.tuned_table.write_text(core.CONFIG_FILE.read_text() + space)
+        with use_tuned_table(settings):
+            tags.append(torch.compiler.config.cache_key_tag)
+            assert name_tiles() == "tuned" and settings.tuned_table == core.CONFIG_FILE
+    assert len({*tags}) == 3 and torch.compiler.config.cache_key_tag == tags[0]
+    assert name_tiles() == "committed"
+
+
+def test_trainers_use_tuned_tile_sizes_only_with_correct_kernels(folder):
+    """A trainer uses the tuned table if all its kernels were correct with the rows that the table contains now."""
+    settings, rows = Settings(folder.path, dry_run=True), [{"up_to": 64, "rows": 1}]
+
+    def write_record(kernel: str, problems: list[str]) -> None:
+        result = {"tile_rows": {kernel: rows}, "problems": problems}
+        folder.write(Part("tuned_times", kernel, ""), "done", result=result)
+
+    assert (choose_tiles(settings, "none"), choose_tiles(settings, "loss")) == (None, "committed")
+    settings.tuned_table.write_text(json.dumps({name: {"sm_90": rows} for name in KERNELS}))
+    write_record("loss", [])
+    write_record("gelu", ["error 1"])
+    write_record("layernorm", [])
+    assert choose_tiles(settings, "loss") == "tuned"
+    assert [choose_tiles(settings, each) for each in ("gelu,loss", "layernorm", "all", "auto")] == ["committed"] * 4
+    write_record("add_layernorm", [])
+    assert choose_tiles(settings, "layernorm,loss") == "tuned"
+    settings.tuned_table.write_text(json.dumps({"loss": {"sm_90": [{"up_to": 64, "rows": 2}]}}))
+    assert choose_tiles(settings, "loss") == "committed"
+
+
+def test_wrong_times_are_not_reported(folder, tmp_path):
+    """Times with tuned tile sizes are a contender of their own, and only if the kernel is correct with them."""
     machine = {"origin": {"hardware": "none"}}
     records = [{"stage": "machine", "name": "versions", "state": "done", "result": machine}]
     for stage, name, problems in (
@@ -323,16 +362,18 @@ def test_wrong_times_are_not_reported(tmp_path):
         ("tuned_times", "gelu", []),
         ("tuned_times", "loss", ["error 1"]),
     ):
-        result = {"limits": {}, "rows": [f"{stage}.{name}"], "problems": problems}
-        records.append({"stage": stage, "name": name, "state": "done", "result": result})
-    kernels, _ = write_results(records, tmp_path, is_dry=False)
-    assert json.loads(kernels.read_text())["samples"]["rows"] == ["tuned_times.gelu", "times.loss"]
-    advice = advise_on_tuned_table(Path("table"), records)
+        rows = [{"contender": contender, "kernel": name, "stage": stage} for contender in ("ours", "eager")]
+        result = {"limits": {}, "rows": rows, "problems": problems, "tile_rows": {}}
+        folder.write(Part(stage, name, ""), "done", result=result)
+        records.append(folder.read(Part(stage, name, "")))
+    correct = find_correct_kernels(folder, KERNELS)
+    kernels, _ = write_results(records, tmp_path, is_dry=False, correct=correct)
+    reported = [tuple(row.values()) for row in json.loads(kernels.read_text())["samples"]["rows"]]
+    measured = [(contender, name, "times") for name in ("gelu", "loss") for contender in ("ours", "eager")]
+    assert reported == [*measured, ("ours (tuned tile sizes)", "gelu", "tuned_times")]
+    advice = advise_on_tuned_table(Path("table"), correct)
     assert "do not use" in advice and " loss" in advice and " gelu" not in advice
-    for record in records:
-        record["result"]["problems"] = []
-    records += [{**records[-1], "name": kernel} for kernel in KERNELS]
-    assert "copy table to" in advise_on_tuned_table(Path("table"), records)
+    assert "copy table to" in advise_on_tuned_table(Path("table"), list(KERNELS))
 
 
 def test_a_part_without_a_reason_is_reported(tmp_path, monkeypatch):
@@ -348,7 +389,7 @@ def test_a_report_needs_the_machine(tmp_path):
     """A campaign that could not describe its machine cannot be reported, and the message says what to do."""
     record = {"stage": "kernels", "name": "gelu", "state": "done", "result": {}}
     with pytest.raises(ConfigError, match="--retry"):
-        write_results([record], tmp_path, is_dry=True)
+        write_results([record], tmp_path, is_dry=True, correct=[])
 
 
 def test_bad_requests_are_refused(tmp_path):
