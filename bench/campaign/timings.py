@@ -43,7 +43,7 @@ def time_kernel(settings: Settings, kernel: str, is_tuned: bool) -> dict[str, An
 
 
 def tune_key(settings: Settings, key: str, seconds: float) -> dict[str, Any]:
-    """Tune one key of configs.json at every width, within the time, and write the table of this campaign.
+    """Tune one key of configs.json at every width, within the time. Write the table of this campaign after each width.
 
     Args:
         seconds: time for all widths together; a width that is reached late keeps its row.
@@ -56,10 +56,12 @@ def tune_key(settings: Settings, key: str, seconds: float) -> dict[str, Any]:
             if size in tuned or time.monotonic() > deadline:
                 continue
             tuned.add(size)
-            row, best_ms, start_ms = climb(key, case, watch, 1 if settings.dry_run else 10, deadline)
+            try:
+                row, best_ms, start_ms = climb(key, case, watch, 1 if settings.dry_run else 10, deadline)
+            finally:
+                write_atomically(settings.tuned_table, format_table(core.load_config_table()).encode())
             if math.isfinite(best_ms):
                 rows.append({"shape": case.shape, "row": row, "ms": best_ms, "ms_before": start_ms})
             else:
                 problems.append(f"{case.shape}: no row runs")
-        write_atomically(settings.tuned_table, format_table(core.load_config_table()).encode())
     return {"key": key, "rows": rows, "problems": problems}
