@@ -85,7 +85,7 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "machine": lambda result: describe_attention(result) if "rows" in result else result["driver"] or "no GPU",
     "kernels": describe_kernel,
     "compiled": describe_compiled,
-    "sanitizer": lambda result: result["output"].strip().splitlines()[-1],
+    "sanitizer": lambda result: result["output"].strip().rpartition("\n")[2],
     "tests": lambda result: result["summary"].strip("= "),
     "tuning": describe_tuning,
     "nanogpt": describe_nanogpt,
