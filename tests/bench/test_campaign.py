@@ -1,7 +1,6 @@
 """The campaign on a GPU: what a call runs, what survives a crash, a hang and a kill, and the report."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,22 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from bench.campaign.__main__ import forget_parts, main, select_parts
-from bench.campaign.checks import find_data, run_sanitizer
+from bench.campaign.__main__ import forget_parts, main, print_summary, select_parts
 from bench.campaign.folder import CampaignFolder, Part
-from bench.campaign.identity import describe_campaign
-from bench.campaign.parts import KERNELS, list_parts
-from bench.campaign.report import advise_on_tuned_table, write_results
+from bench.campaign.identity import MEASURED_CODE, describe_campaign
+from bench.campaign.parts import list_parts
 from bench.campaign.scheduler import Worker, build_environment, choose_next, find_pending, find_problems, run_parts
-from bench.campaign.settings import Settings, Skipped
-from bench.campaign.tiles import choose_tiles, find_correct_kernels, name_tiles, use_tuned_table
+from bench.campaign.settings import Settings
 from bench.campaign.worker import run_part
 from bench.tables import campaign_tables, records, tables
-from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
-from phase2_triton.kernels import core
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
 
@@ -184,7 +177,7 @@ def test_the_most_important_parts_fit_into_half_an_hour():
 
 
 def test_calls_with_another_gpu_or_other_code_are_refused(tmp_path):
-    """A campaign never mixes two GPUs or two versions of the code."""
+    """A campaign never mixes two GPUs or two versions of the code, the programs that it starts included."""
     identity = {**describe_campaign(dry_run=True), "gpu": "NVIDIA H100"}
     folder = CampaignFolder(tmp_path / "campaign")
     folder.create(identity)
@@ -193,25 +186,12 @@ def test_calls_with_another_gpu_or_other_code_are_refused(tmp_path):
         folder.create({**identity, "gpu": "NVIDIA H200"})
     with pytest.raises(ConfigError, match="sources .*, not 0: use another --to"):
         folder.create({**identity, "sources": "0"})
+    measured = {path.relative_to(ROOT).as_posix() for pattern in MEASURED_CODE for path in ROOT.glob(pattern)}
+    assert {"bench/plan/planner.py", "bench/trainer/profile_step.py", "bench/trainer/against_nanogpt.py"} <= measured
+    assert {"bench/matrix/cells.py", "workshop/ranks.py", "phase2_triton/kernels/configs.json"} <= measured
 
 
-def test_an_error_that_a_part_has_caught_is_found(folder, monkeypatch):
-    """If a kernel has made the CUDA context unusable, the part has failed, and a new process runs the next one."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    settings, part = Settings(folder.path, dry_run=False), Part("stage", "success", f"{PARTS}:succeed", (1,))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert run_part(part, settings, folder) and folder.read(part)["state"] == "done"
-
-    def fail_to_synchronize() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", fail_to_synchronize)
-    assert not run_part(part, settings, folder)
-    assert folder.read(part)["state"] == "failed" and "illegal memory access" in folder.read(part)["reason"]
-
-
-def test_parts_can_be_chosen_and_repeated(folder):
+def test_parts_can_be_chosen_and_repeated(folder, capsys):
     """--stages selects parts; --retry repeats failed and skipped parts and those with problems, --again only one."""
     states: dict[str, dict[str, Any]] = {
         "right": {"state": "done", "result": {}},
@@ -225,34 +205,14 @@ def test_parts_can_be_chosen_and_repeated(folder):
         folder.write(part, **states[part.name])
     forget_parts(parts, folder, False, "one.right")
     assert [part.name for part in find_pending(parts, folder)] == ["right"]
+    print_summary(parts, folder, ["--retry"])
+    assert capsys.readouterr().out.endswith("1 of 4 parts are left (one): run the same command again without --retry\n")
     forget_parts(parts, folder, True, None)
     assert find_pending(parts, folder) == parts
     with pytest.raises(ConfigError, match="did you mean one.right"):
         forget_parts(parts, folder, False, "one.rihgt")
     with pytest.raises(ConfigError, match="there is no stage 'three', use some of one,two"):
         select_parts(parts, "three")
-
-
-def test_a_sanitizer_that_cannot_watch_this_gpu_is_skipped(folder, monkeypatch):
-    """If compute-sanitizer does not support the device, the part is skipped, and the kernels are not called wrong."""
-    program = folder.path / "compute-sanitizer"
-    program.write_text("#!/bin/sh\necho 'Error: Device not supported'\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder.path), prepend=os.pathsep)
-    with pytest.raises(Skipped, match="Device not supported"):
-        run_sanitizer(Settings(folder.path, dry_run=False), "memcheck")
-
-
-def test_random_tokens_have_gpt2s_vocabulary(tmp_path, monkeypatch):
-    """Without a prepared dataset, the trainers read random tokens of GPT-2, so that the model's head has its size."""
-    monkeypatch.setattr("nanoGPT.files.DATA", tmp_path)
-    monkeypatch.setattr("nanoGPT.dataset.DATA", tmp_path)
-    name = find_data(Settings(tmp_path, dry_run=False))
-    data = TokenData(name, 1024, 4, 0)
-    x, _ = data.batch("train", TRAIN, 0, 0)
-    assert data.tokenizer["vocab_size"] == 50257 and Path(name).name == "random-gpt2"
-    assert 10_000 < x.max() < 50257 and len(x.unique()) > 500
-    assert find_data(Settings(tmp_path, dry_run=False)) == name
 
 
 def test_parts_have_unique_names_and_functions_that_exist():
@@ -317,79 +277,6 @@ def test_a_dry_run_measures_and_reports(tmp_path, monkeypatch, capsys):
     assert "phase 2 (Triton), kernels loss" in tables.throughput_table()
     text = campaign_tables.campaign_table()
     assert "times the error of torch" in text and "skipped: needs --nanogpt=DIR" in text
-
-
-def test_the_cache_of_compiled_graphs_distinguishes_tables_of_tile_sizes(tmp_path):
-    """Two tables have different keys in torch's cache, and the committed table is back after the context."""
-    settings, tags = Settings(tmp_path, dry_run=True), [torch.compiler.config.cache_key_tag]
-    for space in ("", " "):
-        settings.tuned_table.write_text(core.CONFIG_FILE.read_text() + space)
-        with use_tuned_table(settings):
-            tags.append(torch.compiler.config.cache_key_tag)
-            assert name_tiles() == "tuned" and settings.tuned_table == core.CONFIG_FILE
-    assert len({*tags}) == 3 and torch.compiler.config.cache_key_tag == tags[0]
-    assert name_tiles() == "committed"
-
-
-def test_trainers_use_tuned_tile_sizes_only_with_correct_kernels(folder):
-    """A trainer uses the tuned table if all its kernels were correct with the rows that the table contains now."""
-    settings, rows = Settings(folder.path, dry_run=True), [{"up_to": 64, "rows": 1}]
-
-    def write_record(kernel: str, problems: list[str]) -> None:
-        result = {"tile_rows": {kernel: rows}, "problems": problems}
-        folder.write(Part("tuned_times", kernel, ""), "done", result=result)
-
-    assert (choose_tiles(settings, "none"), choose_tiles(settings, "loss")) == (None, "committed")
-    settings.tuned_table.write_text(json.dumps({name: {"sm_90": rows} for name in KERNELS}))
-    write_record("loss", [])
-    write_record("gelu", ["error 1"])
-    write_record("layernorm", [])
-    assert choose_tiles(settings, "loss") == "tuned"
-    assert [choose_tiles(settings, each) for each in ("gelu,loss", "layernorm", "all", "auto")] == ["committed"] * 4
-    write_record("add_layernorm", [])
-    assert choose_tiles(settings, "layernorm,loss") == "tuned"
-    settings.tuned_table.write_text(json.dumps({"loss": {"sm_90": [{"up_to": 64, "rows": 2}]}}))
-    assert choose_tiles(settings, "loss") == "committed"
-
-
-def test_wrong_times_are_not_reported(folder, tmp_path):
-    """Times with tuned tile sizes are a contender of their own, and only if the kernel is correct with them."""
-    machine = {"origin": {"hardware": "none"}}
-    records = [{"stage": "machine", "name": "versions", "state": "done", "result": machine}]
-    for stage, name, problems in (
-        ("times", "gelu", []),
-        ("times", "loss", []),
-        ("tuned_times", "gelu", []),
-        ("tuned_times", "loss", ["error 1"]),
-    ):
-        rows = [{"contender": contender, "kernel": name, "stage": stage} for contender in ("ours", "eager")]
-        result = {"limits": {}, "rows": rows, "problems": problems, "tile_rows": {}}
-        folder.write(Part(stage, name, ""), "done", result=result)
-        records.append(folder.read(Part(stage, name, "")))
-    correct = find_correct_kernels(folder, KERNELS)
-    kernels, _ = write_results(records, tmp_path, is_dry=False, correct=correct)
-    reported = [tuple(row.values()) for row in json.loads(kernels.read_text())["samples"]["rows"]]
-    measured = [(contender, name, "times") for name in ("gelu", "loss") for contender in ("ours", "eager")]
-    assert reported == [*measured, ("ours (tuned tile sizes)", "gelu", "tuned_times")]
-    advice = advise_on_tuned_table(Path("table"), correct)
-    assert "do not use" in advice and " loss" in advice and " gelu" not in advice
-    assert "copy table to" in advise_on_tuned_table(Path("table"), list(KERNELS))
-
-
-def test_a_part_without_a_reason_is_reported(tmp_path, monkeypatch):
-    """The table accepts a result with a part that was killed while it ran."""
-    part = {"stage": "kernels", "name": "gelu", "state": "running"}
-    origin = {"hardware": "none", "versions": {"torch": "2.11"}}
-    records.write_result_of(origin, tmp_path, "campaign", {"command": ""}, {"parts": [part]})
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
-    assert "| kernels | gelu | running:  |" in campaign_tables.campaign_table()
-
-
-def test_a_report_needs_the_machine(tmp_path):
-    """A campaign that could not describe its machine cannot be reported, and the message says what to do."""
-    record = {"stage": "kernels", "name": "gelu", "state": "done", "result": {}}
-    with pytest.raises(ConfigError, match="--retry"):
-        write_results([record], tmp_path, is_dry=True, correct=[])
 
 
 def test_bad_requests_are_refused(tmp_path):
