@@ -151,11 +151,15 @@ def run_campaign(options: argparse.Namespace) -> None:
         finally:
             archive = folder.write_archive()
         print(f"all results so far are in {archive}")
-        print_summary(parts, folder)
+        print_summary(parts, folder, [flag for flag in ("--retry", "--again") if getattr(options, flag[2:])])
 
 
-def print_summary(parts: Sequence[Part], folder: CampaignFolder) -> None:
-    """Print the parts with problems, and the number of parts that are left."""
+def print_summary(parts: Sequence[Part], folder: CampaignFolder, repeating_flags: Sequence[str]) -> None:
+    """Print the parts with problems, the number of parts that are left, and what to run next.
+
+    Args:
+        repeating_flags: flags of this call that would repeat the same parts again.
+    """
     records = {part.key: folder.read(part) for part in parts}
     failed = [key for key, record in records.items() if record["state"] == "failed"]
     skipped = [key for key, record in records.items() if record["state"] == "skipped"]
@@ -170,7 +174,8 @@ def print_summary(parts: Sequence[Part], folder: CampaignFolder) -> None:
         print(f"nothing is left of {len(parts)} parts; write the results with --report --from={folder.path}")
         return
     stages = ", ".join(dict.fromkeys(part.stage for part in left))
-    print(f"{len(left)} of {len(parts)} parts are left ({stages}): run the same command again")
+    without = f" without {' and '.join(repeating_flags)}" if repeating_flags else ""
+    print(f"{len(left)} of {len(parts)} parts are left ({stages}): run the same command again{without}")
 
 
 def main(words: list[str]) -> None:

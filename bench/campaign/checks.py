@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.campaign.settings import Settings, Skipped
+from bench.campaign.tiles import name_tiles
+from bench.error_messages import split_message
 from bench.kernels.cases import CASE_BUILDERS, Case, build_cases
 from bench.kernels.kernels import Stopwatch
 from bench.kernels.tune import compute_results
@@ -39,6 +42,7 @@ BACKENDS = {
 }
 
 TEST_SECONDS = 60  # a test that takes longer has failed
+SANITIZER_SECONDS, PYTEST_SECONDS = 180, 400  # below the limits at which the parts count as hanging
 SUM_ROUNDING = 16 * torch.finfo(torch.float32).eps  # of a sum over many rows in fp32, whose terms may cancel
 
 
@@ -94,7 +98,7 @@ def compare_attention_backends(settings: Settings) -> dict[str, Any]:
             ms = statistics.median(times)
             rows.append({"backend": name, "kernels": kernels, "ms": ms, "max_difference": difference})
         except RuntimeError as error:  # this GPU or this version lacks the backend
-            rows.append({"backend": name, "error": str(error).strip().splitlines()[0][:200]})
+            rows.append({"backend": name, "error": split_message(error)[0][:200]})
     return {"shape": shape, "auto": auto.reason, "rows": rows}
 
 
@@ -110,7 +114,8 @@ def list_kernels(call: Callable[[], Any], device: torch.device) -> list[str]:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-    return sorted({event.name[:120] for event in profiler.events()})
+    where = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU  # CUDA's events also include calls of the host
+    return sorted({event.name[:120] for event in profiler.events() if event.device_type == where})
 
 
 def check_kernel(settings: Settings, kernel: str) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def compare_with_reference(case: Case) -> list[dict[str, Any]]:
         rounding = max(torch.finfo(ours.dtype).eps, SUM_ROUNDING) * largest
         is_ok = error <= factor * torch_error + rounding  # False for NaN
         rows.append({"kernel": case.kernel, "shape": case.shape, "result": i, "error": error})
-        rows[-1] |= {"torch_error": torch_error, "largest": largest, "is_ok": is_ok}
+        rows[-1] |= {"torch_error": torch_error, "largest": largest, "is_ok": is_ok, "tiles": name_tiles()}
     return rows
 
 
@@ -179,7 +184,7 @@ def check_adamw(settings: Settings) -> dict[str, Any]:
         largest = exact.abs().max().item()
         is_ok = error <= 2 * torch_error + torch.finfo(torch.float32).eps * largest
         rows.append({"kernel": "adamw", "shape": " x ".join(map(str, shape)), "result": 0, "error": error})
-        rows[-1] |= {"torch_error": torch_error, "largest": largest, "is_ok": is_ok}
+        rows[-1] |= {"torch_error": torch_error, "largest": largest, "is_ok": is_ok, "tiles": name_tiles()}
     return {"rows": rows, "problems": [describe_problem(row) for row in rows if not row["is_ok"]]}
 
 
@@ -191,6 +196,25 @@ def run_small_kernels(device: str) -> None:
         else:
             compute_results(case, "ours")
     print("all kernels ran")
+
+
+def run_with_log(
+    command: list[str], log: Path, seconds: float, environment: dict[str, str] | None = None
+) -> tuple[int | None, str]:
+    """Run a command and write its output into a log, also if it does not end within the seconds.
+
+    Returns:
+        The exit code, or None if it did not end in time, and the output.
+    """
+    code = None
+    with open(log, "w") as file, contextlib.suppress(subprocess.TimeoutExpired):
+        streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+        code = subprocess.run(command, cwd=PACKAGE.parent, env=environment, timeout=seconds, **streams).returncode
+    return code, log.read_text(errors="replace")
+
+
+def describe_ending(code: int | None) -> str:
+    return "did not end in time" if code is None else f"ended with {code}"
 
 
 def run_sanitizer(settings: Settings, tool: str) -> dict[str, Any]:
@@ -207,13 +231,11 @@ def run_sanitizer(settings: Settings, tool: str) -> dict[str, Any]:
             raise Skipped("compute-sanitizer is not installed")
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *command]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, cwd=PACKAGE.parent, env=environment, capture_output=True, text=True)
-    output = done.stdout + done.stderr
-    print(output)
+    ending, output = run_with_log(command, settings.folder / "logs" / f"{tool}.txt", SANITIZER_SECONDS, environment)
     if "Device not supported" in output:
         raise Skipped("compute-sanitizer reports: Device not supported")
     has_run = "all kernels ran" in output
-    problems = [] if done.returncode == 0 and has_run else [f"{tool} ended with {done.returncode}: {output[-300:]}"]
+    problems = [] if ending == 0 and has_run else [f"{tool} {describe_ending(ending)}: {output[-300:]}"]
     return {"interpreted": is_interpreted(), "output": output[-2000:], "problems": problems}
 
 
@@ -223,6 +245,7 @@ def run_tests(settings: Settings, name: str, *paths: str) -> dict[str, Any]:
     Raises:
         Skipped: pytest or a plugin is missing.
     """
+    import hypothesis  # noqa: F401
     import pytest
     import pytest_timeout  # noqa: F401
     import xdist  # noqa: F401
@@ -233,12 +256,11 @@ def run_tests(settings: Settings, name: str, *paths: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", f"--device={device}", "-m", "gpu and not slow", "-v", "--tb=short"]
     command += ["-n", str(workers), f"--timeout={TEST_SECONDS}", "--continue-on-collection-errors", *targets]
     log = settings.folder / "logs" / f"pytest-{name}.txt"
-    with open(log, "w") as file:
-        done = subprocess.run(command, cwd=PACKAGE.parent, stdout=file, stderr=subprocess.STDOUT)
-    lines = log.read_text(errors="replace").splitlines()
+    ending, output = run_with_log(command, log, PYTEST_SECONDS)
+    lines = output.splitlines()
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    is_known = done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    problems = failures[:20] or ([] if is_known else lines[-3:])
+    is_known = ending in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    problems = failures[:20] or ([] if is_known else [f"pytest {describe_ending(ending)}", *lines[-3:]])
     return {"version": pytest.__version__, "summary": lines[-1] if lines else "", "problems": problems}
 
 

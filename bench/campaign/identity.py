@@ -1,4 +1,7 @@
-"""Check that all calls of a campaign use the same GPU, versions and code, so that no result mixes two of them."""
+"""Check that all calls of a campaign use the same GPU, versions and measured code, so that no result mixes two of them.
+
+The code of the campaign itself may change between two calls: a fix there must not discard the results so far.
+"""
 
 import hashlib
 import importlib.metadata
@@ -9,7 +12,16 @@ from typing import Any
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import PACKAGE
 
-MEASURED_CODE = ("nanoGPT/**/*.py", "phase*_*/**/*.py", "phase2_triton/kernels/*.json", "bench/kernels/*.py")
+MEASURED_CODE = (
+    "nanoGPT/**/*.py",
+    "phase*_*/**/*.py",
+    "phase2_triton/kernels/*.json",
+    "bench/kernels/*.py",
+    "bench/plan/*.py",
+    "bench/trainer/*.py",
+    "bench/matrix/cells.py",
+    "workshop/ranks.py",
+)
 
 
 def describe_campaign(dry_run: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.campaign.settings import Settings, Skipped
+from bench.campaign.tiles import choose_tiles
 from bench.campaign.trainers import TINY, choose_batch_size, is_out_of_memory, run_trainer
 from bench.plan.models import MODELS
 from nanoGPT.model import GPTConfig
@@ -38,7 +39,8 @@ def start_planner(shape: GPTConfig, micro_batches: int = 1, optimizer: str = "ad
 
 def describe_memory(settings: Settings, predicted: float, run: dict[str, Any]) -> dict[str, Any]:
     """Return the predicted and the measured peak. On a CPU, the memory of the process says little."""
-    return {"predicted_bytes": predicted, "measured_bytes": None if settings.dry_run else run["peak_bytes"]}
+    measured = None if settings.dry_run else run["peak_bytes"]
+    return {"predicted_bytes": predicted, "measured_bytes": measured, "tiles": run["tiles"]}
 
 
 def compare_plan(settings: Settings, phase: str) -> dict[str, Any]:
@@ -108,5 +110,6 @@ def train_largest(settings: Settings, percent: int) -> dict[str, Any]:
     except RankFailed as failure:
         if not is_out_of_memory(failure):
             raise
-        return {**result, "fits": False, "predicted_bytes": predicted, "measured_bytes": None}
+        tiles = choose_tiles(settings, options["kernels"])
+        return {**result, "fits": False, "predicted_bytes": predicted, "measured_bytes": None, "tiles": tiles}
     return {**result, "fits": True, "losses": run["losses"], **describe_memory(settings, predicted, run)}

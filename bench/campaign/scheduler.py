@@ -55,7 +55,8 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for stream in self._streams():
-            stream.close()
+            with contextlib.suppress(BrokenPipeError):  # a part that the process has not read
+                stream.close()
 
     def _streams(self) -> tuple[IO[str], IO[str]]:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -118,9 +119,11 @@ def run_parts(
             worker = worker or start_worker()
             limit = min(deadline - time.monotonic(), hang_limit(part))
             outcome = worker.run(part, limit)
-            record_outcome(part, folder, outcome, worker, limit, time.monotonic() >= deadline)
+            is_over = time.monotonic() >= deadline
             if outcome != "next":
-                worker.kill()
+                worker.kill()  # from here on, it writes no record
+            record_outcome(part, folder, outcome, worker, limit, is_over)
+            if outcome != "next":
                 worker = None
             print(format_outcome(part, folder), flush=True)
     except KeyboardInterrupt:
@@ -135,9 +138,10 @@ def run_parts(
 def record_outcome(
     part: Part, folder: CampaignFolder, outcome: str, worker: Worker, limit: float, is_over: bool
 ) -> None:
-    """Write the record of a part that the worker could not write itself."""
+    """Write the record of a part that the worker has not written itself. The worker is killed, unless it continues."""
+    if folder.read(part)["state"] not in ("pending", "running"):
+        return
     if outcome == "crash":
-        worker.kill()
         reason = f"the process ended with code {worker.process.returncode}"
         log = folder.log_path(part)
         tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""

@@ -14,12 +14,14 @@ class Settings:
         dry_run: run on the CPU, with tiny shapes.
         nanogpt: a checkout of nanoGPT, or None.
         commit: git commit of the code, for a machine without git; or None.
+        log: the log of the part that runs; or None, if it has none.
     """
 
     folder: Path
     dry_run: bool
     nanogpt: str | None = None
     commit: str | None = None
+    log: Path | None = None
 
     @property
     def device(self) -> Any:

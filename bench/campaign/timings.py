@@ -3,14 +3,13 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
 from bench.campaign.checks import check_kernel
 from bench.campaign.settings import Settings
+from bench.campaign.tiles import name_tiles, record_tile_rows, use_tuned_table
 from bench.kernels.cases import GPT2_WIDTHS, build_cases
 from bench.kernels.kernels import Stopwatch, measure, measure_limits
 from bench.kernels.tune import TIMED, climb, format_table, row_size
@@ -18,18 +17,6 @@ from nanoGPT.files import write_atomically
 from phase2_triton.kernels import core
 
 ROUNDS = 30
-
-
-@contextlib.contextmanager
-def use_tuned_table(settings: Settings) -> Iterator[None]:
-    """Let the kernels use the rows that this campaign has tuned, if there are any."""
-    path = settings.tuned_table if settings.tuned_table.exists() else core.CONFIG_FILE
-    with mock.patch.object(core, "CONFIG_FILE", path):
-        core.load_config_table.cache_clear()
-        try:
-            yield
-        finally:
-            core.load_config_table.cache_clear()
 
 
 def time_kernel(settings: Settings, kernel: str, is_tuned: bool) -> dict[str, Any]:
@@ -42,17 +29,21 @@ def time_kernel(settings: Settings, kernel: str, is_tuned: bool) -> dict[str, An
     torch.manual_seed(0)
     watch, rows = Stopwatch(device), []
     with use_tuned_table(settings) if is_tuned else contextlib.nullcontext():
-        problems = check_kernel(settings, kernel)["problems"] if is_tuned else []
+        with record_tile_rows() as tile_rows:
+            problems = check_kernel(settings, kernel)["problems"] if is_tuned else []
         for case in build_cases(device, {kernel}, list(GPT2_WIDTHS)):
             rows += measure(case, watch, 1 if settings.dry_run else ROUNDS)
             del case
             if not settings.dry_run:
                 torch.cuda.empty_cache()
-    return {"limits": measure_limits(watch, device), "rows": rows, "problems": problems}
+        for row in rows:
+            row["tiles"] = name_tiles() if row["contender"] == "ours" else None
+    limits = measure_limits(watch, device)
+    return {"limits": limits, "rows": rows, "tile_rows": tile_rows, "problems": problems}
 
 
 def tune_key(settings: Settings, key: str, seconds: float) -> dict[str, Any]:
-    """Tune one key of configs.json at every width, within the time, and write the table of this campaign.
+    """Tune one key of configs.json at every width, within the time. Write the table of this campaign after each width.
 
     Args:
         seconds: time for all widths together; a width that is reached late keeps its row.
@@ -65,10 +56,12 @@ def tune_key(settings: Settings, key: str, seconds: float) -> dict[str, Any]:
             if size in tuned or time.monotonic() > deadline:
                 continue
             tuned.add(size)
-            row, best_ms, start_ms = climb(key, case, watch, 1 if settings.dry_run else 10, deadline)
+            try:
+                row, best_ms, start_ms = climb(key, case, watch, 1 if settings.dry_run else 10, deadline)
+            finally:
+                write_atomically(settings.tuned_table, format_table(core.load_config_table()).encode())
             if math.isfinite(best_ms):
                 rows.append({"shape": case.shape, "row": row, "ms": best_ms, "ms_before": start_ms})
             else:
                 problems.append(f"{case.shape}: no row runs")
-        write_atomically(settings.tuned_table, format_table(core.load_config_table()).encode())
     return {"key": key, "rows": rows, "problems": problems}

@@ -3,14 +3,17 @@
 Every run is a separate process, so that its peak memory does not include other runs, and a crash ends nothing else.
 """
 
+import contextlib
 import functools
 import importlib
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import torch
 
 from bench.campaign.checks import find_data
 from bench.campaign.settings import Settings, Skipped
-from bench.campaign.timings import use_tuned_table
+from bench.campaign.tiles import choose_tiles, use_tuned_table
 from bench.matrix.cells import make_config
 from bench.plan.models import MODELS
 from bench.trainer import against_nanogpt
@@ -35,8 +38,31 @@ TINY: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 1
 TOLERANCE = 0.02  # largest difference of two loss curves over five steps in bfloat16
 
 
-def train_without_saving(package: str, config: TrainConfig, settings: Settings) -> None:
-    """Train on this rank with the tuned tile sizes. Save no checkpoint, and evaluate nothing.
+def run_on_one_rank(settings: Settings, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
+    """Call a function on one rank, and return its result. The rank writes its errors into the log of the part.
+
+    Raises:
+        RankFailed: the rank failed.
+    """
+    values = (settings.log, function, *arguments)
+    (result,) = run_on_ranks(call_with_log, 1, *values, timeout=timeout, device=settings.device.type)
+    return result
+
+
+def call_with_log(log: Path | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function on this rank, with the log as its standard error.
+
+    The ranks are forked from a server process, whose standard error stays the log of the part that started it.
+    """
+    if log:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    return function(*arguments)
+
+
+def train_without_saving(package: str, config: TrainConfig, settings: Settings, tiles: str | None) -> None:
+    """Train on this rank with committed or tuned tile sizes. Save no checkpoint, and evaluate nothing.
 
     An evaluation would compile the model a second time, for inference. A dry run traces a compiled model, but generates
     no code for it: that takes a minute for each run on a CPU.
@@ -44,7 +70,7 @@ def train_without_saving(package: str, config: TrainConfig, settings: Settings) 
     backend = "aot_eager" if settings.dry_run else "inductor"
     trainer = importlib.import_module(f"{package}.train")
     with (
-        use_tuned_table(settings),
+        use_tuned_table(settings) if tiles == "tuned" else contextlib.nullcontext(),
         mock.patch.object(CheckpointDirectory, "save"),
         mock.patch.object(trainer, "evaluate", return_value=(0.0, None)),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)),
@@ -56,8 +82,10 @@ def run_trainer(settings: Settings, phase: str, model: str, **fields: Any) -> di
     """Train GPT-2 of a size on one GPU, and return a row as `bench.trainer.throughput` does, with the losses.
 
     Raises:
+        ModuleNotFoundError: the trainer needs a package that is missing.
         RankFailed: the run failed.
     """
+    importlib.import_module(f"{find_package(phase)}.train")
     out_dir = settings.folder / "run"
     shutil.rmtree(out_dir, ignore_errors=True)
     out_dir.mkdir()
@@ -74,8 +102,10 @@ def run_trainer(settings: Settings, phase: str, model: str, **fields: Any) -> di
             "max_iters": min(values["max_iters"], 7),
         }
     config, start = make_config(phase, out_dir, **values), time.perf_counter()
-    arguments = (find_package(phase), config, settings)
-    run_on_ranks(train_without_saving, 1, *arguments, timeout=900, device=settings.device.type)
+    kernels = getattr(config, "kernels", "none")
+    tiles = choose_tiles(settings, kernels)
+    arguments = (find_package(phase), config, settings, tiles)
+    run_on_one_rank(settings, train_without_saving, *arguments, timeout=900)
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["loss"] is not None]
     timed = [line for line in steps if line["step"] >= WARMUP]
@@ -86,7 +116,8 @@ def run_trainer(settings: Settings, phase: str, model: str, **fields: Any) -> di
         "ranks": 1,
         "dataset": Path(config.dataset).name,
         "compiled": config.compile,
-        "kernels": getattr(config, "kernels", "none"),
+        "kernels": kernels,
+        "tiles": tiles,
         "batch_size": config.batch_size,
         "failed": None,
         "step_ms": [line["step_ms"] for line in timed],
@@ -143,6 +174,7 @@ def measure_throughput(settings: Settings, model: str, phase: str, kernels: str,
     options = {} if kernels == "none" else {"kernels": kernels}
     batch_size = choose_batch_size(settings, model)
     row = {"size": model, "phase": phase, "ranks": 1, "compiled": is_compiled, "kernels": kernels}
+    row["tiles"] = choose_tiles(settings, kernels)
     try:
         return run_trainer(settings, phase, model, compile=is_compiled, batch_size=batch_size, **options)
     except RankFailed as failure:
@@ -204,10 +236,10 @@ def measure_evaluation(settings: Settings) -> dict[str, Any]:
     fields |= {"dataset": find_data(settings), "device": device, "max_iters": 1, "gradient_accumulation_steps": 1}
     fields |= {"eval_iters": 1, "ledger": False, **(TINY if settings.dry_run else {})}
     config = make_config("phase3", folder, **fields)
-    run_on_ranks(save_checkpoint, 1, package, config, timeout=300, device=device)
+    run_on_one_rank(settings, save_checkpoint, package, config, timeout=300)
     values = {**vars(config), "init_from": "resume", "eval_iters": 2 if settings.dry_run else 50}
     evaluation = importlib.import_module(f"{package}.evaluate").EvaluateConfig(**values)
-    (seconds,) = run_on_ranks(time_evaluation, 1, package, evaluation, timeout=300, device=device)
+    seconds = run_on_one_rank(settings, time_evaluation, package, evaluation, timeout=300)
     shutil.rmtree(folder)
     tokens = evaluation.eval_iters * config.batch_size * config.block_size
     name = Path(config.dataset).name
@@ -227,6 +259,8 @@ def compare_with_nanogpt(settings: Settings, phase: str) -> dict[str, Any]:
     """
     if settings.nanogpt is None:
         raise Skipped(f"needs --nanogpt=DIR with a checkout of nanoGPT: {against_nanogpt.HOW_TO_GET_ONE}")
+    for module in ("nanoGPT.launch", f"{find_package(phase)}.train"):
+        importlib.import_module(module)  # if a package is missing, the part is skipped
     options = against_nanogpt.Options(
         nanogpt=settings.nanogpt,
         phase=phase,
@@ -237,13 +271,16 @@ def compare_with_nanogpt(settings: Settings, phase: str) -> dict[str, Any]:
         dataset=find_data(settings),
         device=settings.device.type,
     )
-    return against_nanogpt.compare(options)
+    return {"tiles": "committed" if phase == "phase2" else None, **against_nanogpt.compare(options)}
 
 
 def profile_phase(settings: Settings, phase: str) -> dict[str, Any]:
     """Profile two steps of a phase, and keep the pictures and the table of operators, without the large traces."""
     import matplotlib  # noqa: F401  the profiler draws with it at its end
 
+    import bench.trainer.profile_step  # noqa: F401  if a package is missing, the part is skipped
+
+    importlib.import_module(f"{find_package(phase)}.train")
     fields: dict[str, Any] = {"dataset": find_data(settings), "batch_size": 8, "gradient_accumulation_steps": 2}
     if settings.dry_run:
         fields |= {**TINY, "device": "cpu"}
@@ -258,4 +295,5 @@ def profile_phase(settings: Settings, phase: str) -> dict[str, Any]:
     for name in ("timeline.png", "memory.png", "operators.txt"):
         shutil.copy(folder / name, kept / name)
     shutil.rmtree(Path(settings.folder) / "out")
-    return {"folder": kept.name, "summary": done.stdout.strip().splitlines()[-3:]}
+    tiles = "committed" if phase == "phase2" else None
+    return {"folder": kept.name, "summary": done.stdout.strip().splitlines()[-3:], "tiles": tiles}

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,13 @@ def main(settings: Settings) -> None:
     folder, parts = CampaignFolder(settings.folder), queue.Queue[Part | None]()
     threading.Thread(target=read_parts, args=(parts,), daemon=True).start()
     while part := parts.get():
-        log = os.open(folder.log_path(part), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log_path = folder.log_path(part)
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)  # ranks append to it, too
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             os.dup2(log, descriptor)
         os.close(log)
-        can_continue = run_part(part, settings, folder)
+        can_continue = run_part(part, replace(settings, log=log_path), folder)
         print("next" if can_continue else "stop", file=answers)
 
 

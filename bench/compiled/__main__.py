@@ -8,6 +8,7 @@
 """
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -36,15 +37,18 @@ def find_python(version: str) -> Path:
     """Return the Python of an environment with this version of torch. Create the environment if it does not exist.
 
     Raises:
-        ConfigError: pip could not install this version.
+        ConfigError: this is no version, or it could not be installed.
     """
     if version == "installed":
         return Path(sys.executable)
+    if not re.fullmatch(r"\d+(\.\d+)*", version):
+        raise ConfigError(f"--torch={version} is not a version: use a number such as 2.11")
     folder = ROOT / ".venv" / f"torch-{version}"
     python, stamp = folder / "bin" / "python", folder / ".complete"
     if not stamp.exists():
         print(f"Installing torch {version} and its Triton into .venv/{folder.name}, once: about 5 GB.", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        if subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)]).returncode:
+            raise ConfigError(f"--torch={version}: Python could not create {folder}: see its message above")
         packages = [f"torch=={version}.*", "numpy", "tyro"]
         if subprocess.run([str(python), "-m", "pip", "install", "-qq", *packages]).returncode:
             raise ConfigError(f"--torch={version} could not be installed: see pip's message above")

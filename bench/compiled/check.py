@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from bench.compiled.fake_cuda import install_fake_gpu
+from bench.error_messages import split_message
 
 # Inductor uses a configuration of its own kernels only if it has at most 16 spill instructions, of 4 bytes each.
 MAX_INDUCTOR_SPILL = 64
@@ -31,7 +32,7 @@ def find_problems(name: str, source: str) -> tuple[str, ...]:
     try:
         compiled = compile_kernel(name, source)
     except Exception as error:  # any error of Triton or ptxas is a result of this check
-        return (f"does not compile: {type(error).__name__}: {str(error).splitlines()[-1]}",)
+        return (f"does not compile: {type(error).__name__}: {split_message(error)[-1]}",)
     problems = []
     if any(map(uses_fp64, compiled)):
         problems.append("computes in fp64")
@@ -53,7 +54,7 @@ def check_graph(graph: Any) -> tuple[int, int, list[str]]:
     try:
         generated = graph.generate()
     except Exception as error:  # any error of torch.compile is a result of this check
-        return 0, 0, [f"torch.compile fails: {type(error).__name__}: {str(error).splitlines()[0]}"]
+        return 0, 0, [f"torch.compile fails: {type(error).__name__}: {split_message(error)[0]}"]
     kernels = generated.find_kernels()
     problems = [f"{name} {problem}" for name, source in kernels for problem in find_problems(name, source)]
     if not kernels:

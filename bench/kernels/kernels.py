@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.error_messages import split_message
 from bench.kernels.cases import CASE_BUILDERS, GPT2_WIDTHS, Case, build_cases
 from bench.tables.records import write_result
 from nanoGPT.errors import ConfigError
@@ -154,8 +155,8 @@ def measure(case: Case, watch: Stopwatch, rounds: int) -> list[dict[str, Any]]:
             calls |= {(contender, name): call for name, call in passes.items()}
         except Exception as error:  # this device or version may lack a backend: its row has an error and no times
             watch.check_device()
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            rows.append({**describe_row(case, contender, "all", case.forward), "error": reason[0][:200]})
+            reason = split_message(error)[0][:200]
+            rows.append({**describe_row(case, contender, "all", case.forward), "error": reason})
     timings: dict[tuple[str, str], list[Timing]] = {key: [] for key in calls}
     for _ in range(rounds):
         for (contender, name), call in calls.items():

@@ -166,14 +166,16 @@ def climb(key: str, case: Case, watch: Stopwatch, rounds: int, deadline: float =
     has_improved = True
     while has_improved:
         has_improved = False
-        for row in neighbors(best):
-            if time.monotonic() > deadline:
-                break
-            set_row(key, row)
-            candidate_ms = time_candidate(case, pass_name, watch, rounds, reference)
-            if candidate_ms < 0.98 * best_ms:
-                best, best_ms, has_improved = row, candidate_ms, True
-        set_row(key, best)
+        try:
+            for row in neighbors(best):
+                if time.monotonic() > deadline:
+                    break
+                set_row(key, row)
+                candidate_ms = time_candidate(case, pass_name, watch, rounds, reference)
+                if candidate_ms < 0.98 * best_ms:
+                    best, best_ms, has_improved = row, candidate_ms, True
+        finally:  # also if a candidate made the CUDA context unusable
+            set_row(key, best)
     return best, best_ms, start_ms
 
 

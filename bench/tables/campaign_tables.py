@@ -38,9 +38,14 @@ def describe_kernel(result: dict[str, Any]) -> str:
     return f"error at most {worst:.2f} times the error of torch"
 
 
+def describe_tiles(row: dict[str, Any]) -> str:
+    """Return a label for a row that was measured with the tile sizes of a campaign; others have committed ones."""
+    return ", tuned tile sizes" if row.get("tiles") == "tuned" else ""
+
+
 def describe_compiled(result: dict[str, Any]) -> str:
-    differences = result["max_loss_difference"]
-    return f"max loss difference: eager {differences['eager']:.1e}, compiled {differences['compiled']:.1e}"
+    differences, tiles = result["max_loss_difference"], describe_tiles(result["runs"]["compiled"])
+    return f"max loss difference: eager {differences['eager']:.1e}, compiled {differences['compiled']:.1e}{tiles}"
 
 
 def describe_attention(result: dict[str, Any]) -> str:
@@ -55,14 +60,15 @@ def describe_tuning(result: dict[str, Any]) -> str:
 def describe_plan(result: dict[str, Any]) -> str:
     predicted, measured = result["predicted_bytes"], result["measured_bytes"]
     if measured is None:
-        return f"predicted {predicted / GIB:.2f} GiB"
+        return f"predicted {predicted / GIB:.2f} GiB{describe_tiles(result)}"
     error = predicted / measured - 1
-    return f"predicted {predicted / GIB:.2f} GiB, measured {measured / GIB:.2f} GiB ({error:+.1%})"
+    sizes = f"predicted {predicted / GIB:.2f} GiB, measured {measured / GIB:.2f} GiB ({error:+.1%})"
+    return sizes + describe_tiles(result)
 
 
 def describe_memory(result: dict[str, Any]) -> str:
     rate = statistics.median(result["tokens_per_second"])
-    return f"{rate:,.0f} tokens/s, peak memory {result['peak_bytes'] / GIB:.1f} GiB"
+    return f"{rate:,.0f} tokens/s, peak memory {result['peak_bytes'] / GIB:.1f} GiB{describe_tiles(result)}"
 
 
 def describe_largest(result: dict[str, Any]) -> str:
@@ -79,7 +85,7 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "machine": lambda result: describe_attention(result) if "rows" in result else result["driver"] or "no GPU",
     "kernels": describe_kernel,
     "compiled": describe_compiled,
-    "sanitizer": lambda result: result["output"].strip().splitlines()[-1],
+    "sanitizer": lambda result: result["output"].strip().rpartition("\n")[2],
     "tests": lambda result: result["summary"].strip("= "),
     "tuning": describe_tuning,
     "nanogpt": describe_nanogpt,

@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from bench.kernels.costs import Shapes, list_kernel_costs
 from bench.kernels.forecast import forecast_table
 from bench.kernels.goals import goals_table
-from bench.tables.campaign_tables import CAMPAIGN_TABLES
+from bench.tables.campaign_tables import CAMPAIGN_TABLES, describe_tiles
 from bench.tables.deepspeed_tables import DEEPSPEED_TABLES
 from bench.tables.elastic_tables import ELASTIC_TABLES
 from bench.tables.expected_tables import EXPECTED_TABLES
@@ -144,6 +144,7 @@ def throughput_table() -> str:
         for row in result["samples"]["rows"]:
             trainer, kernels = TRAINERS[row["phase"]], row.get("kernels", "none")
             name = trainer if kernels == "none" else f"{trainer}, kernels {kernels}"
+            name += describe_tiles(row)
             start = [row["size"], name, str(row["ranks"]), "compiled" if row["compiled"] else "eager"]
             if row["failed"]:
                 rows.append([*start, row["failed"], *[""] * 4])

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,19 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from bench.campaign.__main__ import forget_parts, main, select_parts
-from bench.campaign.checks import find_data, run_sanitizer
+from bench.campaign.__main__ import forget_parts, main, print_summary, select_parts
 from bench.campaign.folder import CampaignFolder, Part
-from bench.campaign.identity import describe_campaign
-from bench.campaign.parts import KERNELS, list_parts
-from bench.campaign.report import advise_on_tuned_table, write_results
+from bench.campaign.identity import MEASURED_CODE, describe_campaign
+from bench.campaign.parts import list_parts
 from bench.campaign.scheduler import Worker, build_environment, choose_next, find_pending, find_problems, run_parts
-from bench.campaign.settings import Settings, Skipped
+from bench.campaign.settings import Settings
 from bench.campaign.worker import run_part
 from bench.tables import campaign_tables, records, tables
-from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from tests.helpers.forking import fork_ranks_from_this_process
 from tests.helpers.programs import DEADLINE
@@ -70,6 +65,46 @@ def test_every_part_ends_with_a_record(folder):
     assert "a_package_that_nobody_has" in reasons["package"] and "--wheels" in reasons["package"]
     assert folder.read(parts[4])["result"] == {"value": 7, "dry_run": True}
     assert folder.log_path(parts[4]).read_text() == "this goes into the log\n"
+
+
+def test_an_idle_worker_that_died_fails_one_part(folder):
+    """If the worker dies between two parts, the next part fails, and a new worker runs the part after it."""
+
+    class MortalWorker(Worker):
+        """A worker that dies before it runs the part `lost`."""
+
+        def run(self, part: Part, seconds: float) -> str:
+            if part.name == "lost":
+                self.process.kill()
+                self.process.wait()
+            return super().run(part, seconds)
+
+    settings = {"folder": str(folder.path), "dry_run": True}
+    parts = [Part("stage", name, f"{PARTS}:succeed", (1,)) for name in ("first", "lost", "last")]
+    run_parts(parts, folder, lambda: MortalWorker(settings, build_environment(True, None)), 600)
+    assert [folder.read(part)["state"] for part in parts] == ["done", "failed", "done"]
+    assert folder.read(parts[1])["reason"] == f"the process ended with code -{signal.SIGKILL}"
+
+
+def test_a_part_that_ends_at_its_limit_keeps_its_record(folder):
+    """A worker is killed before its timeout is recorded. A record that it wrote in the meantime stays."""
+
+    class LateWorker:
+        """A worker that exceeds the limit of each part, and writes the record just before it is killed."""
+
+        def run(self, part: Part, seconds: float) -> str:
+            folder.write(part, "running")
+            self.part = part
+            return "timeout"
+
+        def kill(self) -> None:
+            if self.part.name == "success":
+                folder.write(self.part, "done", result={})
+
+    parts = [Part("stage", "success", ""), Part("stage", "hang", "")]
+    run_parts(parts, folder, LateWorker, 600)  # type: ignore[arg-type]
+    assert [folder.read(part)["state"] for part in parts] == ["done", "failed"]
+    assert "did not finish within" in folder.read(parts[1])["reason"]
 
 
 def test_a_part_that_hangs_is_stopped_and_runs_once_more(folder):
@@ -144,7 +179,7 @@ def test_the_most_important_parts_fit_into_half_an_hour():
 
 
 def test_calls_with_another_gpu_or_other_code_are_refused(tmp_path):
-    """A campaign never mixes two GPUs or two versions of the code."""
+    """A campaign never mixes two GPUs or two versions of the code, the programs that it starts included."""
     identity = {**describe_campaign(dry_run=True), "gpu": "NVIDIA H100"}
     folder = CampaignFolder(tmp_path / "campaign")
     folder.create(identity)
@@ -153,25 +188,12 @@ def test_calls_with_another_gpu_or_other_code_are_refused(tmp_path):
         folder.create({**identity, "gpu": "NVIDIA H200"})
     with pytest.raises(ConfigError, match="sources .*, not 0: use another --to"):
         folder.create({**identity, "sources": "0"})
+    measured = {path.relative_to(ROOT).as_posix() for pattern in MEASURED_CODE for path in ROOT.glob(pattern)}
+    assert {"bench/plan/planner.py", "bench/trainer/profile_step.py", "bench/trainer/against_nanogpt.py"} <= measured
+    assert {"bench/matrix/cells.py", "workshop/ranks.py", "phase2_triton/kernels/configs.json"} <= measured
 
 
-def test_an_error_that_a_part_has_caught_is_found(folder, monkeypatch):
-    """If a kernel has made the CUDA context unusable, the part has failed, and a new process runs the next one."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    settings, part = Settings(folder.path, dry_run=False), Part("stage", "success", f"{PARTS}:succeed", (1,))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert run_part(part, settings, folder) and folder.read(part)["state"] == "done"
-
-    def fail_to_synchronize() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", fail_to_synchronize)
-    assert not run_part(part, settings, folder)
-    assert folder.read(part)["state"] == "failed" and "illegal memory access" in folder.read(part)["reason"]
-
-
-def test_parts_can_be_chosen_and_repeated(folder):
+def test_parts_can_be_chosen_and_repeated(folder, capsys):
     """--stages selects parts; --retry repeats failed and skipped parts and those with problems, --again only one."""
     states: dict[str, dict[str, Any]] = {
         "right": {"state": "done", "result": {}},
@@ -185,34 +207,14 @@ def test_parts_can_be_chosen_and_repeated(folder):
         folder.write(part, **states[part.name])
     forget_parts(parts, folder, False, "one.right")
     assert [part.name for part in find_pending(parts, folder)] == ["right"]
+    print_summary(parts, folder, ["--retry"])
+    assert capsys.readouterr().out.endswith("1 of 4 parts are left (one): run the same command again without --retry\n")
     forget_parts(parts, folder, True, None)
     assert find_pending(parts, folder) == parts
     with pytest.raises(ConfigError, match="did you mean one.right"):
         forget_parts(parts, folder, False, "one.rihgt")
     with pytest.raises(ConfigError, match="there is no stage 'three', use some of one,two"):
         select_parts(parts, "three")
-
-
-def test_a_sanitizer_that_cannot_watch_this_gpu_is_skipped(folder, monkeypatch):
-    """If compute-sanitizer does not support the device, the part is skipped, and the kernels are not called wrong."""
-    program = folder.path / "compute-sanitizer"
-    program.write_text("#!/bin/sh\necho 'Error: Device not supported'\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder.path), prepend=os.pathsep)
-    with pytest.raises(Skipped, match="Device not supported"):
-        run_sanitizer(Settings(folder.path, dry_run=False), "memcheck")
-
-
-def test_random_tokens_have_gpt2s_vocabulary(tmp_path, monkeypatch):
-    """Without a prepared dataset, the trainers read random tokens of GPT-2, so that the model's head has its size."""
-    monkeypatch.setattr("nanoGPT.files.DATA", tmp_path)
-    monkeypatch.setattr("nanoGPT.dataset.DATA", tmp_path)
-    name = find_data(Settings(tmp_path, dry_run=False))
-    data = TokenData(name, 1024, 4, 0)
-    x, _ = data.batch("train", TRAIN, 0, 0)
-    assert data.tokenizer["vocab_size"] == 50257 and Path(name).name == "random-gpt2"
-    assert 10_000 < x.max() < 50257 and len(x.unique()) > 500
-    assert find_data(Settings(tmp_path, dry_run=False)) == name
 
 
 def test_parts_have_unique_names_and_functions_that_exist():
@@ -227,7 +229,7 @@ def test_parts_have_unique_names_and_functions_that_exist():
 
 # One part of most stages. The rest of them differ only in their arguments; `--dry_run` runs all.
 SAMPLE = ["machine.versions", "machine.attention_backends", "kernels.gelu", "kernels.adamw", "compiled.baseline_none"]
-SAMPLE += ["tuning.gelu_forward", "tuned_times.gelu", "throughput.gpt2_phase2_loss_eager"]
+SAMPLE += ["times.gelu", "tuning.gelu_forward", "tuned_times.gelu", "throughput.gpt2_phase2_loss_eager"]
 SAMPLE += ["nanogpt.baseline", "fsdp.against_baseline", "plan.train_mid", "memory.cpu_offload", "largest.95_percent"]
 SAMPLE += ["options.muon_with_fsdp", "evaluation.phase3"]
 
@@ -271,49 +273,15 @@ def test_a_dry_run_measures_and_reports(tmp_path, monkeypatch, capsys):
     report = tmp_path / "unpacked" / "report"
     results = {result["name"]: result for result in map(records.read_result, report.iterdir())}
     assert results.keys() == {"kernels", "gpu-throughput", "campaign"}
-    assert results["gpu-throughput"]["samples"]["rows"][0]["dataset"] == "letters"
+    (run,) = results["gpu-throughput"]["samples"]["rows"]
+    assert (run["dataset"], run["tiles"]) == ("letters", "committed")
+    tuned = states["tuned_times.gelu"]["result"]
+    assert {row["tiles"] for row in tuned["rows"] if row["contender"] == "ours"} == {"tuned"}
+    assert tuned["tile_rows"].keys() == {"gelu_forward", "gelu_backward"}
     monkeypatch.setattr(records, "RESULTS", report)
     assert "phase 2 (Triton), kernels loss" in tables.throughput_table()
     text = campaign_tables.campaign_table()
     assert "times the error of torch" in text and "skipped: needs --nanogpt=DIR" in text
-
-
-def test_wrong_times_are_not_reported(tmp_path):
-    """Times with tuned tile sizes replace the others only if the kernel is correct with them."""
-    machine = {"origin": {"hardware": "none"}}
-    records = [{"stage": "machine", "name": "versions", "state": "done", "result": machine}]
-    for stage, name, problems in (
-        ("times", "gelu", []),
-        ("times", "loss", []),
-        ("tuned_times", "gelu", []),
-        ("tuned_times", "loss", ["error 1"]),
-    ):
-        result = {"limits": {}, "rows": [f"{stage}.{name}"], "problems": problems}
-        records.append({"stage": stage, "name": name, "state": "done", "result": result})
-    kernels, _ = write_results(records, tmp_path, is_dry=False)
-    assert json.loads(kernels.read_text())["samples"]["rows"] == ["tuned_times.gelu", "times.loss"]
-    advice = advise_on_tuned_table(Path("table"), records)
-    assert "do not use" in advice and " loss" in advice and " gelu" not in advice
-    for record in records:
-        record["result"]["problems"] = []
-    records += [{**records[-1], "name": kernel} for kernel in KERNELS]
-    assert "copy table to" in advise_on_tuned_table(Path("table"), records)
-
-
-def test_a_part_without_a_reason_is_reported(tmp_path, monkeypatch):
-    """The table accepts a result with a part that was killed while it ran."""
-    part = {"stage": "kernels", "name": "gelu", "state": "running"}
-    origin = {"hardware": "none", "versions": {"torch": "2.11"}}
-    records.write_result_of(origin, tmp_path, "campaign", {"command": ""}, {"parts": [part]})
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
-    assert "| kernels | gelu | running:  |" in campaign_tables.campaign_table()
-
-
-def test_a_report_needs_the_machine(tmp_path):
-    """A campaign that could not describe its machine cannot be reported, and the message says what to do."""
-    record = {"stage": "kernels", "name": "gelu", "state": "done", "result": {}}
-    with pytest.raises(ConfigError, match="--retry"):
-        write_results([record], tmp_path, is_dry=True)
 
 
 def test_bad_requests_are_refused(tmp_path):

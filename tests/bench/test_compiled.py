@@ -98,6 +98,16 @@ def test_a_check_that_cannot_start_is_an_error(monkeypatch):
     assert main(Options()) == 1
 
 
+def test_a_torch_that_is_no_version_is_refused(tmp_path, monkeypatch):
+    """--torch must be a version number, because it becomes the name of a directory; a failing venv is one sentence."""
+    with pytest.raises(ConfigError, match=r"--torch=../other is not a version: use a number such as 2.11"):
+        main(Options(torch="../other"))
+    monkeypatch.setattr("bench.compiled.__main__.ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(ConfigError, match=r"--torch=2.11: Python could not create .*torch-2.11"):
+        main(Options(torch="2.11"))
+
+
 def test_an_unknown_architecture_is_refused():
     """An unknown architecture is one error that names the known ones."""
     with pytest.raises(ConfigError, match=r"sm_75 is unknown: use sm_80, sm_90, sm_100"):
