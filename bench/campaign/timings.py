@@ -17,6 +17,7 @@ from nanoGPT.files import write_atomically
 from phase2_triton.kernels import core
 
 ROUNDS = 30
+WITH_OUR_KERNELS = ("ours", "ours, deterministic", "product, bias_gelu")  # the contenders that run them
 
 
 def time_kernel(settings: Settings, kernel: str, is_tuned: bool) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def time_kernel(settings: Settings, kernel: str, is_tuned: bool) -> dict[str, An
             if not settings.dry_run:
                 torch.cuda.empty_cache()
         for row in rows:
-            row["tiles"] = name_tiles() if row["contender"] == "ours" else None
+            row["tiles"] = name_tiles() if row["contender"] in WITH_OUR_KERNELS else None
     limits = measure_limits(watch, device)
     return {"limits": limits, "rows": rows, "tile_rows": tile_rows, "problems": problems}
 
