@@ -29,13 +29,6 @@ from tests.helpers.training import ROOT
 PARTS = "tests.helpers.campaign_parts"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> CampaignFolder:
-    folder = CampaignFolder(tmp_path / "campaign")
-    folder.create({"dry_run": True})
-    return folder
-
-
 def run_all(parts: list[Part], folder: CampaignFolder, seconds: float = 600) -> dict[str, str]:
     """Run parts in real workers, and return the state of each."""
     settings = {"folder": str(folder.path), "dry_run": True, "nanogpt": None}

@@ -13,12 +13,10 @@ import torch
 from torch.autograd import DeviceType
 
 from bench.campaign.checks import PYTEST_SECONDS, SANITIZER_SECONDS, find_data, list_kernels, run_sanitizer
-from bench.campaign.folder import CampaignFolder, Part
+from bench.campaign.folder import Part
 from bench.campaign.parts import KERNELS, list_parts
 from bench.campaign.report import advise_on_tuned_table, write_results
-from bench.campaign.scheduler import (
-    hang_limit,
-)
+from bench.campaign.scheduler import hang_limit
 from bench.campaign.settings import Settings, Skipped
 from bench.campaign.tiles import choose_tiles, find_correct_kernels, name_tiles, use_tuned_table
 from bench.campaign.timings import tune_key
@@ -33,13 +31,6 @@ from phase2_triton.kernels import core
 from tests.helpers.programs import DEADLINE
 
 PARTS = "tests.helpers.campaign_parts"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> CampaignFolder:
-    folder = CampaignFolder(tmp_path / "campaign")
-    folder.create({"dry_run": True})
-    return folder
 
 
 def test_an_error_that_a_part_has_caught_is_found(folder, monkeypatch):
