@@ -40,7 +40,7 @@ FLAGS += ["--always_save_checkpoint=True", "--max_iters=1000000", "--decay_lr=Fa
 TRAINER = "phase3_fsdp/train.py"
 KINDS = ("node", "rank", "node", "SIGTERM")  # the kind of each loss, in turn
 DESCRIPTIONS = {"node": "SIGKILL of a node", "rank": "SIGKILL of one rank", "SIGTERM": "SIGTERM to a node"}
-CONTINUE_SECONDS = 120.0  # within which the job must train again
+CONTINUE_SECONDS = 300.0  # within which the job must train again
 RESTART_SECONDS = 60.0  # within which the job must have noticed a lost node, and started again
 AWAY_SECONDS = (0.0, 12.0)  # how long a node is away
 

@@ -181,8 +181,9 @@ def load_saved_config(config_class: type[TrainConfig], out_dir: str, step: int |
         try:
             saved = check_schema(manifest.get("config", {}), dict[str, Any])
             known = {name: value for name, value in saved.items() if name in names}
-            if known.get("compile_mode") in REMOVED_MODES:
-                known["compile_mode"] = REMOVED_MODES[known["compile_mode"]]
+            mode = known.get("compile_mode")
+            if isinstance(mode, str):  # it may be of any type before the check
+                known["compile_mode"] = REMOVED_MODES.get(mode, mode)
             check_schema(known, config_class)
             return known
         except SchemaError as error:

@@ -366,6 +366,7 @@ HOSTILE_MANIFESTS = [
     ({"files": [{"name": "../../ckpt.pt", "size": 1, "sha256": ""}]}, "no complete checkpoint"),
     ({"config": {"n_layer": "many"}}, "no valid configuration"),
     ({"config": []}, "no valid configuration"),
+    ({"config": {"compile_mode": []}}, "no valid configuration"),
     ({"data": {}}, "does not describe a training run"),
     ({"best_val_loss": "low"}, "does not describe a training run"),
 ]

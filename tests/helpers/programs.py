@@ -32,7 +32,7 @@ from nanoGPT.job.watchdog import list_children
 from tests.helpers.training import ROOT, TINY
 from workshop.ranks import PRELOADED, without_main_module
 
-DEADLINE = 600.0  # seconds; only a failing test waits so long, even on a busy machine
+DEADLINE = 1200.0  # seconds; only a failing test waits so long, even on a busy machine
 CAN_FORK_RANKS = sys.platform == "linux" and torch.cuda.device_count() == 0  # a forked process cannot use CUDA
 LONG_RUN = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
 
