@@ -243,6 +243,8 @@ def fork_rank_server(path: Any, args: list[Any], pass_fds: list[int]) -> int:
         prepare_fork({1, 2, *pass_fds})
         sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
         exec(args[-1])
+    except SystemExit:  # the program has ended, and with it the server
+        os._exit(0)
     except BaseException:
         traceback.print_exc()
     os._exit(1)
