@@ -192,7 +192,7 @@ class CheckpointDirectory:
         self.drain()
         self.last_save = time.monotonic()
         final = self.root / f"step-{step:08d}"
-        if self._run_on_all(lambda: self.run.is_main and self._is_saved(final, fields), final)[0]:
+        if self._run_on_all(lambda: self.run.is_main and self._update_if_saved(final, fields), final)[0]:
             return final
         if copy:
             self._run_on_all(copy, self.root / f".tmp-{final.name}")
@@ -202,8 +202,10 @@ class CheckpointDirectory:
             self._run_in_background(self._delete_old)
         return final
 
-    def _is_saved(self, final: Path, fields: Manifest) -> bool:
-        """Return whether this run has already saved the step. A signal may have saved it before its evaluation.
+    def _update_if_saved(self, final: Path, fields: Manifest) -> bool:
+        """Return whether this run has already saved the step. If so, update its best validation loss.
+
+        A signal may have saved the step before its evaluation.
 
         Raises:
             ConfigError: the directory, or the checkpoint of this step, belongs to another run.

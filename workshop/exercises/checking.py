@@ -107,7 +107,7 @@ def load_answer(path: Path) -> ModuleType:
 
 
 def replace_target(target: str, answer: ModuleType) -> None:
-    """Replace a function, method or class with the answer, in all modules that have imported it.
+    """Replace a function, method or class with the answer, in every module that has imported it.
 
     Raises:
         WrongAnswer: the answer does not define it.
