@@ -4,6 +4,7 @@
 skipped with a reason.
 """
 
+import atexit
 import gc
 import os
 import sys
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    gc.disable()  # imports leave no garbage behind, and each search for it visits a million objects
     import torch
 
     from tests.helpers.programs import DEADLINE
@@ -54,11 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # several tests run at a time, and many of them start ranks
     ranks.DEFAULT_TIMEOUT = DEADLINE
     ranks.PRELOADED.append("pytest")  # a rank imports the test file that defines its function, and so pytest
-
-
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Collect no garbage while test files are imported: there is none, and each search visits a million objects."""
-    gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,10 +79,7 @@ def pytest_collection_finish() -> None:
     sys.dont_write_bytecode = WRITES_NO_BYTECODE
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # the interpreter frees these objects when it exits
+    atexit.register(gc.unfreeze)  # so that the interpreter frees these objects, after pytest's own search for garbage
 
 
 def uses_device(item: pytest.Function) -> bool:

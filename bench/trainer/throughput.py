@@ -84,7 +84,7 @@ def quartile_spread(values: list[float]) -> float:
 def format_row(row: dict[str, Any]) -> str:
     """Return a row's line of the printed table."""
     mode = "compiled" if row["compiled"] else "eager"
-    start = f"{row['size']:<18}{row['phase']:<10}{row['ranks']:>5}  {mode:<9}"
+    start = f"{row['size']:<24}{row['phase']:<10}{row['ranks']:>5}  {mode:<9}"
     if row["failed"]:
         return f"{start} {row['failed']}"
     rate, mfu = statistics.median(row["tokens_per_second"]), row["mfu"]
@@ -102,7 +102,7 @@ def main(write: bool = False) -> None:
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     rows = []
-    columns = f"{'size':<18}{'phase':<10}{'ranks':>5}  {'':<9}{'tokens/s':>12}{'':>7}{'step':>12}{'peak memory':>15}"
+    columns = f"{'size':<24}{'phase':<10}{'ranks':>5}  {'':<9}{'tokens/s':>12}{'':>7}{'step':>12}{'peak memory':>15}"
     print(f"{columns}    MFU")
     for case in list_cases(gpus):
         for is_compiled in (False, True):
