@@ -51,9 +51,9 @@ DDP: list[Row] = [
     )
 ]
 # The batch is large enough, the warmup long enough and the learning rate low enough that rounding differences do not
-# grow. With batches of 32 tokens, even the compiled and the eager baseline differed by 1e-4 after 50 steps. At twice this
-# learning rate, fp32 losses differed by 1.9e-5, and the loss of the eager baseline in bfloat16 with a vocabulary of 50304
-# rose from 3 to 12 for one step.
+# grow. With batches of 32 tokens, even the compiled and the eager baseline differed by 1e-4 after 50 steps. At twice
+# this learning rate, fp32 losses differed by 1.9e-5, and the loss of the eager baseline in bfloat16 with a vocabulary
+# of 50304 rose from 3 to 12 for one step.
 SMALL: dict[str, Any] = {
     "dataset": "shakespeare_char",
     "device": "cpu",
