@@ -30,6 +30,7 @@ from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.watchdog import list_children
+from operate.node_monitor import kill_processes
 from workshop.imports import ROOT
 from workshop.ranks import losses
 
@@ -148,9 +149,7 @@ class Cluster:
             process.terminate()
         else:
             process.kill()
-            for pid in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_processes(ranks, signal.SIGKILL)
         process.wait(60)
         self.nodes[node] = None
 

@@ -153,9 +153,10 @@ def cut_node(cluster: NetworkCluster, way: str, node: int) -> dict[str, Any]:
     """Cut a node off until the job has continued and the node has ended, and let it join again.
 
     Returns:
-        The way and the node, whether it had rank 0, and the step; the seconds until its ranks and the node had ended,
-        until the other nodes started, and until the node had joined again; the number of its ranks that still ran when
-        the others started; the number of lost steps; the exit code and the message of the node.
+        The way, the node and the step; the seconds until its ranks and the node had ended, until the other nodes
+        started, and until the node had joined again; the number of its ranks that still ran when the others started;
+        the number of ranks after the cut, and after the node had joined again; the number of lost steps; the exit code
+        and the message of the node.
 
     Raises:
         ConfigError: the job did not continue, or the node did not end, within CONTINUE_SECONDS.
@@ -227,7 +228,7 @@ def cut_briefly(cluster: NetworkCluster, way: str, node: int, seconds: float) ->
     return {"way": way, "node": node, "cut_seconds": seconds, "pause_seconds": pause, "starts": new_starts}
 
 
-def find_repeated_steps(out_dir: Path) -> int:
+def count_lines_out_of_order(out_dir: Path) -> int:
     """Return how many lines of the metrics do not have the step after that of the line before.
 
     Two groups of ranks that write into one run would leave such lines.
@@ -265,7 +266,13 @@ def measure(folder: Path, cuts: tuple[tuple[str, int, float | None], ...]) -> di
             store.kill()
         network.close()
     result = measure_uninterrupted(cluster)
-    return {"nodes": NODES, "rows": rows, "brief": brief_cuts, "gaps": find_repeated_steps(cluster.out_dir), **result}
+    return {
+        "nodes": NODES,
+        "rows": rows,
+        "brief": brief_cuts,
+        "gaps": count_lines_out_of_order(cluster.out_dir),
+        **result,
+    }
 
 
 def main(cuts: int = len(CUTS), write: bool = False) -> None:

@@ -67,7 +67,7 @@ class Shard(NamedTuple):
     param_index: int  # its position in the bucket
     offset: int  # of the shard's first element, in the flattened parameter
     bucket_slice: slice  # the shard's elements in the flat buffers
-    tensor: Tensor  # the shard, 1-D; for a parameter in bf16 or fp16 a copy in fp32, the master
+    tensor: Tensor  # the shard, 1-D, or Muon's whole matrix; for a parameter in bf16 or fp16 a copy in fp32, the master
     grad: Tensor  # the shard's view into local_grads
 
 

@@ -2,10 +2,11 @@
 
 Buckets are never saved, because their layout depends on the number of ranks. For each moment of each parameter, a rank
 saves its shard: a range of the flattened tensor, and the offset of that range. torch's Distributed Checkpoint (DCP)
-finds in its index the ranges that overlap with those of the reading rank. No rank ever stores another rank's shard.
+finds in its index the ranges that overlap with those of the reading rank. No rank ever stores another rank's shard,
+unless it reads a checkpoint of another phase: that one is read as full tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class FlatShard(Tensor):
     full_size: torch.Size
 
     @staticmethod
-    def of(part: Tensor, offset: int, numel: int) -> "FlatShard":
+    def wrap(part: Tensor, offset: int, numel: int) -> "FlatShard":
         """Return `part` as the range that begins at `offset` of a flattened tensor with `numel` elements."""
         shard = part.detach().view(-1).as_subclass(FlatShard)
         shard.offset, shard.full_size = offset, torch.Size([numel])
@@ -63,7 +64,7 @@ def training_state(model: nn.Module, optimizer: DataParallelOptimizer) -> dict[s
     for param, offset, items in optimizer.local_state():
         for item, value in items.items():
             if isinstance(value, Tensor):
-                part = FlatShard.of(value, offset, param.numel()) if value.dim() else value
+                part = FlatShard.wrap(value, offset, param.numel()) if value.dim() else value
                 state[f"optimizer.{names[param]}.{item}"] = part
     return state
 
@@ -82,21 +83,21 @@ def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) 
     for inner in optimizer.inner_optimizers():
         allocate_state(inner)
     reader = SafeReader(path, is_shared=True)
-    stored = {} if "ckpt.pt" in list_files(path) else {key: size for key, (size, _) in read_index(reader).items()}
+    sizes = {} if "ckpt.pt" in list_files(path) else {key: size for key, (size, _) in read_index(reader).items()}
     # All ranks must take the same branch, so only the index decides. Phase 3 stores moments as matrices.
-    if stored and all(len(size) < 2 for key, size in stored.items() if key.startswith("optimizer.")):
+    if sizes and all(len(size) < 2 for key, size in sizes.items() if key.startswith("optimizer.")):
         state = training_state(model, optimizer)
-        if differ := sorted(key for key in stored.keys() ^ state.keys() if key.startswith("model.")):
+        if differ := sorted(key for key in sizes.keys() ^ state.keys() if key.startswith("model.")):
             raise ConfigError(f"{path} and the model differ in {len(differ)} parameters, such as {differ[0]}")
-        read_shards(reader, {key: value for key, value in state.items() if key in stored})
+        read_shards(reader, {key: value for key, value in state.items() if key in sizes})
+        clear_missing_state(model, optimizer, sizes)
     else:
         full = read_full_state(path)
         load_weights(model, full.model)
-        stored = copy_full_optimizer_state(full, model, optimizer)
-    clear_missing_state(stored, model, optimizer)
+        clear_missing_state(model, optimizer, copy_full_optimizer_state(full, model, optimizer))
 
 
-def copy_full_optimizer_state(full: FullState, model: nn.Module, optimizer: DataParallelOptimizer) -> dict[str, Any]:
+def copy_full_optimizer_state(full: FullState, model: nn.Module, optimizer: DataParallelOptimizer) -> set[str]:
     """Copy this rank's shards out of full tensors, and return the keys of the optimizer state in `full`."""
     names = {param: name for name, param in model.named_parameters()}
     for param, offset, items in optimizer.local_state():
@@ -104,15 +105,15 @@ def copy_full_optimizer_state(full: FullState, model: nn.Module, optimizer: Data
             if (full_value := full.optimizer.get(names[param], {}).get(item)) is not None:
                 part = full_value.flatten()[offset : offset + value.numel()]
                 value.copy_(part.view_as(value) if value.dim() else full_value)
-    return {f"optimizer.{name}.{item}": None for name, items in full.optimizer.items() for item in items}
+    return {f"optimizer.{name}.{item}" for name, items in full.optimizer.items() for item in items}
 
 
 @torch.no_grad()
-def clear_missing_state(stored: Mapping[str, Any], model: nn.Module, optimizer: DataParallelOptimizer) -> None:
+def clear_missing_state(model: nn.Module, optimizer: DataParallelOptimizer, stored: Container[str]) -> None:
     """Clear the state of each parameter without stored state, and copy missing masters from their parameters.
 
     Args:
-        stored: its keys are those of the checkpoint.
+        stored: the keys of the checkpoint.
     """
     names = {param: name for name, param in model.named_parameters()}
     for param, offset, items in list(optimizer.local_state()):

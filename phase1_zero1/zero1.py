@@ -187,7 +187,8 @@ class Zero1Optimizer(DataParallelOptimizer):
         """Finish averaging the gradients. Collective. `step` calls it if you did not.
 
         Returns:
-            The gradients of this rank's shards, 1-D. `step` uses these tensors: scale them in place to clip.
+            The gradients of this rank's shards: 1-D, or whole matrices of Muon. `step` uses these tensors: scale them
+            in place to clip.
 
         Raises:
             RuntimeError: no rank has a gradient.

@@ -160,7 +160,7 @@ def resolve_model_kernels(
         else select_kernels(kernels, device_type, is_compiled, n_embd // n_head)
     )
     parsed = parse_kernels(names, f"triton, none, auto, or some of {supported},{','.join(BY_NAME_ONLY)}")
-    if names != kernels:  # auto
+    if names != kernels:  # kernels is auto, or triton, which has no AdamW
         parsed -= {"adamw"}
     if "adamw" in parsed:
         raise ConfigError(f"--kernels={kernels}: AdamW's kernel does not update shards: use --kernels={supported}")

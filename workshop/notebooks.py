@@ -26,6 +26,7 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
 from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.files import write_atomically
 from workshop.usage import Usage, measure_usage
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
@@ -143,9 +144,7 @@ def find_first_difference(expected: str, actual: str) -> str:
 
 def write_notebook(notebook: NotebookNode, ipynb: Path) -> None:
     """Write an .ipynb atomically."""
-    temporary = ipynb.with_name(f".tmp-{ipynb.name}")
-    temporary.write_text(nbformat.writes(notebook) + "\n")
-    os.replace(temporary, ipynb)
+    write_atomically(ipynb, (nbformat.writes(notebook) + "\n").encode())
 
 
 def run_script(script: Path) -> Usage | None:

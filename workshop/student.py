@@ -25,8 +25,8 @@ from workshop.exercises.registry import CHAPTERS
 from workshop.exercises.stubs import find_target, strip_solution
 from workshop.imports import ROOT
 from workshop.notebooks import METADATA, list_scripts, make_cell_ids, write_notebook
+from workshop.slides import QUESTION
 
-QUESTION = "**Predict first:**"
 PREDICTION = "**Your prediction:** *(double-click here, and write it down before you run the next cell)*"
 CONTINUE = "# If the code above is not written yet, this cell continues with the repository's code."
 README = """# The notebooks of the workshop

@@ -239,7 +239,7 @@ def rename_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
     if not is_single:
         file_of_tensor = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": sum(sum(each.values()) for each in files)}, "weight_map": file_of_tensor}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
 def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:

@@ -28,14 +28,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from nanoGPT.checkpoint.shards import raise_own_error
+from nanoGPT.checkpoint.shards import INDEX, raise_own_error
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.errors import PeerFailed
 
 # A bound for the planning of a save. For GPT-2 124M, rank 0 needs 0.03 s per rank (bench/sharding/scale.py).
 PLANNING_SECONDS_PER_RANK = 1.0
 REPORT_PERIOD = 1.0  # seconds, as long as the period of the heartbeats
-INDEX = ".metadata"
 
 
 @dataclass

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, PeerFailed, is_out_of_memory
 from nanoGPT.files import open_regular, retry_reads, size_of
 
+INDEX = ".metadata"
 MAX_CHECKED_BYTES = 64 << 20  # of the pickle in an index
 # The exceptions that torch raises if an index or a shard is damaged.
 READ_ERRORS = (
@@ -129,7 +130,7 @@ class SafeReader(FileSystemReader):
 
     def _read_index(self) -> tuple[Any, bytes]:
         """Return the index, and the content of its file."""
-        path = Path(self.path) / ".metadata"
+        path = Path(self.path) / INDEX
         try:
             with io.BufferedReader(retry_reads(path, partial(open_regular, path))) as file:
                 check_memo(file)

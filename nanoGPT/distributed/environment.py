@@ -22,14 +22,14 @@ def master_address() -> tuple[str, int]:
     return address, port_number(port)
 
 
-def port_number(port: str) -> int:
-    """Return a port as a number.
+def port_number(port: str, variable: str = "MASTER_PORT") -> int:
+    """Return the port in an environment variable as a number.
 
     Raises:
         ConfigError: the port is not a number from 1 to 65535.
     """
     if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise ConfigError(f"MASTER_PORT={port} is not a port: use a number from 1 to 65535, the same on every node")
+        raise ConfigError(f"{variable}={port} is not a port: use a number from 1 to 65535, the same on every node")
     return int(port)
 
 
@@ -44,10 +44,14 @@ def may_restart() -> bool:
 
 
 def read_elastic_job() -> tuple[str, int, str] | None:
-    """Return the host and the port of an elastic job's store, and the name of the job; None for other jobs."""
+    """Return the host and the port of an elastic job's store, and the name of the job; None for other jobs.
+
+    Raises:
+        ConfigError: the port is not a number from 1 to 65535.
+    """
     address, _, job = os.environ.get(ELASTIC_VARIABLE, "").partition(" ")
     host, _, port = address.rpartition(":")
-    return (host, port_number(port), job) if job else None
+    return (host, port_number(port, ELASTIC_VARIABLE), job) if job else None
 
 
 def environment_number(name: str) -> int:

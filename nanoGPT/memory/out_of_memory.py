@@ -204,12 +204,13 @@ def measure_usage(failed_run: FailedRun, memory: DeviceMemory) -> dict[str, int]
 
 
 def predict_costs(failed_run: FailedRun, shape: GPTConfig, fraction: float, costs_module: CostsModule) -> Costs:
-    """Return the costs of a step from the formula. Without an optimizer, return those of unsharded AdamW.
+    """Return the costs of a step from the formula. Without an optimizer, return those of AdamW.
 
     Args:
         failed_run: the variables of the run.
         shape: shape of the model.
-        fraction: fraction of all parameters that the rank stores.
+        fraction: fraction of all parameters that the rank stores. Without an optimizer, gradients and moments are
+            counted as if they were sharded like the parameters.
         costs_module: the `costs` module of the trainer.
     """
     assert failed_run.config is not None and failed_run.run is not None

@@ -1,7 +1,7 @@
 """Track the memory that a rank uses during a step, by category. The tracker counts every live storage of a tensor.
 
     with MemoryTracker(model, optimizer) as memory:
-        loss = model(x, y)[1]
+        loss = model(x, y)
         loss.backward()
         optimizer.step()
     memory.peak            # {"parameters": 3179008, "gradients": ..., ...}, bytes

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
-import math
 import signal
 import sys
 import threading
@@ -34,6 +33,7 @@ from nanoGPT.files import write_atomically
 from nanoGPT.job.heartbeat import HeartbeatThread, write_collectives
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.run_description import PACKAGES, find_version
+from nanoGPT.metrics.diagnostics import replace_non_finite
 from nanoGPT.metrics.hardware import (
     describe_hardware,
     find_peak_flops,
@@ -44,11 +44,6 @@ from nanoGPT.metrics.hardware import (
 )
 from nanoGPT.metrics.trackers import Tracker
 from nanoGPT.train_config import TrainConfig
-
-
-def finite_or_none(value: float | None) -> float | None:
-    """Return a finite value unchanged, and None for NaN or infinity, which JSON does not have."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def drop_lines_from(path: Path, step: int) -> None:
@@ -186,7 +181,7 @@ class Telemetry:
             "step": step,
             "loss": loss,
             "lr": lr,
-            "grad_norm": finite_or_none(grad_norm),
+            "grad_norm": replace_non_finite(grad_norm),
             "tokens": (step + has_trained) * self.tokens_per_step,
             "tokens_per_second": rate,
             "step_ms": 1000 * seconds / steps if has_trained else None,

@@ -66,15 +66,15 @@ def read_task(task: Any) -> tuple[list[Pair], list[tuple[Grid, Grid | None]]]:
     return pairs, tests
 
 
-def write_grid(grid: Grid, symbols: str) -> str:
+def format_grid(grid: Grid, symbols: str) -> str:
     """Return a grid as text: one line per row, one symbol per cell."""
     return "\n".join("".join(symbols[cell] for cell in row) for row in grid)
 
 
-def write_task(pairs: list[Pair], test: Grid, symbols: str) -> str:
+def format_task(pairs: list[Pair], test: Grid, symbols: str) -> str:
     """Return the text of a task, up to the place where the answer begins."""
-    shown = [f"{write_grid(given, symbols)}\n{ARROW}\n{write_grid(wanted, symbols)}\n\n" for given, wanted in pairs]
-    return "".join(shown) + f"{write_grid(test, symbols)}\n{ARROW}\n"
+    shown = [f"{format_grid(given, symbols)}\n{ARROW}\n{format_grid(wanted, symbols)}\n\n" for given, wanted in pairs]
+    return "".join(shown) + f"{format_grid(test, symbols)}\n{ARROW}\n"
 
 
 def parse_grid(text: str, symbols: str) -> Grid | None:
@@ -132,7 +132,7 @@ def generate_task(index: int, max_characters: int) -> tuple[str, dict[str, Any]]
 
     Args:
         index: number of the task. The rules take turns.
-        max_characters: size of the task and its answer as text (`write_task`). The grids have 2 to 6 rows and columns,
+        max_characters: size of the task and its answer as text (`format_task`). The grids have 2 to 6 rows and columns,
             as far as this allows; the smallest task has two pairs of 2 by 2 grids and needs 43 characters.
 
     Returns:

@@ -65,7 +65,7 @@ class ModelSize:
 def measure_gpt(shape: GPTConfig) -> ModelSize:
     """Return the sizes of a GPT."""
     C = shape.n_embd
-    block = (shape.count_params() - GPTConfig.count_params(_without_layers(shape))) // shape.n_layer
+    block = (shape.count_params() - GPTConfig.count_params(_remove_layers(shape))) // shape.n_layer
     norms = shape.n_layer * (2 * C + (2 * C + 2 * C if shape.bias else 0))  # LayerNorms, and biases of both c_proj
     replicated = norms + shape.block_size * C + C + (C if shape.bias else 0)
     return ModelSize(
@@ -87,7 +87,7 @@ def measure_block(shape: GPTConfig) -> tuple[int, ...]:
     return tuple(find_units(block).values())
 
 
-def _without_layers(shape: GPTConfig) -> GPTConfig:
+def _remove_layers(shape: GPTConfig) -> GPTConfig:
     return GPTConfig(0, shape.n_head, shape.n_embd, shape.block_size, shape.bias, shape.vocab_size)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from nanoGPT.checkpoint.manifest import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
@@ -19,7 +19,7 @@ from nanoGPT.metrics.hardware import describe_hardware, read_git_commit, read_pe
 from phase3_fsdp.solve import costs, report, scores
 from phase3_fsdp.solve.generation import Generator, Result, Sampling, Task
 from phase3_fsdp.solve.models import OpenedModel
-from phase3_fsdp.solve.problems import ArcProblem, ChoiceProblem, PerplexityProblem, Problem, TextProblem
+from phase3_fsdp.solve.problems import ArcProblem, ChoiceProblem, GeneratedProblem, Problem, ScoredProblem
 from phase3_fsdp.solve.progress import Progress
 from phase3_fsdp.solve.prompts import Prompter, choose_symbols
 from phase3_fsdp.solve.settings import SolveConfig
@@ -138,7 +138,7 @@ class Evaluation:
         if self.progress is None:
             return
         line: dict[str, Any] = {"id": problem.id, "number": number, "problem": compute_digest(problem)}
-        if isinstance(problem, ChoiceProblem | PerplexityProblem):
+        if isinstance(problem, ScoredProblem):
             lengths = [len(task.ids) - task.context_tokens for task in tasks]
             line |= problem.score([(result.nats, n) for result, n in zip(results, lengths, strict=True)])
             if isinstance(problem, ChoiceProblem):
@@ -150,7 +150,7 @@ class Evaluation:
         line["memory_bytes"] = read_memory(self.run)
         self.progress.add(line)
 
-    def _score_attempts(self, problem: ArcProblem | TextProblem, results: list[Result]) -> dict[str, Any]:
+    def _score_attempts(self, problem: GeneratedProblem, results: list[Result]) -> dict[str, Any]:
         attempts = []
         for result in results:
             answer = self.prompter.read(result.ids, problem)
@@ -187,13 +187,13 @@ class Evaluation:
             "seconds_of_last_start": round(seconds, 3),
             "peak_memory_bytes": memory,
             "hardware": describe_hardware(self.run.device),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "versions": collect_versions(),
             "commit": read_git_commit(),
         }
         suffix = self.progress.new_suffix()
         path = self.folder / f"result_{suffix}.json"
-        write_atomically(self.folder / f"report_{suffix}.md", report.write_markdown(result).encode())
-        write_atomically(self.folder / f"report_{suffix}.html", report.write_html(result).encode())
+        write_atomically(self.folder / f"report_{suffix}.md", report.format_markdown(result).encode())
+        write_atomically(self.folder / f"report_{suffix}.html", report.format_html(result).encode())
         write_atomically(path, (json.dumps(result, indent=1) + "\n").encode())
         shown = {name: value for name, value in result["scores"].items() if name != "pass_at"}
         shown |= {f"pass@{k}": value for k, value in result["scores"].get("pass_at", {}).items()}

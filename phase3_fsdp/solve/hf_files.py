@@ -96,7 +96,7 @@ def read_expert(paths: list[Path], keys: list[str], row: int, part: Part | None)
     """Yield one matrix of an expert after the other: where it is in the parameter of all experts, and its content."""
     length = 0
     for number, (path, key) in enumerate(zip(paths, keys, strict=True)):
-        content = read_slice(path, key, 0, None) if part is None else read_part(path, key, part.of_matrix(number))
+        content = read_slice(path, key, 0, None) if part is None else read_part(path, key, part.select_matrix(number))
         yield (row, slice(length, length + len(content))), content
         length += len(content)
 

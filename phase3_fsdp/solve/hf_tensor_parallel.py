@@ -68,7 +68,7 @@ class Part:
         part = torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0]
         return torch.zeros_like(part) if self.is_zero else part
 
-    def of_matrix(self, number: int) -> "Part":
+    def select_matrix(self, number: int) -> "Part":
         """Return the part of one matrix, if this is the part of a stack of experts, and a file has their matrices.
 
         Args:

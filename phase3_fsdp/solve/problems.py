@@ -35,9 +35,9 @@ class ArcProblem:
     test: Grid
     wanted: Grid | None
 
-    def write_prompt(self, symbols: str) -> str:
+    def format_prompt(self, symbols: str) -> str:
         """Return the text up to the place where the answer begins; `symbols` are the characters of the colors."""
-        return arc.write_task(self.pairs, self.test, symbols)
+        return arc.format_task(self.pairs, self.test, symbols)
 
     def score(self, text: str, symbols: str) -> dict[str, Any]:
         """Return the grid in an answer, whether it is right, and the fraction of equal cells."""
@@ -57,7 +57,7 @@ class TextProblem:
     wanted: str
     match: str
 
-    def write_prompt(self, symbols: str) -> str:
+    def format_prompt(self, symbols: str) -> str:
         return self.prompt
 
     def score(self, text: str, symbols: str) -> dict[str, Any]:
@@ -107,9 +107,9 @@ class PerplexityProblem:
         return {"answer": f"{nats / tokens:.6f}", "nats": [nats], "scored_tokens": tokens}
 
 
-Generation = ArcProblem | TextProblem
-Likelihood = ChoiceProblem | PerplexityProblem
-Problem = Generation | Likelihood
+GeneratedProblem = ArcProblem | TextProblem
+ScoredProblem = ChoiceProblem | PerplexityProblem
+Problem = GeneratedProblem | ScoredProblem
 
 
 def is_match(text: str, wanted: str, match: str) -> bool:

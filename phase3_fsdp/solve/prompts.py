@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from nanoGPT.errors import ConfigError
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer
 from phase3_fsdp.solve.arc import COLORS
-from phase3_fsdp.solve.problems import ArcProblem, Generation
+from phase3_fsdp.solve.problems import ArcProblem, GeneratedProblem
 
 PromptForm = Literal["plain", "chat", "harmony"]
 
@@ -134,9 +134,9 @@ class Prompter:
         if form == "harmony":
             self.ends = frozenset({self.special[name] for name in ("<|return|>", "<|call|>") if name in self.special})
 
-    def write(self, problem: Generation, symbols: str) -> list[int]:
+    def write(self, problem: GeneratedProblem, symbols: str) -> list[int]:
         """Return the token ids of the prompt of a problem."""
-        text = problem.write_prompt(symbols)
+        text = problem.format_prompt(symbols)
         if self.form == "plain":
             return self.codec.prefix + self.codec.encode(text)
         message = (INSTRUCTIONS if isinstance(problem, ArcProblem) else "") + text
@@ -150,13 +150,13 @@ class Prompter:
             ids += [self.special[part]] if part in self.special else self.codec.encode(str(part))
         return ids
 
-    def find_stops(self, problem: Generation) -> tuple[str, ...]:
+    def find_stops(self, problem: GeneratedProblem) -> tuple[str, ...]:
         """Return the texts that end the answer to a problem; empty if only a special token does."""
         if not self.stops and self.form == "plain" and isinstance(problem, ArcProblem):
             return ("\n\n",)
         return self.stops
 
-    def read(self, ids: list[int], problem: Generation) -> Answer:
+    def read(self, ids: list[int], problem: GeneratedProblem) -> Answer:
         """Return the answer in the generated token ids."""
         if self.form == "harmony":
             return self._read_harmony(ids)

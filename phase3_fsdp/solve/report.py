@@ -77,7 +77,7 @@ def draw_grid(grid: Grid | None, title: str) -> str:
     return f"<table class='grid'><caption>{title}</caption>{rows}</table>"
 
 
-def write_html(result: dict[str, Any]) -> str:
+def format_html(result: dict[str, Any]) -> str:
     """Return the report as one HTML page without scripts and without files from elsewhere."""
     facts = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in list_facts(result))
     sections = []
@@ -103,7 +103,7 @@ def write_html(result: dict[str, Any]) -> str:
     )
 
 
-def write_markdown(result: dict[str, Any]) -> str:
+def format_markdown(result: dict[str, Any]) -> str:
     """Return the report as Markdown: the scores, and one row per problem."""
     lines = ["# Evaluation report", ""]
     lines += [f"- {name}: {value}" for name, value in list_facts(result)]
@@ -119,11 +119,11 @@ def write_markdown(result: dict[str, Any]) -> str:
         if line.get("is_right") is False:
             lines += ["", f"## {line['id']}", ""]
             for name, key in (("expected", "wanted"), ("answered", "answer")):
-                lines += [f"{name}:", "", "```", *_text(line, key), "```", ""]
+                lines += [f"{name}:", "", "```", *_list_lines(line, key), "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _text(line: dict[str, Any], key: str) -> list[str]:
+def _list_lines(line: dict[str, Any], key: str) -> list[str]:
     """Return the lines of an answer; a grid has one line per row."""
     value = line.get("grid") if key == "answer" and line.get("grid") else line.get(key)
     if isinstance(value, list):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from nanoGPT.errors import ConfigError
 from phase3_fsdp.solve.generation import Task
 from phase3_fsdp.solve.models import OpenedModel
-from phase3_fsdp.solve.problems import ArcProblem, ChoiceProblem, PerplexityProblem, Problem, read_problems
+from phase3_fsdp.solve.problems import ArcProblem, ChoiceProblem, Problem, ScoredProblem, read_problems
 from phase3_fsdp.solve.prompts import Prompter, choose_symbols
 from phase3_fsdp.solve.settings import DEFAULT_TOKENS, SolveConfig
 
@@ -66,7 +66,7 @@ def write_tasks(
         ConfigError: the prompt has unknown characters, or does not fit into the context with the tokens to generate.
     """
     context = model.context
-    if isinstance(problem, ChoiceProblem | PerplexityProblem):
+    if isinstance(problem, ScoredProblem):
         tasks = []
         for attempt, (before, text) in enumerate(problem.list_texts()):
             start = model.codec.prefix + model.codec.encode(before) if before else model.codec.begin

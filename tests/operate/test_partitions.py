@@ -15,7 +15,7 @@ from nanoGPT.errors import LostConnection
 from nanoGPT.job import elastic
 from nanoGPT.job.out_dir import DirectoryLock
 from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats, Round
-from operate.partitions import UNSHARE, explain_missing_namespaces, find_repeated_steps
+from operate.partitions import UNSHARE, count_lines_out_of_order, explain_missing_namespaces
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT
 
@@ -98,4 +98,4 @@ def test_the_table_and_the_picture_show_each_cut(tmp_path, monkeypatch):
     assert list(bars.rows["node 2, dropped packets (1)"].values()) == [15.0, 30.0] and list(losses.rows) == ["0", "5"]
     lines = [f'{{"step": {step}, "loss": 1.0}}' for step in (0, 1, 2, 1, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert find_repeated_steps(tmp_path) == 2
+    assert count_lines_out_of_order(tmp_path) == 2

@@ -1,5 +1,6 @@
 """`evaluate.py --problems` on real ranks: the same answers in every way, its costs, kills, and what bad input gets."""
 
+import functools
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from phase3_fsdp.solve import costs, gpt, tensor_parallel, units
 from phase3_fsdp.solve.command import parse, solve
 from phase3_fsdp.solve.generation import Generator, Sampling, Task
 from phase3_fsdp.solve.models import open_model
-from phase3_fsdp.solve.progress import lock_directory
+from phase3_fsdp.solve.progress import Progress, lock_directory
 from tests.helpers.loading import measure_loading
 from tests.helpers.programs import Program
 from tests.helpers.training import tiny, train
@@ -313,26 +314,45 @@ def test_bad_input_gets_one_sentence(trained, tmp_path):
     assert "divides the 4 heads of the model among the ranks, but there are 3" in two
 
 
+def open_output_and_pause(output: str) -> int:
+    """Open a program's output. Let its rank 0 wait for a signal after three problems."""
+    add, problems, signals = Progress.add, itertools.count(1), []
+
+    def add_and_pause(self: Progress, line: dict) -> None:
+        number = next(problems)
+        if number == 1:
+            handle = signal.getsignal(signal.SIGTERM)
+            assert callable(handle)
+            signal.signal(signal.SIGTERM, lambda *arguments: (signals.append(arguments[0]), handle(*arguments)))
+        add(self, line)
+        while number == 3 and not signals:
+            time.sleep(0.01)
+
+    Progress.add = add_and_pause  # type: ignore[method-assign]
+    return os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_continues_with_the_next_problem(trained, tmp_path, ranks):
     """SIGKILL after some problems, then SIGTERM, then the same command: no problem is lost, none is solved twice."""
     words = ["--problems=arc-generated", f"--out_dir={trained}", "--num=40", "--batch_size=1", "--tokens=24"]
-    words += [f"--gpus={ranks}", f"--to={tmp_path}", "--device=cpu"]
+    words += [f"--gpus={ranks}", f"--to={tmp_path / 'to'}", "--device=cpu"]
+    open_output = functools.partial(open_output_and_pause, str(tmp_path / "output"))
     for number in (signal.SIGKILL, signal.SIGTERM):
-        begin = count_lines(tmp_path)
-        program = Program("phase3_fsdp/evaluate.py", *words)
-        while count_lines(tmp_path) < begin + 3:
-            assert program.poll() is None, program.output()
+        begin = count_lines(tmp_path / "to")
+        program = Program("phase3_fsdp/evaluate.py", *words, open_output=open_output)
+        while count_lines(tmp_path / "to") < begin + 3:
+            assert program.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.01)
         os.kill(program.pid, number)
         code = program.wait()
-        lock_directory(tmp_path).file.close()  # the ranks of a killed launcher have exited
-        assert count_lines(tmp_path) < 40 and code == (0 if number == signal.SIGTERM else -number)
+        lock_directory(tmp_path / "to").file.close()  # the ranks of a killed launcher have exited
+        assert count_lines(tmp_path / "to") < 40 and code == (0 if number == signal.SIGTERM else -number)
     finished = Program("phase3_fsdp/evaluate.py", *words)
     assert finished.wait() == 0, finished.output()
-    lines = [json.loads(line) for line in next(tmp_path.glob("progress_*")).read_text().splitlines()]
+    lines = [json.loads(line) for line in next(tmp_path.glob("to/progress_*")).read_text().splitlines()]
     assert sorted(line["number"] for line in lines) == list(range(40))
-    assert len(read_answers(tmp_path)) == 40
+    assert len(read_answers(tmp_path / "to")) == 40
 
 
 def count_lines(folder: Path) -> int:

@@ -64,9 +64,9 @@ def test_generated_tasks_have_the_answer_of_their_rule(size):
         pairs, ((test, wanted),) = arc.read_task(json.loads(json.dumps(task)))
         rule = arc.RULES[index % 4]
         assert wanted == rule(test) and all(rule(given) == output for given, output in pairs)
-        text = arc.write_task(pairs, test, LETTERS) + arc.write_grid(wanted, LETTERS) + "\n"
+        text = arc.format_task(pairs, test, LETTERS) + arc.format_grid(wanted, LETTERS) + "\n"
         assert len(text) == arc.count_characters(len(test), len(pairs)) <= size
-        answer = arc.write_grid(wanted, LETTERS)
+        answer = arc.format_grid(wanted, LETTERS)
         assert ArcProblem("x", pairs, test, wanted).score(answer, LETTERS) == {
             "grid": wanted,
             "is_right": True,
@@ -317,7 +317,7 @@ def test_the_report_shows_failures_first_and_escapes_answers():
     lines[1] |= {"final_position": None, "channel_switches": 0, "channel_tokens": {}}
     result |= {"ranks": 2, "spread": "tp", "hardware": "CPU", "peak_memory_bytes": [3e6, 5e6]}
     result |= {"seconds_of_last_start": 2.0, "tokens_of_last_start": 5}
-    page, text = report.write_html(result), report.write_markdown(result)
+    page, text = report.format_html(result), report.format_markdown(result)
     assert page.index("<h2>wrong") < page.index("<h2>right") and "<script>" not in page and "&lt;script&gt;" in page
     for report_text in (page, text):
         assert "final began at token 3; channel switches: 1; tokens: analysis 2, final 1" in report_text

@@ -55,15 +55,17 @@ def is_gone(pid: int) -> bool:
 
 
 def is_waiting(pid: int) -> bool:
-    """Return whether a process that handles SIGTERM has used no processor time for a second."""
+    """Return whether a process that handles SIGTERM sleeps and has used no processor time for a second."""
 
-    def processor_time() -> list[str]:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    def read_state_and_time() -> list[str]:
+        values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return [values[0], *values[11:13]]
 
     (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    before = processor_time()
+    before = read_state_and_time()
     time.sleep(1)
-    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1) and processor_time() == before
+    handles_sigterm = bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+    return handles_sigterm and before[0] == "S" and read_state_and_time() == before
 
 
 def test_a_job_trains_and_writes_a_sample(tmp_path, monkeypatch):
