@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.distributed.environment import ELASTIC_VARIABLE
 from nanoGPT.distributed.network import source_address
 from nanoGPT.distributed.process_group import is_served
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks, has_finished
+from nanoGPT.job.elastic import STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
 from nanoGPT.job.heartbeat_files import delete_leftovers
 from nanoGPT.job.parse import parse
 from nanoGPT.job.preflight import preflight
@@ -140,7 +142,7 @@ def name_job(store: dist.TCPStore, out_dir: str) -> str:
         store.compare_set(key, token, new_token)  # no effect if another node has replaced the token meanwhile
 
 
-def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> None:
+def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any], config: TrainConfig) -> None:
     """Check that this node has the flags, data and code of the nodes that train, before it disturbs them.
 
     The first node of a job puts its description into the store. If no other node is left, this node replaces it: the
@@ -150,9 +152,11 @@ def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> N
         store: of the job.
         job: its name.
         inputs: of this node, from `describe_inputs`.
+        config: of this node.
 
     Raises:
-        ConfigError: this node differs from the nodes that train. The job continues without it.
+        ConfigError: this node differs from the nodes that train, and the job continues without it; or the job was
+            stopped and is started again with other flags, but would resume with those of its checkpoint.
     """
     key, text = f"{job} inputs", json.dumps(inputs)
     others: dict[str, Any] = json.loads(store.compare_set(key, "", text))
@@ -161,7 +165,14 @@ def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> N
         return
     beats = store.add(f"{job} {BEATS_KEY}", 0)
     time.sleep(BEATS_SECONDS)
-    if store.add(f"{job} {BEATS_KEY}", 0) == beats:
+    is_stopped = store.add(f"{job} {BEATS_KEY}", 0) == beats
+    flags = [name for name in names if name.startswith("--")]
+    if is_stopped and flags and config.init_from != "resume" and step_directories(Path(config.out_dir)):
+        raise ConfigError(
+            f"the job in {config.out_dir} was stopped, and is started again with another value of {', '.join(flags)}: "
+            "add --init_from=resume to continue its run with this command"
+        )
+    if is_stopped:
         store.set(key, text)
         return
     parts = [f"{name} is {inputs[name]} here and {others.get(name)} there" for name in names[:3]]
@@ -173,7 +184,7 @@ def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> N
 
 
 def leave_after_signal(clean_up: Callable[[], None]) -> None:
-    """After SIGTERM, SIGINT or SIGHUP, let the ranks of this node save, clean up, and exit.
+    """After SIGTERM, SIGINT or SIGHUP, let the ranks of this node save, clean up, and exit: with 0 if they have saved.
 
     The agent is not asked to stop, because it would close the rendezvous for all nodes.
     """
@@ -189,16 +200,31 @@ def leave_after_signal(clean_up: Callable[[], None]) -> None:
     def exit_without_ranks() -> None:
         while not received_signals:
             time.sleep(0.1)
-        ranks = set(list_rank_processes())
-        while ranks & set(list_rank_processes()):
-            time.sleep(0.1)
+        if ranks := list_rank_processes():
+            with ThreadPoolExecutor(len(ranks)) as threads:
+                codes = [code for code in threads.map(wait_for_rank, ranks) if code not in (0, UNFINISHED)]
+        else:
+            codes = []
         kill_processes(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones
         clean_up()
-        os._exit(0)
+        os._exit(codes[0] if codes else 0)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, forward)
     threading.Thread(target=exit_without_ranks, daemon=True).start()
+
+
+def wait_for_rank(pid: int) -> int:
+    """Wait until a rank has exited, and return its exit code; 128 + signal if a signal ended it.
+
+    The agent of torch waits for the same processes. If it has read the exit code first, return 0.
+    """
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    assert result is not None  # only with WNOHANG
+    return result.si_status if result.si_code == os.CLD_EXITED else 128 + result.si_status
 
 
 def register_rendezvous(monitor: NodeMonitor, is_finished: Callable[[], bool]) -> None:
@@ -267,7 +293,7 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     host, port = elastic.parse_store()
     store = connect(host, port)
     job = name_job(store, config.out_dir)
-    check_agreement(store, job, inputs)
+    check_agreement(store, job, inputs, config)
     os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, **config_to_env(config)}
     os.environ[ELASTIC_VARIABLE] = f"{elastic.store} {job}"
     # Without this setting, a node that joins waits for an address that the first node published in an earlier round.

@@ -109,14 +109,16 @@ def python(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest) -> str:
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Return the device type of `--device`: cpu or cuda."""
     import torch
 
     name = request.config.getoption("--device")
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("--device=cuda needs a GPU, and this machine has none")
-    return name
+    yield name
+    if name == "cuda":
+        torch.cuda.empty_cache()  # the tests of other workers need the memory, too
 
 
 @pytest.fixture

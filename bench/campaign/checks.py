@@ -252,7 +252,7 @@ def run_tests(settings: Settings, name: str, *paths: str) -> dict[str, Any]:
 
     targets = ["tests/phase2/test_kernel_gelu.py"] if settings.dry_run else paths
     device = "cpu" if settings.dry_run else "cuda"
-    workers = 0 if settings.dry_run else min(4, os.cpu_count() or 1)
+    workers = 0 if settings.dry_run else 2  # a test with offsets past 2^31 allocates 24 GiB
     command = [sys.executable, "-m", "pytest", f"--device={device}", "-m", "gpu and not slow", "-v", "--tb=short"]
     command += ["-n", str(workers), f"--timeout={TEST_SECONDS}", "--continue-on-collection-errors", *targets]
     log = settings.folder / "logs" / f"pytest-{name}.txt"

@@ -28,6 +28,7 @@ from bench.matrix.cells import make_config
 from bench.plan.models import MODELS
 from bench.trainer import against_nanogpt
 from nanoGPT.checkpoint.directory import CheckpointDirectory
+from nanoGPT.errors import GPU_OUT_OF_MEMORY_MESSAGES
 from nanoGPT.files import write_atomically
 from nanoGPT.train_config import TrainConfig
 from workshop.phases import find_package
@@ -185,7 +186,7 @@ def measure_throughput(settings: Settings, model: str, phase: str, kernels: str,
 
 def is_out_of_memory(failure: RankFailed) -> bool:
     """Return whether a run failed because the memory of the GPU did not suffice."""
-    return "out of memory" in str(failure)
+    return any(words in str(failure) for words in ("out of memory", *GPU_OUT_OF_MEMORY_MESSAGES))
 
 
 def compare_fsdp(settings: Settings) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class CheckpointDirectory:
         self.save_thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         self.layout: Any = None  # of the shards of the last save
+        self.newer: list[str] = []  # the checkpoints that are newer than --resume_step
         self.last_save = time.monotonic()  # or the start of the run
         self.own_tokens: set[str | None] = {run.token}  # of this run, and of the run that it resumes
         run.end_callbacks.append(self.drain)
@@ -71,9 +72,8 @@ class CheckpointDirectory:
     def _check_shared(self) -> None:
         probe = self.root / self.run.gather(unique_name("shared"))[0]
         self._run_on_main(probe.touch)
-        missing = [
-            rank for rank, is_visible in enumerate(self._run_on_all(lambda: is_present(probe))) if not is_visible
-        ]
+        is_visible = self._run_on_all(lambda: is_present(probe))
+        missing = [rank for rank in range(self.run.world_size) if not is_visible[rank]]
         self._run_on_main(probe.unlink)
         if missing:
             raise ConfigError(
@@ -85,7 +85,7 @@ class CheckpointDirectory:
         """Return the newest complete checkpoint. Rename newer, damaged ones to `.bad-*`, and print the reasons.
 
         Args:
-            step: return the checkpoint of this step instead, and rename newer ones to `.newer-*`.
+            step: return the checkpoint of this step instead. The first `save` renames newer ones to `.newer-*`.
 
         Raises:
             ConfigError: there is no complete checkpoint, or one could not be read. An unreadable one is not renamed.
@@ -95,21 +95,19 @@ class CheckpointDirectory:
             return self._find_step(f"step-{step:08d}", names)
         for name in names:
             path = self.root / name
-            if reason := self._find_damage_on_all(path):
-                self._set_aside(path, f".bad-{name}", f"skipping {name}: {reason}")
-            else:
+            if not (reason := self._find_damage_on_all(path)):
                 return self._open(path)
+            self._set_aside(path, f".bad-{name}", f"skipping {name}: {reason}")
         raise ConfigError(f"no checkpoint under {self.root} can be used: start a new run with another --out_dir")
 
     def _find_step(self, wanted: str, names: list[str]) -> Checkpoint:
-        """Return the checkpoint of one step, and rename all newer ones, so that the run can save their steps again."""
+        """Return the checkpoint of one step. The first save sets all newer ones aside, to save their steps again."""
         if wanted not in names:
             raise ConfigError(f"there is no checkpoint {wanted} under {self.root}: choose one of {', '.join(names)}")
         path = self.root / wanted
         if reason := self._find_damage_on_all(path):
             raise ConfigError(f"{path} is damaged ({reason}): choose another --resume_step")
-        for name in names[: names.index(wanted)]:
-            self._set_aside(self.root / name, f".newer-{name}", f"{name} is newer than --resume_step")
+        self.newer = names[: names.index(wanted)]
         return self._open(path)
 
     def _open(self, path: Path) -> Checkpoint:
@@ -191,6 +189,8 @@ class CheckpointDirectory:
         """
         self.drain()
         self.last_save = time.monotonic()
+        while self.newer and (name := self.newer.pop()):
+            self._set_aside(self.root / name, f".newer-{name}", f"{name} is newer than --resume_step")
         final = self.root / f"step-{step:08d}"
         if self._run_on_all(lambda: self.run.is_main and self._update_if_saved(final, fields), final)[0]:
             return final

@@ -23,6 +23,7 @@ from nanoGPT.schema import Count, FileName, Range, SchemaError, Sha256, Size, ch
 from nanoGPT.tokenizer import check_tokenizer
 
 Manifest = dict[str, Any]
+DELETED = "was deleted while it was read, for example by a run that saves newer checkpoints: run the command again"
 STEP = re.compile("step-[0-9]{8,}")  # the name of a checkpoint's directory
 
 
@@ -168,9 +169,16 @@ def check_training(path: Path, manifest: Manifest) -> None:
 
 
 def list_files(path: Path) -> list[str]:
-    """Return the names of the files in a checkpoint's manifest; all files of the directory if there is no manifest."""
+    """Return the names of the files in a checkpoint's manifest; all files of the directory if there is no manifest.
+
+    Raises:
+        ConfigError: the directory was deleted.
+    """
     if not is_present(path / "manifest.json"):
-        return list_directory(path)
+        try:
+            return list_directory(path)
+        except ABSENT:
+            raise ConfigError(f"{path} {DELETED}") from None
     return [file["name"] for file in read_manifest(path)["files"]]
 
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from nanoGPT.checkpoint.manifest import DELETED
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, PeerFailed, is_out_of_memory
-from nanoGPT.files import open_regular, retry_reads, size_of
+from nanoGPT.files import ABSENT, open_regular, retry_reads, size_of
 
 INDEX = ".metadata"
 MAX_CHECKED_BYTES = 64 << 20  # of the pickle in an index
@@ -54,7 +55,7 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], no_d
         no_dist: read in this process only, without communication.
 
     Raises:
-        ConfigError: the shards are damaged, or do not match `tensors`.
+        ConfigError: the shards are damaged or were deleted, or do not match `tensors`.
         PeerFailed: only other ranks failed.
     """
     reader = source if isinstance(source, SafeReader) else SafeReader(source)
@@ -65,6 +66,8 @@ def read_shards(source: "Path | SafeReader", tensors: Mapping[str, Tensor], no_d
             dcp.load(dict(tensors), storage_reader=reader, planner=TensorOnlyPlanner(), no_dist=no_dist)
     except PeerFailed:
         raise
+    except ABSENT:
+        raise ConfigError(f"{reader.path} {DELETED}", on_one_rank=True) from None
     except READ_ERRORS as error:
         if (
             is_out_of_memory(error)
@@ -140,6 +143,8 @@ class SafeReader(FileSystemReader):
                 file.seek(0)
                 content = file.read(end)  # without what may follow the pickle
             check_index(Path(self.path), index)
+        except ABSENT:
+            raise ConfigError(f"{self.path} {DELETED}") from None
         except pickle.UnpicklingError as error:
             raise ConfigError(f"{path} was not read, because {error}: use another checkpoint") from None
         except READ_ERRORS as error:

@@ -101,7 +101,7 @@ def find_newest(out_dir: Path, run: Runtime | None = None) -> Checkpoint:
             checkpoint takes 1/N of the time. None: a single process.
 
     Raises:
-        ConfigError: there is no complete checkpoint, or one could not be read.
+        ConfigError: there is no complete checkpoint, one could not be read, or other ranks do not see one of rank 0.
     """
 
     def list_paths() -> list[Path]:
@@ -114,8 +114,11 @@ def find_newest(out_dir: Path, run: Runtime | None = None) -> Checkpoint:
             checkpoint, reason = verify_checkpoint(path, run)
             if checkpoint:
                 return checkpoint
-            is_deleted = not is_present(path)
-            is_changing = is_changing or (run.any(is_deleted)[0] if run else is_deleted)
+            blind_ranks = [rank for rank, sees in enumerate(run.gather(is_present(path))) if not sees] if run else []
+            is_deleted = not (run.call_on_rank0(partial(is_present, path)) if run else is_present(path))
+            if blind_ranks and not is_deleted:
+                raise ConfigError(f"ranks {blind_ranks} do not see {path}: use a directory that all nodes share")
+            is_changing = is_changing or is_deleted
             if not is_deleted and (run is None or run.is_main):
                 print(f"skipping {path.name}: {reason}", file=sys.stderr)
     raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nanoGPT.checkpoint.manifest import step_directories
+from nanoGPT.checkpoint.manifest import read_manifests, step_directories
 from nanoGPT.distributed.environment import environment_number, may_restart, read_elastic_job
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
@@ -109,8 +109,9 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
 
     torchrun repeats the same command, without --init_from=resume. Each elastic agent counts its restarts separately, so
     the job was restarted if any count is not 0. The lock file names the agents of the job that may use the directory
-    (or the elastic job itself): checkpoints of another job are refused at every restart, as they were at the start.
-    Only rank 0 reads the directory.
+    (or the elastic job itself): checkpoints of another job are refused at every restart, as they were at the start. It
+    also has the tokens of the job's starts, which tell whose checkpoints are in the directory. Only rank 0 reads the
+    directory.
 
     Args:
         run: this rank's Runtime; its token becomes that of rank 0.
@@ -132,8 +133,8 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
         was_restarted = any(restart_counts) or job  # a node that joins restarts the ranks, and is not counted
         saved = run.call_on_rank0(lambda: find_saved_config(agents, lock, config)) if was_restarted else None
         run.call_on_rank0(partial(count_restart, Path(config.out_dir)))
-        if any(restart_counts) or (job and saved is not None):
-            config = dataclasses.replace(config, resume_step=None)  # the first start has resumed from it already
+        if saved is not None and run.call_on_rank0(partial(has_saved, lock, config)):
+            config = dataclasses.replace(config, resume_step=None)  # an earlier start has resumed from it
         if saved is not None and config.init_from != "resume":
             run.print0("torchrun has restarted the job: it resumes from its newest checkpoint")
             values: dict[str, Any] = {**saved, "out_dir": config.out_dir, "init_from": "resume"}
@@ -141,8 +142,19 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
         run.call_on_rank0(partial(check_out_dir, Path(config.out_dir), resume=config.init_from == "resume"))
     if lock:
         with contextlib.nullcontext() if may_restart() else contextlib.suppress(OSError):  # the disk may be full
-            lock.write("\n".join(agents))
+            lines = lock.read().splitlines()
+            earlier_starts = lines if {*agents} & {*lines} else []
+            lock.write("\n".join(dict.fromkeys([*agents, *earlier_starts, run.token])))
     return config
+
+
+def has_saved(lock: DirectoryLock | None, config: TrainConfig) -> bool:
+    """Return whether a start of this job has saved a checkpoint, on rank 0. The lock file has the tokens of its starts.
+
+    A start sets the checkpoints that are newer than `resume_step` aside when it saves its first one.
+    """
+    tokens = {*lock.read().splitlines()} if lock else set()
+    return any(manifest.get("run") in tokens for _, manifest in read_manifests(Path(config.out_dir)))
 
 
 def count_usable_ranks(config: TrainConfig, ranks: int) -> int:

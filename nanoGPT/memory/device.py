@@ -101,6 +101,22 @@ def gpu_memory(message: str, device: torch.device | None) -> DeviceMemory:
     return DeviceMemory(f"GPU {device.index or 0} has" if device else "the GPU has", total, in_use, is_gpu=True)
 
 
+def is_pinned_memory(message: str, device: torch.device | None) -> bool:
+    """Return whether the memory that has run out is pinned CPU memory, for which CUDA has the message of a full GPU.
+
+    Only torch's allocator of GPU memory adds sizes to this message, and then the GPU has no gibibyte left.
+
+    Args:
+        message: the error message.
+        device: this rank's GPU, if it is known.
+    """
+    if "CUDA error: out of memory" not in message or "Tried to allocate" in message:
+        return False
+    with contextlib.suppress(Exception):  # CUDA may be unusable after the error
+        return bool(torch.cuda.mem_get_info(device)[0] > 1 << 30)
+    return False
+
+
 def host_memory(in_use_at_start: int | None = None) -> DeviceMemory:
     """Return the smallest limit of the CPU memory, and the memory that this process has allocated since its start.
 

@@ -29,6 +29,7 @@ from nanoGPT.memory.device import (
     format_bytes,
     gpu_memory,
     host_memory,
+    is_pinned_memory,
     process_bytes,
     requested_bytes,
 )
@@ -96,8 +97,11 @@ class MemoryReport:
             if not is_out_of_memory(error):
                 return None
             failed_run, text = FailedRun.from_traceback(error.__traceback__), error_messages(error)
-            if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in GPU_OUT_OF_MEMORY_MESSAGES):
-                memory = gpu_memory(text, failed_run.run.device if failed_run.run else None)
+            device = failed_run.run.device if failed_run.run else None
+            is_from_gpu = isinstance(error, torch.OutOfMemoryError)
+            is_from_gpu = is_from_gpu or any(words in text for words in GPU_OUT_OF_MEMORY_MESSAGES)
+            if is_from_gpu and not is_pinned_memory(text, device):
+                memory = gpu_memory(text, device)
             else:
                 memory = host_memory(self.in_use_at_start)
             return describe(requested_bytes(text), memory, failed_run, self.costs)

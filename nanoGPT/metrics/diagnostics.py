@@ -35,7 +35,7 @@ from nanoGPT.errors import DivergedRanks, NonFiniteLoss
 from nanoGPT.memory.device import process_bytes
 from nanoGPT.train_config import TrainConfig
 
-CHUNK = 1 << 20  # elements of a parameter that `compute_digest` reads at a time
+CHUNK = 1 << 20  # elements of a tensor that a hash or a norm reads at a time
 MAX_SHARE, TIMED_RECORDS = 0.15, 10  # of the time in records, above which a run names a larger interval
 MAX_ALLOCATIONS = 20_000  # events that the allocator's history keeps
 NORM_TOLERANCE = 1e-9  # relative; replicas may add the squares in another order
@@ -95,9 +95,10 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def compute_norm(tensor: Tensor) -> float:
-    """Return the Euclidean norm, accumulated in fp64 where the device has it, without a copy of the tensor."""
+    """Return the Euclidean norm, accumulated in fp64 where the device has it. Only a chunk is copied at a time."""
     dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
-    return torch.linalg.vector_norm(tensor.detach(), dtype=dtype).item()
+    norms = [torch.linalg.vector_norm(chunk, dtype=dtype) for chunk in tensor.detach().flatten().split(CHUNK)]
+    return torch.linalg.vector_norm(torch.stack(norms)).item()
 
 
 def compute_rms(tensor: Tensor) -> float:

@@ -30,7 +30,7 @@ from nanoGPT.checkpoint.shard_writer import SavedLayout, write_shards
 from nanoGPT.checkpoint.shards import SafeReader, read_shards
 from nanoGPT.checkpoint.state import read_full_state
 from nanoGPT.checkpoint.writer import NewFiles
-from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.errors import ConfigError, PeerFailed, SaveError
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.train_config import TrainConfig
@@ -655,6 +655,44 @@ def test_a_checkpoint_deleted_during_verification_is_not_reported_as_damaged(tmp
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
     monkeypatch.setattr(weights_module, "verify_files", lambda path, *_: delete_and_replace(path, directory))
     assert weights_module.find_newest(tmp_path).step == 4 and not newest.exists()
+
+
+def find_newest_where_rank_1_sees_nothing(folder: str) -> str:
+    """Return the error for a damaged checkpoint that only rank 0 sees."""
+    run = create_runtime("cpu", "float32")
+    weights_module.is_present = lambda _: run.is_main  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as failure:
+        weights_module.find_newest(Path(folder), run)
+    return str(failure.value)
+
+
+def test_ranks_without_a_shared_directory_do_not_search_forever(tmp_path):
+    """If a rank does not see a checkpoint that rank 0 sees, all ranks end with an error."""
+    checkpoint = make_directory(tmp_path).save(1, write_bytes(b"x"), MANIFEST_FIELDS)
+    (checkpoint / "payload").write_bytes(b"y")
+    errors = run_on_ranks(find_newest_where_rank_1_sees_nothing, 2, str(tmp_path))
+    assert errors == [f"ranks [1] do not see {checkpoint}: use a directory that all nodes share"] * 2
+
+
+def read_and_delete(folder: str) -> list[str]:
+    """Save, read one tensor, delete the checkpoint, and read again. Return the errors."""
+    path = Path(folder) / "0"
+    write_step(folder, "0", {"model.a": torch.ones(2)}, None)
+    state = read_full_state(path)
+    assert state.model["a"].sum() == 2
+    shutil.rmtree(path)
+    errors = []
+    for read in (lambda: state.model["a"], lambda: read_full_state(path)):
+        with pytest.raises(ConfigError) as failure:
+            read()
+        errors.append(str(failure.value))
+    return errors
+
+
+def test_a_checkpoint_deleted_while_it_is_read_is_one_error(tmp_path):
+    """If a training run deletes a checkpoint whose tensors another process reads, this process ends with one error."""
+    (errors,) = run_on_ranks(read_and_delete, 1, str(tmp_path))
+    assert all(error.startswith(f"{tmp_path / '0'} was deleted while it was read") for error in errors), errors
 
 
 def delete_and_replace(path: Path, directory: CheckpointDirectory) -> None:

@@ -29,6 +29,7 @@ from nanoGPT.memory.device import (
     format_bytes,
     gpu_memory,
     host_limits,
+    is_pinned_memory,
     requested_bytes,
 )
 from nanoGPT.memory.out_of_memory import CostsModule, FailedRun, MemoryReport, advise, describe
@@ -215,6 +216,17 @@ def test_torchs_message_about_a_gpu_is_parsed():
     assert gpu_memory(container, None).others == 0  # the message does not tell which of the two is this process
     unknown = gpu_memory("CUBLAS_STATUS_ALLOC_FAILED", torch.device("cuda", 3))
     assert (unknown.owner, unknown.in_use) == ("GPU 3 has", None)
+
+
+def test_pinned_memory_is_not_memory_of_the_gpu(monkeypatch):
+    """CUDA reports exhausted pinned CPU memory as "CUDA error: out of memory", while the GPU has free memory."""
+    device, message = torch.device("cuda", 0), "CUDA error: out of memory"
+    for free_bytes, is_pinned in ((40 << 30, True), (100 << 20, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, size=free_bytes: (size, 80 << 30))
+        assert is_pinned_memory(message, device) == is_pinned
+        assert not is_pinned_memory(GPU_MESSAGE, device) and not is_pinned_memory("CUBLAS_STATUS_ALLOC_FAILED", device)
+        sentence = MemoryReport(costs).explain(torch.AcceleratorError(message))
+        assert ("GPU" not in sentence) == is_pinned, sentence
 
 
 # ---- real errors during training

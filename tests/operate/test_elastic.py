@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks
 from nanoGPT.job.watchdog import list_children
 from operate import node_kills
-from operate.elastic import ElasticConfig, check_agreement, connect, name_job
+from operate.elastic import ElasticConfig, check_agreement, connect, name_job, wait_for_rank
 from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program, wait_until
 from tests.helpers.training import TINY, tiny, train
 from workshop.ranks import losses
@@ -107,20 +108,38 @@ def test_nodes_join_die_and_leave(tmp_path):
     assert max(abs(curve[step] - uninterrupted[step]) for step in uninterrupted) < 1e-6
 
 
-def test_a_job_without_nodes_starts_again_with_other_inputs(monkeypatch):
-    """A node that differs is refused while another node is alive. If none is left, its inputs become the job's."""
+def test_a_job_without_nodes_starts_again_with_other_inputs(monkeypatch, tmp_path):
+    """A node that differs is refused while another node is alive. If none is left, its inputs become the job's.
+
+    If the run has a checkpoint, other flags need --init_from=resume: without it, those of the checkpoint would be used.
+    """
     monkeypatch.setattr("operate.elastic.BEATS_SECONDS", 0.3)
+    config = tiny("nanoGPT", tmp_path)
     port = int(find_free_port())
     store = dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False)
-    check_agreement(store, "job", {"--seed": 1, "--betas": (1, 2)})
-    check_agreement(store, "job", {"--seed": 1, "--betas": (1, 2)})
+    check_agreement(store, "job", {"--seed": 1, "--betas": (1, 2)}, config)
+    check_agreement(store, "job", {"--seed": 1, "--betas": (1, 2)}, config)
     beats = threading.Timer(0.1, lambda: connect("127.0.0.1", port).add("job beats", 1))
     beats.start()
     with pytest.raises(ConfigError, match="the nodes that train: --seed is 2 here and 1 there: start it with the same"):
-        check_agreement(store, "job", {"--seed": 2, "--betas": (1, 2)})
+        check_agreement(store, "job", {"--seed": 2, "--betas": (1, 2)}, config)
     beats.join()
-    check_agreement(store, "job", {"--seed": 2, "--betas": (1, 2)})
+    check_agreement(store, "job", {"--seed": 2, "--betas": (1, 2)}, config)
     assert json.loads(store.get("job inputs")) == {"--seed": 2, "--betas": [1, 2]}
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    check_agreement(store, "job", {"--seed": 2, "the code": "new"}, config)
+    with pytest.raises(ConfigError, match="started again with another value of --seed: add --init_from=resume"):
+        check_agreement(store, "job", {"--seed": 3, "the code": "new"}, config)
+    check_agreement(store, "job", {"--seed": 3, "the code": "new"}, replace(config, init_from="resume"))
+
+
+def test_the_exit_code_of_a_rank_is_read_before_the_agent_reads_it():
+    """A node that leaves reads the exit codes of its ranks, and leaves them to the agent, which waits for them too."""
+    for command, code in (("exit 3", 3), ("kill -9 $$", 128 + signal.SIGKILL)):
+        pid = os.posix_spawn("/bin/sh", ["sh", "-c", command], {})
+        assert wait_for_rank(pid) == wait_for_rank(pid) == code
+        os.waitpid(pid, 0)
+        assert wait_for_rank(pid) == 0
 
 
 def test_an_error_that_would_repeat_stops_all_nodes(tmp_path):

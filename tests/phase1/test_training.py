@@ -90,7 +90,7 @@ def test_kernels_and_zero_go_together(tmp_path, device, need_ranks):
 
 def test_one_rank_without_clipping_is_bitwise_identical_to_the_baseline(tmp_path, device):
     """Every loss is identical: AdamW is elementwise, so it computes the same values in flat buckets."""
-    options = {**STEPS, "device": device, "grad_clip": 0.0}
+    options = {**STEPS, "device": device, "dtype": "float32", "deterministic": device == "cuda", "grad_clip": 0.0}
     baseline = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **options))
     config = tiny("phase1_zero1", tmp_path / "z", zero1_bucket_mb=0.01, **options)
     assert train("phase1_zero1", 1, config) == baseline
@@ -183,7 +183,7 @@ def test_a_run_saved_at_8_ranks_resumes_at_2_then_4_then_in_the_baseline(tmp_pat
     """A run in four parts, on 8, 2 and 4 ranks of phase 1 and then in the baseline, has an uninterrupted run's
     losses."""
     need_ranks(8)
-    steps = {**STEPS, "max_iters": 5, "lr_decay_iters": 5, "device": device}
+    steps = {**STEPS, "max_iters": 5, "lr_decay_iters": 5, "device": device, "dtype": "float32"}
     uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **steps))
     parts = [("phase1_zero1", 8, 1), ("phase1_zero1", 2, 2), ("phase1_zero1", 4, 3), ("nanoGPT", 1, 5)]
     for phase, ranks, max_iters in parts:

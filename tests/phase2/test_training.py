@@ -440,7 +440,7 @@ def test_the_launcher_runs_phase_2(tmp_path, device, need_ranks):
     need_ranks(2)
     flags = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 16, "batch_size": 2, "max_iters": 2}
     flags |= {"gradient_accumulation_steps": 2, "eval_iters": 2, "device": device, "out_dir": tmp_path}
-    flags |= {"kernels": "loss,adamw"}
+    flags |= {"kernels": "loss,adamw", "dataset": "shakespeare_char", "compile": False}  # also on a GPU
     arguments = [f"--{key}={value}" for key, value in flags.items()]
     outcome = run_program("nanoGPT.launch", "--gpus=2", "phase2_triton/train.py", *arguments)
     assert outcome.code == 0, outcome.output

@@ -100,9 +100,15 @@ def test_an_evaluation_alone(runs, capsys):
 
 
 def test_an_older_checkpoint_is_resumed(runs, tmp_path):
-    """With resume_step=2 a run repeats the steps after it exactly; the newer checkpoints are kept under other names."""
+    """With resume_step=2 a run repeats the steps after it exactly; the newer checkpoints are kept under other names.
+
+    A run that is refused renames nothing.
+    """
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     fields = {"init_from": "resume", "max_iters": 4, "eval_interval": 2}
+    with pytest.raises(Exception, match="--n_layer"):
+        train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "nanoGPT", resume_step=2, **{**fields, "n_layer": 3}))
+    assert steps_saved(tmp_path / "nanoGPT") == ["step-00000002", "step-00000004"]
     repeated = train_all(2, [(phase, tiny(phase, tmp_path / phase, resume_step=2, **fields)) for phase in PHASES])
     for phase, curve in zip(PHASES, repeated, strict=True):
         out = tmp_path / phase
