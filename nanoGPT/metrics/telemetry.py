@@ -46,14 +46,31 @@ from nanoGPT.metrics.trackers import Tracker
 from nanoGPT.train_config import TrainConfig
 
 
-def drop_lines_from(path: Path, step: int) -> None:
-    """Remove the lines of `step` and of later steps from a metrics file, and an incomplete last line."""
+def read_lines_before(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return the lines of earlier steps than `step` in a metrics file. Damaged lines are left out."""
     lines = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] < step:
-                lines.append(line + "\n")
-    write_atomically(path, "".join(lines).encode())
+                lines.append(json.loads(line))
+    return lines
+
+
+def count_tokens(out_dir: Path, lines: list[dict[str, Any]], first_step: int, tokens_per_step: int) -> int:
+    """Return the tokens of all steps before `first_step`. Earlier starts of the run may have had other batches.
+
+    Args:
+        out_dir: directory of the run; env.json is still that of the previous start.
+        lines: the metrics of earlier steps.
+        first_step: of this start.
+        tokens_per_step: of this start.
+    """
+    try:
+        steps = lines[-1]["step"] + (lines[-1]["loss"] is not None)
+        rate = json.loads((out_dir / "env.json").read_text())["tokens_per_step"]
+        return int(lines[-1]["tokens"] + (first_step - steps) * rate)
+    except (OSError, LookupError, ValueError, TypeError, RecursionError):  # no metrics, or damaged ones
+        return first_step * tokens_per_step
 
 
 class Telemetry:
@@ -71,7 +88,7 @@ class Telemetry:
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
         self.flops_per_token, self.peak_flops = flops_per_token, find_peak_flops(run)
         run.enter_stage("start", first_step)
-        self.next_step = first_step
+        self.first_step = self.next_step = first_step
         self.clock = time.perf_counter()
         try:
             self._open_files(first_step)
@@ -94,14 +111,16 @@ class Telemetry:
 
     def _open_metrics(self, first_step: int) -> None:
         tokens = f"{self.tokens_per_step:,} tokens per step, on any number of ranks"
+        path = self.out_dir / "metrics.jsonl"
+        lines = read_lines_before(path, first_step)
+        self.tokens_before = count_tokens(self.out_dir, lines, first_step, self.tokens_per_step)
         if self.config.eval_only:  # the files describe the run that trains
             self.run.print0(tokens)
             return
         self.run.print0(f"{tokens}; writing to {self.out_dir}")
         steps = f"started at step {first_step} of {self.config.max_iters}"
         append_to_log(self.out_dir, "rank 0", f"{steps}, {type(self.config).__name__}, {self.run.world_size} rank(s)")
-        path = self.out_dir / "metrics.jsonl"
-        drop_lines_from(path, first_step)
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
         self.metrics = open(path, "a", buffering=1)
         environment = {
             "command": sys.argv,
@@ -182,7 +201,7 @@ class Telemetry:
             "loss": loss,
             "lr": lr,
             "grad_norm": replace_non_finite(grad_norm),
-            "tokens": (step + has_trained) * self.tokens_per_step,
+            "tokens": self.tokens_before + (step + has_trained - self.first_step) * self.tokens_per_step,
             "tokens_per_second": rate,
             "step_ms": 1000 * seconds / steps if has_trained else None,
             "mfu": mfu,

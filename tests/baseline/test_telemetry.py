@@ -10,7 +10,7 @@ import torch
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.metrics import telemetry
-from nanoGPT.metrics.telemetry import Telemetry, drop_lines_from
+from nanoGPT.metrics.telemetry import Telemetry, count_tokens, read_lines_before
 from tests.helpers.training import tiny, train, train_all
 from workshop.ranks import RankFailed, run_on_ranks
 
@@ -92,15 +92,26 @@ def test_a_heartbeat_has_step_and_stage(runs):
         assert begin <= heartbeat["time"] <= time.time()
 
 
-def test_a_resume_drops_later_and_incomplete_lines(tmp_path):
+def test_a_resume_reads_only_complete_lines_of_earlier_steps(tmp_path):
     """A resume from step 2 keeps only the lines of steps 0 and 1. It drops an incomplete line, and a line that is not a
     JSON object."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n[3]\n{"step": 2}\n{"step": 3, "lo')
-    drop_lines_from(path, 2)
-    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
-    drop_lines_from(tmp_path / "none.jsonl", 0)
-    assert (tmp_path / "none.jsonl").read_text() == ""
+    assert read_lines_before(path, 2) == [{"step": 0}, {"step": 1}]
+    assert read_lines_before(tmp_path / "none.jsonl", 0) == []
+
+
+def test_tokens_are_counted_on_after_a_resume_with_another_batch(tmp_path):
+    """The tokens of earlier steps are those that the run has read, with the batch of that time."""
+    fields = {"max_iters": 5, "eval_interval": 5, "eval_iters": 1, "n_layer": 1, "log_interval": 2}
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **fields))
+    fields |= {"max_iters": 8, "init_from": "resume", "gradient_accumulation_steps": 16}
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **fields))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    tokens = {line["step"]: line["tokens"] / (2 * 16) for line in lines if line["loss"] is not None}
+    assert tokens == {0: 8, 2: 24, 4: 40, 5: 40 + 16, 6: 40 + 32, 7: 40 + 48}
+    assert count_tokens(tmp_path, lines[:2], 5, 1) == 3 * 256 + 2 * 512  # 512 per step in the newest env.json
+    assert count_tokens(tmp_path / "none", [], 5, 100) == 500
 
 
 def log_with_a_fake_clock(out: str) -> None:
