@@ -165,7 +165,7 @@ bench-kernels: .venv/.dev data  ## measure every kernel, and the trainer with ea
 	@OMP_NUM_THREADS=1 $(PY) -m bench.kernels $(ARGS)
 	@$(PY) -m bench.kernels.ablation $(filter --write --kernels=%,$(ARGS))
 	@$(PY) -m bench.kernels.plots
-bench-fsdp: .venv/.dev data  ## run FSDP with every pair of option values: losses, communication, state; 45 minutes
+bench-fsdp: .venv/.dev data  ## run FSDP with every pair of option values: losses, communication, state; 20 minutes
 	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.fsdp_options $(ARGS)
 bench-save: .venv/.dev  ## measure a verified save, synchronous and asynchronous, against a bare dcp.save
 	@OMP_NUM_THREADS=1 $(PY) -m bench.checkpoints.save_speed $(ARGS)

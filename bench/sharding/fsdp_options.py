@@ -1,6 +1,6 @@
 """Combine the options of FSDP on 1 to 8 ranks; compare losses with the baseline and communication with the formula.
 
-    make bench-fsdp                     # 50 steps per row; 45 minutes on 2 cores that also ran other work
+    make bench-fsdp                     # 50 steps per row; 20 minutes on 2 cores that also ran other work
     make bench-fsdp ARGS=--write        # also write bench/results/fsdp-options-<hardware>.json
 
 The rows do not contain every combination of all options. They contain every pair of values of every two options (a
