@@ -41,12 +41,17 @@ def read_by_rank(folder: Path, pattern: str) -> dict[int, Path]:
 
 
 def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the last heartbeat of each rank of the newest start of a run. An earlier start may have had more ranks."""
+    """Return the last heartbeat of each rank of the newest start of a run. An earlier start may have had more ranks.
+
+    Each start replaces the heartbeat of rank 0. The newest start is that of this heartbeat, even if other files have
+    later times, because a clock was wrong.
+    """
     files = read_by_rank(folder / "heartbeat", "rank*.json")
     found = [(rank, read_json(path)) for rank, path in files.items()]
     for path in read_by_rank(folder / "heartbeat", "node-*.json").values():  # a run on several nodes
         found += read_node_file(path).items()
     beats = [(rank, beat) for rank, beat in found if "time" in beat]
-    newest = max((beat for _, beat in beats), key=lambda beat: beat["time"], default={}).get("run")
+    candidates = [beat for rank, beat in beats if rank == 0] or [beat for _, beat in beats]
+    newest = max(candidates, key=lambda beat: beat["time"], default={}).get("run")
     own = [(rank, beat) for rank, beat in beats if beat.get("run") == newest]
     return dict(sorted(own, key=lambda each: each[0]))

@@ -11,6 +11,7 @@ from nanoGPT.errors import ConfigError
 from operate.autopsy.__main__ import describe_start
 from operate.autopsy.causes import find_cause
 from operate.autopsy.evidence import Evidence, read_evidence
+from operate.run_files import read_heartbeats
 from tests.helpers.programs import Program, assert_refused, await_steps, launch, run_program
 from tests.helpers.training import tiny, train
 from workshop.faults import FAULTS
@@ -93,6 +94,15 @@ def test_damaged_files_are_read(tmp_path):
     (tmp_path / "stacks" / "rank0.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "stacks" / "collectives-rank0.json").write_text("[]")
     assert find_cause(read_evidence(tmp_path)).kind == "none"
+
+
+def test_the_newest_start_is_that_of_rank_0(tmp_path):
+    """A resume on 2 ranks after a run on 4 has the newest heartbeats, although the clock was an hour ahead before."""
+    (tmp_path / "heartbeat").mkdir()
+    for rank in range(4):
+        beat = {"run": "new", "time": 1000.0} if rank < 2 else {"run": "old", "time": 4600.0}
+        (tmp_path / "heartbeat" / f"rank{rank}.json").write_text(json.dumps(beat))
+    assert [beat["run"] for beat in read_heartbeats(tmp_path).values()] == ["new", "new"]
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
