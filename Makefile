@@ -16,13 +16,14 @@ MODEL ?= gpt2
 GPU ?= h100
 SUITE ?= scaling
 PHASE ?= phase3
-TO ?=
+TO :=
 NODES ?= 1:1
 PORT ?= 29400
 STORE ?= 127.0.0.1:$(PORT)
-RUN ?=
-NAME ?=
-N ?=
+# These are not taken from the environment: WSL, for example, sets NAME to the name of the machine.
+RUN :=
+NAME :=
+N :=
 LEVEL ?= 1
 ARGS ?=
 
@@ -46,7 +47,7 @@ help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
 	@echo "multiple nodes: run the same command on each node, with NNODES=2 NODE_RANK=0 MASTER_ADDR=host"
 	@echo
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 # The stamp .venv/.core names the directory and the Python that .venv was created for. If either has changed, or if a
 # set-up was interrupted, the stamp depends on the missing target stale-venv, and make runs the set-up again.
@@ -63,7 +64,7 @@ STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= rea
 	@$(PYTHON) workshop/set_up.py core --torch=$(TORCH)
 
 .venv/.pytest .venv/.dev .venv/.notebooks .venv/.book: .venv/.core
-	@$(PYTHON) workshop/set_up.py $(@F:.%=%) --torch=$(TORCH)
+	@$(PY) workshop/set_up.py $(@F:.%=%) --torch=$(TORCH)
 
 nanoGPT/data/synthetic/meta.json: nanoGPT/prepare/synthetic.py
 nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .venv/.core
@@ -93,7 +94,7 @@ test-fast: .venv/.dev data  ## run only the fast tests, which start no processes
 check-ptx: .venv/.core  ## compile torch.compile's code for GPUs, without a GPU (ARGS=--torch=2.11: another version)
 	@$(PY) -m bench.compiled $(ARGS)
 gpu-campaign: .venv/.dev data  ## measure everything that needs a GPU, in pieces of 9 minutes; repeat it until nothing is left
-	@$(PY) -m bench.campaign --to=$(or $(TO),out/campaign) $(ARGS)
+	@$(PY) -m bench.campaign --to="$(or $(TO),out/campaign)" $(ARGS)
 lint: .venv/.dev  ## run ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
 notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb
@@ -125,6 +126,7 @@ gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare loss
 autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
 	@$(PY) -m operate.autopsy $(if $(RUN),--run=$(RUN)) $(ARGS)
 doctor:  ## check this machine and the environment; each problem has a remedy; also runs before make setup
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { echo "$(PYTHON) is missing or older than Python 3.9: install Python 3.11, and run make doctor PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -m operate.doctor
 watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
 	@$(PY) -m operate.watch $(if $(RUN),--run=$(RUN))
@@ -136,7 +138,7 @@ evaluate: .venv/.core data  ## solve problems with the model of the newest run, 
 	@$(PY) phase3_fsdp/evaluate.py --gpus=$(GPUS) $(if $(DEVICE),--device=$(DEVICE)) \
 		$(if $(findstring --problems,$(ARGS)),,--problems=arc-generated) $(ARGS)
 copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports into a standalone directory TO=DIR
-	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to=$(TO)
+	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to="$(TO)"
 diff1: .venv/.core  ## show what phase 1 changes in the baseline's train.py, hunk by hunk
 	@$(PY) -m workshop.diff phase1_zero1
 diff2: .venv/.core  ## show what phase 2 changes in the baseline's train.py, hunk by hunk

@@ -50,7 +50,7 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
     Raises:
         ConfigError: there is no complete checkpoint, or the files exist already or could not be written.
     """
-    checkpoint, folder = find_newest(Path(out_dir)), Path(to)
+    checkpoint, folder = find_newest(Path(out_dir).expanduser()), Path(to).expanduser()
     check_no_overwrite(folder, format)
     manifest = checkpoint.manifest
     shape = GPTConfig.from_dict(manifest["model_args"])

@@ -131,21 +131,21 @@ def build_trials(gate: GateConfig, words: list[str], out_dir: Path) -> list[Tria
     trainer = ROOT / package / "train.py"
     config = parse(load_config_class(gate.phase), words, trainer, gate.gpus)
     trials = []
-    shapes: list[tuple[str, dict[str, Any], int]] = [
-        ("synthetic", {"dataset": "synthetic", "vocab_size": None}, SYNTHETIC_STEPS),
-        (config.dataset, {}, REAL_STEPS),
+    shapes: list[tuple[str, str, dict[str, Any], int]] = [
+        ("synthetic", "synthetic", {"dataset": "synthetic", "vocab_size": None}, SYNTHETIC_STEPS),
+        ("dataset", config.dataset, {}, REAL_STEPS),
     ]
     if gate.scale_up:
         longer = {"block_size": 2 * config.block_size, "batch_size": max(1, config.batch_size // 2)}
-        shapes.append((f"{config.dataset}, {longer['block_size']} tokens per sequence", longer, REAL_STEPS))
-    for name, fields, steps in shapes:
+        name = f"{config.dataset}, {longer['block_size']} tokens per sequence"
+        shapes.append(("longer", name, longer, REAL_STEPS))
+    for folder, name, fields, steps in shapes:
         if uses_interpreter(config):
             steps = min(steps, config.max_iters)
         changed = {**fields, "max_iters": steps, "eval_interval": steps, "log_interval": 10, "ledger": True}
         changed |= {"warmup_iters": min(config.warmup_iters, steps // 4), "lr_decay_iters": None}
         values: dict[str, Any] = {**changed, "init_from": "scratch", "keep_checkpoints": 3, "eval_only": False}
         trial_config = dataclasses.replace(config, **values)
-        folder = name.split(",")[0] + ("-longer" if "," in name else "")
         runs = (
             build_run("baseline", gate.gpus, trial_config, out_dir / f"{folder}-baseline"),
             build_run(gate.phase, gate.gpus, trial_config, out_dir / f"{folder}-{gate.phase}"),

@@ -56,6 +56,11 @@ class LineSender(io.TextIOBase):
             self.connection.send(("line", line))
         return len(text)
 
+    def finish(self) -> None:
+        """Send a last line that has no line break."""
+        if self.unfinished_line:
+            self.write("\n")
+
 
 def run_on_ranks(
     function: Callable[..., Any],
@@ -142,7 +147,7 @@ def run_rank(
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    sys.stdout = LineSender(connection)
+    sys.stdout = output = LineSender(connection)
     torch.set_num_threads(1)
     try:
         if device == "cuda":
@@ -152,8 +157,10 @@ def run_rank(
         function, args = cloudpickle.loads(payload)
         result = function(*args)
         dist.barrier()
+        output.finish()
         connection.send(("result", cloudpickle.dumps(result)))
     except BaseException:
+        output.finish()
         connection.send(("failure", traceback.format_exc()))
     os._exit(0)
 
@@ -203,8 +210,8 @@ def collect(started: list[tuple[Any, Connection]], timeout: float, show: bool) -
 
 
 def losses(out_dir: str | Path) -> dict[int, float]:
-    """Return the logged losses of a run, by step."""
+    """Return the logged losses of a run, by step. The run may be writing its next line."""
     import json
 
-    lines = (Path(out_dir) / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line["loss"] for line in map(json.loads, lines) if line["loss"] is not None}
+    lines, _, _ = (Path(out_dir) / "metrics.jsonl").read_text().rpartition("\n")
+    return {line["step"]: line["loss"] for line in map(json.loads, lines.splitlines()) if line["loss"] is not None}

@@ -23,6 +23,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -38,10 +39,7 @@ CORE = VENV / ".core"
 TEMPORARY = VENV / ".stamp"
 BUNDLE = ROOT / "offline-bundle"
 GOALS = {
-    "core": (
-        ".",
-        "Installing PyTorch and other packages into .venv, once. This takes about two minutes plus downloads.",
-    ),
+    "core": (".", "Installing PyTorch and other packages into .venv, once: about two minutes plus downloads."),
     "pytest": (".[pytest]", "Installing pytest into .venv, once."),
     "dev": (".[dev]", "Installing the packages for the tests into .venv, once."),
     "notebooks": (".[notebooks]", "Installing Jupyter into .venv, once."),
@@ -300,8 +298,9 @@ def create_venv(lock: int) -> None:
 
 
 def has_torch() -> bool:
-    """Return whether PyTorch is installed in .venv, of whatever build."""
-    return any(VENV.glob("lib/python*/site-packages/torch-*.dist-info"))
+    """Return whether .venv has the version of PyTorch that constraints.txt demands, of whatever build."""
+    pin = re.search(r"^torch==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return any(VENV.glob(f"lib/python*/site-packages/torch-{pin[1] if pin else ''}*.dist-info"))
 
 
 def package_times() -> list[int]:
@@ -324,6 +323,7 @@ def install(goal: str, torch_build: str, lock: int) -> None:
 
     Raises:
         SetUpError: pip failed. If it changed nothing, for example without a network, a finished .venv stays finished.
+            The same holds after Ctrl-C.
     """
     before = package_times()
     offline: list[str | Path] = ["--no-index", "--find-links", BUNDLE / "wheels"] if BUNDLE.is_dir() else []
@@ -331,7 +331,7 @@ def install(goal: str, torch_build: str, lock: int) -> None:
         if torch_build == "cpu" and not has_torch() and not offline:
             install_torch_for_cpu(lock)
         run_step("pip install", [PYTHON, *INSTALL, *offline, "--editable", GOALS[goal][0]], lock)
-    except SetUpError:
+    except (SetUpError, KeyboardInterrupt):
         if CORE.exists() and package_times() == before:
             UNFINISHED.unlink()
         raise

@@ -9,6 +9,7 @@ prediction. `README.md` in the directory explains how to start, and lists the ex
 """
 
 import ast
+import shlex
 import sys
 from pathlib import Path
 
@@ -38,9 +39,9 @@ continues with the repository's code, so you can always go on.
 ## Start
 
 ```bash
-cd {root}
+cd {quoted_root}
 make doctor                      # check the machine; each problem has a remedy
-.venv/bin/jupyter lab {to}
+.venv/bin/jupyter lab {quoted_to}
 ```
 
 In VS Code, open this directory and select the kernel `{root}/.venv/bin/python`.
@@ -132,7 +133,13 @@ def render_readme(to: Path) -> str:
         for chapter in CHAPTERS.values()
         for each in chapter
     ]
-    return README.format(root=ROOT, to=to, notebooks="\n".join(notebooks), exercises="\n".join(exercises))
+    return README.format(
+        root=ROOT,
+        quoted_root=shlex.quote(str(ROOT)),
+        quoted_to=shlex.quote(str(to)),
+        notebooks="\n".join(notebooks),
+        exercises="\n".join(exercises),
+    )
 
 
 def write_student_directory(to: str) -> None:
@@ -143,11 +150,12 @@ def write_student_directory(to: str) -> None:
     """
     if not to:
         raise ConfigError("TO= is empty: use a new directory, such as TO=../my-course")
-    folder = create_new_directory(Path(to)).resolve()
+    folder = create_new_directory(Path(to).expanduser()).resolve()
     for script in list_scripts():
         write_notebook(make_student_notebook(script), folder / f"{script.stem}.ipynb")
     (folder / "README.md").write_text(render_readme(folder))
-    print(f"wrote {len(list_scripts())} notebooks and README.md into {folder}; start: .venv/bin/jupyter lab {folder}")
+    quoted = shlex.quote(str(folder))
+    print(f"wrote {len(list_scripts())} notebooks and README.md into {folder}; start: .venv/bin/jupyter lab {quoted}")
 
 
 if __name__ == "__main__":

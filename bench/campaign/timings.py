@@ -47,14 +47,15 @@ def tune_key(settings: Settings, key: str, seconds: float) -> dict[str, Any]:
     """Tune one key of configs.json at every width, within the time. Write the table of this campaign after each width.
 
     Args:
-        seconds: time for all widths together; a width that is reached late keeps its row.
+        seconds: time for all widths together; a width that is reached late keeps its row, except the first one.
     """
     device, rows, problems = settings.device, [], []
-    watch, tuned, deadline = Stopwatch(device), set(), time.monotonic() + (1 if settings.dry_run else seconds)
+    watch, deadline = Stopwatch(device), time.monotonic() + (1 if settings.dry_run else seconds)
+    tuned: set[int] = set()
     with use_tuned_table(settings):
         for case in build_cases(device, {TIMED[key][0]}, list(GPT2_WIDTHS)):
             size = row_size(key, case)
-            if size in tuned or time.monotonic() > deadline:
+            if size in tuned or (tuned and time.monotonic() > deadline):
                 continue
             tuned.add(size)
             try:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from bench.tables import campaign_tables, records
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from phase2_triton.kernels import core
-from tests.helpers.programs import DEADLINE
+from tests.helpers.programs import DEADLINE, wait_until
 
 PARTS = "tests.helpers.campaign_parts"
 
@@ -197,6 +198,14 @@ def test_the_output_before_a_timeout_is_reported(folder, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder.path), prepend=os.pathsep)
     monkeypatch.setattr("bench.campaign.checks.SANITIZER_SECONDS", 0.3)
+    wait, log = subprocess.Popen.wait, folder.path / "logs" / "memcheck.txt"
+
+    def wait_after_output(process: subprocess.Popen, timeout: float | None = None) -> int:
+        if timeout is not None:
+            wait_until(log.read_text)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_after_output)
     result = run_sanitizer(Settings(folder.path, dry_run=False), "memcheck")
     assert result["problems"] == ["memcheck did not end in time: Invalid read of size 4\n"]
     assert (folder.path / "logs" / "memcheck.txt").read_text() == "Invalid read of size 4\n"

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from bench.suite.suite import SuiteConfig, build_runs, main, print_introduction
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
-from tests.helpers.programs import DEADLINE, Program, run_program
+from tests.helpers.programs import DEADLINE, Program, run_program, wait_until
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT
 
@@ -134,13 +133,13 @@ def test_a_killed_suite_continues(tmp_path):
     words = ["bench.suite", f"--suite={path}", f"--out_dir={tmp_path}/out", "--device=cpu"]
     first = Program(*words)
     directory = tmp_path / "out" / "tiny"
-    wait_for(
+    wait_until(
         lambda: len(read_states(directory)) >= 2 and sorted(read_states(directory).values()) == ["done", "running"]
     )
     first.kill()
     finished = next(name for name, state in read_states(directory).items() if state == "done")
     status = (directory / finished / "status.json").read_text()
-    wait_for(lambda: is_unlocked(directory))  # the run outlives the suite and keeps the lock
+    wait_until(lambda: is_unlocked(directory))  # the run outlives the suite and keeps the lock
     second = run_program(*words)
     assert second.code == 0, second.output
     assert "2 runs, 1 already finished" in second.output
@@ -162,13 +161,6 @@ def is_unlocked(directory: Path) -> bool:
             return True
     except ConfigError:
         return False
-
-
-def wait_for(is_true, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def execute_as_program(run: Run) -> dict[str, Any]:
@@ -197,7 +189,7 @@ def test_the_state_of_a_run_reports_how_it_ended(tmp_path):
     killed_run = dataclasses.replace(long_run, minutes=2)
     killed_run.save()
     process = Program("bench.suite.execution", str(killed_run.directory))
-    wait_for(lambda: read_last_step(killed_run) > steps)  # it has resumed from its checkpoint
+    wait_until(lambda: read_last_step(killed_run) > steps)  # it has resumed from its checkpoint
     os.kill(json.loads((killed_run.out_dir / "heartbeat" / "rank0.json").read_text())["pid"], signal.SIGKILL)
     assert process.wait() == 1
     status = read_status(killed_run.directory)
@@ -212,7 +204,10 @@ def test_the_state_of_a_run_reports_how_it_ended(tmp_path):
 def test_a_run_is_executed_only_once(tmp_path, monkeypatch):
     """A finished run is not repeated, a run in use is refused, and a signal is passed on to the run."""
     run = make_run(tmp_path)
-    stub = "trap 'exit 0' TERM; sleep 0.5; kill -INT $PPID; while :; do sleep 0.1; done"
+    stub = f"trap 'exit 0' TERM; until [ -e {tmp_path}/waits ]; do sleep 0.1; done; kill -INT $PPID"
+    stub += "; while :; do sleep 0.1; done"
+    wait = subprocess.Popen.wait  # `execute` calls it when its handlers of signals are set
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda *words: ((tmp_path / "waits").touch(), wait(*words))[1])
     monkeypatch.setattr("bench.suite.execution.build_command", lambda *_: ["bash", "-c", stub])
     with directory_lock(run.directory), pytest.raises(ConfigError, match="is in use by"):
         execute(run)

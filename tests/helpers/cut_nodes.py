@@ -15,7 +15,7 @@ from operate import node_monitor
 from operate.partitions import Network
 
 PORT = 29400
-node_monitor.BEAT_SECONDS, node_monitor.LEASE_SECONDS, node_monitor.LOST_SECONDS = 0.1, 2.0, 3.0
+node_monitor.BEAT_SECONDS, node_monitor.LEASE_SECONDS, node_monitor.LOST_SECONDS = 0.1, 4.0, 10.0
 
 
 def start_in_namespace(network: Network, number: int, task: Callable[[], None]) -> int:
@@ -52,7 +52,7 @@ def run_node(position: int, ready: int) -> None:
         time.sleep(0.05)
     print(f"node {position} runs", flush=True)
     os.write(ready, b"1")
-    code = rank.wait(60)
+    code = rank.wait(300)
     print(f"node {position}: its rank ended with {code}", flush=True)
     if position == 0:
         signal.pause()  # the monitor ends this process

@@ -50,7 +50,7 @@ if __name__ == "__main__":
         "is_host": "0",
         "keep_alive_interval": 1,
         "keep_alive_max_attempt": 10,  # on a busy machine, a node can be silent for seconds
-        "read_timeout": 4,
+        "read_timeout": 10,
     }
     parameters = RendezvousParameters(RENDEZVOUS, f"127.0.0.1:{sys.argv[1]}", "job", 2, 2, **settings)
     handler = rendezvous_handler_registry.create_handler(parameters)

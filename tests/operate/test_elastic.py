@@ -3,9 +3,9 @@
 import json
 import os
 import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks
 from nanoGPT.job.watchdog import list_children
 from operate import node_kills
-from operate.elastic import ElasticConfig, check_agreement, connect, name_job, wait_for_rank
+from operate.elastic import ElasticConfig, check_agreement, name_job, wait_for_rank
+from operate.node_monitor import kill_processes
 from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program, wait_until
 from tests.helpers.training import TINY, tiny, train
 from workshop.ranks import losses
@@ -83,8 +84,7 @@ def test_nodes_join_die_and_leave(tmp_path):
     assert stranger.returncode == 2 and "--seed is 7 here and 1337 there" in output, output
     ranks = list_children(second.pid)
     second.kill()
-    for pid in ranks:
-        os.kill(pid, signal.SIGKILL)
+    kill_processes(ranks, signal.SIGKILL)  # those that have not ended yet with their agent
     starts = await_start(out, starts, 2, [first])
     second = start_node(port, out, gpus=3)
     starts = await_start(out, starts, 4, [first, second])
@@ -113,17 +113,15 @@ def test_a_job_without_nodes_starts_again_with_other_inputs(monkeypatch, tmp_pat
 
     If the run has a checkpoint, other flags need --init_from=resume: without it, those of the checkpoint would be used.
     """
-    monkeypatch.setattr("operate.elastic.BEATS_SECONDS", 0.3)
+    beats = [lambda: store.add("job beats", 1)]  # another node beats during the first wait
+    monkeypatch.setattr("operate.elastic.time", SimpleNamespace(sleep=lambda _: beats and beats.pop()()))
     config = tiny("nanoGPT", tmp_path)
     port = int(find_free_port())
     store = dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False)
     check_agreement(store, "job", {"--seed": 1, "--betas": (1, 2)}, config)
     check_agreement(store, "job", {"--seed": 1, "--betas": (1, 2)}, config)
-    beats = threading.Timer(0.1, lambda: connect("127.0.0.1", port).add("job beats", 1))
-    beats.start()
     with pytest.raises(ConfigError, match="the nodes that train: --seed is 2 here and 1 there: start it with the same"):
         check_agreement(store, "job", {"--seed": 2, "--betas": (1, 2)}, config)
-    beats.join()
     check_agreement(store, "job", {"--seed": 2, "--betas": (1, 2)}, config)
     assert json.loads(store.get("job inputs")) == {"--seed": 2, "--betas": [1, 2]}
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)

@@ -12,6 +12,7 @@ from bench.plan.run import RunPrediction
 from bench.suite.execution import Run
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
+from nanoGPT.files import DATA
 from nanoGPT.prepare.synthetic import CHARACTERS, PROBABILITIES, compute_entropy_rate, generate_text
 from operate.gate import GateConfig, Trial, TrialResult, build_trials, check_trial, compute_unigram_entropy, split_flags
 from tests.helpers.training import tiny, train_all
@@ -19,6 +20,7 @@ from tests.helpers.training import tiny, train_all
 STEPS = 40
 NAMES = ("files", "loss", "same curve as DDP", "state and communication", "memory", "speed")
 PREDICTED = RunPrediction(step_seconds=0.1, forward_seconds=0.1, peak_bytes=10**6)
+SHAKESPEARE = str(DATA / "shakespeare_char")
 
 
 def test_the_synthetic_text_has_the_entropy_that_it_promises():
@@ -148,6 +150,17 @@ def test_flags_are_divided_between_the_gate_and_the_trainer(tmp_path, monkeypatc
     baseline, phase = real.runs
     assert "--fsdp_wrap=size" in phase.words and not any(word.startswith("--fsdp") for word in baseline.words)
     assert {*baseline.words} < {*phase.words}
+
+
+@pytest.mark.parametrize("dataset", ["synthetic", SHAKESPEARE, "mixture"])
+def test_each_run_has_its_own_directory(dataset, tmp_path):
+    """For every kind of dataset, each run of each trial has another directory under the gate's directory."""
+    if dataset == "mixture":
+        dataset = f"shakespeare_char:3,{shutil.copytree(SHAKESPEARE, tmp_path / 'other')}:1"
+    words = ["--device=cpu", f"--dataset={dataset}"]
+    trials = build_trials(GateConfig("phase3", 2, scale_up=True), words, tmp_path / "gate")
+    directories = [run.directory for trial in trials for run in trial.runs]
+    assert len({*directories}) == 6 and {directory.parent for directory in directories} == {tmp_path / "gate"}
 
 
 @pytest.mark.parametrize(

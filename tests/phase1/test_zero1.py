@@ -5,6 +5,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -403,13 +404,14 @@ def read_after_late_gather(reader: str) -> bool:
         unused.inner.register_step_post_hook(lambda *_: time.sleep(0.5))
     model[1](model[0](torch.ones(1, 8))).sum().backward()
     optimizer.step()
-    pending_work = unused.work
+    work, waits = unused.work, []
+    assert work is not None
+    unused.work = SimpleNamespace(wait=lambda: (waits.append(reader), work.wait()))  # type: ignore[assignment]
     if reader == "backward":
         model[0](torch.ones(1, 8)).sum().backward()
     else:
         training_state(model, optimizer)
-    assert pending_work is not None
-    return pending_work.is_completed()
+    return waits == [reader] and work.is_completed()
 
 
 @pytest.mark.parametrize("reader", ["backward", "checkpoint"])

@@ -13,6 +13,7 @@ from jupyter_client.provisioning import local_provisioner
 from nbformat import NotebookNode
 
 from tests.helpers.notebooks import ForkedKernel
+from tests.helpers.programs import wait_until
 from workshop import notebooks, usage
 from workshop.notebooks import execute, find_differences, read_script
 
@@ -122,12 +123,14 @@ def test_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_notebook_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a kernel and of its ranks is measured, and a notebook above a limit is reported."""
     monkeypatch.setattr(usage, "INTERVAL", 0.02)
-    fill = "import time; x = bytearray(200_000_000); time.sleep(0.5)"
+    fill = "import sys; x = bytearray(200_000_000); sys.stdin.read()"
     before = usage.sum_memory_of_children()  # of processes that other tests have started
     with usage.measure_usage() as measured:
         nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-        subprocess.run([sys.executable, "-c", nested, fill], check=True)
-    assert measured.seconds > 0.5 and 1.9e8 < measured.peak_bytes - before < 4e8
+        process = subprocess.Popen([sys.executable, "-c", nested, fill], stdin=subprocess.PIPE)
+        wait_until(lambda: measured.peak_bytes - before > 1.9e8)
+        process.communicate()
+    assert measured.seconds > 0 and measured.peak_bytes - before < 4e8
     assert notebooks.find_excess("a", measured) == []
     assert "a needs 181 s, but the limit is 180 s" in notebooks.find_excess("a", usage.Usage(181, 0))[0]
     assert "a needs 2048 MiB, but the limit is 1024 MiB" in notebooks.find_excess("a", usage.Usage(1, 2**31))[0]

@@ -44,7 +44,7 @@ def stop(event, args):
             os.kill(0, int(os.environ.get("SIGNAL", 9)))
             return
         open(os.environ["GO"] + ".reached", "w").close()
-        deadline = time.monotonic() + 60  # in case the test fails before it creates GO
+        deadline = time.monotonic() + 1200  # in case the test fails before it creates GO
         while not os.path.exists(os.environ["GO"]) and time.monotonic() < deadline:
             time.sleep(0.01)
 if os.environ.get("POINT"):
@@ -231,6 +231,16 @@ def test_ctrl_c_is_one_line_and_the_next_set_up_starts_again(project, ready_proj
         assert outcome.code != 0 and "\nstopped: run the same command again" in outcome.output, outcome
         assert "Traceback" not in outcome.output, outcome
         assert_starts_again(folder, UNFINISHED)
+
+
+def test_ctrl_c_before_a_package_changes_keeps_the_environment(ready_project):
+    """After SIGINT while pip downloads, a finished .venv stays finished, and the next set-up continues with it."""
+    set_requirements(ready_project, "alpha", "beta", "gamma")
+    outcome = make(ready_project, "setup", POINT=r"'-m', 'pip', 'install'", SIGNAL="2")
+    assert outcome.code != 0 and "\nstopped: run the same command again" in outcome.output, outcome
+    assert list_packages(ready_project) == {"lesson-1", "alpha-1", "beta-1"}
+    assert not (ready_project / ".venv/.unfinished").exists()
+    assert_set_up(ready_project, make(ready_project, "setup"))
 
 
 @pytest.mark.parametrize(
