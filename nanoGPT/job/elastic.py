@@ -110,8 +110,7 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
     torchrun repeats the same command, without --init_from=resume. Each elastic agent counts its restarts separately, so
     the job was restarted if any count is not 0. The lock file names the agents of the job that may use the directory
     (or the elastic job itself): checkpoints of another job are refused at every restart, as they were at the start. It
-    also has the tokens of the job's starts, which tell whose checkpoints are in the directory. Only rank 0 reads the
-    directory.
+    also has the tokens of the job's starts, each with the resume_step of its command. Only rank 0 reads the directory.
 
     Args:
         run: this rank's Runtime; its token becomes that of rank 0.
@@ -126,7 +125,7 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
     """
     job = read_elastic_job()
     agent = job[2] if job else f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
-    restarts = environment_number("TORCHELASTIC_RESTART_COUNT")
+    restarts, resume_step = environment_number("TORCHELASTIC_RESTART_COUNT"), config.resume_step
     tokens, agents, restart_counts = zip(*run.gather((run.token, agent, restarts)), strict=True)
     run.token = tokens[0]
     if may_restart():
@@ -144,16 +143,17 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
         with contextlib.nullcontext() if may_restart() else contextlib.suppress(OSError):  # the disk may be full
             lines = lock.read().splitlines()
             earlier_starts = lines if {*agents} & {*lines} else []
-            lock.write("\n".join(dict.fromkeys([*agents, *earlier_starts, run.token])))
+            lock.write("\n".join(dict.fromkeys([*agents, *earlier_starts, f"{run.token} {resume_step}"])))
     return config
 
 
 def has_saved(lock: DirectoryLock | None, config: TrainConfig) -> bool:
-    """Return whether a start of this job has saved a checkpoint, on rank 0. The lock file has the tokens of its starts.
+    """Return whether a start of this job with this `resume_step` has saved a checkpoint, on rank 0.
 
-    A start sets the checkpoints that are newer than `resume_step` aside when it saves its first one.
+    Such a start has set the checkpoints that are newer than `resume_step` aside.
     """
-    tokens = {*lock.read().splitlines()} if lock else set()
+    lines = lock.read().splitlines() if lock else []
+    tokens = {line.split()[0] for line in lines if line.endswith(f" {config.resume_step}")}
     return any(manifest.get("run") in tokens for _, manifest in read_manifests(Path(config.out_dir)))
 
 
