@@ -200,11 +200,9 @@ def leave_after_signal(clean_up: Callable[[], None]) -> None:
     def exit_without_ranks() -> None:
         while not received_signals:
             time.sleep(0.1)
-        if ranks := list_rank_processes():
-            with ThreadPoolExecutor(len(ranks)) as threads:
-                codes = [code for code in threads.map(wait_for_rank, ranks) if code not in (0, UNFINISHED)]
-        else:
-            codes = []
+        ranks = list_rank_processes()
+        with ThreadPoolExecutor(max(1, len(ranks))) as threads:
+            codes = [code for code in threads.map(wait_for_rank, ranks) if code not in (0, UNFINISHED)]
         kill_processes(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones
         clean_up()
         os._exit(codes[0] if codes else 0)

@@ -2,8 +2,8 @@
 
 Buckets are never saved, because their layout depends on the number of ranks. For each moment of each parameter, a rank
 saves its shard: a range of the flattened tensor, and the offset of that range. torch's Distributed Checkpoint (DCP)
-finds in its index the ranges that overlap with those of the reading rank. No rank ever stores another rank's shard,
-unless it reads a checkpoint of another phase: that one is read as full tensors.
+finds in its index the ranges that overlap with those of the reading rank. No rank stores another rank's shard.
+Only the checkpoint of another phase is read as full tensors.
 """
 
 from collections.abc import Container

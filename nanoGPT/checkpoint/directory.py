@@ -62,7 +62,7 @@ class CheckpointDirectory:
         self.save_thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         self.layout: Any = None  # of the shards of the last save
-        self.newer: list[str] = []  # the checkpoints that are newer than --resume_step
+        self.newer: list[Path] = []  # the checkpoints that are newer than --resume_step
         self.last_save = time.monotonic()  # or the start of the run
         self.own_tokens: set[str | None] = {run.token}  # of this run, and of the run that it resumes
         run.end_callbacks.append(self.drain)
@@ -90,25 +90,24 @@ class CheckpointDirectory:
         Raises:
             ConfigError: there is no complete checkpoint, or one could not be read. An unreadable one is not renamed.
         """
-        names = self._run_on_all(lambda: [path.name for path in step_directories(self.root.parent)])[0]
+        paths = self._run_on_all(lambda: step_directories(self.root.parent))[0]
         if step is not None:
-            return self._find_step(f"step-{step:08d}", names)
-        for name in names:
-            path = self.root / name
+            return self._find_step(self.root / f"step-{step:08d}", paths)
+        for path in paths:
             if not (reason := self._find_damage_on_all(path)):
                 return self._open(path)
-            self._set_aside(path, f".bad-{name}", f"skipping {name}: {reason}")
+            self._set_aside(path, f".bad-{path.name}", f"skipping {path.name}: {reason}")
         raise ConfigError(f"no checkpoint under {self.root} can be used: start a new run with another --out_dir")
 
-    def _find_step(self, wanted: str, names: list[str]) -> Checkpoint:
+    def _find_step(self, wanted: Path, paths: list[Path]) -> Checkpoint:
         """Return the checkpoint of one step. The first save sets all newer ones aside, to save their steps again."""
-        if wanted not in names:
-            raise ConfigError(f"there is no checkpoint {wanted} under {self.root}: choose one of {', '.join(names)}")
-        path = self.root / wanted
-        if reason := self._find_damage_on_all(path):
-            raise ConfigError(f"{path} is damaged ({reason}): choose another --resume_step")
-        self.newer = names[: names.index(wanted)]
-        return self._open(path)
+        if wanted not in paths:
+            names = ", ".join(path.name for path in paths)
+            raise ConfigError(f"there is no checkpoint {wanted.name} under {self.root}: choose one of {names}")
+        if reason := self._find_damage_on_all(wanted):
+            raise ConfigError(f"{wanted} is damaged ({reason}): choose another --resume_step")
+        self.newer = paths[: paths.index(wanted)]
+        return self._open(wanted)
 
     def _open(self, path: Path) -> Checkpoint:
         """Return a verified checkpoint, which this run continues."""
@@ -189,8 +188,9 @@ class CheckpointDirectory:
         """
         self.drain()
         self.last_save = time.monotonic()
-        while self.newer and (name := self.newer.pop()):
-            self._set_aside(self.root / name, f".newer-{name}", f"{name} is newer than --resume_step")
+        for path in self.newer:
+            self._set_aside(path, f".newer-{path.name}", f"{path.name} is newer than --resume_step")
+        self.newer = []
         final = self.root / f"step-{step:08d}"
         if self._run_on_all(lambda: self.run.is_main and self._update_if_saved(final, fields), final)[0]:
             return final

@@ -114,10 +114,11 @@ def find_newest(out_dir: Path, run: Runtime | None = None) -> Checkpoint:
             checkpoint, reason = verify_checkpoint(path, run)
             if checkpoint:
                 return checkpoint
-            blind_ranks = [rank for rank, sees in enumerate(run.gather(is_present(path))) if not sees] if run else []
+            is_visible = run.gather(is_present(path)) if run else []
+            missing_ranks = [rank for rank in range(len(is_visible)) if not is_visible[rank]]
             is_deleted = not (run.call_on_rank0(partial(is_present, path)) if run else is_present(path))
-            if blind_ranks and not is_deleted:
-                raise ConfigError(f"ranks {blind_ranks} do not see {path}: use a directory that all nodes share")
+            if missing_ranks and not is_deleted:
+                raise ConfigError(f"ranks {missing_ranks} do not see {path}: use a directory that all nodes share")
             is_changing = is_changing or is_deleted
             if not is_deleted and (run is None or run.is_main):
                 print(f"skipping {path.name}: {reason}", file=sys.stderr)

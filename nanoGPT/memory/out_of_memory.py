@@ -98,9 +98,8 @@ class MemoryReport:
                 return None
             failed_run, text = FailedRun.from_traceback(error.__traceback__), error_messages(error)
             device = failed_run.run.device if failed_run.run else None
-            is_from_gpu = isinstance(error, torch.OutOfMemoryError)
-            is_from_gpu = is_from_gpu or any(words in text for words in GPU_OUT_OF_MEMORY_MESSAGES)
-            if is_from_gpu and not is_pinned_memory(text, device):
+            has_gpu_message = any(words in text for words in GPU_OUT_OF_MEMORY_MESSAGES)
+            if (isinstance(error, torch.OutOfMemoryError) or has_gpu_message) and not is_pinned_memory(text, device):
                 memory = gpu_memory(text, device)
             else:
                 memory = host_memory(self.in_use_at_start)
