@@ -248,11 +248,16 @@ def limit_memory_and_call(*args, **kwargs):
     calls.append(0)
     if len(calls) == int(number):
         size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+        while libc.malloc((1 << 20) - 64):
+            pass  # use up the space that the allocator has reserved
         resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), resource.RLIM_INFINITY))
     return call(*args, **kwargs)
 
 M_MMAP_THRESHOLD = -3  # the allocator cannot reuse freed memory for larger tensors
-ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
 setattr(owner, name, limit_memory_and_call)
 start.main(trainer.train, trainer.Config, trainer.__file__, trainer.costs)
 """

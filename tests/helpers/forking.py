@@ -1,11 +1,83 @@
-"""Fork ranks from the process of a test instead of from the server of ranks."""
+"""Fork processes that have already imported torch, instead of starting new interpreters that would import it again."""
 
 import contextlib
+import faulthandler
+import gc
+import importlib
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import traceback
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
-from tests.helpers.programs import CAN_FORK_RANKS
+import torch
+
+from workshop.ranks import PRELOADED
+
+CAN_FORK_RANKS = sys.platform == "linux" and torch.cuda.device_count() == 0  # a forked process cannot use CUDA
+
+start_interpreter = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+
+
+def start_rank_server() -> None:
+    """Fork this process to run the server from which `run_on_ranks` and `Program` fork, if possible.
+
+    multiprocessing would start it with the first rank, in a new interpreter that imports the same modules again.
+    """
+    if not CAN_FORK_RANKS:
+        return
+    for name in PRELOADED:
+        importlib.import_module(name)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", fork_rank_server):
+        multiprocessing.forkserver.ensure_running()
+
+
+def fork_rank_server(path: Any, args: list[Any], pass_fds: list[int]) -> int:
+    """Fork this process to run the server from which `run_on_ranks` forks ranks. Return its process id.
+
+    All other interpreters of multiprocessing are started as usual.
+    """
+    if not str(args[-1]).startswith("from multiprocessing.forkserver import main"):
+        return start_interpreter(path, args, pass_fds)
+    if pid := os.fork():
+        return pid
+    try:
+        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held during this call
+        prepare_fork({1, 2, *pass_fds})
+        sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+        exec(args[-1])
+    except SystemExit:  # the program has ended, and with it the server
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def prepare_fork(descriptors: set[int]) -> None:
+    """Remove what a new interpreter does not have: handlers of signals and errors, and file descriptors except these.
+
+    File descriptor 0 stays open, too.
+    """
+    gc.freeze()  # a destructor of the parent's objects could close a descriptor of this process
+    gc.enable()
+    faulthandler.disable()
+    sys.dont_write_bytecode = bool(sys.flags.dont_write_bytecode)
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, *descriptors}:
+        with contextlib.suppress(OSError):  # the descriptor of the listed directory
+            os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ The ranks of a launcher are forked from the launcher for the same reason, unless
 """
 
 import contextlib
-import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -24,16 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from nanoGPT.job.watchdog import list_children
+from tests.helpers.forking import CAN_FORK_RANKS, fork_rank_server, prepare_fork
 from tests.helpers.training import ROOT, TINY
 from workshop.ranks import PRELOADED, without_main_module
 
 DEADLINE = 1200.0  # seconds; only a failing test waits so long, even on a busy machine
-CAN_FORK_RANKS = sys.platform == "linux" and torch.cuda.device_count() == 0  # a forked process cannot use CUDA
 LONG_RUN = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
 
 
@@ -225,41 +223,6 @@ class ForkingPopen(subprocess.Popen):
             run_in_fork(words, unblocked, **self.options)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         self._child_created = True
-
-
-start_interpreter = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
-
-
-def fork_rank_server(path: Any, args: list[Any], pass_fds: list[int]) -> int:
-    """Fork this process to run the server from which `run_on_ranks` forks ranks. Return its process id.
-
-    A new interpreter would import torch first. All other interpreters of multiprocessing are started as usual.
-    """
-    if not str(args[-1]).startswith("from multiprocessing.forkserver import main"):
-        return start_interpreter(path, args, pass_fds)
-    if pid := os.fork():
-        return pid
-    try:
-        prepare_fork({1, 2, *pass_fds})
-        sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
-        exec(args[-1])
-    except SystemExit:  # the program has ended, and with it the server
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)
-
-
-def prepare_fork(descriptors: set[int]) -> None:
-    """Remove what a new interpreter does not have: handlers of signals, and file descriptors except these and 0."""
-    gc.freeze()  # a destructor of the parent's objects could close a descriptor of this process
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, *descriptors}:
-        with contextlib.suppress(OSError):  # the descriptor of the listed directory
-            os.close(descriptor)
 
 
 def run_in_fork(

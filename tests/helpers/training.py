@@ -5,9 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._inductor.config
-
 from nanoGPT.files import PACKAGE
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.parallelize import Zero1Config
@@ -48,17 +45,10 @@ def tiny(phase: str, out_dir: Path, **changes: Any) -> TrainConfig:
     return CONFIGS[phase](**{**TINY, "out_dir": str(out_dir), **changes})
 
 
-def call_train(phase: str, config: TrainConfig, simdlen: int | None = 1) -> None:
-    """Create the output directory and train on this rank.
-
-    Args:
-        simdlen: with `compile`, Inductor's setting for the width of vectors in C++ code. With 1, it writes code without
-            vector instructions, and g++ compiles it in two thirds of the time; with None, code for this processor.
-    """
+def call_train(phase: str, config: TrainConfig) -> None:
+    """Create the output directory and train on this rank."""
     Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-    module = importlib.import_module(f"{phase}.train")
-    with torch._inductor.config.patch({"cpp.simdlen": simdlen}):
-        module.train(config)
+    importlib.import_module(f"{phase}.train").train(config)
 
 
 def train(phase: str, ranks: int, config: TrainConfig, timeout: float | None = None) -> dict[int, float]:
@@ -75,10 +65,10 @@ def train_all(ranks: int, cells: list[tuple[str, TrainConfig]]) -> list[dict[int
     return [losses(config.out_dir) for _, config in cells]
 
 
-def call_train_all(cells: list[tuple[str, TrainConfig]], simdlen: int | None = 1) -> None:
-    """Train configurations one after another on this rank. For `simdlen`, see `call_train`."""
+def call_train_all(cells: list[tuple[str, TrainConfig]]) -> None:
+    """Train configurations one after another on this rank."""
     for phase, config in cells:
-        call_train(phase, config, simdlen)
+        call_train(phase, config)
 
 
 def gap(a: dict[int, float], b: dict[int, float]) -> float:
