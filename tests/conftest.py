@@ -37,9 +37,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select interpreted kernels for tests on the CPU. Triton reads this setting when a test file imports it.
+    """Select interpreted kernels for tests on the CPU, and start the server from which ranks are forked.
 
-    The process that only distributes tests to workers imports nothing, so that the workers start immediately.
+    Triton reads the setting for kernels when it is imported. The process that only distributes tests to workers imports
+    nothing, so that the workers start immediately.
     """
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
@@ -48,11 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    if sys.platform == "linux":
-        # A thread of gloo that receives data then waits until the thread that holds its lock has finished, instead of
-        # interrupting it and trying the lock again and again. On 2 cores, ranks need 0.85 of the processor time.
-        with contextlib.suppress(OSError):  # a container may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    use_batch_scheduling()
     gc.disable()  # imports leave no garbage behind, and each search for it visits a million objects
     import torch
     import torch._inductor.config
@@ -63,7 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     torch.set_num_threads(1)  # several tests run at a time, and many of them start ranks
     ranks.DEFAULT_TIMEOUT = DEADLINE
-    # Without vector instructions, g++ compiles Inductor's code in two thirds of the time. Slow tests use them.
+    # Without vector instructions, g++ compiles Inductor's code in two thirds of the time. The slow cases of
+    # test_compiled_equals_eager use vector instructions.
     torch._inductor.config.cpp.simdlen = 1
     # What many ranks and programs would import: a rank imports the test file of its function, and so pytest.
     ranks.PRELOADED += ["pytest", "tyro", "torch.distributed.optim", "triton.experimental.gluon"]
@@ -71,6 +69,18 @@ def pytest_configure(config: pytest.Config) -> None:
     capture.resume_global_capture()  # so that pytest prints the output of ranks and programs if a test fails
     start_rank_server()
     capture.suspend_global_capture()
+
+
+def use_batch_scheduling() -> None:
+    """Select Linux's SCHED_BATCH for this process and all processes that it starts.
+
+    A thread that receives data then does not interrupt the running thread. By default, the receiving thread of gloo
+    often interrupts the thread that holds its lock, and tries the lock again and again until that thread can continue.
+    On 2 cores, 306 tests with ranks took 0.85 of the processor time.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -102,7 +102,8 @@ def run_trainer(settings: Settings, phase: str, model: str, **fields: Any) -> di
             "gradient_accumulation_steps": 2,
             "max_iters": min(values["max_iters"], 7),
         }
-    config, start = make_config(phase, out_dir, **values), time.perf_counter()
+    config = make_config(phase, out_dir, **values)
+    start = time.perf_counter()
     kernels = getattr(config, "kernels", "none")
     tiles = choose_tiles(settings, kernels)
     arguments = (find_package(phase), config, settings, tiles)
@@ -213,8 +214,9 @@ def measure_option(settings: Settings, phase: str, model: str, options: dict[str
 
 def time_evaluation(package: str, config: Any) -> float:
     """Evaluate a checkpoint as `evaluate.py` does, and return the seconds after a first evaluation as a warm-up."""
-    program, seconds = importlib.import_module(f"{package}.evaluate"), []
+    program = importlib.import_module(f"{package}.evaluate")
     evaluate = program.evaluate
+    seconds = []
 
     def evaluate_twice(model: Any, data: Any, config: Any, run: Any) -> tuple[float, float | None]:
         evaluate(model, data, replace(config, eval_iters=2), run)
@@ -230,12 +232,15 @@ def time_evaluation(package: str, config: Any) -> float:
 
 def measure_evaluation(settings: Settings) -> dict[str, Any]:
     """Return the tokens per second of `phase3_fsdp/evaluate.py`, which also counts the correct tokens, for GPT-2."""
-    folder, device, package = settings.folder / "evaluated", settings.device.type, find_package("phase3")
+    folder = settings.folder / "evaluated"
+    package = find_package("phase3")
     shutil.rmtree(folder, ignore_errors=True)
     fields: dict[str, Any] = dict(zip(("n_layer", "n_head", "n_embd"), MODELS["gpt2"], strict=True))
     fields |= {"block_size": 1024, "dtype": "bfloat16", "batch_size": choose_batch_size(settings, "gpt2")}
-    fields |= {"dataset": find_data(settings), "device": device, "max_iters": 1, "gradient_accumulation_steps": 1}
-    fields |= {"eval_iters": 1, "ledger": False, **(TINY if settings.dry_run else {})}
+    fields |= {"dataset": find_data(settings), "device": settings.device.type, "ledger": False}
+    fields |= {"max_iters": 1, "eval_iters": 1, "gradient_accumulation_steps": 1}
+    if settings.dry_run:
+        fields |= TINY
     config = make_config("phase3", folder, **fields)
     run_on_one_rank(settings, save_checkpoint, package, config, timeout=300)
     values = {**vars(config), "init_from": "resume", "eval_iters": 2 if settings.dry_run else 50}

@@ -26,9 +26,10 @@ start_interpreter = multiprocessing.util.spawnv_passfds  # type: ignore[attr-def
 
 
 def start_rank_server() -> None:
-    """Fork this process to run the server from which `run_on_ranks` and `Program` fork, if possible.
+    """Fork this process to run the server from which `run_on_ranks` and `Program` fork their processes, if possible.
 
-    multiprocessing would start it with the first rank, in a new interpreter that imports the same modules again.
+    By default, multiprocessing starts this server with the first rank, in a new interpreter that imports the same
+    modules again.
     """
     if not CAN_FORK_RANKS:
         return
@@ -49,11 +50,12 @@ def fork_rank_server(path: Any, args: list[Any], pass_fds: list[int]) -> int:
     if pid := os.fork():
         return pid
     try:
-        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held during this call
+        # The parent process holds the lock of its server object while it forks. Replace the copy of the lock.
+        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]
         prepare_fork({1, 2, *pass_fds})
         sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
         exec(args[-1])
-    except SystemExit:  # the program has ended, and with it the server
+    except SystemExit:  # the parent process has ended, and with it the server
         os._exit(0)
     except BaseException:
         traceback.print_exc()
@@ -61,9 +63,10 @@ def fork_rank_server(path: Any, args: list[Any], pass_fds: list[int]) -> int:
 
 
 def prepare_fork(descriptors: set[int]) -> None:
-    """Remove what a new interpreter does not have: handlers of signals and errors, and file descriptors except these.
+    """Remove what a new interpreter does not have: handlers of signals and errors, and open files.
 
-    File descriptor 0 stays open, too.
+    Args:
+        descriptors: the file descriptors that stay open, besides 0.
     """
     gc.freeze()  # a destructor of the parent's objects could close a descriptor of this process
     gc.enable()

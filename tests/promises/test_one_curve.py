@@ -214,8 +214,13 @@ def test_bfloat16_has_one_curve(runs, need_ranks):
         assert gap(one, two) <= 2e-3, phase
 
 
-def train_with_vectors(cells: list[tuple[str, TrainConfig]], simdlen: int | None) -> None:
-    """Train configurations on this rank. With `simdlen=None`, compiled code uses the vectors of this processor."""
+def train_with_simdlen(simdlen: int | None, cells: list[tuple[str, TrainConfig]]) -> None:
+    """Train configurations on this rank.
+
+    Args:
+        simdlen: Inductor's setting for the width of vectors in C++ code: 1 for none, None for those of this processor.
+        cells: the configurations, each with its phase.
+    """
     with torch._inductor.config.patch({"cpp.simdlen": simdlen}):
         call_train_all(cells)
 
@@ -228,10 +233,9 @@ def test_compiled_equals_eager(phase, simdlen, tmp_path, device):
     """
     fields = {"n_layer": 1, "dropout": 0.0, "gradient_accumulation_steps": 2, "max_iters": 3, "eval_iters": 1}
     fields |= {"device": device, "dtype": "float32"}
-    configs = [tiny(phase, tmp_path / str(value), **fields, compile=value) for value in (False, True)]
-    cells = [(phase, config) for config in configs]
-    run_on_ranks(train_with_vectors, 1, cells, simdlen, show=False, device=device)
-    eager, compiled = (losses(config.out_dir) for config in configs)
+    cells = [(phase, tiny(phase, tmp_path / str(value), **fields, compile=value)) for value in (False, True)]
+    run_on_ranks(train_with_simdlen, 1, simdlen, cells, show=False, device=device)
+    eager, compiled = (losses(config.out_dir) for _, config in cells)
     assert gap(eager, compiled) <= 1e-5
 
 
