@@ -163,9 +163,11 @@ def open_split(
     """Open a split's files, and check their size and, up to `MAX_HASHED_BYTES`, their hash against `meta.json`.
 
     Raises:
-        ConfigError: a file is missing, damaged or cannot be read, or no file is long enough for a sequence.
+        ConfigError: a file is missing, damaged or cannot be read.
     """
-    remedy = f"prepare it again with `rm {folder}/meta.json && make data DATASET={folder.name}`"
+    remedy = "prepare the dataset again from its text"
+    if (folder / "prepare.py").is_file():
+        remedy = f"prepare it again with `rm {folder}/meta.json && make data DATASET={folder.name}`"
     for file in files:
         path, expected = folder / file["name"], file["tokens"] * dtype.itemsize
         size = size_of(path)
@@ -175,12 +177,6 @@ def open_split(
         if size <= MAX_HASHED_BYTES and sha256_of(path) != file["sha256"]:
             raise ConfigError(f"{path} is not the file that was prepared (its hash differs): {remedy}")
     windows = [max(0, (file["tokens"] - 1 - block_size) // stride + 1) for file in files]
-    if not sum(windows):
-        tokens, max_block_size = sum(file["tokens"] for file in files), max(file["tokens"] for file in files) - 1
-        raise ConfigError(
-            f"--block_size={block_size} is longer than the {name} split of {folder.name} ({tokens:,} tokens): "
-            f"use --block_size={max_block_size} or less"
-        )
     paths = [folder / file["name"] for file in files]
     open_files = [retry_reads(path, partial(open_regular, path)) for path in paths]
     return Split(paths, open_files, dtype, stride, list(accumulate(windows)))
@@ -228,6 +224,15 @@ def open_dataset(folder: Path, weight: int, block_size: int, stride: int) -> Dat
             f"{folder}/meta.json does not describe a dataset ({error}): delete it and prepare the dataset again"
         ) from None
     dtype, files = np.dtype(meta["dtype"]).newbyteorder("<"), meta["splits"]
+    tokens = {"train": [file["tokens"] for file in files["train"]], "val": [file["tokens"] for file in files["val"]]}
+    split = min(tokens, key=lambda name: max(tokens[name]))  # the one with the shorter longest file
+    if block_size >= max(tokens[split]):
+        max_block_size = max(tokens[split]) - 1
+        remedy = f"use --block_size={max_block_size} or less" if max_block_size > 0 else "prepare a longer text"
+        raise ConfigError(
+            f"--block_size={block_size} is longer than the {split} split of {folder.name} "
+            f"({sum(tokens[split]):,} tokens): {remedy}"
+        )
     splits = {
         "train": open_split(folder, "train", files["train"], dtype, block_size, stride),
         "val": open_split(folder, "val", files["val"], dtype, block_size, 1),

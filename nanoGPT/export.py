@@ -3,7 +3,8 @@
     python -m nanoGPT.export --out_dir=out/my-run --to=exported                  # Hugging Face: for AutoModel
     python -m nanoGPT.export --out_dir=out/my-run --to=exported --format=ckpt    # nanoGPT: for its sample.py
 
-The newest complete checkpoint of the run is exported. It may come from any phase and any number of ranks.
+The newest complete checkpoint of the run is exported, or the one of `--resume_step`. It may come from any phase and any
+number of ranks.
 """
 
 import sys
@@ -15,13 +16,14 @@ from safetensors import SafetensorError
 
 from nanoGPT.checkpoint.hugging_face import write_hf
 from nanoGPT.checkpoint.state import read_full_state, save_ckpt
-from nanoGPT.checkpoint.weights import find_newest
+from nanoGPT.checkpoint.weights import find_checkpoint, tokenizer_rows
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
 from nanoGPT.tokenizer import load_tokenizer
+from nanoGPT.train_config import StepChoice
 
 
 def check_no_overwrite(folder: Path, format: str) -> None:
@@ -39,18 +41,19 @@ def check_no_overwrite(folder: Path, format: str) -> None:
         raise ConfigError(f"{existing[0]} exists already: remove it, or give another directory as --to")
 
 
-def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
-    """Export the newest checkpoint of a run, from any phase and any number of ranks.
+def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_step: StepChoice = None) -> None:
+    """Export a checkpoint of a run, from any phase and any number of ranks.
 
     Args:
         out_dir: directory of the run.
         to: directory to write.
         format: hf for the transformers library; ckpt for nanoGPT, with the optimizer state.
+        resume_step: number of updates of the checkpoint, or best (lowest validation loss); None: the newest.
 
     Raises:
         ConfigError: there is no complete checkpoint, or the files exist already or could not be written.
     """
-    checkpoint, folder = find_newest(Path(out_dir).expanduser()), Path(to).expanduser()
+    checkpoint, folder = find_checkpoint(Path(out_dir).expanduser(), step=resume_step), Path(to).expanduser()
     check_no_overwrite(folder, format)
     manifest = checkpoint.manifest
     shape = GPTConfig.from_dict(manifest["model_args"])
@@ -64,7 +67,11 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf") -> None:
             if format == "hf":
                 weights = read_full_state(checkpoint.path).model
                 tokenizer = manifest["data"]["tokenizer"]
-                write_hf(Path(temporary), shape, weights, tokenizer["vocab_size"])
+                ids = tokenizer["vocab_size"]
+                rows = ids if shape.vocab_size == tokenizer_rows(tokenizer) else shape.vocab_size
+                if rows > ids:
+                    print(f"all {rows:,} rows of the vocabulary are exported; the tokenizer has {ids:,} ids")
+                write_hf(Path(temporary), shape, weights, rows)
                 load_tokenizer(tokenizer).write_hf(Path(temporary))
             else:
                 state = read_full_state(checkpoint.path, Path(scratch))

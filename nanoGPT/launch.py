@@ -41,7 +41,7 @@ from nanoGPT.job.heartbeat_files import delete_leftovers
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from nanoGPT.job.out_dir import check_out_dir
-from nanoGPT.job.parse import CONFIG_VARIABLE, parse, read_config_files
+from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
 from nanoGPT.job.preflight import preflight
 from nanoGPT.job.rank_logs import copy_output, split_by_rank
 from nanoGPT.job.watchdog import StallDetector, list_children, watch_children
@@ -84,7 +84,7 @@ def load_trainer(path: Path) -> ModuleType:
     return importlib.import_module(spec.name)
 
 
-def choose_out_dir(config: TrainConfig, trainer: Path, place: NodeConfig) -> str:
+def choose_out_dir(config: TrainConfig, place: NodeConfig) -> str:
     """Return the output directory of the run. If the configuration names none, create a new one under out/.
 
     With multiple nodes the name does not contain the time, so that every node computes the same name.
@@ -94,7 +94,7 @@ def choose_out_dir(config: TrainConfig, trainer: Path, place: NodeConfig) -> str
     """
     if config.out_dir != "out" or config.init_from == "resume":
         return config.out_dir
-    name = trainer.resolve().parent.name
+    name = package_of(type(config))
     if place.nnodes > 1:
         return f"out/{name}-{place.nnodes}nodes"
     for count in range(1000):
@@ -300,7 +300,7 @@ def main(arguments: list[str]) -> int:
         preflight(config, place.world_size, place.gpus)
         if place.node_rank == 0:
             check_credentials(config)
-        config = dataclasses.replace(config, out_dir=choose_out_dir(config, trainer, place))
+        config = dataclasses.replace(config, out_dir=choose_out_dir(config, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_arguments]
     watch = start_watchdog(config, place)

@@ -17,17 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
 from nanoGPT.checkpoint.manifest import Checkpoint, find_newest_run
 from nanoGPT.checkpoint.state import load_weights, read_full_state
-from nanoGPT.checkpoint.weights import find_newest, read_weights
+from nanoGPT.checkpoint.weights import find_checkpoint, is_run, read_weights
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
 from nanoGPT.memory.device import format_bytes, host_limits
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
+from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, TokenizerIdentity, load_tokenizer
+from nanoGPT.train_config import StepChoice
 
 
 @dataclass
@@ -48,6 +48,8 @@ class SampleConfig:
     """sample only from the k most likely tokens"""
     seed: int = 1337
     """random seed of the sampling"""
+    resume_step: StepChoice = None
+    """the checkpoint of the run: its number of updates, or best (lowest validation loss); None: the newest"""
     device: str = "auto"
     """auto | cpu | cuda | mps"""
 
@@ -64,17 +66,18 @@ def choose_run() -> str:
     return str(newest)
 
 
-def load_model(source: str, device: torch.device | None = None) -> tuple[GPT, Tokenizer, int]:
+def load_model(source: str, device: torch.device | None = None, step: StepChoice = None) -> tuple[GPT, Tokenizer, int]:
     """Return a model on the CPU, its tokenizer, and the number of ids that the tokenizer has.
 
     Args:
         source: as `SampleConfig.out_dir`.
         device: where the model will run; None: on the CPU.
+        step: as `SampleConfig.resume_step`.
 
     Raises:
-        ConfigError: there is no model, its characters are unknown, or it does not fit into memory.
+        ConfigError: there is no model, its tokenizer is unknown, or it does not fit into memory.
     """
-    shape, weights, tokenizer, ids = read_model(source)
+    shape, weights, tokenizer, ids = read_model(source, step=step)
     check_model_fits(shape, device)
     model = GPT(shape)
     load_weights(model, weights)
@@ -104,33 +107,36 @@ def check_model_fits(shape: GPTConfig, device: torch.device | None = None) -> No
             )
 
 
-def read_model(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]:
+def read_model(
+    source: str, run: Runtime | None = None, step: StepChoice = None
+) -> tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]:
     """Return the shape of a model, its weights, its tokenizer, and the number of ids that the tokenizer has.
 
     Args:
         source: as `SampleConfig.out_dir`.
         run: this rank's Runtime; all ranks then use the same checkpoint. None: a single process.
+        step: as `SampleConfig.resume_step`.
 
     Returns:
         The weights are full tensors by parameter name, each of which is read when it is accessed.
 
     Raises:
-        ConfigError: there is no model, or its characters are unknown.
+        ConfigError: there is no model, or its tokenizer is unknown.
     """
-    if (Path(source) / "checkpoints").is_dir():
-        return read_checkpoint(find_newest(Path(source), run))
-    shape, weights = read_weights(source, run)
-    if shape.vocab_size < GPT2_VOCAB:
+    if is_run(Path(source)):
+        return read_checkpoint(find_checkpoint(Path(source), run, step))
+    shape, weights, identity = read_weights(source, run, step)
+    if identity is None:
         raise ConfigError(
             f"{source} has {shape.vocab_size} token ids but does not contain their characters: give the directory "
             "of a run as --out_dir"
         )
-    return shape, weights, Gpt2Tokenizer(), GPT2_VOCAB
+    return shape, weights, load_tokenizer(identity), identity["vocab_size"]
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]:
     """Return what `read_model` returns, for a checkpoint of a run."""
-    identity = checkpoint.manifest["data"]["tokenizer"]
+    identity: TokenizerIdentity = checkpoint.manifest["data"]["tokenizer"]
     shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
     return shape, read_full_state(checkpoint.path).model, load_tokenizer(identity), identity["vocab_size"]
 
@@ -184,7 +190,7 @@ def main(config: SampleConfig) -> None:
     """
     validate(config)
     device, _ = pick_device(config.device, 0, 1, 1)
-    model, tokenizer, vocab_size = load_model(config.out_dir or choose_run(), device)
+    model, tokenizer, vocab_size = load_model(config.out_dir or choose_run(), device, config.resume_step)
     model.to(device)
     prompt = tokenizer.encode(read_start(config.start, tokenizer))
     if not prompt:

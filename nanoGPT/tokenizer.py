@@ -3,6 +3,7 @@
 A dataset and a checkpoint record the identity of their tokenizer, from which `load_tokenizer` creates it.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -31,6 +32,26 @@ def check_tokenizer(identity: TokenizerIdentity) -> None:
     """
     if identity["name"] == "char" and "characters" not in identity:
         raise SchemaError("the tokenizer's characters are missing")
+
+
+GPT2_VOCAB = 50257
+GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of OpenAI's vocab.bpe
+
+
+def make_gpt2_identity() -> TokenizerIdentity:
+    """Return the identity of the GPT-2 tokenizer."""
+    return {"name": "gpt2", "vocab_size": GPT2_VOCAB, "sha256": GPT2_SHA256}
+
+
+def make_char_identity(characters: str) -> TokenizerIdentity:
+    """Return the identity of a character tokenizer, whose ids follow the order of the characters."""
+    sha256 = hashlib.sha256(characters.encode()).hexdigest()
+    return {"name": "char", "vocab_size": len(characters), "sha256": sha256, "characters": characters}
+
+
+def describe_tokenizer(identity: TokenizerIdentity) -> str:
+    """Return a short description for messages."""
+    return f"{identity['vocab_size']:,} " + ("characters" if identity["name"] == "char" else "tokens of GPT-2")
 
 
 class Tokenizer(Protocol):

@@ -10,6 +10,8 @@ from typing import Literal, TypeVar
 
 from nanoGPT.errors import ConfigError
 
+StepChoice = int | Literal["best"] | None  # a checkpoint of a run; None: the newest
+
 
 @dataclass
 class TrainConfig:
@@ -53,7 +55,7 @@ class TrainConfig:
     decay_lr: bool = True
     """False: a constant learning rate, without warm-up"""
     min_lr: float = 2e-4
-    """learning rate after the cosine decay"""
+    """learning rate after the cosine decay; if only learning_rate is given, min_lr changes in proportion"""
     weight_decay: float = 0.1
     """weight decay; applied to matrices and embeddings only"""
     beta1: float = 0.9
@@ -77,8 +79,9 @@ class TrainConfig:
     """also save if the last save was this many minutes ago; 0: save only at evaluations and at the end"""
     keep_checkpoints: int = 3
     """number of newest checkpoints to keep, at least 3; the one with the best validation loss is kept too"""
-    resume_step: int | None = None
-    """with init_from=resume: number of updates of the checkpoint to resume from; None: the newest checkpoint"""
+    resume_step: StepChoice = None
+    """the checkpoint of the run that init_from names: its number of updates, or best (lowest validation loss); None:
+    the newest"""
     eval_only: bool = False
     """evaluate the model once and stop, without training or saving"""
     init_from: str = "scratch"
@@ -214,7 +217,7 @@ def is_text(value: str) -> bool:
 
 
 def validate(config: TrainConfig, world_size: int) -> None:
-    """Check the values of a configuration.
+    """Check a configuration: each value, and their combinations.
 
     Args:
         config: the parsed configuration.
@@ -223,10 +226,45 @@ def validate(config: TrainConfig, world_size: int) -> None:
     Raises:
         ConfigError: a value cannot be used. The message has the field, its value and what to use instead.
     """
+    check_ranges(config)
+    if config.decay_lr and not config.min_lr <= config.learning_rate:
+        raise ConfigError(
+            f"--min_lr={config.min_lr:g} is above --learning_rate={config.learning_rate:g}, so the learning rate would "
+            "rise: use a smaller --min_lr, or --decay_lr=False for a constant learning rate"
+        )
+    if config.stall_seconds > 60 * config.timeout_minutes:
+        raise ConfigError(
+            f"--stall_seconds={config.stall_seconds:g} is longer than --timeout_minutes={config.timeout_minutes:g}, "
+            "after which collectives fail: use a smaller --stall_seconds or a larger --timeout_minutes"
+        )
+    if config.track != "none" and importlib.util.find_spec(config.track) is None:
+        raise ConfigError(
+            f"--track={config.track} needs a package that is not installed: run `.venv/bin/pip install -e '.[track]'`"
+        )
+    if config.n_embd % config.n_head:
+        raise ConfigError(f"--n_embd={config.n_embd} is not divisible by --n_head={config.n_head}: change one of them")
+    if config.resume_step is not None and config.init_from == "scratch":
+        raise ConfigError(f"--resume_step={config.resume_step} needs --init_from=resume, or the directory of a run")
+    config.check(world_size)
+    if config.gradient_accumulation_steps % world_size:
+        steps = config.gradient_accumulation_steps
+        ranks = [n for n in range(1, min(steps, 1024) + 1) if steps % n == 0]
+        raise ConfigError(
+            f"--gradient_accumulation_steps={steps} is not divisible by the {world_size} ranks: use a multiple of "
+            f"{world_size}, such as {-(-steps // world_size) * world_size}, or one of {ranks} ranks"
+        )
+
+
+def check_ranges(config: TrainConfig) -> None:
+    """Check each value of a configuration on its own.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
     for name, minimum in MINIMUMS.items():
         value = getattr(config, name)
         maximum = MAXIMUMS.get(name, 2**31 - 1)
-        if value is not None and not minimum <= value <= maximum:
+        if isinstance(value, int | float) and not minimum <= value <= maximum:
             valid_values = f"a value from {minimum} to {maximum}" if value > maximum else f"{minimum} or more"
             raise ConfigError(f"--{name}={value} is out of range: use {valid_values}")
     for name in ("dropout", "beta1", "beta2"):
@@ -243,11 +281,6 @@ def validate(config: TrainConfig, world_size: int) -> None:
     for name in ("learning_rate", "stall_seconds", "timeout_minutes"):
         if not 0 < getattr(config, name) < float("inf"):
             raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use a finite value above 0")
-    if config.stall_seconds > 60 * config.timeout_minutes:
-        raise ConfigError(
-            f"--stall_seconds={config.stall_seconds:g} is longer than --timeout_minutes={config.timeout_minutes:g}, "
-            "after which collectives fail: use a smaller --stall_seconds or a larger --timeout_minutes"
-        )
     if config.timeout_minutes > MAX_TIMEOUT_MINUTES:
         raise ConfigError(
             f"--timeout_minutes={config.timeout_minutes:g} is out of range: use {MAX_TIMEOUT_MINUTES} or less"
@@ -255,19 +288,3 @@ def validate(config: TrainConfig, world_size: int) -> None:
     for name, value in vars(config).items():
         if isinstance(value, str) and not is_text(value):
             raise ConfigError(f"--{name}={value!r} is not valid UTF-8 text: use another value")
-    if config.track != "none" and importlib.util.find_spec(config.track) is None:
-        raise ConfigError(
-            f"--track={config.track} needs a package that is not installed: run `.venv/bin/pip install -e '.[track]'`"
-        )
-    if config.n_embd % config.n_head:
-        raise ConfigError(f"--n_embd={config.n_embd} is not divisible by --n_head={config.n_head}: change one of them")
-    if config.resume_step is not None and config.init_from != "resume":
-        raise ConfigError(f"--resume_step={config.resume_step} needs --init_from=resume: add it")
-    config.check(world_size)
-    if config.gradient_accumulation_steps % world_size:
-        steps = config.gradient_accumulation_steps
-        ranks = [n for n in range(1, min(steps, 1024) + 1) if steps % n == 0]
-        raise ConfigError(
-            f"--gradient_accumulation_steps={steps} is not divisible by the {world_size} ranks: use a multiple of "
-            f"{world_size}, such as {-(-steps // world_size) * world_size}, or one of {ranks} ranks"
-        )

@@ -232,7 +232,7 @@ assert difference < 1e-7
 
 # %%
 from nanoGPT.distributed.runtime import Runtime, create_runtime
-from phase3_fsdp.fsdp import init_device, init_shards, shard_model
+from phase3_fsdp.fsdp import init_context, init_shards, shard_model
 from workshop.lessons import fsdp_pictures
 from workshop.lessons.fsdp import count_local_elements, describe_layout
 
@@ -240,7 +240,7 @@ from workshop.lessons.fsdp import count_local_elements, describe_layout
 def build_sharded_model(config: FsdpConfig) -> tuple[GPT, Runtime]:
     """Return this rank's shards of the model with its initial weights, as the trainer builds it."""
     run = create_runtime(config.device, config.dtype)
-    with init_device(config, run):
+    with init_context(config, run):
         model = GPT(shape)
     model = shard_model(model, config, run)
     init_shards(model, config, run)

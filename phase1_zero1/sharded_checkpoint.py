@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from nanoGPT.checkpoint.manifest import list_files
 from nanoGPT.checkpoint.shard_writer import write_shards
 from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
-from nanoGPT.checkpoint.state import FullState, allocate_state, load_weights, read_full_state
+from nanoGPT.checkpoint.state import FullState, allocate_state, check_parameters, load_weights, read_full_state
 from nanoGPT.checkpoint.writer import NewFiles
-from nanoGPT.errors import ConfigError
 from phase1_zero1.protocol import DataParallelOptimizer
 
 
@@ -87,8 +86,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) 
     # All ranks must take the same branch, so only the index decides. Phase 3 stores moments as matrices.
     if sizes and all(len(size) < 2 for key, size in sizes.items() if key.startswith("optimizer.")):
         state = training_state(model, optimizer)
-        if differ := sorted(key for key in sizes.keys() ^ state.keys() if key.startswith("model.")):
-            raise ConfigError(f"{path} and the model differ in {len(differ)} parameters, such as {differ[0]}")
+        check_parameters(path, sizes, {key: value.size() for key, value in state.items()})
         read_shards(reader, {key: value for key, value in state.items() if key in sizes})
         clear_missing_state(model, optimizer, sizes)
     else:

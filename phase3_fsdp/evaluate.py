@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanoGPT.checkpoint.state import read_full_state
-from nanoGPT.checkpoint.weights import find_newest, read_starting_point
+from nanoGPT.checkpoint.weights import find_checkpoint, read_starting_point
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
@@ -75,12 +75,12 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         data = TokenData.from_config(config)
         source, checkpoint = config.init_from, None
         if source == "resume":
-            checkpoint = find_newest(Path(config.out_dir), run)
+            checkpoint = find_checkpoint(Path(config.out_dir), run, config.resume_step)
             source = str(checkpoint.path)
         config, model_args, weights = read_starting_point(config, data, checkpoint, run, trains=False)
         if checkpoint:
             weights = read_full_state(checkpoint.path).model
-        with fsdp.init_device(config, run):
+        with fsdp.init_context(config, run):
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)

@@ -6,7 +6,7 @@ them after each (the root unit stays until its backward pass). After the backwar
 gradients. Just before the update, a rank stores 16P/N bytes of model state for P parameters in fp32 (ZeRO stage 3,
 Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
 
-    with init_device(config, run):
+    with init_context(config, run):
         model = GPT(model_args)                        # names and shapes only, no memory
     model = shard_model(model, config, run)            # still no memory: parameters become sharded DTensors
     init_shards(model, config, run)                    # each rank allocates and fills its shards
@@ -14,6 +14,7 @@ Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, draw_initial_rows
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
+from phase3_fsdp.minimal import put_parameters_on_meta
 
 DEFAULT_MIN_NUM_PARAMS = 1_000_000  # minimum size of a unit with --fsdp_wrap=size
 SWITCHES = {"True": "full", "False": "none"}  # short forms of --fsdp_activation_checkpointing
@@ -150,9 +152,12 @@ def resolve_kernels(config: FsdpConfig, device_type: str) -> str:
     )
 
 
-def init_device(config: FsdpConfig, run: Runtime) -> torch.device:
-    """Return the device on which to build the model: with FSDP the meta device, which has shapes but no memory."""
-    return torch.device("meta") if config.use_fsdp else run.device
+def init_context(config: FsdpConfig, run: Runtime) -> AbstractContextManager[Any]:
+    """Return the context in which to build the model: with FSDP, its parameters have shapes but no memory.
+
+    Buffers have their values: a checkpoint restores only those that are persistent.
+    """
+    return put_parameters_on_meta() if config.use_fsdp else run.device
 
 
 def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
@@ -166,7 +171,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     in the same unit.
 
     Args:
-        model: built on the device of `init_device`; its parameters need no values yet.
+        model: built in `init_context`; its parameters need no values yet.
         config: all options of `FsdpConfig` apply.
         run: this rank's Runtime.
 
@@ -285,6 +290,8 @@ def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[s
     """
     if next(model.parameters()).is_meta:
         allocate_shards(model, torch.device("cpu") if config.fsdp_cpu_offload else run.device)
+    for buffer in model.buffers():
+        buffer.data = buffer.to(run.device)
     if config.init_from == "resume":
         return  # load_shards sets every value
     for name, param in model.named_parameters():
@@ -296,10 +303,15 @@ def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[s
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:
-    """Allocate the tensors of a model that are on the meta device, without values. Other tensors stay as they are.
+    """Allocate the parameters of a model that are on the meta device, without values. Other tensors stay as they are.
 
     `model.to_empty` would allocate the shard of a tied parameter twice for a moment.
+
+    Raises:
+        ConfigError: a buffer is on the meta device, so its values are lost.
     """
+    if lost := next((name for name, buffer in model.named_buffers() if buffer.is_meta), None):
+        raise ConfigError(f"the buffer {lost} has no values: build the model in `put_parameters_on_meta()`")
     allocated: dict[Tensor, Tensor] = {}
 
     def allocate(tensor: Tensor) -> Tensor:
@@ -320,7 +332,14 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def copy_own_rows(target: Tensor, full: Tensor) -> None:
-    """Copy this rank's rows of a full tensor to `target`, or all of it if `target` is not sharded."""
+    """Copy this rank's rows of a full tensor to `target`, or all of it if `target` is not sharded.
+
+    Raises:
+        ConfigError: the full tensors have different shapes.
+    """
+    if full.shape != target.shape:
+        shapes = f"{tuple(full.shape)} instead of {tuple(target.shape)}"
+        raise ConfigError(f"a stored tensor has shape {shapes}: use the weights or the checkpoint of this model")
     if target.dim():
         begin, end = own_rows(target)
         full = full[begin:end]

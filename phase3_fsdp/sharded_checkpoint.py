@@ -18,6 +18,7 @@ from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
 from nanoGPT.checkpoint.state import (
     FullState,
     allocate_state,
+    check_parameters,
     clear_missing_state,
     optimizer_state_by_name,
     read_full_state,
@@ -84,21 +85,26 @@ class ShardWriter:
 
 
 def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load a checkpoint of any phase and any number of ranks into a sharded model and its optimizer. Collective."""
+    """Load a checkpoint of any phase and any number of ranks into a sharded model and its optimizer. Collective.
+
+    Raises:
+        ConfigError: the parameters in the checkpoint are not those of the model.
+    """
     allocate_state(optimizer)
     state, reader = training_state(model, optimizer), SafeReader(path, is_shared=True)
-    has_shards = "ckpt.pt" not in list_files(path)
-    if not has_shards or {key: value[0] for key, value in read_index(reader).items()} != get_sizes(state):
-        full = read_full_state(path)
-        copy_full_state(full, state)
-        clear_missing_state(model, optimizer, full.optimizer)
-    else:
+    expected = {key: value.size() for key, value in state.items()}
+    is_sharded = "ckpt.pt" not in list_files(path)
+    stored = {key: size for key, (size, _) in read_index(reader).items()} if is_sharded else {}
+    if is_sharded:
+        check_parameters(path, stored, expected)
+    if stored == expected:
         read_shards(reader, state)
-
-
-def get_sizes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
-    """Return the size of each full tensor."""
-    return {key: value.size() for key, value in state.items()}
+        return
+    full = read_full_state(path)
+    if not is_sharded:
+        check_parameters(path, {f"model.{name}": value.size() for name, value in full.model.items()}, expected)
+    copy_full_state(full, state)
+    clear_missing_state(model, optimizer, full.optimizer)
 
 
 def copy_full_state(full: FullState, target: dict[str, Tensor]) -> None:

@@ -72,7 +72,7 @@ def train(config: Config) -> None:
         config, model_args, weights = read_starting_point(config, data, checkpoint, run)
 
         # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
-        with fsdp.init_device(config, run):  # [fsdp:shard] names and shapes only, no memory yet
+        with fsdp.init_context(config, run):  # [fsdp:shard] names and shapes only, no memory yet
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, config, run, weights)  # each rank fills its shards, one parameter at a time

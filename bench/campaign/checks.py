@@ -29,8 +29,7 @@ from bench.tables.records import describe_origin
 from nanoGPT.distributed.algorithms import choose_attention, find_package_problem, use_algorithms
 from nanoGPT.files import PACKAGE
 from nanoGPT.prepare.directory import META, choose_token_dtype, write_meta, write_tokens
-from nanoGPT.prepare.download import make_gpt2_identity
-from nanoGPT.prepare.text import make_char_identity
+from nanoGPT.tokenizer import TokenizerIdentity, make_char_identity, make_gpt2_identity
 from phase2_triton.kernels.adamw import TritonAdamW
 from phase2_triton.kernels.core import is_interpreted
 
@@ -281,7 +280,7 @@ def find_data(settings: Settings) -> str:
     return write_random_tokens(settings.folder / "random-gpt2", make_gpt2_identity())
 
 
-def write_random_tokens(folder: Path, identity: dict[str, Any]) -> str:
+def write_random_tokens(folder: Path, identity: TokenizerIdentity) -> str:
     """Write a dataset of random tokens, unless it is there, and return its path."""
     if not (folder / META).exists():
         folder.mkdir(exist_ok=True)

@@ -168,7 +168,7 @@ def set_up_zero1(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime) -> T
 
 def set_up_fsdp(config: fsdp.FsdpConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
     """Set up phase 3."""
-    with fsdp.init_device(config, run):
+    with fsdp.init_context(config, run):
         model = GPT(shape)
     model = fsdp.shard_model(model, config, run)
     model.to_empty(device="cpu")

@@ -29,7 +29,7 @@ from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, MAX_CHUNK_ELEMENTS, GPTConfig, draw_initial_rows
-from phase3_fsdp.fsdp import FsdpConfig, init_device, init_shards, shard_model
+from phase3_fsdp.fsdp import FsdpConfig, init_context, init_shards, shard_model
 from workshop.imports import ROOT
 from workshop.ranks import run_on_ranks
 
@@ -63,7 +63,7 @@ def measure_rank(model: GPT, config: FsdpConfig, run: Runtime) -> dict[str, Any]
 
 def build(config: FsdpConfig, shape: GPTConfig, run: Runtime) -> GPT:
     """Return the sharded model, without memory for its parameters."""
-    with init_device(config, run):
+    with init_context(config, run):
         model = GPT(shape)
     return shard_model(model, config, run)
 

@@ -26,7 +26,7 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
 from phase1_zero1.parallelize import Zero1Config, shard_optimizer
 from phase1_zero1.zero1 import Zero1Optimizer
-from phase3_fsdp.fsdp import FsdpConfig, init_device, shard_model
+from phase3_fsdp.fsdp import FsdpConfig, init_context, shard_model
 from phase3_fsdp.sharded_checkpoint import ShardWriter
 from workshop.ranks import run_on_ranks
 
@@ -72,7 +72,7 @@ def save_state(folder: str, shape: GPTConfig) -> None:
     """
     run = Runtime(dist.get_rank(), dist.get_rank(), dist.get_world_size(), dist.get_world_size(), CPU, torch.float32)
     config = FsdpConfig(device="cpu", dtype="float32")
-    with init_device(config, run):
+    with init_context(config, run):
         model = GPT(shape)
     model = shard_model(model, config, run)
     model.to_empty(device="cpu")

@@ -31,7 +31,9 @@ from nanoGPT.checkpoint.manifest import (
     Checkpoint,
     DamagedCheckpoint,
     Manifest,
+    choose_step,
     collect_versions,
+    find_best,
     read_manifest,
     serialize_manifest,
     step_directories,
@@ -41,6 +43,7 @@ from nanoGPT.checkpoint.writer import NewFiles, fsync_path, write_and_sync
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, PeerFailed, SaveError
 from nanoGPT.files import is_present, remove, size_of, unique_name
+from nanoGPT.train_config import StepChoice
 
 
 class CheckpointDirectory:
@@ -81,29 +84,27 @@ class CheckpointDirectory:
                 "use an --out_dir on a file system that all nodes share"
             )
 
-    def find_newest(self, step: int | None = None) -> Checkpoint:
+    def find_newest(self, step: StepChoice = None) -> Checkpoint:
         """Return the newest complete checkpoint. Rename newer, damaged ones to `.bad-*`, and print the reasons.
 
         Args:
-            step: return the checkpoint of this step instead. The first `save` renames newer ones to `.newer-*`.
+            step: return the checkpoint of this step, or the best one, instead. The first `save` renames newer ones to
+                `.newer-*`.
 
         Raises:
             ConfigError: there is no complete checkpoint, or one could not be read. An unreadable one is not renamed.
         """
         paths = self._run_on_all(lambda: step_directories(self.root.parent))[0]
         if step is not None:
-            return self._find_step(self.root / f"step-{step:08d}", paths)
+            return self._open_step(self._run_on_all(lambda: choose_step(self.root.parent, step))[0], paths)
         for path in paths:
             if not (reason := self._find_damage_on_all(path)):
                 return self._open(path)
             self._set_aside(path, f".bad-{path.name}", f"skipping {path.name}: {reason}")
         raise ConfigError(f"no checkpoint under {self.root} can be used: start a new run with another --out_dir")
 
-    def _find_step(self, wanted: Path, paths: list[Path]) -> Checkpoint:
+    def _open_step(self, wanted: Path, paths: list[Path]) -> Checkpoint:
         """Return the checkpoint of one step. The first save sets all newer ones aside, to save their steps again."""
-        if wanted not in paths:
-            names = ", ".join(path.name for path in paths)
-            raise ConfigError(f"there is no checkpoint {wanted.name} under {self.root}: choose one of {names}")
         if reason := self._find_damage_on_all(wanted):
             raise ConfigError(f"{wanted} is damaged ({reason}): choose another --resume_step")
         self.newer = paths[: paths.index(wanted)]
@@ -368,20 +369,6 @@ class CheckpointDirectory:
                 f"{name} was not saved: rank {rank}: {reason}; earlier checkpoints are unchanged, resume from them"
             )
         return [result for result, _ in outcomes]
-
-
-def find_best(paths: list[Path], best_val_loss: Any) -> Path | None:
-    """Return the oldest checkpoint whose manifest has this best validation loss: the loss was measured at its step.
-
-    Args:
-        paths: newest first.
-        best_val_loss: of the run, from the manifest of its newest checkpoint; None if it has recorded none.
-    """
-    for path in reversed(paths if best_val_loss is not None else []):
-        with contextlib.suppress(DamagedCheckpoint, ConfigError):
-            if read_manifest(path).get("best_val_loss") == best_val_loss:
-                return path
-    return None
 
 
 def describe_failure(error: Exception, folder: Path) -> str:

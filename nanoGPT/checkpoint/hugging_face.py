@@ -4,6 +4,7 @@ A directory is accepted only if this project's model computes the same function 
 config.json about the activation, the norms, the scale of attention and the tied head is either supported or refused.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +19,15 @@ from torch import Tensor
 
 from nanoGPT.checkpoint.state import EMBEDDING, HEAD, LazyTensors, are_tied
 from nanoGPT.errors import ConfigError, is_out_of_memory
-from nanoGPT.files import ABSENT, list_directory, read_document, retry_reads, size_of
+from nanoGPT.files import ABSENT, is_present, list_directory, read_document, retry_reads, size_of
 from nanoGPT.model import GPTConfig
+from nanoGPT.tokenizer import GPT2_VOCAB, TokenizerIdentity, make_char_identity, make_gpt2_identity
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
-GPT2_VOCAB = 50257
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models, by size
+LAYER = ("ln_1.weight", "ln_2.weight", *CONV1D)  # the parameters of a layer, without biases
 INDEX = "model.safetensors.index.json"
+GPT2_TOKENS_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # of its tokens, one per line
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 # The default of `transformers` for a field that is not in config.json.
 DEFAULTS = {"vocab_size": GPT2_VOCAB, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None}
@@ -114,6 +117,38 @@ def read_hf_config(path: Path) -> GPTConfig:
     return GPTConfig(hf["n_layer"], hf["n_head"], hf["n_embd"], hf["n_positions"], True, hf["vocab_size"], 0.0, gelu)
 
 
+def read_hf_tokenizer(folder: Path) -> TokenizerIdentity | None:
+    """Return the tokenizer of a Hugging Face directory; None if it has no tokenizer.json and no vocab.json.
+
+    A tokenizer with further tokens after GPT-2's 50257 counts as GPT-2's.
+
+    Raises:
+        ConfigError: it is another tokenizer than GPT-2's and those of single characters, or the file is not valid.
+    """
+    try:
+        if is_present(folder / "tokenizer.json"):
+            model = json.loads(read_document(folder / "tokenizer.json"))["model"]
+            vocab, has_merges = model["vocab"], bool(model.get("merges"))
+        elif is_present(folder / "vocab.json"):
+            vocab, has_merges = json.loads(read_document(folder / "vocab.json")), is_present(folder / "merges.txt")
+        else:
+            return None
+        tokens = sorted(vocab, key=vocab.__getitem__)
+        is_gapless = [vocab[token] for token in tokens] == list(range(len(tokens)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"the tokenizer of {folder} cannot be read ({type(error).__name__}): copy it again") from None
+    if is_gapless and has_merges:
+        content = "\n".join(tokens[:GPT2_VOCAB]).encode("utf-8", "replace")
+        if hashlib.sha256(content).hexdigest() == GPT2_TOKENS_SHA256:
+            return make_gpt2_identity()
+    if is_gapless and not has_merges and all(len(token) == 1 for token in tokens):
+        return make_char_identity("".join(tokens))
+    raise ConfigError(
+        f"{folder} has a tokenizer of {len(tokens):,} tokens that is neither GPT-2's nor one of single characters: use "
+        "a model with one of these"
+    )
+
+
 def create_hf_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Return, for each parameter name of this project, a function that reads the tensor.
 
@@ -190,7 +225,18 @@ def convert_to_hf(shape: GPTConfig, weights: Mapping[str, Tensor], rows: int) ->
     """Yield the name and tensor of each parameter in the layout of `transformers`.
 
     Conv1D weights are transposed, and the padding rows of the embedding are dropped.
+
+    Raises:
+        ConfigError: the parameters are not those of GPT-2.
     """
+    layers = [f"transformer.h.{i}.{name}" for i in range(shape.n_layer) for name in LAYER]
+    names = [EMBEDDING, "transformer.wpe.weight", *layers, "transformer.ln_f.weight"]
+    biases = [name.removesuffix("weight") + "bias" for name in names[2:]] if shape.bias else []
+    if different := sorted({*names, *biases} ^ {*weights}):
+        raise ConfigError(
+            f"this model is not GPT-2: {different[0]} is only in {'it' if different[0] in weights else 'GPT-2'}; "
+            "transformers has no other model for it here, so use --format=ckpt"
+        )
     for name, value in weights.items():
         value = value[:rows] if name == EMBEDDING else value
         yield name, (value.t() if name.endswith(CONV1D) else value).contiguous()
@@ -244,7 +290,7 @@ def rename_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
 
 def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:
     """Write config.json for a model of this shape, with a vocabulary of `rows` tokens."""
-    end_of_text = rows - 1 if rows == GPT2_VOCAB else None  # GPT-2's <|endoftext|>
+    end_of_text = GPT2_VOCAB - 1 if rows >= GPT2_VOCAB else None  # GPT-2's <|endoftext|>
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -21,6 +21,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, NotAFile, is_directory, is_present, list_directory, read_document, sha256_of, size_of
 from nanoGPT.schema import Count, FileName, Range, SchemaError, Sha256, Size, check_schema
 from nanoGPT.tokenizer import check_tokenizer
+from nanoGPT.train_config import StepChoice
 
 Manifest = dict[str, Any]
 DELETED = "was deleted while it was read, for example by a run that saves newer checkpoints: run the command again"
@@ -95,6 +96,38 @@ def step_directories(out_dir: Path) -> list[Path]:
     root = out_dir / "checkpoints"
     steps = sorted((name for name in list_directory(root) if STEP.fullmatch(name)), key=lambda name: -int(name[5:]))
     return [root / name for name in steps if is_directory(root / name)]
+
+
+def choose_step(out_dir: Path, step: StepChoice) -> Path:
+    """Return the path of the checkpoint after `step` updates, or of the one with the best validation loss.
+
+    Raises:
+        ConfigError: the run has no such checkpoint.
+    """
+    paths = step_directories(out_dir)
+    if step == "best":
+        newest = next((manifest for _, manifest in read_manifests(out_dir)), {})
+        path, name = find_best(paths, newest.get("best_val_loss")), "with a validation loss"
+    else:
+        path, name = next((path for path in paths if int(path.name[5:]) == step), None), f"step-{step:08d}"
+    if path is None:
+        names = ", ".join(path.name for path in paths) or "another run"
+        raise ConfigError(f"there is no checkpoint {name} under {out_dir / 'checkpoints'}: choose one of {names}")
+    return path
+
+
+def find_best(paths: list[Path], best_val_loss: Any) -> Path | None:
+    """Return the oldest checkpoint whose manifest has this best validation loss: the loss was measured at its step.
+
+    Args:
+        paths: newest first.
+        best_val_loss: of the run, from the manifest of its newest checkpoint; None if it has recorded none.
+    """
+    for path in reversed(paths if best_val_loss is not None else []):
+        with contextlib.suppress(DamagedCheckpoint, ConfigError):
+            if read_manifest(path).get("best_val_loss") == best_val_loss:
+                return path
+    return None
 
 
 def find_newest_run(directories: Iterable[Path]) -> Path | None:

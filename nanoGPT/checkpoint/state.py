@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.manifest import Checkpoint, list_files
-from nanoGPT.checkpoint.position import check_position
+from nanoGPT.checkpoint.manifest import list_files
 from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.dataset import TokenData
@@ -30,7 +29,6 @@ from nanoGPT.optim import LossScaler
 from nanoGPT.train_config import TrainConfig
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
-SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 
 
 @dataclass
@@ -81,64 +79,6 @@ def manifest_fields(
     }
 
 
-def check_shape(config: TrainConfig, checkpoint: Checkpoint, allows_shorter: bool = False) -> None:
-    """Check that the configuration has the shape of the checkpoint's model.
-
-    Args:
-        allows_shorter: whether sequences may be shorter than the context of the model, as in an evaluation.
-
-    Raises:
-        ConfigError: a field differs; the message names it.
-    """
-    saved, name = checkpoint.manifest["model_args"], checkpoint.path.name
-    for key in SHAPE:
-        value = getattr(config, key)
-        if value is None or value == saved[key] or (allows_shorter and key == "block_size" and value < saved[key]):
-            continue
-        remedy = "remove the flag" + ("" if allows_shorter else " to resume, or start a new run in another --out_dir")
-        raise ConfigError(f"--{key}={value}, but {name} was trained with {key}={saved[key]}: {remedy}")
-
-
-def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -> None:
-    """Check that a run resumes a checkpoint with the same model, optimizer and data.
-
-    Raises:
-        ConfigError: one of them differs; the message names it.
-    """
-    name = checkpoint.path.name
-    if checkpoint.step > config.max_iters:
-        raise ConfigError(
-            f"--max_iters={config.max_iters}, but {name} is past it: raise --max_iters, or use another --out_dir"
-        )
-    check_shape(config, checkpoint)
-    if config.optimizer != (saved_optimizer := checkpoint.manifest["config"].get("optimizer", "adamw")):
-        raise ConfigError(
-            f"--optimizer={config.optimizer}, but {name} was trained with --optimizer={saved_optimizer}: remove the "
-            f"flag to resume, or start a new run from its weights with --init_from={config.out_dir} and "
-            "another --out_dir"
-        )
-    if data.tokenizer["sha256"] != checkpoint.manifest["data"]["tokenizer"]["sha256"]:
-        raise ConfigError(
-            f"--dataset={config.dataset} has a different tokenizer than the dataset of {name}: "
-            f"use --dataset={checkpoint.manifest['config']['dataset']}"
-        )
-    identity, saved = data.identity, checkpoint.manifest["data"]
-    if identity.get("weights") != saved.get("weights"):
-        raise ConfigError(
-            f"--dataset={config.dataset} is another mixture than that of {name}: use "
-            f"--dataset={checkpoint.manifest['config']['dataset']} to resume, or start a new run from these weights "
-            f"with --init_from={config.out_dir} and another --out_dir"
-        )
-    saved_files, files = saved["files"], identity["files"]
-    if changed := sorted(file for file in {*saved_files, *files} if saved_files.get(file) != files.get(file)):
-        raise ConfigError(
-            f"--dataset={config.dataset} is not the data that {name} was trained on ({changed[0]} differs): prepare "
-            "the original data again to resume, or start a new run from these weights with "
-            f"--init_from={config.out_dir} and another --out_dir"
-        )
-    check_position(config, checkpoint.manifest["config"], name)
-
-
 # ---- the baseline's payload: nanoGPT's ckpt.pt
 
 
@@ -170,9 +110,10 @@ def save_ckpt(files: NewFiles, state: FullState, step: int, fields: dict[str, An
     args = {k: v for k, v in fields["model_args"].items() if k != "gelu" or v != "none"}
     config = fields["config"]
     with torch.device("meta"):
-        params = dict(GPT(GPTConfig.from_dict(args)).named_parameters())  # in nanoGPT's order
-    order = order_for_optimizer(params)
-    decay = [i for i, name in enumerate(order) if params[name].dim() >= 2]
+        names = [name for name, _ in GPT(GPTConfig.from_dict(args)).named_parameters()]  # in nanoGPT's order
+    model = {name: state.model[name].detach() for name in dict.fromkeys([*names, *state.model])}
+    order = order_for_optimizer(model)
+    decay = [i for i, name in enumerate(order) if model[name].dim() >= 2]
     groups = [
         {"params": decay, "weight_decay": config["weight_decay"]},
         {"params": list(range(len(decay), len(order))), "weight_decay": 0.0},
@@ -180,9 +121,8 @@ def save_ckpt(files: NewFiles, state: FullState, step: int, fields: dict[str, An
     defaults = {"lr": config["learning_rate"], "betas": (config["beta1"], config["beta2"]), "eps": 1e-8}
     defaults |= {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
     defaults |= {"fused": None, "decoupled_weight_decay": True}
-    model = {name: state.model[name].detach() for name in params}
     content = {
-        "model": {**model, HEAD: model[EMBEDDING]},
+        "model": {HEAD: model[EMBEDDING], **model},  # a head that is not tied is in `model`
         "optimizer": {
             "state": {i: dict(state.optimizer[name]) for i, name in enumerate(order) if name in state.optimizer},
             "param_groups": [{**defaults, **group} for group in groups],
@@ -191,6 +131,7 @@ def save_ckpt(files: NewFiles, state: FullState, step: int, fields: dict[str, An
         "iter_num": step,
         "best_val_loss": fields["best_val_loss"],
         "config": config,
+        "tokenizer": fields["data"]["tokenizer"],
     }
     with files.open("ckpt.pt") as file:
         torch.save(content, file)  # type: ignore[arg-type]
@@ -219,11 +160,8 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
         content = retry_reads(path, lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True))
         model = {k.removeprefix("_orig_mod."): v for k, v in content.pop("model").items()}
         model = {k: v for k, v in model.items() if not k.endswith(".attn.bias")}
-        if not are_tied(model.pop(HEAD, model[EMBEDDING]), model[EMBEDDING]):
-            raise ConfigError(
-                f"{path} has an {HEAD} that differs from {EMBEDDING}, but this model has one tensor for both: use a "
-                "checkpoint with a tied head"
-            )
+        if HEAD in model and are_tied(model[HEAD], model[EMBEDDING]):
+            del model[HEAD]
         states = content.pop("optimizer", {"state": {}})["state"]
         order = order_for_optimizer(model)
         return FullState(model, {order[i]: state for i, state in states.items()}), content
@@ -275,6 +213,26 @@ def clear_missing_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     for name, param in model.named_parameters():
         if name not in stored:
             optimizer.state[param].clear()
+
+
+def check_parameters(path: Path, stored: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    """Check that a checkpoint has exactly the parameters of a model, with their shapes.
+
+    Args:
+        path: of the checkpoint.
+        stored: the sizes of its full tensors; those of parameters are named `model.<param>`.
+        expected: the sizes of the model's full tensors, with the same names.
+
+    Raises:
+        ConfigError: a name or a shape differs.
+    """
+    names = [key for key in {*stored, *expected} if key.startswith("model.")]
+    if differ := sorted(key for key in names if stored.get(key) != expected.get(key)):
+        in_file, in_model = (sizes.get(differ[0]) for sizes in (stored, expected))
+        raise ConfigError(
+            f"{path} and the model differ in {len(differ)} parameters, such as {differ[0].removeprefix('model.')}: its "
+            f"shape is {in_file and tuple(in_file)} in the checkpoint, and {in_model and tuple(in_model)} in the model"
+        )
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -11,31 +11,48 @@ from collections import ChainMap
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB, PRETRAINED, download_gpt2, read_hf
+from nanoGPT.checkpoint.checks import SHAPE, check_resume, check_same_tokenizer, check_shape
+from nanoGPT.checkpoint.hugging_face import PRETRAINED, download_gpt2, read_hf, read_hf_tokenizer
 from nanoGPT.checkpoint.manifest import (
     Checkpoint,
     DamagedCheckpoint,
     check_training,
+    choose_step,
     read_manifest,
     read_manifests,
     verify_files,
 )
-from nanoGPT.checkpoint.state import SHAPE, LazyTensors, check_resume, check_shape, read_ckpt, read_full_state
+from nanoGPT.checkpoint.state import LazyTensors, read_ckpt, read_full_state
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import is_present, size_of
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.tokenizer import TokenizerIdentity
-from nanoGPT.train_config import C
+from nanoGPT.schema import SchemaError, check_schema
+from nanoGPT.tokenizer import GPT2_VOCAB, TokenizerIdentity, check_tokenizer, make_gpt2_identity
+from nanoGPT.train_config import C, StepChoice
 
 PADDED_VOCAB = 50304
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Weights(NamedTuple):
+    """The weights of a model.
+
+    Attributes:
+        shape: of the model.
+        tensors: its parameters by name, each of which is read when it is accessed.
+        tokenizer: of the text that it was trained on; None if its source does not name it.
+    """
+
+    shape: GPTConfig
+    tensors: Mapping[str, Tensor]
+    tokenizer: TokenizerIdentity | None
 
 
 def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
@@ -69,12 +86,18 @@ def read_starting_point(
             check_resume(config, data, checkpoint)
         else:
             check_shape(config, checkpoint, allows_shorter=True)
+            tokenizer, dataset = checkpoint.manifest["data"]["tokenizer"], checkpoint.manifest["config"].get("dataset")
+            check_same_tokenizer(config, data, checkpoint.path.name, tokenizer, dataset)
         shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
         shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": rows})
     else:
-        shape, weights = read_weights(config.init_from, run)
+        shape, weights, tokenizer = read_weights(config.init_from, run, config.resume_step)
+        if tokenizer:
+            check_same_tokenizer(config, data, config.init_from, tokenizer)
+        else:
+            run.print0(f"{config.init_from} does not name its tokenizer: assuming that of --dataset={config.dataset}")
         if config.block_size > shape.block_size:
             raise ConfigError(
                 f"--block_size={config.block_size} is larger than the {shape.block_size} positions of "
@@ -84,33 +107,45 @@ def read_starting_point(
         positions = weights["transformer.wpe.weight"][: config.block_size]
         weights = ChainMap({"transformer.wpe.weight": positions}, weights)  # type: ignore[arg-type]
     if shape.vocab_size < data.tokenizer["vocab_size"]:
+        remedy = "a larger --vocab_size" if weights is None and not checkpoint else "a dataset with the same tokenizer"
         raise ConfigError(
             f"the model has {shape.vocab_size} rows of vocabulary, but {config.dataset} needs "
-            f"{data.tokenizer['vocab_size']}: use a dataset with the same tokenizer, or a larger --vocab_size"
+            f"{data.tokenizer['vocab_size']}: use {remedy}"
         )
     shape.dropout = config.dropout
     return dataclasses.replace(config, **{name: getattr(shape, name) for name in SHAPE}), shape, weights
 
 
-def find_newest(out_dir: Path, run: Runtime | None = None) -> Checkpoint:
-    """Return the newest complete checkpoint of a run. Nothing is renamed. Collective if there is a Runtime.
+def is_run(folder: Path) -> bool:
+    """Return whether a directory is that of a run, or of one of its checkpoints."""
+    return is_present(folder / "checkpoints") or is_present(folder / "manifest.json")
+
+
+def find_checkpoint(source: Path, run: Runtime | None = None, step: StepChoice = None) -> Checkpoint:
+    """Return a complete checkpoint of a run: the newest one, or the one of `step`. Nothing is renamed.
+
+    The function is collective if there is a Runtime.
 
     Args:
-        out_dir: directory of the run.
+        source: directory of the run; or of one checkpoint, which is then the only choice.
         run: this rank's Runtime. Rank 0 lists the checkpoints, and the ranks divide the files to hash, so that a large
             checkpoint takes 1/N of the time. None: a single process.
+        step: number of updates of the checkpoint, or "best"; None: the newest one that is complete.
 
     Raises:
         ConfigError: there is no complete checkpoint, one could not be read, or other ranks do not see one of rank 0.
     """
 
     def list_paths() -> list[Path]:
-        return [path for path, _ in read_manifests(out_dir)]
+        if step is not None:
+            return [choose_step(source, step)]
+        return [source] if is_present(source / "manifest.json") else [path for path, _ in read_manifests(source)]
 
     is_changing = True
     while is_changing:  # if a training run deletes a checkpoint meanwhile, it has saved a newer one: search again
         is_changing = False
-        for path in run.call_on_rank0(list_paths) if run else list_paths():
+        paths = run.call_on_rank0(list_paths) if run else list_paths()
+        for path in paths:
             checkpoint, reason = verify_checkpoint(path, run)
             if checkpoint:
                 return checkpoint
@@ -120,10 +155,12 @@ def find_newest(out_dir: Path, run: Runtime | None = None) -> Checkpoint:
             if missing_ranks and not is_deleted:
                 raise ConfigError(f"ranks {missing_ranks} do not see {path}: use a directory that all nodes share")
             is_changing = is_changing or is_deleted
+            if not is_deleted and (step is not None or path == source):
+                raise ConfigError(f"{path} is damaged ({reason}): choose another checkpoint")
             if not is_deleted and (run is None or run.is_main):
                 print(f"skipping {path.name}: {reason}", file=sys.stderr)
     raise ConfigError(
-        f"there is no complete checkpoint under {out_dir}: train first, or use the --out_dir of another run"
+        f"there is no complete checkpoint under {source}: train first, or use the --out_dir of another run"
     )
 
 
@@ -150,35 +187,61 @@ def verify_checkpoint(path: Path, run: Runtime | None) -> tuple[Checkpoint | Non
     return None if damage else checkpoint, damage
 
 
-def read_weights(source: str, run: Runtime | None = None) -> tuple[GPTConfig, Mapping[str, Tensor]]:
+def read_weights(source: str, run: Runtime | None = None, step: StepChoice = None) -> Weights:
     """Read weights from a run, a nanoGPT directory, a Hugging Face directory, or a GPT-2 that is given by name.
 
     Args:
         source: the directory or the name.
         run: this rank's Runtime. With multiple ranks, rank 0 chooses the checkpoint, because the source may be a run
             that is training. None: a single process.
-
-    Returns:
-        The shape of the model, and its weights by parameter name.
+        step: of the checkpoint, if the source is a run; see `find_checkpoint`.
 
     Raises:
         ConfigError: the source is none of these, or is not valid.
     """
-    folder = Path(source)
+    folder, tokenizer = Path(source), None
+    if is_run(folder):
+        checkpoint = find_checkpoint(folder, run, step)
+        manifest = checkpoint.manifest
+        content = check_weights_fit(source, manifest["model_args"], read_full_state(checkpoint.path).model)
+        return Weights(*content, manifest["data"]["tokenizer"])
+    if step is not None:
+        raise ConfigError(f"--resume_step={step} needs the directory of a run, which {source} is not: remove it")
     if source in PRETRAINED and not folder.is_dir():
-        folder = download_gpt2(source)
-    if is_present(folder / "checkpoints"):
-        checkpoint = find_newest(folder, run)
-        return check_weights_fit(source, checkpoint.manifest["model_args"], read_full_state(checkpoint.path).model)
+        folder, tokenizer = download_gpt2(source), make_gpt2_identity()
     if size_of(folder / "ckpt.pt") is not None:
         state, rest = read_ckpt(folder / "ckpt.pt")
-        return check_weights_fit(source, rest.get("model_args"), state.model)
-    if is_present(folder / "config.json"):
+        tokenizer = read_ckpt_tokenizer(source, rest)
+        content = check_weights_fit(source, rest.get("model_args"), state.model)
+    elif is_present(folder / "config.json"):
         shape, weights = read_hf(folder)
-        return check_weights_fit(source, dataclasses.asdict(shape), weights)
-    raise ConfigError(
-        f"{source} contains neither checkpoints/, ckpt.pt nor config.json: use the directory of a run or a model"
-    )
+        tokenizer = tokenizer or read_hf_tokenizer(folder)
+        content = check_weights_fit(source, dataclasses.asdict(shape), weights)
+    else:
+        raise ConfigError(
+            f"{source} contains neither checkpoints/, ckpt.pt nor config.json: use the directory of a run or a model"
+        )
+    if tokenizer is None and content[0].vocab_size >= GPT2_VOCAB:
+        tokenizer = make_gpt2_identity()
+        if run is None or run.is_main:
+            print(f"{source} does not name its tokenizer: assuming GPT-2's", file=sys.stderr)
+    return Weights(*content, tokenizer)
+
+
+def read_ckpt_tokenizer(source: str, content: dict[str, Any]) -> TokenizerIdentity | None:
+    """Return the tokenizer that a ckpt.pt of this project names; None if it names none, as nanoGPT's.
+
+    Raises:
+        ConfigError: it is not valid.
+    """
+    if "tokenizer" not in content:
+        return None
+    try:
+        identity = check_schema(content["tokenizer"], TokenizerIdentity)
+        check_tokenizer(identity)
+        return identity
+    except SchemaError as error:
+        raise ConfigError(f"{source} has no valid tokenizer ({error}): use another checkpoint") from None
 
 
 def check_weights_fit(
@@ -203,6 +266,9 @@ def check_weights_fit(
     for name in sorted(expected.keys() | weights.keys()):
         tensor = weights.get(name)
         expected_shape, actual_shape = expected.get(name), None if tensor is None else tuple(tensor.shape)
+        if expected_shape is None or actual_shape is None:
+            owner, other = ("its model", source) if actual_shape is None else (source, "its model")
+            raise ConfigError(f"{owner} has {name}, which {other} lacks: use other weights")
         if actual_shape != expected_shape:
             raise ConfigError(
                 f"{source} has {name} of shape {actual_shape}, but its model has {expected_shape}: use other weights"

@@ -18,7 +18,7 @@ from nanoGPT.distributed.environment import environment_number, may_restart, rea
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
 from nanoGPT.job.out_dir import DirectoryLock, check_out_dir, check_writable
-from nanoGPT.job.parse import load_saved_config
+from nanoGPT.job.parse import load_saved_config, package_of
 from nanoGPT.train_config import C, TrainConfig
 
 STOP_KEY = "stop"  # in the store of an elastic job: the exit code and the reason
@@ -37,7 +37,7 @@ def choose_free_out_dir(run: Runtime, config: TrainConfig) -> str:
     is_default = config.out_dir == TrainConfig.out_dir and config.init_from != "resume"
     if not is_default or may_restart() or run.local_world_size < run.world_size or not step_directories(Path("out")):
         return config.out_dir
-    name = f"{config.out_dir}/{type(config).__module__.split('.')[0]}-{agent_start_time(run)}"
+    name = f"{config.out_dir}/{package_of(type(config))}-{agent_start_time(run)}"
     out_dir = next(d for d in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not step_directories(Path(d)))
     run.print0(f"{config.out_dir} contains checkpoints of an earlier run: this run writes into {out_dir}")
     return out_dir

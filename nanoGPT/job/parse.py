@@ -9,17 +9,22 @@ resumed run needs only its `--out_dir`.
 
 import dataclasses
 import json
+import math
 import os
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoGPT.checkpoint.manifest import find_newest_run, read_manifests
+from nanoGPT.checkpoint.checks import SHAPE
+from nanoGPT.checkpoint.hugging_face import PRETRAINED
+from nanoGPT.checkpoint.manifest import choose_step, find_newest_run, read_manifests, step_directories
+from nanoGPT.checkpoint.weights import read_weights
 from nanoGPT.cli.command_line import command_line, join_flag_values
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.schema import SchemaError, check_schema
-from nanoGPT.train_config import GPU_DEFAULTS, C, TrainConfig, cpu_defaults, field_names
+from nanoGPT.train_config import GPU_DEFAULTS, C, StepChoice, TrainConfig, cpu_defaults, field_names
 
 # Values of --compile_mode in checkpoints of earlier versions, and their replacements without CUDA graphs.
 REMOVED_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -28,8 +33,8 @@ NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what 
     "backend": "leave it out: the backend follows the device, which --device selects",
     "wandb_log": "use --track=wandb instead",
 }
-# For the directory of each trainer, the name of its phase in a manifest.
-PHASE_OF_DIRECTORY = {"nanoGPT": "baseline", "phase1_zero1": "zero1", "phase2_triton": "triton", "phase3_fsdp": "fsdp"}
+# For the package of each trainer, the name of its phase in a manifest.
+PHASE_OF_PACKAGE = {"nanoGPT": "baseline", "phase1_zero1": "zero1", "phase2_triton": "triton", "phase3_fsdp": "fsdp"}
 CONFIG_VARIABLE = "NANOGPT_CONFIG"  # environment variable with the configuration as JSON
 
 
@@ -57,28 +62,64 @@ def parse(
     check_names(config_class, flags)
     if file_values is None:
         file_values = read_config_files(config_class, argv, trainer)
+    given = {name_of_flag(flag) for flag in flags} | file_values.keys()
     defaults = GPU_DEFAULTS if uses_gpu(flags, file_values) else cpu_defaults(config_class, world_size)
     config = parse_flags(config_class, {**defaults, **file_values}, flags)
     config = dataclasses.replace(config, out_dir=os.path.expanduser(config.out_dir))  # no shell expands --out_dir=~/run
     if config.init_from == "resume":
-        out_dir = find_run_to_resume(config.out_dir, trainer)
-        saved = load_saved_config(config_class, out_dir, config.resume_step) or load_saved_config(config_class, out_dir)
-        values = {**saved, **file_values, "init_from": "resume"}
+        out_dir = find_run_to_resume(config_class, config.out_dir)
+        defaults = load_saved_config(config_class, out_dir, config.resume_step)
+        values = {**defaults, **file_values, "init_from": "resume"}
         config = dataclasses.replace(parse_flags(config_class, values, flags), out_dir=out_dir)
+    else:
+        check_given_shape(config, given)
+    if "learning_rate" in given and "min_lr" not in given and 0 < config.learning_rate < math.inf:
+        before = config_class(**defaults)  # type: ignore[arg-type]
+        config = dataclasses.replace(config, min_lr=before.min_lr * (config.learning_rate / before.learning_rate))
     return config
 
 
-def find_run_to_resume(out_dir: str, trainer: Path) -> str:
+def check_given_shape(config: TrainConfig, given: set[str]) -> None:
+    """Check that no flag contradicts the shape of the weights that a new run starts from.
+
+    Sequences may be shorter than the context of the model.
+
+    Args:
+        config: of the run.
+        given: the names of the fields that a flag or a config file sets.
+
+    Raises:
+        ConfigError: a flag does; the message names it.
+    """
+    names = [name for name in SHAPE if name in given and name != "block_size" and getattr(config, name) is not None]
+    if not names or not (config.init_from in PRETRAINED or Path(config.init_from or "scratch").is_dir()):
+        return
+    shape = read_weights(config.init_from, step=config.resume_step).shape
+    for name in names:
+        if (value := getattr(config, name)) != (actual := getattr(shape, name)):
+            raise ConfigError(f"--{name}={value}, but {config.init_from} has {name}={actual}: remove it")
+
+
+def package_of(config_class: type[TrainConfig]) -> str:
+    """Return the package of a trainer, such as phase3_fsdp, from the class of its configuration.
+
+    The directory of the trainer can have any name in a copy of a phase.
+    """
+    modules = [each.__module__ for each in config_class.__mro__]
+    return next(module.split(".")[0] for module in modules if module != "__main__")
+
+
+def find_run_to_resume(config_class: type[TrainConfig], out_dir: str) -> str:
     """Return the directory to resume from: out_dir; if that is the default, the newest run of the trainer's phase.
 
-    The launcher names the directories of runs without an out_dir `out/<phase>-<time>`. Plain torchrun uses `out` for
-    its first run, of any phase.
+    The directories of runs without an out_dir are named `out/<package>-<time>`. Plain torchrun uses `out` for its first
+    run, of any phase.
     """
     if out_dir != TrainConfig.out_dir:
         return out_dir
-    folder, name = Path(out_dir), trainer.resolve().parent.name
+    folder, name = Path(out_dir), package_of(config_class)
     runs = [*folder.glob(f"{name}-*")]
-    if any(manifest.get("phase") == PHASE_OF_DIRECTORY.get(name) for _, manifest in read_manifests(folder)):
+    if any(manifest.get("phase") == PHASE_OF_PACKAGE.get(name) for _, manifest in read_manifests(folder)):
         runs.append(folder)
     return str(find_newest_run(runs) or out_dir)
 
@@ -91,12 +132,17 @@ def check_names(config_class: type, flags: list[str]) -> None:
     """
     names = field_names(config_class)
     for flag in flags:
-        name = flag.lstrip("-").split("=")[0].replace("-", "_")
+        name = name_of_flag(flag)
         if flag.startswith("--") and name in NANOGPT_FLAGS:
             raise ConfigError(f"--{name} is a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
         if flag.startswith("--") and name not in [*names, "help"]:
             advice = did_you_mean(f"--{name}", [f"--{each}" for each in names]) or "; --help lists all flags"
             raise ConfigError(f"unknown flag --{name}{advice}")
+
+
+def name_of_flag(flag: str) -> str:
+    """Return the name of the field that a flag such as `--batch-size=4` sets."""
+    return flag.lstrip("-").split("=")[0].replace("-", "_")
 
 
 def is_config_file(word: str) -> bool:
@@ -133,23 +179,31 @@ def find_config_file(name: str, trainer: Path) -> Path:
 def read_config_file(config_class: type, path: Path) -> dict[str, object]:
     """Execute a config file, which consists of `name = value` lines, and return the values that it sets.
 
+    Modules, functions and classes are no settings. Names that begin with an underscore are left to the file.
+
     Raises:
         ConfigError: the file fails, or sets a name that is not a field: a misspelled setting must not be ignored.
     """
     namespace: dict[str, object] = {}
     try:
-        exec(compile(path.read_text(), str(path), "exec"), namespace)
+        exec(compile(path.read_bytes(), str(path), "exec"), namespace)  # bytes: Python finds the encoding
     except (Exception, SystemExit) as error:
         raise ConfigError(f"config file {path} does not run: {type(error).__name__}: {error}") from None
-    values = {k: v for k, v in namespace.items() if not k.startswith("_")}
+    values = {name: value for name, value in namespace.items() if not name.startswith("_")}
+    values = {k: v for k, v in values.items() if not (isinstance(v, types.ModuleType) or callable(v))}
+    if not values.get("wandb_log", True):
+        del values["wandb_log"]
     for name in values:
         if name in NANOGPT_FLAGS:
             raise ConfigError(f"config file {path} sets {name}, a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
         if name not in field_names(config_class):
+            advice = did_you_mean(name, field_names(config_class))
             raise ConfigError(
-                f"config file {path} sets {name}, which is not a field{did_you_mean(name, field_names(config_class))}"
+                f"config file {path} sets {name}, which is not a field{advice or '; names of helpers begin with _'}"
             )
-    flags = [f"--{name}={value}" for name, value in values.items()]  # the parser converts strings to the fields' types
+    # The parser converts strings to the types of the fields.
+    whole = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in values.items()}
+    flags = [f"--{name}={value}" for name, value in whole.items()]
     parsed: TrainConfig = parse_flags(config_class, {}, flags, source=f"config file {path}: ")
     return {name: getattr(parsed, name) for name in values}
 
@@ -167,17 +221,19 @@ def uses_gpu(flags: list[str], file_values: Mapping[str, object]) -> bool:
     return device.startswith("cuda")
 
 
-def load_saved_config(config_class: type[TrainConfig], out_dir: str, step: int | None = None) -> dict[str, object]:
-    """Return the configuration in the newest manifest of a run, or of one step, as a dictionary.
+def load_saved_config(config_class: type[TrainConfig], out_dir: str, step: StepChoice = None) -> dict[str, object]:
+    """Return the configuration in the newest manifest of a run, or in that of one step, as a dictionary.
 
-    The fields of RUN_FIELDS are left out. The dictionary is empty if there is no such manifest.
+    The fields of RUN_FIELDS are left out. The dictionary is empty if the run has no manifest.
 
     Raises:
-        ConfigError: a field has a value of the wrong type.
+        ConfigError: there is no checkpoint of this step, or a field has a value of the wrong type.
     """
     names = {*field_names(config_class)} - RUN_FIELDS
+    has_choice = step is not None and step_directories(Path(out_dir))
+    chosen = choose_step(Path(out_dir), step) if has_choice else None
     for path, manifest in read_manifests(Path(out_dir)):
-        if step is not None and manifest["step"] != step:
+        if chosen not in (None, path):
             continue
         try:
             saved = check_schema(manifest.get("config", {}), dict[str, Any])

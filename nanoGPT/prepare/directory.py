@@ -20,6 +20,7 @@ from nanoGPT.dataset import DatasetMeta, read_dataset_meta
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
 from nanoGPT.schema import SchemaError
+from nanoGPT.tokenizer import TokenizerIdentity
 
 META, PROGRESS = "meta.json", "progress.json"
 
@@ -74,7 +75,7 @@ def choose_token_dtype(vocab_size: int) -> str:
 
 
 def write_meta(
-    folder: Path, source: dict[str, Any], tokenizer: dict[str, Any], splits: dict[str, list[dict[str, Any]]]
+    folder: Path, source: dict[str, Any], tokenizer: TokenizerIdentity, splits: dict[str, list[dict[str, Any]]]
 ) -> None:
     """Write meta.json, after all other files: a directory without it counts as not prepared."""
     meta = {

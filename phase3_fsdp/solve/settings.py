@@ -6,6 +6,7 @@ from typing import Literal
 import tyro
 
 from nanoGPT.errors import ConfigError
+from nanoGPT.train_config import StepChoice
 from phase3_fsdp.solve.problems import GENERATED
 from phase3_fsdp.solve.prompts import PromptForm
 
@@ -20,6 +21,8 @@ class SolveConfig:
     """file or directory of problems (.json of ARC, .jsonl, .txt), or arc-generated: ARC tasks with known answers"""
     out_dir: str | None = None
     """the model: directory of a run, of nanoGPT's ckpt.pt or of a Hugging Face model, or gpt2; None: the newest run"""
+    resume_step: StepChoice = None
+    """the checkpoint of the run: its number of updates, or best (lowest validation loss); None: the newest"""
     to: str | None = None
     """directory of the answers; the same command continues there after a kill; None: out/answers-<model>-<problems>"""
     start: int = 0

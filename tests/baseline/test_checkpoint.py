@@ -654,15 +654,15 @@ def test_a_checkpoint_deleted_during_verification_is_not_reported_as_damaged(tmp
     (newest,) = (tmp_path / "checkpoints").glob("step-00000003")
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
     monkeypatch.setattr(weights_module, "verify_files", lambda path, *_: delete_and_replace(path, directory))
-    assert weights_module.find_newest(tmp_path).step == 4 and not newest.exists()
+    assert weights_module.find_checkpoint(tmp_path).step == 4 and not newest.exists()
 
 
-def find_newest_where_rank_1_sees_nothing(folder: str) -> str:
+def find_where_rank_1_sees_nothing(folder: str) -> str:
     """Return the error for a damaged checkpoint that only rank 0 sees."""
     run = create_runtime("cpu", "float32")
-    weights_module.is_present = lambda _: run.is_main  # type: ignore[assignment]
+    weights_module.is_present = lambda path: run.is_main and path.exists()  # type: ignore[assignment]
     with pytest.raises(ConfigError) as failure:
-        weights_module.find_newest(Path(folder), run)
+        weights_module.find_checkpoint(Path(folder), run)
     return str(failure.value)
 
 
@@ -670,7 +670,7 @@ def test_ranks_without_a_shared_directory_do_not_search_forever(tmp_path):
     """If a rank does not see a checkpoint that rank 0 sees, all ranks end with an error."""
     checkpoint = make_directory(tmp_path).save(1, write_bytes(b"x"), MANIFEST_FIELDS)
     (checkpoint / "payload").write_bytes(b"y")
-    errors = run_on_ranks(find_newest_where_rank_1_sees_nothing, 2, str(tmp_path))
+    errors = run_on_ranks(find_where_rank_1_sees_nothing, 2, str(tmp_path))
     assert errors == [f"ranks [1] do not see {checkpoint}: use a directory that all nodes share"] * 2
 
 

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from nanoGPT.checkpoint.checks import SHAPE, check_position, check_resume
 from nanoGPT.checkpoint.manifest import Checkpoint
-from nanoGPT.checkpoint.position import check_position
-from nanoGPT.checkpoint.state import SHAPE, check_resume
 from nanoGPT.dataset import EVALUATE, TRAIN, Split, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA

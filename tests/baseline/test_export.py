@@ -17,14 +17,13 @@ from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.hugging_face import read_hf, write_hf
 from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
 from nanoGPT.checkpoint.state import read_ckpt, read_full_state
-from nanoGPT.checkpoint.weights import find_newest, read_weights
+from nanoGPT.checkpoint.weights import find_checkpoint, read_weights
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
-from nanoGPT.prepare.text import make_char_identity
 from nanoGPT.sample import SampleConfig, choose_run
-from nanoGPT.tokenizer import load_tokenizer
+from nanoGPT.tokenizer import load_tokenizer, make_char_identity
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import MANIFEST_FIELDS, make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program
@@ -63,7 +62,7 @@ def test_transformers_opens_an_export(phase, runs, tmp_path):
     transformers = pytest.importorskip("transformers")
     outcome = run_program("nanoGPT.export", f"--out_dir={runs[phase]}", f"--to={tmp_path}")
     assert outcome.code == 0, outcome
-    shape, weights = read_weights(str(runs[phase]))
+    shape, weights, _ = read_weights(str(runs[phase]))
     vocab_size = 75 if phase == "nanoGPT" else 50257
     idx = torch.randint(75, (2, 16))
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
@@ -82,7 +81,7 @@ def test_transformers_opens_an_export(phase, runs, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     text = "Hello, world:\n  it's I."
     ids = tokenizer(text)["input_ids"]
-    assert ids == load_tokenizer(find_newest(runs[phase]).manifest["data"]["tokenizer"]).encode(text)
+    assert ids == load_tokenizer(find_checkpoint(runs[phase]).manifest["data"]["tokenizer"]).encode(text)
     assert tokenizer.decode(ids) == text
     assert hf_model.config.eos_token_id == (None if phase == "nanoGPT" else 50256)
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
@@ -169,10 +168,11 @@ def load_as_nanogpt(content: dict) -> tuple[GPT, torch.optim.AdamW]:
 
 
 def test_ckpt_has_the_format_of_nanogpt(runs):
-    """ckpt.pt has nanoGPT's keys, both names of the tied embedding, and an optimizer state that nanoGPT's AdamW
+    """ckpt.pt has the keys of nanoGPT and the tokenizer, both names of the tied embedding, and an optimizer state that
+    AdamW of nanoGPT
     loads."""
     content = load_ckpt(newest_checkpoint(runs["nanoGPT"]) / "ckpt.pt")
-    assert set(content) == {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
+    assert set(content) == {*("model", "optimizer", "model_args", "iter_num", "best_val_loss", "config", "tokenizer")}
     assert set(content["model_args"]) == {
         *("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     }
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
     before, last = (directory.save(step, write_bytes(b"weights"), MANIFEST_FIELDS) for step in (1, 2))
     directory.drain()
     (last / "payload").write_bytes(b"weighty")
-    assert find_newest(tmp_path).path == before
+    assert find_checkpoint(tmp_path).path == before
     assert f"skipping {last.name}: the hash of payload differs" in capsys.readouterr().err
 
 
@@ -223,7 +223,7 @@ def test_a_compiled_nanogpt_checkpoint_opens(runs, tmp_path):
     content = load_ckpt(newest_checkpoint(runs["nanoGPT"]) / "ckpt.pt")
     content["model"] = {f"_orig_mod.{k}": v for k, v in content["model"].items()}
     torch.save(content, tmp_path / "ckpt.pt")
-    _, weights = read_weights(str(tmp_path))
+    _, weights, _ = read_weights(str(tmp_path))
     expected = read_full_state(newest_checkpoint(runs["nanoGPT"])).model
     assert all(torch.equal(weights[k], v) for k, v in expected.items()) and weights.keys() == expected.keys()
 
@@ -359,7 +359,7 @@ def read_weights_on_two_ranks(out_dir: str) -> tuple[list[float], list[str]]:
     if run.rank == 1:
         weights_module.read_manifests = lambda folder: sys.exit(f"rank 1 lists {folder}")
     manifest_module.sha256_of = lambda path: hashed.append(f"{path.parent.name}/{path.name}") or sha256_of(path)
-    _, weights = read_weights(out_dir, run)
+    _, weights, _ = read_weights(out_dir, run)
     return weights["transformer.ln_f.weight"].tolist(), hashed
 
 

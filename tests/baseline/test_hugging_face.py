@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoGPT.checkpoint.state import load_weights
+from nanoGPT.checkpoint.state import FullState, load_weights, read_ckpt, save_ckpt
 from nanoGPT.checkpoint.weights import read_weights
+from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.train_config import TrainConfig
+from tests.helpers.checkpoints import MANIFEST_FIELDS
 from tests.helpers.programs import assert_refused, run_program
 
 SHAPE = {"vocab_size": 75, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
@@ -39,7 +42,7 @@ def save_model(folder: Path, **changes: Any) -> torch.Tensor:
 
 def compute_logits(folder: Path) -> torch.Tensor:
     """Return the logits of this project's GPT for IDX, with the weights of a directory."""
-    shape, weights = read_weights(str(folder))
+    shape, weights, _ = read_weights(str(folder))
     model = GPT(shape)
     load_weights(model, weights)
     with torch.no_grad():
@@ -157,7 +160,31 @@ def test_an_untied_head_in_a_ckpt_is_refused(tmp_path):
     torch.save(
         {"model": {**state, "lm_head.weight": state["lm_head.weight"] + 1}, "model_args": args}, tmp_path / "ckpt.pt"
     )
-    assert_directory_refused(tmp_path, "ckpt.pt has an lm_head.weight that differs from transformer.wte.weight")
+    assert_directory_refused(tmp_path, "has lm_head.weight, which its model lacks")
+
+
+class UntiedGPT(GPT):
+    """A GPT whose head is a parameter of its own."""
+
+    def __init__(self, shape: GPTConfig) -> None:
+        super().__init__(shape)
+        self.lm_head.weight = torch.nn.Parameter(torch.ones_like(self.lm_head.weight))
+
+
+def test_a_head_of_its_own_is_saved_and_loaded(tmp_path):
+    """ckpt.pt never replaces a head that is not tied by the embedding. A GPT with a tied head refuses such a file."""
+    shape = GPTConfig(1, 2, 16, 16, False, 75)
+    model = UntiedGPT(shape)
+    state = FullState(dict(model.named_parameters()), {})
+    save_ckpt(
+        NewFiles(tmp_path), state, 1, {**MANIFEST_FIELDS, "model_args": vars(shape), "config": vars(TrainConfig())}
+    )
+    loaded = UntiedGPT(shape)
+    torch.nn.init.zeros_(loaded.lm_head.weight)
+    load_weights(loaded, read_ckpt(tmp_path / "ckpt.pt")[0].model)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    with pytest.raises(ConfigError, match="differ in 1 parameters, such as lm_head.weight"):
+        load_weights(GPT(shape), read_ckpt(tmp_path / "ckpt.pt")[0].model)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])

@@ -33,7 +33,7 @@ from bench.suite import file as suite_file
 from nanoGPT.checkpoint.manifest import serialize_manifest
 from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
 from nanoGPT.checkpoint.state import load_training_state
-from nanoGPT.checkpoint.weights import find_newest, read_weights
+from nanoGPT.checkpoint.weights import find_checkpoint, read_weights
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
@@ -82,8 +82,8 @@ def write_checkpoint(folder: Path) -> Callable[[], object]:
 
     def open_run() -> None:
         parse(TrainConfig, [f"--out_dir={folder}", "--init_from=resume", "--device=cpu"], ROOT / "nanoGPT/train.py")
-        checkpoint = find_newest(folder)
-        shape, weights = read_weights(str(folder))
+        checkpoint = find_checkpoint(folder)
+        shape, weights, _ = read_weights(str(folder))
         assert checkpoint.step >= 0 and shape.n_layer > 0 and weights
 
     return open_run
@@ -117,7 +117,7 @@ def write_hugging_face(folder: Path) -> Callable[[], object]:
     write_hf(folder, shape, dict(model.named_parameters()), 16)
 
     def read() -> None:
-        _, weights = read_weights(str(folder))
+        _, weights, _ = read_weights(str(folder))
         assert all(weights[name].numel() > 0 for name in weights)
 
     return read

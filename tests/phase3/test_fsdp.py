@@ -27,7 +27,7 @@ from bench.sharding.fsdp_options import (
     run_row,
 )
 from nanoGPT.checkpoint.state import allocate_state, load_weights, read_full_state
-from nanoGPT.checkpoint.weights import find_newest
+from nanoGPT.checkpoint.weights import find_checkpoint
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.dataset import EVALUATE, TokenData
 from nanoGPT.distributed.runtime import create_runtime
@@ -41,10 +41,11 @@ from phase3_fsdp.costs import count_padded_elements, describe_sharding, own_para
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import (
     FsdpConfig,
+    allocate_shards,
     count_update_threads,
     create_mesh,
     find_units,
-    init_device,
+    init_context,
     init_shards,
     shard_model,
 )
@@ -102,7 +103,7 @@ def make_sharded_model(shape: GPTConfig, seed: int = 1, **options) -> tuple[GPT,
     fields = {name: value for name, value in dataclasses.asdict(shape).items() if name != "gelu"}
     config = FsdpConfig(seed=seed, **{"device": "cpu", **fields, **options})  # type: ignore[arg-type]
     run = create_runtime(config.device, config.dtype)
-    with init_device(config, run):
+    with init_context(config, run):
         model = GPT(shape)
     model = shard_model(model, config, run)
     init_shards(model, config, run)
@@ -113,7 +114,7 @@ def count_elements_of_124m(vocab_size: int) -> tuple[list[int], int, int]:
     """Return this rank's elements by parameter, the elements of the model, and those of an all-gather with padding."""
     config = FsdpConfig(device="cpu", n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=vocab_size)
     run = create_runtime(config.device, config.dtype)
-    with init_device(config, run):
+    with init_context(config, run):
         model = GPT(GPTConfig(12, 12, 768, 1024, False, vocab_size))
     model = shard_model(model, config, run)
     local_elements = [p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)]
@@ -252,7 +253,7 @@ def record_types_in_blocks() -> set[tuple[torch.dtype, bool]]:
     """Return the type of a block's activations, and whether autocast is enabled, for each block."""
     config = FsdpConfig(device="cpu", dtype="bfloat16", n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=80)
     run = create_runtime(config.device, config.dtype)
-    with init_device(config, run):
+    with init_context(config, run):
         model = GPT(MEDIUM)
     model = shard_model(model, config, run)
     init_shards(model, config, run)
@@ -270,6 +271,65 @@ def record_types_in_blocks() -> set[tuple[torch.dtype, bool]]:
 def test_fsdp_alone_casts_to_bfloat16():
     """FSDP casts parameters when it all-gathers them. Autocast is off, because it would cast some results to fp32."""
     assert call_all(2)[record_types_in_blocks,] == [{(torch.bfloat16, False)}] * 2
+
+
+class ScaledGPT(GPT):
+    """A GPT that multiplies its features by a table, which is in no checkpoint, as rotary embeddings have it."""
+
+    def __init__(self, shape: GPTConfig) -> None:
+        super().__init__(shape)
+        self.register_buffer("table", torch.linspace(0.5, 2, shape.n_embd), persistent=False)
+
+    def compute_features(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().compute_features(*args, **kwargs) * self.table
+
+
+def compute_loss_with_buffer() -> list[float]:
+    """Return the loss of a model with a buffer: sharded, and not sharded."""
+    config = FsdpConfig(device="cpu", n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=80)
+    run, tokens = create_runtime(config.device, config.dtype), torch.arange(16)[None]
+    with init_context(config, run):
+        model = ScaledGPT(MEDIUM)
+    sharded = shard_model(model, config, run)
+    init_shards(sharded, config, run)
+    plain = ScaledGPT(MEDIUM)
+    plain.init_weights(config.seed)
+    return [model(tokens, tokens).item() for model in (sharded, plain)]
+
+
+def test_buffers_have_their_values():
+    """A sharded model has the buffers of the model that is not sharded. A buffer without values is refused."""
+    for sharded, plain in call_all(2)[compute_loss_with_buffer,]:
+        assert sharded == pytest.approx(plain, abs=1e-6)
+    with torch.device("meta"):
+        model = ScaledGPT(MEDIUM)
+    with pytest.raises(ConfigError, match="the buffer table has no values"):
+        allocate_shards(model, torch.device("cpu"))
+
+
+def load_other_models() -> list[str]:
+    """Save the shards of a model, and load them into other models. Return the errors."""
+    errors = []
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = Path(create_runtime("cpu", "float32").gather(own_folder)[0])
+        model, _ = make_sharded_model(dataclasses.replace(MEDIUM, bias=True))
+        ShardWriter(model, torch.optim.AdamW(model.parameters())).write(NewFiles(folder))
+        for changes in ({"vocab_size": 64}, {"vocab_size": 200}, {"bias": False}, {"n_layer": 3}):
+            other, _ = make_sharded_model(dataclasses.replace(MEDIUM, **{"bias": True, **changes}))
+            with pytest.raises(ConfigError) as failure:
+                load_shards(folder, other, torch.optim.AdamW(other.parameters()))
+            errors.append(str(failure.value))
+        dist.barrier()  # the directory is deleted now
+    return errors
+
+
+def test_shards_of_another_model_are_refused():
+    """If a parameter of the checkpoint or of the model is missing or has another shape, no part of it is loaded."""
+    for fewer, more, no_bias, deeper in call_all(2)[load_other_models,]:
+        assert "such as transformer.wte.weight: its shape is (80, 32) in the checkpoint, and (64, 32)" in fewer
+        assert "such as transformer.wte.weight: its shape is (80, 32) in the checkpoint, and (200, 32)" in more
+        assert "differ in 13 parameters" in no_bias and "and None in the model" in no_bias
+        assert "differ in 12 parameters" in deeper and "is None in the checkpoint" in deeper
 
 
 def save_with_and_without_copy() -> list[float]:
@@ -375,6 +435,8 @@ def call_all(ranks: int) -> dict[tuple, list[Any]]:
         2: [
             *((count_prefetched_all_gathers, prefetch) for prefetch in (0, 1, 2)),
             (record_types_in_blocks,),
+            (compute_loss_with_buffer,),
+            (load_other_models,),
             (save_with_and_without_copy,),
         ],
         4: [
@@ -440,7 +502,7 @@ def test_compiled_recomputation_draws_the_same_dropout(tmp_path):
 def count_correct_tokens(config: EvaluateConfig) -> int:
     """Count the correct predictions of a run's last checkpoint in an evaluation, token by token in one process."""
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-    checkpoint = find_newest(Path(config.out_dir))
+    checkpoint = find_checkpoint(Path(config.out_dir))
     model = GPT(GPTConfig.from_dict(checkpoint.manifest["model_args"]))
     load_weights(model, read_full_state(checkpoint.path).model)
     model.eval()

@@ -310,16 +310,16 @@ def test_each_run_has_a_new_directory(ranks, tmp_path):
     from nanoGPT.launch import NodeConfig, choose_out_dir
     from nanoGPT.train_config import TrainConfig
 
-    before, trainer = os.getcwd(), ROOT / "nanoGPT/train.py"
+    before = os.getcwd()
     os.chdir(tmp_path)
     try:
-        names = [choose_out_dir(TrainConfig(), trainer, NodeConfig(gpus=ranks)) for _ in range(3)]
+        names = [choose_out_dir(TrainConfig(), NodeConfig(gpus=ranks)) for _ in range(3)]
     finally:
         os.chdir(before)
     for config in (TrainConfig(init_from="resume"), TrainConfig(out_dir="mine")):
-        assert choose_out_dir(config, trainer, NodeConfig(gpus=ranks)) == config.out_dir
+        assert choose_out_dir(config, NodeConfig(gpus=ranks)) == config.out_dir
     node = NodeConfig(gpus=ranks, nnodes=2)  # the clocks of the launchers may differ, so the name has no time
-    assert choose_out_dir(TrainConfig(), trainer, node) == "out/nanoGPT-2nodes"
+    assert choose_out_dir(TrainConfig(), node) == "out/nanoGPT-2nodes"
     assert len(set(names)) == 3 and all(name.startswith("out/nanoGPT-") for name in names)
 
 

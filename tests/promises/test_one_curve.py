@@ -175,7 +175,7 @@ def test_a_checkpoint_saved_at_8_ranks_opens_on_every_mesh(runs, reference, tmp_
     for out in (shards, meshes):
         assert gap(reference, losses(out)) <= 1e-5
     export.main(str(meshes), str(tmp_path / "hf"))
-    _, trained = read_weights(str(meshes))
+    _, trained, _ = read_weights(str(meshes))
     _, exported = read_hf(tmp_path / "hf")
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     # The Hugging Face format always has biases.

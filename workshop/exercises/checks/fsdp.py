@@ -33,7 +33,7 @@ def make_config(**changes: Any) -> FsdpConfig:
 def build_sharded(config: FsdpConfig) -> GPT:
     """Return a small model, sharded over all ranks, with its initial weights."""
     run = create_runtime("cpu", "float32")
-    with fsdp.init_device(config, run):
+    with fsdp.init_context(config, run):
         model = GPT(SHAPE)
     model = fsdp.shard_model(model, config, run)
     fsdp.init_shards(model, config, run)

@@ -1,0 +1,336 @@
+"""Weights, tokenizer, data, steps and flags are compared wherever they meet; what contradicts is refused."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanoGPT import export, sample
+from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer, write_hf
+from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
+from nanoGPT.checkpoint.weights import read_starting_point, read_weights
+from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.errors import ConfigError
+from nanoGPT.job.parse import find_run_to_resume, parse
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import learning_rate
+from nanoGPT.prepare.directory import write_meta, write_tokens
+from nanoGPT.tokenizer import load_tokenizer, make_char_identity, make_gpt2_identity
+from nanoGPT.train_config import TrainConfig
+from phase3_fsdp.evaluate import EvaluateConfig
+from phase3_fsdp.fsdp import FsdpConfig
+from tests.helpers.programs import assert_refused, run_program
+from tests.helpers.training import ROOT, read_metric, tiny, train
+
+TRAINER = ROOT / "nanoGPT/train.py"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories with the same weights: a run whose best checkpoint is not its newest, and two exports of it; and a
+    dataset of other characters."""
+    root = tmp_path_factory.mktemp("sources")
+    fields = {"max_iters": 6, "eval_interval": 2, "n_layer": 1, "learning_rate": 0.05, "gradient_accumulation_steps": 2}
+    train("nanoGPT", 1, tiny("nanoGPT", root / "run", **fields))
+    for format in ("hf", "ckpt"):
+        export.main(str(root / "run"), str(root / format), format)
+    shutil.copytree(root / "run/checkpoints/step-00000006", root / "one checkpoint")
+    shutil.copytree(root / "hf", root / "hf without tokenizer")
+    for file in (root / "hf without tokenizer").glob("tokenizer*"):
+        file.unlink()
+    (root / "zoo").mkdir()
+    splits = {name: [write_tokens(root / "zoo", f"{name}.bin", np.arange(400, dtype=np.uint16) % 3)] for name in SPLITS}
+    write_meta(root / "zoo", {}, make_char_identity("xyz"), splits)
+    return root
+
+
+SPLITS = ("train", "val")
+KNOWN = ("run", "one checkpoint", "hf", "ckpt")
+
+
+def start_from(config: TrainConfig) -> GPTConfig:
+    """Read what a run starts from, and return the shape of its model."""
+    run = create_runtime("cpu", "float32")
+    return read_starting_point(config, TokenData.from_config(config), None, run)[1]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_weights_with_another_tokenizer_are_refused(name, sources):
+    """A new run from weights whose source names its tokenizer needs a dataset with the same tokenizer."""
+    config = tiny("nanoGPT", sources, init_from=str(sources / name))
+    assert start_from(config).vocab_size == 75
+    for dataset in (str(sources / "zoo"), "shakespeare"):
+        with pytest.raises(ConfigError, match=r"has a different tokenizer .* than .* \(75 characters\)"):
+            start_from(dataclasses.replace(config, dataset=dataset))
+
+
+def test_an_assumed_tokenizer_is_printed(sources, capsys):
+    """If a source does not name its tokenizer, one line says which one is assumed: GPT-2's for GPT-2's vocabulary, else
+    that of the dataset."""
+    config = tiny("nanoGPT", sources, init_from=str(sources / "hf without tokenizer"))
+    start_from(config)
+    assert "does not name its tokenizer: assuming that of --dataset=shakespeare_char" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="75 token ids but does not contain their characters"):
+        sample.read_model(config.init_from)
+    shape = GPTConfig(1, 1, 4, 16, True, 50258)
+    (sources / "gpt2").mkdir(exist_ok=True)
+    write_hf(sources / "gpt2", shape, dict(GPT(shape).named_parameters()), 50258)
+    with pytest.raises(ConfigError, match="shakespeare_char has a different tokenizer"):
+        start_from(dataclasses.replace(config, init_from=str(sources / "gpt2")))
+    assert "does not name its tokenizer: assuming GPT-2's" in capsys.readouterr().err
+
+
+def test_tokenizers_of_hugging_face_directories_are_recognized(tmp_path):
+    """The files that transformers reads identify GPT-2's tokenizer, also with added tokens, and a tokenizer of
+    characters. Another tokenizer and a damaged file are refused."""
+    for identity in (make_gpt2_identity(), make_char_identity('\n "aé书')):
+        folder = tmp_path / identity["name"]
+        folder.mkdir()
+        load_tokenizer(identity).write_hf(folder)
+        assert read_hf_tokenizer(folder) == identity
+    vocab = json.loads((tmp_path / "gpt2/vocab.json").read_text())
+    merges = (tmp_path / "gpt2/merges.txt").read_text().splitlines()[1:]
+    for name, tokens, expected in (
+        ("added", {**vocab, "<|user|>": 50257}, make_gpt2_identity()),
+        ("swapped", {**vocab, "!": vocab["a"], "a": vocab["!"]}, None),
+        ("gap", {"a": 0, "b": 2}, None),
+    ):
+        (tmp_path / name).mkdir()
+        content = {"model": {"type": "BPE", "vocab": tokens, "merges": merges if len(tokens) > 2 else []}}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(content))
+        if expected:
+            assert read_hf_tokenizer(tmp_path / name) == expected
+        else:
+            with pytest.raises(ConfigError, match="neither GPT-2's nor one of single characters"):
+                read_hf_tokenizer(tmp_path / name)
+    (tmp_path / "gap" / "tokenizer.json").write_text("[1")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_hf_tokenizer(tmp_path / "gap")
+    assert read_hf_tokenizer(tmp_path) is None
+
+
+def test_programs_refuse_another_tokenizer(sources):
+    """An evaluation, with train.py or evaluate.py, refuses data with another tokenizer; its own data give a loss."""
+    run, zoo = sources / "run", f"--dataset={sources / 'zoo'}"
+    for words in (
+        [
+            "nanoGPT/train.py",
+            "--eval_only=True",
+            f"--init_from={run}",
+            f"--out_dir={sources / 'eval'}",
+            "--block_size=8",
+        ],
+        ["nanoGPT/train.py", "--eval_only=True", "--init_from=resume", f"--out_dir={run}"],
+        ["phase3_fsdp/evaluate.py", f"--out_dir={run}"],
+        ["phase3_fsdp/evaluate.py", f"--init_from={sources / 'hf'}", "--block_size=8"],
+    ):
+        assert_refused(run_program(*words, "--device=cpu", zoo), "different tokenizer", "75 characters")
+    outcome = run_program("phase3_fsdp/evaluate.py", "--device=cpu", f"--out_dir={run}")
+    assert outcome.code == 0 and "step-00000006: validation loss" in outcome.output, outcome
+
+
+def test_sampling_uses_the_tokenizer_of_the_source(sources, capsys):
+    """A run, one of its checkpoints and its exports print the same sample."""
+    texts = set()
+    for name in KNOWN:
+        sample.main(sample.SampleConfig(str(sources / name), "A", max_new_tokens=20, device="cpu"))
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+
+
+def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path, capsys):
+    """--resume_step=2 and --resume_step=best choose the same checkpoint in evaluations, samples, exports and new runs.
+
+    A step that does not exist, and a step of weights that are no run, are refused.
+    """
+    run = sources / "run"
+    val_losses = read_metric(run, "val_loss")
+    best = min(val_losses, key=val_losses.__getitem__)
+    assert 0 < best < 6, val_losses
+    expected = read_weights(str(run / f"checkpoints/step-{best:08d}")).tensors["transformer.wte.weight"]
+    newest = read_weights(str(run)).tensors["transformer.wte.weight"]
+    assert not torch.equal(expected, newest)
+    for step in (best, "best"):
+        outcome = run_program("phase3_fsdp/evaluate.py", "--device=cpu", f"--out_dir={run}", f"--resume_step={step}")
+        assert outcome.code == 0 and f"step-{best:08d}: validation loss" in outcome.output, outcome
+        export.main(str(run), str(tmp_path / str(step)), resume_step=step)
+        assert torch.equal(read_hf(tmp_path / str(step))[1]["transformer.wte.weight"], expected)
+        model, _, _ = sample.load_model(str(run), step=step)
+        assert torch.equal(model.transformer["wte"].weight, expected)
+        flags = [f"--init_from={run}", f"--resume_step={step}", "--device=cpu", "--block_size=16"]
+        config = parse(TrainConfig, flags, TRAINER)
+        assert torch.equal(
+            read_weights(config.init_from, step=config.resume_step).tensors["transformer.wte.weight"], expected
+        )
+        resumed = parse(TrainConfig, ["--init_from=resume", f"--out_dir={run}", f"--resume_step={step}"], TRAINER)
+        assert resumed.n_embd == 32
+    for source, words in (
+        (run, "there is no checkpoint step-00000005"),
+        (sources / "hf", "needs the directory of a run"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_weights(str(source), step=5)
+    assert_refused(
+        run_program("phase3_fsdp/evaluate.py", "--device=cpu", f"--out_dir={run}", "--resume_step=5"),
+        "there is no checkpoint step-00000005",
+        "choose one of step-00000006",
+    )
+
+
+def test_the_best_step_is_resumed(sources, tmp_path):
+    """A run with --resume_step=best continues after its best checkpoint, and repeats the steps after it exactly."""
+    shutil.copytree(sources / "run", tmp_path / "run")
+    words = ["--init_from=resume", "--resume_step=best", f"--out_dir={tmp_path / 'run'}"]
+    outcome = run_program("nanoGPT/train.py", *words)
+    val_losses = read_metric(sources / "run", "val_loss")
+    best = min(val_losses, key=val_losses.__getitem__)
+    assert outcome.code == 0 and f"resuming after {best} updates" in outcome.output, outcome
+    assert read_metric(tmp_path / "run", "loss") == read_metric(sources / "run", "loss")
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(sources, tmp_path):
+    """A damaged checkpoint is skipped only if another one may be used."""
+    shutil.copytree(sources / "run", tmp_path / "run")
+    checkpoint = tmp_path / "run/checkpoints/step-00000006"
+    content = bytearray((checkpoint / "ckpt.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / "ckpt.pt").write_bytes(content)
+    read_weights(str(tmp_path / "run"))
+    for source, step in ((tmp_path / "run", 6), (checkpoint, None)):
+        with pytest.raises(ConfigError, match="step-00000006 is damaged .*: choose another checkpoint"):
+            read_weights(str(source), step=step)
+
+
+@pytest.mark.parametrize("flag", ["--n_layer=2", "--n_head=4", "--n_embd=64", "--bias=True", "--vocab_size=128"])
+def test_a_flag_that_contradicts_the_weights_is_refused(flag, sources):
+    """A flag for the shape of the model must agree with the weights that a run starts from."""
+    name = flag[2:].split("=")[0]
+    for source in KNOWN[: 2 if name == "bias" else 4]:  # a model of Hugging Face always has biases
+        with pytest.raises(ConfigError, match=rf"{flag}, but .* has {name}=.*: remove it"):
+            parse(TrainConfig, [f"--init_from={sources / source}", "--device=cpu", flag], TRAINER)
+    agreeing = ["--n_layer=1", "--n_head=2", "--n_embd=32", "--bias=False", "--vocab_size=75", "--block_size=8"]
+    config = parse(TrainConfig, [f"--init_from={sources / 'run'}", "--device=cpu", *agreeing], TRAINER)
+    assert start_from(config).block_size == 8
+
+
+def test_export_keeps_added_rows(tmp_path, capsys):
+    """An export drops only the rows that pad GPT-2's vocabulary. It keeps the rows of added tokens, and says so."""
+    for rows, exported in ((50304, 50257), (50258, 50258)):
+        shape = GPTConfig(1, 1, 4, 16, True, rows)
+        (tmp_path / str(rows)).mkdir()
+        write_hf(tmp_path / str(rows), shape, dict(GPT(shape).named_parameters()), rows)
+        fields = {"init_from": str(tmp_path / str(rows)), "dataset": "shakespeare", "max_iters": 1, "eval_iters": 1}
+        train("nanoGPT", 1, tiny("nanoGPT", tmp_path / f"run{rows}", gradient_accumulation_steps=1, **fields))
+        export.main(str(tmp_path / f"run{rows}"), str(tmp_path / f"to{rows}"))
+        config = json.loads((tmp_path / f"to{rows}" / "config.json").read_text())
+        assert (config["vocab_size"], config["eos_token_id"]) == (exported, 50256)
+        assert ("all 50,258 rows" in capsys.readouterr().out) == (rows == 50258)
+
+
+def test_export_refuses_another_architecture(tmp_path):
+    """Parameters that GPT-2 does not have, or lacks, are never written as a GPT-2."""
+    shape = GPTConfig(1, 1, 4, 8, False, 16)
+    weights = dict(GPT(shape).named_parameters())
+    norm = torch.ones(4)
+    for change in ({"transformer.h.0.attn.q_norm.weight": norm}, {"lm_head.weight": torch.ones(16, 4)}):
+        with pytest.raises(ConfigError, match="this model is not GPT-2: .* is only in it"):
+            write_hf(tmp_path, shape, {**weights, **change}, 16)
+    del weights["transformer.wpe.weight"]
+    with pytest.raises(ConfigError, match="transformer.wpe.weight is only in GPT-2"):
+        write_hf(tmp_path, shape, weights, 16)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_resume_finds_the_newest_run_in_a_directory_of_any_name(sources, tmp_path, monkeypatch):
+    """In a copy of a phase, whose directory has another name, a resume takes the newest run of this phase."""
+    monkeypatch.chdir(tmp_path)
+    for age, (out, phase) in enumerate([("out", "fsdp"), ("out/nanoGPT-1", "baseline"), ("out/phase3_fsdp-1", "fsdp")]):
+        checkpoint = Path(out) / "checkpoints/step-00000006"
+        shutil.copytree(sources / "run/checkpoints/step-00000006", checkpoint)
+        manifest = {**read_manifest(checkpoint), "phase": phase}
+        (checkpoint / "manifest.json").write_text(serialize_manifest(manifest))
+        os.utime(checkpoint, (1e9 + age, 1e9 + age))
+    assert find_run_to_resume(FsdpConfig, "out") == "out/phase3_fsdp-1"
+    assert (
+        find_run_to_resume(type("Config", (EvaluateConfig,), {"__module__": "__main__"}), "out") == "out/phase3_fsdp-1"
+    )
+    assert find_run_to_resume(TrainConfig, "out") == "out/nanoGPT-1"
+    assert find_run_to_resume(FsdpConfig, "mine") == "mine"
+
+
+def test_the_learning_rate_never_rises_after_the_warm_up(tmp_path):
+    """If only learning_rate is given, min_lr changes in proportion, also from a config file and in a resumed run. A
+    min_lr above learning_rate is refused."""
+    (tmp_path / "fine.py").write_text("learning_rate = 3e-5\n")
+    for words in (["--learning_rate=3e-5"], [str(tmp_path / "fine.py")]):
+        config = parse(TrainConfig, ["--device=cpu", *words], TRAINER)
+        rates = [learning_rate(step, config) for step in range(config.max_iters + 1)]
+        assert max(rates) == pytest.approx(3e-5) and rates[-1] == pytest.approx(3e-5 / 20)
+    assert parse(TrainConfig, ["--device=cpu"], TRAINER).min_lr == 2e-4
+    assert parse(TrainConfig, ["--device=cpu", "--learning_rate=1e-3", "--min_lr=5e-4"], TRAINER).min_lr == 5e-4
+    words = ("--min_lr=0.002 is above --learning_rate=0.001", "--decay_lr=False")
+    flags = ["--device=cpu", f"--out_dir={tmp_path / 'run'}", "--learning_rate=1e-3", "--min_lr=2e-3"]
+    assert_refused(run_program("nanoGPT/train.py", *flags), *words)
+    assert not (tmp_path / "run").exists()
+
+
+NANOGPT_CONFIG = """\
+import time
+
+out_dir = 'out-shakespeare'
+eval_interval = 5
+eval_iters = 40
+wandb_log = False # feel free to turn on
+wandb_project = 'shakespeare'
+wandb_run_name = 'ft-' + str(time.time())
+max_iters = 1e1
+warmup_iters = max_iters / 10
+
+
+def helper():
+    return 1
+"""
+
+
+def test_config_files_of_nanogpt_work(tmp_path):
+    """A config file may import modules and define functions. Its encoding does not depend on the locale, and a whole
+    number may be a float. `wandb_log = False` is accepted, because it asks for what is done anyway."""
+    file = tmp_path / "c.py"
+    file.write_text(NANOGPT_CONFIG)
+    config = parse(TrainConfig, [str(file), "--device=cpu"], TRAINER)
+    assert (config.max_iters, config.warmup_iters, config.wandb_project) == (10, 1, "shakespeare")
+    for encoding, text in (
+        ("utf-8-sig", "wandb_group = 'café'"),
+        ("latin-1", "# -*- coding: latin-1 -*-\nwandb_group = 'café'"),
+    ):
+        file.write_bytes(text.encode(encoding))
+        assert parse(TrainConfig, [str(file), "--device=cpu"], TRAINER).wandb_group == "café"
+    for text, words in (
+        ("wandb_log = True", "wandb_log.*--track=wandb"),
+        ("gpus = 2", "sets gpus, which is not a field; names of helpers begin with _"),
+        ("max_iters = 1.5", "--max_iters=1.5 is invalid: use an integer"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            parse(TrainConfig, [str(file), "--device=cpu"], TRAINER)
+
+
+def test_advice_can_be_followed(sources, tmp_path):
+    """A message about the vocabulary or the context advises only what is possible."""
+    config = tiny("nanoGPT", tmp_path, init_from=str(sources / "hf without tokenizer"), dataset="shakespeare")
+    with pytest.raises(ConfigError, match="use a dataset with the same tokenizer$"):
+        start_from(config)
+    with pytest.raises(ConfigError, match="use a larger --vocab_size$"):
+        start_from(tiny("nanoGPT", tmp_path, vocab_size=20))
+    for tokens, words in (([1], "prepare a longer text"), ([1, 2, 0], "use --block_size=2 or less")):
+        splits = {"train": [write_tokens(tmp_path, "train.bin", np.arange(90, dtype=np.uint16) % 3)]}
+        splits["val"] = [write_tokens(tmp_path, "val.bin", np.array(tokens, np.uint16))]
+        write_meta(tmp_path, {}, make_char_identity("xyz"), splits)
+        with pytest.raises(ConfigError, match=words):
+            TokenData(str(tmp_path), 16, 1, 1)
