@@ -8,6 +8,7 @@ that could run code is refused.
 import dataclasses
 import os
 import pickle
+import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from nanoGPT.optim import LossScaler
 from nanoGPT.train_config import TrainConfig
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+WRAPPERS = r"^(module\.|_orig_mod\.)+"  # prefixes of parameter names in a model that DDP or torch.compile wraps
 
 
 @dataclass
@@ -158,7 +160,7 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
     """
     try:
         content = retry_reads(path, lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-        model = {k.removeprefix("_orig_mod."): v for k, v in content.pop("model").items()}
+        model = {re.sub(WRAPPERS, "", k): v for k, v in content.pop("model").items()}
         model = {k: v for k, v in model.items() if not k.endswith(".attn.bias")}
         if HEAD in model and are_tied(model[HEAD], model[EMBEDDING]):
             del model[HEAD]

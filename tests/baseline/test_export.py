@@ -218,10 +218,11 @@ def test_sampling_uses_the_run_that_saved_last(tmp_path, monkeypatch):
     assert choose_run() == "out/b"
 
 
-def test_a_compiled_nanogpt_checkpoint_opens(runs, tmp_path):
-    """A nanoGPT checkpoint of a compiled model, with `_orig_mod.` before every name, can be read."""
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_a_nanogpt_checkpoint_of_a_wrapped_model_opens(prefix, runs, tmp_path):
+    """A nanoGPT checkpoint of a model in torch.compile or DDP, with a prefix before every name, can be read."""
     content = load_ckpt(newest_checkpoint(runs["nanoGPT"]) / "ckpt.pt")
-    content["model"] = {f"_orig_mod.{k}": v for k, v in content["model"].items()}
+    content["model"] = {f"{prefix}{k}": v for k, v in content["model"].items()}
     torch.save(content, tmp_path / "ckpt.pt")
     _, weights, _ = read_weights(str(tmp_path))
     expected = read_full_state(newest_checkpoint(runs["nanoGPT"])).model

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanoGPT import export, sample
+from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer, write_hf
 from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
 from nanoGPT.checkpoint.weights import read_starting_point, read_weights
@@ -70,9 +71,9 @@ def test_weights_with_another_tokenizer_are_refused(name, sources):
             start_from(dataclasses.replace(config, dataset=dataset))
 
 
-def test_an_assumed_tokenizer_is_printed(sources, capsys):
+def test_an_assumed_tokenizer_is_printed(sources, capsys, monkeypatch):
     """If a source does not name its tokenizer, one line says which one is assumed: GPT-2's for GPT-2's vocabulary, else
-    that of the dataset."""
+    that of the dataset. OpenAI's models are known by their names."""
     config = tiny("nanoGPT", sources, init_from=str(sources / "hf without tokenizer"))
     start_from(config)
     assert "does not name its tokenizer: assuming that of --dataset=shakespeare_char" in capsys.readouterr().out
@@ -84,6 +85,11 @@ def test_an_assumed_tokenizer_is_printed(sources, capsys):
     with pytest.raises(ConfigError, match="shakespeare_char has a different tokenizer"):
         start_from(dataclasses.replace(config, init_from=str(sources / "gpt2")))
     assert "does not name its tokenizer: assuming GPT-2's" in capsys.readouterr().err
+    monkeypatch.setattr(weights_module, "download_gpt2", lambda name: sources / "gpt2")
+    with pytest.raises(ConfigError, match="shakespeare_char has a different tokenizer .* than gpt2 "):
+        start_from(dataclasses.replace(config, init_from="gpt2"))
+    assert start_from(dataclasses.replace(config, init_from="gpt2", dataset="shakespeare")).vocab_size == 50258
+    assert capsys.readouterr().err == ""
 
 
 def test_tokenizers_of_hugging_face_directories_are_recognized(tmp_path):
