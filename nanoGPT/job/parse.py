@@ -97,7 +97,7 @@ def check_given_shape(config: TrainConfig, given: set[str]) -> None:
     shape = read_weights(config.init_from, step=config.resume_step).shape
     for name in names:
         if (value := getattr(config, name)) != (actual := getattr(shape, name)):
-            raise ConfigError(f"--{name}={value}, but {config.init_from} has {name}={actual}: remove it")
+            raise ConfigError(f"--{name}={value}, but {config.init_from} has {name}={actual}: remove this setting")
 
 
 def package_of(config_class: type[TrainConfig]) -> str:

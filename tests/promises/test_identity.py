@@ -218,7 +218,7 @@ def test_a_flag_that_contradicts_the_weights_is_refused(flag, sources):
     """A flag for the shape of the model must agree with the weights that a run starts from."""
     name = flag[2:].split("=")[0]
     for source in KNOWN[: 2 if name == "bias" else 4]:  # a model of Hugging Face always has biases
-        with pytest.raises(ConfigError, match=rf"{flag}, but .* has {name}=.*: remove it"):
+        with pytest.raises(ConfigError, match=rf"{flag}, but .* has {name}=.*: remove this setting"):
             parse(TrainConfig, [f"--init_from={sources / source}", "--device=cpu", flag], TRAINER)
     agreeing = ["--n_layer=1", "--n_head=2", "--n_embd=32", "--bias=False", "--vocab_size=75", "--block_size=8"]
     config = parse(TrainConfig, [f"--init_from={sources / 'run'}", "--device=cpu", *agreeing], TRAINER)
