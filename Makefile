@@ -158,11 +158,9 @@ suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimiz
 matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 	@$(PY) -m bench.tables
-bench: .venv/.dev data  ## measure the throughput of every phase, the overhead of the trainer, and ZeRO-1
+bench: .venv/.dev data  ## measure the throughput of every phase, and ZeRO-1
 	@OMP_NUM_THREADS=1 $(PY) -m bench.trainer.throughput $(ARGS)
-	@$(PY) -m bench.trainer.step_overhead $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.zero1 $(ARGS)
-	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.zero1_step $(ARGS)
 bench-kernels: .venv/.dev data  ## measure every kernel, and the trainer with each; without a GPU: small sizes, interpreted
 	@OMP_NUM_THREADS=1 $(PY) -m bench.kernels $(ARGS)
 	@$(PY) -m bench.kernels.ablation $(filter --write --kernels=%,$(ARGS))

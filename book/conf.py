@@ -42,7 +42,7 @@ def add_page_files(app: Any, page: str, template: str, context: dict[str, Any], 
 
     Also add the levels of the headings in the sidebar.
     """
-    script = "own_results" if page == "results/index" else page.removeprefix("book/pages/")
+    script = page.removeprefix("book/pages/")
     if script != page:
         for name in ("explorer.js", *MORE_SCRIPTS.get(script, ())):
             app.add_js_file(name)

@@ -1,12 +1,10 @@
-"""Write one page for each committed result file: hardware, commit, command, pictures, and all numbers as tables."""
+"""Write one page for each committed result file: hardware, commit, command, and all numbers as tables."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from bench.tables.records import RESULTS, format_table, read_result
-from book.own_results import render_own_results
-from book.result_charts import render_charts
 from book.sources import write_page
 from nanoGPT.errors import ConfigError
 
@@ -24,11 +22,10 @@ def write_result_pages(folder: Path, repository: str) -> None:
     Raises:
         ConfigError: a result file is damaged.
     """
-    rows, names, named = [], [], []
+    rows, names = [], []
     for path in sorted(RESULTS.glob("*.json")):
         result = read_result_or_numbers(path)
         names.append(path.stem)
-        named += [result] if "name" in result else []
         rows.append([f"[{path.stem}]({path.stem}.md)", *describe_origin(result, repository)])
         write_page(folder / f"{path.stem}.md", render_result(path.stem, result, repository))
     header = ["result", "hardware", "commit", "date", "command"]
@@ -37,7 +34,6 @@ def write_result_pages(folder: Path, repository: str) -> None:
         "Every number in the documents comes from one of these files. They are in `bench/results/`. A command of this "
         "repository wrote each of them on the hardware that it names.",
         format_table(header, rows),
-        render_own_results(named),
         "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n",
     ]
     write_page(folder / "index.md", "\n\n".join(text))
@@ -73,9 +69,7 @@ def render_result(name: str, result: dict[str, Any], repository: str) -> str:
     hardware, commit, date, command = describe_origin(result, repository)
     versions = ", ".join(f"{package} {version}" for package, version in result.get("versions", {}).items())
     facts = [["hardware", hardware], ["commit", commit], ["date", date], ["command", command], ["versions", versions]]
-    charts = render_charts({"name": name, **result})  # a file without hardware has no name either
-    pictures = f"## Pictures\n\n{charts}\n\n" if charts else ""
-    text = f"# {name}\n\n{format_table(['property', 'value'], facts)}\n{pictures}## Settings\n\n"
+    text = f"# {name}\n\n{format_table(['property', 'value'], facts)}\n## Settings\n\n"
     text += render_value({key: value for key, value in result["settings"].items() if key != "command"}, 3)
     return text + "\n## Samples\n\n" + render_value(result["samples"], 3)
 

@@ -1,7 +1,6 @@
 """Generate the tables of phase 3 from the committed results. `bench.tables.tables` writes them into the documents."""
 
 import math
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.model import GPTConfig
 from phase3_fsdp.activation_bytes import saved_activations
 
-ZERO1_WAY = "hybrid, ZeRO-1"  # the name of a way in the results of `bench.sharding.hybrid_zero1`
 # Words for what a killed save leaves behind, where the result file has a terse form.
 LEFTOVERS = {
     "all but the rename": "all files written but not renamed",
@@ -47,20 +45,6 @@ def fsdp_memory_table() -> str:
         params = result["samples"]["rows"][0]["parameters"]
         lead = f"Measured on {hardware_of(result)}, {params:,} parameters, rank 0, one step:\n\n"
         parts.append(lead + format_table(head, rows))
-    return "\n".join(parts)
-
-
-def muon_table() -> str:
-    """Return the time and the communication of one Muon update: torch's on DTensors, phase 3's, and phase 1's."""
-    names = {"torch": "`torch.optim.Muon` on DTensors", "phase3": "phase 3", "phase1": "phase 1"}
-    parts = []
-    for result in read_results("muon"):
-        rows = []
-        for row in result["samples"]["rows"]:
-            milliseconds = f"{statistics.median(row['ms']):,.0f}"
-            rows.append([str(row["ranks"]), names[row["name"]], milliseconds, f"{row['sent_bytes'] / 1e6:.1f}"])
-        lead = f"Measured on {hardware_of(result)}, matrices with {result['settings']['elements']:,} elements:\n\n"
-        parts.append(lead + format_table(["ranks", "Muon", "update (ms)", "communication per rank (MB)"], rows))
     return "\n".join(parts)
 
 
@@ -182,55 +166,9 @@ def activations_table() -> str:
     return format_table(head, [*rows, ["total (MB)", "", "", *sums, ""]])
 
 
-def find_best_alternative(ways: dict[str, dict[str, Any]]) -> str:
-    """Return the fastest way that needs at most the memory of ZeRO-1 across the replicas."""
-    names = [name for name in ways if name != ZERO1_WAY and ways[name]["bytes"] <= ways[ZERO1_WAY]["bytes"]]
-    return min(names, key=lambda name: ways[name]["seconds"])
-
-
-def hybrid_zero1_table() -> str:
-    """Return predicted memory and time with ZeRO-1 across the replicas of hybrid FSDP, and of the best alternative."""
-    parts = []
-    for result in read_results("hybrid-zero1"):
-        cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-        for row in result["samples"]["rows"]:
-            key = (row["model"], row["nodes"], row["micro_batches"], f"{row['network'] / 1e9:.0f}")
-            cases.setdefault(key, {})[row["way"]] = row
-        rows, ratios = [], []
-        for key, ways in cases.items():
-            hybrid, zero1, best = ways["hybrid"], ways[ZERO1_WAY], find_best_alternative(ways)
-            ratios.append(ways[best]["seconds"] / zero1["seconds"])
-            cells = [f"{zero1['saved_bytes'] / 1e9:.2f}", f"{zero1['extra_sent_bytes'] / 1e6:,.0f}"]
-            for way in (hybrid, zero1):
-                cells += [f"{way['bytes'] / 1e9:.1f}", f"{1000 * way['seconds']:,.0f}"]
-            cells += [best, f"{ways[best]['bytes'] / 1e9:.1f}", f"{1000 * ways[best]['seconds']:,.0f}"]
-            rows.append([*map(str, key), *cells])
-        head = ["model", "nodes", "micro-batches", "network (GB/s)", "saved (GB)", "extra communication per rank (MB)"]
-        head += ["hybrid: memory (GB)", "step (ms)", "with ZeRO-1: memory (GB)", "step (ms)"]
-        head += ["fastest alternative", "its memory (GB)", "its step (ms)"]
-        measured = result["samples"]["measured"]
-        plain, sharded = measured["hybrid"], measured[ZERO1_WAY]
-        same = "the same" if plain["losses"] == sharded["losses"] else "DIFFERENT"
-        cpu = [statistics.median(each["step_cpu_ms"]) for each in (plain, sharded)]
-        setting = f"{hardware_of(result)}, with {result['settings']['parameters'] / 1e6:.1f}M parameters on 2 x 2 ranks"
-        moments, sent = ([each[key] / 1e6 for each in (plain, sharded)] for key in ("state_bytes", "sent_bytes"))
-        faster = sum(ratio < 1 for ratio in ratios)
-        text = (
-            f"\nIn {faster} of {len(cases)} cases, the alternative is faster. In the others it is slower by at most "
-            f"{max(ratios) - 1:.0%}. Measured on {setting}: with ZeRO-1 across the replicas, {same} losses, "
-            f"{moments[1]:.1f} MB of moments per rank instead of {moments[0]:.1f} MB, {sent[1]:.1f} MB of "
-            f"communication per step instead of {sent[0]:.1f} MB, and {cpu[1]:.0f} ms of CPU time per step instead of "
-            f"{cpu[0]:.0f} ms.\n"
-        )
-        parts.append(format_table(head, rows) + text)
-    return "\n".join(parts)
-
-
 FSDP_TABLES: dict[str, Callable[[], str]] = {
-    "hybrid_zero1": hybrid_zero1_table,
     "fsdp_memory": fsdp_memory_table,
     "fsdp_options": fsdp_options_table,
-    "muon": muon_table,
     "torture": torture_table,
     "generation": generation_table,
     "save_speed": save_speed_table,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from bench.plan.inference import predict_inference
 from bench.plan.plan import PlanConfig, resolve_gpu, resolve_shape
 from bench.plan.report import format_name
-from bench.tables.records import format_table, hardware_of, read_results
+from bench.tables.records import format_table, read_results
 
 
 def sizes_table() -> str:
@@ -57,64 +57,6 @@ def largest_table() -> str:
     return "\n".join(parts)
 
 
-def startup_table() -> str:
-    """Return the peak memory in which the ranks initialized their shards, next to the shard and one block of rows."""
-    parts = []
-    for result in read_results("startup"):
-        rows = []
-        for row in result["samples"]["rows"]:
-            shard, peak = (max(rank[key] for rank in row["ranks"]) / 1e6 for key in ("shard_bytes", "peak_bytes"))
-            block = row["chunk_bytes"] / 1e6
-            rows.append(
-                [
-                    f"`{row['name']}`",
-                    "in turn" if row["takes_turns"] else "at the same time",
-                    f"{4 * row['parameters'] / 1e6:,.1f}",
-                    f"{shard:,.1f}",
-                    f"{block:.1f}",
-                    f"{peak:,.1f}",
-                    f"{peak - shard - block:.1f}",
-                    f"{max(rank['seconds'] for rank in row['ranks']):.0f}",
-                ]
-            )
-        head = ["configuration", "the ranks start", "full model (MB)", "shard (MB)", "one block of rows (MB)"]
-        head += ["peak memory (MB)", "peak - shard - block (MB)", "time (s)"]
-        ranks = result["settings"]["ranks"]
-        lead = f"Measured on {hardware_of(result)}: the maximum over {ranks} ranks, parameters in fp32:\n\n"
-        parts.append(lead + format_table(head, rows))
-    return "\n".join(parts)
-
-
-def twins_table() -> str:
-    """Return the losses of the scaled-down twins, and their memory next to the formula and the planner."""
-    parts = []
-    for result in read_results("twins"):
-        steps = result["settings"]["steps"]
-        shown = [*range(0, steps, 50), steps - 1]
-        rows = []
-        for row in result["samples"]["rows"]:
-            state, expected, peak = (
-                sum(row[key].values()) for key in ("state_bytes", "expected_state_bytes", "peak_bytes")
-            )
-            planned = row["predicted_peak_bytes"]
-            rows.append(
-                [
-                    f"`{row['name']}`",
-                    f"{row['parameters'] / 1e6:.2f}M, {row['n_layer']} x {row['n_embd']}",
-                    *(f"{row['losses'][step]:.3f}" for step in shown),
-                    f"{state / 1e6:.3f}",
-                    "yes" if state == expected else "NO",
-                    f"{peak / 1e6:.3f}",
-                    f"{planned / 1e6:.3f} ({planned / peak - 1:+.2%})",
-                ]
-            )
-        head = ["twin of", "parameters, blocks x channels", *(f"loss, step {step}" for step in shown)]
-        head += ["model state (MB)", "matches the formula", "peak memory (MB)", "peak predicted by the planner (MB)"]
-        lead = f"Measured on {hardware_of(result)}, {result['settings']['ranks']} ranks, memory of rank 0:\n\n"
-        parts.append(lead + format_table(head, rows))
-    return "\n".join(parts)
-
-
 def inference_table() -> str:
     """Return the planner's prediction for 20 billion parameters on two GPUs of 40 GB. It is computed, not measured."""
     rows = []
@@ -142,7 +84,5 @@ def inference_table() -> str:
 PLAN_TABLES: dict[str, Callable[[], str]] = {
     "sizes": sizes_table,
     "largest": largest_table,
-    "startup": startup_table,
-    "twins": twins_table,
     "inference": inference_table,
 }

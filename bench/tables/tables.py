@@ -25,11 +25,8 @@ from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.phase_tables import PHASE_TABLES
 from bench.tables.plan_tables import PLAN_TABLES
 from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
-from bench.tables.residual_tables import RESIDUAL_TABLES
-from bench.tables.scale_tables import SCALE_TABLES
 from bench.tables.symptoms import SYMPTOM_TABLES
 from bench.tables.zero1_tables import ZERO1_TABLES
-from bench.trainer.diagnostics_overhead import summarize
 from bench.trainer.throughput import quartile_spread
 from nanoGPT.errors import ConfigError
 from phase2_triton.kernels.core import Cost, record_launches
@@ -79,59 +76,6 @@ def phase2_runs_table() -> str:
             cells = [minutes, losses, f"{row['val_loss']:.4f}", "-" if row is base else f"{difference:.1e}"]
             rows.append([name, *cells])
         head = ["command", "total time (min)", "training loss", "validation loss", "max loss difference"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
-    return "\n".join(parts)
-
-
-def overhead_table() -> str:
-    """Return the time of a trainer's step next to that of a bare loop, and the slowdown by the ledger."""
-    rows = []
-    for result in read_results("step-overhead"):
-        names = ("bare_ms", "trainer_ms", "data_ms", "unwatched_ms", "watched_ms")
-        bare, trainer, data, without_ledger, with_ledger = (
-            statistics.median(result["samples"][name]) for name in names
-        )
-        rows.append(
-            [
-                hardware_of(result),
-                f"{bare:.1f}",
-                f"{trainer:.1f}",
-                f"{trainer / bare:.3f}",
-                f"{data / trainer:.2%}",
-                f"{with_ledger / without_ledger:.2f}",
-            ]
-        )
-    head = ["hardware", "bare loop (ms)", "trainer (ms)", "trainer / bare loop", "data loading / trainer"]
-    return format_table([*head, "step with ledger / step without"], rows)
-
-
-def diagnostics_table() -> str:
-    """Return the time of a step with a record of the diagnostics, and what the diagnostics cost if they are off."""
-    parts = []
-    for result in read_results("diagnostics-overhead"):
-        off, rows = statistics.median(result["samples"]["off_ms"]), []
-        for row in result["samples"]["rows"]:
-            summary = summarize(row)
-            times = [f"{summary[name]:.1f}" for name in ("plain_ms", "record_ms")]
-            ratios = [f"{summary[name]:.2f}" for name in ("ratio", "fast_ratio")]
-            share = f"{off / summary['plain_ms']:.4%}"
-            rows.append([TRAINERS[row["phase"]], str(row["ranks"]), *times, *ratios, share])
-        head = ["trainer", "ranks", "step (ms)", "step with a record (ms)", "ratio of medians"]
-        head += ["ratio of the fastest tenths", "diagnostics off / step"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
-    return "\n".join(parts)
-
-
-def step_parts_table() -> str:
-    """Return the milliseconds of a step on four ranks, by activity."""
-    parts = []
-    for result in read_results("step-parts"):
-        rows = []
-        for phase, summary in result["samples"].items():
-            keys = ("step_ms", "computation_ms", "exposed_ms", "rest_ms", "communication_ms")
-            rows.append([TRAINERS[phase], *(f"{summary[key]:,.0f}" for key in keys), f"{summary['overlap']:.0%}"])
-        head = ["trainer", "step (ms)", "computation (ms)", "communication without computation (ms)"]
-        head += ["Python and waiting (ms)", "communication in total (ms)", "of which overlaps"]
         parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
     return "\n".join(parts)
 
@@ -291,10 +235,7 @@ def kernel_ablation_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "runs": runs_table,
-    "overhead": overhead_table,
     "phase2_runs": phase2_runs_table,
-    "diagnostics": diagnostics_table,
-    "step_parts": step_parts_table,
     "throughput": throughput_table,
     "four_ranks": four_ranks_table,
     "matrix": matrix_table,
@@ -310,12 +251,10 @@ TABLES: dict[str, Callable[[], str]] = {
     **DEEPSPEED_TABLES,
     **PHASE_TABLES,
     **PLAN_TABLES,
-    **SCALE_TABLES,
     **ZERO1_TABLES,
     **FSDP_TABLES,
     **ELASTIC_TABLES,
     **EXPECTED_TABLES,
-    **RESIDUAL_TABLES,
     **SYMPTOM_TABLES,
 }
 

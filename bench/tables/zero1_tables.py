@@ -105,22 +105,10 @@ def zero1_speed_table() -> str:
     return format_table(["parameters", "what was measured on 2 ranks", "speed relative to DDP"], rows)
 
 
-def zero1_step_table() -> str:
-    """Return the time of `optimizer.step` on one rank."""
-    rows = []
-    for result in read_results("zero1-step"):
-        samples = result["samples"]
-        adamw, flat = (statistics.median(samples[name]) for name in ("adamw_ms", "flat_ms"))
-        params = f"{samples['parameters']:,}"
-        rows.append([hardware_of(result), params, f"{adamw:.2f}", f"{flat:.2f}", f"{samples['ratio']:.3f}"])
-    return format_table(["hardware", "parameters", "AdamW(fused=True) (ms)", "flat (ms)", "flat / AdamW"], rows)
-
-
 ZERO1_TABLES: dict[str, Callable[[], str]] = {
     "zero1_state": zero1_state_table,
     "wire": wire_table,
     "zero1_backends": zero1_backends_table,
     "zero1_overhead": zero1_overhead_table,
     "zero1_speed": zero1_speed_table,
-    "zero1_step": zero1_step_table,
 }

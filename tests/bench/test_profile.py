@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from bench.tables import records
-from bench.tables.tables import step_parts_table
-from bench.trainer import step_parts
 from bench.trainer.profile_step import (
     LAST,
     MEMORY_STEP,
@@ -80,19 +77,6 @@ def test_waiting_does_not_count_as_computation(on_gpu):
     assert LAST < MEMORY_STEP, (
         "memory is profiled last, because torch does not recompile code that ran under a dispatch mode"
     )
-
-
-def test_the_parts_of_a_step_add_up_in_the_table(tmp_path, monkeypatch, capsys):
-    """The command writes each trainer's parts of a step, and in its table the first three parts add up to the step."""
-    summary = summarize(collect_spans(make_events(on_gpu=False)))
-    monkeypatch.setattr(step_parts, "profile_into", lambda folder, package, ranks, config: summary)
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
-    step_parts.main(write=True)
-    assert capsys.readouterr().out.count("takes 10 ms") == len(step_parts.PHASES)
-    (path,) = tmp_path.iterdir()
-    assert json.loads(path.read_text())["samples"] == dict.fromkeys(step_parts.PHASES, summary)
-    rows = [line.split(" | ") for line in step_parts_table().splitlines() if " | 10 | " in line]
-    assert [sum(map(float, row[2:5])) for row in rows] == [10, 10, 10]
 
 
 def recount_overlap(path: Path) -> tuple[float, float]:

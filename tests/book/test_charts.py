@@ -1,4 +1,4 @@
-"""The pictures on the pages of the result files: they show the numbers, for eyes and for screen readers."""
+"""The pictures on the interactive pages: they show the numbers, for eyes and for screen readers."""
 
 import json
 import re
@@ -6,43 +6,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from bench.tables.records import RESULTS
 from book.charts import Chart, Grid, Timeline, draw_chart, format_number
 from book.explorer_pictures import PICTURES, render_pictures
 from book.recordings.__main__ import FOLDER, RECORDERS
-from book.result_charts import CHARTS, WITHOUT_CHART, render_charts
-from book.results import read_result_or_numbers
-from nanoGPT.errors import ConfigError
-
-
-def test_every_picture_shows_its_numbers():
-    """Every bar is as long as its number, which is next to it. Every picture has a title and its numbers as text.
-
-    A result without a picture states the reason.
-    """
-    drawn, names = set(), set()
-    for path in RESULTS.glob("*.json"):
-        result = {"name": path.stem, **read_result_or_numbers(path)}
-        names.add(result["name"])
-        figures = [figure for figure in render_charts(result).split("\n\n") if figure.startswith("<figure")]
-        drawn |= {result["name"]} if figures else set()
-        for figure in figures:
-            svg = ET.fromstring(figure).find("svg")
-            labels = svg.get("aria-labelledby").split()
-            title, numbers = (svg.find(f"*[@id='{label}']").text for label in labels)
-            assert title and numbers and len({*re.findall(r'\bid="([^"]+)"', "".join(figures))}) == 2 * len(figures)
-            rects = svg.findall("rect")
-            if svg.find("path[@class='chart-0']") is not None:
-                continue  # spans: the next tests
-            assert {rect.get("x") for rect in rects} <= {"0"}
-            texts = [text.text for text in svg.findall("text") if text.get("x") != "0"] if rects else []
-            assert len(texts) == len(rects) and all(text in numbers for text in texts)
-            sizes = [float(text.replace(",", "")) for text in texts]
-            for rect, size in zip(rects, sizes, strict=True):
-                assert float(rect.get("width")) == pytest.approx(290 * size / max(sizes), abs=1.6)
-            assert rects or svg.find("polyline") is not None
-    assert drawn == CHARTS.keys() and drawn | WITHOUT_CHART.keys() == names
-    assert all(len(reason) > 100 for reason in WITHOUT_CHART.values())
 
 
 def test_lines_and_numbers_are_drawn_to_scale():
@@ -77,11 +43,3 @@ def test_every_recording_has_a_picture(name):
     for figure in ET.fromstring(text).findall("figure"):
         title, numbers = (figure.find(f"svg/{tag}").text for tag in ("title", "desc"))
         assert title and re.search(r"\d", numbers) and "nan" not in numbers
-
-
-def test_a_damaged_result_is_reported():
-    """A result without the numbers of its picture leads to one sentence. An unknown result has no picture."""
-    result = {"name": "wire", "settings": {"command": "python -m wire"}, "samples": {"rows": [{}]}}
-    with pytest.raises(ConfigError, match=r"the result wire is damaged .*run python -m wire"):
-        render_charts(result)
-    assert render_charts({**result, "name": "other"}) == ""
