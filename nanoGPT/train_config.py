@@ -200,7 +200,7 @@ MINIMUMS = {
     "resume_step": 1,
     "seed": 0,
 }
-MAXIMUMS = {"n_layer": 10_000, "seed": 2**63 - 1}  # of the other integers: 2**31 - 1
+MAXIMUMS = {"n_layer": 10_000, "seed": 2**63 - 1, "min_lr": float("inf")}  # of the others: 2**31 - 1
 MAX_TIMEOUT_MINUTES = 60 * 24 * 30  # 30 days
 
 C = TypeVar("C", bound=TrainConfig)

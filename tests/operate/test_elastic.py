@@ -11,8 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from bench.tables import elastic_tables
-from book.charts import draw_chart
-from book.result_charts import draw_node_kills
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, count_usable_ranks
 from nanoGPT.job.watchdog import list_children
@@ -232,7 +230,3 @@ def test_only_losses_that_interrupted_the_job_are_in_the_table(monkeypatch):
     monkeypatch.setattr(elastic_tables, "read_results", lambda name: [result])
     table = elastic_tables.node_kills_table()
     assert "| 1 | 6.0 | 6 | 8.0 |" in table and "continued 1 times" in table and "Not counted: 1 loss of" in table
-    seconds, losses = draw_node_kills(samples)
-    assert seconds.rows == {"node": {"median": 8.0, "maximum": 8.0}}
-    assert losses.rows == {step: {name: curves[name][step] for name in curves} for step in ("0", "5")}
-    assert draw_chart(losses, "losses").count("stroke-dasharray") == 1, "both of two equal curves must be visible"

@@ -58,7 +58,7 @@ def run_trainer(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **env
         ("--device=tpu", ["auto, cpu, cuda or mps"]),
         ("--dataset=nope", ["there is no dataset nope"]),
         ("--dataset=shakespear", ["did you mean shakespeare?"]),
-        ("--block_size=100000000", ["longer than the train split", "--block_size="]),
+        ("--block_size=100000000", ["longer than the val split", "--block_size="]),
         ("--vocab_size=10", ["10 rows", "larger --vocab_size"]),
         ("--init_from=nosuch", ["neither scratch, resume"]),
         ("--init_from=gpt2x", ["did you mean gpt2?"]),
