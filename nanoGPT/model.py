@@ -39,6 +39,14 @@ class GPTConfig:
         block = 12 * C * C + 2 * C + (11 * C if self.bias else 0)  # matrices, two LayerNorm gains, all biases
         return self.n_layer * block + (self.vocab_size + self.block_size) * C + C + (C if self.bias else 0)
 
+    def flops_per_token(self) -> int:
+        """Return the FLOPs of forward and backward per token: 6N + 12 L C T (PaLM, appendix B).
+
+        N is the number of parameters without the position embedding, L is n_layer, and T is block_size.
+        """
+        params = self.count_params() - self.block_size * self.n_embd
+        return 6 * params + 12 * self.n_layer * self.n_embd * self.block_size
+
 
 class KVCache:
     """Keys and values of all tokens so far, for one layer: two (B, nh, block_size, hs) tensors.
@@ -229,14 +237,6 @@ class GPT(nn.Module):
         """
         for name, param in self.named_parameters():
             draw_initial_rows(param, name, param.shape, self.config.n_layer, seed)
-
-    def flops_per_token(self) -> int:
-        """Return the FLOPs of forward and backward per token: 6N + 12 L C T (PaLM, appendix B).
-
-        N is the number of parameters without the position embedding, L is n_layer, and T is block_size.
-        """
-        params = sum(p.numel() for p in self.parameters()) - self.config.block_size * self.config.n_embd
-        return 6 * params + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
 
     @torch.no_grad()
     def generate(

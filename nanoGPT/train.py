@@ -71,37 +71,38 @@ def train(config: Config) -> None:
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints, reads_only=config.eval_only)
         checkpoint = checkpoints.find_newest(config.resume_step) if config.init_from == "resume" else None
         config, model_args, weights = read_starting_point(config, data, checkpoint, run)
+        first_step = checkpoint.step if checkpoint else 0
+        with Telemetry(config, run, first_step, model_args.flops_per_token()) as telemetry:
+            with telemetry.untimed("build", first_step):
+                # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
+                model = GPT(model_args)
+                model.init_weights(config.seed)
+                if weights:
+                    load_weights(model, weights)
+                model.to(run.device)
+                optimizer = configure_optimizer(model, config)
+                scaler = LossScaler(run.dtype == torch.float16)
+                best_val_loss = float("inf")
+                if checkpoint:
+                    load_training_state(checkpoint.path, model, optimizer)
+                    scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
+                    best_val_loss = checkpoint.manifest["best_val_loss"]
+                    run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
+                parallel_model: torch.nn.Module = model
+                if config.compile:
+                    parallel_model = torch.compile(model, mode=config.compile_mode)  # type: ignore[assignment]
+                if run.world_size > 1:
+                    parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
+                    # DDP reorders its buckets after a backward pass. Do it now: a resumed run must round like this one.
+                    fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
 
-        # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
-        model = GPT(model_args)
-        model.init_weights(config.seed)
-        if weights:
-            load_weights(model, weights)
-        model.to(run.device)
-        optimizer = configure_optimizer(model, config)
-        scaler = LossScaler(run.dtype == torch.float16)
-        first_step, best_val_loss = 0, float("inf")
-        if checkpoint:
-            load_training_state(checkpoint.path, model, optimizer)
-            scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
-            first_step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
-            run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-        parallel_model: torch.nn.Module = model
-        if config.compile:
-            parallel_model = torch.compile(model, mode=config.compile_mode)  # type: ignore[assignment]
-        if run.world_size > 1:
-            parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
-            # DDP reorders its buckets after a backward pass. Do it now, so that a resumed run rounds like this one.
-            fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
+            def save(step: int) -> None:
+                fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
+                with telemetry.untimed("save", step):
+                    checkpoints.save(step, lambda files: write_ckpt(files, run, model, optimizer, step, fields), fields)
 
-        def save(step: int) -> None:
-            fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
-            with telemetry.untimed("save", step):
-                checkpoints.save(step, lambda files: write_ckpt(files, run, model, optimizer, step, fields), fields)
-
-        ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
-        diagnostics = Diagnostics(config, run, model, optimizer)
-        with Telemetry(config, run, first_step, model.flops_per_token()) as telemetry:
+            ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
+            diagnostics = Diagnostics(config, run, model, optimizer)
             for step in range(first_step, config.max_iters + 1):
                 val_loss = val_accuracy = None
                 is_last = step == config.max_iters or config.eval_only

@@ -71,31 +71,34 @@ def train(config: Config) -> None:
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints, reads_only=config.eval_only)
         checkpoint = checkpoints.find_newest(config.resume_step) if config.init_from == "resume" else None
         config, model_args, weights = read_starting_point(config, data, checkpoint, run)
+        first_step = checkpoint.step if checkpoint else 0
+        with Telemetry(config, run, first_step, model_args.flops_per_token()) as telemetry:
+            with telemetry.untimed("build", first_step):
+                # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
+                model = GPT(model_args)
+                model.init_weights(config.seed)
+                if weights:
+                    load_weights(model, weights)
+                model.to(run.device)
+                optimizer = shard_optimizer(model, config, run)  # [zero1:shard] moves parameters into flat buckets
+                scaler = LossScaler(run.dtype == torch.float16)
+                best_val_loss = float("inf")
+                if checkpoint:
+                    load_shards(checkpoint.path, model, optimizer)  # [zero1:load] each rank reads its shards
+                    scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
+                    best_val_loss = checkpoint.manifest["best_val_loss"]
+                    run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
+                parallel_model = data_parallel(
+                    model, optimizer, config, run
+                )  # [zero1:parallel] without DDP
 
-        # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
-        model = GPT(model_args)
-        model.init_weights(config.seed)
-        if weights:
-            load_weights(model, weights)
-        model.to(run.device)
-        optimizer = shard_optimizer(model, config, run)  # [zero1:shard] moves parameters into flat buckets
-        scaler = LossScaler(run.dtype == torch.float16)
-        first_step, best_val_loss = 0, float("inf")
-        if checkpoint:
-            load_shards(checkpoint.path, model, optimizer)  # [zero1:load] each rank reads its shards
-            scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
-            first_step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
-            run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-        parallel_model = data_parallel(model, optimizer, config, run)  # [zero1:parallel] no DDP: the optimizer averages
+            def save(step: int) -> None:
+                fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
+                with telemetry.untimed("save", step):
+                    checkpoints.save(step, lambda files: save_shards(files, model, optimizer), fields)  # [zero1:save]
 
-        def save(step: int) -> None:
-            fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
-            with telemetry.untimed("save", step):
-                checkpoints.save(step, lambda files: save_shards(files, model, optimizer), fields)  # [zero1:save]
-
-        ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
-        diagnostics = Diagnostics(config, run, model, optimizer)
-        with Telemetry(config, run, first_step, model.flops_per_token()) as telemetry:
+            ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
+            diagnostics = Diagnostics(config, run, model, optimizer)
             for step in range(first_step, config.max_iters + 1):
                 val_loss = val_accuracy = None
                 is_last = step == config.max_iters or config.eval_only

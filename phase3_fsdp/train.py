@@ -70,32 +70,34 @@ def train(config: Config) -> None:
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints, reads_only=config.eval_only)
         checkpoint = checkpoints.find_newest(config.resume_step) if config.init_from == "resume" else None
         config, model_args, weights = read_starting_point(config, data, checkpoint, run)
+        first_step = checkpoint.step if checkpoint else 0
+        with Telemetry(config, run, first_step, model_args.flops_per_token()) as telemetry:
+            with telemetry.untimed("build", first_step):
+                # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
+                with fsdp.init_context(config, run):  # [fsdp:shard] names and shapes only, no memory yet
+                    model = GPT(model_args)
+                model = fsdp.shard_model(model, config, run)
+                fsdp.init_shards(model, config, run, weights)  # each rank fills its shards, one parameter at a time
+                run.print0(costs.describe_sharding(model, config, run))
+                optimizer = configure_optimizer(model, config)  # over the shards, so its state is sharded too
+                scaler = LossScaler(run.dtype == torch.float16)
+                best_val_loss = float("inf")
+                if checkpoint:
+                    load_shards(checkpoint.path, model, optimizer)  # [fsdp:load] each rank reads its shards
+                    scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
+                    best_val_loss = checkpoint.manifest["best_val_loss"]
+                    run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
+                parallel_model = fsdp.data_parallel(model, config, run)  # [fsdp:parallel] DDP only if use_fsdp is False
+                writer = ShardWriter(model, optimizer)
+                copy = writer.copy if config.async_save else None  # [fsdp:save] training continues during the save
 
-        # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
-        with fsdp.init_context(config, run):  # [fsdp:shard] names and shapes only, no memory yet
-            model = GPT(model_args)
-        model = fsdp.shard_model(model, config, run)
-        fsdp.init_shards(model, config, run, weights)  # each rank fills its shards, one parameter at a time
-        run.print0(costs.describe_sharding(model, config, run))
-        optimizer = configure_optimizer(model, config)  # over the shards, so its state is sharded too
-        scaler = LossScaler(run.dtype == torch.float16)
-        first_step, best_val_loss = 0, float("inf")
-        if checkpoint:
-            load_shards(checkpoint.path, model, optimizer)  # [fsdp:load] each rank reads its shards
-            scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
-            first_step, best_val_loss = checkpoint.step, checkpoint.manifest["best_val_loss"]
-            run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-        parallel_model = fsdp.data_parallel(model, config, run)  # [fsdp:parallel] DDP only if use_fsdp is False
-        writer = ShardWriter(model, optimizer)
+            def save(step: int) -> None:
+                fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
+                with telemetry.untimed("save", step):
+                    checkpoints.save(step, writer.write, fields, copy)  # [fsdp:save]
 
-        def save(step: int) -> None:
-            fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
-            with telemetry.untimed("save", step):
-                checkpoints.save(step, writer.write, fields, writer.copy if config.async_save else None)  # [fsdp:save]
-
-        ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
-        diagnostics = Diagnostics(config, run, model, optimizer)
-        with Telemetry(config, run, first_step, model.flops_per_token()) as telemetry:
+            ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
+            diagnostics = Diagnostics(config, run, model, optimizer)
             for step in range(first_step, config.max_iters + 1):
                 val_loss = val_accuracy = None
                 is_last = step == config.max_iters or config.eval_only

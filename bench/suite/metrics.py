@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from bench.plan.run import vocabulary_size
 from bench.suite.execution import Run, read_status
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 
 Lines = list[dict[str, Any]]
@@ -104,8 +102,7 @@ def compute_flops_to_loss(measured: Measured) -> float:
 
 def count_flops_per_token(config: TrainConfig) -> int:
     """Return the FLOPs per token of the configured model."""
-    with torch.device("meta"):
-        return GPT(GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})).flops_per_token()
+    return GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)}).flops_per_token()
 
 
 METRICS = {

@@ -192,9 +192,12 @@ class HeartbeatThread:
             self.detector.files.close(self.run.rank, self.detector.read_node() | own)
 
     def write_heartbeat(self) -> None:
-        """Write this rank's heartbeat, and as the watcher of a node its file. Compilation counts as progress."""
+        """Write this rank's heartbeat, and as the watcher of a node its file.
+
+        Compilation counts as progress, and so does building the model, because reading a large checkpoint takes long.
+        """
         activity = inspect_threads()
-        if activity.pop("is_exempt"):
+        if activity.pop("is_exempt") or self.run.progress.stage == "build":
             self.run.report_progress()
         device = self.run.device_progress
         activity["waits_for_device"] = activity.pop("reads_device") and device is not None

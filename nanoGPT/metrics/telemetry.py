@@ -74,7 +74,7 @@ def count_tokens(out_dir: Path, lines: list[dict[str, Any]], first_step: int, to
 
 
 class Telemetry:
-    """The metrics, heartbeats and stacks of a run. It is a context manager around the training loop.
+    """The metrics, heartbeats and stacks of a run. It is a context manager around building the model and training it.
 
     Args:
         config: this rank's configuration.
@@ -180,7 +180,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def untimed(self, stage: str, step: int) -> Iterator[None]:
-        """Enter a stage, such as an evaluation or a save, whose time is not part of the time of training steps."""
+        """Enter a stage whose time is not part of that of training steps: building the model, evaluations, saves."""
         self.run.enter_stage(stage, step)
         start = time.perf_counter()
         yield

@@ -292,7 +292,7 @@ def test_the_speed_follows_from_the_trace():
     assert speed["step_seconds"] - speed["waiting_seconds"] == pytest.approx(computation_seconds)
     assert speed["waiting_seconds"] > 0
     assert speed["tokens_per_second"] == pytest.approx(16 * 3 * 5 * SMALL.block_size / speed["step_seconds"])
-    flops = speed["tokens_per_second"] * GPT(SMALL).flops_per_token()
+    flops = speed["tokens_per_second"] * SMALL.flops_per_token()
     assert speed["mfu"] == pytest.approx(flops / 16 / GPUS["h100"].peak)
     one_gpu = Planner(Job(SMALL, H100, 1, 3), InlineExecutor())
     assert one_gpu.estimate_speed(row, 5, compiled=True)["waiting_seconds"] == 0

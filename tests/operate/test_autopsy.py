@@ -34,13 +34,18 @@ REPORTS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_cause_of_each_fault_is_named(name, tmp_path):
-    """Each fault is started by its command, and the autopsy names the rank, the cause and how to go on."""
+    """Each fault is started by its command, and the autopsy names the rank, the cause and how to go on.
+
+    The environment, and the heartbeat and the stacks of each rank are there, also if building the model fails.
+    """
     program = Program("workshop.faults", f"--name={name}", cwd=tmp_path)
     output, _ = program.communicate()
     assert program.returncode == 0 and f"make autopsy RUN=out/faults/{name}" in output, output
     folder = tmp_path / "out" / "faults" / name
     kind, pattern = REPORTS[name]
-    assert find_cause(read_evidence(folder)).kind == kind
+    evidence = read_evidence(folder)
+    assert find_cause(evidence).kind == kind
+    assert evidence.environment["world_size"] == len(evidence.heartbeats) == len(evidence.stacks) > 1
     report = run_program("operate.autopsy", f"--run={folder}").output
     assert re.search(pattern, " ".join(report.split())), report
     assert "\nremedy    " in report and "\nresume    " in report

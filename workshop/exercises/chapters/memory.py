@@ -40,7 +40,7 @@ EXERCISES = [
     Exercise(
         name="memory.2",
         title="Count the FLOPs per token",
-        targets=("nanoGPT.model:GPT.flops_per_token",),
+        targets=("nanoGPT.model:GPTConfig.flops_per_token",),
         task="""Model FLOPs utilization compares a run with the peak of the device. Return the FLOPs of forward and
         backward pass per token, for the matrix products with N parameters and for attention over T = block_size
         tokens.""",
@@ -52,11 +52,11 @@ EXERCISES = [
         line="return 6 * params",
         mistakes=(
             plant_mistake(
-                " + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size",
+                " + 12 * self.n_layer * self.n_embd * self.block_size",
                 "",
                 "The attention scores are missing",
             ),
-            plant_mistake(" - self.config.block_size * self.config.n_embd", "", "its rows are looked up"),
+            plant_mistake(" - self.block_size * self.n_embd", "", "its rows are looked up"),
             plant_mistake("6 * params + 12", "2 * params + 4", "only the forward"),
         ),
     ),

@@ -57,7 +57,7 @@ def check_count(answer: ModuleType, _: Any) -> None:
 def check_flops(answer: ModuleType, _: Any) -> None:
     config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=31)
     model = GPT(config)
-    flops = answer.flops_per_token(model)
+    flops = answer.flops_per_token(config)
     params = sum(p.numel() for p in model.parameters())
     attention, positions = 12 * 2 * 16 * 8, 8 * 16
     expect(
