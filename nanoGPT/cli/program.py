@@ -100,7 +100,7 @@ def unbreakable_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_errors(output_is_optional: bool = True) -> Iterator[None]:
-    """Wrap a program: print a ConfigError or an OSError as one sentence, and exit with code 2.
+    """Wrap a program: print a ConfigError, an OSError or a MemoryError as one sentence, and exit with code 2.
 
     KeyboardInterrupt is raised again. If it is not caught, the program prints "stopped" and exits with code 130.
 
@@ -110,8 +110,8 @@ def report_errors(output_is_optional: bool = True) -> Iterator[None]:
     with unbreakable_output() if output_is_optional else contextlib.nullcontext():
         try:
             yield
-        except (ConfigError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+        except (ConfigError, OSError, MemoryError) as error:
+            print(f"error: {str(error) or 'out of memory: use a machine with more memory'}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
             sys.excepthook = lambda *_: print("\nstopped", file=sys.stderr)

