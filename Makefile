@@ -29,7 +29,8 @@ ARGS ?=
 
 PY := .venv/bin/python
 LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR)
-FLAGS = $(CONFIG) $(if $(DATASET),--dataset=$(DATASET)) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
+QUOTED = '$(subst ','\'',$(1))'
+FLAGS = $(CONFIG) $(if $(DATASET),$(call QUOTED,--dataset=$(DATASET))) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 TRAINER = $(or $(filter nanoGPT%,$(PHASE:baseline=nanoGPT)),$(firstword $(wildcard $(PHASE)_*)),$(PHASE))/train.py
 COMMA := ,
 DATASETS = $(foreach part,$(subst $(COMMA), ,$(DATASET)),$(firstword $(subst :, ,$(part))))
@@ -68,13 +69,15 @@ STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= rea
 
 nanoGPT/data/synthetic/meta.json: nanoGPT/prepare/synthetic.py
 nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .venv/.core
-	@$(PY) $< && touch $@
+	@$(PY) $<
+	@test -e $@ || { echo "error: $< has written no meta.json, which names the tokenizer and the files: prepare your own text with nanoGPT/data/shakespeare_char/prepare.py --input=FILE" >&2; exit 2; }
+	@touch -c $@
 
 setup: .venv/.core  ## create .venv and install the project into it; TORCH=cpu selects the CPU build of PyTorch
 data: $(PREPARED)  ## prepare Shakespeare (as characters and as GPT-2 tokens), synthetic text, and DATASET
-	@$(if $(DATASET),test -e "nanoGPT/data/$(DATASET)/meta.json" -o -e "$(DATASET)/meta.json" || for name in $(patsubst %,"%",$(DATASETS)); do \
+	@$(if $(DATASET),test -e $(call QUOTED,nanoGPT/data/$(DATASET)/meta.json) -o -e $(call QUOTED,$(DATASET)/meta.json) || for name in $(patsubst %,"%",$(DATASETS)); do \
 			test -e "nanoGPT/data/$$name/meta.json" -o -e "$$name/meta.json" || { \
-			echo "error: there is no dataset $$name: choose $(PREPARABLE)" >&2; exit 2; }; done)
+			echo "error: there is no prepared dataset $$name: choose $(PREPARABLE)$(COMMA) or prepare your own text with nanoGPT/data/shakespeare_char/prepare.py --input=FILE" >&2; exit 2; }; done)
 baseline: .venv/.core data  ## train the baseline: one process, or DDP on GPUS ranks
 	@$(LAUNCH) nanoGPT/train.py $(FLAGS)
 phase1: .venv/.core data  ## train with ZeRO-1: sharded optimizer state
@@ -124,14 +127,14 @@ preflight: .venv/.pytest data  ## check everything that a run of PHASE=phase3 on
 gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare losses, memory, speed and files
 	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
 autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
-	@$(PY) -m operate.autopsy $(if $(RUN),--run=$(RUN)) $(ARGS)
+	@$(PY) -m operate.autopsy $(if $(RUN),$(call QUOTED,--run=$(RUN))) $(ARGS)
 doctor:  ## check this machine and the environment; each problem has a remedy; also runs before make setup
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { echo "$(PYTHON) is missing or older than Python 3.9: install Python 3.11, and run make doctor PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -m operate.doctor
 watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
-	@$(PY) -m operate.watch $(if $(RUN),--run=$(RUN))
+	@$(PY) -m operate.watch $(if $(RUN),$(call QUOTED,--run=$(RUN)))
 plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b in one figure, and print a summary
-	@$(PY) -m operate.plot $(if $(RUN),--run=$(RUN)) $(ARGS)
+	@$(PY) -m operate.plot $(if $(RUN),$(call QUOTED,--run=$(RUN))) $(ARGS)
 fault: .venv/.core data  ## start a run with a planted fault, NAME=hang; without NAME, list the faults
 	@$(PY) -m workshop.faults $(if $(NAME),--name=$(NAME))
 evaluate: .venv/.core data  ## solve problems with the model of the newest run, or of ARGS=--out_dir=DIR, on GPUS ranks

@@ -14,6 +14,7 @@ from functools import partial
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
@@ -95,7 +96,12 @@ def find_dataset(name: str) -> Path:
     if is_present(folder / "meta.json"):
         return folder
     if (folder / "prepare.py").is_file():
-        raise ConfigError(f"dataset {name} is not prepared: run `make data DATASET={name}`")
+        raise ConfigError(f"dataset {name} is not prepared: run `make data DATASET={quote(name)}`")
+    if folder.is_dir():
+        raise ConfigError(
+            f"{folder} has no meta.json, which names the tokenizer and the files: prepare your text with "
+            "`.venv/bin/python nanoGPT/data/shakespeare_char/prepare.py --input=FILE`"
+        )
     known = sorted({p.parent.name for pattern in ("*/prepare.py", "*/meta.json") for p in DATA.glob(pattern)})
     hint = did_you_mean(name, known) or f" (known: {', '.join(known)})"
     raise ConfigError(f"there is no dataset {name}{hint}")
@@ -167,7 +173,7 @@ def open_split(
     """
     remedy = "prepare the dataset again from its text"
     if (folder / "prepare.py").is_file():
-        remedy = f"prepare it again with `rm {folder}/meta.json && make data DATASET={folder.name}`"
+        remedy = f"prepare it again with `rm {quote(f'{folder}/meta.json')} && make data DATASET={quote(folder.name)}`"
     for file in files:
         path, expected = folder / file["name"], file["tokens"] * dtype.itemsize
         size = size_of(path)

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
@@ -276,7 +277,7 @@ def show_sample(config: TrainConfig) -> None:
     """
     from nanoGPT import sample
 
-    command = f"make sample ARGS=--out_dir={config.out_dir}"
+    command = f"make sample ARGS={quote(f'--out_dir={quote(config.out_dir)}')}"
     try:
         manifest = next((manifest for _, manifest in read_manifests(Path(config.out_dir))), None)
         params = GPTConfig.from_dict(manifest["model_args"]).count_params() if manifest else 0

@@ -88,9 +88,7 @@ def train(config: Config) -> None:
                     scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
                     best_val_loss = checkpoint.manifest["best_val_loss"]
                     run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-                parallel_model = data_parallel(
-                    model, optimizer, config, run
-                )  # [zero1:parallel] without DDP
+                parallel_model = data_parallel(model, optimizer, config, run)  # [zero1:parallel] without DDP
 
             def save(step: int) -> None:
                 fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
@@ -136,7 +134,6 @@ def train(config: Config) -> None:
                 if should_save:
                     save(step + 1)
                 if should_stop:
-                    run.print0(f"stopped by a signal; resume with --init_from=resume --out_dir={config.out_dir}")
                     break
 
 

@@ -145,7 +145,6 @@ def train(config: Config) -> None:
                 if should_save:
                     save(step + 1)
                 if should_stop:
-                    run.print0(f"stopped by a signal; resume with --init_from=resume --out_dir={config.out_dir}")
                     break
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch.distributed as dist
@@ -221,7 +222,7 @@ def count_restart(out_dir: Path) -> None:
         store.delete_key(key)
         raise ConfigError(
             f"the job was restarted {MAX_RESTARTS_WITHOUT_PROGRESS} times since {newest} without a new checkpoint: run "
-            f"`make autopsy RUN={out_dir}` to find the cause"
+            f"`make autopsy RUN={quote(str(out_dir))}` to find the cause"
         )
 
 

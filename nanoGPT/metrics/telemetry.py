@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any
 
@@ -175,6 +176,9 @@ class Telemetry:
                 signal_name = self.run.stop_signal or "a signal to another rank"
                 text = f"stopped by {signal_name}" if self.run.is_stopping else "ended"
                 append_to_log(self.out_dir, "rank 0", f"{text} in step {progress.step}")
+                if self.run.is_stopping:
+                    directory = quote(self.config.out_dir)
+                    self.run.print0(f"stopped by a signal; resume with --init_from=resume --out_dir={directory}")
             if self.tracker:
                 self.tracker.close()
 

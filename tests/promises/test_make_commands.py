@@ -6,6 +6,7 @@ import importlib.util
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 
 import nanoGPT.cli.command_line
+from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
+from nanoGPT.files import DATA
 from tests.helpers.repository import list_files
 from tests.helpers.training import ROOT
 from workshop.phases import PHASES
@@ -138,6 +141,32 @@ def test_make_refuses_an_unknown_dataset(names):
     """`make data` with a misspelled DATASET lists the datasets, and does not claim that there is nothing to do."""
     result = subprocess.run(["make", "data", f"DATASET={names}"], cwd=ROOT, capture_output=True, text=True, check=False)
     message = (
-        "error: there is no dataset nope: choose fineweb_edu, openwebtext, shakespeare, shakespeare_char, synthetic"
+        "error: there is no prepared dataset nope: choose fineweb_edu, openwebtext, shakespeare, shakespeare_char, synthetic"
     )
     assert result.returncode == 2 and message in result.stderr
+
+
+@pytest.mark.parametrize("name", ["my novel_char", "it's_char", 'naïve 书 "a" $x_char'])
+def test_names_with_spaces_and_quotes_reach_the_trainer(name):
+    """A dataset and a run with any name can be given to make: the shell passes it on as one word."""
+    escaped = name.replace("$", "$$")
+    line = next(line for line in run_make("baseline", f"DATASET={escaped}").splitlines() if "nanoGPT.launch" in line)
+    assert f"--dataset={name}" in shlex.split(line)
+    line = next(line for line in run_make("watch", f"RUN={escaped}").splitlines() if "operate.watch" in line)
+    assert f"--run={name}" in shlex.split(line)
+
+
+def test_a_prepare_script_that_writes_no_meta_json_is_reported(tmp_path):
+    """A dataset needs a meta.json. make never creates an empty one, and says how to prepare an own text."""
+    folder = DATA / f"test_{tmp_path.name}"
+    folder.mkdir()
+    try:
+        (folder / "prepare.py").write_text("pass\n")
+        result = subprocess.run(["make", "data", f"DATASET={folder.name}"], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 2 and "prepare.py has written no meta.json" in result.stderr, result.stderr
+        assert [path.name for path in folder.iterdir()] == ["prepare.py"]
+        (folder / "prepare.py").unlink()
+        with pytest.raises(ConfigError, match=r"has no meta.json.*prepare.py --input=FILE"):
+            TokenData(folder.name, 8, 1, 1)
+    finally:
+        shutil.rmtree(folder)
