@@ -73,6 +73,10 @@ def build_sharded_model(
     """
     with put_parameters_on_meta():
         model = build()
+    if names := [name for name, param in model.named_parameters() if not param.numel()]:
+        raise ValueError(f"give {', '.join(names)} a size: FSDP cannot shard parameters without elements, or lazy ones")
+    if names := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise ValueError(f"compute the buffers {', '.join(names)} without parameters, which have no values in `build`")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in find_units(model):

@@ -293,6 +293,32 @@ def refuse_other_models(folder: str) -> None:
     assert [(group["lr"], group["weight_decay"]) for group in split.param_groups] == [(0.1, 0), (0.1, 0.3)] * 4
 
 
+class WithoutElements(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.lazy = nn.Linear(0, 3, bias=False), nn.LazyLinear(2)
+
+
+class DerivedBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("copy", self.linear.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (WithoutElements, "give empty.weight, lazy.weight, lazy.bias a size"),
+        (DerivedBuffer, "compute the buffers copy without parameters"),
+    ],
+)
+def test_a_model_that_cannot_be_sharded_is_refused_by_name(build, words):
+    """Parameters without elements, lazy parameters and buffers that are computed from parameters are one error."""
+    with pytest.raises(ValueError, match=words):
+        minimal.build_sharded_model(build, lambda _: [], fill, torch.device("cpu"))
+
+
 def test_schedulers_resume_and_other_models_are_refused(tmp_path):
     """A scheduler resumes with the saved rates, whenever it is created. Other parameters are refused by name."""
     run_on_ranks(resume_schedulers, 1, str(tmp_path / "schedulers"))
