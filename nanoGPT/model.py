@@ -193,7 +193,7 @@ class GPT(nn.Module):
     def compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of (B, T, C) outputs of the last block with (B, T) targets."""
         logits = self.compute_logits(x)  # (B, T, V)
-        return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
     @torch.no_grad()
     def count_correct(self, idx: Tensor, targets: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], 
     Muon orthogonalizes the update of a full matrix. It is not used for embeddings, whose rows are looked up one by one.
     Its update is scaled to the size of AdamW's update (Liu et al. 2025), so both use the same learning rate and weight
     decay.
+
+    Raises:
+        ValueError: no block of the model has a matrix to train.
     """
     hidden = {id(p) for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
     matrices = {
@@ -63,6 +66,8 @@ def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], 
         "weight_decay": config.weight_decay,
         "adjust_lr_fn": "match_rms_adamw",
     }
+    if not matrices["params"]:
+        raise ValueError("Muon has no matrix to train: it takes those of the blocks, whose names contain .h.")
     others = [
         {**group, "params": [p for p in group["params"] if id(p) not in hidden]}
         for group in param_groups(model, config.weight_decay)
@@ -98,12 +103,45 @@ def muon_bytes(params: Iterable[Tensor]) -> int:
     return sum(4 * local_shard(p).numel() for p in params)
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class SharedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose parameter groups and state belong to other objects too, such as an inner optimizer."""
+
+    has_all_groups = False
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self.has_all_groups = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse a group that the other objects would not have.
+
+        Raises:
+            ValueError: the optimizer has been created.
+        """
+        if self.has_all_groups:
+            raise ValueError(f"{type(self).__name__} cannot add a parameter group: create it with all groups")
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state from `state_dict` into the same parameter groups and the same state."""
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(state_dict)  # creates other objects
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        state.clear()
+        state.update(self.state)
+        self.param_groups, self.state = groups, state
+
+
+class MuonWithAdamW(SharedOptimizer):
     """Muon and AdamW as one optimizer, with the parameter groups and the state of both."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = optimizers
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+            optimizer.state = self.state
 
     def expected_state_bytes(self) -> int:
         """Return the bytes of state after a step: Muon's for the matrices, AdamW's for all other parameters."""
@@ -119,7 +157,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 loss = closure()
         for optimizer in self.optimizers:
             optimizer.step()
-            self.state.update(optimizer.state)
         return loss
 
 

@@ -251,6 +251,20 @@ def check_optimizer(optimizer_class: type[Optimizer], elementwise: bool) -> None
         )
 
 
+def check_frozen(params: Iterable[nn.Parameter]) -> None:
+    """Check that parameters that were frozen when the optimizer was created have no gradients.
+
+    Raises:
+        RuntimeError: one has a gradient, which the optimizer would ignore.
+    """
+    for param in params:
+        if param.grad is not None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has a gradient, but it was frozen when the optimizer was "
+                "created: create a new optimizer to train it"
+            )
+
+
 def check_params(params: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Check that the parameters can be stored in buckets. Collective.
 

@@ -33,6 +33,7 @@ from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
 from nanoGPT.train_config import TrainConfig
+from phase1_zero1.buckets import check_frozen
 from phase1_zero1.protocol import DataParallelOptimizer
 
 
@@ -52,6 +53,7 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.trainable_params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self.frozen_params = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         self.owner = assign_owners(self.trainable_params, self.world_size, Tensor.numel)
         local_groups = [
             {**group, "params": [p for p in group["params"] if self.owner.get(p) == self.rank]}
@@ -64,6 +66,7 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
     @torch.no_grad()
     def reduce_gradients(self) -> list[Tensor]:
         """Average every gradient over the ranks and return all of them. Collective."""
+        check_frozen(self.frozen_params)
         grads = [p.grad for p in self.trainable_params if p.grad is not None]
         if not self.is_reduced:
             for grad in grads:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanoGPT.memory.costs import optimizer_bytes
+from nanoGPT.optim import SharedOptimizer
 
 
-class DataParallelOptimizer(Optimizer, ABC):
+class DataParallelOptimizer(SharedOptimizer, ABC):
     """An optimizer on every rank of a data-parallel job. By default every rank has all gradients in full.
 
     Attributes:

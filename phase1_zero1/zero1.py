@@ -30,6 +30,7 @@ from phase1_zero1.buckets import (
     Bucket,
     Options,
     Shard,
+    check_frozen,
     check_optimizer,
     check_params,
     control_device,
@@ -94,6 +95,7 @@ class Zero1Optimizer(DataParallelOptimizer):
         self.rank, self.world_size = rank_and_world_size(process_group)
         self.require_backward_grad_sync = True
         self.buckets: list[Bucket] = []
+        self._frozen_params: list[nn.Parameter] = []  # in no bucket
         self._bucket_order: list[int] = []  # the order in which all ranks reduce the buckets
         self._fill_order: list[int] | None = []  # the order on this rank; None after all use rank 0's
         self._num_started = 0  # the number of buckets whose reduction has started in this step
@@ -106,13 +108,14 @@ class Zero1Optimizer(DataParallelOptimizer):
         """Add a parameter group and store its parameters in buckets. Collective."""
         if self._num_started:
             raise RuntimeError("a parameter group was added between backward() and step(): add it before backward()")
-        super().add_param_group(param_group)
+        optim.Optimizer.add_param_group(self, param_group)  # unlike other subclasses of SharedOptimizer, at any time
         group = self.param_groups[-1]
         try:
             check_params([p for g in self.param_groups for p in g["params"]], self.process_group)
         except ValueError:
             self.param_groups.pop()
             raise
+        self._frozen_params += [p for p in group["params"] if not p.requires_grad]
         for bucket in self._make_buckets(group):
             for shard in bucket.shards:
                 assert bucket.inner is not None
@@ -191,8 +194,9 @@ class Zero1Optimizer(DataParallelOptimizer):
             in place to clip.
 
         Raises:
-            RuntimeError: no rank has a gradient.
+            RuntimeError: no rank has a gradient, or a parameter has one that was frozen at first.
         """
+        check_frozen(self._frozen_params)
         if not self._is_reduced:
             self._end_backward()
             self._sync_grad_flags()
@@ -286,6 +290,8 @@ class Zero1Optimizer(DataParallelOptimizer):
         self._fill_order = None if self._fill_order is None else []
         for bucket in self.buckets:
             bucket.clear_gradients()
+        for param in self._frozen_params:
+            param.grad = None
 
     # ---- state
 
@@ -352,4 +358,4 @@ class Zero1Optimizer(DataParallelOptimizer):
             self.state[shard.param].clear()
             self.state[shard.param].update(copy.deepcopy(items))
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved_group.items() if name != "params"})
+            group.update({name: copy.deepcopy(value) for name, value in saved_group.items() if name != "params"})

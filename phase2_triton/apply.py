@@ -19,6 +19,7 @@ from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, KVCache
 from nanoGPT.optim import configure_optimizer, param_groups
 from nanoGPT.train_config import TrainConfig
+from phase2_triton.changes import find_change
 from phase2_triton.kernels.adamw import TritonAdamW
 from phase2_triton.kernels.attention import MAX_HEAD_SIZE, causal_attention
 from phase2_triton.kernels.attention_atomic import causal_attention_atomic
@@ -232,26 +233,24 @@ class KernelGPT(GPT):
         return linear_cross_entropy(self.transformer["ln_f"](x), self.lm_head.weight, targets, ignore_index=-1)
 
 
+class ModelError(ConfigError, KernelError):
+    """A model that a kernel would change."""
+
+
 def check_model(model: GPT) -> None:
-    """Check that the model is the baseline's GPT: a kernel replaces a `forward`, and custom code in it would be lost.
+    """Check that the model is a `GPT` without kernels.
 
     Raises:
-        KernelError: names the module that is not the baseline's.
+        ModelError: it is not.
     """
     if type(model) is not GPT:
-        raise KernelError(
+        raise ModelError(
             f"apply_kernels: the model is a {type(model).__name__}: pass a GPT, before it is compiled or wrapped and "
             "without kernels"
         )
     for name, module in model.named_modules():
         if isinstance(module, (KernelLayerNorm, KernelAttention, KernelMLP, KernelBlock)):
-            raise KernelError(f"apply_kernels: {name} already has a kernel: name all kernels in one call")
-        if name.rpartition(".")[2] in ("c_fc", "lm_head") and type(module) is not nn.Linear:
-            raise KernelError(
-                f"apply_kernels: {name} is a {type(module).__name__}, which a kernel would not call: use nn.Linear"
-            )
-    if model.lm_head.bias is not None:
-        raise KernelError("apply_kernels: lm_head has a bias, which the loss kernel would ignore: remove the bias")
+            raise ModelError(f"apply_kernels: {name} already has a kernel: name all kernels in one call")
 
 
 # The name of the kernel, the class of the baseline, the class that replaces it, and the description that is printed.
@@ -296,17 +295,27 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None, i
 
     Raises:
         ConfigError: a name is not a kernel.
-        KernelError: the model is not the baseline's GPT, or it already has kernels.
+        ModelError: the model is not a plain GPT, or the code that a kernel replaces was changed.
     """
     check_model(model)
     device_type = device or next(model.parameters()).device.type
     head_size = model.config.n_embd // model.config.n_head
     names = parse_kernels(selected := select_kernels(kernels, device_type, is_compiled, head_size))
-    lines = [] if selected == kernels else [describe_auto(names, device_type)]
+    changes = {name: change for name in sorted(names - {"adamw"}) if (change := find_change(model, name))}
+    lines = []
+    if selected != kernels:
+        names -= changes.keys()
+        lines = [describe_auto(names, device_type)]
+        lines += [f"kernels: auto leaves out {name}, because {change}" for name, change in changes.items()]
     if not names:
         return [*lines, "kernels: none, the model uses torch's operations"]
     if reason := unavailable_reason(device_type):
         return [*lines, f"kernels: none, the model uses torch's operations: {reason}"]
+    if changes and selected == kernels:
+        raise ModelError(
+            f"the kernels would ignore changes of the model: {'; '.join(f'{k}: {v}' for k, v in changes.items())}: use "
+            f"--kernels={','.join(sorted(names - changes.keys())) or 'none'}"
+        )
     for name, plain_class, kernel_class, description in REPLACEMENTS:
         modules = [module for module in model.modules() if type(module) is plain_class] if name in names else []
         for module in modules:

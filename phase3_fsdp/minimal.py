@@ -1,4 +1,4 @@
-"""FSDP in about 80 lines of torch, for any nn.Module whose forward returns the loss.
+"""FSDP in about 110 lines of torch, for any nn.Module whose forward returns the loss.
 
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py --save_to=out/minimal
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -73,6 +73,10 @@ def build_sharded_model(
     """
     with put_parameters_on_meta():
         model = build()
+    if names := [name for name, param in model.named_parameters() if not param.numel()]:
+        raise ValueError(f"give {', '.join(names)} a size: FSDP cannot shard parameters without elements, or lazy ones")
+    if names := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise ValueError(f"compute the buffers {', '.join(names)} without parameters, which have no values in `build`")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in find_units(model):
@@ -114,22 +118,73 @@ def train_step(
     return loss_sum.item() / (len(micro_batches) * dist.get_world_size()), norm.full_tensor().item()
 
 
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the shards of all parameters, and the persistent buffers, as `model.<name>`. Tied ones appear once."""
+    state = model.state_dict()  # this also reshards the root unit, which an evaluation leaves unsharded
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    return {f"model.{name}": state[name] for name in names if name in state}
+
+
 def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write the shards of every rank into a directory, with the number of updates so far. Collective."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(step)}, checkpoint_id=path)
+    state, options = model_state(model), dict[str, dict[str, Any]]()
+    names: dict[Tensor, str] = {param: f"optimizer.{name}" for name, param in model.named_parameters()}
+    for param, items in optimizer.state.items():
+        state |= {f"{names[param]}.{item}": value for item, value in items.items()}
+    for group in optimizer.param_groups:
+        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+        values = {key: values[key] for key in values.keys() - {"params", "foreach", "fused", "capturable"}}
+        options |= {names[param]: values for param in group["params"]}
+    dcp.save(state | {"options": tuple(options.items()), "step": step}, checkpoint_id=path)  # DCP would flatten a dict
 
 
+@torch.no_grad()
 def load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Read a checkpoint of any number of ranks into the shards of this rank, and return its step. Collective.
 
-    torch unpickles the index of the checkpoint, which can execute code: load only files that you trust.
+    torch unpickles parts of the checkpoint, which can execute code: load only files that you trust.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(0)}
+    stored: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state, places, progress = model_state(model), {}, dict[str, Any](options=None, step=None)
+    shapes = {key: value.shape for key, value in state.items()}
+    stored_shapes = {key: entry.size for key, entry in stored.items() if key.startswith("model.")}
+    if differ := sorted({key.removeprefix("model.") for key, _ in shapes.items() ^ stored_shapes.items()}):
+        raise ValueError(f"the model and {path} differ in the names or shapes of {', '.join(differ)}")
+    dcp.load(progress, checkpoint_id=path)
+    names, options = {param: f"optimizer.{name}" for name, param in model.named_parameters()}, dict(progress["options"])
+    for group in optimizer.param_groups:
+        params = {names[param]: param for param in group["params"] if names[param] in options}
+        load_options(group, [options[name] for name in params])
+        optimizer.state.update({param: {} for param in params.values()})  # the checkpoint decides which state exists
+        for key, entry in stored.items():
+            name, _, item = key.rpartition(".")
+            if name in params:
+                state[key], places[key] = allocate_state(entry, item, params[name], group), (params[name], item)
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return int(state["step"].item())
+    for key, (param, item) in places.items():
+        optimizer.state[param][item] = state[key]
+    return progress["step"]
+
+
+def load_options(group: dict[str, Any], saved: list[dict[str, Any]]) -> None:
+    """Copy the options that were saved for the parameters of a group. Schedulers refer to the group, so it stays."""
+    for option, value in saved[0].items() if saved else ():
+        if any(other.get(option) != value for other in saved):
+            raise ValueError(f"one group has parameters with different saved values of {option}: use the saved groups")
+        if isinstance(group.get(option), Tensor):
+            group[option].fill_(value)
+        else:
+            group[option] = value
+
+
+def allocate_state(stored: Any, item: str, param: Tensor, group: dict[str, Any]) -> Tensor | None:
+    """Return memory for an item of saved optimizer state: a shard if it has the shape of its parameter."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return None  # a Python value
+    if stored.size == param.shape:
+        return torch.zeros_like(param, dtype=stored.properties.dtype)
+    on_cpu = item == "step" and not group.get("fused") and not group.get("capturable")  # where torch expects it
+    return torch.zeros(stored.size, dtype=stored.properties.dtype, device="cpu" if on_cpu else param.device)
 
 
 def main(

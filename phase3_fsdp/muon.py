@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from nanoGPT.distributed.sharding import assign_owners, local_shard, row_range
 from nanoGPT.model import GPT
-from nanoGPT.optim import configure_muon, count_multiplications
+from nanoGPT.optim import SharedOptimizer, configure_muon, count_multiplications
 from nanoGPT.optim import configure_optimizer as configure_unsharded_optimizer
 from phase3_fsdp.fsdp import FsdpConfig
 
@@ -42,7 +42,7 @@ def configure_optimizer(model: GPT, config: FsdpConfig) -> Optimizer:
     return configure_unsharded_optimizer(model, config)
 
 
-class ShardedMuon(Optimizer):
+class ShardedMuon(SharedOptimizer):
     """`torch.optim.Muon` for matrices that `fully_shard` has sharded by rows.
 
     The matrices are processed in rounds, so that a rank never stores many full matrices. The all-to-alls of a round run
@@ -61,6 +61,8 @@ class ShardedMuon(Optimizer):
         for group in self.param_groups:
             if group["adjust_lr_fn"] != "match_rms_adamw":
                 raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']} is not supported: use match_rms_adamw")
+        if not matrices:
+            raise ValueError("ShardedMuon has no matrix to train: give it a group with at least one")
         mesh = matrices[0].device_mesh
         self.device = torch.device(mesh.device_type)  # of the all-to-alls, also if CPU offload keeps shards on the CPU
         self.group, self.num_shards, self.rank = mesh.get_group(-1), mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)

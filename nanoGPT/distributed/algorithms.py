@@ -32,6 +32,7 @@ NEEDS_16_BITS = ("cudnn", "flash")  # on a GPU; PyTorch's flash attention on the
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FLASH_3_PACKAGE = "flash_attn_interface"
 NOT_INSTALLED = f"{FLASH_3_PACKAGE} is not installed"
+CUDNN_DROPOUT = 1 / 16  # some of cuDNN's kernels round the probability to a multiple; torch 2.11 does not check it
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,18 @@ def choose_attention(
         dropout: the value of `--dropout`.
 
     Raises:
-        ConfigError: the backend needs a GPU, a newer GPU or a 16-bit dtype, or is not deterministic.
+        ConfigError: the backend needs a GPU, a newer GPU, a 16-bit dtype or another dropout, or is not deterministic.
     """
     is_gpu = device.type == "cuda"
     if name in ONLY_ON_GPU and not is_gpu:
         raise ConfigError(f"--attention={name} needs a GPU: use --attention=auto, flash or math")
     if name == "cudnn" and is_deterministic:
         raise ConfigError("--attention=cudnn is not deterministic: use --attention=auto, or --deterministic=False")
+    if name == "cudnn" and dropout % CUDNN_DROPOUT:
+        raise ConfigError(
+            f"--attention=cudnn rounds --dropout={dropout} to a multiple of {CUDNN_DROPOUT}: use --attention=auto, or "
+            f"--dropout={round(dropout / CUDNN_DROPOUT) * CUDNN_DROPOUT}"
+        )
     if name in NEEDS_16_BITS and is_gpu:
         if dtype == torch.float32:
             raise ConfigError(f"--attention={name} needs 16 bits on a GPU: use --attention=auto, or --dtype=bfloat16")
@@ -97,16 +103,19 @@ def choose_fastest_attention(
         dropout: the value of `--dropout`.
         package_problem: why the package of FlashAttention 3 cannot be used; None if it can.
     """
-    if capability < HOPPER or is_deterministic:
+    if capability < HOPPER or is_deterministic or dtype == torch.float32:
         return Attention([], "torch's choice")
-    cudnn_first = list(BACKENDS.values())
-    if package_problem == NOT_INSTALLED or capability[0] != HOPPER[0] or dtype == torch.float32:
-        return Attention(cudnn_first, "cudnn (the GPU is a Hopper or newer)")
+    flash, others = SDPBackend.FLASH_ATTENTION, [backend for name, backend in BACKENDS.items() if name != "flash"]
+    backends, chosen = list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer"
+    if dropout % CUDNN_DROPOUT:
+        backends = [flash, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        chosen = f"flash (not cudnn: its dropout is a multiple of {CUDNN_DROPOUT}"
+    if package_problem == NOT_INSTALLED or capability[0] != HOPPER[0]:
+        return Attention(backends, f"{chosen})")
     problem = package_problem or ("it has no dropout" if dropout else None)
     if problem is not None:
-        return Attention(cudnn_first, f"cudnn (not FlashAttention 3: {problem})")
-    flash = SDPBackend.FLASH_ATTENTION
-    flash_first = [flash, *(backend for backend in cudnn_first if backend != flash)]
+        return Attention(backends, f"{chosen}; not FlashAttention 3: {problem})")
+    flash_first = [flash, *others]
     return Attention(flash_first, f"FlashAttention 3 (the GPU is a Hopper, and {FLASH_3_PACKAGE} is installed)", True)
 
 
@@ -131,6 +140,7 @@ def use_algorithms(attention: Attention, is_deterministic: bool) -> Iterator[Non
         is_deterministic: the value of `--deterministic`.
     """
     was_deterministic = torch.are_deterministic_algorithms_enabled()
+    compiler, tag = torch.compiler.config, torch.compiler.config.cache_key_tag
     backends = sdpa_kernel(attention.backends, set_priority=True) if attention.backends else contextlib.nullcontext()
     with backends, use_flash_3() if attention.is_flash_3 else contextlib.nullcontext():
         if is_deterministic:
@@ -138,9 +148,12 @@ def use_algorithms(attention: Attention, is_deterministic: bool) -> Iterator[Non
             torch.use_deterministic_algorithms(True)
             # Filling new memory would only help to find bugs.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        # torch.compile stores graphs on disk. Their key does not contain the backends that sdpa_kernel has selected.
+        compiler.cache_key_tag = f"{tag} {attention.backends} {attention.is_flash_3}"
         try:
             yield
         finally:
+            compiler.cache_key_tag = tag
             torch.use_deterministic_algorithms(was_deterministic)
 
 

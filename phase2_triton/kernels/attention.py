@@ -238,7 +238,7 @@ def backward_kernel(
             p = tl.dot(a_s, tl.trans(b_s_tile), input_precision=PRECISION) * (SCALE * LOG2E) - row_lse  # (BLOCK, STEP)
             if (UPPER == 1) == DQ:  # on the diagonal
                 p = tl.where(a_rows >= b_rows if DQ else b_rows >= a_rows, p, -float("inf"))
-            p = tl.exp2(p)
+            p = tl.exp2(tl.minimum(p, 0.0, propagate_nan=tl.PropagateNan.ALL))  # p <= 1, also for large scores
             dp = tl.dot(a_dp, tl.trans(b_dp_tile), input_precision=PRECISION)  # (BLOCK, STEP)
             if DROPOUT > 0:
                 keep = dropout_mask(seed, a_rows if DQ else b_rows, b_rows if DQ else a_rows, head, DROPOUT)

@@ -113,7 +113,7 @@ def five_products_kernel(
             p = tl.dot(key, tl.trans(query), input_precision=PRECISION) * (SCALE * LOG2E) - row_lse  # (BLOCK, STEP)
             if AFTER == 0:  # on the diagonal
                 p = tl.where(queries >= keys, p, -float("inf"))
-            p = tl.exp2(p)
+            p = tl.exp2(tl.minimum(p, 0.0, propagate_nan=tl.PropagateNan.ALL))  # p <= 1, also for large scores
             dp = tl.dot(value, tl.trans(dy_tile), input_precision=PRECISION)  # (BLOCK, STEP)
             kept_p = p
             if DROPOUT > 0:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
@@ -64,6 +65,29 @@ def test_a_backend_is_used_only_inside_of_the_context():
     assert flash in list_operators() and not torch.are_deterministic_algorithms_enabled()
 
 
+def count_cached_graphs(choices: list[list[str]], cache: str) -> list[int]:
+    """Compile attention with each choice of backends, and return how many graphs came from torch.compile's cache."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    q, counts = torch.randn(1, 1, 8, 8), []
+    for names in choices:
+        torch.compiler.reset()
+        counters.clear()
+        with use_algorithms(Attention([BACKENDS[name] for name in names], ""), is_deterministic=False):
+            torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))(q)
+        counts.append(counters["aot_autograd"]["autograd_cache_hit"])
+    return counts
+
+
+def test_a_compiled_graph_of_other_backends_is_not_used(tmp_path):
+    """torch.compile stores graphs on disk. Another process uses them only with the same backends of attention.
+
+    On a CPU the choices here run the same operator, which needs no C++ compiler.
+    """
+    choices = [["flash"], ["efficient", "flash"]]
+    assert run_on_ranks(count_cached_graphs, 1, choices[:1], str(tmp_path)) == [[0]]
+    assert run_on_ranks(count_cached_graphs, 1, choices, str(tmp_path)) == [[1, 0]]
+
+
 def test_the_choice_of_attention(monkeypatch):
     """A requested backend is used. A backend that the device, the dtype or determinism excludes is refused."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -82,6 +106,11 @@ def test_the_choice_of_attention(monkeypatch):
     assert choose_attention("flash", False, CPU, torch.float32, 0.0).backends == [SDPBackend.FLASH_ATTENTION]
     with pytest.raises(ConfigError, match="is not deterministic"):
         choose_attention("cudnn", True, GPU, torch.bfloat16, 0.0)
+    with pytest.raises(ConfigError, match="--dropout=0.2 to a multiple of 0.0625: .* or --dropout=0.1875$"):
+        choose_attention("cudnn", False, GPU, torch.bfloat16, 0.2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for dropout in (0.0, 0.0625, 0.5):
+        assert choose_attention("cudnn", False, GPU, torch.bfloat16, dropout).backends == [BACKENDS["cudnn"]]
 
 
 def test_the_fastest_attention():
@@ -94,7 +123,7 @@ def test_the_fastest_attention():
     cudnn = Attention(list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer)")
     for facts in (
         (hopper, False, half, 0.0, NOT_INSTALLED),
-        (hopper, False, torch.float32, 0.0, None),
+        (hopper, False, half, 0.25, NOT_INSTALLED),
         (blackwell, False, half, 0.0, None),
     ):
         assert choose_fastest_attention(*facts) == cudnn
@@ -103,6 +132,17 @@ def test_the_fastest_attention():
     for capability in ((0, 0), (8, 9)):
         assert choose_fastest_attention(capability, False, half, 0.0, None) == Attention([], "torch's choice")
     assert choose_fastest_attention(hopper, True, half, 0.0, None) == Attention([], "torch's choice")
+    assert choose_fastest_attention(hopper, False, torch.float32, 0.0, None) == Attention([], "torch's choice")
+
+
+@pytest.mark.parametrize("package_problem", [None, NOT_INSTALLED, "it cannot be imported"])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_cudnn_is_not_used_if_it_would_round_the_dropout(capability, package_problem):
+    """Some of cuDNN's kernels round the dropout to a multiple of 1/16. auto then tries flash first, and says so."""
+    for dropout in (0.1, 0.2, 0.3):
+        chosen = choose_fastest_attention(capability, False, torch.bfloat16, dropout, package_problem)
+        assert chosen.backends == [BACKENDS[name] for name in ("flash", "efficient", "math")] and not chosen.is_flash_3
+        assert chosen.reason.startswith("flash (not cudnn: its dropout is a multiple of 0.0625")
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec(FLASH_3_PACKAGE)), reason="the real package registers its operators")
@@ -119,9 +159,14 @@ def test_flash_attention_3_is_active_only_inside_of_the_context(tmp_path, monkey
         assert find_package_problem() == "flash_attn_interface has no operator bwd"
         library.define("bwd(Tensor q) -> Tensor")
         assert find_package_problem() is None
-        with use_algorithms(Attention([SDPBackend.FLASH_ATTENTION], "", is_flash_3=True), is_deterministic=False):
-            assert current_flash_attention_impl() == "FA3"
-        assert current_flash_attention_impl() is None
+        tags = {torch.compiler.config.cache_key_tag}  # of the graphs that torch.compile stores on disk
+        for is_flash_3, implementation in ((True, "FA3"), (False, None)):
+            attention = Attention([SDPBackend.FLASH_ATTENTION], "", is_flash_3)
+            with use_algorithms(attention, is_deterministic=False):
+                assert current_flash_attention_impl() == implementation
+                tags.add(torch.compiler.config.cache_key_tag)
+            assert current_flash_attention_impl() is None and torch.compiler.config.cache_key_tag in tags
+        assert len(tags) == 3
     monkeypatch.delitem(sys.modules, "flash_attn_interface")
 
 

@@ -94,6 +94,7 @@ def test_the_loss_ignores_targets_of_minus_one():
     targets = torch.randint(75, (2, 16))
     targets[0, :9] = -1
     loss, logits = model(idx, targets), model.compute_logits(model.compute_features(idx))
+    assert torch.equal(model(idx, targets.T.contiguous().T), loss), "targets can have any strides"
     log_probs = logits.double().log_softmax(-1)
     picked = log_probs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     assert loss.item() == pytest.approx(-picked[targets != -1].mean().item(), abs=1e-5)

@@ -12,13 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import configure_muon, param_groups
 from phase1_zero1.buckets import ELEMENTWISE
+from phase1_zero1.muon import Zero1Muon
 from phase1_zero1.naive import NaiveZero1Optimizer
+from phase1_zero1.parallelize import Zero1Config
+from phase1_zero1.protocol import DdpOptimizer
 from phase1_zero1.sharded_checkpoint import training_state
 from phase1_zero1.zero1 import Zero1Optimizer
-from phase1_zero1.zero2 import Zero2Optimizer
+from phase1_zero1.zero2 import Zero2Muon, Zero2Optimizer
+from phase2_triton.kernels.adamw import TritonAdamW
+from phase3_fsdp.muon import ShardedMuon
 from tests.helpers.marks import mark_slow
 from tests.helpers.programs import Program
 from tests.helpers.training import ROOT
@@ -540,6 +549,77 @@ def test_it_has_the_interface_of_torch_optimizers(dtype):
         assert result["losses"][2] < result["losses"][0] and result["calls"] == 6
 
 
+def create_optimizer(kind: str, model: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of a class that is not torch's, over all parameters of a small GPT."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    config = Zero1Config(learning_rate=0.1)
+    groups = param_groups(model, 0.1)
+    factories: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "TritonAdamW": lambda: TritonAdamW(groups, 0.1),
+        "Muon": lambda: configure_muon(model, config),
+        "ShardedMuon": lambda: configure_muon(model, config, ShardedMuon),
+        "DDP": lambda: DdpOptimizer(torch.optim.AdamW(groups, 0.1, fused=True)),
+        "DDP and Muon": lambda: DdpOptimizer(configure_muon(model, config)),
+        "DDP and ZeRO": lambda: DdpOptimizer(ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.1)),
+        "naive": lambda: NaiveZero1Optimizer(groups, torch.optim.SGD, lr=0.1, momentum=0.9),
+        "ZeRO-1": lambda: make_sharded(groups, torch.optim.AdamW, lr=torch.tensor(0.1)),
+        "ZeRO-2": lambda: make_zero2(groups, torch.optim.AdamW, lr=0.1),
+        "ZeRO-1 and Muon": lambda: Zero1Muon(model, config),
+        "ZeRO-2 and Muon": lambda: Zero2Muon(model, config),
+    }
+    return factories[kind]()
+
+
+OPTIMIZERS = ["TritonAdamW", "Muon", "ShardedMuon", "DDP", "DDP and Muon", "DDP and ZeRO", "naive", "ZeRO-1", "ZeRO-2"]
+OPTIMIZERS += ["ZeRO-1 and Muon", "ZeRO-2 and Muon"]
+
+
+def load_into_new_optimizers() -> list[tuple[str, str]]:
+    """Save and load the state of every optimizer, and return what is wrong."""
+
+    def create(kind: str, weights: dict[str, Tensor] | None = None) -> tuple[Any, torch.optim.Optimizer]:
+        model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=8))
+        model.init_weights(0)
+        if weights:
+            model.load_state_dict(weights)
+        if kind == "ShardedMuon":
+            fully_shard(model)
+        return model, create_optimizer(kind, model)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> list[Tensor]:
+        x = torch.randint(0, 11, (2, 8), generator=torch.Generator().manual_seed(seed))  # the same on every rank
+        model(x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [local_shard(p).clone() for p in model.parameters()]
+
+    faults = []
+    for kind in OPTIMIZERS:
+        model, optimizer = create(kind)
+        for seed in (0, 1):
+            before = step(model, optimizer, seed)
+        state = copy.deepcopy(optimizer.state_dict())
+        weights = {name: getattr(value, "full_tensor", value.clone)() for name, value in model.state_dict().items()}
+        after = step(model, optimizer, 2)
+        model, optimizer = create(kind, weights)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 - epoch)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        scheduler.step()
+        if not all(map(torch.equal, step(model, optimizer, 2), before)):
+            faults.append((kind, "a scheduler or set_learning_rate has no effect after the load"))
+        optimizer.load_state_dict(state)
+        if not all(map(torch.equal, step(model, optimizer, 2), after)):
+            faults.append((kind, "the state was not loaded"))
+    return faults
+
+
+def test_every_optimizer_loads_its_state():
+    """A new optimizer continues as the saved one, and obeys a scheduler that was created before the load."""
+    for faults in run_on_ranks(load_into_new_optimizers, 2):
+        assert not faults
+
+
 def test_a_state_of_another_rank_or_model_is_refused():
     """load_state_dict accepts only the state that the same rank saved for the same model."""
 
@@ -799,6 +879,13 @@ def trigger_error(case: str) -> None:
         make_sharded(params, torch.optim.SGD, process_group=first if dist.get_rank() else None)
     elif case == "lr":
         make_sharded(params, torch.optim.SGD, lr=-1.0)
+    elif case == "no matrix":
+        Zero1Muon(model, Zero1Config())
+    elif case == "no sharded matrix":
+        ShardedMuon([{"params": [], "adjust_lr_fn": "match_rms_adamw"}])
+    elif case == "later group":
+        optimizer = DdpOptimizer(torch.optim.SGD(params[:3]))
+        optimizer.add_param_group({"params": params[3:]})
     elif case == "keyword":
         make_sharded(params, torch.optim.SGD, learning_rate=1.0)
     elif case == "sparse":
@@ -808,7 +895,15 @@ def trigger_error(case: str) -> None:
         optimizer.step()
     else:
         optimizer = make_sharded(params, torch.optim.SGD)
-        if case == "no backward":
+        if case.startswith("unfrozen"):
+            if case == "unfrozen naive":
+                optimizer = NaiveZero1Optimizer(params, torch.optim.SGD)
+            elif case == "unfrozen stage 2":
+                optimizer = make_zero2(params, torch.optim.SGD)
+            model.frozen.requires_grad_(True)
+            compute_loss(model, x).backward()
+            optimizer.step()
+        elif case == "no backward":
             optimizer.step()
         elif case == "twice":
             compute_loss(model, x).backward()
@@ -836,8 +931,14 @@ def trigger_error(case: str) -> None:
         ("memory", "two parameters share memory"),
         ("ranks", "ranks have different parameters"),
         ("lr", "Invalid learning rate"),
+        ("no matrix", "Muon has no matrix to train.*contain .h."),
+        ("no sharded matrix", "ShardedMuon has no matrix to train"),
+        ("later group", "DdpOptimizer cannot add a parameter group: create it with all groups"),
         ("keyword", "unexpected keyword argument 'learning_rate'"),
         ("sparse", "a gradient is sparse.*sparse=False"),
+        ("unfrozen", "frozen when the optimizer was created: create a new optimizer"),
+        ("unfrozen naive", "frozen when the optimizer was created: create a new optimizer"),
+        ("unfrozen stage 2", "frozen when the optimizer was created: create a new optimizer"),
         ("no backward", "no rank has a gradient to step with: call backward"),
         ("twice", "a second backward.*require_backward_grad_sync"),
         ("after reducing", "a second backward.*require_backward_grad_sync"),

@@ -1,11 +1,12 @@
 """Tests of the causal attention kernels in the interpreter, against plain torch in fp64."""
 
 import contextlib
+import math
 
 import pytest
 import torch
 
-from phase2_triton.kernels import attention
+from phase2_triton.kernels import attention, attention_atomic
 from phase2_triton.kernels.attention import causal_attention, reference, store_rows
 from phase2_triton.kernels.core import KernelError, jit, launch, next_power_of_2, tl
 from tests.helpers.attention import compute_dropout_mask, make_projection, run_sdpa, split_heads
@@ -58,6 +59,23 @@ def test_large_scores_do_not_overflow(dtype):
     assert largest > 1e4
     rounding = torch.finfo(torch.float32).eps * largest
     assert_as_exact_as_torch(run_kernels, run_sdpa, (qkv.requires_grad_(),), gradient_factor=3.0, allowed=rounding)
+
+
+@pytest.mark.parametrize("kernels", [attention, attention_atomic])
+def test_a_recomputed_weight_is_at_most_1(kernels):
+    """A large score that the backward rounds up by 300 gives a weight of 1, and a NaN stays NaN.
+
+    Whether the product of the backward is rounded as that of the forward depends on the processor. So the test lowers
+    the lse of the forward instead.
+    """
+    q, k, v, dy = (draw_normal((1, 1, 1, 16), i).float() for i in range(4))
+    lse = (q * k).sum(-1) * 0.25 / math.log(2)
+    dq, dk, dv = kernels.backward_op(dy, q, k, v, torch.zeros_like(v), lse - 300, None, 0.0, 0.25)
+    dp = (dy * v).sum()
+    for gradient, expected in ((dq, 0.25 * dp * k), (dk, 0.25 * dp * q), (dv, dy)):
+        assert gap(gradient, expected) <= 1e-5
+    for gradient in kernels.backward_op(dy, q, k, v, v, lse * math.nan, None, 0.0, 0.25):
+        assert gradient.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

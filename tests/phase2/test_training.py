@@ -1,11 +1,15 @@
 """Tests of phase 2 in the trainer: with kernels in the interpreter, it prints the baseline's losses."""
 
 import copy
+import functools
+import inspect
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, GPTConfig
 from phase2_triton.apply import (
     BY_NAME_ONLY,
     KERNELS,
@@ -26,6 +30,7 @@ from phase2_triton.apply import (
     resolve_model_kernels,
     select_kernels,
 )
+from phase2_triton.changes import find_change, hash_method
 from phase2_triton.kernels.core import KernelError, is_interpreted
 from tests.helpers.kernels import compile_full_graph, draw_integers
 from tests.helpers.programs import DEADLINE, assert_refused, run_program
@@ -372,6 +377,80 @@ def test_a_changed_model_is_refused():
         assert repr(net) == before
 
 
+class QkNormAttention(CausalSelfAttention):
+    def forward(self, x, cache=None):
+        return super().forward(nn.functional.normalize(x), cache)
+
+
+def wrap_method(cls, name):
+    """Return a wrapper of a method that claims to be the original."""
+
+    @functools.wraps(getattr(cls, name))
+    def method(self, *args):
+        return 2 * getattr(cls, name)(self, *args)
+
+    return method
+
+
+def wrap(cls, name="forward"):
+    return lambda net, patch: patch.setattr(cls, name, wrap_method(cls, name))
+
+
+# What a user changed, by the kernel and the words of its error.
+CHANGES = {
+    ("attention", "CausalSelfAttention.forward was changed: .* instead of"): wrap(CausalSelfAttention),
+    ("attention_atomic", "CausalSelfAttention.forward was changed"): wrap(CausalSelfAttention),
+    ("gelu", "MLP.forward was changed"): wrap(MLP),
+    ("layernorm", "Block.forward was changed"): wrap(Block),
+    ("loss", "GPT.compute_loss was changed"): wrap(GPT, "compute_loss"),
+    ("loss", "GPT.compute_logits was changed"): wrap(GPT, "compute_logits"),
+    ("embedding", "GPT.embed was changed"): wrap(GPT, "embed"),
+    ("embedding", "wte.forward is not that of torch's Embedding"): wrap(nn.Embedding),
+    ("attention", "a QkNormAttention has its own forward"): lambda net, _: setattr(
+        net.blocks[0].attn, "__class__", QkNormAttention
+    ),
+    ("gelu", "a MLP has its own forward"): lambda net, _: setattr(net.blocks[1].mlp, "forward", nn.Identity().forward),
+    ("gelu", "h.0.mlp.gelu is a SiLU, and not a GELU"): lambda net, _: setattr(net.blocks[0].mlp, "gelu", nn.SiLU()),
+    ("gelu", "the model has no MLP"): lambda net, _: [setattr(block, "mlp", nn.Identity()) for block in net.blocks],
+    ("layernorm", "h.0.ln_2 is a RMSNorm, and not a LayerNorm"): lambda net, _: setattr(
+        net.blocks[0], "ln_2", nn.RMSNorm(32)
+    ),
+}
+
+
+@pytest.mark.parametrize(("kernel", "words"), CHANGES)
+def test_a_kernel_never_replaces_changed_code(kernel, words, monkeypatch):
+    """Only the kernels whose code was changed are refused, by name. auto leaves them out."""
+    everything = f"adamw,embedding,gelu,layernorm,loss,{kernel if kernel in BY_NAME_ONLY else 'attention'}"
+    others = ",".join(sorted({*everything.split(",")} - {kernel}))
+    net = make_model()
+    CHANGES[kernel, words](net, monkeypatch)
+    before = repr(net)
+    with pytest.raises(KernelError, match=f"{kernel}: .*{words}.*: use --kernels={others}$"):
+        apply_kernels(net, everything)
+    assert repr(net) == before
+    assert find_change(net, "loss" if kernel != "loss" else "gelu") is None
+    if kernel not in BY_NAME_ONLY:
+        lines = apply_kernels(net, "auto", "cuda")
+        assert [line for line in lines if line.startswith(f"kernels: auto leaves out {kernel}, because")], lines
+
+
+@pytest.mark.parametrize(
+    ("new", "is_same"),
+    [
+        ('"""Doc."""\n    # comment\n\n    return (', True),
+        ("return 2 * (", False),
+    ],
+)
+def test_only_code_changes_the_digest_of_a_method(new, is_same, tmp_path, monkeypatch):
+    """Comments, a docstring, line breaks and parentheses do not change the digest, but a factor does."""
+    digest, path = hash_method(MLP, "forward"), tmp_path / "changed.py"
+    code = textwrap.dedent(inspect.getsource(MLP.forward)).rstrip().replace("return ", new) + "\n)\n"
+    path.write_text(f"from torch import Tensor\n{code}")
+    monkeypatch.setattr(MLP, "forward", runpy.run_path(str(path))["forward"])
+    assert (hash_method(MLP, "forward") == digest) is is_same
+
+
 def test_an_unknown_kernel_is_refused(tmp_path):
     """A misspelled kernel is refused with one sentence that suggests the nearest name, before training starts."""
     outcome = run_program("phase2_triton/train.py", "--kernels=layernom,loss", f"--out_dir={tmp_path}")
@@ -403,7 +482,7 @@ UNUSABLE_TRITON_PROGRAM = """
 import os, sys
 import torch
 import sympy, torch.fx.experimental.symbolic_shapes  # what optimizers import without Triton: once for all cases
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, GPTConfig
 assert "triton" not in sys.modules
 for setup in sys.argv[1:]:
     if pid := os.fork():

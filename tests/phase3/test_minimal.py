@@ -1,5 +1,6 @@
 """`phase3_fsdp/minimal.py`, the FSDP recipe in torch alone: on a Llama-shaped model, and as a program."""
 
+import itertools
 import math
 import re
 from functools import partial
@@ -159,6 +160,169 @@ def test_any_module_trains_sharded_and_resumes_exactly(tmp_path):
         assert result["buffers"].keys() == true_buffers.keys() and len(true_buffers) == 7
         assert all(torch.equal(buffer, true_buffers[name]) for name, buffer in result["buffers"].items())
     assert expected[-1][0] < expected[0][0] - 0.3, "the model does not learn"
+
+
+class Branches(nn.Module):
+    """A model whose parameters get gradients at different times: `late` only with a flag, `unused` never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.late, self.unused = (nn.Linear(5, 5) for _ in range(3))
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+
+    def forward(self, x: Tensor, uses_late: bool) -> Tensor:
+        y = self.frozen(torch.tanh(self.used(x)))
+        return (self.late(y) if uses_late else y).square().mean()
+
+
+def create_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return a torch optimizer with two parameter groups. `Muon` has the matrices only."""
+    name, _, options = kind.partition(" ")
+    groups = [{"params": [p for n, p in model.named_parameters() if n.endswith(end)]} for end in ("weight", "bias")]
+    groups = groups[: 1 if name == "Muon" else 2]
+    groups[-1]["weight_decay"] = 0.3
+    return getattr(torch.optim, name)(groups, **({"lr": 0.1} | eval(f"dict({options})")))
+
+
+OPTIMIZERS = ["AdamW fused=True", "Adam lr=torch.tensor(0.1)", "SGD momentum=0.9", "NAdam", "Adagrad", "ASGD", "Muon"]
+
+
+class Branched:
+    """A model with its optimizer, which trains one step per call."""
+
+    def __init__(self, kind: str) -> None:
+        self.model = minimal.build_sharded_model(Branches, lambda _: [], fill, minimal.join_ranks())
+        self.optimizer = create_optimizer(kind, self.model)
+
+    def train(self, first: int, last: int = 3) -> dict[str, Tensor]:
+        """Train some steps, and return the parameters. `late` has gradients from step 1, `frozen` from step 2."""
+        for step in range(first, last):
+            self.model.frozen.requires_grad_(step >= 2)
+            x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))  # the same on every rank
+            minimal.train_step(self.model, self.optimizer, [(x, step >= 1)], 1.0)
+            self.model.zero_grad()  # also of the biases, which Muon does not have
+        return {name: param.full_tensor() for name, param in self.model.named_parameters()}
+
+
+def save_before_each_step(folder: str) -> dict[str, dict[str, Tensor]]:
+    """Train and save with each optimizer, and check that a save changes no parameter. Runs on every rank."""
+    results = {}
+    for kind in OPTIMIZERS:
+        saved = Branched(kind)
+        for step in range(3):
+            minimal.save(f"{folder}/{kind}-{step}", saved.model, saved.optimizer, step)
+            results[kind] = saved.train(step, step + 1)
+        for name, param in Branched(kind).train(0).items():
+            assert torch.equal(param, results[kind][name]), (kind, name, "a save has changed the training")
+    return results
+
+
+def resume_from_each_step(kinds: list[str], folder: str, expected: dict, tolerance: float) -> None:
+    """Load each checkpoint into an optimizer that has state, and train the remaining steps. Runs on every rank."""
+    for kind in kinds:
+        resumed = Branched(kind)
+        resumed.train(2)
+        groups = [*resumed.optimizer.param_groups]
+        for step in (2, 0, 1):
+            groups[0]["weight_decay"] = 0.2
+            assert minimal.load(f"{folder}/{kind}-{step}", resumed.model, resumed.optimizer) == step
+            for name, param in resumed.train(step).items():
+                assert (param - expected[kind][name]).abs().max() <= tolerance, (kind, step, name)
+        assert all(a is b for a, b in zip(groups, resumed.optimizer.param_groups, strict=True))
+
+
+def test_every_optimizer_resumes_at_every_step(tmp_path):
+    """A save changes nothing, and a load restores exactly the state that existed, on any number of ranks."""
+    expected = run_on_ranks(save_before_each_step, 2, str(tmp_path))[0]
+    run_on_ranks(resume_from_each_step, 2, OPTIMIZERS, str(tmp_path), expected, 0.0)
+    run_on_ranks(resume_from_each_step, 3, OPTIMIZERS[:2], str(tmp_path), expected, 1e-5)
+
+
+def halve_rate(optimizer: torch.optim.Optimizer, epoch: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch, last_epoch=epoch - 1)
+
+
+def resume_schedulers(folder: str) -> None:
+    """Save with and without a scheduler, and create the scheduler before or after the load. Runs on one rank."""
+    kinds = ("AdamW lr=0.1", "AdamW lr=torch.tensor(0.1)")
+    for kind, is_saved, is_created_first in itertools.product(kinds, (True, False), (True, False)):
+        case, epoch = (kind, is_saved, is_created_first), 2 * is_saved
+        saved, resumed = Branched(kind), Branched(kind)
+        if is_saved:
+            halve_rate(saved.optimizer, 0)
+            halve_rate(saved.optimizer, epoch)
+        minimal.save(f"{folder}/{case}", saved.model, saved.optimizer, epoch)
+        early = halve_rate(resumed.optimizer, 0) if is_created_first else None
+        minimal.load(f"{folder}/{case}", resumed.model, resumed.optimizer)
+        scheduler = early or halve_rate(resumed.optimizer, epoch)
+        scheduler.last_epoch = epoch
+        scheduler.step()
+        for group in resumed.optimizer.param_groups:
+            assert isinstance(group["lr"], Tensor) == ("tensor" in kind), case
+            assert (float(group["lr"]), float(group["initial_lr"])) == pytest.approx((0.1 * 0.5 ** (epoch + 1), 0.1)), (
+                case
+            )
+
+
+class Untied(Llama):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.zeros(V, C))
+
+
+class Wider(Llama):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].up = nn.Linear(C, 65, bias=False)
+        self.register_buffer("shift", torch.zeros(V, 1))
+
+
+def refuse_other_models(folder: str) -> None:
+    """Load a checkpoint into models and parameter groups that differ. Runs on one rank."""
+    minimal.save(folder, *build(), 0)
+    for other, differ in ((Untied, "head.weight"), (Wider, "layers.1.up.weight, shift")):
+        model = minimal.build_sharded_model(other, lambda llama: llama.layers, fill, minimal.join_ranks())
+        with pytest.raises(ValueError, match=f"differ in the names or shapes of {differ}$"):
+            minimal.load(folder, model, torch.optim.AdamW(model.parameters()))
+    saved, other = Branched("SGD"), Branched("SGD")
+    minimal.save(f"{folder}-groups", saved.model, saved.optimizer, 0)
+    with pytest.raises(ValueError, match="different saved values of weight_decay: use the saved groups"):
+        minimal.load(f"{folder}-groups", saved.model, torch.optim.SGD(saved.model.parameters()))
+    split = torch.optim.SGD([{"params": [param]} for param in other.model.parameters()], lr=0.2)
+    minimal.load(f"{folder}-groups", other.model, split)
+    assert [(group["lr"], group["weight_decay"]) for group in split.param_groups] == [(0.1, 0), (0.1, 0.3)] * 4
+
+
+class WithoutElements(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.lazy = nn.Linear(0, 3, bias=False), nn.LazyLinear(2)
+
+
+class DerivedBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("copy", self.linear.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (WithoutElements, "give empty.weight, lazy.weight, lazy.bias a size"),
+        (DerivedBuffer, "compute the buffers copy without parameters"),
+    ],
+)
+def test_a_model_that_cannot_be_sharded_is_refused_by_name(build, words):
+    """Parameters without elements, lazy parameters and buffers that are computed from parameters are one error."""
+    with pytest.raises(ValueError, match=words):
+        minimal.build_sharded_model(build, lambda _: [], fill, torch.device("cpu"))
+
+
+def test_schedulers_resume_and_other_models_are_refused(tmp_path):
+    """A scheduler resumes with the saved rates, whenever it is created. Other parameters are refused by name."""
+    run_on_ranks(resume_schedulers, 1, str(tmp_path / "schedulers"))
+    run_on_ranks(refuse_other_models, 1, str(tmp_path / "other"))
 
 
 def read_losses(output: str) -> dict[int, float]:
