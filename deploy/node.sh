@@ -18,12 +18,12 @@ if compgen -G "$OUT_DIR/checkpoints/step-*" > /dev/null; then
     words+=(--init_from=resume)
 fi
 
-# The first process of a container receives SIGTERM when the container must stop, and passes it on to the launcher.
+# The first process of a container receives a signal when the container must stop, and passes it on to the launcher.
 "${PY:-.venv/bin/python}" -m nanoGPT.launch --gpus="${GPUS:-1}" --nnodes="${NNODES:-1}" \
     --node_rank="${NODE_RANK:-0}" --master_addr="${MASTER_ADDR:-127.0.0.1}" \
     "${TRAINER:-phase3_fsdp/train.py}" "${words[@]}" &
 launcher=$!
-trap 'has_signal=yes; kill -TERM $launcher' HUP INT TERM
+trap 'has_signal=yes; kill -TERM $launcher' HUP INT TERM USR1 USR2 XCPU
 has_signal=yes
 while [[ $has_signal ]]; do # a signal ends `wait`, but not the launcher
     has_signal=

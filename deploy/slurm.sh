@@ -46,8 +46,8 @@ fi
 # If a launcher fails, srun stops the others, which would wait for its ranks.
 # The environment variable GPUS sets the number of ranks per node. The default is one rank per GPU.
 #
-# Slurm does not requeue a job at its time limit, so node 0 does. Only the time limit sends SIGHUP. After scancel
-# (SIGTERM) the run saves too, but is not requeued; after a preemption (SIGTERM) Slurm requeues the job itself.
+# Slurm does not requeue a job at its time limit, so node 0 does. Only the time limit sends SIGHUP, or the signal that
+# --signal selects instead. After scancel (SIGTERM) the run saves too, but is not requeued; after a preemption (SIGTERM) Slurm requeues the job itself.
 # `trap :` keeps the shell alive, because Slurm sends the signal to the shell and to the launcher.
 export PY=${PY:-.venv/bin/python} TRAINER=${TRAINER:-phase3_fsdp/train.py}
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
@@ -55,11 +55,11 @@ if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
 fi
 # shellcheck disable=SC2016
 exec srun --kill-on-bad-exit=1 bash -c '
-    trap : HUP INT TERM
+    trap : HUP INT TERM USR1 USR2 XCPU
     "$PY" -m nanoGPT.launch --gpus="${GPUS:-${SLURM_GPUS_ON_NODE:-8}}" --nnodes="$SLURM_NNODES" \
         --node_rank="$SLURM_NODEID" --master_addr="$MASTER_ADDR" "$TRAINER" "$@"
     code=$?
-    if [[ $SLURM_NODEID == 0 && $(tail -n 1 "$OUT_DIR/log.txt") == *"stopped by SIGHUP"* ]]; then
+    if [[ $SLURM_NODEID == 0 && $(tail -n 1 "$OUT_DIR/log.txt") =~ "stopped by SIG"(HUP|USR[12]|XCPU) ]]; then
         scontrol requeue "$SLURM_JOB_ID"
     fi
     exit $code

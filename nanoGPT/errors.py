@@ -1,6 +1,6 @@
 """The exceptions of this project, and the exit codes of its programs.
 
-0      the run is complete, or a checkpoint was saved after SIGTERM or SIGINT
+0      the run is complete, or a checkpoint was saved after a signal
 1      any other failure
 2      an invalid request (ConfigError)
 3      a loss or a gradient norm that is not finite (NonFiniteLoss)

@@ -4,8 +4,8 @@
     python -m nanoGPT.launch --gpus=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 phase3_fsdp/train.py    # node 0
 
 `make baseline`, `make phase1`, `make phase2` and `make phase3` call this program. It checks the configuration before
-any rank starts. It starts and monitors the ranks with torch's elastic agent, as torchrun does. It forwards SIGTERM,
-SIGINT and SIGHUP to the ranks. After training it prints a sample of text from the newest checkpoint. Plain `torchrun`
+any rank starts. It starts and monitors the ranks with torch's elastic agent, as torchrun does. It forwards signals
+to the ranks. After training it prints a sample of text from the newest checkpoint. Plain `torchrun`
 with the same train.py works too, but without these services.
 """
 
@@ -45,6 +45,7 @@ from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
 from nanoGPT.job.preflight import preflight
 from nanoGPT.job.rank_logs import copy_output, split_by_rank
+from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.job.watchdog import StallDetector, list_children, watch_children
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
@@ -118,7 +119,9 @@ def list_rank_processes() -> list[int]:
 
 
 def forward_signals(received_signals: list[int]) -> None:
-    """Forward signals to the ranks, which save and exit. If there are no ranks yet, exit at once.
+    """Forward signals to the ranks: STOP_SIGNALS, so that they save and exit, and SIGQUIT, so that they write stacks.
+
+    If there are no ranks yet, exit at once.
 
     The first SIGINT is forwarded as SIGTERM, so that a rank that is still importing torch exits without a traceback.
 
@@ -136,9 +139,8 @@ def forward_signals(received_signals: list[int]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, forwarded_number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, forward)
+    handle_stop_signals(forward)
+    signal.signal(signal.SIGQUIT, forward)
 
 
 def open_signal_pipe() -> int:
@@ -230,7 +232,7 @@ def configure_agent(place: NodeConfig, logs: str) -> LaunchConfig:
         rdzv_configs={} if is_single_node else {"rank": place.node_rank},
         max_restarts=0,
         monitor_interval=0.1,
-        signals_to_handle="SIGQUIT",
+        signals_to_handle="",  # else the agent would replace the handlers of forward_signals
         local_addr="127.0.0.1" if is_single_node else None,
     )
 

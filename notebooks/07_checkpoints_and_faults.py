@@ -766,7 +766,7 @@ assert stacks[0][0].startswith("distributed/distributed_c10d.py") and "unshard" 
 # process, and the message reports "the process is stopped". The step in the message comes from the last heartbeat,
 # which can be up to one second old.
 #
-# Rank 0 then sends SIGUSR1 and SIGCONT to rank 1, so that faulthandler writes the stacks even if the Python interpreter
+# Rank 0 then sends SIGQUIT and SIGCONT to rank 1, so that faulthandler writes the stacks even if the Python interpreter
 # cannot run. After two seconds it sends SIGKILL. The exit codes are 4 and -9. They are 4 and 4 if rank 1 continues
 # after SIGCONT and exits before the SIGKILL.
 #

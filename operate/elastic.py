@@ -57,6 +57,7 @@ from nanoGPT.job.parse import parse
 from nanoGPT.job.preflight import preflight
 from nanoGPT.job.rank_logs import copy_output, split_by_rank
 from nanoGPT.job.run_description import describe_inputs
+from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from nanoGPT.train_config import TrainConfig
 from operate.node_monitor import BEATS_KEY, NodeMonitor, connect, kill_processes
@@ -184,7 +185,7 @@ def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any], conf
 
 
 def leave_after_signal(clean_up: Callable[[], None]) -> None:
-    """After SIGTERM, SIGINT or SIGHUP, let the ranks of this node save, clean up, and exit: with 0 if they have saved.
+    """After one of STOP_SIGNALS, let the ranks of this node save, clean up, and exit: with 0 if they have saved.
 
     The agent is not asked to stop, because it would close the rendezvous for all nodes.
     """
@@ -207,8 +208,7 @@ def leave_after_signal(clean_up: Callable[[], None]) -> None:
         clean_up()
         os._exit(codes[0] if codes else 0)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, forward)
+    handle_stop_signals(forward)
     threading.Thread(target=exit_without_ranks, daemon=True).start()
 
 
@@ -281,7 +281,7 @@ def build_launch_config(config: ElasticConfig, job: str, logs: str) -> LaunchCon
         },
         max_restarts=MAX_RESTARTS,
         monitor_interval=0.5,
-        signals_to_handle="SIGQUIT",
+        signals_to_handle="",  # else the agent would replace the handlers of leave_after_signal
         local_addr=source_address(host),
     )
 

@@ -23,6 +23,7 @@ from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, read_json
+from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.schema import Range, SchemaError
 from nanoGPT.train_config import TrainConfig
 from workshop.imports import ROOT
@@ -243,7 +244,7 @@ def execute(run: Run, lock: int | None = None, slurm: bool = False) -> dict[str,
 
 
 def wait_for_exit(process: "subprocess.Popen[bytes]", seconds: float) -> list[str]:
-    """Wait until a run exits. Stop it after `seconds`, and forward SIGINT and SIGTERM to it.
+    """Wait until a run exits. Stop it after `seconds`, or on a signal.
 
     Returns:
         The reasons why the run was stopped, in order: `timeout` or `signal`; empty if it exited without a stop.
@@ -254,7 +255,7 @@ def wait_for_exit(process: "subprocess.Popen[bytes]", seconds: float) -> list[st
         reasons.append("signal")
         process.terminate()
 
-    handlers = {number: signal.signal(number, forward_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = handle_stop_signals(forward_signal)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -11,7 +11,7 @@ HEAD = ["symptom", "command", "what it means", "remedy"]
 ROWS = [
     [
         "the run hangs, without an error",
-        "`make autopsy`; while it hangs, `kill -USR1 PID`, then `stacks/rank*.txt`",
+        "`make autopsy`; while it hangs, `kill -QUIT PID`, then `stacks/rank*.txt`",
         "one rank waits in its own code, or has called another collective than the others",
         "call every collective on all ranks, in the same order; never inside `if rank == 0`",
     ],

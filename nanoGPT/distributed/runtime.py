@@ -60,6 +60,7 @@ class Runtime:
     Attributes:
         reasons: why each automatic choice was made.
         stop_signal: name of the signal that asked this rank to stop; None if there was none.
+        can_stop: whether this rank listens for such signals.
         is_stopping: whether any rank got such a signal, as of the last `exchange_requests`.
         lock: the lock on out_dir; only on rank 0, while the run uses the directory.
         uses_autocast: False if parameters are cast instead, as FSDP does.
@@ -80,6 +81,7 @@ class Runtime:
     dtype: torch.dtype
     reasons: dict[str, str] = field(default_factory=dict)
     stop_signal: str | None = None
+    can_stop: bool = False
     is_stopping: bool = False
     lock: DirectoryOwner | None = None
     uses_autocast: bool = True
@@ -188,8 +190,8 @@ class Runtime:
     def exchange_requests(self, is_save_due: bool) -> tuple[bool, bool]:
         """Return whether training should stop, and whether it should save. Call it after every step, on all ranks.
 
-        The result is the same on all ranks. Training stops if any rank has received SIGTERM or SIGINT. It saves before
-        it stops, and if a save is due on any rank. The ranks communicate about once a second (`RequestClock`), so a
+        The result is the same on all ranks. Training stops if any rank has received a signal. It saves before it
+        stops, and if a save is due on any rank. The ranks communicate about once a second (`RequestClock`), so a
         signal may take effect a few steps later.
         """
         if not (self.world_size == 1 or self.request_clock.is_due()):

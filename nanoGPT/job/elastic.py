@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import signal
 import socket
 import time
 from functools import partial
@@ -20,6 +19,7 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
 from nanoGPT.job.out_dir import DirectoryLock, check_out_dir, check_writable
 from nanoGPT.job.parse import load_saved_config, package_of
+from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.train_config import C, TrainConfig
 
 STOP_KEY = "stop"  # in the store of an elastic job: the exit code and the reason
@@ -179,7 +179,7 @@ def exclude_spare_ranks(config: TrainConfig) -> None:
         os.environ |= {"WORLD_SIZE": str(usable), "LOCAL_WORLD_SIZE": str(min(local_ranks, usable - first_rank))}
         return
     print(f"rank {rank} is spare: {usable} of {ranks} ranks train", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(UNFINISHED))
+    handle_stop_signals(lambda *_: os._exit(UNFINISHED))
     agent = os.getppid()
     while not has_finished(config):
         time.sleep(1.0)

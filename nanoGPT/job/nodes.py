@@ -22,6 +22,7 @@ import torch.distributed as dist
 from nanoGPT.distributed.environment import port_number
 from nanoGPT.distributed.process_group import connect, is_served
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.signals import handle_stop_signals
 
 ERROR_SECONDS = 20.0  # how long a node that cannot start waits for the other nodes, to share its error
 REMINDER_SECONDS = 30.0  # time between two lines that list the missing nodes
@@ -211,8 +212,7 @@ def exit_on_signals() -> Iterator[None]:
         print("error: stopped by a signal before all nodes had connected", file=sys.stderr, flush=True)
         raise SystemExit(128 + number)
 
-    numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    handlers = {number: signal.signal(number, exit_process) for number in numbers}
+    handlers = handle_stop_signals(exit_process)
     try:
         yield
     finally:

@@ -43,7 +43,7 @@ from nanoGPT.job.known_errors import explain_known_error
 from nanoGPT.job.parse import config_from_launcher, parse
 from nanoGPT.job.preflight import preflight
 from nanoGPT.job.run_description import describe_run
-from nanoGPT.job.signals import exit_with_launcher, listen_for_signals
+from nanoGPT.job.signals import listen_for_signals, stop_with_launcher
 from nanoGPT.memory.out_of_memory import CostsModule, MemoryReport
 from nanoGPT.train_config import C, TrainConfig
 
@@ -80,7 +80,7 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     elif run.world_size > 1:
         torch.set_num_threads(1)  # ranks share the cores
     if "TORCHELASTIC_RUN_ID" in os.environ or "NANOGPT_PARENT" in os.environ:
-        threading.Thread(target=exit_with_launcher, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=stop_with_launcher, args=(os.getppid(), run), daemon=True).start()
     if dist.is_initialized():  # a notebook or a test may have created the group already
         if disagreement := find_disagreement(run.gather(description)):
             raise ConfigError(disagreement)

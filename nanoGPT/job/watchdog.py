@@ -9,7 +9,7 @@ A rank that makes progress reads no heartbeats. On several nodes, one rank per n
 
 If no rank makes progress for `stall_seconds`, every rank writes its stacks into stacks/rank{r}.txt and exits. Some
 ranks cannot do this: a process may be stopped (SIGSTOP), or its main thread may hold Python's global interpreter lock
-(GIL) in a C call. Such a rank receives SIGUSR1, on which faulthandler writes its stacks without Python, and then
+(GIL) in a C call. Such a rank receives SIGQUIT, on which faulthandler writes its stacks without Python, and then
 SIGKILL. Another rank of the same launcher sends these signals, or `nanoGPT.launch` does. (If a single process was
 started without the launcher, no other process can send them.) The message names the rank with the least progress; if
 several ranks have made equally little progress, it names one that does not wait for other ranks.
@@ -263,12 +263,12 @@ def is_child_of(heartbeat: dict[str, Any], parent: int) -> bool:
 
 def dump_and_kill(pids: list[int]) -> None:
     """Make processes that do not respond write their stacks, and kill them. SIGCONT resumes a stopped process first."""
-    for numbers in ((signal.SIGUSR1, signal.SIGCONT), (signal.SIGKILL,)):
+    for numbers in ((signal.SIGQUIT, signal.SIGCONT), (signal.SIGKILL,)):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 for number in numbers:
                     os.kill(pid, number)
-        time.sleep(GRACE_SECONDS if signal.SIGUSR1 in numbers else 0)
+        time.sleep(GRACE_SECONDS if signal.SIGQUIT in numbers else 0)
 
 
 def watch_children(detector: StallDetector, find_pids: Callable[[], list[int]]) -> None:

@@ -5,7 +5,7 @@
     log.txt                  when the run started and ended, and which rank failed with which error
     heartbeat/               step, stage of the step and time of each rank, updated every second: rank{r}.json on one
                              node, node-{r}.json with the ranks of a node on several (`nanoGPT.job.heartbeat_files`)
-    stacks/rank{r}.txt       the stacks of all threads: on SIGUSR1, on a crash, and when the job is stopped in a hang
+    stacks/rank{r}.txt       the stacks of all threads: on SIGQUIT, on a crash, and when the job is stopped in a hang
 
 Rank 0 also prints each logged line. If standard error is a terminal, it shows a progress bar below these lines.
 """
@@ -139,8 +139,7 @@ class Telemetry:
 
     def __enter__(self) -> "Telemetry":
         faulthandler.enable(self.stack_file)
-        if hasattr(signal, "SIGUSR1"):
-            faulthandler.register(signal.SIGUSR1, self.stack_file)
+        faulthandler.register(signal.SIGQUIT, self.stack_file)
         self.heartbeat.start()
         # tqdm's default lock is shared by all processes, and leaks if ranks are forked.
         tqdm.set_lock(threading.RLock())

@@ -21,7 +21,7 @@ from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.job.nodes import NodeConfig
 from nanoGPT.job.run_description import digest_code, find_version
-from nanoGPT.job.signals import exit_with_launcher, listen_for_signals
+from nanoGPT.job.signals import listen_for_signals, stop_with_launcher
 from nanoGPT.job.start import report_job_errors
 from nanoGPT.launch import configure_agent, explain_exit, find_root_cause, forward_signals
 from nanoGPT.sample import choose_run
@@ -109,7 +109,7 @@ def solve(config: SolveConfig) -> int:
     elif run.world_size > 1:
         torch.set_num_threads(1)  # ranks share the cores
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=exit_with_launcher, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=stop_with_launcher, args=(os.getppid(), run), daemon=True).start()
     assert config.out_dir is not None
     description: dict[str, Any] = {f"--{name}": value for name, value in dataclasses.asdict(config).items()}
     description |= {

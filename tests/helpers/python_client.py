@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main(address: str, *words: str) -> int:

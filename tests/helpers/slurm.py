@@ -9,7 +9,7 @@ true
 
 SRUN = """#!/bin/bash
 [[ $1 == --kill-on-bad-exit=1 ]] && shift || exit 64
-trap : HUP TERM
+trap : HUP TERM USR1
 [[ -v ONLY_PRINT ]] && exec echo $$ "$SRUN_CPUS_PER_TASK" "$@"
 export SLURM_NODEID=0
 ((SLURM_NNODES == 1)) && exec "$@"

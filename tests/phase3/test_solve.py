@@ -315,18 +315,19 @@ def test_bad_input_gets_one_sentence(trained, tmp_path):
 
 
 def open_output_and_pause(output: str) -> int:
-    """Open a program's output. Let its rank 0 wait for a signal after three problems."""
-    add, problems, signals = Progress.add, itertools.count(1), []
+    """Open a program's output. Let its rank 0 wait for a signal or for the end of its launcher after three problems."""
+    add, problems, signals, launcher = Progress.add, itertools.count(1), [], os.getpid()
 
     def add_and_pause(self: Progress, line: dict) -> None:
         number = next(problems)
         if number == 1:
-            handle = signal.getsignal(signal.SIGTERM)
+            handle = signal.getsignal(signal.SIGUSR1)
             assert callable(handle)
-            signal.signal(signal.SIGTERM, lambda *arguments: (signals.append(arguments[0]), handle(*arguments)))
+            signal.signal(signal.SIGUSR1, lambda *arguments: (signals.append(arguments[0]), handle(*arguments)))
         add(self, line)
-        while number == 3 and not signals:
+        while number == 3 and not signals and launcher in (os.getpid(), os.getppid()):
             time.sleep(0.01)
+        time.sleep(0.8 if number == 3 and not signals else 0.0)  # a rank notices the end of its launcher after 0.5 s
 
     Progress.add = add_and_pause  # type: ignore[method-assign]
     return os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -334,11 +335,11 @@ def open_output_and_pause(output: str) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_continues_with_the_next_problem(trained, tmp_path, ranks):
-    """SIGKILL after some problems, then SIGTERM, then the same command: no problem is lost, none is solved twice."""
+    """SIGKILL after some problems, then SIGUSR1, then the same command: no problem is lost, none is solved twice."""
     words = ["--problems=arc-generated", f"--out_dir={trained}", "--num=40", "--batch_size=1", "--tokens=24"]
     words += [f"--gpus={ranks}", f"--to={tmp_path / 'to'}", "--device=cpu"]
     open_output = functools.partial(open_output_and_pause, str(tmp_path / "output"))
-    for number in (signal.SIGKILL, signal.SIGTERM):
+    for number in (signal.SIGKILL, signal.SIGUSR1):
         begin = count_lines(tmp_path / "to")
         program = Program("phase3_fsdp/evaluate.py", *words, open_output=open_output)
         while count_lines(tmp_path / "to") < begin + 3:
@@ -347,7 +348,7 @@ def test_a_killed_run_continues_with_the_next_problem(trained, tmp_path, ranks):
         os.kill(program.pid, number)
         code = program.wait()
         lock_directory(tmp_path / "to").file.close()  # the ranks of a killed launcher have exited
-        assert count_lines(tmp_path / "to") < 40 and code == (0 if number == signal.SIGTERM else -number)
+        assert count_lines(tmp_path / "to") < 40 and code == (0 if number == signal.SIGUSR1 else -number)
     finished = Program("phase3_fsdp/evaluate.py", *words)
     assert finished.wait() == 0, finished.output()
     lines = [json.loads(line) for line in next(tmp_path.glob("to/progress_*")).read_text().splitlines()]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from nanoGPT.checkpoint.manifest import serialize_manifest
+from nanoGPT.checkpoint.manifest import serialize_manifest, step_directories
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, NonFiniteLoss
 from nanoGPT.job.elastic import enter_out_dir, resume_after_restart
-from nanoGPT.job.signals import listen_for_signals
+from nanoGPT.job.signals import STOP_SIGNALS, listen_for_signals
 from nanoGPT.job.start import start
 from nanoGPT.job.watchdog import list_children
 from nanoGPT.launch import explain_exit, find_root_cause
@@ -100,8 +100,8 @@ def test_sigterm_ends_a_launcher_that_waits_for_other_nodes(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM and "before all nodes had connected" in output, output
 
 
-def test_sigterm_saves_and_resumes(tmp_path):
-    """After SIGTERM, the launcher finishes the step, saves and exits with code 0.
+def test_a_signal_saves_and_resumes(tmp_path):
+    """After SIGUSR2, as after SIGTERM, the launcher finishes the step, saves and exits with code 0.
 
     The resumed run has exactly the losses of an uninterrupted run.
     """
@@ -109,7 +109,7 @@ def test_sigterm_saves_and_resumes(tmp_path):
     words = ["--gpus=2", "phase3_fsdp/train.py", *make_flags(**{**fields, "out_dir": tmp_path / "cut"})]
     process = Program("tests.helpers.slow_steps", "nanoGPT.launch", *words)
     await_steps(tmp_path / "cut", 3, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR2)
     step_at_signal = max(losses(tmp_path / "cut"))
     output, _ = process.communicate()
     assert process.returncode == 0 and "--init_from=resume" in output and "A sample" not in output, output
@@ -138,14 +138,15 @@ def test_a_killed_rank_ends_the_job(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_end_with_their_launcher(ranks, tmp_path):
-    """The launcher tunes glibc's allocator for its ranks. After SIGKILL of the launcher, all its ranks exit."""
+    """The launcher tunes glibc's allocator for its ranks. After SIGKILL of the launcher, its ranks save and exit."""
     process = launch(tmp_path, ranks, phase="nanoGPT")
     await_steps(tmp_path, 1, process)
     assert "trim_threshold" in json.loads((tmp_path / "env.json").read_text())["environment"]["GLIBC_TUNABLES"]
     pids = await_heartbeats(tmp_path, ranks)
     process.kill()
     wait_until(lambda: all(is_gone(pid) for pid in pids))
-    assert process.returncode == -signal.SIGKILL and all(is_gone(pid) for pid in pids)
+    assert process.returncode == -signal.SIGKILL and len(step_directories(tmp_path)) == 1
+    assert "stopped by the end of its launcher" in (tmp_path / "log.txt").read_text()
 
 
 def is_importing_torch(pid: int) -> bool:
@@ -160,9 +161,9 @@ def assert_ended_early(code: int, output: str, number: signal.Signals) -> None:
     assert code != 0 or "--init_from=resume" in output
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "SIGTERM"), (1, "SIGINT"), (2, "SIGTERM"), (2, "SIGINT")])
+@pytest.mark.parametrize(("ranks", "name"), [(1, "SIGXCPU"), (1, "SIGINT"), (2, "SIGUSR1"), (2, "SIGINT")])
 def test_a_signal_while_ranks_start_ends_the_job(ranks, name, tmp_path):
-    """SIGTERM or Ctrl-C right after the launcher has started a rank ends the job and leaves no rank."""
+    """A signal or Ctrl-C right after the launcher has started a rank ends the job and leaves no rank."""
     process = launch(tmp_path, ranks, phase="nanoGPT", new_interpreters=True)
     number = signal.Signals[name]
     wait_until(lambda: list_children(process.pid))
@@ -190,20 +191,23 @@ def allow_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_a_second_run_in_a_directory_is_refused_and_sigusr1_writes_stacks(tmp_path):
-    """A second run in the same directory is refused. SIGUSR1 writes the stacks of all threads. The run continues."""
+def test_a_second_run_in_a_directory_is_refused_and_sigquit_writes_stacks(tmp_path):
+    """A second run in the same directory is refused. SIGQUIT to the launcher writes the stacks of all threads.
+
+    The run continues until SIGXCPU, which the kernel sends to the rank itself at a limit of processor time.
+    """
     first = launch(tmp_path, 1, phase="nanoGPT")
     await_steps(tmp_path, 1, first)
-    os.kill(read_rank_pids(tmp_path)[0], signal.SIGUSR1)
+    first.send_signal(signal.SIGQUIT)
     second = launch(tmp_path, 1, phase="nanoGPT")
     output, _ = second.communicate()
     assert second.returncode == 2 and "another run is writing into" in output, output
     await_steps(tmp_path, len(losses(tmp_path)) + 2, first)
     stacks = (tmp_path / "stacks" / "rank0.txt").read_text()
     assert "train.py" in stacks and "heartbeat.py" in stacks
-    first.send_signal(signal.SIGTERM)
+    os.kill(read_rank_pids(tmp_path)[0], signal.SIGXCPU)
     output, _ = first.communicate()
-    assert first.returncode == 0, output
+    assert first.returncode == 0 and "resume with --init_from=resume" in output, output
 
 
 def test_a_loss_that_is_not_finite_returns_3(tmp_path):
@@ -380,7 +384,7 @@ def test_signals_end_a_run(monkeypatch):
 
     A second SIGINT within two seconds counts as the first one. A signal that nohup ignores stays ignored.
     """
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = STOP_SIGNALS
     before, now = [signal.getsignal(number) for number in numbers], time.monotonic()
     run = create_runtime("cpu", "auto")
     try:
@@ -388,7 +392,7 @@ def test_signals_end_a_run(monkeypatch):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         listen_for_signals(run)
         signal.raise_signal(signal.SIGHUP)
-        assert run.stop_signal is None
+        assert run.stop_signal is None and run.can_stop
         assert not ctrl_c_interrupts() and not ctrl_c_interrupts() and run.stop_signal == "SIGINT"
         monkeypatch.setattr("nanoGPT.job.signals.time.monotonic", lambda: now + 60)
         signal.raise_signal(signal.SIGTERM)

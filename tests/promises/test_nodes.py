@@ -141,9 +141,9 @@ def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path, pyth
     assert output.rstrip().endswith(f"--out_dir={tmp_path}/run --init_from=resume")
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM])
 def test_only_the_time_limit_requeues_a_slurm_job(number, tmp_path, python):
-    """At the time limit (SIGHUP), a job saves and requeues itself. After scancel (SIGTERM), it only saves."""
+    """At the time limit (SIGHUP, SIGUSR1), a job saves and requeues itself. After scancel (SIGTERM), it only saves."""
     job = create_slurm_job(tmp_path, python, SLURM_JOB_NODELIST="node1", SLURM_NNODES="1")
     long_run = make_flags(**{**SHORT, "device": "cpu", "max_iters": 100000, "eval_interval": 100000})
     with subprocess.Popen(["bash", SLURM, *long_run], cwd=ROOT, env=job, start_new_session=True) as process:
@@ -152,5 +152,5 @@ def test_only_the_time_limit_requeues_a_slurm_job(number, tmp_path, python):
         assert process.wait(DEADLINE) == 0
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
     requeued = tmp_path / "scontrol.requeued"
-    assert requeued.exists() == (number == signal.SIGHUP)
+    assert requeued.exists() == (number != signal.SIGTERM)
     assert not requeued.exists() or requeued.read_text().strip() == job["SLURM_JOB_ID"]
