@@ -266,7 +266,7 @@ PARAMETERS = f"{format_bytes(4 * SHAPE.count_params())} of parameters"
 GRADIENTS = f"{format_bytes(4 * SHAPE.count_params())} of gradients"
 STATE = f"{format_bytes(8 * SHAPE.count_params())} of optimizer state"
 FAILURE_POINTS = {  # forward and backward: in the second micro-batch of the second step
-    "model": ("trainer", "read_starting_point", 1, []),
+    "model": ("trainer", "GPT", 1, []),
     "evaluation": ("trainer", "evaluate", 1, [PARAMETERS]),
     "forward": ("trainer", "reseed", 4, [PARAMETERS, GRADIENTS, STATE]),
     "backward": ("scaler", "scale_loss", 4, [PARAMETERS, GRADIENTS, STATE]),
