@@ -59,7 +59,6 @@ def parse(
         file_values = read_config_files(config_class, argv, trainer)
     defaults = GPU_DEFAULTS if uses_gpu(flags, file_values) else cpu_defaults(config_class, world_size)
     config = parse_flags(config_class, {**defaults, **file_values}, flags)
-    config = dataclasses.replace(config, out_dir=os.path.expanduser(config.out_dir))  # no shell expands --out_dir=~/run
     if config.init_from == "resume":
         out_dir = find_run_to_resume(config.out_dir, trainer)
         saved = load_saved_config(config_class, out_dir, config.resume_step) or load_saved_config(config_class, out_dir)
