@@ -90,7 +90,7 @@ def read_document(path: Path) -> str:
                 raise NotAFile(f"{path.name} is larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
             return file.readall()
 
-    return retry_reads(path, read).decode()
+    return retry_reads(path, read).decode("utf-8-sig")  # without a byte order mark
 
 
 def read_json(path: Path, schema: type[T]) -> T:
@@ -183,7 +183,7 @@ def unique_name(name: str) -> str:
     return f".tmp-{os.urandom(8).hex()}-{name}"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a file atomically: a reader sees either the old file or the complete new one.
 
     The content goes into a temporary file in the same directory, is flushed to the disk, and is then renamed.

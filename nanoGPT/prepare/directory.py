@@ -90,6 +90,6 @@ def write_meta(
 
 def write_tokens(folder: Path, name: str, ids: np.ndarray) -> dict[str, Any]:
     """Write one `.bin` file, and return its entry in meta.json."""
-    content = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
+    content = ids.astype(ids.dtype.newbyteorder("<"), copy=False).data.cast("B")
     write_atomically(folder / name, content)
     return {"name": name, "tokens": len(ids), "sha256": hashlib.sha256(content).hexdigest()}

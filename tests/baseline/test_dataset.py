@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,42 @@ def test_a_text_file_becomes_a_dataset(tmp_path, monkeypatch):
     before = (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns
     prepare.prepare_text("shakespeare_char", str(source), "char")
     assert (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
+def test_a_text_is_encoded_in_pieces(tokenizer, tmp_path, monkeypatch):
+    """The pieces have the same tokens as the full text, whatever their length. A byte order mark is left out, and
+    the memory that a preparation needs is at most about three times the size of the text."""
+    text = "".join(f"it's  {i}\n\n \t{'ab' * (i % 9)}\r\n<|endoftext|>   käse 書😀.\x1c \u2028 \n" for i in range(200))
+    expected = "".join(text).replace("\r\n", "\n")
+    for mark, length in ((b"", 1 << 20), (b"\xef\xbb\xbf", 1 << 20), (b"", 7), (b"\xef\xbb\xbf", 61)):
+        monkeypatch.setattr(prepare, "PIECE_LENGTH", length)
+        monkeypatch.setattr(prepare, "DATA", tmp_path / f"{len(mark)}-{length}")
+        prepare.DATA.mkdir()
+        (tmp_path / "my.txt").write_bytes(mark + text.encode())
+        prepare.prepare_text("", str(tmp_path / "my.txt"), tokenizer)
+    first, *others = (read_files(next(folder.iterdir())) for folder in tmp_path.iterdir() if folder.is_dir())
+    assert others == [first] * 3
+    meta = json.loads(first["meta.json"])
+    ids = np.frombuffer(first["train.bin"] + first["val.bin"], meta["dtype"])
+    cut = int(len(expected) * 0.9)
+    encode = load_tokenizer(meta["tokenizer"]).encode
+    assert ids.tolist() == encode(expected[:cut]) + encode(expected[cut:])
+    assert meta["source"]["text_sha256"] == hashlib.sha256(expected.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
+def test_the_memory_of_a_preparation(tokenizer, tmp_path, monkeypatch):
+    """A preparation needs at most about three times as much memory as the text has bytes."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    monkeypatch.setattr(prepare, "PIECE_LENGTH", 1 << 13)
+    (tmp_path / "my.txt").write_text("a" + POEM * 300 + "😀")
+    Gpt2Tokenizer()
+    tracemalloc.start()
+    prepare.prepare_text("", str(tmp_path / "my.txt"), tokenizer)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3.5 * (tmp_path / "my.txt").stat().st_size
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
