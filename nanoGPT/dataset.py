@@ -7,6 +7,7 @@ The data loader therefore has no state to save, and a resumed run reads the same
 
 import contextlib
 import os
+import resource
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from nanoGPT.tokenizer import TokenizerIdentity, check_tokenizer
 from nanoGPT.train_config import TrainConfig
 
 MAX_HASHED_BYTES = 64 << 20  # files up to this size are hashed whenever they are opened
+MAX_OPEN_FILES = 32768  # more than any dataset has shards, and fewer than macOS allows
 TRAIN, EVALUATE = 0, 1  # the purpose of a batch, which is part of its random key
 
 
@@ -188,6 +190,15 @@ def open_split(
     return Split(paths, open_files, dtype, stride, list(accumulate(windows)))
 
 
+def raise_open_file_limit() -> None:
+    """Raise the limit of open files of this process, as far as it may: a dataset can have hundreds of shards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = [limit for limit in (hard, MAX_OPEN_FILES) if limit != resource.RLIM_INFINITY]
+    if soft != resource.RLIM_INFINITY and soft < min(limits):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), hard))
+
+
 @dataclass(frozen=True)
 class Dataset:
     """One prepared dataset, with open files.
@@ -289,6 +300,7 @@ class TokenData:
         sampling: str = "random",
         micro_batches: int = 1,
     ) -> None:
+        raise_open_file_limit()
         stride = block_size if sampling == "epoch" else 1
         self.datasets = [open_dataset(*part, block_size, stride) for part in find_mixture(dataset)]
         self.tokenizer = self.datasets[0].meta["tokenizer"]

@@ -50,6 +50,12 @@ def retry_reads(path: Path, read: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:  # a file with this name cannot exist
                 raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ConfigError(
+                    f"{path} cannot be opened, because this process has reached its limit of open files: raise the "
+                    "limit with `ulimit -n 65536`",
+                    on_one_rank=True,
+                ) from None
             if delay is None or isinstance(error, PERMANENT_ERRORS) or error.errno == errno.ELOOP:
                 raise ConfigError(
                     f"{path} cannot be read ({error.strerror}): nothing was changed; check the file system and its "
@@ -90,7 +96,7 @@ def read_document(path: Path) -> str:
                 raise NotAFile(f"{path.name} is larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
             return file.readall()
 
-    return retry_reads(path, read).decode()
+    return retry_reads(path, read).decode("utf-8-sig")  # without a byte order mark
 
 
 def read_json(path: Path, schema: type[T]) -> T:

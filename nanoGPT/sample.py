@@ -154,7 +154,7 @@ def read_start(start: str | None, tokenizer: Tokenizer) -> str:
     if not start.startswith("FILE:"):
         return start
     try:
-        return Path(start[5:]).read_text(encoding="utf-8")
+        return Path(start[5:]).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--start={start} cannot be read ({error}): give a UTF-8 text file") from None
 

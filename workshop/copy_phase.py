@@ -122,7 +122,7 @@ def main(phase: str, to: str) -> None:
     """
     if not to:
         raise ConfigError("TO= is empty: use a new directory, such as TO=../my-trainer")
-    copy_phase(phase, Path(to).expanduser())
+    copy_phase(phase, Path(to))
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def make_bundle(to: str = "") -> None:
     Args:
         to: path of the archive; empty: out/offline-bundle.tar.
     """
-    path, begin = Path(to).expanduser() if to else DEFAULT, time.monotonic()
+    path, begin = Path(to) if to else DEFAULT, time.monotonic()
     if path.is_dir():
         raise ConfigError(f"TO={path} is a directory: give the path of a file, such as {path}/offline-bundle.tar")
     path.parent.mkdir(parents=True, exist_ok=True)

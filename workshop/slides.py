@@ -204,7 +204,7 @@ def write_slides(to: str = "") -> None:
     Args:
         to: path of the file; empty: out/slides.html.
     """
-    path = Path(to).expanduser() if to else DEFAULT
+    path = Path(to) if to else DEFAULT
     path.parent.mkdir(parents=True, exist_ok=True)
     title = (ROOT / "README.md").read_text().splitlines()[0].removeprefix("# ")
     slides = [f'<section class="title"><h1>{html.escape(title)}</h1><p>Use the arrow keys.</p></section>']

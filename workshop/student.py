@@ -150,7 +150,7 @@ def write_student_directory(to: str) -> None:
     """
     if not to:
         raise ConfigError("TO= is empty: use a new directory, such as TO=../my-course")
-    folder = create_new_directory(Path(to).expanduser()).resolve()
+    folder = create_new_directory(Path(to)).resolve()
     for script in list_scripts():
         write_notebook(make_student_notebook(script), folder / f"{script.stem}.ipynb")
     (folder / "README.md").write_text(render_readme(folder))

@@ -26,6 +26,7 @@ from bench.campaign.folder import CampaignFolder, Part, open_campaign
 from bench.campaign.identity import describe_campaign
 from bench.campaign.parts import list_parts
 from bench.campaign.scheduler import Worker, build_environment, find_pending, find_problems, run_parts
+from nanoGPT.cli.command_line import expand_home
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError, did_you_mean
 
@@ -55,7 +56,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--commit", help="git commit of this code, if this machine has no git")
     parser.add_argument("--report", action="store_true", help="write the results of --from into bench/results")
     parser.add_argument("--from", type=Path, dest="source", help="directory or campaign.tar.gz to report")
-    options = parser.parse_args(words)
+    options = parser.parse_args(list(map(expand_home, words)))
     needed, other = ("source", "to") if options.report else ("to", "source")
     names = {"source": "--from", "to": "--to"}
     if getattr(options, needed) is None or getattr(options, other) is not None:

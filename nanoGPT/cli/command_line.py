@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import itertools
+import os
 import re
 from typing import Any
 
@@ -62,7 +63,10 @@ def command_line(target: Any, arguments: list[str], source: str = "", **options:
 
 
 def convert_values(target: Any, arguments: list[str]) -> list[str]:
-    """Return the arguments with `=True` after each bool without a value, and `1e6` as `1000000` for each integer."""
+    """Return the arguments with the values that the parser expects.
+
+    A bool without a value gets `=True`, an integer `1e6` becomes `1000000`, and `~` becomes the home directory.
+    """
     parameters = inspect.signature(target, eval_str=True).parameters.values()
     integers = {f"--{each.name}" for each in parameters if each.annotation in (int, int | None)}
     converted = []
@@ -70,8 +74,21 @@ def convert_values(target: Any, arguments: list[str]) -> list[str]:
         name, _, value = argument.partition("=")
         if name in integers and re.fullmatch(r"\d+(\.\d+)?e\+?\d{1,2}", value, re.I) and float(value).is_integer():
             argument = f"{name}={int(float(value))}"
-        converted.append(argument)
+        converted.append(expand_home(argument))
     return converted
+
+
+def expand_home(argument: str) -> str:
+    """Return `--key=value` with the home directory in place of `~`, which no shell expands there.
+
+    The value may be a list of paths, such as a mixture of datasets, or `FILE:` with a path. A prompt does not change.
+    """
+    name, equals, value = argument.partition("=")
+    prefix = "FILE:" if value.startswith("FILE:") else ""
+    if name == "--start" and not prefix:
+        return argument
+    paths = value.removeprefix(prefix).split(",")
+    return f"{name}{equals}{prefix}{','.join(map(os.path.expanduser, paths))}"
 
 
 def expand_bool_flags(target: Any, arguments: list[str]) -> list[str]:

@@ -105,8 +105,11 @@ def report_errors(output_is_optional: bool = True) -> Iterator[None]:
     KeyboardInterrupt is raised again. If it is not caught, the program prints "stopped" and exits with code 130.
 
     Args:
-        output_is_optional: whether the program continues if its output cannot be printed.
+        output_is_optional: whether the program continues if its output cannot be printed. Characters that the terminal
+            cannot show are printed with a backslash in any case.
     """
+    if not output_is_optional and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     with unbreakable_output() if output_is_optional else contextlib.nullcontext():
         try:
             yield

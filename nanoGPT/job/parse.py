@@ -65,7 +65,6 @@ def parse(
     given = {name_of_flag(flag) for flag in flags} | file_values.keys()
     defaults = GPU_DEFAULTS if uses_gpu(flags, file_values) else cpu_defaults(config_class, world_size)
     config = parse_flags(config_class, {**defaults, **file_values}, flags)
-    config = dataclasses.replace(config, out_dir=os.path.expanduser(config.out_dir))  # no shell expands --out_dir=~/run
     if config.init_from == "resume":
         out_dir = find_run_to_resume(config_class, config.out_dir)
         defaults = load_saved_config(config_class, out_dir, config.resume_step)

@@ -2,7 +2,7 @@
 
 The first shard is the val split; the others are the train split. An end-of-text token precedes every document, so a
 model learns that the text before it does not matter. A document may begin in one shard and end in the next. Memory is
-needed for one shard (twice while it is written), one batch of documents, and one row group of the parquet file. A run
+needed for one shard, one batch of documents, and one row group of the parquet file. A run
 that is resumed after a kill continues after its last complete shard. Its files are identical to those of an
 uninterrupted run.
 """

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ from nanoGPT.train_config import TrainConfig
 from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import ROOT, tiny
+from workshop.ranks import run_on_ranks
 
 POEM = "the quick brown fox jumps over the lazy dog\n" * 50
 
@@ -303,6 +305,27 @@ def write_dataset(folder: Path, first: int, *lengths: int, vocab_size: int = 600
     identity = {"name": "char", "vocab_size": vocab_size, "sha256": "", "characters": ""}
     prepare.write_meta(folder, {}, identity, splits)
     return str(folder)
+
+
+def open_many_files(path: str) -> str:
+    """Open a dataset of many files with a low soft limit of open files, and then with a low hard limit."""
+    limit, hard = 64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    data = TokenData(path, 4, 1, 1)
+    assert len(data.datasets[0].splits["train"].files) > limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("nanoGPT.files.time.sleep", lambda _: pytest.fail("a retry does not help"))
+    with pytest.raises(ConfigError) as caught:
+        TokenData(path, 4, 1, 1)
+    return str(caught.value)
+
+
+def test_a_dataset_may_have_more_files_than_the_soft_limit(tmp_path):
+    """The limit of open files is raised as far as the hard limit. Beyond it, the error comes at once, with a remedy."""
+    path = write_dataset(tmp_path / "many", 0, *[6] * 100)
+    (message,) = run_on_ranks(open_many_files, 1, path, show=False)
+    assert "has reached its limit of open files: raise the limit with `ulimit -n" in message
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000, 4097])

@@ -240,7 +240,7 @@ def test_another_architecture_is_refused(tmp_path):
 def test_sampling_streams_text(phase, runs, tmp_path, capsys):
     """sample prints the prompt and as many tokens as requested, from the baseline and from phase 3. The same seed
     prints the same text."""
-    (tmp_path / "prompt.txt").write_text("ROMEO:")
+    (tmp_path / "prompt.txt").write_text("ROMEO:", encoding="utf-8-sig")  # a byte order mark is left out
     config = SampleConfig(str(runs[phase]), "ROMEO:", max_new_tokens=20, device="cpu", top_k=10)
     changes: list[dict] = [{}, {}, {"start": f"FILE:{tmp_path}/prompt.txt"}, {"seed": 2}]
     texts = []

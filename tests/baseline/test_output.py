@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoGPT.cli.program import DroppingFile, unbreakable_output
+from nanoGPT.cli.program import DroppingFile, report_errors, unbreakable_output
 from nanoGPT.job.rank_logs import MARK, RankStream
 from nanoGPT.metrics.hardware import read_git_commit
 from tests.helpers.programs import DEADLINE, Program, await_steps, run_program
@@ -58,6 +58,20 @@ def test_a_run_with_broken_output_trains_to_its_end(output: Callable[[], int], r
     same."""
     assert Program(*launch_command(tmp_path, ranks)[2:], open_output=output).wait() == 0
     assert list_checkpoints(tmp_path) == ["step-00000003", "step-00000006"] and len(losses(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "iso-8859-1", "utf-8"])
+def test_a_character_that_the_terminal_cannot_show_has_a_backslash(encoding, monkeypatch):
+    """A program whose output must not be dropped, such as sample, prints any text in any encoding."""
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
+    with report_errors(output_is_optional=False):
+        print("kůň", flush=True)
+    assert output.getvalue().decode(encoding) == ("kůň\n" if encoding == "utf-8" else "k\\u016f\\u0148\n")
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
+    with pytest.raises(SystemExit), report_errors(output_is_optional=False):
+        print("kůň", flush=True)
+    monkeypatch.undo()
 
 
 # What a new interpreter does if the descriptors 0, 1 and 2 are closed. The rank is a new interpreter.

@@ -103,14 +103,14 @@ def test_a_malformed_task_is_named(task, message):
 def test_a_directory_of_problems_is_read_in_order(tmp_path):
     """ARC files, several tasks in one file, JSON lines and texts are read; a malformed one gives its place."""
     (tmp_path / "a.json").write_text(json.dumps({**TASK, "test": TASK["test"] * 2}))
-    (tmp_path / "b.json").write_text(json.dumps({"t1": TASK, "t2": {}}))
+    (tmp_path / "b.json").write_text(json.dumps({"t1": TASK, "t2": {}}), encoding="utf-8-sig")
     rows = [
         {"prompt": "2 + 2 =", "answer": 4, "match": "numeric"},
         {"ctx": "The sky", "endings": ["is blue", "eats"], "label": "0", "id": "sky"},
         {"prompt": 3, "answer": "x"},
     ]
-    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n")
-    (tmp_path / "d.txt").write_text("some text")
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n", encoding="utf-8-sig")
+    (tmp_path / "d.txt").write_text("some text", encoding="utf-8-sig")
     found = list(read_problems(str(tmp_path), 100))
     good = [each for each in found if not isinstance(each, ConfigError)]
     assert [each.id for each in good] == ["a-0", "a-1", "t1", "c-0001", "sky", "d"]
