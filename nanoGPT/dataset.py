@@ -271,7 +271,10 @@ def find_mixture(dataset: str) -> list[tuple[Path, int]]:
     mixture = sorted([(find_dataset(name), weight) for name, weight in parts], key=lambda part: part[0].resolve().name)
     names = [folder.resolve().name for folder, _ in mixture]
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"--dataset={dataset} contains the dataset {repeated[0]} twice: give each name once")
+        raise ConfigError(
+            f"--dataset={dataset} contains the dataset {repeated[0]} twice: give each name once, and rename the "
+            "directory if these are two datasets"
+        )
     return mixture
 
 

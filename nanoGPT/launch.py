@@ -129,11 +129,16 @@ def forward_signals(received_signals: list[int]) -> None:
         received_signals: the number of every signal that arrives is appended to this list.
     """
 
+    has_forwarded: list[bool] = []
+
     def forward(number: int, _frame: object) -> None:
         received_signals.append(number)
         pids = list_rank_processes()
         if not pids:
+            if has_forwarded:  # the ranks have saved and ended; schedulers repeat their signals
+                return
             raise SystemExit(128 + number)
+        has_forwarded.append(True)
         forwarded_number = signal.SIGTERM if received_signals == [signal.SIGINT] else number
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

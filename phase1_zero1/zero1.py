@@ -154,7 +154,7 @@ class Zero1Optimizer(DataParallelOptimizer):
             raise RuntimeError(
                 "a second backward() ran after the one that reduced the gradients: set require_backward_grad_sync = "
                 "False for all but the last backward() of a step (reentrant activation checkpointing runs one too: use "
-                "use_reentrant=False)"
+                "use_reentrant=False), and call zero_grad() of the optimizer, not of the model, to drop gradients"
             )
         bucket.store_gradient(index)
         if self.require_backward_grad_sync:

@@ -1,4 +1,4 @@
-"""FSDP in about 110 lines of torch, for any nn.Module whose forward returns the loss.
+"""FSDP in about 125 lines of torch, for any nn.Module whose forward returns the loss.
 
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py --save_to=out/minimal
@@ -112,23 +112,30 @@ def train_step(
         (loss / len(micro_batches)).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # of DTensors, so it all-reduces the sum of squares
     optimizer.step()
-    optimizer.zero_grad()
+    model.zero_grad()  # also parameters that the optimizer does not have
     dist.all_reduce(loss_sum)
     assert isinstance(norm, DTensor)
     return loss_sum.item() / (len(micro_batches) * dist.get_world_size()), norm.full_tensor().item()
 
 
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    """Return the name of each parameter, without the prefix that torch's wrapper of activation checkpointing adds."""
+    return {param: name.replace("_checkpoint_wrapped_module.", "") for name, param in model.named_parameters()}
+
+
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return the shards of all parameters, and the persistent buffers, as `model.<name>`. Tied ones appear once."""
-    state = model.state_dict()  # this also reshards the root unit, which an evaluation leaves unsharded
-    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    return {f"model.{name}": state[name] for name in names if name in state}
+    persistent = model.state_dict().keys()  # this also reshards the root unit, which an evaluation leaves unsharded
+    buffers = {name.replace("_checkpoint_wrapped_module.", ""): buffer for name, buffer in model.named_buffers()}
+    state = {f"model.{name}": param.detach() for param, name in parameter_names(model).items()}
+    return state | {f"model.{name}": buffer for name, buffer in buffers.items() if name in persistent}
 
 
 def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write the shards of every rank into a directory, with the number of updates so far. Collective."""
     state, options = model_state(model), dict[str, dict[str, Any]]()
-    names: dict[Tensor, str] = {param: f"optimizer.{name}" for name, param in model.named_parameters()}
+    names = {param: f"optimizer.{name}" for param, name in parameter_names(model).items()}
+    check_optimizer(names, optimizer)
     for param, items in optimizer.state.items():
         state |= {f"{names[param]}.{item}": value for item, value in items.items()}
     for group in optimizer.param_groups:
@@ -136,6 +143,22 @@ def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
         values = {key: values[key] for key in values.keys() - {"params", "foreach", "fused", "capturable"}}
         options |= {names[param]: values for param in group["params"]}
     dcp.save(state | {"options": tuple(options.items()), "step": step}, checkpoint_id=path)  # DCP would flatten a dict
+
+
+def check_optimizer(names: dict[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
+    """Check that the state of an optimizer can be saved by the names of the model's parameters.
+
+    Raises:
+        ValueError: a parameter is not in the model, or an item of its state is a list, a tuple or a dict.
+    """
+    for param in [param for group in optimizer.param_groups for param in group["params"]]:
+        if param not in names:
+            raise ValueError(f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in the model")
+        for item, value in optimizer.state.get(param, {}).items():
+            if "." in item or isinstance(value, list | tuple | dict):
+                raise ValueError(
+                    f"{names[param]}.{item} is nested: store a tensor or a number under a name without dots"
+                )
 
 
 @torch.no_grad()
@@ -151,7 +174,9 @@ def load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     if differ := sorted({key.removeprefix("model.") for key, _ in shapes.items() ^ stored_shapes.items()}):
         raise ValueError(f"the model and {path} differ in the names or shapes of {', '.join(differ)}")
     dcp.load(progress, checkpoint_id=path)
-    names, options = {param: f"optimizer.{name}" for name, param in model.named_parameters()}, dict(progress["options"])
+    names = {param: f"optimizer.{name}" for param, name in parameter_names(model).items()}
+    check_optimizer(names, optimizer)
+    options = dict(progress["options"])
     for group in optimizer.param_groups:
         params = {names[param]: param for param in group["params"] if names[param] in options}
         load_options(group, [options[name] for name in params])

@@ -142,10 +142,12 @@ def find_newest_run(directories: Iterable[Path]) -> Path | None:
 def read_manifests(out_dir: Path) -> Iterator[tuple[Path, Manifest]]:
     """Yield the path and manifest of every checkpoint with a valid manifest, newest first. Files are not verified.
 
+    The directory of a checkpoint contains only this one.
+
     Raises:
         ConfigError: a manifest exists, but could not be read.
     """
-    for path in step_directories(out_dir):
+    for path in [out_dir] if is_present(out_dir / "manifest.json") else step_directories(out_dir):
         with contextlib.suppress(DamagedCheckpoint):
             yield path, read_manifest(path)
 

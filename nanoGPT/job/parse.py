@@ -74,7 +74,7 @@ def parse(
         check_given_shape(config, given)
     if "learning_rate" in given and "min_lr" not in given and 0 < config.learning_rate < math.inf:
         before = config_class(**defaults)  # type: ignore[arg-type]
-        config = dataclasses.replace(config, min_lr=before.min_lr * (config.learning_rate / before.learning_rate))
+        config = dataclasses.replace(config, min_lr=config.learning_rate * (before.min_lr / before.learning_rate))
     return config
 
 
@@ -183,7 +183,7 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
     Raises:
         ConfigError: the file fails, or sets a name that is not a field: a misspelled setting must not be ignored.
     """
-    namespace: dict[str, object] = {}
+    namespace: dict[str, object] = {"__file__": str(path)}
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), namespace)  # bytes: Python finds the encoding
     except (Exception, SystemExit) as error:

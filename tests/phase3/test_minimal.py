@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
 from nanoGPT.errors import ConfigError
@@ -367,3 +368,43 @@ def test_wrong_starts_are_refused(program, monkeypatch):
         program(micro_batches=3)
     with pytest.raises(ConfigError, match="--resume_from=nowhere is not a directory"):
         minimal.main(resume_from="nowhere")
+
+
+def save_checkpointed_blocks(folder: str) -> list[float]:
+    """Save a model with wrapped blocks, and load it without them. Return the weights, and norms of repeated steps."""
+
+    def build(value: float, is_wrapped: bool) -> nn.Module:
+        def make() -> nn.Module:
+            block = nn.Linear(2, 2, bias=False)
+            return nn.Sequential(
+                checkpoint_wrapper(block) if is_wrapped else block, nn.Linear(2, 1), nn.Flatten(0), Mean()
+            )
+
+        units = lambda model: [model[0]]  # noqa: E731
+        return minimal.build_sharded_model(make, units, lambda _, full: full.fill_(value), torch.device("cpu"))
+
+    minimal.join_ranks()
+    saved, loaded = build(1.0, True), build(7.0, False)
+    optimizer = torch.optim.SGD(saved[1].parameters(), lr=0.0)
+    batch = [(torch.ones(1, 2),)]
+    norms = [minimal.train_step(saved, optimizer, batch, 1e9)[1] for _ in range(2)]
+    minimal.save(folder, saved, optimizer, 0)
+    minimal.load(folder, loaded, torch.optim.SGD(loaded[1].parameters(), lr=0.0))
+    optimizer.state[saved[1].weight]["nested"] = [1]
+    with pytest.raises(ValueError, match="optimizer.1.weight.nested is nested"):
+        minimal.save(folder, saved, optimizer, 0)
+    with pytest.raises(ValueError, match="a parameter of shape .* that is not in the model"):
+        minimal.save(folder, saved, torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.0), 0)
+    return [loaded[0].weight.full_tensor().mean().item(), *norms]
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+
+def test_checkpointed_blocks_are_saved(tmp_path):
+    """A block with activation checkpointing is saved under the name that it has without. Gradients that the optimizer
+    does not have are cleared in each step, and a state or a parameter that cannot be saved is refused."""
+    for weight, first, second in run_on_ranks(save_checkpointed_blocks, 2, str(tmp_path / "saved")):
+        assert weight == 1.0 and first == second

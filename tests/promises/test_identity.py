@@ -182,6 +182,8 @@ def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path, capsys):
     ):
         with pytest.raises(ConfigError, match=words):
             read_weights(str(source), step=5)
+    outcome = run_program("phase3_fsdp/evaluate.py", "--device=cpu", f"--out_dir={run}/checkpoints/step-00000006")
+    assert outcome.code == 0 and "step-00000006: validation loss" in outcome.output, outcome
     assert_refused(
         run_program("phase3_fsdp/evaluate.py", "--device=cpu", f"--out_dir={run}", "--resume_step=5"),
         "there is no checkpoint step-00000005",
@@ -279,6 +281,13 @@ def test_the_learning_rate_never_rises_after_the_warm_up(tmp_path):
         rates = [learning_rate(step, config) for step in range(config.max_iters + 1)]
         assert max(rates) == pytest.approx(3e-5) and rates[-1] == pytest.approx(3e-5 / 20)
     assert parse(TrainConfig, ["--device=cpu"], TRAINER).min_lr == 2e-4
+    (tmp_path / "constant.py").write_text("learning_rate = min_lr = 2e-5\n")
+    words = [str(tmp_path / "constant.py"), "--device=cpu", f"--out_dir={tmp_path / 'constant'}", "--max_iters=1"]
+    assert run_program("nanoGPT/train.py", *words, "--eval_iters=1", "--n_layer=1", "--n_embd=8").code == 0
+    resumed = parse(
+        TrainConfig, ["--init_from=resume", f"--out_dir={tmp_path / 'constant'}", "--learning_rate=6e-5"], TRAINER
+    )
+    assert resumed.min_lr == resumed.learning_rate == 6e-5, "their ratio is 1"
     assert parse(TrainConfig, ["--device=cpu", "--learning_rate=1e-3", "--min_lr=5e-4"], TRAINER).min_lr == 5e-4
     words = ("--min_lr=0.002 is above --learning_rate=0.001", "--decay_lr=False")
     flags = ["--device=cpu", f"--out_dir={tmp_path / 'run'}", "--learning_rate=1e-3", "--min_lr=2e-3"]
