@@ -1,17 +1,15 @@
-"""Put a recording into an interactive page: the data for its script, and pictures and tables for everyone else.
+"""Put a recording into an interactive page: the data for its script, and tables for everyone else.
 
 A page contains the line `<!-- explorer: NAME -->`. The build replaces it with the recording
-`docs/data/NAME.json`, which the script `book/static/NAME.js` reads, with pictures for browsers without scripts, and
-with tables for them and for print.
+`docs/data/NAME.json`, which the script `book/static/NAME.js` reads, and with tables for browsers without scripts and
+for print.
 """
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
 from bench.tables.records import format_table, read_result
-from book.explorer_pictures import read_cases, render_pictures
 from book.sources import ROOT
 from nanoGPT.errors import ConfigError
 
@@ -31,14 +29,13 @@ def render_explorer(name: str) -> str:
         raise ConfigError(f"there is no recording {path}: run make record NAME={name}")
     result = read_result(path)
     try:
-        tables, pictures = TABLES[name](result["samples"]), render_pictures(name, result["samples"])
-        origin = describe_recording(result)
+        tables, origin = TABLES[name](result["samples"]), describe_recording(result)
     except (KeyError, TypeError, IndexError, AttributeError, StopIteration, ValueError) as error:
         raise ConfigError(f"{path} is damaged ({error!r}): run make record NAME={name}") from None
     data = json.dumps(result, separators=(",", ":")).replace("</", "<\\/")
-    static = f'<script type="application/json">{data}</script>\n{pictures}'
     return (
-        f'<div class="explorer" data-explorer="{name}">{static}\n<div class="explorer-live"></div></div>\n\n'
+        f'<div class="explorer" data-explorer="{name}"><script type="application/json">{data}</script>\n'
+        '<div class="explorer-live"></div></div>\n\n'
         f"{origin}\n\n## The recorded run as tables\n\n{tables}"
     )
 
@@ -100,9 +97,14 @@ def tabulate_fsdp_step(samples: dict[str, Any]) -> str:
     )
 
 
+def read_cases(samples: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the planner's recorded cases as objects."""
+    return [dict(zip(samples["cases"]["fields"], values, strict=True)) for values in samples["cases"]["values"]]
+
+
 def tabulate_will_it_fit(samples: dict[str, Any]) -> str:
     """Return the planner's results for the question of the page, and for some of the other recorded cases."""
-    names = ("model", "gpus", "gpu", "optimizer", "dtype", "batch_size", "block_size", "micro_batches")
+    names = ("model", "gpus", "gpu", "dtype", "batch_size", "block_size", "micro_batches")
     rows, cases = [], read_cases(samples)
     number = len(samples["rows"])
     for case in [*cases[:number], *cases[number :: len(cases) // SHOWN_CASES]]:
@@ -110,7 +112,7 @@ def tabulate_will_it_fit(samples: dict[str, Any]) -> str:
         times = [f"{1e3 * case[mode]:,.1f}" for mode in ("compiled", "eager")]
         inputs = [f"{case[name]:,}" if isinstance(case[name], int) else case[name] for name in names]
         rows.append([f"`{samples['rows'][case['row']]['name']}`", *inputs, *memory, *times])
-    header = ["row", "model", "GPUs", "GPU", "optimizer", "dtype", "sequences per micro-batch", "tokens per sequence"]
+    header = ["row", "model", "GPUs", "GPU", "dtype", "sequences per micro-batch", "tokens per sequence"]
     header += ["micro-batches", "model state (GiB)", "peak memory (GiB)", "compiled step (ms)", "eager step (ms)"]
     text = f"The planner's results for {len(rows)} of the {len(cases)} cases with which a test compares the formulas:"
     return f"{text}\n\n{format_table(header, rows)}"
@@ -124,62 +126,6 @@ def tabulate_kill_save(samples: dict[str, Any]) -> str:
         rows.append([kill["mode"], str(kill["rank"]), kill["point"], ", ".join(f"`{name}`" for name in folders)])
         rows[-1].append(f"step {kill['step']}")
     return format_table(["save", "killed rank", "moment", "directories after the kill", "opens"], rows)
-
-
-def tabulate_layout(samples: dict[str, Any]) -> str:
-    """Return the places of every parameter on 4 ranks."""
-    layout = next(each for each in samples["layouts"] if each["ranks"] == 4)
-    places, sizes = {}, {name: math.prod(shape) for name, shape in samples["parameters"]}
-    for number, bucket in enumerate(layout["buckets"], start=1):
-        begin = 0
-        for name in bucket["params"]:
-            places[name] = number, begin // bucket["slice"], (begin + sizes[name] - 1) // bucket["slice"]
-            begin += sizes[name]
-    rows = []
-    for name, shape in samples["parameters"]:
-        bucket, first, last = places[name]
-        owners = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        positions = [f"{data:,}" for _, _, data in layout["files"][f"model.{name}"]]
-        rows.append([f"`{name}`", " x ".join(map(str, shape)), str(bucket), owners, str(layout["rows"][name])])
-        rows[-1].append(", ".join(positions))
-    header = ["parameter", "shape", "ZeRO-1: bucket", "ZeRO-1: owners", "FSDP: rows per rank"]
-    return "On 4 ranks:\n\n" + format_table([*header, "checkpoint: position in the file of each rank (bytes)"], rows)
-
-
-def tabulate_bug_museum(samples: dict[str, Any]) -> str:
-    """Return the first step and the last losses of every trainer."""
-
-    def list_numbers(curve: dict[str, Any]) -> list[str]:
-        first = [curve["val_loss"][0][1], curve["loss"][0], curve["grad_norm"][0]]
-        return [f"{value:.6f}" for value in (*first, curve["loss"][-1], curve["val_loss"][-1][1])]
-
-    rows = [["none: the right trainer", *list_numbers(samples["right"]), ""]]
-    rows += [[each["fault"], *list_numbers(each), each["symptom"]] for each in samples["exhibits"]]
-    header = ["fault", "validation loss before step 0", "training loss of step 0", "gradient norm of step 0"]
-    header += [f"training loss of step {samples['steps'] - 1}", "last validation loss", "how to recognize it"]
-    return format_table(header, rows)
-
-
-def tabulate_train_diffs(samples: dict[str, Any]) -> str:
-    """Return every change of every phase, with its lesson, its cost and its tests."""
-    text = (
-        f"The costs are those of one step of GPT-2 on {samples['ranks']} ranks, with {samples['micro_batches']} "
-        "micro-batches per rank, from the `costs` modules of the phases.\n"
-    )
-    for phase in samples["phases"]:
-        rows = []
-        for hunk in phase["hunks"]:
-            notes = f"../../{phase['name']}/IMPLEMENTATION.html"
-            lessons = ", ".join(f'<a href="{notes}#{each["anchor"]}">{each["tag"]}</a>' for each in hunk["lessons"])
-            costs = [
-                f"{name}: {format_bytes(a)} without it, {format_bytes(b)} with it" for name, a, b in hunk["quantities"]
-            ]
-            tests = [f"`{test['name']}`: {test['claim']}" for test in hunk["tests"]]
-            rows.append([str(hunk["line"]), f"-{hunk['removed']}, +{hunk['added']}", lessons])
-            rows[-1] += ["; ".join(costs) or "none", " ".join(tests)]
-        header = ["line", "lines", "lesson", "cost", "tests"]
-        text += f"\n**{phase['title']}**, `{phase['name']}/train.py`:\n\n{format_table(header, rows)}"
-    return text
 
 
 def tabulate_flash_attention(samples: dict[str, Any]) -> str:
@@ -204,60 +150,10 @@ def tabulate_flash_attention(samples: dict[str, Any]) -> str:
     return f"{format_table(header, rows)}\nThe results:\n\n{comparison}"
 
 
-def tabulate_roofline(samples: dict[str, Any]) -> str:
-    """Return the limit of every kernel on every GPU, for GPT-2 and 16 sequences of 1,024 tokens."""
-    shape = next(
-        each
-        for each in samples["shapes"]
-        if (each["model"], each["batch_size"], each["block_size"]) == ("gpt2", 16, 1024)
-    )
-    gpus, rows = samples["gpus"], []
-    for name, which, size, flops in shape["costs"]:
-        seconds = [max(size / gpu["bandwidth"], flops / gpu["peak"]) for gpu in gpus.values()]
-        times = [f"{1e6 * value:,.1f}" for value in seconds]
-        rows.append([f"{name}, {which}", f"{size / 1e6:,.1f}", f"{flops / 1e9:,.1f}", f"{flops / size:.1f}", *times])
-    header = ["pass", "memory traffic (MB)", "GFLOPs", "FLOPs per byte", *(f"{name} (µs)" for name in gpus)]
-    note = "No GPU has measured these kernels yet." if not samples["measured"] else "The page shows measured times too."
-    text = "The shortest time on each GPU, for GPT-2 and 16 sequences of 1,024 tokens in bfloat16. "
-    return f"{text}{note}\n\n{format_table(header, rows)}"
-
-
-def tabulate_overlap(samples: dict[str, Any]) -> str:
-    """Return the times of every run."""
-    rows = []
-    for run in samples["runs"]:
-        summary, collectives = (
-            run["summary"],
-            ", ".join(f"{name} {count}" for name, count in run["collectives"].items()),
-        )
-        times = [f"{summary[f'{name}_ms']:.1f}" for name in ("step", "computation", "communication", "exposed")]
-        sizes = [str(run["bucket_mb"]), str(run["buckets"])]
-        rows.append([run["method"], *sizes, *times, f"{summary['overlap']:.0%}", collectives])
-    header = [
-        "method",
-        "largest bucket or smallest unit (2^20 bytes)",
-        "buckets or units",
-        "step (ms)",
-        "computation (ms)",
-    ]
-    header += ["communication (ms)", "communication without computation (ms)", "overlap"]
-    return format_table([*header, f"gloo's collectives in {samples['steps']} steps"], rows)
-
-
-def format_bytes(size: float) -> str:
-    """Return a number of bytes as the scripts of the pages write it."""
-    return f"{math.floor(size + 0.5):,} bytes"
-
-
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "ring": tabulate_ring,
     "fsdp_step": tabulate_fsdp_step,
     "will_it_fit": tabulate_will_it_fit,
     "kill_save": tabulate_kill_save,
-    "layout": tabulate_layout,
-    "bug_museum": tabulate_bug_museum,
-    "train_diffs": tabulate_train_diffs,
     "flash_attention": tabulate_flash_attention,
-    "roofline": tabulate_roofline,
-    "overlap": tabulate_overlap,
 }

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanoGPT.errors import ConfigError
-from workshop.diff import BLOCK
 from workshop.imports import ROOT
 
 DOCUMENTS = (
@@ -85,21 +84,6 @@ def rewrite_links(text: str, source: Path, repository: str) -> str:
     return LINK_OR_CODE.sub(rewrite, text)
 
 
-def name_lesson(package: str, tag: str) -> str:
-    """Return the anchor of the paragraph that explains a change of train.py, on the page of a phase's notes."""
-    return f"{package.replace('_', '-')}-{tag}"
-
-
-def mark_lessons(text: str, package: str) -> str:
-    """Add an anchor before each paragraph of a phase's notes that explains a change of train.py."""
-    for block in reversed(list(BLOCK.finditer(text))):
-        begin = block.start()
-        while text.startswith("<!-- diff", begin):  # blocks can follow each other
-            begin = text[:begin].rstrip().rindex("\n\n") + 2
-        text = f'{text[:begin]}<span id="{name_lesson(package, block[2])}"></span>\n\n{text[begin:]}'
-    return text
-
-
 def copy_documents(folder: Path, repository: str) -> None:
     """Copy all documents, notebooks and pictures.
 
@@ -111,8 +95,7 @@ def copy_documents(folder: Path, repository: str) -> None:
         ConfigError: a link leads to a file that does not exist, or a notebook is damaged.
     """
     for path in list_sources(*DOCUMENTS):
-        text = rewrite_links(path.read_text(), path, repository)
-        write_page(folder / page_of(path), mark_lessons(text, path.parent.name))
+        write_page(folder / page_of(path), rewrite_links(path.read_text(), path, repository))
     for path in list_sources(NOTEBOOKS):
         try:
             notebook = json.loads(path.read_text())

@@ -13,18 +13,7 @@ import sys
 import torch
 
 from bench.tables.records import FORMAT, describe_origin
-from book.recordings import (
-    bug_museum,
-    flash_attention,
-    fsdp_step,
-    kill_save,
-    layout,
-    overlap,
-    ring,
-    roofline,
-    train_diffs,
-    will_it_fit,
-)
+from book.recordings import flash_attention, fsdp_step, kill_save, ring, will_it_fit
 from book.sources import ROOT
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
@@ -36,12 +25,7 @@ RECORDERS = {
     "fsdp_step": fsdp_step.record,
     "will_it_fit": will_it_fit.record,
     "kill_save": kill_save.record,
-    "layout": layout.record,
-    "bug_museum": bug_museum.record,
-    "train_diffs": train_diffs.record,
     "flash_attention": flash_attention.record,
-    "roofline": roofline.record,
-    "overlap": overlap.record,
 }
 FOLDER = ROOT / "docs" / "data"
 MAX_BYTES = 300_000  # of one file: a page contains its recording

@@ -1,7 +1,7 @@
 """Record the planner's formulas for a browser, and the planner's results for a test: the page "Will it fit?".
 
-`formulas.py` turns the traces of a training step into formulas, and `muon_update.py` those of Muon's update. The page
-also needs the parts of the planner that are formulas already: model state, communication and their time.
+`formulas.py` turns the traces of a training step into formulas. The page also needs the parts of the planner that are
+formulas already: model state, communication and their time. The optimizer is AdamW.
 `book/static/planner.js` implements them, and a test compares both for the recorded cases.
 """
 
@@ -22,7 +22,6 @@ from bench.plan.report import format_name
 from bench.plan.speed import GPUS, STAGES
 from bench.plan.trace import MEMORY_STAGES
 from book.recordings.formulas import SEED, SIZES, TERMS, FitJob, fit_job, trace_shape
-from book.recordings.muon_update import record_muon
 from nanoGPT.checkpoint.weights import PADDED_VOCAB
 from nanoGPT.distributed.runtime import DTYPES
 from nanoGPT.memory.costs import ring_bytes
@@ -31,7 +30,6 @@ from nanoGPT.model import GPTConfig
 from phase1_zero1 import buckets
 from phase2_triton.kernels import linear_cross_entropy
 from phase2_triton.kernels.core import KernelError
-from phase3_fsdp import muon
 
 DTYPE_NAMES = ("bfloat16", "float32")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -40,8 +38,7 @@ ROWS = [row for row in select_rows(max(SIZES["gpus"])) if row[1] not in LEFT_OUT
 ZERO2 = {"zero_stage": 2}
 # Below this width, how the buckets of ZeRO-2 divide the model depends on the model; above, each matrix is one bucket.
 SMALLEST_UNIFORM_WIDTH = 1600
-# Cases of one micro-batch and AdamW in the rows without further options; then of all options; then of Muon.
-NUM_SIMPLE_CASES, NUM_CASES = 200, {"adamw": 70, "muon": 30}
+NUM_SIMPLE_CASES, NUM_CASES = 200, 100  # of one micro-batch in the rows without further options; of all options
 # The question of the page, as a case without a row.
 ASKED = {"model": "gpt2-xl", "gpu": "a100-40", "dtype": "bfloat16", "block_size": 1024, "batch_size": 4, "gpus": 8}
 
@@ -151,28 +148,22 @@ def draw_cases(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return inputs of the page: the question of the page for every row, and inputs that are drawn at random."""
     draw = random.Random(SEED)
     simple = [i for i, row in enumerate(rows) if row["options"] != ZERO2 and row["source"] == i]
-    cases = draw_some_cases(rows, simple, NUM_SIMPLE_CASES, {"micro_batches": (1,), "optimizer": ("adamw",)}, draw)
-    for optimizer, count in NUM_CASES.items():
-        options: dict[str, Sequence[Any]] = {"micro_batches": MICRO_BATCHES, "optimizer": (optimizer,)}
-        cases += draw_some_cases(rows, list(range(len(rows))), count, options, draw)
-    asked = [{"row": i, **ASKED, "micro_batches": 1, "optimizer": "adamw"} for i in range(len(rows))]
+    cases = draw_some_cases(rows, simple, NUM_SIMPLE_CASES, (1,), draw)
+    cases += draw_some_cases(rows, list(range(len(rows))), NUM_CASES, MICRO_BATCHES, draw)
+    asked = [{"row": i, **ASKED, "micro_batches": 1} for i in range(len(rows))]
     return [case for case in asked if is_valid(rows, case)] + cases
 
 
 def draw_some_cases(
-    rows: list[dict[str, Any]],
-    numbers: Sequence[int],
-    count: int,
-    options: dict[str, Sequence[Any]],
-    draw: random.Random,
+    rows: list[dict[str, Any]], numbers: Sequence[int], count: int, micro_batches: Sequence[int], draw: random.Random
 ) -> list[dict[str, Any]]:
-    """Draw `count` cases from the rows with these numbers, and from the options."""
+    """Draw `count` cases from the rows with these numbers, and from these numbers of micro-batches."""
     cases: list[dict[str, Any]] = []
     while len(cases) < count:
         row, model = numbers[draw.randrange(len(numbers))], draw.choice(list(MODELS))
         case = {"row": row, "model": model, "gpu": draw.choice(list(GPUS)), "dtype": draw.choice(DTYPE_NAMES)}
         case |= {name: draw.choice(values) for name, values in SIZES.items()}
-        case |= {name: draw.choice(values) if len(values) > 1 else values[0] for name, values in options.items()}
+        case["micro_batches"] = draw.choice(micro_batches)
         cases += [case] if is_valid(rows, case) else []
     return cases
 
@@ -193,8 +184,8 @@ def plan_case(case: dict[str, Any], pool: Executor) -> dict[str, Any]:
     """
     row, (layers, heads, C) = ROWS[case["row"]], MODELS[case["model"]]
     shape = GPTConfig(layers, heads, C, case["block_size"], False, PADDED_VOCAB)
-    options = [case[name] for name in ("micro_batches", "optimizer", "dtype")]
-    plan = Planner(Job(shape, GPUS[case["gpu"]], case["gpus"], *options), pool)
+    job = Job(shape, GPUS[case["gpu"]], case["gpus"], case["micro_batches"], dtype=case["dtype"])
+    plan = Planner(job, pool)
     batch_size = case["batch_size"]
     traffic = plan.extrapolate("traffic", row, batch_size)
     seconds = {
@@ -220,15 +211,13 @@ def list_constants() -> dict[str, Any]:
     planner_names = ("BUCKET_BYTES", "SCALAR_BYTES", "PCIE_BANDWIDTH", "HOST_BANDWIDTH", "ADAMW_BYTES", "HOST_GIB")
     constants |= {name: getattr(planner, name) for name in planner_names}
     constants |= {"ALIGN": buckets.ALIGN, "CHUNK_BYTES": linear_cross_entropy.CHUNK_BYTES, "VOCAB": PADDED_VOCAB}
-    constants |= {"ROUND_BYTES": muon.ROUND_BYTES, "TRACED_LAYERS": list(planner.TRACED_LAYERS)}
-    return constants | {"ZERO1_BUCKET_BYTES": 25 * 2**20}
+    return constants | {"TRACED_LAYERS": list(planner.TRACED_LAYERS), "ZERO1_BUCKET_BYTES": 25 * 2**20}
 
 
 def record() -> dict[str, Any]:
     """Return the recording: formulas of every row, the tables of the planner, and the planner's results for cases."""
     with start_workers() as pool:
         rows = record_rows(pool)
-        update = record_muon(pool)
         cases = draw_cases(rows)
         with ThreadPoolExecutor(4) as threads:  # keeps the workers busy
             results = list(threads.map(plan_case, cases, itertools.repeat(pool)))
@@ -247,6 +236,5 @@ def record() -> dict[str, Any]:
         "constants": list_constants(),
         "rows": rows,
         **shared.read(),
-        "muon": update,
         "cases": pack_cases([{**case, **result} for case, result in zip(cases, results, strict=True)]),
     }

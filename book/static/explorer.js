@@ -79,42 +79,6 @@ function addStepper(root, label, count, show) {
   return { go, setCount: (length) => { slider.max = length - 1; go(0); } };
 }
 
-// Create an SVG element with attributes and children (elements or strings).
-function makeSvg(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-// Return the width of a picture: all of the page, so that a phone shows it without scrolling. A change shows it again.
-function fitWidth(root, maximum) {
-  return Math.max(300, Math.min(maximum, root.clientWidth));
-}
-
-// Create a line chart. `series` has, for each name, pairs of x and y. The last one is drawn on top.
-function makeChart(title, xLabel, series) {
-  const width = 360, height = 190, left = 52, bottom = 34, top = 12, right = 10;
-  const points = Object.values(series).flat(), range = (i) => points.map((point) => point[i]);
-  const [x0, x1] = [Math.min(...range(0)), Math.max(...range(0))];
-  const [y0, y1] = [Math.min(...range(1)), Math.max(...range(1))];
-  const x = (value) => left + ((value - x0) / (x1 - x0 || 1)) * (width - left - right);
-  const y = (value) => height - bottom - ((value - y0) / (y1 - y0 || 1)) * (height - bottom - top);
-  const lines = Object.values(series).map((line, i) => makeSvg("polyline", { class: `line line-${i}`, fill: "none",
-    points: line.map((point) => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`).join(" ") }));
-  const text = (value, attributes) => makeSvg("text", attributes, value);
-  const names = Object.keys(series), digits = y1 - y0 < 1 ? 3 : 2;
-  return make("figure", {}, make("figcaption", {}, title, ...names.flatMap((name, i) => [
-    make("span", { class: `key line-${i}` }), `${name}  `])),
-    makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}: ${names.join(" and ")}` },
-      makeSvg("path", { class: "axis", fill: "none", d: `M${left},${top}V${height - bottom}H${width - right}` }),
-      text(y1.toFixed(digits), { x: left - 6, y: top + 8, "text-anchor": "end" }),
-      text(y0.toFixed(digits), { x: left - 6, y: height - bottom, "text-anchor": "end" }),
-      text(String(x0), { x: left, y: height - bottom + 16, "text-anchor": "middle" }),
-      text(String(x1), { x: width - right, y: height - bottom + 16, "text-anchor": "end" }),
-      text(xLabel, { x: (left + width) / 2, y: height - 4, "text-anchor": "middle" }), ...lines));
-}
-
 function startExplorer(root) {
   const live = root.querySelector(".explorer-live");
   const name = root.dataset.explorer;
@@ -122,9 +86,8 @@ function startExplorer(root) {
     const recording = JSON.parse(root.querySelector("script[type='application/json']").textContent);
     Explorers[name](live, recording.samples);
   } catch (error) {
-    const remedy = root.dataset.remedy ?? `run "make record NAME=${name}" and "make book"`;
     live.replaceChildren(make("p", { class: "error", role: "alert" },
-      `The recording of this page is damaged (${error.message}): ${remedy}.`));
+      `The recording of this page is damaged (${error.message}): run "make record NAME=${name}" and "make book".`));
   }
 }
 

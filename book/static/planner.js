@@ -5,7 +5,7 @@
 function makePlanner(samples) {
   const { constants, models, gpus, rows, polynomials, terms, categories } = samples;
   const [few, more] = constants.TRACED_LAYERS;
-  const { ownedMatrices, countBytes } = makeBytesCounter(samples);
+  const countBytes = makeBytesCounter(samples);
   const isOffloaded = (row) => Boolean(row.options.fsdp_cpu_offload);
   const isZero2 = (row) => row.options.zero_stage === 2;
   const countShards = (row, options) => Number(row.options.fsdp_shard_size ?? options.gpus);
@@ -41,61 +41,31 @@ function makePlanner(samples) {
     return Math.max(1, Math.ceil(tokens / chunks)) * (V + C) * size + V * C * size;
   }
 
-  // Return Muon's update: bytes of memory, memory traffic of an eager and of a compiled model, and kernels.
-  function muonUpdate(row, options) {
-    const [, , C] = models[options.model], { whole, sharded } = samples.muon;
-    if (row.phase === "phase3") {
-      const [other, eager, compiled, kernels] = sharded[options.model][countShards(row, options)];
-      return { other, eager, compiled, kernels };
-    }
-    const isSharded = row.phase === "phase1" && options.gpus > 1;
-    const factors = whole[row.phase === "phase1" ? `phase1 ${isSharded ? "N" : "1"}` : "baseline 1"];
-    const owned = ownedMatrices(row, options), elements = owned.reduce((sum, width) => sum + width, 0) * C * C;
-    const adamw = ((constants.VOCAB + options.block_size) * C) / (isSharded ? options.gpus : 1);
-    // ZeRO-2 also adds the last slices of the gradients and sets them to zero: 4 times 4 bytes per local gradient.
-    const gradients = isZero2(row) && isSharded ? 16 * (elements + adamw) : 0;
-    const traffic = ([perElement, perSquare, perAdamw]) =>
-      perElement * elements + perSquare * owned.length * C * C + perAdamw * adamw + gradients;
-    return { other: factors.other * C * C, eager: traffic(factors.eager_bytes),
-      compiled: traffic(factors.compiled_bytes), kernels: factors.kernels[0] * owned.length + factors.kernels[1] };
-  }
-
   // Return the bytes of each category at the memory peak of a step.
   function peakMemory(row, options) {
     const values = evaluateTerms(row, options), layers = models[options.model][0];
-    const traced = formulasOf(row, options), isMuon = options.optimizer === "muon";
+    const traced = formulasOf(row, options);
     const position = (name) => categories.indexOf(name);
     const total = (bytes) => bytes.reduce((sum, each) => sum + each, 0);
     const largest = (list) => list.reduce((best, each) => (total(each) > total(best) ? each : best));
-    const state = isMuon || isOffloaded(row) ? fullBytes(row, options).state : {};
+    const state = isOffloaded(row) ? fullBytes(row, options).state : {};
     return largest(samples.memory_stages.map((stage, s) => {
       const peaks = traced.map((formulas) => largest(formulas.moments[s].map((moment) =>
         samples.moments[moment].map((each) => evaluate(each, values)))));
       const bytes = categories.map((_, i) => extrapolate(peaks.map((peak) => peak[i]), layers));
-      if (isMuon) {
-        bytes[position("optimizer_state")] = state.optimizer_state;
-        if (isZero2(row)) bytes[position("gradients")] = state.gradients;
-        if (stage === "update") bytes[position("other")] = muonUpdate(row, options).other;
-      }
-      if (isOffloaded(row)) for (const name of Object.keys(state)) bytes[position(name)] = 0;
+      for (const name of Object.keys(state)) bytes[position(name)] = 0;
       if (stage === "head") bytes[position("other")] += lossWorkspace(row, options);
       return bytes;
     }));
   }
 
-  // Return countBytes for the full model, from the two models that the planner traces; Muon's part is traced in full.
+  // Return countBytes for the full model, from the two models that the planner traces.
   function fullBytes(row, options) {
     const layers = models[options.model][0];
     const [first, second] = constants.TRACED_LAYERS.map((each) => countBytes(row, options, each));
     const combine = (name) => Object.fromEntries(Object.keys(first[name]).map((key) =>
       [key, extrapolate([first[name][key], second[name][key]], layers)]));
-    const state = combine("state"), traffic = combine("traffic");
-    if (options.optimizer === "muon") {
-      const full = countBytes(row, options, layers);
-      Object.assign(state, { optimizer_state: full.state.optimizer_state, gradients: full.state.gradients });
-      if ("all-to-all" in traffic) traffic["all-to-all"] = full.traffic["all-to-all"];
-    }
-    return { state, traffic };
+    return { state: combine("state"), traffic: combine("traffic") };
   }
 
   // Return the ranks in the group of a collective: with one replica per node, only the all-reduce is between nodes.
@@ -109,8 +79,8 @@ function makePlanner(samples) {
   function collectiveSeconds(gpu, kind, size, ranks, calls) {
     const isOnePerNode = kind === "replicas", perNode = constants.GPUS_PER_NODE;
     const nodes = isOnePerNode ? ranks : Math.ceil(ranks / perNode), shared = Math.min(gpu.link, gpu.network / perNode);
-    const isSlow = isOnePerNode || kind === "all-to-all"; // every GPU sends to other nodes at the same time
-    const rate = nodes === 1 ? gpu.link : isSlow ? shared : Math.min(gpu.link, gpu.network);
+    // With one GPU per node in a group, every GPU sends to other nodes at the same time.
+    const rate = nodes === 1 ? gpu.link : isOnePerNode ? shared : Math.min(gpu.link, gpu.network);
     const hops = (ranks - nodes) * constants.HOP_SECONDS + (nodes > 1 ? nodes : 0) * constants.NODE_HOP_SECONDS;
     const latency = (kind === "all-reduce" || isOnePerNode ? 2 : 1) * hops;
     return calls * latency + ringBytes(kind, size, ranks) / (constants.LINK_EFFICIENCY * rate);
@@ -135,14 +105,11 @@ function makePlanner(samples) {
         const forward = Math.min(samples.dtype_bytes[options.dtype] * params, size / M), backward = size / M - forward;
         add(every, "forward", time(forward), time(forward) / calls);
         add(every, "backward", time(backward), time(backward) / calls);
-      } else if (kind === "all-to-all") {
-        const seconds = time(size, 1 + Math.ceil(size / constants.ROUND_BYTES));
-        add(once, "backward", seconds, seconds);
-      } else if (isZero2(row) && (kind === "reduce-scatter" || kind === "reduce")) {
+      } else if (isZero2(row) && kind === "reduce-scatter") {
         const seconds = time(size / M, calls / M);
         add(every, "backward", seconds, (seconds / calls) * M);
       } else {
-        const stage = kind === "all-gather" || kind === "broadcast" ? "forward" : "backward";
+        const stage = kind === "all-gather" ? "forward" : "backward";
         const isOverlapped = row.phase !== "phase1" || stage === "backward" || !isCompiled;
         add(once, stage, time(size), isOverlapped ? time(size) / calls : time(size));
       }
@@ -156,14 +123,9 @@ function makePlanner(samples) {
     return { every, once };
   }
 
-  // Return the seconds of the matrix products of a stage: Muon's update of each owned matrix has 5 iterations of 3.
-  function productSeconds(row, options, formulas, stage, values, peak, bandwidth) {
+  // Return the seconds of the matrix products of a stage.
+  function productSeconds(formulas, stage, values, peak, bandwidth) {
     const seconds = (efficiency, flops, traffic) => Math.max(flops / (efficiency * peak), traffic / bandwidth);
-    if (options.optimizer === "muon" && stage === "update") {
-      const [, , C] = models[options.model], efficiency = constants.MATMUL_EFFICIENCY;
-      return ownedMatrices(row, options).reduce((sum, n) => sum + 5 * [[2 * n, 4 * n + 2], [2, 8], [2 * n, 6 * n + 2]]
-        .reduce((all, [flops, traffic]) => all + seconds(efficiency, flops * C ** 3, traffic * C ** 2), 0), 0);
-    }
     return formulas.products.reduce((sum, [number, count]) => {
       const [each, efficiency, flops, traffic] = samples.products[number];
       return each === stage ? sum + count * seconds(efficiency, evaluate(flops, values), evaluate(traffic, values)) : sum;
@@ -172,26 +134,18 @@ function makePlanner(samples) {
 
   // Return the compute time of each stage in seconds: forward and backward of a micro-batch, and the update.
   function computeSeconds(row, options, isCompiled) {
-    const values = evaluateTerms(row, options), [layers, , C] = models[options.model], gpu = gpus[options.gpu];
-    const peak = options.dtype === "float32" ? gpu.fp32 : gpu.peak, isMuon = options.optimizer === "muon";
+    const values = evaluateTerms(row, options), [layers] = models[options.model], gpu = gpus[options.gpu];
+    const peak = options.dtype === "float32" ? gpu.fp32 : gpu.peak, traced = formulasOf(row, options);
     const bandwidth = constants.MEMORY_EFFICIENCY * gpu.bandwidth;
     const accepted = Object.keys(models).filter((name) => !row.cannot.includes(name));
-    const traced = formulasOf(row, options), update = isMuon ? muonUpdate(row, options) : null;
-    // Muon's matrices in phase 1 divide the full gradients by the number of ranks before they are reduced. A compiler
-    // fuses this with the operator that wrote them.
-    const dividing = isMuon && row.phase === "phase1" && options.gpus > 1 && !isCompiled
-      ? 1 / (isZero2(row) ? 1 : tracedMicroBatches(options)) : 0;
     return Object.fromEntries(samples.stages.map((stage, s) => {
-      const isMuonUpdate = isMuon && stage === "update", isDividing = stage === "backward" ? dividing : 0;
       const seconds = traced.map((formulas) => {
         const bytes = formulas[isCompiled ? "compiled_bytes" : "eager_bytes"][s];
-        const traffic = isMuonUpdate ? (isCompiled ? update.compiled : update.eager) : evaluate(bytes, values);
-        return traffic / bandwidth + productSeconds(row, options, formulas, stage, values, peak, bandwidth);
+        return evaluate(bytes, values) / bandwidth + productSeconds(formulas, stage, values, peak, bandwidth);
       });
-      const kernels = isMuonUpdate ? update.kernels : extrapolate(traced.map(({ kernels: { [s]: count } }) =>
-        (Array.isArray(count) ? count[accepted.indexOf(options.model)] : count)), layers) + isDividing * 4 * layers;
-      const total = extrapolate(seconds, layers) + (isDividing * 96 * layers * C * C) / bandwidth;
-      return [stage, Math.max(total, isCompiled ? 0 : constants.LAUNCH_SECONDS * kernels)];
+      const kernels = extrapolate(traced.map(({ kernels: { [s]: count } }) =>
+        (Array.isArray(count) ? count[accepted.indexOf(options.model)] : count)), layers);
+      return [stage, Math.max(extrapolate(seconds, layers), isCompiled ? 0 : constants.LAUNCH_SECONDS * kernels)];
     }));
   }
 
@@ -262,7 +216,7 @@ function makePlanner(samples) {
     largestBatch: (options) => largestBatch(rows[options.row], options) };
 }
 
-// Return the functions that count model state and communication exactly, as the `costs` modules of the phases do.
+// Return the function that counts model state and communication exactly, as the `costs` modules of the phases do.
 function makeBytesCounter(samples) {
   const { constants, models } = samples;
   const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
@@ -276,32 +230,6 @@ function makeBytesCounter(samples) {
     return [...outside, ...inside, { rows: C, width: 1, isInBlock: false }];
   }
 
-  const isMuonMatrix = ({ width, isInBlock }) => isInBlock && width > 1;
-
-  // Return the matrices of Muon that rank 0 owns. The most expensive go first, each to the least loaded rank.
-  function assignToRank0(matrices, ranks) {
-    const cost = ({ rows, width }) => {
-      const [m, n] = rows < width ? [rows, width] : [width, rows];
-      return 2 * m * m * n + m * m * m;
-    };
-    const load = Array(ranks).fill(0), owned = [];
-    for (const matrix of [...matrices].sort((a, b) => cost(b) - cost(a))) { // the sort is stable, as Python's
-      const owner = load.indexOf(Math.min(...load));
-      load[owner] += cost(matrix);
-      if (owner === 0) owned.push(matrix);
-    }
-    return owned;
-  }
-
-  // Return the sizes of Muon's matrices that rank 0 orthogonalizes, in units of the squared channels.
-  function ownedMatrices(row, options) {
-    const [layers, , C] = models[options.model];
-    const matrices = listParameters(options, layers).filter(isMuonMatrix);
-    const isWhole = row.phase === "baseline" || row.phase === "phase2";
-    const ranks = isWhole ? 1 : Number(row.options.fsdp_shard_size ?? options.gpus);
-    return assignToRank0(matrices, ranks).map(({ rows, width }) => (rows * width) / (C * C));
-  }
-
   // Return the model state by category, and the bytes of the full tensors of the collectives by kind.
   function countBytes(row, options, layers) {
     const params = listParameters(options, layers);
@@ -310,12 +238,9 @@ function makeBytesCounter(samples) {
   }
 
   const adamwBytes = (elements) => 8 * elements + 4; // two moments, and a step count
-  const stateBytes = (param, elements, { optimizer }) =>
-    (optimizer === "muon" && isMuonMatrix(param) ? 4 * elements : adamwBytes(elements));
-
   function countReplicatedBytes(params, options) {
     const size = 4 * sum(params.map(({ rows, width }) => rows * width));
-    const optimizerState = sum(params.map((each) => stateBytes(each, each.rows * each.width, options)));
+    const optimizerState = sum(params.map(({ rows, width }) => adamwBytes(rows * width)));
     const state = { parameters: size, gradients: size, optimizer_state: optimizerState };
     return { state, traffic: options.gpus > 1 ? { "all-reduce": size } : {} };
   }
@@ -332,13 +257,11 @@ function makeBytesCounter(samples) {
     return buckets;
   }
 
-  function countZero1Bytes(row, params, { gpus: ranks, optimizer, micro_batches: M }) {
+  function countZero1Bytes(row, params, { gpus: ranks, micro_batches: M }) {
     const limit = ranks > 1 ? constants.ZERO1_BUCKET_BYTES : Infinity;
-    const matrices = optimizer === "muon" ? params.filter(isMuonMatrix) : [];
-    const others = params.filter((each) => !matrices.includes(each));
-    const groups = [others.filter(({ width }) => width > 1), others.filter(({ width }) => width === 1)];
+    const groups = [params.filter(({ width }) => width > 1), params.filter(({ width }) => width === 1)];
     const size = ({ rows, width }) => rows * width;
-    let flat = 0, local = sum(assignToRank0(matrices, ranks).map(size)), optimizerState = 4 * local;
+    let flat = 0, local = 0, optimizerState = 0;
     for (const bucket of groups.flatMap((group) => splitIntoBuckets(group.map(size), limit))) {
       const slice = constants.ALIGN * Math.ceil(sum(bucket) / (constants.ALIGN * ranks));
       let begin = 0;
@@ -350,36 +273,30 @@ function makeBytesCounter(samples) {
       flat += slice * ranks;
       local += slice;
     }
-    const isZero2 = row.options.zero_stage === 2 && ranks > 1, whole = sum(matrices.map(size));
-    const reductions = isZero2 ? M : 1, full = 4 * (flat + whole);
+    const isZero2 = row.options.zero_stage === 2 && ranks > 1, full = 4 * flat;
     const state = { parameters: full, gradients: isZero2 ? 4 * local : full, optimizer_state: optimizerState };
-    const owned = whole ? { reduce: 4 * whole * reductions, broadcast: 4 * whole } : {};
-    const traffic = { ...owned, "reduce-scatter": 4 * flat * reductions, "all-gather": 4 * flat };
+    const traffic = { "reduce-scatter": full * (isZero2 ? M : 1), "all-gather": full };
     return { state, traffic: ranks > 1 ? { ...traffic, "all-reduce": params.length + 8 } : {} };
   }
 
   function countFsdpBytes(row, params, options) {
-    const { gpus: count, dtype, optimizer, micro_batches: M } = options;
+    const { gpus: count, dtype, micro_batches: M } = options;
     const ranks = Number(row.options.fsdp_shard_size ?? count), replicas = count / ranks;
     const gathers = row.options.fsdp_reshard_after_forward === false ? 1 : 2;
-    let shards = 0, optimizerState = 0, gathered = 0, exchanged = 0;
-    for (const param of params) {
-      const { rows, width, isInBlock } = param, rowsPerRank = Math.ceil(rows / ranks);
-      const local = Math.min(rowsPerRank, rows) * width;
+    let shards = 0, optimizerState = 0, gathered = 0;
+    for (const { rows, width, isInBlock } of params) {
+      const rowsPerRank = Math.ceil(rows / ranks);
       shards += rowsPerRank * width;
-      optimizerState += stateBytes(param, local, options);
+      optimizerState += adamwBytes(Math.min(rowsPerRank, rows) * width);
       gathered += (isInBlock ? gathers : 1) * rowsPerRank * ranks * width;
-      if (optimizer === "muon" && isMuonMatrix(param)) exchanged += 2 * local;
     }
     const state = { parameters: 4 * shards, gradients: 4 * shards, optimizer_state: optimizerState };
     if (ranks === 1) return { state, traffic: { "all-reduce": 8 } };
-    const owned = assignToRank0(params.filter(isMuonMatrix), ranks).map(({ rows, width }) => rows * width);
     const traffic = { "all-gather": M * gathered * samples.dtype_bytes[dtype], "reduce-scatter": 4 * shards * ranks };
-    if (optimizer === "muon") traffic["all-to-all"] = exchanged + 2 * sum(owned);
     if (replicas === 1) return { state, traffic: { ...traffic, "all-reduce": 8 } };
     const isOneKind = replicas === ranks; // the planner adds up all-reduces over equally many ranks
     return { state, traffic: { ...traffic, replicas: 4 * shards + (isOneKind ? 8 : 0), ...(isOneKind ? {} : { "all-reduce": 8 }) } };
   }
 
-  return { ownedMatrices, countBytes };
+  return countBytes;
 }

@@ -8,7 +8,7 @@ Explorers.will_it_fit = function (root, samples) {
   const numbers = rows.map((_, i) => i);
   const firstFitting = (options) => numbers.find((row) =>
     !planner.findProblem({ ...options, row }) && planner.plan({ ...options, row }).fits);
-  const asked = { model: "gpt2-xl", block_size: 1024, batch_size: 4, micro_batches: 1, optimizer: "adamw",
+  const asked = { model: "gpt2-xl", block_size: 1024, batch_size: 4, micro_batches: 1,
     dtype: "bfloat16", gpu: "a100-40", gpus: 8, price: 2, tokens: 10 };
   const names = ["baseline", "phase1", "phase3", "phase3 checkpointing=full"];
   const choices = rows.flatMap((row, i) => (names.includes(row.name) || i === firstFitting(asked) ? [i] : []));
@@ -19,7 +19,7 @@ Explorers.will_it_fit = function (root, samples) {
     const groups = {
       "Model and batch": { model: ["model", Object.keys(models)], block_size: ["tokens per sequence", sizes.block_size],
         batch_size: ["sequences per micro-batch", sizes.batch_size], micro_batches: ["micro-batches per step", sizes.micro_batches] },
-      Training: { optimizer: ["optimizer", ["adamw", "muon"]], dtype: ["dtype", Object.keys(samples.dtype_bytes)],
+      Training: { dtype: ["dtype", Object.keys(samples.dtype_bytes)],
         tokens: ["billion tokens", [1, 10, 100, 1000]] },
       GPUs: { gpu: ["GPU", Object.keys(samples.gpus)], gpus: ["number of GPUs", sizes.gpus],
         price: ["price of a GPU-hour", [0.5, 1, 1.5, 2, 3, 4, 6, 8]] },
