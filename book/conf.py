@@ -47,8 +47,6 @@ def add_page_files(app: Any, page: str, template: str, context: dict[str, Any], 
         for name in ("explorer.js", *MORE_SCRIPTS.get(script, ())):
             app.add_js_file(name)
         app.add_js_file(f"{script}.js")
-    if page == "index":
-        app.add_js_file("old_anchors.js")
     if page.startswith(WITHOUT_SOURCE):
         context["theme_source_repository"] = ""
     if "furo_navigation_tree" in context:  # Sphinx's captions have no level, which screen readers need

@@ -53,7 +53,7 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
     Raises:
         ConfigError: there is no complete checkpoint, or the files exist already or could not be written.
     """
-    checkpoint, folder = find_checkpoint(Path(out_dir).expanduser(), step=resume_step), Path(to).expanduser()
+    checkpoint, folder = find_checkpoint(Path(out_dir), step=resume_step), Path(to)
     check_no_overwrite(folder, format)
     manifest = checkpoint.manifest
     shape = GPTConfig.from_dict(manifest["model_args"])

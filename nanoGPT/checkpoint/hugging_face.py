@@ -235,7 +235,7 @@ def convert_to_hf(shape: GPTConfig, weights: Mapping[str, Tensor], rows: int) ->
     if different := sorted({*names, *biases} ^ {*weights}):
         raise ConfigError(
             f"this model is not GPT-2: {different[0]} is only in {'it' if different[0] in weights else 'GPT-2'}; "
-            "transformers has no other model for it here, so use --format=ckpt"
+            "only GPT-2 can be exported for transformers: use --format=ckpt"
         )
     for name, value in weights.items():
         value = value[:rows] if name == EMBEDDING else value

@@ -111,8 +111,9 @@ def choose_step(out_dir: Path, step: StepChoice) -> Path:
     else:
         path, name = next((path for path in paths if int(path.name[5:]) == step), None), f"step-{step:08d}"
     if path is None:
-        names = ", ".join(path.name for path in paths) or "another run"
-        raise ConfigError(f"there is no checkpoint {name} under {out_dir / 'checkpoints'}: choose one of {names}")
+        names = ", ".join(path.name for path in paths)
+        remedy = f"choose one of {names}" if names else "give the directory of a run, which contains checkpoints/"
+        raise ConfigError(f"there is no checkpoint {name} under {out_dir / 'checkpoints'}: {remedy}")
     return path
 
 

@@ -78,22 +78,6 @@ def test_every_page_opens_without_errors_and_without_a_network(site, browser):
     assert [url for url in requested if not url.startswith(LOCAL)] == []
 
 
-def test_old_links_to_sections_of_the_readme_lead_to_their_content(site, page):
-    """A link to a section that README.md had in an older version opens the section that has the content now."""
-    index = (site / "index.html").as_uri()
-    page.goto(f"{index}#two-commands")
-    anchors = page.evaluate("OLD_ANCHORS")
-    first = (site / "index.html").read_text()
-    for old, new in anchors.items():
-        path, _, section = new.partition("#")
-        assert f'id="{section}"' in (site / path).read_text() and f'id="{old}"' not in first
-    assert page.url == f"{index}#two-commands" and len(anchors) == 11
-    page.evaluate("location.hash = 'suites'")
-    page.wait_for_url("**/docs/measuring.html#suites-many-runs-one-report")
-    page.goto(f"{index}#the-matrix")
-    page.wait_for_url("**/docs/results.html#the-matrix")
-
-
 def test_the_cheat_sheet_shows_its_equations(site, page_without_scripts):
     """The browser draws equations without scripts."""
     page = page_without_scripts

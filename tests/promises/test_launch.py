@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from nanoGPT import launch as launch_module
 from nanoGPT.checkpoint.manifest import serialize_manifest, step_directories
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, NonFiniteLoss
@@ -355,6 +356,28 @@ def test_the_root_cause_is_named(lost_message, tmp_path):
     for rank in (4, 3, 2, 5, 0):
         assert find_root_cause(failures)[0] == rank
         del failures[rank]
+
+
+def test_a_repeated_signal_does_not_change_the_end_of_a_run(monkeypatch):
+    """A scheduler may repeat its signal when the ranks have saved and ended. Before any rank has started, a signal ends
+    the launcher."""
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        monkeypatch.setattr(launch_module, "list_rank_processes", lambda: [rank.pid] if rank.poll() is None else [])
+        received: list[int] = []
+        handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
+        try:
+            launch_module.forward_signals(received)
+            signal.raise_signal(signal.SIGUSR1)
+            assert rank.wait() == -signal.SIGUSR1
+            signal.raise_signal(signal.SIGUSR1)
+            assert received == [signal.SIGUSR1] * 2
+            launch_module.forward_signals(received)  # a launcher without ranks
+            with pytest.raises(SystemExit) as stop:
+                signal.raise_signal(signal.SIGUSR1)
+            assert stop.value.code == 128 + signal.SIGUSR1
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def test_an_unhandled_signal_is_explained():
