@@ -94,8 +94,8 @@ test: .venv/.dev data  ## run the tests (DEVICE=cuda: on GPUs)
 	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 test-fast: .venv/.dev data  ## run only the fast tests, which start no processes; under a minute
 	@$(PY) -m pytest -m "not slow and not ranks and not heavy" $(ARGS)
-check-ptx: .venv/.core  ## compile torch.compile's code for GPUs, without a GPU (ARGS=--torch=2.11: another version)
-	@$(PY) -m bench.compiled $(ARGS)
+check-ptx: .venv/.pytest  ## compile all kernels, and torch.compile's code, for GPUs; needs no GPU
+	@$(PY) -m pytest tests/phase2/test_machine_code.py -m "slow or not slow" $(ARGS)
 gpu-campaign: .venv/.dev data  ## measure everything that needs a GPU, in pieces of 9 minutes; repeat it until nothing is left
 	@$(PY) -m bench.campaign --to="$(or $(TO),out/campaign)" $(ARGS)
 lint: .venv/.dev  ## run ruff and mypy

@@ -1,15 +1,12 @@
 """Write one page for each committed result file: hardware, commit, command, and all numbers as tables."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from bench.tables.records import RESULTS, format_table, read_result
 from book.sources import write_page
-from nanoGPT.errors import ConfigError
 
 MAX_VALUES = 8  # of a list in one cell; a longer list is summarized
-WITHOUT_ORIGIN = ("kernel-resources",)  # computed by a compiler, so it depends on no hardware
 
 
 def write_result_pages(folder: Path, repository: str) -> None:
@@ -24,7 +21,7 @@ def write_result_pages(folder: Path, repository: str) -> None:
     """
     rows, names = [], []
     for path in sorted(RESULTS.glob("*.json")):
-        result = read_result_or_numbers(path)
+        result = read_result(path)
         names.append(path.stem)
         rows.append([f"[{path.stem}]({path.stem}.md)", *describe_origin(result, repository)])
         write_page(folder / f"{path.stem}.md", render_result(path.stem, result, repository))
@@ -37,22 +34,6 @@ def write_result_pages(folder: Path, repository: str) -> None:
         "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n",
     ]
     write_page(folder / "index.md", "\n\n".join(text))
-
-
-def read_result_or_numbers(path: Path) -> dict[str, Any]:
-    """Return a result file. A file without hardware gets empty fields, and its content becomes the samples.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
-    if not path.stem.startswith(WITHOUT_ORIGIN):
-        return read_result(path)
-    try:
-        samples = json.loads(path.read_text())
-    except ValueError:
-        raise ConfigError(f"{path} is damaged: restore it from git, or measure again") from None
-    command = "python -m bench.kernels.resources --write"
-    return {"hardware": "none (compiled)", "settings": {"command": command}, "samples": samples}
 
 
 def describe_origin(result: dict[str, Any], repository: str) -> list[str]:

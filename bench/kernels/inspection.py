@@ -38,7 +38,7 @@ def call_in_compiling_process(folder: str, function: Callable[[], list], *depend
 
 
 def inspect_launch(kernel: Any, args: tuple, options: dict[str, Any], architecture: str = "sm_90") -> dict[str, Any]:
-    """Return what `compile_launch` reads from the machine code of a launch, and the `texts` of the compiler stages.
+    """Return what can be read from the machine code of a launch, and the `texts` of the compiler stages.
 
     Args:
         kernel: a Triton kernel.
@@ -46,15 +46,11 @@ def inspect_launch(kernel: Any, args: tuple, options: dict[str, Any], architectu
         options: its constants, and `num_warps` and `num_stages`.
         architecture: the GPU to compile for.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from bench.kernels.machine_code import count_instructions, inspect_machine_code
+    from bench.kernels.resources import COMPILE_OPTIONS, compile_for
 
-    from bench.kernels.resources import build_signature, compile_launch
-
-    facts = compile_launch(kernel, args, options, architecture)
-    source = ASTSource(kernel, *build_signature(kernel, args, options))
-    target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    compile_options = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
-    texts = triton.compile(source, target=target, options=compile_options).asm
-    return facts | {"texts": {name: text for name, text in texts.items() if isinstance(text, str)}}
+    compiled = compile_for(architecture, kernel, args, options)
+    constants = {name: value for name, value in options.items() if name not in COMPILE_OPTIONS}
+    texts = {name: text for name, text in compiled.asm.items() if isinstance(text, str)}
+    facts = {**inspect_machine_code(compiled), **count_instructions(compiled)}
+    return {"constants": constants, "num_warps": options.get("num_warps"), **facts, "texts": texts}

@@ -15,14 +15,7 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TENSOR_CORES = ("mma.sync", "wgmma", "tcgen05")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/", re.MULTILINE)  # of nvdisasm: the address as a comment
-LABEL = re.compile(r"^\s*(\.L_x_\d+):")
-BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 SERIALIZED_WGMMA = re.compile(r"\(C75\d\d\)")  # the numbers of ptxas's warnings that it serialized wgmma instructions
-
-
-def count_spilled_bytes(compiled: Any) -> int:
-    """Return the bytes of stack per thread, which are 0 if all values stay in registers."""
-    return read_usage("STACK", run_on_cubin(compiled, "cuobjdump", "--dump-resource-usage"))
 
 
 def run_on_cubin(compiled: Any, tool: str, *options: str) -> str:
@@ -39,49 +32,33 @@ def inspect_machine_code(compiled: Any) -> dict[str, Any]:
 
     Returns:
         registers: per thread.
-        stack_bytes, spill_instructions: both 0 if all values stay in registers.
+        stack_bytes: per thread; 0 if all values stay in registers.
         shared_bytes: shared memory per program.
         has_dot: whether the kernel contains a tl.dot.
+        has_fp64: whether it computes in double precision, which most GPUs do very slowly.
         tensor_cores: the kinds of tensor-core instructions.
         serialized_wgmma: whether its wgmma instructions wait for each other.
-        async_copies: number of instructions that copy from global to shared memory while the program continues.
-        instructions: number of machine instructions.
-        loops: number of machine instructions of each loop, in order.
     """
     usage = run_on_cubin(compiled, "cuobjdump", "--dump-resource-usage")
-    assembly = run_on_cubin(compiled, "nvdisasm", "-c", "--no-dataflow")
+    ptx = compiled.asm["ptx"]
     return {
         "registers": read_usage("REG", usage),
         "stack_bytes": read_usage("STACK", usage),
-        "spill_instructions": len(re.findall(r"\b(?:STL|LDL)\b", assembly)),
         "shared_bytes": compiled.metadata.shared,
         "has_dot": "tt.dot" in compiled.asm["ttir"],
-        "tensor_cores": [name for name in TENSOR_CORES if name in compiled.asm["ptx"]],
-        "serialized_wgmma": has_serialized_wgmma(compiled),
-        "async_copies": len(re.findall(r"\bLDGSTS\b", assembly)),
-        "instructions": len(INSTRUCTION.findall(assembly)),
-        "loops": measure_loops(assembly),
+        "has_fp64": re.search(r"\.f64\b", ptx) is not None,
+        "tensor_cores": [name for name in TENSOR_CORES if name in ptx],
+        "serialized_wgmma": "wgmma" in ptx and has_serialized_wgmma(compiled),
     }
 
 
-def measure_loops(assembly: str) -> list[int]:
-    """Return the number of instructions of each loop: from a label to the branch that jumps back to it."""
-    positions: dict[str, int] = {}
-    count, loops = 0, []
-    for line in assembly.splitlines():
-        if label := LABEL.match(line):
-            positions[label[1]] = count
-        elif INSTRUCTION.match(line):
-            count += 1
-            branch = BRANCH.search(line)
-            if branch and branch[1] in positions:
-                loops.append(count - positions[branch[1]])
-    return [length for length in loops if length > 1]  # a kernel ends with an instruction that jumps to itself
-
-
-def uses_fp64(compiled: Any) -> bool:
-    """Return whether a compiled kernel computes in double precision, which most GPUs do very slowly."""
-    return re.search(r"\.f64\b", compiled.asm["ptx"]) is not None
+def count_instructions(compiled: Any) -> dict[str, int]:
+    """Return how many machine instructions a kernel has, and how many of them store or load spilled registers."""
+    assembly = run_on_cubin(compiled, "nvdisasm", "-c", "--no-dataflow")
+    return {
+        "instructions": len(INSTRUCTION.findall(assembly)),
+        "spill_instructions": len(re.findall(r"\b(?:STL|LDL)\b", assembly)),
+    }
 
 
 def has_serialized_wgmma(compiled: Any) -> bool:
@@ -89,8 +66,6 @@ def has_serialized_wgmma(compiled: Any) -> bool:
 
     ptxas reports this as a warning, which Triton does not show. This runs ptxas once more to read it.
     """
-    if "wgmma" not in compiled.asm["ptx"]:
-        return False
     arch = compiled.metadata.target.arch
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])

@@ -1,19 +1,19 @@
-"""Compile the shipped kernels for real GPUs, without a GPU, and report the resources that they use.
+"""Compile the shipped kernels for real GPUs, without a GPU, and compare what they use with a table.
 
-    python -m bench.kernels.resources                # print the report
-    python -m bench.kernels.resources --json sm_90   # print it as JSON, and only for an H100
-    python -m bench.kernels.resources --write        # write them into bench/results/kernel-resources.json
+    python -m bench.kernels.resources            # compile for A100, H100 and B200, print the rows and what is wrong
+    python -m bench.kernels.resources --write    # also write the rows into bench/kernels/resources.json
 
 Each public function is called on meta tensors with the shapes of GPT-2, so its own code selects tiles, warps and types.
-The launches are recorded and compiled ahead of time. From the machine code we read the registers per thread, the stack
-bytes and instructions of spilled registers, the shared memory, and which tensor-core instructions there are.
+The launches are recorded and compiled ahead of time. A row of the table has the registers per thread, the bytes of
+shared memory per program and the kind of tensor-core instructions for each architecture.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -26,7 +26,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.kernels.machine_code import inspect_machine_code
-from bench.tables.records import RESULTS
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from phase2_triton.kernels import (
@@ -39,11 +38,13 @@ from phase2_triton.kernels import (
     layernorm,
     linear_cross_entropy,
 )
-from phase2_triton.kernels.core import hash_sources, record_launches
+from phase2_triton.kernels.core import record_launches
 
-REPORT = RESULTS / "kernel-resources.json"  # one report for each version of Triton
+TABLE = Path(__file__).with_suffix(".json")
 ARCHITECTURES = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # maximum shared memory per program, in KiB
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "float64": "fp64"}
+COMPILE_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+Rows = dict[str, dict[str, list[Any]]]  # call and kernel -> architecture -> registers, shared bytes, tensor cores
 
 
 def meta_leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -131,33 +132,12 @@ def build_signature(kernel: Any, args: tuple[Any, ...], options: dict[str, Any])
     return types, constants, attributes
 
 
-def format_launch(kernel: Any, _: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """Return the name of a kernel and of the options that are on."""
-    return " ".join([kernel.__name__, *(name for name, value in options.items() if value is True)])
-
-
-def compilation_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a key that is equal for launches that compile to the same code."""
-    return kernel.__module__, kernel.__name__, *build_signature(kernel, args, options), options
-
-
-COMPILE_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-
-
 def compile_for(architecture: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Compile one launch for an architecture, as Triton's launcher would on such a GPU."""
     source = ASTSource(kernel, *build_signature(kernel, args, options))
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     compile_options = {name: options[name] for name in COMPILE_OPTIONS if name in options}
     return triton.compile(source, target=target, options=compile_options)
-
-
-def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """Compile one launch for an architecture and return the resources that its machine code uses."""
-    compiled = compile_for(architecture, kernel, args, options)
-    compile_options = {name: options[name] for name in COMPILE_OPTIONS if name in options}
-    constants = {name: value for name, value in options.items() if name not in COMPILE_OPTIONS}
-    return {"constants": constants, **compile_options, **inspect_machine_code(compiled)}
 
 
 def record_call(architecture: str, call: Callable[[], None]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
@@ -167,45 +147,80 @@ def record_call(architecture: str, call: Callable[[], None]) -> list[tuple[Any, 
     return recorder.launches
 
 
-def build_report(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> dict[str, Any]:
-    """Return the resources of each kernel that each call launches, for each architecture."""
-    jobs: dict[tuple[str, str], tuple[Any, ...]] = {}
-    for architecture in architectures:
-        for name, call in build_calls().items():
-            for launch in record_call(architecture, call):
-                jobs[architecture, f"{name}: {format_launch(*launch)}"] = launch
-    # Compile launches with the same key only once.
-    compilations = {
-        repr((architecture, compilation_key(*launch))): (*launch, architecture)
-        for (architecture, _), launch in jobs.items()
-    }
+def list_launches(architecture: str) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Return the launches of all calls, by call and kernel. Of launches that compile to the same code, only the first.
+
+    The name of a kernel includes its options that are on.
+    """
+    launches, keys = {}, set()
+    for name, call in build_calls().items():
+        for kernel, args, options in record_call(architecture, call):
+            key = repr((kernel.__module__, kernel.__name__, build_signature(kernel, args, options), options))
+            if key not in keys:
+                keys.add(key)
+                flags = [option for option, value in options.items() if value is True]
+                launches[" ".join([f"{name}: {kernel.__name__}", *flags])] = (kernel, args, options)
+    return launches
+
+
+def find_problems(name: str, architecture: str, facts: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a compiled kernel: spilled registers, too much shared memory, slow products."""
+    problems = []
+    if facts["stack_bytes"]:
+        problems.append(f"spills {facts['stack_bytes']} bytes of registers")
+    if facts["shared_bytes"] > ARCHITECTURES[architecture] * 1024:
+        problems.append(f"needs {facts['shared_bytes']} bytes of shared memory")
+    if facts["has_dot"] and not facts["tensor_cores"] and "fp32" not in name:  # exact fp32 products do not use them
+        problems.append("has a tl.dot without tensor cores")
+    if facts["serialized_wgmma"]:
+        problems.append("has wgmma instructions that wait for each other")
+    return [f"{name} on {architecture} {problem}" for problem in problems]
+
+
+def compile_rows() -> tuple[Rows, list[str]]:
+    """Compile every launch for all architectures. Return the rows of the table, and what is wrong."""
+    jobs = [(name, arch, *launch) for arch in ARCHITECTURES for name, launch in list_launches(arch).items()]
+    rows: Rows = {}
+    problems = []
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda compilation: compile_launch(*compilation), compilations.values())
-        resources = dict(zip(compilations, results, strict=True))
-    kernels: dict[str, dict[str, Any]] = {architecture: {} for architecture in architectures}
-    for (architecture, name), launch in jobs.items():
-        kernels[architecture][name] = resources[repr((architecture, compilation_key(*launch)))]
-    return {"sources": hash_sources(), "kernels": kernels}
+        facts_of_jobs = pool.map(lambda job: inspect_machine_code(compile_for(*job[1:])), jobs)
+        for (name, architecture, *_), facts in zip(jobs, facts_of_jobs, strict=True):
+            cells = [facts["registers"], facts["shared_bytes"], *facts["tensor_cores"][:1]]
+            rows.setdefault(name, {})[architecture] = cells
+            problems += find_problems(name, architecture, facts)
+    return rows, problems
 
 
-def main(words: list[str]) -> None:
-    if unknown := set(words) - {*ARCHITECTURES, "--json", "--write"}:
-        raise ConfigError(f"{min(unknown)} is unknown: use --json, --write or one of {', '.join(ARCHITECTURES)}")
-    requested = [name for name in ARCHITECTURES if name in words]
-    if requested and "--write" in words:
-        raise ConfigError(f"--write needs all architectures: remove {requested[0]}")
-    report = build_report(requested or list(ARCHITECTURES))
-    if "--write" in words:
-        reports = json.loads(REPORT.read_text()) if REPORT.exists() else {}
-        REPORT.write_text(json.dumps({**reports, triton.__version__: report}, indent=1) + "\n")
-    if "--json" in words:
-        print(json.dumps(report))
-        return
-    for architecture, kernels in report["kernels"].items():
-        for name, resources in kernels.items():
-            print(f"{architecture} {name:60} {resources}")
+def compare_with_table(rows: Rows) -> list[str]:
+    """Return how the rows differ from the table. With another version of Triton, only the names are compared."""
+    table = json.loads(TABLE.read_text())
+    if triton.__version__ == table["triton"]:
+        different = [name for name in rows if rows[name] != table["rows"].get(name)]
+    else:
+        different = [name for name in rows if name not in table["rows"]]
+    missing = [name for name in table["rows"] if name not in rows]
+    return [f"{name} is not as in {TABLE.name}" for name in different + missing]
+
+
+def main(words: list[str]) -> int:
+    """Print the rows and what is wrong, and return the exit code: 1 if something is wrong, else 0.
+
+    Raises:
+        ConfigError: a word is unknown.
+    """
+    if unknown := set(words) - {"--write"}:
+        raise ConfigError(f"{min(unknown)} is unknown: use --write or no option")
+    rows, problems = compile_rows()
+    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+    print(*lines, sep="\n")
+    if words:
+        text = ",\n".join(lines)
+        TABLE.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "rows": {{\n{text}\n}}}}\n')
+    problems += compare_with_table(rows)
+    print(*problems, sep="\n")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
     with report_errors():
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))

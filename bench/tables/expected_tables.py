@@ -1,6 +1,6 @@
 """Generate the tables that put an expectation next to what is computed or measured here, and explain the difference.
 
-The tables of the kernels' steps and of the units of FSDP belong to the same sections of the notes.
+The table of the units of FSDP belongs to the same section of the notes.
 """
 
 import dataclasses
@@ -74,60 +74,6 @@ def expected_zero1_table() -> str:
         ],
     ]
     return format_table(HEAD, rows)
-
-
-def expected_kernels_table() -> str:
-    """Return expectations about the kernels next to formulas and to what their code shows."""
-    ladder = read_rows("kernel-ladder")
-    ratios = {(row["kernel"], row["step"]): (row["loaded"] + row["stored"]) / row["minimum_bytes"] for row in ladder}
-    tiled, row_per_warp = ratios["LayerNorm, forward", "2"], ratios["LayerNorm, forward", "3"]
-    attention = ratios["attention, forward", "3"]
-    spills = [row for row in ladder if row["stack_bytes"]]
-    rows = [
-        [
-            "a fused kernel is several times as fast",
-            "at best as fast as its bytes: see the forecast",
-            "not measured on a GPU yet",
-            "Inductor fuses elementwise operations too, and then moves the same bytes",
-        ],
-        [
-            "LayerNorm requests each byte once",
-            "1.00 of the minimum",
-            f"{row_per_warp:.2f}; step 2: {tiled:.2f}",
-            "each row loads the weight and the bias, which the L1 cache can serve; step 2 loads them once per tile",
-        ],
-        [
-            "attention reads keys and values once",
-            "1.00 of the minimum",
-            f"{attention:.2f} with 1,024 tokens",
-            "every block of queries loads all earlier keys and values, which the L2 cache can serve",
-        ],
-        [
-            "cross-entropy reads the logits once",
-            "1.00 of the minimum",
-            f"{ratios['cross-entropy', '2, 4']:.2f}; step 1: {ratios['cross-entropy', '1']:.2f}",
-            "the online softmax needs one pass instead of two",
-        ],
-        [
-            "no kernel spills registers",
-            "0 bytes of stack",
-            f"{len(spills)} of {len(ladder)} steps spills: {', '.join(row['kernel'] for row in spills)}, step 1",
-            "its rows of scores do not fit into registers, which is why step 2 exists",
-        ],
-        [
-            "the losses equal the baseline's",
-            "up to rounding",
-            f"{max_loss_difference():.1e} at most in the run of `make phase2`",
-            "sums in another order",
-        ],
-    ]
-    return format_table(HEAD, rows)
-
-
-def max_loss_difference() -> float:
-    """Return the max loss difference of the run of phase 2 from the baseline with the same configuration."""
-    base, *others = read_rows("phase2-runs")
-    return max(abs(a - b) for row in others for a, b in zip(row["losses"], base["losses"], strict=True))
 
 
 def expected_fsdp_table() -> str:
@@ -217,25 +163,8 @@ def fsdp_units_table() -> str:
     return format_table([*head, "elements of an all-gather, with padding"], rows)
 
 
-def kernel_ladder_table() -> str:
-    """Return the numbered steps of each kernel: requested bytes, and the resources of the compiled code."""
-    result = read_results("kernel-ladder")[0]
-    rows = []
-    for row in result["samples"]["rows"]:
-        requested, minimum = row["loaded"] + row["stored"], row["minimum_bytes"]
-        cells = [row["kernel"], row["step"], row["idea"], f"{requested / 1e6:.2f}", f"{requested / minimum:.2f}"]
-        cells += [str(row["launches"]), str(row["registers"]), f"{row['stack_bytes']:,}", f"{row['instructions']:,}"]
-        rows.append([*cells, "not measured yet"])
-    head = ["kernel", "step", "what is new", "bytes requested (MB)", "bytes requested / minimum", "launches"]
-    head += ["registers per thread", "spilled (bytes per thread)", "machine instructions", "time on a GPU"]
-    settings = result["settings"]
-    return f"Compiled for {settings['architecture']} with Triton {settings['triton']}:\n\n" + format_table(head, rows)
-
-
 EXPECTED_TABLES: dict[str, Callable[[], str]] = {
     "expected_zero1": expected_zero1_table,
-    "expected_kernels": expected_kernels_table,
     "expected_fsdp": expected_fsdp_table,
     "fsdp_units": fsdp_units_table,
-    "kernel_ladder": kernel_ladder_table,
 }

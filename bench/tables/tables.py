@@ -12,11 +12,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from torch.torch_version import TorchVersion
-
 from bench.kernels.costs import Shapes, list_kernel_costs
-from bench.kernels.forecast import forecast_table
-from bench.kernels.goals import goals_table
 from bench.tables.campaign_tables import CAMPAIGN_TABLES, describe_tiles
 from bench.tables.deepspeed_tables import DEEPSPEED_TABLES
 from bench.tables.elastic_tables import ELASTIC_TABLES
@@ -166,20 +162,15 @@ def format_cost(cost: Cost) -> list[str]:
 
 
 def kernel_resources_table() -> str:
-    """Return the compiled resources of each kernel on three architectures. Rows with equal resources appear once."""
-    reports = json.loads((RESULTS / "kernel-resources.json").read_text())
-    newest = max(reports, key=TorchVersion)
-    kernels = reports[newest]["kernels"]
-    architectures = list(kernels)
-    rows: list[list[str]] = []
-    for name in kernels[architectures[0]]:
-        resources = [kernels[architecture][name] for architecture in architectures]
-        cells = [f"{r['registers']}, {r['shared_bytes'] / 1024:.0f} KiB, {r['instructions']:,}" for r in resources]
-        units = [r["tensor_cores"][0] if r["tensor_cores"] else "-" for r in resources]
-        if cells not in [row[1:-1] for row in rows]:
-            rows.append([name, *cells, " ".join(dict.fromkeys(units))])
-    columns = [f"{name}: registers per thread, shared memory per program, instructions" for name in architectures]
-    return format_table(["call: kernel", *columns, "tensor core instructions"], rows)
+    """Return the registers and the shared memory of each compiled kernel on three architectures."""
+    table = json.loads((RESULTS.parent / "kernels" / "resources.json").read_text())
+    rows = []
+    for name, cells in table["rows"].items():
+        units = " ".join(dict.fromkeys(unit for _, _, *units in cells.values() for unit in units)) or "-"
+        rows.append(
+            [name, *(f"{registers}, {shared / 1024:.0f} KiB" for registers, shared, *_ in cells.values()), units]
+        )
+    return format_table(["call: kernel", *next(iter(table["rows"].values())), "tensor-core instructions"], rows)
 
 
 def kernels_table() -> str:
@@ -243,8 +234,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "published": published_table,
     "kernel_costs": kernel_costs_table,
     "kernel_resources": kernel_resources_table,
-    "kernel_forecast": forecast_table,
-    "kernel_goals": goals_table,
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
     **CAMPAIGN_TABLES,

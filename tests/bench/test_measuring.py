@@ -10,13 +10,10 @@ import time
 import pytest
 import torch
 
-from bench.kernels import goals
 from bench.kernels import plots as kernel_plots
 from bench.kernels import tune as tune_kernels
 from bench.kernels.cases import CASE_BUILDERS, build_cases
-from bench.kernels.forecast import Stream, forecast, instructions_per_element
 from bench.kernels.kernels import Stopwatch, measure
-from bench.kernels.machine_code import measure_loops
 from bench.sharding import zero1
 from bench.tables import records as results
 from bench.tables import tables
@@ -68,103 +65,16 @@ def test_a_result_names_its_hardware(tmp_path, monkeypatch):
 def test_committed_results_are_complete():
     """Every committed result names hardware, versions, a commit and a command that exists, and contains raw samples.
 
-    The exceptions are kernel-resources.json, which the compiler produces without a measurement, and the commands of
-    results that were measured once, which only the commit that they name has.
+    The exceptions are the commands of results that were measured once, which only the commit that they name has.
     """
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for path in set((ROOT / "bench" / "results").glob("*.json")) - {ROOT / "bench/results/kernel-resources.json"}:
+    for path in (ROOT / "bench" / "results").glob("*.json"):
         result = json.loads(path.read_text())
         assert {"name", "hardware", "versions", "git_commit", "settings", "samples"} <= result.keys(), path
         if result["name"] in ("runs", "phase2-runs", "scale", "wire"):
             continue
         program, *words = shlex.split(result["settings"]["command"])
         assert words[0] in targets if program == "make" else importlib.util.find_spec(words[1]), path
-
-
-def test_instructions_of_loops_are_counted():
-    """A loop lasts from its label to the branch back; a forward branch and the last jump to itself are no loops."""
-    assembly = """
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-        /*0010*/              @P0  BRA `(.L_x_2) ;
-.L_x_1:
-        /*0020*/                   LDG.E R2, [R4.64] ;
-        /*0030*/                   FADD R3, R3, R2 ;
-        /*0040*/              @!P1 BRA `(.L_x_1) ;
-.L_x_2:
-        /*0050*/                   STG.E [R6.64], R3 ;
-.L_x_3:
-        /*0060*/                   BRA `(.L_x_3);
-    """
-    assert measure_loops(assembly) == [3]
-
-
-def test_the_forecast_counts_padding_and_passes():
-    """A row of 100 elements in tiles of 64 executes two tiles; two passes of full tiles and tails add up."""
-    stream = Stream("", "", 100, 4, is_loop=False)
-    resources = {"constants": {"ROWS": 2, "BLOCK": 64}, "num_warps": 1, "instructions": 50, "loops": []}
-    assert instructions_per_element(stream, resources) == 50 * 32 * 2 / 200
-    constants = {"ROWS": 1, "BLOCK": 64, "TAIL": 16}
-    resources = {"constants": constants, "num_warps": 2, "loops": [10, 5, 20, 7, 1]}
-    assert instructions_per_element(stream, resources) == (10 + 20 + 3 * (5 + 7)) * 64 / 100
-
-
-def test_kernels_that_move_data_are_limited_by_memory():
-    """By the forecast, no such kernel needs more time for its instructions than for its bytes."""
-    assert [row["name"] for row in forecast() if row["share"] < 1] == []
-
-
-def test_the_committed_goals_follow_from_the_compiled_kernels():
-    """The committed forecasts of the goals are those of the committed machine code, and the tiles are counted by hand.
-
-    Four queries in blocks of 2, with 1 key per tile: 0 + 2 tiles below the diagonal and 2 + 2 on it.
-    """
-    (result,) = results.read_results("kernel-goals")
-    assert result["samples"]["rows"] == goals.compute_rows()
-    assert result["settings"]["sources"] == core.hash_sources(), "run: python -m bench.kernels.goals --write"
-    assert goals.count_tiles(4, 2, 1) == (2, 4)
-    constants = {"BLOCK": 128, "STEP": 64, "HS": 64}
-    cycles = goals.count_cycles({"constants": constants, "num_warps": 8, "loops": [10, 30]}, 2)
-    tiles = 2 * (0 + 1 + 2 + 3 + 4 + 5 + 6 + 7), 8 * 2
-    assert cycles["instructions"] == (10 * tiles[0] + 30 * tiles[1]) * 8 / 4
-    assert cycles["exponentials"] == sum(tiles) * 128 * 64 / 16
-    assert cycles["tensor cores"] == 4 * sum(tiles) * 128 * 64 * 64 / 4096
-
-
-def test_five_products_pay_for_long_sequences():
-    """With 1,024 tokens, the bytes of dq's buffer take longer than two products. With 4,096 they take less."""
-    for tokens, is_faster in ((1024, False), (4096, True)):
-        seven, five = (goals.forecast_attention(each, 5, tokens) for each in (goals.BACKWARD, goals.ATOMIC_BACKWARD))
-        assert (five.best > seven.best) is (five.cautious > seven.cautious) is is_faster
-
-
-def test_a_measurement_stands_beside_the_goals(monkeypatch):
-    """With the result of a GPU, each goal has the number of its times; an interpreted result counts for nothing."""
-    times = {
-        ("layernorm", "124M: 16384 x 768", "forward"): {"ours": 0.02},
-        ("layernorm", "1.5B: 16384 x 1600", "forward"): {"ours": 9.0},
-        ("linear + cross-entropy", "124M: 16384 x 768 x 50304", "step"): {"ours": 6.0, "products": 5.0},
-        ("attention", "124M: 16 x 12 x 1024 x 64", "backward"): {"ours": 2.0, "sdpa flash": 1.5},
-        ("attention, atomic", "124M: 16 x 12 x 1024 x 64", "backward"): {"ours": 2.0, "sdpa flash": 1.8},
-        ("adamw", "124M in 148, width 768", "step"): {"ours": 1.1, "fused": 1.0},
-        ("adamw", "355M in 292, width 1024", "step"): {"ours": 5.0, "fused": 1.0},
-    }
-    rows = [
-        {"kernel": kernel, "shape": shape, "pass": which, "contender": name, "samples_ms": [ms]}
-        for (kernel, shape, which), contenders in times.items()
-        for name, ms in contenders.items()
-    ]
-    samples = {"limits": {"bytes_per_second": 3e12}, "rows": rows}
-    result = {"hardware": "H100", "settings": {"interpreted": False}, "samples": samples}
-    interpreted = {**result, "settings": {"interpreted": True}}
-    monkeypatch.setattr(goals, "read_results", lambda name: [result, interpreted])
-    ((name, numbers),) = goals.measure_goals()
-    copied, read_and_written = 4 * 16384 * 768 / 3e9, 4 * 16384 * 50304 / 3e9
-    assert name == "H100"
-    expected = [copied / 0.02, None, read_and_written, 1.2, None, 0.75, 0.9, 1.1]
-    assert numbers == [value if value is None else pytest.approx(value) for value in expected]
-    row = {"name": "a", "goal": 1.0, "is_minimum": True, "cautious": 1.0, "best": 2.0, "limit": "memory"}
-    table = goals.format_rows([row] * 8)
-    assert table.count("no GPU yet") == 2 and "1.20 (H100)" in table
 
 
 @pytest.fixture
@@ -192,8 +102,6 @@ def test_a_result_of_another_version_is_refused(tmp_path):
         ("throughput", '{"settings": {}}'),
         ("matrix", '{"settings": {}, "samples": []}'),
         ("runs", '{"settings": {}, "samples": {"rows": [{}]}}'),
-        ("kernel-resources", '{"kernels": '),
-        ("kernel-resources", None),
         ("matrix", None),
         ("matrix", '{"settings": {"steps": 1}, "hardware": "A", "versions": {"torch": "2"}, "samples": {"rows": []}}'),
     ],
@@ -203,14 +111,13 @@ def test_damaged_results_are_reported_with_one_sentence(name, damaged, tmp_path,
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     if damaged:
-        (tmp_path / (f"{name}.json" if name == "kernel-resources" else f"{name}-here.json")).write_text(damaged)
-    table = {"kernel-resources": "kernel_resources"}.get(name, name)
-    with pytest.raises(ConfigError, match=f"^table {table} (cannot be generated|has no rows).*measure again"):
-        tables.render_document(f"<!-- table:{table} -->\n<!-- /table -->")
+        (tmp_path / f"{name}-here.json").write_text(damaged)
+    with pytest.raises(ConfigError, match=f"^table {name} (cannot be generated|has no rows).*measure again"):
+        tables.render_document(f"<!-- table:{name} -->\n<!-- /table -->")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "DOCUMENTS", ["a.md", "b.md"])
-    for document, name in (("a.md", "activations"), ("b.md", table)):
-        (tmp_path / document).write_text(f"<!-- table:{name} -->\nold\n<!-- /table -->\n")
+    for document, table in (("a.md", "activations"), ("b.md", name)):
+        (tmp_path / document).write_text(f"<!-- table:{table} -->\nold\n<!-- /table -->\n")
     with pytest.raises(ConfigError):
         tables.main(check=False)
     assert "old" in (tmp_path / "a.md").read_text()
