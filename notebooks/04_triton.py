@@ -950,18 +950,17 @@ with record_launches("sm_90"):  # use the tile sizes, and therefore the workspac
         "bias + GELU": gelu.cost(M, 4 * C, bfloat16_bytes),
         "embedding": embedding.cost(M // T, T, 50304, C, 4),
         "AdamW": (adamw.cost(124_337_664, 4, 148),),
-        "linear + GELU": gelu.linear_cost(M, 4 * C, C, bfloat16_bytes),
         "attention": attention.cost(M // T, 12, T, 64, bfloat16_bytes),
         "linear + cross-entropy": (linear_cross_entropy.cost(M, C, 50304, bfloat16_bytes),),
     }
 
 # %% [markdown]
-# The tensor cores do nearly all FLOPs of three of them. Compute the shortest possible time of each pass:
+# The tensor cores do nearly all FLOPs of two of them. Compute the shortest possible time of each pass:
 
 # %%
 from workshop.lessons.roofline import PeakRates, compute_points, draw_roofline, print_points
 
-MATMULS = ("linear + GELU", "attention", "linear + cross-entropy")
+MATMULS = ("attention", "linear + cross-entropy")
 h100 = PeakRates(BANDWIDTH, MATRIX_FLOPS, SCALAR_FLOPS)
 points = compute_points(COSTS, MATMULS, h100)
 print_points(points, h100)

@@ -39,8 +39,7 @@ class Zero1Config(TrainConfig):
     """maximum bucket size of the flat backend, in 2^20 bytes"""
     kernels: str = "none"
     """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
-    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none. attention_atomic replaces attention:
-    see phase 2"""
+    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
 
     def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
         if not self.use_zero1:
@@ -76,9 +75,7 @@ def resolve_kernels(config: Zero1Config, device_type: str) -> str:
         return "none"
     from phase2_triton.apply import resolve_model_kernels
 
-    return resolve_model_kernels(
-        config.kernels, config.n_embd, config.n_head, device_type, config.compile, config.deterministic
-    )
+    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head, device_type, config.compile)
 
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParallelOptimizer:

@@ -21,8 +21,8 @@ from nanoGPT.optim import configure_optimizer, param_groups
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.changes import find_change
 from phase2_triton.kernels.adamw import TritonAdamW
-from phase2_triton.kernels.attention import MAX_HEAD_SIZE, causal_attention
-from phase2_triton.kernels.attention_atomic import causal_attention_atomic
+from phase2_triton.kernels.attention import causal_attention
+from phase2_triton.kernels.checks import MAX_HEAD_SIZE
 from phase2_triton.kernels.core import KernelError, is_interpreted, unavailable_reason
 from phase2_triton.kernels.embedding import embedding
 from phase2_triton.kernels.gelu import bias_gelu
@@ -30,8 +30,6 @@ from phase2_triton.kernels.layernorm import add_layer_norm, layer_norm
 from phase2_triton.kernels.linear_cross_entropy import linear_cross_entropy
 
 KERNELS = ("adamw", "attention", "embedding", "gelu", "layernorm", "loss")
-# Only used if it is named: no GPU has measured that it is faster than attention, and its results are not reproducible.
-BY_NAME_ONLY = ("attention_atomic",)
 AUTO_COMPILED = ("adamw", "loss")  # Inductor fuses what the other kernels fuse, and SDPA has its own attention
 
 
@@ -42,7 +40,7 @@ class TritonConfig(TrainConfig):
     kernels: str = "all"
     """kernels to use: all, none, auto, or a list such as layernorm,loss from
     adamw,attention,embedding,gelu,layernorm,loss. On a GPU, auto selects adamw,loss with --compile=True, else all; on
-    a CPU it selects none. attention_atomic replaces attention: fewer matrix products, but no deterministic results"""
+    a CPU it selects none"""
     batch_size: int = 8
     """sequences per micro-batch"""
     block_size: int = 32
@@ -65,17 +63,13 @@ class TritonConfig(TrainConfig):
     """micro-batches per evaluation, in total over all ranks"""
 
     def check(self, world_size: int) -> None:
-        """Check that the attention kernel supports the heads' size and `--deterministic`.
+        """Check that the attention kernel supports the heads' size.
 
         Raises:
-            ConfigError: the heads are too wide, or the kernel is not deterministic.
+            ConfigError: the heads are too wide.
         """
         head_size, names = self.n_embd // self.n_head, parse_kernels(self.select_kernels("cuda"))
-        if self.deterministic and "attention_atomic" in names:
-            raise ConfigError(
-                "--kernels=attention_atomic is not deterministic: use --kernels=attention, or --deterministic=False"
-            )
-        if names & {"attention", "attention_atomic"} and head_size > MAX_HEAD_SIZE:
+        if "attention" in names and head_size > MAX_HEAD_SIZE:
             raise ConfigError(
                 f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {head_size} channels, and the attention "
                 f"kernel supports up to {MAX_HEAD_SIZE}: use more heads, or --kernels without attention"
@@ -110,7 +104,7 @@ def select_kernels(kernels: str, device_type: str, is_compiled: bool, head_size:
 
 
 def parse_kernels(
-    kernels: str, valid_values: str = f"all, none, auto, or some of {','.join(KERNELS + BY_NAME_ONLY)}"
+    kernels: str, valid_values: str = f"all, none, auto, or some of {','.join(KERNELS)}"
 ) -> frozenset[str]:
     """Parse a value of `--kernels`: `all`, `none` or a list such as `layernorm,loss`. For auto, see `select_kernels`.
 
@@ -122,24 +116,20 @@ def parse_kernels(
         The names of the kernels.
 
     Raises:
-        ConfigError: a name is not a kernel, or two of them replace the model's attention.
+        ConfigError: a name is not a kernel.
     """
     names = [name.strip().lower() for name in kernels.split(",")]
     if names in (["all"], ["none"]):
         return frozenset(KERNELS if names == ["all"] else ())
     for name in names:
-        if name not in KERNELS + BY_NAME_ONLY:
-            suggestion = did_you_mean(name, [*KERNELS, *BY_NAME_ONLY])
+        if name not in KERNELS:
+            suggestion = did_you_mean(name, [*KERNELS])
             advice = suggestion or f": use {valid_values}"
             raise ConfigError(f"--kernels={kernels}: there is no kernel {name!r}{advice}")
-    if {"attention", "attention_atomic"} <= {*names}:
-        raise ConfigError(f"--kernels={kernels} has two kernels for attention: remove attention or attention_atomic")
     return frozenset(names)
 
 
-def resolve_model_kernels(
-    kernels: str, n_embd: int, n_head: int, device_type: str, is_compiled: bool, is_deterministic: bool = False
-) -> str:
+def resolve_model_kernels(kernels: str, n_embd: int, n_head: int, device_type: str, is_compiled: bool) -> str:
     """Return the kernels of a phase that shards its model or optimizer, in the format of `apply_kernels`.
 
     Args:
@@ -148,11 +138,9 @@ def resolve_model_kernels(
         n_head: its attention heads.
         device_type: the type of the device that the model runs on.
         is_compiled: whether torch.compile compiles the model.
-        is_deterministic: whether results must be bitwise identical in every run.
 
     Raises:
-        ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards; the heads are too wide; or a
-            kernel is not deterministic.
+        ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards; or the heads are too wide.
     """
     supported = ",".join(name for name in KERNELS if name != "adamw")
     names = (
@@ -160,12 +148,12 @@ def resolve_model_kernels(
         if kernels.lower() == "triton"
         else select_kernels(kernels, device_type, is_compiled, n_embd // n_head)
     )
-    parsed = parse_kernels(names, f"triton, none, auto, or some of {supported},{','.join(BY_NAME_ONLY)}")
+    parsed = parse_kernels(names, f"triton, none, auto, or some of {supported}")
     if names != kernels:  # kernels is auto, or triton, which has no AdamW
         parsed -= {"adamw"}
     if "adamw" in parsed:
         raise ConfigError(f"--kernels={kernels}: AdamW's kernel does not update shards: use --kernels={supported}")
-    TritonConfig(n_embd=n_embd, n_head=n_head, kernels=names, deterministic=is_deterministic).check(1)
+    TritonConfig(n_embd=n_embd, n_head=n_head, kernels=names).check(1)
     return ",".join(sorted(parsed)) or "none"
 
 
@@ -179,8 +167,6 @@ class KernelLayerNorm(nn.LayerNorm):
 class KernelAttention(CausalSelfAttention):
     """The `attention` kernel, for full sequences. Generation with a cache uses torch's attention."""
 
-    attend = staticmethod(causal_attention)
-
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         if cache is not None:
             return super().forward(x, cache)
@@ -188,14 +174,8 @@ class KernelAttention(CausalSelfAttention):
         heads = (part.view(B, T, self.n_head, C // self.n_head) for part in self.c_attn(x).split(C, dim=2))
         q, k, v = (head.transpose(1, 2) for head in heads)  # (B, nh, T, hs) each, views of the projection
         dropout = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, dropout)  # (B, nh, T, hs), in the memory layout of (B, T, nh, hs)
+        y = causal_attention(q, k, v, dropout)  # (B, nh, T, hs), in the memory layout of (B, T, nh, hs)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
-
-
-class KernelAtomicAttention(KernelAttention):
-    """The `attention_atomic` kernel."""
-
-    attend = staticmethod(causal_attention_atomic)
 
 
 class KernelMLP(MLP):
@@ -256,12 +236,6 @@ def check_model(model: GPT) -> None:
 # The name of the kernel, the class of the baseline, the class that replaces it, and the description that is printed.
 REPLACEMENTS: tuple[tuple[str, type[nn.Module], type[nn.Module], str], ...] = (
     ("attention", CausalSelfAttention, KernelAttention, "causal flash attention"),
-    (
-        "attention_atomic",
-        CausalSelfAttention,
-        KernelAtomicAttention,
-        "causal flash attention, dq with atomic additions",
-    ),
     ("gelu", MLP, KernelMLP, "bias + GELU between the matrix products"),
     ("layernorm", nn.LayerNorm, KernelLayerNorm, "LayerNorm"),
     ("layernorm", Block, KernelBlock, "residual add + LayerNorm"),

@@ -14,10 +14,8 @@ from torch import nn
 
 from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention
 
-ATTENTION = ((CausalSelfAttention, "forward", "f4f01fe4"),)
 METHODS: dict[str, tuple[tuple[type[nn.Module], str, str], ...]] = {
-    "attention": ATTENTION,
-    "attention_atomic": ATTENTION,
+    "attention": ((CausalSelfAttention, "forward", "f4f01fe4"),),
     "embedding": ((GPT, "embed", "cf754a34"),),
     "gelu": ((MLP, "forward", "bbab7411"),),
     "layernorm": ((Block, "forward", "575fed1d"),),

@@ -71,8 +71,7 @@ class FsdpConfig(TrainConfig):
     """number of units to all-gather ahead of the unit that computes; 0: torch's default prefetching"""
     kernels: str = "none"
     """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
-    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none. attention_atomic replaces attention:
-    see phase 2"""
+    GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
     async_save: bool = False
     """write checkpoints from a copy while training continues"""
 
@@ -147,9 +146,7 @@ def resolve_kernels(config: FsdpConfig, device_type: str) -> str:
         return "none"
     from phase2_triton.apply import resolve_model_kernels
 
-    return resolve_model_kernels(
-        config.kernels, config.n_embd, config.n_head, device_type, config.compile, config.deterministic
-    )
+    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head, device_type, config.compile)
 
 
 def init_context(config: FsdpConfig, run: Runtime) -> AbstractContextManager[Any]:

@@ -12,26 +12,21 @@ from bench.campaign.folder import Part
 KERNELS = (
     "loss",
     "attention",
-    "attention_atomic",
     "layernorm",
     "adamw",
     "cross_entropy",
     "add_layernorm",
     "gelu",
-    "linear_gelu",
     "embedding",
 )
 TUNED = {  # keys of configs.json, and seconds to tune each
     "attention_dkv": 40,
     "attention_dq": 40,
     "attention_forward": 40,
-    "attention_atomic": 40,
-    "attention_atomic_rows": 10,
     "layernorm_backward": 30,
     "cross_entropy_forward": 30,
     "cross_entropy_backward": 20,
     "layernorm_forward": 20,
-    "linear_gelu": 20,
     "gelu_forward": 10,
     "gelu_backward": 10,
     "adamw": 10,
@@ -49,7 +44,6 @@ TRAINERS = (  # phase, kernels
     ("phase3", "loss"),
     ("phase3", "attention,embedding,gelu,layernorm,loss"),  # the AdamW kernel does not update shards
 )
-WITH_ATOMIC_ATTENTION = "adamw,attention_atomic,embedding,gelu,layernorm,loss"
 OTHER_TESTS = ("tests/baseline", "tests/phase1", "tests/phase3", "tests/promises", "tests/bench")
 CHECKS, TIMINGS, RUNS = "bench.campaign.checks", "bench.campaign.timings", "bench.campaign.trainers"
 MEMORY = "bench.campaign.memory"
@@ -134,7 +128,6 @@ def list_last_parts() -> list[Part]:
     parts += [
         Part("options", "muon_with_fsdp", *measure_option(60, "phase3", "gpt2", optimizer="muon")),
         Part("options", "kernels_auto", *measure_option(60, "phase2", "gpt2", kernels="auto")),
-        Part("options", "attention_atomic", *measure_option(60, "phase2", "gpt2", kernels=WITH_ATOMIC_ATTENTION)),
         Part("options", "zero_2", *measure_option(60, "phase1", "gpt2", zero_stage=2)),
         Part("plan", "train_mid", f"{MEMORY}:compare_plan_of_config", ("phase3", "train_mid"), 60),
         Part("evaluation", "phase3", f"{RUNS}:measure_evaluation", (), 45),

@@ -27,7 +27,7 @@ from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.files import PACKAGE
-from phase2_triton.apply import BY_NAME_ONLY, KERNELS
+from phase2_triton.apply import KERNELS
 
 SIZES = {  # n_layer, n_head, n_embd, sequences per micro-batch on a GPU with 80 GB
     "124M": (12, 12, 768, 32),
@@ -44,7 +44,7 @@ class Options:
     sizes: str = "all"
     """all, or some of 124M,350M,774M,1.5B; on a CPU one small model runs instead"""
     kernels: str = "all"
-    """all rows, or some of none,auto,all,adamw,attention,embedding,gelu,layernorm,loss,attention_atomic"""
+    """all rows, or some of none,auto,all,adamw,attention,embedding,gelu,layernorm,loss"""
     steps: int = 20
     """optimizer steps per run; on a CPU always 4"""
     write: bool = False
@@ -91,7 +91,7 @@ def main(options: Options) -> None:
     if not cuda:
         print("No GPU: a small model runs in Triton's interpreter. These rates do not predict a GPU's.")
     sizes = parse_names(options.sizes, list(SIZES)) if cuda else ["124M"]
-    kernel_sets = parse_names(options.kernels, ["none", *KERNELS, *BY_NAME_ONLY, "auto", "all"])
+    kernel_sets = parse_names(options.kernels, ["none", *KERNELS, "auto", "all"])
     rows = []
     for size, compiled, kernels in itertools.product(sizes, (False, True), kernel_sets):
         row = run_trainer(size, kernels, compiled, options.steps if cuda else 4, cuda)

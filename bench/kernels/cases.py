@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from phase2_triton.kernels import (
     adamw,
     attention,
-    attention_atomic,
     cross_entropy,
     embedding,
     gelu,
@@ -213,16 +212,6 @@ def build_attention_case(
     return Case("attention", shape, inputs, contenders, *costs, contexts=contexts)
 
 
-def build_atomic_attention_case(*sizes: Any) -> Case:
-    case = build_attention_case(*sizes)
-    case.contenders = {**case.contenders, "ours": attention_atomic.causal_attention_atomic}
-    case.contenders["ours, deterministic"] = attention.causal_attention
-    B, heads, T, channels = case.inputs[0].shape
-    case.kernel, costs = "attention, atomic", attention_atomic.cost(B, heads, T, channels, case.inputs[0].itemsize)
-    case.forward, case.backward = costs
-    return case
-
-
 def build_gelu_case(name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int) -> Case:
     x, bias = random_leaf(device, B * T, 4 * C, dtype=dtype), random_leaf(device, 4 * C, dtype=dtype)
 
@@ -232,27 +221,6 @@ def build_gelu_case(name: str, device: torch.device, dtype: torch.dtype, B: int,
     contenders = {"ours": gelu.bias_gelu, "eager": reference, "compile": compile_static(reference)}
     costs = gelu.cost(B * T, 4 * C, dtype.itemsize)
     return Case("bias + gelu", f"{name}: {B * T} x {4 * C}", (x, bias), contenders, *costs)
-
-
-def build_linear_gelu_case(
-    name: str, device: torch.device, dtype: torch.dtype, B: int, T: int, C: int, *_: int
-) -> Case:
-    x, weight, bias = (random_leaf(device, *shape, dtype=dtype) for shape in ((B * T, C), (4 * C, C), (4 * C,)))
-
-    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.gelu(F.linear(x, weight, bias))
-
-    def linear_then_bias_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return gelu.bias_gelu(F.linear(x, weight), bias)
-
-    contenders = {
-        "ours": gelu.linear_gelu,
-        "product, bias_gelu": linear_then_bias_gelu,
-        "eager": reference,
-        "compile": compile_static(reference),
-    }
-    costs = gelu.linear_cost(B * T, 4 * C, C, dtype.itemsize)
-    return Case("linear + gelu", f"{name}: {B * T} x {C} x {4 * C}", (x, weight, bias), contenders, *costs)
 
 
 def build_embedding_case(
@@ -300,9 +268,7 @@ CASE_BUILDERS: dict[str, Callable[..., Case]] = {
     "cross_entropy": build_cross_entropy_case,
     "loss": build_loss_case,
     "attention": build_attention_case,
-    "attention_atomic": build_atomic_attention_case,
     "gelu": build_gelu_case,
-    "linear_gelu": build_linear_gelu_case,
     "embedding": build_embedding_case,
     "adamw": build_adamw_case,
 }

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from phase2_triton.kernels import (
     adamw,
     attention,
-    attention_atomic,
     cross_entropy,
     embedding,
     gelu,
@@ -49,9 +48,7 @@ def list_kernel_costs(shapes: Shapes) -> dict[str, dict[str, Cost]]:
         "cross-entropy of given logits": cross_entropy.cost(M, V, HALF),
         "linear + cross-entropy": linear_cross_entropy.cost(M, C, V, HALF),
         "attention": attention.cost(B, shapes.n_head, T, C // shapes.n_head, HALF),
-        "attention, atomic": attention_atomic.cost(B, shapes.n_head, T, C // shapes.n_head, HALF),
         "bias + GELU": gelu.cost(M, 4 * C, HALF),
-        "linear + GELU": gelu.linear_cost(M, 4 * C, C, HALF),
         "embedding, fp32": embedding.cost(B, T, V, C, FULL),
         f"AdamW, {shapes.parameters / 1e6:.0f}M parameters": adamw.cost(shapes.parameters, FULL, shapes.tensors),
     }

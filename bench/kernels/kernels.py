@@ -30,8 +30,7 @@ class Options:
     """Compare kernels with torch's implementations."""
 
     kernels: str = "all"
-    """all, or some of layernorm,add_layernorm,cross_entropy,loss,attention,attention_atomic,gelu,linear_gelu,
-    embedding,adamw"""
+    """all, or some of layernorm,add_layernorm,cross_entropy,loss,attention,gelu,embedding,adamw"""
     widths: str = "all"
     """all, or some of 124M,350M,774M,1.5B; on a CPU one small size is measured instead"""
     rounds: int = 30

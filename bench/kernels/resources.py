@@ -31,7 +31,6 @@ from nanoGPT.errors import ConfigError
 from phase2_triton.kernels import (
     adamw,
     attention,
-    attention_atomic,
     cross_entropy,
     embedding,
     gelu,
@@ -69,7 +68,6 @@ def build_calls(tokens: int = 8192) -> dict[str, Callable[[], None]]:
     The widths are those of GPT-2 124M and 1.5B.
     """
     calls: dict[str, Callable[[], None]] = {"adamw": run_adamw_step}
-    atomic = attention_atomic.causal_attention_atomic
 
     def add(name: str, function: Callable[..., Any], *args: Any) -> None:
         calls[name] = lambda: run_backward(function(*args))
@@ -81,23 +79,17 @@ def build_calls(tokens: int = 8192) -> dict[str, Callable[[], None]]:
         weight, bias, hidden_bias = (meta_leaf(n, dtype=torch.float32) for n in (C, C, 4 * C))
         wte, wpe = meta_leaf(50304, C, dtype=torch.float32), meta_leaf(1024, C, dtype=torch.float32)
         idx = meta_labels(tokens // 1024, 1024)
-        c_fc_weight = meta_leaf(4 * C, C)
         qkv = meta_leaf(tokens // 1024, 1024, 3, heads, C // heads).permute(2, 0, 3, 1, 4)
         add(f"layer_norm {C}", layernorm.layer_norm, x, weight, bias)
         add(f"add_layer_norm {C}", layernorm.add_layer_norm, residual, x, weight)
         add(f"linear_cross_entropy {C}", linear_cross_entropy.linear_cross_entropy, x, wte, meta_labels(tokens))
         add(f"causal_attention {C}", attention.causal_attention, *qkv.unbind())
         add(f"causal_attention {C} with dropout", attention.causal_attention, *qkv.unbind(), 0.1)
-        add(f"causal_attention_atomic {C}", atomic, *qkv.unbind())
-        add(f"causal_attention_atomic {C} with dropout", atomic, *qkv.unbind(), 0.1)
         add(f"bias_gelu {4 * C}", gelu.bias_gelu, hidden, hidden_bias)
-        add(f"linear_gelu {4 * C}", gelu.linear_gelu, x, c_fc_weight, hidden_bias)
         add(f"embedding {C}", embedding.embedding, idx, wte, wpe)
     qkv = meta_leaf(3, tokens // 1024, 16, 1024, 128)
     add("causal_attention of 128 channels", attention.causal_attention, *qkv.unbind())
     add("causal_attention in fp32", attention.causal_attention, *qkv[..., :64].float().unbind())
-    add("causal_attention_atomic of 128 channels", atomic, *qkv.unbind())
-    add("causal_attention_atomic in fp32", atomic, *qkv[..., :64].float().unbind())
     for V in (75, 50304):
         add(f"cross_entropy {V}", cross_entropy.cross_entropy, meta_leaf(tokens, V), meta_labels(tokens))
     return calls

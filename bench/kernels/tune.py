@@ -40,18 +40,15 @@ TIMED = {  # key of configs.json: the case, and the pass of it, that run this ke
     "attention_forward": ("attention", "forward"),
     "attention_dq": ("attention", "backward"),
     "attention_dkv": ("attention", "backward"),
-    "attention_atomic": ("attention_atomic", "backward"),
-    "attention_atomic_rows": ("attention_atomic", "backward"),
     "gelu_forward": ("gelu", "forward"),
     "gelu_backward": ("gelu", "backward"),
-    "linear_gelu": ("linear_gelu", "forward"),
     "embedding_forward": ("embedding", "forward"),
     "embedding_windows": ("embedding", "backward"),
     "embedding_tokens": ("embedding", "backward"),
     "embedding_positions": ("embedding", "backward"),
     "adamw": ("adamw", "step"),
 }
-FIXED = {"up_to", "heads", "group"}  # numbers that are not tuned
+FIXED = {"up_to", "heads"}  # numbers that are not tuned
 
 
 @dataclass
@@ -72,7 +69,7 @@ def row_size(key: str, case: Case) -> int:
     """Return the size that the kernel's rows in the table are sorted by, for this case."""
     if key == "adamw":
         return max(row["up_to"] for row in load_config_table()[key]["cuda"])
-    if key in ("embedding_tokens", "linear_gelu", "cross_entropy_forward"):
+    if key in ("embedding_tokens", "cross_entropy_forward"):
         return case.inputs[1].size(0)  # rows of a weight
     return case.inputs[1 if key.startswith("embedding") else 0].size(-1)
 

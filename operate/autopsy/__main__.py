@@ -22,7 +22,6 @@ WIDTH, LABEL_WIDTH = 120, 10
 # For each kernel of phase 2: the class of the modules that use it, and the class of those that use torch's operations.
 KERNEL_CLASSES = (
     ("attention", "KernelAttention", "CausalSelfAttention"),
-    ("attention_atomic", "KernelAtomicAttention", "CausalSelfAttention"),
     ("gelu", "KernelMLP", "MLP"),
     ("layernorm", "KernelLayerNorm", "LayerNorm"),
     ("layernorm", "KernelBlock", "Block"),
@@ -64,8 +63,7 @@ def describe_kernels(evidence: Evidence) -> str:
     parts = []
     for kernel, used_class, plain_class in KERNEL_CLASSES:
         used, plain = counts.get(used_class, 0), counts.get(plain_class, 0)
-        is_shown = used or (plain and kernel != "attention_atomic")  # the other kernel of attention
-        parts += [f"{kernel}: {used} of {used + plain} {plain_class}"] if is_shown else []
+        parts += [f"{kernel}: {used} of {used + plain} {plain_class}"] if used + plain else []
     return f"--kernels={kernels}; modules with a kernel: {', '.join(parts)}; {first.get('optimizer')} updates"
 
 

@@ -11,9 +11,9 @@ lse = row_max + log2(row_sum), and the backward recomputes p from it, block by b
     dp = dy @ v^T, with dropout's mask and scale      delta = rowsum(p * dp) = rowsum(dy * y)
     ds = p * (dp - delta)                             dq = scale * ds @ k        dk = scale * ds^T @ q
 
-Backward: dq is a sum over keys, dk and dv are sums over queries. One kernel computes dq, another one dk and dv, and
-every program adds up its own sums. There are no atomic additions, so results are bitwise identical in every run. Both
-kernels compute s and dp, which is two matrix products more than the single kernel of `attention_atomic.py` needs.
+Backward: dq is a sum over keys, dk and dv are sums over queries. `dq_kernel` computes dq, and `dkv_kernel` dk and dv.
+Every program adds up its own sums. There are no atomic additions, so results are bitwise identical in every run. Both
+kernels compute s and dp: seven matrix products, where one kernel that adds to dq atomically needs five.
 
 A query attends only to keys up to its own position. Therefore only the blocks on the diagonal need a mask. The same
 mask hides keys beyond T.
@@ -22,10 +22,6 @@ Steps of the forward:
 1. All keys at once.
 2. Online softmax, with a mask on every block.
 3. Online softmax, with a mask on the diagonal blocks only.
-
-Steps of the backward:
-1. Seven products, deterministic: this file.
-2. Five products, not deterministic: `attention_atomic.py`. The trainer uses it only if `--kernels` names it.
 """
 
 import math
@@ -35,12 +31,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import sdpa_flop_count
 
-from phase2_triton.kernels.checks import check_tensors
+from phase2_triton.kernels.checks import check_attention, check_tensors
 from phase2_triton.kernels.core import (
     HALF_TYPES,
     LOG2E,
     Cost,
-    KernelError,
     jit,
     kernel_op,
     launch,
@@ -50,8 +45,6 @@ from phase2_triton.kernels.core import (
     tl,
     to_fp32,
 )
-
-MAX_HEAD_SIZE = 128  # channels per head
 
 
 def reference(
@@ -186,82 +179,112 @@ def forward_kernel(
     tl.store(lse + (head.to(tl.int64) * T + queries), row_max + tl.log2(row_sum), mask=queries < T)
 
 
-# A program of the backward has one block of rows (a) and loops over tiles of rows (b). Each of them has one factor of
-# the scores, s = a_s @ b_s^T, and one of dp = a_dp @ b_dp^T:
-#
-#   with DQ       a: queries, b: keys       a_s = q, a_dp = dy, b_s = k, b_dp = v       computes dq (in out) and delta
-#   without DQ    a: keys, b: queries       a_s = k, a_dp = v, b_s = q, b_dp = dy       computes dk (out) and dv (out_v)
-#
-# Queries beyond T are loaded as zeros and add nothing.
 @jit
-def backward_kernel(
-    a_s, a_dp, b_s, b_dp, y, lse, delta, out, out_v, seed, a_s_batch, a_s_head, a_s_row, a_dp_batch, a_dp_head,
-    a_dp_row, b_s_batch, b_s_head, b_s_row, b_dp_batch, b_dp_head, b_dp_row, T, heads,
-    SCALE: tl.constexpr, DROPOUT: tl.constexpr, DQ: tl.constexpr, PRECISION: tl.constexpr,
+def dq_kernel(
+    q, dy, k, v, y, lse, delta, dq, seed, q_batch, q_head, q_row, dy_batch, dy_head, dy_row,
+    k_batch, k_head, k_row, v_batch, v_head, v_row, T, heads,
+    SCALE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of BLOCK rows in a loop over tiles of STEP rows; the comment above explains a and b."""
+    """Compute dq of BLOCK queries in a loop over the keys, STEP at a time, and delta, which `dkv_kernel` reads.
+
+    delta = rowsum(dy * y)        ds = p * (dropout(dy @ v^T) - delta)        dq = SCALE * sum over keys of ds @ k
+    """
     blocks = (T + BLOCK - 1) // BLOCK
     head = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
-    # The longest loops start first: with DQ these are the last queries, else the first keys.
-    first = tl.program_id(0) % blocks * BLOCK
-    if DQ:
-        first = (blocks - 1) * BLOCK - first
+    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK  # the last queries have the most keys, so they start first
     seed = tl.load(seed) if DROPOUT > 0 else 0
-    a_rows = first + tl.arange(0, BLOCK)[:, None]
-    row, batch = heads * HS, tl.cast(T, tl.int64) * heads * HS  # strides of y, dq, dk and dv: (B, T, nh, hs) in memory
-    a_s = load_block(a_s, head, heads, a_s_batch, a_s_head, a_s_row, first, T, HS, BLOCK_D, BLOCK)
-    a_dp = load_block(a_dp, head, heads, a_dp_batch, a_dp_head, a_dp_row, first, T, HS, BLOCK_D, BLOCK)
-    b_s = head_pointer(b_s, head, heads, b_s_batch, b_s_head)
-    b_dp = head_pointer(b_dp, head, heads, b_dp_batch, b_dp_head)
+    queries = first + tl.arange(0, BLOCK)[:, None]
+    row, batch = heads * HS, tl.cast(T, tl.int64) * heads * HS  # strides of y and dq: (B, T, nh, hs) in memory
+    query = load_block(q, head, heads, q_batch, q_head, q_row, first, T, HS, BLOCK_D, BLOCK)  # (BLOCK, BLOCK_D)
+    dy_block = load_block(dy, head, heads, dy_batch, dy_head, dy_row, first, T, HS, BLOCK_D, BLOCK)
+    k = head_pointer(k, head, heads, k_batch, k_head)
+    v = head_pointer(v, head, heads, v_batch, v_head)
     lse, delta = lse + head.to(tl.int64) * T, delta + head.to(tl.int64) * T
-    acc = tl.full(a_s.shape, 0.0, lse.dtype.element_ty)  # (BLOCK, BLOCK_D)
-    if DQ:
-        y_block = load_block(y, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
-        row_delta = tl.sum(to_fp32(a_dp) * to_fp32(y_block), -1, keep_dims=True)  # (BLOCK, 1)
-        tl.store(delta + a_rows, row_delta, mask=a_rows < T)
-        row_lse = tl.load(lse + a_rows, mask=a_rows < T, other=0.0)
-        # The loop has two parts: keys before the diagonal, then keys on the diagonal.
-        begin, middle, end = 0, first // STEP * STEP, tl.minimum(first + BLOCK, T)
-    else:
-        acc_v = acc
-        # The loop has two parts: queries on the diagonal, then queries after the diagonal.
-        begin, middle, end = first // STEP * STEP, (first + BLOCK + STEP - 1) // STEP * STEP, T
-    for UPPER in tl.static_range(2):
-        for start in range(middle if UPPER else begin, end if UPPER else tl.minimum(middle, end), STEP):
-            b_rows = start + tl.arange(0, STEP)[None, :]
-            b_s_tile = load_rows(b_s, start, b_s_row, T, HS, BLOCK_D, STEP, UPPER or not DQ)  # (STEP, BLOCK_D)
-            b_dp_tile = load_rows(b_dp, start, b_dp_row, T, HS, BLOCK_D, STEP, UPPER or not DQ)
-            if not DQ:
-                row_lse = tl.load(lse + b_rows, mask=b_rows < T, other=0.0)  # (1, STEP)
-                row_delta = tl.load(delta + b_rows, mask=b_rows < T, other=0.0)
-            p = tl.dot(a_s, tl.trans(b_s_tile), input_precision=PRECISION) * (SCALE * LOG2E) - row_lse  # (BLOCK, STEP)
-            if (UPPER == 1) == DQ:  # on the diagonal
-                p = tl.where(a_rows >= b_rows if DQ else b_rows >= a_rows, p, -float("inf"))
+    acc = tl.full(query.shape, 0.0, lse.dtype.element_ty)  # (BLOCK, BLOCK_D)
+    y_block = load_block(y, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
+    row_delta = tl.sum(to_fp32(dy_block) * to_fp32(y_block), -1, keep_dims=True)  # (BLOCK, 1)
+    tl.store(delta + queries, row_delta, mask=queries < T)
+    row_lse = tl.load(lse + queries, mask=queries < T, other=0.0)
+    diagonal, end = first // STEP * STEP, tl.minimum(first + BLOCK, T)
+    for MASKED in tl.static_range(2):  # keys before the diagonal, then keys on the diagonal
+        for start in range(diagonal if MASKED else 0, end if MASKED else tl.minimum(diagonal, end), STEP):
+            keys = start + tl.arange(0, STEP)[None, :]
+            key = load_rows(k, start, k_row, T, HS, BLOCK_D, STEP, MASKED)  # (STEP, BLOCK_D)
+            value = load_rows(v, start, v_row, T, HS, BLOCK_D, STEP, MASKED)
+            p = tl.dot(query, tl.trans(key), input_precision=PRECISION) * (SCALE * LOG2E) - row_lse  # (BLOCK, STEP)
+            if MASKED:
+                p = tl.where(queries >= keys, p, -float("inf"))
             p = tl.exp2(tl.minimum(p, 0.0, propagate_nan=tl.PropagateNan.ALL))  # p <= 1, also for large scores
-            dp = tl.dot(a_dp, tl.trans(b_dp_tile), input_precision=PRECISION)  # (BLOCK, STEP)
+            dp = tl.dot(dy_block, tl.trans(value), input_precision=PRECISION)  # (BLOCK, STEP)
             if DROPOUT > 0:
-                keep = dropout_mask(seed, a_rows if DQ else b_rows, b_rows if DQ else a_rows, head, DROPOUT)
+                keep = dropout_mask(seed, queries, keys, head, DROPOUT)
                 dp = tl.where(keep, dp * (1 / (1 - DROPOUT)), 0.0)
-            if not DQ:
-                kept_p = (tl.where(keep, p, 0.0) if DROPOUT > 0 else p).to(b_dp_tile.dtype)
-                acc_v = tl.dot(kept_p, b_dp_tile, acc_v, input_precision=PRECISION, out_dtype=acc.dtype)
-            ds = (p * (dp - row_delta)).to(b_s_tile.dtype)
-            acc = tl.dot(ds, b_s_tile, acc, input_precision=PRECISION, out_dtype=acc.dtype)
-    store_block(out, acc * SCALE, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
-    if not DQ:
-        acc_v = acc_v * (1 / (1 - DROPOUT))
-        store_block(out_v, acc_v, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
+            ds = (p * (dp - row_delta)).to(key.dtype)
+            acc = tl.dot(ds, key, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    store_block(dq, acc * SCALE, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
+
+
+@jit
+def dkv_kernel(
+    k, v, q, dy, lse, delta, dk, dv, seed, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    q_batch, q_head, q_row, dy_batch, dy_head, dy_row, T, heads,
+    SCALE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, HS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of BLOCK keys in a loop over the queries, STEP at a time. All tiles are transposed: p is p^T.
+
+    dv = sum over queries of dropout(p)^T @ dy        dk = SCALE * sum over queries of ds^T @ q        ds as above
+
+    Queries beyond T are loaded as zeros and add nothing.
+    """
+    blocks = (T + BLOCK - 1) // BLOCK
+    head = tl.program_id(0) // blocks * HEADS + (tl.arange(0, HEADS)[:, None, None] if HEADS > 1 else 0)
+    first = tl.program_id(0) % blocks * BLOCK  # the first keys have the most queries, so they start first
+    seed = tl.load(seed) if DROPOUT > 0 else 0
+    keys = first + tl.arange(0, BLOCK)[:, None]
+    row, batch = heads * HS, tl.cast(T, tl.int64) * heads * HS  # strides of dk and dv: (B, T, nh, hs) in memory
+    key = load_block(k, head, heads, k_batch, k_head, k_row, first, T, HS, BLOCK_D, BLOCK)  # (BLOCK, BLOCK_D)
+    value = load_block(v, head, heads, v_batch, v_head, v_row, first, T, HS, BLOCK_D, BLOCK)
+    q = head_pointer(q, head, heads, q_batch, q_head)
+    dy = head_pointer(dy, head, heads, dy_batch, dy_head)
+    lse, delta = lse + head.to(tl.int64) * T, delta + head.to(tl.int64) * T
+    dk_acc = tl.full(key.shape, 0.0, lse.dtype.element_ty)  # (BLOCK, BLOCK_D)
+    dv_acc = dk_acc
+    begin, middle = first // STEP * STEP, (first + BLOCK + STEP - 1) // STEP * STEP
+    for AFTER in tl.static_range(2):  # queries on the diagonal, then queries after the diagonal
+        for start in range(middle if AFTER else begin, T if AFTER else tl.minimum(middle, T), STEP):
+            queries = start + tl.arange(0, STEP)[None, :]
+            query = load_rows(q, start, q_row, T, HS, BLOCK_D, STEP, True)  # (STEP, BLOCK_D)
+            dy_tile = load_rows(dy, start, dy_row, T, HS, BLOCK_D, STEP, True)
+            row_lse = tl.load(lse + queries, mask=queries < T, other=0.0)  # (1, STEP)
+            row_delta = tl.load(delta + queries, mask=queries < T, other=0.0)
+            p = tl.dot(key, tl.trans(query), input_precision=PRECISION) * (SCALE * LOG2E) - row_lse  # (BLOCK, STEP)
+            if AFTER == 0:
+                p = tl.where(queries >= keys, p, -float("inf"))
+            p = tl.exp2(tl.minimum(p, 0.0, propagate_nan=tl.PropagateNan.ALL))
+            dp = tl.dot(value, tl.trans(dy_tile), input_precision=PRECISION)  # (BLOCK, STEP)
+            kept_p = p
+            if DROPOUT > 0:
+                keep = dropout_mask(seed, queries, keys, head, DROPOUT)
+                kept_p = tl.where(keep, p, 0.0)  # divided by 1 - DROPOUT below
+                dp = tl.where(keep, dp * (1 / (1 - DROPOUT)), 0.0)
+            kept_p = kept_p.to(dy_tile.dtype)
+            dv_acc = tl.dot(kept_p, dy_tile, dv_acc, input_precision=PRECISION, out_dtype=dv_acc.dtype)
+            ds = (p * (dp - row_delta)).to(query.dtype)
+            dk_acc = tl.dot(ds, query, dk_acc, input_precision=PRECISION, out_dtype=dk_acc.dtype)
+    store_block(dk, dk_acc * SCALE, head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
+    store_block(dv, dv_acc * (1 / (1 - DROPOUT)), head, heads, batch, HS, row, first, T, HS, BLOCK_D, BLOCK)
 
 
 def launch_blocks(
-    kernel: Any, name: str, strided: tuple[Tensor, ...], others: tuple[Tensor | None, ...], seed: Tensor | None,
+    kernel: Any, name: str, strided: tuple[Tensor, ...], others: tuple[Tensor, ...], seed: Tensor | None,
     dropout_p: float, scale: float, **flags: bool,
 ) -> None:  # fmt: skip
     """Launch one program for each block of rows of each head.
 
     Args:
-        kernel: `forward_kernel`, `backward_kernel`, or a kernel of `attention_atomic.py`.
+        kernel: `forward_kernel`, `dq_kernel` or `dkv_kernel`.
         name: its key in configs.json, without the suffix for fp32 or dropout.
         strided: (B, nh, T, hs) inputs, which the kernel reads by their strides.
         others: the kernel's other tensors.
@@ -274,7 +297,7 @@ def launch_blocks(
     suffix = "_fp32" if strided[0].dtype not in HALF_TYPES else "" if seed is None else "_dropout"
     options = select_config(name + suffix, hs)
     block = options.pop("block")
-    step = options.pop("step", block)  # some kernels have no loop
+    step = options.pop("step")
     heads = options.pop("heads", 1)  # heads per program
     if heads > 1:  # only in the interpreter, which is faster with few programs
         while 16 < block >= 2 * T:
@@ -290,7 +313,9 @@ def launch_blocks(
     )  # fmt: skip
 
 
-def run_forward(
+# FLOPs of all (query, key) pairs, without the savings by causality, as torch counts them for SDPA.
+@kernel_op("causal_attention", flops=lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))
+def forward_op(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return y, (B, nh, T, hs) in the memory layout of (B, T, nh, hs), and lse, (B, nh, T)."""
@@ -299,10 +324,6 @@ def run_forward(
     lse = q.new_empty(B, nh, T, dtype=torch.promote_types(q.dtype, torch.float32))
     launch_blocks(forward_kernel, "attention_forward", (q, k, v), (y, lse), seed, dropout_p, scale, SPLIT=True)
     return y, lse
-
-
-# FLOPs of all (query, key) pairs, without the savings by causality, as torch counts them for SDPA.
-forward_op = kernel_op("causal_attention", flops=lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))(run_forward)
 
 
 @kernel_op("causal_attention_backward", flops=lambda dy, q, *_, **__: 5 * sdpa_flop_count(q, q, q) // 2)
@@ -316,8 +337,8 @@ def backward_op(
     y = y.transpose(1, 2).contiguous()  # copies only if saving y for the backward changed its layout
     delta = torch.empty_like(lse)
     options = (seed, dropout_p, scale)
-    launch_blocks(backward_kernel, "attention_dq", (q, dy, k, v), (y, lse, delta, dq, None), *options, DQ=True)
-    launch_blocks(backward_kernel, "attention_dkv", (k, v, q, dy), (None, lse, delta, dk, dv), *options, DQ=False)
+    launch_blocks(dq_kernel, "attention_dq", (q, dy, k, v), (y, lse, delta, dq), *options)
+    launch_blocks(dkv_kernel, "attention_dkv", (k, v, q, dy), (lse, delta, dk, dv), *options)
     return dq, dk, dv
 
 
@@ -350,39 +371,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sc
     Raises:
         KernelError: a shape, type, device or number is not supported.
     """
-    return call_operator(forward_op, "causal_attention", q, k, v, dropout_p, scale)
-
-
-def call_operator(op: Any, name: str, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> Tensor:
-    """Check the arguments of the function `name`, draw the seed of dropout, and return y of its operator."""
-    check_tensors(name, q=q, k=k, v=v)
+    check_tensors("causal_attention", q=q, k=k, v=v)
     q, k, v = (x.to(result_dtype(x)) for x in (q, k, v))
-    check_inputs(name, q, k, v, dropout_p, scale)
+    check_attention(q, k, v, dropout_p, scale)
     seed = torch.randint(2**63 - 1, (1,), device=q.device) if dropout_p > 0 else None
-    return op(q, k, v, seed, dropout_p, q.size(-1) ** -0.5 if scale is None else scale)[0]
-
-
-def check_inputs(name: str, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> None:
-    """Check shapes, types and numbers.
-
-    Raises:
-        KernelError: names the argument and what to pass.
-    """
-    problem = None
-    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dim() == 4 and q.size(-1) > 0):
-        actual = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
-        problem = f"q, k and v are {actual}: pass three tensors of one type and one shape (B, nh, T, hs)"
-    elif q.size(-1) > MAX_HEAD_SIZE:
-        problem = (
-            f"heads have {q.size(-1)} channels, and the kernel supports up to {MAX_HEAD_SIZE}: use "
-            "F.scaled_dot_product_attention or the reference"
-        )
-    elif not 0 <= dropout_p < 1:
-        problem = f"dropout_p={dropout_p} is out of range: use a probability in [0, 1)"
-    elif scale is not None and not 0 < scale < math.inf:
-        problem = f"scale={scale} is out of range: use a positive number, or None for 1 / sqrt(hs)"
-    if problem:
-        raise KernelError(f"{name}: {problem}")
+    return forward_op(q, k, v, seed, dropout_p, q.size(-1) ** -0.5 if scale is None else scale)[0]
 
 
 def cost(B: int, nh: int, T: int, hs: int, itemsize: int) -> tuple[Cost, Cost]:

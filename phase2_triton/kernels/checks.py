@@ -9,6 +9,7 @@ from torch import Tensor
 from phase2_triton.kernels.core import HALF_TYPES, KernelError, is_interpreted, unavailable_reason
 
 OPTIONAL = ("branch", "bias")  # arguments that may be None
+MAX_HEAD_SIZE = 128  # channels per head
 
 
 def check_tensors(kernel: str, **tensors: Any) -> None:
@@ -34,25 +35,43 @@ def check_tensors(kernel: str, **tensors: Any) -> None:
             raise KernelError(f"{kernel}: {name} is {tensor.dtype}: pass float32, bfloat16, float16 or float64")
 
 
-def check_number(kernel: str, name: str, value: float, minimum: float = -math.inf, below: float = math.inf) -> None:
-    """Check that a value is a number in [minimum, below).
+def check_number(kernel: str, name: str, value: float, minimum: float = -math.inf) -> None:
+    """Check that a value is a number of at least `minimum`.
 
     Raises:
         KernelError: names the argument and the range.
     """
-    if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and minimum <= value < below:
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and minimum <= value < math.inf:
         return
-    valid = "a number"
-    if below < math.inf:
-        valid = f"a number in [{minimum}, {below})"
-    elif minimum > -math.inf:
-        valid = f"a number of at least {minimum}"
+    valid = "a number" if minimum == -math.inf else f"a number of at least {minimum}"
     raise KernelError(f"{kernel}: {name}={value!r} is not valid: pass {valid}")
 
 
+def check_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> None:
+    """Check shapes, types and numbers of the arguments of attention.
+
+    Raises:
+        KernelError: names the argument and what to pass.
+    """
+    problem = None
+    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dim() == 4 and q.size(-1) > 0):
+        actual = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
+        problem = f"q, k and v are {actual}: pass three tensors of one type and one shape (B, nh, T, hs)"
+    elif q.size(-1) > MAX_HEAD_SIZE:
+        problem = (
+            f"heads have {q.size(-1)} channels, and the kernel supports up to {MAX_HEAD_SIZE}: use "
+            "F.scaled_dot_product_attention or the reference"
+        )
+    elif not 0 <= dropout_p < 1:
+        problem = f"dropout_p={dropout_p} is out of range: use a probability in [0, 1)"
+    elif scale is not None and not 0 < scale < math.inf:
+        problem = f"scale={scale} is out of range: use a positive number, or None for 1 / sqrt(hs)"
+    if problem:
+        raise KernelError(f"causal_attention: {problem}")
+
+
 def check_loss(
-    kernel: str, x: Tensor, targets: Tensor, V: int | None, ignore_index: int, smoothing: float, z_loss: float,
-    reduction: str,
+    kernel: str, x: Tensor, targets: Tensor, V: int | None, ignore_index: int, reduction: str
 ) -> None:  # fmt: skip
     """Check the arguments that both losses share.
 
@@ -61,7 +80,7 @@ def check_loss(
         x: the logits, or the hidden states from which V logits per row are computed.
         targets: the class of each row of x.
         V: number of classes; None: the width of x.
-        ignore_index, smoothing, z_loss, reduction: the options of the loss.
+        ignore_index, reduction: the options of the loss.
 
     Raises:
         KernelError: names the argument and what to pass.
@@ -77,8 +96,6 @@ def check_loss(
         raise KernelError(f"{kernel}: targets are {targets.dtype} on {targets.device}: pass int64 on {x.device}")
     if reduction not in ("mean", "sum"):
         raise KernelError(f"{kernel}: reduction={reduction!r} is unknown: use mean or sum")
-    check_number(kernel, "label_smoothing", smoothing, 0, 1)
-    check_number(kernel, "z_loss", z_loss, 0)
     check_number(kernel, "ignore_index", ignore_index)
     V = x.size(-1) if V is None else V
     if kernel == "cross_entropy" and not 0 < V <= x.size(-1):

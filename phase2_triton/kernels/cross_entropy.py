@@ -1,11 +1,9 @@
 """Cross-entropy of given logits, forward and backward. `linear_cross_entropy.py` avoids storing the logits.
 
-    peak = max(z)        total = sum(exp(z - peak))        lse = peak + log(total)        p = exp(z - peak) / total
-    loss = log(total) - (1 - s) (z[target] - peak) - s (mean(z) - peak) + w lse^2
-    dz = p (1 + 2 w lse) - (1 - s) [target] - s / V
+    peak = max(z)        total = sum(exp(z - peak))        p = exp(z - peak) / total
+    loss = log(total) - (z[target] - peak)        dz = p - [target]
 
-s is the label smoothing (Szegedy et al. 2016). w is the weight of the z-loss, which keeps lse near 0 (Chowdhery et al.
-2022, section 5). [target] is 1 for the target class and 0 for all others.
+[target] is 1 for the target class and 0 for all others.
 
 One pass over a row finds its largest logit and its sum of exponentials together. When a larger logit appears, the
 kernel scales down the sum that it has so far (online softmax, Milakov & Gimelshein 2018).
@@ -46,8 +44,6 @@ def reference(
     logits: Tensor,
     targets: Tensor,
     ignore_index: int = -1,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     reduction: str = "mean",
     vocab_size: int | None = None,
 ) -> Tensor:
@@ -56,12 +52,8 @@ def reference(
     z = z if z.dtype == torch.float64 else z.float()  # (M, V)
     targets = targets.reshape(-1)
     is_counted = targets != ignore_index
-    lse = z.logsumexp(-1)
     target_logits = z.gather(1, targets.where(is_counted, 0).unsqueeze(1)).squeeze(1)
-    losses = lse - (1 - label_smoothing) * target_logits + z_loss * lse.square()
-    if label_smoothing:
-        losses = losses - label_smoothing * z.mean(-1)
-    return reduce(losses.where(is_counted, 0.0), is_counted, reduction)
+    return reduce((z.logsumexp(-1) - target_logits).where(is_counted, 0.0), is_counted, reduction)
 
 
 def reduce(losses: Tensor, is_counted: Tensor, reduction: str) -> Tensor:
@@ -92,8 +84,7 @@ def two_pass_kernel(logits, targets, losses, V, stride, ignore_index, BLOCK: tl.
 @jit
 def forward_kernel(
     logits, targets, losses, peaks, totals, M, V, padded_V, full_V, stride, ignore_index,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, GRADIENT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 and 4, and with GRADIENT step 3: the losses of ROWS rows.
 
@@ -105,50 +96,40 @@ def forward_kernel(
     # 64-bit offsets: 65,536 rows of 50,304 logits exceed 2^31. Rows beyond M read row M - 1 and are never stored.
     base = logits + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * stride  # (ROWS, 1)
     peak = to_fp32(tl.max(tl.load(base), 1))  # the first logit of each row
-    total, shifted_sum = tl.zeros_like(peak), tl.zeros_like(peak)  # shifted_sum: of z - origin, for label smoothing
-    origin = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.zeros_like(peak)
     for first in range(0, full_V, BLOCK):
         cols = first + tl.arange(0, BLOCK)[None, :]
         z = to_fp32(tl.load(base + cols, eviction_policy="evict_last"))
         peak, total = add_tile(z, peak, total)
-        if SMOOTHING > 0:
-            shifted_sum += tl.sum(z - origin[:, None], 1)
     for first in range(full_V, V, TAIL):
         cols = first + tl.arange(0, TAIL)[None, :]
         z = to_fp32(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_last"))
         peak, total = add_tile(z, peak, total)
-        if SMOOTHING > 0:
-            shifted_sum += tl.sum(tl.where(cols < V, z - origin[:, None], 0.0), 1)
     target = tl.load(targets + rows, mask=rows < M, other=0)
     is_class = (target >= 0) & (target < V)
     target_logit = tl.max(to_fp32(tl.load(base + tl.where(is_class, target, 0)[:, None])), 1)
-    lse = peak + tl.log(total)
-    loss = tl.log(total) - (1 - SMOOTHING) * (target_logit - peak) + Z_LOSS * lse * lse
-    if SMOOTHING > 0:
-        loss -= SMOOTHING * (shifted_sum / V + (origin - peak))
-    loss = tl.where(is_class, loss, float("nan"))
+    loss = tl.where(is_class, tl.log(total) - (target_logit - peak), float("nan"))
     is_counted = target != ignore_index
     tl.store(losses + rows, tl.where(is_counted, loss, 0.0), mask=rows < M)
     tl.store(peaks + rows, peak, mask=rows < M)
     tl.store(totals + rows, total, mask=rows < M)
     if GRADIENT:
         tl.debug_barrier()  # every warp must load `target_logit` before any warp writes over the logits
-        scale = compute_gradient_scale(peak, total, is_class, is_counted, Z_LOSS)
-        smoothing = tl.where(is_counted, SMOOTHING / V, 0.0)[:, None]
+        scale = compute_gradient_scale(total, is_class, is_counted)
         for first in range(0, full_V, BLOCK):
             cols = first + tl.arange(0, BLOCK)[None, :]
             z = to_fp32(tl.load(base + cols, eviction_policy="evict_first"))
             z = tl.where(is_counted[:, None], z, float("-inf"))
-            dz = exp(z - peak[:, None]) * scale[:, None] - smoothing
+            dz = exp(z - peak[:, None]) * scale[:, None]
             tl.store(base + cols, dz, mask=(rows < M)[:, None])
         for first in range(full_V, padded_V, TAIL):
             cols = first + tl.arange(0, TAIL)[None, :]
             z = to_fp32(tl.load(base + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first"))
             z = tl.where(is_counted[:, None], z, float("-inf"))
-            dz = exp(z - peak[:, None]) * scale[:, None] - tl.where(cols < V, smoothing, 0.0)
+            dz = exp(z - peak[:, None]) * scale[:, None]
             tl.store(base + cols, dz, mask=(rows < M)[:, None] & (cols < padded_V))
         tl.debug_barrier()  # the gradient of the target replaces what another warp may have written
-        dz = exp(target_logit - peak) * scale - SMOOTHING / V - (1 - SMOOTHING)
+        dz = exp(target_logit - peak) * scale - 1
         tl.store(base + target[:, None], dz[:, None], mask=(is_counted & is_class & (rows < M))[:, None])
 
 
@@ -167,23 +148,22 @@ def exp(x):
 
 
 @jit
-def compute_gradient_scale(peak, total, is_class, is_counted, Z_LOSS: tl.constexpr):
+def compute_gradient_scale(total, is_class, is_counted):
     """Return the factor of exp(z - peak) in the gradient of each row: 0 if ignored, NaN if the target is no class.
 
     One division per row replaces one per logit.
     """
-    scale = (1 + 2 * Z_LOSS * (peak + tl.log(total))) / total
-    return tl.where(is_counted, tl.where(is_class, scale, float("nan")), 0.0)
+    return tl.where(is_counted, tl.where(is_class, 1 / total, float("nan")), 0.0)
 
 
 @jit
 def backward_kernel(
     logits, targets, peaks, totals, dlosses, out, M, V, padded_V, stride, ignore_index,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a tile of logits, multiplied by the gradient of each row's loss.
 
-    `out` may be the logits themselves. dz is 0 where z is -inf, as in padding columns.
+    dz is 0 where z is -inf, as in padding columns.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -194,26 +174,22 @@ def backward_kernel(
     total = tl.load(totals + rows, mask=rows < M, other=1.0)
     dloss = tl.load(dlosses + rows, mask=rows < M, other=0.0)
     is_counted = target != ignore_index
-    scale = compute_gradient_scale(peak, total, (target >= 0) & (target < V), is_counted, Z_LOSS) * dloss
+    scale = compute_gradient_scale(total, (target >= 0) & (target < V), is_counted) * dloss
     z = tl.where(is_counted[:, None], z, float("-inf"))
     dz = exp(z - peak[:, None]) * scale[:, None]
-    if SMOOTHING > 0:
-        dz -= tl.where(cols < V, tl.where(is_counted, SMOOTHING / V * dloss, 0.0)[:, None], 0.0)
     is_target = (cols == target[:, None]) & is_counted[:, None]
-    dz -= tl.where(is_target, ((1 - SMOOTHING) * dloss)[:, None], 0.0)
+    dz -= tl.where(is_target, dloss[:, None], 0.0)
     tl.store(out + offs, dz, mask=(rows < M)[:, None] & (cols < padded_V))
 
 
 @kernel_op("cross_entropy")
-def forward_op(
-    logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, smoothing: float, z_loss: float, in_place: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss (0 for an ignored target), peak and total of each row. Only the backward uses `in_place`."""
-    return run_forward(logits, targets, vocab_size, ignore_index, smoothing, z_loss, gradient=False)
+def forward_op(logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss (0 for an ignored target), peak and total of each row."""
+    return run_forward(logits, targets, vocab_size, ignore_index, gradient=False)
 
 
 def run_forward(
-    logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, smoothing: float, z_loss: float, gradient: bool
+    logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, peaks and totals of contiguous logits, (M, V).
 
@@ -228,7 +204,7 @@ def run_forward(
     tail = min(options["BLOCK"], next_power_of_2(padded_V - full_V))
     launch(
         forward_kernel, (-(-M // rows),), logits, targets, losses, peaks, totals, M, vocab_size, padded_V, full_V,
-        padded_V, ignore_index, SMOOTHING=smoothing, Z_LOSS=z_loss, GRADIENT=gradient, ROWS=rows, TAIL=tail, **options,
+        padded_V, ignore_index, GRADIENT=gradient, ROWS=rows, TAIL=tail, **options,
     )  # fmt: skip
     return losses, peaks, totals
 
@@ -243,51 +219,28 @@ def select_tiles(kernel: str, M: int, V: int) -> tuple[dict[str, int], int]:
 
 @kernel_op("cross_entropy_backward")
 def backward_op(
-    dlosses: Tensor, logits: Tensor, targets: Tensor, peaks: Tensor, totals: Tensor,
-    vocab_size: int, ignore_index: int, smoothing: float, z_loss: float,
-) -> Tensor:  # fmt: skip
+    dlosses: Tensor, logits: Tensor, targets: Tensor, peaks: Tensor, totals: Tensor, vocab_size: int, ignore_index: int
+) -> Tensor:
     """Return the gradient of the logits, (M, V), in a new tensor."""
-    out = torch.empty_like(logits)
-    return run_backward(out, dlosses, logits, targets, peaks, totals, vocab_size, ignore_index, smoothing, z_loss)
-
-
-@kernel_op("cross_entropy_backward_", mutates=("logits",))
-def backward_op_(
-    dlosses: Tensor, logits: Tensor, targets: Tensor, peaks: Tensor, totals: Tensor,
-    vocab_size: int, ignore_index: int, smoothing: float, z_loss: float,
-) -> None:  # fmt: skip
-    """Write the gradient of the logits, (M, V), over the logits."""
-    run_backward(logits, dlosses, logits, targets, peaks, totals, vocab_size, ignore_index, smoothing, z_loss)
-
-
-def run_backward(
-    out: Tensor, dlosses: Tensor, logits: Tensor, targets: Tensor, peaks: Tensor, totals: Tensor,
-    vocab_size: int, ignore_index: int, smoothing: float, z_loss: float,
-) -> Tensor:  # fmt: skip
-    """Write the gradient of the logits into `out`, and return it."""
     M, padded_V = logits.shape
+    out = torch.empty_like(logits)
     options, rows = select_tiles("cross_entropy_backward", M, padded_V)
     launch(
         backward_kernel, (-(-M // rows), -(-padded_V // options["BLOCK"])),
-        logits, targets, peaks, totals, dlosses, out, M, vocab_size, padded_V, padded_V,
-        ignore_index, SMOOTHING=smoothing, Z_LOSS=z_loss, ROWS=rows, **options,
+        logits, targets, peaks, totals, dlosses, out, M, vocab_size, padded_V, padded_V, ignore_index,
+        ROWS=rows, **options,
     )  # fmt: skip
     return out
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, targets, *ctx.options, ctx.in_place = inputs
+    logits, targets, *ctx.options = inputs
     ctx.save_for_backward(logits, targets, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def backward(ctx: Any, dlosses: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    logits, *others = ctx.saved_tensors
-    args = (dlosses.contiguous(), logits, *others, *ctx.options)
-    if ctx.in_place and not torch.compiler.is_compiling():  # in a compiled graph, the compiler plans the memory
-        backward_op_(*args)
-        return logits, *[None] * 6
-    return backward_op(*args), *[None] * 6
+    return backward_op(dlosses.contiguous(), *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 forward_op.register_autograd(backward, setup_context=setup_context)
@@ -297,11 +250,8 @@ def cross_entropy(
     logits: Tensor,
     targets: Tensor,
     ignore_index: int = -1,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     reduction: str = "mean",
     vocab_size: int | None = None,
-    in_place: bool = False,
 ) -> Tensor:
     """Return the cross-entropy in nats, computed in fp32 (fp64 for fp64).
 
@@ -309,11 +259,8 @@ def cross_entropy(
         logits: (..., V).
         targets: int64, the shape of logits without the last dimension.
         ignore_index: targets of this value count neither in the loss nor in the mean.
-        label_smoothing: probability that is moved from the target to all classes, in [0, 1).
-        z_loss: weight of the squared logsumexp.
         reduction: mean over the targets that count (0 if no target counts), or sum.
         vocab_size: columns from this one on are padding; default: no padding.
-        in_place: the backward writes the gradient over the logits. No other code may read the logits afterwards.
 
     Returns:
         A scalar, fp32. On a GPU a target outside of [0, V) makes it NaN: checking the targets would wait for the GPU.
@@ -321,10 +268,10 @@ def cross_entropy(
     Raises:
         KernelError: a shape, type, device or option is not supported; in the interpreter also an invalid target.
     """
-    check_loss("cross_entropy", logits, targets, vocab_size, ignore_index, label_smoothing, z_loss, reduction)
+    check_loss("cross_entropy", logits, targets, vocab_size, ignore_index, reduction)
     V = logits.size(-1) if vocab_size is None else vocab_size
     labels = targets.reshape(-1).contiguous()
-    losses, *_ = forward_op(flatten_rows(logits), labels, V, ignore_index, label_smoothing, z_loss, in_place)
+    losses, *_ = forward_op(flatten_rows(logits), labels, V, ignore_index)
     return reduce(losses, labels != ignore_index, reduction)
 
 

@@ -52,7 +52,7 @@ def flops(x: Any, weight: Any, *args: Any, **_: Any) -> int:
 
 @kernel_op("linear_cross_entropy", flops=flops)
 def forward_op(
-    x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, ignore_index: int, smoothing: float, z_loss: float,
+    x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, ignore_index: int,
     need_dx: bool, need_dw: bool, chunk_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the sum of the losses of contiguous x, (M, K), and its gradients dx and dW (empty where not needed)."""
@@ -66,7 +66,7 @@ def forward_op(
         h = x_chunk.to(dtype)  # (rows, K)
         z = h @ w.t()  # (rows, V): the logits; run_forward writes their gradient over them
         gradient = need_dx or need_dw
-        chunk_losses, *_ = cross_entropy.run_forward(z, labels, V, ignore_index, smoothing, z_loss, gradient)
+        chunk_losses, *_ = cross_entropy.run_forward(z, labels, V, ignore_index, gradient)
         losses.append(chunk_losses)
         if need_dx:
             dx.append((z @ w).to(x.dtype))
@@ -107,7 +107,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     dx, dw = backward_op(dloss, *ctx.saved_tensors)
-    return dx if ctx.need_dx else None, dw if ctx.need_dw else None, *[None] * 8
+    return dx if ctx.need_dx else None, dw if ctx.need_dw else None, *[None] * 6
 
 
 forward_op.register_autograd(backward, setup_context=setup_context)
@@ -118,8 +118,6 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     ignore_index: int = -1,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     reduction: str = "mean",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
@@ -130,8 +128,6 @@ def linear_cross_entropy(
         weight: the weight of the linear head, (V, K).
         targets: int64, the shape of x without the last dimension.
         ignore_index: targets of this value count neither in the loss nor in the mean.
-        label_smoothing: probability that is moved from the target to all classes, in [0, 1).
-        z_loss: weight of the squared logsumexp.
         reduction: mean over the targets that count (0 if no target counts), or sum.
         chunk_bytes: largest size of the logits of one chunk.
 
@@ -147,13 +143,13 @@ def linear_cross_entropy(
         raise KernelError(
             f"{name}: weight has shape {tuple(weight.shape)} and x {tuple(x.shape)}: pass (V, K) and (..., K)"
         )
-    check_loss(name, x, targets, weight.size(0), ignore_index, label_smoothing, z_loss, reduction)
+    check_loss(name, x, targets, weight.size(0), ignore_index, reduction)
     check_number(name, "chunk_bytes", chunk_bytes, 1)
     labels = targets.reshape(-1).contiguous()
     has_grad = torch.is_grad_enabled()
     total, _, _ = forward_op(
         flatten_rows(x), weight.contiguous(), labels, result_dtype(x), ignore_index,
-        label_smoothing, z_loss, has_grad and x.requires_grad, has_grad and weight.requires_grad, chunk_bytes,
+        has_grad and x.requires_grad, has_grad and weight.requires_grad, chunk_bytes,
     )  # fmt: skip
     return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
 

@@ -46,24 +46,20 @@ def test_cross_entropy_is_as_exact_as_torch(M, V, dtype):
     )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize(
-    "options", [{"label_smoothing": 0.1}, {"z_loss": 0.01}, {"label_smoothing": 0.3, "z_loss": 1.0}]
-)
-def test_options_of_cross_entropy_match_the_reference(options, reduction):
-    """Label smoothing, z-loss and the sum give the reference's loss and gradient, also with multiple tiles per row."""
+def test_the_sum_matches_the_reference():
+    """The sum gives the reference's loss and gradient, also with multiple tiles per row."""
     labels, logits = make_targets(9, 300), (4 * draw_normal((9, 300))).float().requires_grad_()
     assert_as_exact_as_torch(
-        lambda z: unfused.cross_entropy(z, labels, reduction=reduction, **options),
-        lambda z: unfused.reference(z, labels, reduction=reduction, **options),
+        lambda z: unfused.cross_entropy(z, labels, reduction="sum"),
+        lambda z: unfused.reference(z, labels, reduction="sum"),
         (logits,),
     )
 
 
 def test_the_reference_matches_torchs_cross_entropy():
-    """The reference matches F.cross_entropy, with label smoothing and ignored targets."""
+    """The reference matches F.cross_entropy, with ignored targets."""
     labels, logits = make_targets(9, 300), 4 * draw_normal((9, 300))
-    for options in ({}, {"label_smoothing": 0.2}, {"reduction": "sum"}):
+    for options in ({}, {"reduction": "sum"}):
         actual = unfused.reference(logits, labels, **options)
         assert actual.item() == pytest.approx(
             torch_cross_entropy(logits, labels, ignore_index=-1, **options).item(), rel=1e-12
@@ -79,7 +75,7 @@ def test_maximum_and_sum_are_carried_over_tiles(full_columns):
         z = guard(logits)
         launch(
             unfused.forward_kernel, (4,), z, labels, losses, peaks, totals, 7, 1000, 1000, full_columns, 1000, -1,
-            0.0, 0.0, GRADIENT=True, ROWS=2, BLOCK=64, TAIL=16,
+            GRADIENT=True, ROWS=2, BLOCK=64, TAIL=16,
         )  # fmt: skip
     leaf = logits.double().requires_grad_()
     exact = F.cross_entropy(leaf, labels, ignore_index=-1, reduction="none")
@@ -106,19 +102,15 @@ def test_large_logits_do_not_overflow(scale):
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}])
 @pytest.mark.parametrize("offset", [-500.0, 1e3, 1e6])
-def test_a_large_common_offset_costs_no_precision(offset, options):
+def test_a_large_common_offset_costs_no_precision(offset):
     """If all logits of a row have a large common offset, the kernels and step 1 are as exact as torch."""
     logits, labels = (draw_normal((6, 300)) + offset).float().requires_grad_(), make_targets(6, 300, ignored=False)
     assert_as_exact_as_torch(
-        lambda z: unfused.cross_entropy(z, labels, **options),
-        lambda z: torch_cross_entropy(z, labels, **options),
-        (logits,),
+        lambda z: unfused.cross_entropy(z, labels), lambda z: torch_cross_entropy(z, labels), (logits,)
     )
-    if not options:
-        exact = F.cross_entropy(logits.double(), labels, reduction="none")
-        assert gap(unfused.run_two_pass_step(logits.detach(), labels), exact) <= 3e-6
+    exact = F.cross_entropy(logits.double(), labels, reduction="none")
+    assert gap(unfused.run_two_pass_step(logits.detach(), labels), exact) <= 3e-6
 
 
 def test_a_second_derivative_is_refused():
@@ -166,8 +158,8 @@ def test_loss_is_0_without_targets(M):
 def test_padded_columns_are_ignored():
     """If only 50 of 64 columns are real, the loss is computed from these 50. The gradient of the others is 0."""
     logits, labels = torch.randn(5, 64, requires_grad=True), make_targets(5, 50)
-    loss = unfused.cross_entropy(logits, labels, vocab_size=50, label_smoothing=0.1)
-    exact = unfused.reference(logits.double()[:, :50], labels, label_smoothing=0.1)
+    loss = unfused.cross_entropy(logits, labels, vocab_size=50)
+    exact = unfused.reference(logits.double()[:, :50], labels)
     assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert not gradient[:, 50:].any() and gradient[:, :50].any()
@@ -189,20 +181,6 @@ def test_logits_of_any_layout_work():
         assert torch.autograd.grad(loss, leaf)[0].shape == logits.shape
 
 
-def test_in_place_allocates_no_memory_for_the_gradient():
-    """`in_place` writes the gradient into the memory of the logits. A second backward pass is refused."""
-    source, labels = torch.randn(5, 64, requires_grad=True), make_targets(5, 64)
-    logits = source * 2
-    loss = unfused.cross_entropy(logits, labels, in_place=True)
-    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    assert gradient.data_ptr() == logits.data_ptr()
-    plain_logits = (source * 2).detach().requires_grad_()
-    (expected,) = torch.autograd.grad(unfused.reference(plain_logits, labels), plain_logits)
-    assert gap(gradient, expected) <= 1e-6
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(loss, logits)
-
-
 HEADS = [(1, 24, 769, 1), (33, 40, 1023, 4), (16, 8, 50257, 2), (65, 48, 75, 9)]
 
 
@@ -219,14 +197,13 @@ def test_the_fused_head_is_as_exact_as_torch(M, K, V, chunks, dtype):
     )
 
 
-@pytest.mark.parametrize("options", [{"label_smoothing": 0.1, "z_loss": 0.01}, {"reduction": "sum"}])
-def test_options_of_the_fused_head_match_the_reference(options):
-    """The options have the same effect as without fusion."""
+def test_the_sum_of_the_fused_head_matches_the_reference():
+    """The sum is that of the loss without fusion."""
     x, w = (draw_normal(shape, seed).float().requires_grad_() for shape, seed in (((9, 16), 1), ((300, 16), 2)))
     labels = make_targets(9, 300)
     assert_as_exact_as_torch(
-        lambda x, w: fused.linear_cross_entropy(x, w, labels, chunk_bytes=2400, **options),
-        lambda x, w: fused.reference(x, w, labels, **options),
+        lambda x, w: fused.linear_cross_entropy(x, w, labels, chunk_bytes=2400, reduction="sum"),
+        lambda x, w: fused.reference(x, w, labels, reduction="sum"),
         (x, w),
     )
 
@@ -264,14 +241,14 @@ def test_the_fused_head_computes_only_needed_products():
 @pytest.mark.parametrize("loss_of", ["unfused", "fused"])
 @pytest.mark.heavy
 def test_gradcheck(loss_of):
-    """In fp64, finite differences match the backward pass, with every option on."""
-    labels, options = torch.tensor([1, -1, 8]), {"label_smoothing": 0.1, "z_loss": 0.1}
+    """In fp64, finite differences match the backward pass."""
+    labels = torch.tensor([1, -1, 8])
     if loss_of == "unfused":
         z = draw_normal((3, 9)).requires_grad_()
-        assert torch.autograd.gradcheck(lambda z: unfused.cross_entropy(z, labels, **options), (z,))
+        assert torch.autograd.gradcheck(lambda z: unfused.cross_entropy(z, labels), (z,))
     else:
         x, w = draw_normal((3, 4), 1).requires_grad_(), draw_normal((9, 4), 2).requires_grad_()
-        assert torch.autograd.gradcheck(lambda x, w: fused.linear_cross_entropy(x, w, labels, **options), (x, w))
+        assert torch.autograd.gradcheck(lambda x, w: fused.linear_cross_entropy(x, w, labels), (x, w))
 
 
 @pytest.mark.heavy
@@ -279,23 +256,21 @@ def test_the_operators_pass_opcheck():
     """Schemas, fake tensors, autograd and AOT tracing are correct for every operator of both files."""
     z, labels, x, w = torch.randn(6, 70, requires_grad=True), make_targets(6, 70), torch.randn(6, 8), torch.randn(70, 8)
     rows = (torch.randn(6), torch.randn(6), torch.rand(6) + 1)
-    assert_registered(unfused.forward_op, (z, labels, 70, -1, 0.1, 0.0, False))
-    assert_registered(unfused.backward_op, (rows[0], z.detach(), labels, *rows[1:], 70, -1, 0.1, 0.0))
-    assert_registered(unfused.backward_op_, (rows[0], z.detach().clone(), labels, *rows[1:], 70, -1, 0.1, 0.0))
+    assert_registered(unfused.forward_op, (z, labels, 70, -1))
+    assert_registered(unfused.backward_op, (rows[0], z.detach(), labels, *rows[1:], 70, -1))
     leaves = (x.requires_grad_(), w.requires_grad_())
-    assert_registered(fused.forward_op, (*leaves, labels, torch.float32, -1, 0.1, 0.1, True, True, 1000))
+    assert_registered(fused.forward_op, (*leaves, labels, torch.float32, -1, True, True, 1000))
 
 
 @pytest.mark.heavy
 def test_compiled_results_match_eager():
-    """torch.compile(fullgraph=True) gives eager mode's loss and gradients, also with numbers as options."""
+    """torch.compile(fullgraph=True) gives eager mode's loss and gradients."""
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(70, 8, requires_grad=True)
     labels = make_targets(6, 70)
 
     def loss(x, w):
         h = x * 2
-        fused_loss = fused.linear_cross_entropy(h, w, labels, label_smoothing=0.25, z_loss=0.125)
-        return fused_loss + unfused.cross_entropy(h @ w.t(), labels, label_smoothing=0.25, in_place=True)
+        return fused.linear_cross_entropy(h, w, labels) + unfused.cross_entropy(h @ w.t(), labels)
 
     for a, b in zip(
         torch.autograd.grad(compile_full_graph(loss)(x, w), (x, w)),
@@ -344,18 +319,12 @@ INVALID_CALLS = [
         r"weight has shape \(9, 5\) and x \(3, 9\)",
     ),
     (
-        lambda: fused.linear_cross_entropy(
-            torch.zeros(3, 9), torch.zeros(5, 9), torch.full((3,), 1), label_smoothing=1.0
-        ),
-        r"label_smoothing=1.0 is not valid: pass a number in \[0, 1\)",
-    ),
-    (
         lambda: unfused.cross_entropy(torch.zeros(3, 9), torch.full((3,), 1), vocab_size=0),
         "vocab_size=0 is out of range",
     ),
     (
-        lambda: unfused.cross_entropy(torch.zeros(3, 9), torch.full((3,), 1), z_loss=-1.0),
-        "z_loss=-1.0 is not valid: pass a number of at least 0",
+        lambda: unfused.cross_entropy(torch.zeros(3, 9), torch.full((3,), 1), ignore_index=None),
+        "ignore_index=None is not valid: pass a number",
     ),
     (lambda: unfused.cross_entropy(torch.zeros(3, 9), None), "targets have shape None: pass"),
     (
@@ -385,7 +354,7 @@ def test_an_unknown_label_reads_nothing_and_gives_nan():
     losses, peaks, totals = (guard(torch.zeros(2)) for _ in range(3))
     labels, z = torch.tensor([2**40, 1]), guard(torch.zeros(2, 9))
     launch(
-        unfused.forward_kernel, (1,), z, labels, losses, peaks, totals, 2, 9, 9, 0, 9, -1, 0.0, 0.0,
+        unfused.forward_kernel, (1,), z, labels, losses, peaks, totals, 2, 9, 9, 0, 9, -1,
         GRADIENT=True, ROWS=2, BLOCK=16, TAIL=16,
     )  # fmt: skip
     assert losses[0].isnan() and losses[1].item() == pytest.approx(torch.tensor(9.0).log().item())

@@ -143,7 +143,7 @@ def inspect_adamw(module):
 
 def find_barriers(module):
     logits, targets = torch.empty(64, 50304, device="meta"), torch.empty(64, dtype=torch.int64, device="meta")
-    ir = compile_first_launch(lambda: module.run_forward(logits, targets, 50304, -1, 0.0, 0.0, True))["ttir"]
+    ir = compile_first_launch(lambda: module.run_forward(logits, targets, 50304, -1, True))["ttir"]
     first_gradient, last_gradient = (each.start() for each in list(re.finditer("tt.store", ir))[3:5])
     target_logit, target_gradient = ir.rindex("tt.reduce", 0, first_gradient), ir.rindex("tt.store")
     return ["barrier" in ir[target_logit:first_gradient], "barrier" in ir[last_gradient:target_gradient]]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from phase2_triton.kernels import adamw, attention, attention_atomic, core, cross_entropy, embedding, gelu, layernorm
+from phase2_triton.kernels import adamw, attention, core, cross_entropy, embedding, gelu, layernorm
 from tests.helpers.kernels import import_variant
 
 if not core.is_interpreted():
@@ -48,7 +48,7 @@ def call_embedding(kernels: Any) -> None:
 
 
 def call_gelu(kernels: Any) -> None:
-    (kernels.bias_gelu(draw(70, 64), draw(64)).sum() + kernels.linear_gelu(draw(70, 64), draw(66, 64)).sum()).backward()
+    kernels.bias_gelu(draw(70, 64), draw(64)).sum().backward()
 
 
 def call_layer_norm(kernels: Any) -> None:
@@ -60,15 +60,10 @@ def call_cross_entropy(kernels: Any) -> None:
     kernels.cross_entropy(draw(70, 64), torch.arange(70) % 64).backward()
 
 
-def call_attention(kernels: Any, name: str = "causal_attention") -> None:
+def call_attention(kernels: Any) -> None:
     config = {"block": 64, "step": 64, "heads": 2}
-    with mock.patch.object(attention, "select_config", lambda *_: dict(config)):
-        kernels.select_config = attention.select_config
-        getattr(kernels, name)(*(draw(2, 3, 210, 8) for _ in range(3))).sum().backward()
-
-
-def call_atomic_attention(kernels: Any) -> None:
-    call_attention(kernels, "causal_attention_atomic")
+    with mock.patch.object(kernels, "select_config", lambda *_: dict(config)):
+        kernels.causal_attention(*(draw(2, 3, 210, 8) for _ in range(3))).sum().backward()
 
 
 def call_adamw(kernels: Any) -> None:
@@ -81,7 +76,6 @@ def call_adamw(kernels: Any) -> None:
 CALLS: dict[ModuleType, tuple[Callable[[Any], None], tuple[str, ...]]] = {
     adamw: (call_adamw, ("one_tensor_kernel",)),
     attention: (call_attention, ("all_keys_kernel",)),
-    attention_atomic: (call_atomic_attention, ()),
     cross_entropy: (call_cross_entropy, ("two_pass_kernel",)),
     embedding: (call_embedding, ("atomic_kernel",)),
     gelu: (call_gelu, ()),

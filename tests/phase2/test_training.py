@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, GPTConfig
 from phase2_triton.apply import (
-    BY_NAME_ONLY,
     KERNELS,
     TritonConfig,
     apply_kernels,
@@ -34,7 +33,7 @@ from phase2_triton.changes import find_change, hash_method
 from phase2_triton.kernels.core import KernelError, is_interpreted
 from tests.helpers.kernels import compile_full_graph, draw_integers
 from tests.helpers.programs import DEADLINE, assert_refused, run_program
-from tests.helpers.training import CONFIGS, ROOT, gap, tiny, train, train_all
+from tests.helpers.training import ROOT, gap, tiny, train, train_all
 from workshop.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -84,7 +83,7 @@ def compute_max_gap(a, b):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kernels", [*KERNELS[1:], *BY_NAME_ONLY, "all"])
+@pytest.mark.parametrize("kernels", [*KERNELS[1:], "all"])
 def test_a_model_with_kernels_matches_the_plain_model(kernels, bias):
     """The loss and every gradient match, with each kernel alone and with all kernels, with and without biases.
 
@@ -193,34 +192,6 @@ def test_auto_stays_auto_in_a_checkpoint(tmp_path, device):
     assert json.loads(manifest.read_text())["config"]["kernels"] == "auto"
     resumed = train_small_model("phase2_triton", 1, tmp_path / "cut", device, init_from="resume", **small)
     assert resumed == uninterrupted
-
-
-def test_atomic_attention_has_the_losses_of_the_other_kernels(tmp_path, device):
-    """The losses of attention_atomic are those of attention and of the baseline. The manifest has its name."""
-    small = {"max_iters": 3, "lr_decay_iters": 3, "gradient_accumulation_steps": 1}
-    base, ours, atomic = (
-        train_small_model("phase2_triton", 1, tmp_path / name, device, kernels=name, **small)
-        for name in ("none", "attention", "attention_atomic")
-    )
-    assert gap(base, atomic) <= 1e-5 and gap(ours, atomic) <= 1e-5 and base[2] < base[0]
-    (manifest,) = (tmp_path / "attention_atomic").glob("checkpoints/step-00000003/manifest.json")
-    assert json.loads(manifest.read_text())["config"]["kernels"] == "attention_atomic"
-
-
-@pytest.mark.parametrize("phase", ["phase1_zero1", "phase2_triton", "phase3_fsdp"])
-def test_atomic_attention_is_used_only_if_it_is_named(phase):
-    """all and auto leave out attention_atomic. It is refused with attention and with --deterministic=True."""
-    config = CONFIGS[phase](kernels="attention_atomic")
-    config.check(1)
-    for value in ("all", "auto"):
-        assert "attention_atomic" not in parse_kernels(select_kernels(value, "cuda", False, 64))
-    config.deterministic = True
-    with pytest.raises(ConfigError, match="attention_atomic is not deterministic: use --kernels=attention, or"):
-        config.check(1)
-    with pytest.raises(ConfigError, match="two kernels for attention: remove attention or attention_atomic$"):
-        CONFIGS[phase](kernels="attention,loss,attention_atomic").check(1)
-    with pytest.raises(ConfigError, match="heads of 256 channels"):
-        CONFIGS[phase](kernels="attention_atomic", n_embd=512, n_head=2).check(1)
 
 
 @pytest.mark.slow
@@ -399,7 +370,6 @@ def wrap(cls, name="forward"):
 # What a user changed, by the kernel and the words of its error.
 CHANGES = {
     ("attention", "CausalSelfAttention.forward was changed: .* instead of"): wrap(CausalSelfAttention),
-    ("attention_atomic", "CausalSelfAttention.forward was changed"): wrap(CausalSelfAttention),
     ("gelu", "MLP.forward was changed"): wrap(MLP),
     ("layernorm", "Block.forward was changed"): wrap(Block),
     ("loss", "GPT.compute_loss was changed"): wrap(GPT, "compute_loss"),
@@ -421,8 +391,8 @@ CHANGES = {
 @pytest.mark.parametrize(("kernel", "words"), CHANGES)
 def test_a_kernel_never_replaces_changed_code(kernel, words, monkeypatch):
     """Only the kernels whose code was changed are refused, by name. auto leaves them out."""
-    everything = f"adamw,embedding,gelu,layernorm,loss,{kernel if kernel in BY_NAME_ONLY else 'attention'}"
-    others = ",".join(sorted({*everything.split(",")} - {kernel}))
+    everything = ",".join(KERNELS)
+    others = ",".join(sorted({*KERNELS} - {kernel}))
     net = make_model()
     CHANGES[kernel, words](net, monkeypatch)
     before = repr(net)
@@ -430,9 +400,8 @@ def test_a_kernel_never_replaces_changed_code(kernel, words, monkeypatch):
         apply_kernels(net, everything)
     assert repr(net) == before
     assert find_change(net, "loss" if kernel != "loss" else "gelu") is None
-    if kernel not in BY_NAME_ONLY:
-        lines = apply_kernels(net, "auto", "cuda")
-        assert [line for line in lines if line.startswith(f"kernels: auto leaves out {kernel}, because")], lines
+    lines = apply_kernels(net, "auto", "cuda")
+    assert [line for line in lines if line.startswith(f"kernels: auto leaves out {kernel}, because")], lines
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ EXERCISES = [
                 "wraps around",
             ),
             plant_mistake(
-                "dz = exp(target_logit - peak) * scale - SMOOTHING / V - (1 - SMOOTHING)",
+                "dz = exp(target_logit - peak) * scale - 1",
                 "dz = exp(target_logit - peak) * scale",
                 "The gradient of the target is p - 1",
             ),

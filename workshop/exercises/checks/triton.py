@@ -94,7 +94,7 @@ def check_online_softmax(answer: ModuleType, _: Any) -> None:
     targets = torch.tensor([3, 19, 0, 9])
     buffers = Buffers()
     losses, peaks, totals = (buffers.allocate(M) for _ in range(3))
-    args = (surround_with_nan(logits), targets, losses, peaks, totals, M, V, V, 16, V, -1, 0.0, 0.0)
+    args = (surround_with_nan(logits), targets, losses, peaks, totals, M, V, V, 16, V, -1)
     launch(cross_entropy.forward_kernel, (2,), *args, GRADIENT=False, ROWS=2, BLOCK=8, TAIL=4)
     check_values(peaks, logits.max(1).values, "the largest logit", "Keep the larger of the old and the new maximum.")
     expect(
