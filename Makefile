@@ -40,7 +40,7 @@ PREPARABLE = $(subst $() ,$(COMMA) ,$(sort $(notdir $(patsubst %/prepare.py,%,$(
 
 .PHONY: help setup data baseline phase1 phase2 phase3 sample evaluate verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
 .PHONY: exercise check hint solution exercises
-.PHONY: elastic rendezvous preflight gate autopsy watch plot fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu-campaign
+.PHONY: elastic rendezvous preflight gate autopsy watch plot fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu
 .PHONY: book book-serve record
 .PHONY: doctor student offline-bundle slides diffs
 
@@ -96,8 +96,8 @@ test-fast: .venv/.dev data  ## run only the fast tests, which start no processes
 	@$(PY) -m pytest -m "not slow and not ranks and not heavy" $(ARGS)
 check-ptx: .venv/.pytest  ## compile all kernels, and torch.compile's code, for GPUs; needs no GPU
 	@$(PY) -m pytest tests/phase2/test_machine_code.py -m "slow or not slow" $(ARGS)
-gpu-campaign: .venv/.dev data  ## measure everything that needs a GPU, in pieces of 9 minutes; repeat it until nothing is left
-	@$(PY) -m bench.campaign --to="$(or $(TO),out/campaign)" $(ARGS)
+gpu: .venv/.dev data  ## measure everything that needs a GPU, into TO=DIR; repeat it until nothing is left
+	@$(PY) -m bench.gpu --to="$(or $(TO),out/gpu)" $(ARGS)
 lint: .venv/.dev  ## run ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
 notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb

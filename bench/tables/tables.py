@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.kernels.costs import Shapes, list_kernel_costs
-from bench.tables.campaign_tables import CAMPAIGN_TABLES, describe_tiles
 from bench.tables.deepspeed_tables import DEEPSPEED_TABLES
 from bench.tables.elastic_tables import ELASTIC_TABLES
 from bench.tables.expected_tables import EXPECTED_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
+from bench.tables.gpu_tables import GPU_TABLES
 from bench.tables.phase_tables import PHASE_TABLES
 from bench.tables.plan_tables import PLAN_TABLES
 from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
@@ -77,14 +77,13 @@ def phase2_runs_table() -> str:
 
 
 def throughput_table() -> str:
-    """Return tokens/s, memory and MFU of every phase, eager and compiled, also from campaigns (`bench.campaign`)."""
+    """Return tokens/s, memory and MFU of every phase, eager and compiled, also from `bench.gpu`."""
     parts = []
     for result in [*read_results("throughput"), *read_results("gpu-throughput")]:
         rows = []
         for row in result["samples"]["rows"]:
             trainer, kernels = TRAINERS[row["phase"]], row.get("kernels", "none")
             name = trainer if kernels == "none" else f"{trainer}, kernels {kernels}"
-            name += describe_tiles(row)
             start = [row["size"], name, str(row["ranks"]), "compiled" if row["compiled"] else "eager"]
             if row["failed"]:
                 rows.append([*start, row["failed"], *[""] * 4])
@@ -236,7 +235,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_resources": kernel_resources_table,
     "kernels": kernels_table,
     "kernel_ablation": kernel_ablation_table,
-    **CAMPAIGN_TABLES,
+    **GPU_TABLES,
     **DEEPSPEED_TABLES,
     **PHASE_TABLES,
     **PLAN_TABLES,

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.tables.campaign_tables import find_fast_step_ms
+from bench.tables.gpu_tables import find_fast_step_ms
 from bench.tables.records import write_result
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors

@@ -16,7 +16,7 @@ BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 HARDWARE = ("GPU", "node", "network", "Docker", "Slurm", "browser", "archive", "Hugging Face")
 # Commands that cannot run on a laptop without a network. A test checks that they name what they need.
 NEEDS_HARDWARE = re.compile(
-    r"NNODES=|--nnodes|sbatch|docker|gpu-campaign|bench\.campaign|CONFIG=config/train_(gpt2|7b|target)|pip download"
+    r"NNODES=|--nnodes|sbatch|docker|make gpu\b|bench\.gpu|CONFIG=config/train_(gpt2|7b|target)|pip download"
     r"|wandb login|wandb_project|jupyter lab|offline-bundle|fineweb_edu|--torch=|/models/|make elastic|make rendezvous"
 )
 RUN, OUT = "@run", "@out"  # a short run of the same phase, and a new directory

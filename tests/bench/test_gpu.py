@@ -1,0 +1,69 @@
+"""The program that measures everything that needs a GPU, in a dry run on the CPU."""
+
+import json
+
+import pytest
+
+from bench.gpu.__main__ import Task, check_machine, list_tasks, main, run_process, run_tasks
+from bench.gpu.tasks import FUNCTIONS, Place
+from nanoGPT.errors import ConfigError
+from tests.helpers.marks import mark_slow
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path, is_dry=True)
+
+
+@pytest.mark.parametrize("only", ["check.layernorm,curve.baseline,options.zero_2", *mark_slow("")])
+def test_a_dry_run_measures_everything_once(only, tmp_path, capsys):
+    """Every task ends well on the CPU and leaves a result. A second call runs none of them again."""
+    words = ["--dry_run", f"--to={tmp_path}", f"--only={only}"]
+    assert main(words) == 0
+    names = [task.name for task in list_tasks(True, None) if task.name.startswith(tuple(only.split(",")))]
+    records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
+    assert {record["state"] for record in records} == {"done"} and all(record["result"] for record in records)
+    capsys.readouterr()
+    assert main(words) == 0 and capsys.readouterr().out == f"{len(names)} done\n"
+    with pytest.raises(ConfigError, match="has no results of a GPU"):
+        main([*words, "--report"])
+
+
+def test_what_fails_hangs_or_does_not_fit_is_reported(place, capsys):
+    """A crash and a hang are recorded with their last line, and run again only with --retry. The rest is left."""
+    tasks = [
+        Task("crash", 60, words=("-c", "print('why'); raise SystemExit(7)")),
+        Task("hang", 1, words=("-c", "import time; time.sleep(600)")),
+        Task("long", 10**6, words=("-c", "print('fine')")),
+    ]
+    assert run_tasks(tasks, place, 60, is_retried=False) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "crash: why" in lines[0] and "hang: did not end within 1 s" in lines[1]
+    assert lines[2:] == ["2 failed: crash, hang", "1 left: long"]
+    for is_retried in (False, True):
+        assert run_tasks(tasks[:1], place, 60, is_retried) == 1
+        assert ("crash: why" in capsys.readouterr().out) == is_retried
+
+
+def test_a_task_without_its_packages_is_skipped(place, monkeypatch):
+    """A missing package, such as those of the trainers on a machine without a network, is the reason of a skip."""
+    (place.folder / "sitecustomize.py").write_text("import sys; sys.modules['nanoGPT.train'] = None")
+    monkeypatch.setenv("PYTHONPATH", str(place.folder))
+    record = run_process(Task("options.x", 60, ("baseline", "gpt2", {})), place)
+    assert record["state"] == "skipped" and record["summary"] == "the package nanoGPT.train is missing"
+
+
+def test_results_of_another_machine_are_refused(place):
+    """A directory with the results of another GPU, version or kernel is refused, and stays as it was."""
+    record = {"result": {"identity": ["another GPU"]}, "state": "done"}
+    (place.folder / "machine.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="results of another GPU, version or kernel: use another --to"):
+        check_machine(place)
+    assert json.loads((place.folder / "machine.json").read_text()) == record
+
+
+def test_every_task_has_a_function_or_a_command():
+    """The group of each task names a function, unless the task is a command. Names are unique."""
+    tasks = list_tasks(False, "DIR")
+    assert len({task.name for task in tasks}) == len(tasks)
+    assert all(bool(task.words) != (task.name.partition(".")[0] in FUNCTIONS) for task in tasks)
