@@ -506,8 +506,8 @@ assert resumed_curve == uninterrupted_curve
 # ## Exercises
 #
 # `make exercise N=baseline.1` and the exercises after it let you write parts of this chapter again: the schedule, the
-# global norm, clipping, the seed of dropout, initial weights and the training step. `make check N=baseline.1` runs
-# your code on real ranks and explains what is wrong. `docs/exercises.md` lists all of them.
+# global norm, the seed of dropout and the training step. `make check N=baseline.1` runs your code on real ranks and
+# explains what is wrong. `docs/exercises.md` lists all of them.
 #
 # **1. Three ranks.** Call `train_on(3)`. Predict first: what happens, and when? How would you change the configuration
 # so that three ranks can train? Is the curve then still the curve of (d)?

@@ -343,7 +343,7 @@ for (ranks, name), fit in fits.items():
 # | `collectives.2` | write the all-gather |
 # | `collectives.3` | compose the all-reduce, for any length |
 # | `collectives.4` | write the broadcast |
-# | `collectives.5` | predict steps and volume |
+# | `memory.3` | predict the volume |
 #
 # **1. A broadcast in chunks.** The broadcast of (c) sends n bytes from rank to rank, and the last rank waits for N - 1
 # transfers of the full tensor. Predict first: the source divides the tensor into C chunks, and each rank passes on a

@@ -1076,7 +1076,7 @@ assert max_difference < 1e-4 and kernel_names == torch_names and torch_losses[-1
 #
 # `make exercise N=triton.1` and the exercises after it let you write parts of this chapter again: LayerNorm and its
 # backward pass, online softmax, attention, AdamW and the position embedding. `make check N=triton.1` runs your code
-# on real ranks and explains what is wrong. The exercises `bugs.1` to `bugs.6` are a bug hunt in the kernels of phase
+# on real ranks and explains what is wrong. The exercises `bugs.1` to `bugs.5` are a bug hunt in the kernels of phase
 # 2. `docs/exercises.md` lists all of them.
 #
 # Exercises 1 and 2 have a checker. It prints what is wrong with a solution, or nothing if the solution is correct. The

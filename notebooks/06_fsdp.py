@@ -764,8 +764,8 @@ fsdp_pictures.draw_loss_curves(curves)
 # ## Exercises
 #
 # `make exercise N=fsdp.1` and the exercises after it let you write parts of this chapter again: a sharded layer by
-# hand, units, gradient synchronization, activation checkpointing and shard groups. `make check N=fsdp.1` runs your
-# code on real ranks and explains what is wrong. `docs/exercises.md` lists all of them.
+# hand, gradient synchronization and activation checkpointing. `make check N=fsdp.1` runs your code on real ranks and
+# explains what is wrong. `docs/exercises.md` lists all of them.
 #
 # **1. No resharding, by hand.** Change `ShardedLinear` of section (a) so that the full weight stays from the forward to
 # the backward pass. Predict first: how many of the 4 all-gathers remain, and are the weights still the same? Then go

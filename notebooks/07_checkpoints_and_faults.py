@@ -674,7 +674,7 @@ assert stacks[0][0].startswith("distributed/distributed_c10d.py") and "unshard" 
 # ## Exercises
 #
 # `make exercise N=checkpoints.1` and the exercises after it let you write parts of this chapter again: atomic files,
-# verification, publication, errors on all ranks and resharding. `make check N=checkpoints.1` runs your code on real
+# verification, publication and errors on all ranks. `make check N=checkpoints.1` runs your code on real
 # ranks and explains what is wrong. In `make exercise N=capstone` you fix four faults of a trainer, until its loss curve
 # is right again. `docs/exercises.md` lists all of them.
 #

@@ -434,12 +434,10 @@ assert differences[1] < 1e-4 < differences[0] < 1e-2
 # |---|---|
 # | `precision.1` | scale the loss, and unscale the gradients |
 # | `precision.2` | skip the same steps on all ranks |
-# | `precision.3` | update parameters in bf16 through fp32 master copies |
-# | `precision.4` | choose where autocast is on |
-# | `precision.5` | round to bf16 stochastically (exercise 2 below) |
+# | `precision.3` | round to bf16 stochastically (exercise 2 below) |
 # | `zero1.3` | create the shards of a slice, with fp32 master copies for bf16 parameters |
-# | `baseline.6` | write the training step, with the loss scaler in the right places |
-# | `bugs.4` | fix a kernel whose gradient loses precision with the number of chunks |
+# | `baseline.4` | write the training step, with the loss scaler in the right places |
+# | `bugs.3` | fix a kernel whose gradient loses precision with the number of chunks |
 #
 # **1. Unscale before you clip.** Predict first: what happens if `train_step` clips the gradients before it divides them
 # by the loss scale? Does AdamW notice?
@@ -452,7 +450,7 @@ assert differences[1] < 1e-4 < differences[0] < 1e-2
 #
 # </details>
 #
-# **2. Stochastic rounding** (`precision.5`). Some trainers store parameters in bf16 without a master copy. They round an
+# **2. Stochastic rounding** (`precision.3`). Some trainers store parameters in bf16 without a master copy. They round an
 # update up or down at random, with probabilities such that the expected value is right. Predict first: 1,000 weights of
 # 0.02 get 100 updates of 0.00002 each. What is their mean with the usual rounding to the nearest number, and what is it
 # with stochastic rounding? How much memory does a parameter then save?

@@ -397,13 +397,7 @@ assert measure_evaluation(False) > 3.9 * one
 # |---|---|
 # | `memory.1` | count the parameters of GPT-2 |
 # | `memory.2` | count the FLOPs per token |
-# | `memory.4` | predict the costs of ZeRO-1 and ZeRO-2 |
-# | `memory.5` | predict the communication of FSDP |
-# | `memory.6` | predict the activations of a model |
-# | `memory.7` | predict the costs of DDP |
-# | `memory.8` | predict the model state of FSDP |
-# | `memory.9` | predict the key-value cache |
-# | `memory.10` | find the largest batch that fits |
+# | `memory.3` | predict the volume of a collective |
 #
 # **1. Your own job.** Choose a model of `make plan` and the GPUs that you have. Estimate by hand the largest
 # micro-batch that fits, with each sharding. Then run `make plan` and compare. Which term did you forget?

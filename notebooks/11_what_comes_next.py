@@ -454,13 +454,11 @@ assert sent == 64 * C * 4 * 3 / 4
 # | exercise | task |
 # |---|---|
 # | `parallel.1` | write the two autograd functions of tensor parallelism |
-# | `parallel.2` | take a rank's part of each parameter |
-# | `parallel.3` | count each gradient once in the global norm |
-# | `parallel.4` | schedule a pipeline |
-# | `parallel.5` | write ring attention |
+# | `parallel.2` | count each gradient once in the global norm |
+# | `parallel.3` | schedule a pipeline |
+# | `parallel.4` | write ring attention |
 # | `collectives.1` to `collectives.4` | write the collectives of this chapter on send and receive |
 # | `triton.2` | add a tile to an online softmax |
-# | `fsdp.7` | find the ranks that share one copy of the model, in a mesh with two dimensions |
 #
 # **1. Biases.** Predict first: the model above has no biases. With `bias=True`, which part of each bias does a rank
 # need in a column-parallel layer, and what goes wrong if every rank adds the full bias of a row-parallel layer?

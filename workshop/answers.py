@@ -8,7 +8,7 @@ student who is behind can continue with the next section.
 
 from typing import Any
 
-from workshop.exercises.stubs import STUB_MESSAGE, find_target, remove_markers
+from workshop.exercises.stubs import STUB_MESSAGE, find_target
 from workshop.imports import ROOT
 
 
@@ -34,7 +34,7 @@ def use_answers(namespace: dict[str, Any], notebook: str, *names: str) -> None:
             continue
         target = find_target(f"notebooks/{notebook}.py:{name}")
         # With the right line numbers, Triton and tracebacks find the source text of the code.
-        code = "\n" * (target.line - 1) + remove_markers(target.code)
+        code = "\n" * (target.line - 1) + target.code
         exec(compile(code, str(target.file.path), "exec"), namespace)
         place = f"{target.file.path.relative_to(ROOT)}, line {target.line}"
         print(f"{name} is not written yet: this notebook continues with the repository's code ({place})")

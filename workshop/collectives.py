@@ -74,10 +74,8 @@ def all_reduce(values: Tensor) -> None:
         values: a contiguous tensor of any shape. If its length is not a multiple of N, zeros are added for the ring.
     """
     ranks, flat = dist.get_world_size(), values.view(-1)
-    # SOLUTION
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
     flat.copy_(all_gather(reduce_scatter(padded))[: len(flat)])
-    # END SOLUTION
 
 
 def broadcast(values: Tensor, source: int) -> None:

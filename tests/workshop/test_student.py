@@ -10,7 +10,7 @@ from nanoGPT.errors import ConfigError
 from tests.helpers.notebooks import ForkedKernel
 from workshop.answers import is_unwritten, use_answers
 from workshop.exercises.registry import EXERCISES
-from workshop.exercises.stubs import STUB, find_target, remove_markers
+from workshop.exercises.stubs import STUB, find_target
 from workshop.imports import ROOT
 from workshop.notebooks import execute, list_scripts
 from workshop.student import PREDICTION, find_answers, make_student_notebook, write_student_directory
@@ -42,7 +42,7 @@ def test_student_notebooks_have_no_outputs_and_no_answers(tmp_path, capsys):
         for name in find_answers(script):
             target = find_target(f"notebooks/{script.name}:{name}")
             assert f'"""{target.code.split(chr(34) * 3)[1]}"""' in text, f"{name} needs a docstring that gives the task"
-            assert remove_markers(target.code).strip() not in text
+            assert target.code.strip() not in text
             stub = next(cell.source for cell in cells if f" {name}(" in cell.source)
             assert stub.startswith("# your code: complete ") and STUB in stub
         questions = sum(cell.cell_type == "markdown" and "**Predict first:**" in cell.source for cell in notebook.cells)

@@ -18,7 +18,7 @@ from workshop.exercises.checking import check_file
 from workshop.exercises.document import write_document
 from workshop.exercises.proving import prove_all
 from workshop.exercises.registry import EXERCISES, find_exercise
-from workshop.exercises.stubs import find_hint_line, find_target, remove_markers, render_file
+from workshop.exercises.stubs import find_hint_line, find_target, render_file
 from workshop.imports import ROOT
 
 WORK = ROOT / "work"
@@ -92,7 +92,7 @@ def show_solution(name: str = "") -> int:
     """
     exercise = find_exercise(name)
     for target in map(find_target, exercise.targets):
-        print(f"# {target.file.path.relative_to(ROOT)}:{target.line}\n{remove_markers(target.code)}")
+        print(f"# {target.file.path.relative_to(ROOT)}:{target.line}\n{target.code}")
     return 0
 
 

@@ -2,8 +2,7 @@
 
 A target is a function, a method or a class: "phase1_zero1.buckets:split_into_buckets",
 "phase1_zero1.zero1:Zero1Optimizer.clip_grad_norm_" or "notebooks/06_fsdp.py:ShardedLinear". The body of each function
-is replaced by a line that raises NotImplementedError. If the code has the comments `# SOLUTION` and `# END SOLUTION`,
-only the lines between them are replaced.
+is replaced by a line that raises NotImplementedError.
 """
 
 import ast
@@ -21,7 +20,6 @@ from workshop.imports import ROOT
 
 STUB_MESSAGE = "your code"
 STUB = f'raise NotImplementedError("{STUB_MESSAGE}")'
-MARKED = re.compile(r"^( *)# SOLUTION\n(.*?)^ *# END SOLUTION\n", re.MULTILINE | re.DOTALL)
 WIDTH = 100  # characters of the text in a learner's file
 MAX_WIDTH = 120  # characters of a line of code
 
@@ -77,16 +75,12 @@ def find_target(target: str) -> Target:
             raise KeyError(f"{place} has no {name}")
         node, body = nodes[0], nodes[0].body
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    lines, last = file.text.splitlines(keepends=True), node.end_lineno or first
-    if lines[last : last + 1] and lines[last].strip() == "# END SOLUTION":  # a comment at the end is not in the tree
-        last += 1
-    return Target(file, name, textwrap.dedent("".join(lines[first - 1 : last])), first)
+    lines = file.text.splitlines(keepends=True)
+    return Target(file, name, textwrap.dedent("".join(lines[first - 1 : node.end_lineno])), first)
 
 
 def strip_solution(code: str) -> str:
-    """Return a function or class whose marked lines, or whose function bodies, are replaced by `STUB`."""
-    if MARKED.search(code):
-        return MARKED.sub(lambda match: f"{match[1]}{STUB}\n", code)
+    """Return a function or class whose function bodies are replaced by `STUB`."""
     [node] = ast.parse(code).body
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
     functions = [node] if isinstance(node, ast.FunctionDef) else node.body
@@ -101,11 +95,6 @@ def strip_solution(code: str) -> str:
             continue
         lines[begin : function.end_lineno] = [f"{' ' * body[0].col_offset}{STUB}\n"]
     return "".join(lines)
-
-
-def remove_markers(code: str) -> str:
-    """Return the code without its `# SOLUTION` comments."""
-    return MARKED.sub(lambda match: match[2], code)
 
 
 def find_global_names(code: str) -> set[str]:
@@ -181,7 +170,7 @@ def render_code(exercise: Exercise, is_stub: bool) -> str:
     imports, helpers = collect_code(targets)
     parts = [format_imports(imports), *helpers]
     for target in targets:
-        code = strip_solution(target.code) if is_stub else remove_markers(target.code)
+        code = strip_solution(target.code) if is_stub else target.code
         owner = target.name.rpartition(".")[0]
         parts.append(f"# A method of {owner}.\n{code}" if owner else code)
     return "\n\n".join(part for part in parts if part)

@@ -1,13 +1,10 @@
-"""Exercises on the baseline: the schedule, the global norm, clipping, randomness, initial weights, and the step."""
+"""Exercises on the baseline: the schedule, the global norm, randomness, and the step."""
 
 from workshop.exercises.checks.baseline import (
-    check_clip_grads,
     check_grad_norm,
-    check_initial_rows,
     check_reseed,
     check_schedule,
     check_train_step,
-    draw_expected_rows,
     run_reference_steps,
 )
 from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
@@ -67,24 +64,6 @@ EXERCISES = [
     ),
     Exercise(
         name="baseline.3",
-        title="Clip gradients by their global norm",
-        targets=("nanoGPT.optim:clip_grads",),
-        task="""A rare batch can have a very large gradient. Clipping limits the length of the gradient and keeps
-        its direction: scale all gradients by the same factor, in place, so that the norm is at most max_norm.""",
-        minutes=5,
-        difficulty="easy",
-        check=check_clip_grads,
-        nudge="What must happen to a gradient that is shorter than max_norm?",
-        idea="The factor is max_norm / norm, but never more than 1. The norm may be 0.",
-        line="scale =",
-        mistakes=(
-            plant_mistake(".clamp(max=1.0)", "", "clipping must never enlarge a gradient"),
-            plant_mistake("max_norm > 0 and grads", "grads", "max_norm = 0 turns clipping off"),
-            plant_mistake("max_norm / (norm + 1e-6)", "max_norm / (norm * norm + 1e-6)", "by max_norm / norm"),
-        ),
-    ),
-    Exercise(
-        name="baseline.4",
         title="Seed dropout by the micro-batch",
         targets=("nanoGPT.distributed.runtime:reseed",),
         task="""Micro-batch 5 of a step runs on rank 5, 1 or 0, depending on the number of ranks, and it must
@@ -110,37 +89,7 @@ EXERCISES = [
         ),
     ),
     Exercise(
-        name="baseline.5",
-        title="Draw the initial values of some rows of a parameter",
-        targets=("nanoGPT.model:draw_initial_rows",),
-        task="""With FSDP a rank stores some rows of each parameter, and it must initialize them with the values
-        that a single process would draw, without drawing all rows. Rows are divided into chunks of at most
-        MAX_CHUNK_ELEMENTS elements (at least one row). Each chunk has a CPU generator whose seed is the blake2b
-        hash (8 bytes, big endian) of "seed/name" for chunk 0, and of "seed/name/chunk" for the others. The
-        standard deviation is 0.02, divided by sqrt(2 n_layer) for names that end in c_proj.weight.""",
-        minutes=25,
-        difficulty="hard",
-        check=check_initial_rows,
-        prepare=draw_expected_rows,
-        nudge="Rows begin to begin + len(out) may start and end in the middle of a chunk. Which chunks do they touch?",
-        idea="Draw a full chunk into a temporary tensor, and copy the rows that overlap with yours.",
-        line="part = slice",
-        mistakes=(
-            Mistake(
-                (
-                    (
-                        'f"{seed}/{name}/{chunk}" if chunk',
-                        'f"{seed}/{name}/{chunk - begin // size}" if chunk > begin // size',
-                    ),
-                ),
-                "not the rows that one process draws",
-            ),
-            plant_mistake("else 0.02", "else 0.2", "standard deviation"),
-            plant_mistake('if chunk else f"{seed}/{name}"', 'if chunk > 1 else f"{seed}/{name}"', "other keys"),
-        ),
-    ),
-    Exercise(
-        name="baseline.6",
+        name="baseline.4",
         title="Write a training step with gradient accumulation and DDP",
         targets=("nanoGPT.train:train_step",),
         task="""gradient_accumulation_steps counts the micro-batches of the whole job. Rank r runs micro-batches r,

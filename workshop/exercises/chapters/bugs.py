@@ -3,7 +3,6 @@
 from workshop.exercises.checks.bugs import (
     FIX,
     HALF_SUM,
-    check_far_rows,
     check_ignored,
     check_long_sequences,
     check_sums,
@@ -73,35 +72,6 @@ EXERCISES = [
     ),
     Exercise(
         name="bugs.3",
-        title="Fix a loss that is wrong only for large batches",
-        targets=("phase2_triton.kernels.cross_entropy:forward_kernel",),
-        task=f"{FIX} With 65,536 rows of 50,304 logits, the last rows have a wrong loss. Smaller batches are right.",
-        minutes=15,
-        difficulty="hard",
-        check=check_far_rows,
-        nudge="How many elements do the logits have? What is the largest 32-bit integer?",
-        idea="Triton multiplies two 32-bit integers in 32 bits. Convert the row to int64 before the multiplication.",
-        line="base =",
-        planted=(
-            plant_mistake(
-                "tl.minimum(rows, M - 1).to(tl.int64)[:, None]", "tl.minimum(rows, M - 1)[:, None]", "wraps around"
-            ),
-        ),
-        mistakes=(
-            plant_mistake(
-                "tl.minimum(rows, M - 1).to(tl.int64)[:, None] * stride",
-                "(tl.minimum(rows, M - 1)[:, None] * stride).to(tl.int64)",
-                "wraps around",
-            ),
-            plant_mistake(
-                "dz = exp(target_logit - peak) * scale - 1",
-                "dz = exp(target_logit - peak) * scale",
-                "The gradient of the target is p - 1",
-            ),
-        ),
-    ),
-    Exercise(
-        name="bugs.4",
         title="Fix a gradient that loses precision with the number of chunks",
         targets=("phase2_triton.kernels.linear_cross_entropy:add_product",),
         task=f"{FIX} The loss kernel processes the rows in chunks, and adds the gradient of each chunk to dW. In "
@@ -133,7 +103,7 @@ EXERCISES = [
         ),
     ),
     Exercise(
-        name="bugs.5",
+        name="bugs.4",
         title="Fix a loss that makes all weights NaN",
         targets=("phase2_triton.kernels.cross_entropy:reduce",),
         task=f"{FIX} In fine-tuning, the targets of a prompt are ignored. A run stopped with a loss that is not "
@@ -155,7 +125,7 @@ EXERCISES = [
         ),
     ),
     Exercise(
-        name="bugs.6",
+        name="bugs.5",
         title="Fix an attention that is right only for short sequences",
         targets=("phase2_triton.kernels.attention:forward_kernel",),
         task=f"{FIX} Sequences that fit into one block of keys are right. The saved lse is right for all lengths, "

@@ -1,9 +1,8 @@
-"""Exercises on checkpoints: atomic files, verification, the order of a save, errors on all ranks, and resharding."""
+"""Exercises on checkpoints: atomic files, verification, the order of a save, and errors on all ranks."""
 
 from workshop.exercises.checks.checkpoints import (
     check_atomic_write,
     check_publication,
-    check_resharding,
     check_shared_errors,
     check_verification,
 )
@@ -112,27 +111,5 @@ EXERCISES = [
             ),
         ),
         on_hang="A rank that failed does not reach self.run.gather, and the others wait for it there.",
-    ),
-    Exercise(
-        name="checkpoints.5",
-        title="Load full moments into the shards of this rank",
-        targets=("phase1_zero1.sharded_checkpoint:copy_full_optimizer_state",),
-        task="""A checkpoint of another phase contains the full moments of each parameter. optimizer.local_state()
-        yields, for each shard of this rank, the parameter, the offset of the shard in the flattened parameter, and
-        its state. Copy the matching elements, on any number of ranks. Return a dict whose keys are
-        "optimizer.<parameter>.<item>" for each item in `full.optimizer`; its values are None.""",
-        minutes=15,
-        difficulty="medium",
-        ranks=2,
-        check=check_resharding,
-        nudge="A shard is a range of the flattened parameter. Where does it begin, and how long is it?",
-        idea="full_value.flatten()[offset : offset + value.numel()], in the shape of the value; scalars as they are.",
-        line="part = full_value",
-        mistakes=(
-            plant_mistake(
-                "[offset : offset + value.numel()]", "[: value.numel()]", "A rank needs only the elements of its shard"
-            ),
-            plant_mistake("if value.dim() else full_value", "if value.dim() else value", "The step count is a scalar"),
-        ),
     ),
 ]

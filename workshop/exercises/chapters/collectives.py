@@ -5,7 +5,6 @@ from workshop.exercises.checks.collectives import (
     check_all_gather,
     check_all_reduce,
     check_broadcast,
-    check_costs,
     check_reduce_scatter,
 )
 from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
@@ -129,26 +128,5 @@ EXERCISES = [
         ),
         on_hang="A rank waits for a message that no rank sends: the source must not receive, and the last rank must "
         "not send.",
-    ),
-    Exercise(
-        name="collectives.5",
-        title="Predict the steps and the volume of a collective",
-        targets=("workshop.collectives:predict_costs",),
-        task="""The ledger of this repository compares the measured communication with a formula. Return the number
-        of steps, and the largest number of bytes that a rank sends, for each collective of
-        workshop/collectives.py.""",
-        minutes=10,
-        difficulty="easy",
-        ranks=4,
-        check=check_costs,
-        nudge="How large is a chunk, and how many chunks does a rank send?",
-        idea="N - 1 steps with one chunk each; an all-reduce is two collectives; a broadcast passes on the full "
-        "tensor.",
-        line="return steps, steps *",
-        mistakes=(
-            plant_mistake("steps = 2 * steps", "pass", "a reduce-scatter followed by an all-gather"),
-            plant_mistake("steps * tensor_bytes / ranks", "float(steps * tensor_bytes)", "N - 1 chunks of 1/N"),
-            plant_mistake("steps = ranks - 1", "steps = ranks", "each chunk visits all other ranks once"),
-        ),
     ),
 ]

@@ -2,7 +2,6 @@
 
 from workshop.exercises.checks.parallel import (
     check_divided_norm,
-    check_parts,
     check_pipeline,
     check_ring_attention,
     check_tensor_parallel,
@@ -46,30 +45,6 @@ EXERCISES = [
     ),
     Exercise(
         name="parallel.2",
-        title="Take a rank's part of each parameter",
-        targets=("phase3_fsdp.solve.tensor_parallel:take_part",),
-        task="""Divide the parameters of a GPT among the ranks. Names that end in COLUMN_PARALLEL before ".weight" or
-        ".bias" give a rank some output features: rows of the weight. Those in ROW_PARALLEL give it the matching input
-        features: columns of the weight. The rows of c_attn are all queries, then all keys, then all values;
-        group_heads_by_rank(full, ranks) brings those of a rank's heads together. The token embedding, EMBEDDING, is
-        divided by rows, and padded with zero rows to a multiple of the ranks. All other parameters stay full.""",
-        minutes=20,
-        difficulty="medium",
-        ranks=2,
-        check=check_parts,
-        nudge="An all-reduce adds the outputs of a row-parallel layer. What happens to a bias that every rank adds?",
-        idea="tensor_split in dimension 0 or 1. Rank 0 has the full bias of a row-parallel layer; the others have 0.",
-        line="full = group_heads_by_rank",
-        mistakes=(
-            plant_mistake(
-                'group_heads_by_rank(full, ranks) if path.endswith("c_attn") else full', "full", "whole heads"
-            ),
-            plant_mistake("full if rank == 0 else torch.zeros_like(full)", "full", "adds the bias 2 times"),
-            plant_mistake("full.tensor_split(ranks, dim=1)[rank]", "full.tensor_split(ranks)[rank]", "columns"),
-        ),
-    ),
-    Exercise(
-        name="parallel.3",
         title="Count each gradient once in the global norm",
         targets=(f"{NOTEBOOK}:norm_over_ranks",),
         task="""With tensor parallelism, some parameters are divided among the ranks, and is_divided(name) says which.
@@ -93,7 +68,7 @@ EXERCISES = [
         ),
     ),
     Exercise(
-        name="parallel.4",
+        name="parallel.3",
         title="Schedule a pipeline",
         targets=(f"{NOTEBOOK}:schedule_pipeline",),
         task="""Rank r of a pipeline has the r-th part of the layers. A forward or backward pass of one micro-batch on
@@ -125,7 +100,7 @@ EXERCISES = [
         ),
     ),
     Exercise(
-        name="parallel.5",
+        name="parallel.4",
         title="Write ring attention",
         targets=(f"{NOTEBOOK}:attend_in_ring",),
         task="""With context parallelism, a rank has T/N tokens of a sequence. Its queries need the keys and values of

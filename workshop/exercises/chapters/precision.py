@@ -1,8 +1,6 @@
-"""Exercises on mixed precision: loss scaling, autocast, fp32 master copies, and stochastic rounding."""
+"""Exercises on mixed precision: loss scaling, and stochastic rounding."""
 
 from workshop.exercises.checks.precision import (
-    check_autocast,
-    check_master_copies,
     check_scaling,
     check_skipped_steps,
     check_stochastic_rounding,
@@ -61,62 +59,6 @@ EXERCISES = [
     ),
     Exercise(
         name="precision.3",
-        title="Update parameters in bf16 through fp32 master copies",
-        targets=("phase1_zero1.buckets:Bucket.update_shards",),
-        task="""A parameter in bf16 does not notice small updates. A rank therefore stores an fp32 copy of its shard,
-        the master, and the inner optimizer updates only this copy: shard.tensor. Pass the options of the parameter
-        group, such as a new learning rate, to self.inner. Step it. Then copy each master into its place in
-        self.flat_params, which is self.flat_params[shard.bucket_slice]. For a parameter in fp32 the shard is a view
-        into flat_params, and there is nothing to copy. self.inner is None on a rank that has no shard.""",
-        minutes=15,
-        difficulty="medium",
-        ranks=2,
-        check=check_master_copies,
-        nudge="In which direction are values copied after the update, and which of the two tensors is rounded?",
-        idea="flat_params gets the rounded values. The master is never read back from them.",
-        line="self.flat_params[shard.bucket_slice].copy_",
-        mistakes=(
-            plant_mistake(
-                "self.flat_params[shard.bucket_slice].copy_(shard.tensor.view(-1))",
-                "shard.tensor.copy_(self.flat_params[shard.bucket_slice])",
-                "the parameters have not changed",
-            ),
-            plant_mistake(
-                "self.flat_params[shard.bucket_slice].copy_(shard.tensor.view(-1))",
-                "self.flat_params[shard.bucket_slice].copy_(shard.tensor)\n"
-                "            shard.tensor.copy_(self.flat_params[shard.bucket_slice])",
-                "the master copies are rounded",
-            ),
-            plant_mistake("if name in self.options and", "if name not in self.options and", "learning rate"),
-            plant_mistake("    if self.inner:\n", "    if True:\n", "'NoneType' object"),
-        ),
-    ),
-    Exercise(
-        name="precision.4",
-        title="Choose where autocast is on",
-        targets=("nanoGPT.distributed.runtime:Runtime.autocast",),
-        task="""The parameters are in fp32, and self.dtype is the dtype of the computation. Return a context for the
-        forward pass in which matrix products run in self.dtype on devices of the type self.device.type. In fp32 the
-        context must change nothing. self.uses_autocast is False with FSDP, which casts the parameters itself, before
-        it all-gathers them.""",
-        minutes=5,
-        difficulty="easy",
-        check=check_autocast,
-        nudge="Which two runs need no autocast?",
-        idea="contextlib.nullcontext() for fp32 and for FSDP; otherwise torch.autocast with both arguments.",
-        line="return torch.autocast",
-        mistakes=(
-            plant_mistake(" or not self.uses_autocast", "", "FSDP has already cast"),
-            plant_mistake(
-                "torch.autocast(self.device.type, self.dtype)", "torch.autocast(self.device.type)", "float16"
-            ),
-            plant_mistake(
-                "return torch.autocast(self.device.type, self.dtype)", "return contextlib.nullcontext()", "bfloat16"
-            ),
-        ),
-    ),
-    Exercise(
-        name="precision.5",
         title="Round to bf16 stochastically",
         targets=("notebooks/09_mixed_precision.py:round_stochastically",),
         task="""Some trainers store parameters in bf16 without a master copy. They round an update up or down at

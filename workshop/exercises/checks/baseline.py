@@ -1,7 +1,6 @@
 """Checks of the exercises on the baseline."""
 
 import itertools
-import math
 from types import ModuleType
 from typing import Any
 
@@ -77,33 +76,6 @@ def check_grad_norm(answer: ModuleType, _: Any) -> None:
     expect(float(answer.grad_norm([])) == 0, "The norm of an empty list of gradients must be 0.")
 
 
-def check_clip_grads(answer: ModuleType, _: Any) -> None:
-    def clip(norm: float, max_norm: float) -> float:
-        grads = [torch.full((4,), 2.0), torch.full((2, 2), 2.0)]
-        answer.clip_grads(grads, torch.tensor(norm, dtype=torch.float64), max_norm)
-        expect(
-            bool(grads[0][0] == grads[1][0, 0]),
-            "The tensors are scaled by different factors, which changes the direction of the gradient.",
-        )
-        return grads[0][0].item()
-
-    small = clip(0.5, 1.0)
-    expect(
-        small <= 2.0,
-        f"A gradient with the norm 0.5 grew by a factor of {small / 2:g}: clipping must never enlarge a gradient. "
-        "Limit the factor to 1.",
-    )
-    expect(is_close(small, 2.0, 1e-6), "A gradient whose norm is below max_norm must not change.")
-    expect(
-        is_close(clip(8.0, 1.0), 0.25, 1e-5),
-        f"With the norm 8 and max_norm 1, a gradient of 2 became {clip(8.0, 1.0):g} instead of 0.25. Multiply all "
-        "gradients by max_norm / norm, in place.",
-    )
-    expect(clip(8.0, 0.0) == 2.0, "max_norm = 0 turns clipping off: the gradients must not change.")
-    expect(math.isfinite(clip(0.0, 1.0)), "A norm of 0 divides by 0: add a small number to the norm.")
-    answer.clip_grads([], torch.tensor(1.0), 1.0)
-
-
 def check_reseed(answer: ModuleType, _: Any) -> None:
     def draw_mask(seed: int, step: int, micro_batch: int) -> Any:
         answer.reseed(CPU, seed, step, micro_batch)
@@ -128,41 +100,6 @@ def check_reseed(answer: ModuleType, _: Any) -> None:
         "Two different keys give the same mask, for example because their numbers have the same sum or the "
         "same concatenated digits. Separate the numbers, and hash them.",
     )
-
-
-def check_initial_rows(answer: ModuleType, expected: dict[str, torch.Tensor]) -> None:
-    for (name, shape), full in zip(SHAPES.items(), expected.values(), strict=True):
-        rows = torch.empty(shape)
-        answer.draw_initial_rows(rows, name, torch.Size(shape), 2, 1337)
-        if rows.dim() == 1:
-            expect(torch.equal(rows, full), f"{name} must contain {full[0]:g}: biases are 0, and gains are 1.")
-            continue
-        expect(
-            is_close(rows.std(), full.std(), 1e-3),
-            f"The values of {name} have the standard deviation {rows.std():.4f} instead of {full.std():.4f}.",
-        )
-        for begin, end in ((0, 400), (100, 101), (700, 1500), (1499, 1500)):
-            part = torch.empty(end - begin, *shape[1:])
-            answer.draw_initial_rows(part, name, torch.Size(shape), 2, 1337, begin)
-            expect(
-                torch.equal(part, rows[begin:end]),
-                f"Rows {begin} to {end} of {name} are not the rows that one process draws: the values depend on how "
-                "the parameter is sharded. Each chunk of rows needs its own generator, keyed by (seed, name, "
-                "chunk), and a rank draws every chunk that overlaps with its rows.",
-            )
-        expect(torch.equal(rows, full), f"The generators of {name} have other keys than those of the trainer.")
-
-
-SHAPES = {"h.0.attn.c_attn.weight": (1500, 100), "h.0.mlp.c_proj.weight": (1500, 100), "ln_f.weight": (50,)}
-
-
-def draw_expected_rows() -> dict[str, torch.Tensor]:
-    from nanoGPT.model import draw_initial_rows
-
-    expected = {name: torch.empty(shape) for name, shape in SHAPES.items()}
-    for name, rows in expected.items():
-        draw_initial_rows(rows, name, rows.shape, 2, 1337)
-    return expected
 
 
 class RandomBatches:

@@ -48,25 +48,6 @@ def check_variance(answer: ModuleType, _: Any) -> None:
     check_values(total, x + branch, "total", "With HAS_BRANCH the kernel stores the sum of both inputs.")
 
 
-def check_far_rows(answer: ModuleType, _: Any) -> None:
-    """Check rows that begin 2^30 elements apart. Only the pages of these rows use memory.
-
-    The buffer begins 2^31 elements before row 0, so that an offset that wraps around stays inside.
-    """
-    buffer = torch.empty(2**32 + 8, dtype=torch.float16)
-    logits = buffer[2**31 :].as_strided((3, 8), (2**30, 1)).copy_(draw_normal(3, 8))
-    exact_logits, targets = logits.float().clone(), torch.tensor([1, 2, 3])
-    gradient = exact_logits.softmax(1) - F.one_hot(targets, 8)
-    losses, peaks, totals = (torch.full((3,), float("nan")) for _ in range(3))
-    args = (targets, losses, peaks, totals, 3, 8, 8, 4, 2**30, -1)
-    launch(cross_entropy.forward_kernel, (3,), logits, *args, GRADIENT=True, ROWS=1, BLOCK=4, TAIL=4)
-    exact = F.cross_entropy(exact_logits, targets, reduction="none")
-    check_values(losses[:2], exact[:2], "the loss of rows 0 and 1", "These rows begin below element 2^31.", 1e-4)
-    far = "Row 2 begins at element 2^31, where a product of 32-bit integers wraps around. Which offset has 32 bits?"
-    check_values(losses, exact, "the loss of row 2", far, 1e-4)
-    check_values(logits, gradient, "the gradient", f"The gradient of the target is p - 1. {far}", 2e-3)
-
-
 def check_sums(answer: ModuleType, _: Any) -> None:
     x, w = (draw_normal(96, 16).abs() + 1).half(), (draw_normal(75, 16, seed=2) / 10).half()
     targets = torch.full((96,), 3)

@@ -10,20 +10,15 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import AdamW
 
 from nanoGPT.checkpoint import directory as directories
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint
-from nanoGPT.checkpoint.state import FullState, allocate_state
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import SaveError
 from nanoGPT.files import sha256_of
-from phase1_zero1.zero1 import Zero1Optimizer
 from workshop.exercises.exercise import expect
-from workshop.exercises.measuring import draw_normal, shared_folder
+from workshop.exercises.measuring import shared_folder
 
 NEW = b"new " * 1000
 
@@ -238,45 +233,3 @@ def check_shared_errors(answer: ModuleType, _: Any) -> None:
             "others wait in the next collective.",
         )
         expect("rank 1" in message, f"The message {message!r} does not name the rank that failed.")
-
-
-def build_odd_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 19), nn.Linear(19, 5, bias=False))
-
-
-def check_resharding(answer: ModuleType, _: Any) -> None:
-    model = build_odd_model()
-    optimizer = Zero1Optimizer(model.parameters(), AdamW, bucket_mb=1e-3, lr=1e-3)
-    for inner in optimizer.inner_optimizers():
-        allocate_state(inner)
-    moments = {
-        name: {
-            "exp_avg": draw_normal(*p.shape, seed=i),
-            "exp_avg_sq": draw_normal(*p.shape, seed=50 + i).square(),
-            "step": torch.tensor(7.0),
-        }
-        for i, (name, p) in enumerate(model.named_parameters())
-    }
-    full = FullState({}, moments)
-    try:
-        keys = answer.copy_full_optimizer_state(full, model, optimizer)
-    except RuntimeError as error:
-        expect("shape" not in str(error) and "size" not in str(error), f"{SHARD_RANGE} torch reports: {error}")
-        raise
-    names = {p: name for name, p in model.named_parameters()}
-    for param, offset, items in optimizer.local_state():
-        expect(float(items["step"]) == 7, "The step count is a scalar without an offset: copy it as it is.")
-        for item in ("exp_avg", "exp_avg_sq"):
-            exact = moments[names[param]][item].flatten()[offset : offset + items[item].numel()]
-            expect(torch.equal(items[item].flatten(), exact), f"{item} of {names[param]} is wrong. {SHARD_RANGE}")
-    expected = {f"optimizer.{name}.{item}" for name, items in moments.items() for item in items}
-    expect(
-        set(keys) == expected, "Return the keys of the optimizer state in `full`, such as optimizer.0.weight.exp_avg."
-    )
-
-
-SHARD_RANGE = (
-    "A rank needs only the elements of its shard: `offset` is the position of the first one in the flattened "
-    "parameter, and the shard has value.numel() elements."
-)

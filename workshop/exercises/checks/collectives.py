@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workshop import collectives
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import draw_normal, is_close
 
@@ -146,48 +145,6 @@ def check_broadcast(answer: ModuleType, _: Any) -> None:
             f"Rank {rank} sends the tensor {len(sent)} times: the link of the source is then the bottleneck. Each "
             "rank passes the values on to the next rank only.",
         )
-
-
-def check_costs(answer: ModuleType, _: Any) -> None:
-    for ranks in (2, 4, 7):
-        for name in ("reduce-scatter", "all-gather"):
-            full = 28
-            steps, volume = answer.predict_costs(name, full, ranks)
-            expect(
-                steps == ranks - 1,
-                f"A {name} on {ranks} ranks has {ranks - 1} steps, not {steps}: each chunk visits all other ranks "
-                "once.",
-            )
-            expect(
-                is_close(volume, full * (ranks - 1) / ranks, 1e-9),
-                f"A rank sends {full * (ranks - 1) / ranks:g} bytes in a {name} of {full} bytes on {ranks} ranks, "
-                f"not {volume:g}: N - 1 chunks of 1/N of the tensor.",
-            )
-        steps, volume = answer.predict_costs("all-reduce", 28, ranks)
-        expect(
-            (steps, is_close(volume, 2 * 28 * (ranks - 1) / ranks, 1e-9)) == (2 * (ranks - 1), True),
-            f"An all-reduce is a reduce-scatter followed by an all-gather: {2 * (ranks - 1)} steps, and twice the "
-            "bytes.",
-        )
-        steps, volume = answer.predict_costs("broadcast", 28, ranks)
-        expect(
-            (steps, volume) == (ranks - 1, 28.0),
-            "In a broadcast each rank passes on the full tensor, and not a chunk: 28 bytes in N - 1 steps.",
-        )
-    measured = measure_reduce_scatter()
-    expect(
-        is_close(answer.predict_costs("reduce-scatter", 48, 4)[1], measured, 1e-9),
-        f"4 ranks have just sent {measured:g} bytes each in a reduce-scatter of 48 bytes, and you predict another "
-        "number.",
-    )
-    expect(answer.predict_costs("broadcast", 28, 1) == (0, 0.0), "A single rank sends nothing.")
-
-
-def measure_reduce_scatter() -> float:
-    """Return the bytes that this rank sends in a reduce-scatter of 48 bytes on 4 ranks."""
-    with count_sent_bytes() as sent:
-        collectives.reduce_scatter(torch.ones(12))
-    return float(sum(sent))
 
 
 NO_RECEIVER = (

@@ -1,6 +1,5 @@
 """Checks of the exercises on FSDP."""
 
-import traceback
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -8,18 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import grad_norm
 from phase3_fsdp import activation_checkpointing, fsdp
 from phase3_fsdp.fsdp import FsdpConfig
-from workshop.exercises.exercise import WrongAnswer, expect
+from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
 
 SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=31)
@@ -48,10 +43,6 @@ def run_micro_batches(model: nn.Module, config: FsdpConfig, count: int = 2) -> d
             x = torch.randint(0, 31, (2, 8), generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
             (model(x, x.roll(1, 1)) / count).backward()
     return collect_traffic(traffic.rows)
-
-
-def count_params(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def measure_saved_bytes(call: Callable[[], Tensor], ignored: Iterable[Tensor] = ()) -> tuple[Tensor, int]:
@@ -114,30 +105,6 @@ def check_sharded_linear(answer: ModuleType, _: Any) -> None:
     counts = {kind: calls for kind, (calls, _) in collect_traffic(traffic.rows).items()}
     expected = {"all-gather": 2, "reduce-scatter": 1}
     expect(counts == expected, f"The ledger counts {counts}, but a layer needs {expected}.")
-
-
-def check_row_range(answer: ModuleType, _: Any) -> None:
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    for rows in (12, 10, 5, 3, 1):
-        ranges = [answer.row_range(rows, ranks, index) for index in range(ranks)]
-        covered = [row for begin, end in ranges for row in range(begin, end)]
-        expect(
-            all(begin <= end <= rows for begin, end in ranges),
-            f"{rows} rows on {ranks} ranks: the ranges {ranges} pass the last row. Limit both ends to the number of "
-            "rows.",
-        )
-        expect(
-            covered == list(range(rows)),
-            f"{rows} rows on {ranks} ranks: the ranges {ranges} do not cover each row once.",
-        )
-        local = distribute_tensor(torch.arange(rows), mesh, [Shard(0)]).to_local().tolist()
-        begin, end = ranges[dist.get_rank()]
-        expect(
-            local == list(range(begin, end)),
-            f"{rows} rows on {ranks} ranks: rank {dist.get_rank()} has the rows {local} in torch, but you return "
-            f"({begin}, {end}). torch gives each shard ceil(rows / ranks) rows, and the last shards fewer or none.",
-        )
 
 
 def check_gradient_sync(answer: ModuleType, _: Any) -> None:
@@ -226,94 +193,3 @@ def check_recompute(answer: ModuleType, _: Any) -> None:
         bool(calls),
         "The policy is never called: pass it to checkpoint as context_fn, with create_selective_checkpoint_contexts.",
     )
-
-
-NO_ROWS = "The step count of AdamW is a scalar without rows: copy it as it is."
-
-
-def check_copy_rows(answer: ModuleType, _: Any) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for rows in (8, 5, 3):
-        full = draw_normal(rows, 4, seed=rows)
-        target = distribute_tensor(torch.zeros(rows, 4), mesh, [Shard(0)])
-        answer.copy_own_rows(target, full)
-        expect(
-            torch.equal(target.to_local(), distribute_tensor(full, mesh, [Shard(0)]).to_local()),
-            f"Rank {dist.get_rank()} does not have its rows of a matrix with {rows} rows: own_rows returns the first "
-            "row of this rank, and the row after its last.",
-        )
-    plain = torch.zeros(5, 4)
-    answer.copy_own_rows(plain, draw_normal(5, 4))
-    expect(torch.equal(plain, draw_normal(5, 4)), "A tensor that is not sharded gets all rows.")
-    count = torch.tensor(0.0)
-    try:
-        answer.copy_own_rows(count, torch.tensor(7.0))
-    except (TypeError, IndexError):
-        expect(False, NO_ROWS)
-    expect(bool(count == 7), NO_ROWS)
-
-
-def check_units(answer: ModuleType, _: Any) -> None:
-    config, ranks = make_config(), dist.get_world_size()
-    try:
-        model = build_sharded(config)
-    except RuntimeError as error:  # how torch refuses a unit inside a sharded root depends on its version
-        if not any(frame.name == "fully_shard" for frame in traceback.extract_tb(error.__traceback__)):
-            raise
-        raise WrongAnswer(
-            f"fully_shard failed: {error}. Did you shard the root before the units? It takes all parameters that "
-            "belong to no unit yet, and leaves none for the units: shard the units first."
-        ) from error
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    expect(
-        isinstance(model, FSDPModule), "The root is not sharded: the embeddings and the head stay full on every rank."
-    )
-    expect(
-        all(isinstance(p, DTensor) for p in model.parameters()),
-        "Some parameters are not sharded: the root takes those that belong to no other unit.",
-    )
-    traffic = run_micro_batches(model, config)
-    P = count_params(model)
-    P_root = sum(p.numel() for name, p in model.named_parameters() if ".h." not in name)
-    calls, size = traffic["all-gather"]
-    expected = 4 * 2 * (2 * P - P_root)
-    expect(
-        len(units) == 3,
-        f"There are {len(units)} units instead of 3. Shard the units before the root: fully_shard takes all "
-        "parameters that belong to no unit yet, so a root that comes first takes everything, and the full model is "
-        "all-gathered at once.",
-    )
-    padding = 64 * ranks * calls
-    expect(
-        abs(size - 4 * 2 * P) > padding,
-        f"The ledger counts all-gathers of {size:,} bytes: each parameter is all-gathered once per micro-batch. With "
-        "reshard_after_forward=True a unit is freed after its forward pass, and all-gathered again for its backward "
-        "pass.",
-    )
-    expect(
-        abs(size - expected) <= padding,
-        f"The ledger counts all-gathers of {size:,} bytes. Each block is all-gathered twice per micro-batch and the "
-        f"root once: {expected:,} bytes for P = {P:,}.",
-    )
-
-
-def check_shard_group(answer: ModuleType, _: Any) -> None:
-    config = make_config(fsdp_shard_size="2", gradient_accumulation_steps=8)
-    model = build_sharded(config)
-    run_micro_batches(model, config)
-    exact = grad_norm([p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)])
-    norm = grad_norm(fsdp.local_grads(model), answer.shard_group(model))
-    local = grad_norm(fsdp.local_grads(model))
-    expect(
-        not is_close(norm, local, 1e-9),
-        "The norm is that of this rank's shards: return the process group of the ranks that store the other shards.",
-    )
-    expect(
-        not is_close(norm / exact, 2**0.5, 1e-5),
-        "The norm is sqrt(2) times too large: there are 2 replicas of the model, and every shard counts twice. Use "
-        "the group of one replica, the last dimension of the mesh, and not all ranks.",
-    )
-    expect(
-        is_close(norm / exact, 1.0, 1e-6), f"The norm is {float(norm / exact):.3f} times the norm of the full gradient."
-    )
-    expect(answer.shard_group(GPT(SHAPE)) is None, "A model that is not sharded has no shard group: return None.")

@@ -6,15 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import functional as F
 
-from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import grad_norm
 from phase3_fsdp.solve import tensor_parallel
-from phase3_fsdp.solve.gpt import spread_gpt
 from phase3_fsdp.solve.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
 from workshop.exercises.checks.collectives import count_sent_bytes
 from workshop.exercises.exercise import expect
@@ -64,53 +61,6 @@ def check_tensor_parallel(answer: ModuleType, _: Any) -> None:
         "leave the one curve: the backward pass of CopyToRanks must add the parts of all ranks.",
     )
     expect(torch.equal(given, dy), "The gradient that the backward pass was given has changed: work on a copy.")
-
-
-def check_parts(answer: ModuleType, _: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    full = {name: draw_normal(*p.shape, seed=i) / 4 for i, (name, p) in enumerate(GPT(SHAPE).named_parameters())}
-    parts = {name: answer.take_part(p, name, rank, ranks) for name, p in full.items()}
-    size = SHAPE.n_embd // ranks
-    for name, part in parts.items():
-        if "c_attn" in name:
-            own = torch.cat([group[rank * size : (rank + 1) * size] for group in full[name].chunk(3)])
-            expect(
-                torch.equal(part, own),
-                f"Rank {rank} needs the queries, keys and values of whole heads from {name}, but it has other rows. "
-                "The 3C rows are all queries, then all keys, then all values: bring those of a rank's heads together "
-                "first.",
-            )
-        elif "c_proj.weight" in name:
-            expect(
-                part.shape == (SHAPE.n_embd, full[name].size(1) // ranks),
-                f"{name} is row parallel, and your part has the shape {tuple(part.shape)}: a rank needs the columns "
-                "that match its own input features, and all rows.",
-            )
-        elif "c_proj.bias" in name:
-            total = part.clone()
-            dist.all_reduce(total)
-            expect(
-                not is_close(total, ranks * full[name]),
-                "The all-reduce after a row-parallel layer adds the outputs of all ranks, and so it adds the bias "
-                f"{ranks} times: one rank has the bias, and the others have zeros.",
-            )
-            expect(is_close(total, full[name]), f"The sum of {name} over the ranks must be the full bias.")
-    for name in ("transformer.wpe.weight", "transformer.ln_f.weight"):
-        expect(torch.equal(parts[name], full[name]), f"{name} is not divided: every rank needs all of it.")
-    compare_logits(full)
-
-
-@torch.no_grad()
-def compare_logits(full: dict[str, Tensor]) -> None:
-    """Check that a model that is divided with `take_part` computes the same logits as the full model."""
-    exact, tokens = GPT(SHAPE), torch.arange(8)[None]
-    exact.load_state_dict(full, strict=False)
-    model = spread_gpt(SHAPE, full, "tp", create_runtime("cpu", "float32"))
-    expect(
-        is_close(model(tokens), exact(tokens), 1e-4),
-        "The divided model computes other logits than the full one. Each rank needs consecutive rows of c_fc, the "
-        "columns of mlp.c_proj that match them, and its rows of the token embedding.",
-    )
 
 
 def check_divided_norm(answer: ModuleType, _: Any) -> None:

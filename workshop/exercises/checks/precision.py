@@ -1,23 +1,17 @@
 """Checks of the exercises on mixed precision."""
 
-import dataclasses
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import AdamW
+from torch import nn
 
-from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import NonFiniteLoss
 from nanoGPT.optim import LossScaler, grad_norm
-from phase1_zero1.zero1 import Zero1Optimizer
 from workshop.exercises.exercise import expect
-from workshop.exercises.measuring import draw_normal, is_close
 
 TINY = 2.0**-30  # rounds to zero in float16
-FIRST_LR, SECOND_LR = 1e-5, 1e-3
 
 
 def check_scaling(answer: ModuleType, _: Any) -> None:
@@ -123,80 +117,6 @@ def check_growth(scaler: LossScaler, step: Any) -> None:
             scaler.scale == scale * factor,
             f"The scale is {scaler.scale:g} instead of {scale * factor:g}. After GROWTH_INTERVAL steps without an "
             "overflow it may grow again: double it, and count from 0.",
-        )
-
-
-def train_in_bf16(params: list[nn.Parameter], factors: list[Tensor], optimizer: Any) -> None:
-    """Run 8 steps with the same gradients on every rank, and change the learning rate after 4."""
-    for i in range(8):
-        optimizer.param_groups[0]["lr"] = FIRST_LR if i < 4 else SECOND_LR
-        sum((p.float() * f).sum() for p, f in zip(params, factors, strict=True)).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def check_master_copies(answer: ModuleType, _: Any) -> None:
-    shapes = ((5,), (9, 11))  # rank 1 has no shard of the first one
-    factors = [draw_normal(*shape, seed=i).bfloat16().float() for i, shape in enumerate(shapes)]
-    starts = [draw_normal(*shape, seed=10 + i).bfloat16() for i, shape in enumerate(shapes)]
-    exact = [nn.Parameter(start.float()) for start in starts]
-    train_in_bf16(exact, factors, AdamW(exact, lr=FIRST_LR))
-    params = [nn.Parameter(start.clone()) for start in starts]
-    optimizer = Zero1Optimizer(params, AdamW, bucket_mb=1e-4, lr=FIRST_LR)
-    train_in_bf16(params, factors, optimizer)
-    optimizer.wait_for_params()
-    index = {id(p): i for i, p in enumerate(params)}
-    masters = [
-        (items["master"], exact[index[id(shard.param)]].detach().flatten()[shard.offset :][: items["master"].numel()])
-        for shard, items in optimizer.shards_with_state()
-    ]
-    is_unchanged = [torch.equal(p.detach(), start) for p, start in zip(params, starts, strict=True)]
-    expect(
-        not all(is_unchanged),
-        "After 8 steps the parameters have not changed: copy each master into self.flat_params, and not back.",
-    )
-    expect(
-        not any(torch.equal(master, master.bfloat16().float()) for master, _ in masters),
-        "After 8 steps the master copies are rounded to bf16. Updates that are smaller than the distance to the next "
-        "bf16 number are then lost: never copy the rounded parameters back into the master.",
-    )
-    expect(
-        all(is_close(master, wanted, 1e-6) for master, wanted in masters),
-        "The master copies differ from a training in fp32. Does self.inner get the current options of the parameter "
-        "group, such as the learning rate, before each step?",
-    )
-    expect(
-        all(torch.equal(p.detach(), e.detach().bfloat16()) for p, e in zip(params, exact, strict=True)),
-        f"Rank {dist.get_rank()} has other parameters than the masters, rounded to bf16: copy all shards.",
-    )
-    plain = [nn.Parameter(start.float()) for start in starts]
-    optimizer = Zero1Optimizer(plain, AdamW, bucket_mb=1e-4, lr=FIRST_LR)
-    train_in_bf16(plain, factors, optimizer)
-    optimizer.wait_for_params()
-    pairs = zip(plain, exact, strict=True)
-    expect(all(is_close(p, e, 1e-6) for p, e in pairs), "Parameters in fp32 must be updated as without sharding.")
-
-
-def check_autocast(answer: ModuleType, _: Any) -> None:
-    a = torch.ones(2, 2)
-    for name in ("bfloat16", "float16", "float32"):
-        run = create_runtime("cpu", name)
-        with run.autocast():
-            product, total = (a @ a).dtype, (a + a).dtype
-        expect(
-            product == run.dtype,
-            f"With --dtype={name}, a product of fp32 matrices has the dtype {product}: pass the device type and the "
-            "dtype to torch.autocast.",
-        )
-        expect(total == torch.float32, f"With --dtype={name}, a sum has the dtype {total}: it must stay in fp32.")
-        run = dataclasses.replace(run, uses_autocast=False)
-        with run.autocast():
-            product = (a @ a).dtype
-        expect(
-            product == torch.float32,
-            f"With --dtype={name} and uses_autocast=False, a product of fp32 matrices is in {product}. FSDP has "
-            "already cast what must be cast, and what is still in fp32 must stay so: return a context that changes "
-            "nothing.",
         )
 
 
