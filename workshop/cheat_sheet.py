@@ -1,16 +1,12 @@
-"""Write the cheat sheet as one HTML page to print, and as a PDF if a browser is installed.
+"""Write the cheat sheet as one HTML page to print.
 
-    python -m workshop.cheat_sheet      # out/cheat_sheet.html, and with Chromium or Chrome out/cheat_sheet.pdf
+    python -m workshop.cheat_sheet      # out/cheat_sheet.html
 
 The text is docs/cheat_sheet.md. The page has no links to other files.
 """
 
-import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -18,14 +14,11 @@ from markdown_it import MarkdownIt
 
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
-from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
 from workshop.imports import ROOT
 
 SOURCE = ROOT / "docs" / "cheat_sheet.md"
 DEFAULT = ROOT / "out" / "cheat_sheet.html"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 60  # until a browser counts as hanging
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Cheat sheet</title>
 <style>
@@ -49,33 +42,8 @@ def make_page() -> str:
     return PAGE.format(body=MarkdownIt().enable("table").render(text))
 
 
-def find_browser() -> str | None:
-    """Return the path of a browser that can print, or None."""
-    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
-
-
-def print_to_pdf(page: Path, browser: str) -> Path:
-    """Print an HTML page into a PDF next to it, with a headless browser, and return its path.
-
-    Raises:
-        ConfigError: the browser fails or hangs.
-    """
-    pdf = page.with_suffix(".pdf")
-    with tempfile.TemporaryDirectory() as profile:
-        words = [browser, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--no-pdf-header-footer"]
-        words += ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses its sandbox to root
-        words += [f"--print-to-pdf={pdf}", page.resolve().as_uri()]
-        try:
-            subprocess.run(words, check=True, capture_output=True, timeout=SECONDS)
-        except (subprocess.SubprocessError, OSError) as error:
-            raise ConfigError(
-                f"{browser} cannot print {page} ({type(error).__name__}): open it in a browser, and print it there"
-            ) from None
-    return pdf
-
-
 def main(to: str = "") -> None:
-    """Write the page, and its PDF if there is a browser.
+    """Write the page.
 
     Args:
         to: path of the HTML file; empty: out/cheat_sheet.html.
@@ -83,11 +51,7 @@ def main(to: str = "") -> None:
     path = Path(to) if to else DEFAULT
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, make_page().encode())
-    browser = find_browser()
-    if browser is None:
-        print(f"wrote {path}; there is no browser ({', '.join(BROWSERS)}): open it in yours, and print it")
-        return
-    print(f"wrote {path} and {print_to_pdf(path, browser)}")
+    print(f"wrote {path}: open it in a browser, and print it")
 
 
 if __name__ == "__main__":

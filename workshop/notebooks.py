@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 
 import jupytext
@@ -45,23 +46,25 @@ def list_scripts() -> list[Path]:
 
 def read_script(script: Path) -> NotebookNode:
     """Return the notebook of a script, without outputs."""
-    notebook = jupytext.reads(script.read_text(), fmt="py:percent")
-    notebook.metadata = nbformat.from_dict(METADATA)
-    notebook.nbformat, notebook.nbformat_minor = 4, 5  # the first version in which cells have ids
-    for cell, name in zip(notebook.cells, make_cell_ids(notebook), strict=True):
-        cell.id, cell.metadata = name, NotebookNode()
-    return notebook
+    cells = jupytext.reads(script.read_text(), fmt="py:percent").cells
+    for cell in cells:
+        cell.metadata = NotebookNode()
+    return make_notebook(cells)
 
 
-def make_cell_ids(notebook: NotebookNode) -> list[str]:
-    """Return an id for each cell, a hash of its text. A new cell does not change the ids of the cells below it."""
+def make_notebook(cells: list[NotebookNode]) -> NotebookNode:
+    """Return a notebook with these cells.
+
+    The id of a cell is a hash of its text, so a new cell does not change the ids of the cells below it.
+    """
     counts: Counter[str] = Counter()
-    names = []
-    for cell in notebook.cells:
+    for cell in cells:
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
         counts[digest] += 1
-        names.append(digest if counts[digest] == 1 else f"{digest}-{counts[digest]}")
-    return names
+        cell.id = digest if counts[digest] == 1 else f"{digest}-{counts[digest]}"
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata=METADATA)
+    notebook.nbformat_minor = 5  # the first version in which cells have ids
+    return notebook
 
 
 def execute(notebook: NotebookNode) -> NotebookNode:
@@ -120,26 +123,9 @@ def find_differences(script: Path, ipynb: Path) -> list[str]:
     """Return one line for each difference between the cells of an .ipynb and the cells of its script."""
     if not ipynb.is_file():
         return [f"{ipynb.name} is missing"]
-    script_cells, ipynb_cells = read_script(script).cells, nbformat.read(ipynb, as_version=4).cells
-    differences = []
-    for number, (expected, actual) in enumerate(zip(script_cells, ipynb_cells, strict=False), start=1):
-        if expected.cell_type != actual.cell_type:
-            differences.append(f"cell {number} is {actual.cell_type}, but {expected.cell_type} in the script")
-        elif expected.source != actual.source:
-            place = find_first_difference(expected.source, actual.source)
-            differences.append(f"cell {number} ({expected.cell_type}) differs from the script at {place}")
-    if len(script_cells) != len(ipynb_cells):
-        differences.append(f"{ipynb.name} has {len(ipynb_cells)} cells, but the script has {len(script_cells)}")
-    return differences
-
-
-def find_first_difference(expected: str, actual: str) -> str:
-    """Return the first line of `expected` that differs from `actual`, with its number."""
-    expected_lines, actual_lines = expected.splitlines(), actual.splitlines()
-    i = 0
-    while i < min(len(expected_lines), len(actual_lines)) and expected_lines[i] == actual_lines[i]:
-        i += 1
-    return f"line {i + 1}: {expected_lines[i]!r}" if i < len(expected_lines) else "its end"
+    notebooks = read_script(script), nbformat.read(ipynb, as_version=4)
+    pairs = zip_longest(*([(cell.cell_type, cell.source) for cell in each.cells] for each in notebooks))
+    return [f"cell {number} differs" for number, (expected, actual) in enumerate(pairs, start=1) if expected != actual]
 
 
 def write_notebook(notebook: NotebookNode, ipynb: Path) -> None:

@@ -5,7 +5,7 @@
 The notebooks come from the same scripts as those in `notebooks/`. A header such as `# %% answer="gather_rows"` marks
 functions or classes of a cell that students write themselves. In the student's notebook, a stub replaces them, and the
 next cell continues with the repository's code if the stub is still there. Below each question there is room for a
-prediction. `README.md` in the directory explains how to start, and lists the exercises.
+prediction. `README.md` in the directory explains how to start.
 """
 
 import ast
@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import jupytext
-import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
@@ -22,10 +21,9 @@ from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from workshop.copy_phase import create_new_directory
-from workshop.exercises.registry import CHAPTERS
 from workshop.exercises.stubs import find_target, strip_solution
 from workshop.imports import ROOT
-from workshop.notebooks import METADATA, list_scripts, make_cell_ids, write_notebook
+from workshop.notebooks import list_scripts, make_notebook, write_notebook
 from workshop.slides import QUESTION
 
 PREDICTION = "**Your prediction:** *(double-click here, and write it down before you run the next cell)*"
@@ -54,7 +52,8 @@ The notebooks with outputs are in `{root}/notebooks`.
 
 ## Exercises
 
-A program checks these exercises on real ranks, and explains what is wrong. Run the commands in `{root}`:
+A program checks exercises on real ranks, and explains what is wrong. `docs/exercises.md` in `{root}` lists them. Run
+the commands there:
 
 ```bash
 make exercise N=zero1.5        # write the task and a stub into work/zero1_5.py
@@ -62,27 +61,20 @@ make check N=zero1.5           # run your code on real ranks
 make hint N=zero1.5 LEVEL=1    # a nudge; LEVEL=2: the idea; LEVEL=3: the decisive line
 make solution N=zero1.5        # the repository's own code
 ```
-
-| exercise | task | minutes | difficulty |
-|---|---|---:|---|
-{exercises}
 """
 
 
 def make_student_notebook(script: Path) -> NotebookNode:
     """Return the student's version of a notebook script, without outputs."""
-    notebook = nbformat.v4.new_notebook(metadata=METADATA)
+    cells: list[NotebookNode] = []
     for cell in jupytext.reads(script.read_text(), fmt="py:percent").cells:
         if cell.cell_type == "markdown":
-            notebook.cells.append(new_markdown_cell(cell.source))
+            cells.append(new_markdown_cell(cell.source))
             if QUESTION in cell.source:
-                notebook.cells.append(new_markdown_cell(PREDICTION))
+                cells.append(new_markdown_cell(PREDICTION))
         else:
-            notebook.cells += split_answer(cell.source, cell.metadata.get("answer", "").split(), script)
-    for cell, name in zip(notebook.cells, make_cell_ids(notebook), strict=True):
-        cell.id = name
-    notebook.nbformat, notebook.nbformat_minor = 4, 5
-    return notebook
+            cells += split_answer(cell.source, cell.metadata.get("answer", "").split(), script)
+    return make_notebook(cells)
 
 
 def split_answer(source: str, names: list[str], script: Path) -> list[NotebookNode]:
@@ -128,17 +120,11 @@ def render_readme(to: Path) -> str:
         f"| [{script.stem}]({script.stem}.ipynb) | {', '.join(f'`{name}`' for name in find_answers(script)) or '-'} |"
         for script in list_scripts()
     ]
-    exercises = [
-        f"| `{each.name}` | {each.title} | {each.minutes} | {each.difficulty} |"
-        for chapter in CHAPTERS.values()
-        for each in chapter
-    ]
     return README.format(
         root=ROOT,
         quoted_root=shlex.quote(str(ROOT)),
         quoted_to=shlex.quote(str(to)),
         notebooks="\n".join(notebooks),
-        exercises="\n".join(exercises),
     )
 
 

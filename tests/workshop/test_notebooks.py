@@ -100,10 +100,7 @@ def test_an_edited_script_differs_from_its_notebook(tmp_path: Path) -> None:
     notebooks.write_notebook(read_script(script), ipynb)
     assert find_differences(script, ipynb) == []
     script.write_text("# %% [markdown]\n# Text.\n\n# %%\nx = 2\n\n# %%\ny = 3\n")
-    assert find_differences(script, ipynb) == [
-        "cell 2 (code) differs from the script at line 1: 'x = 2'",
-        "a.ipynb has 2 cells, but the script has 3",
-    ]
+    assert find_differences(script, ipynb) == ["cell 2 differs", "cell 3 differs"]
 
 
 @pytest.mark.heavy

@@ -3,7 +3,6 @@
 import base64
 import html
 import re
-from html.parser import HTMLParser
 
 import nbformat
 import pytest
@@ -13,35 +12,14 @@ from workshop import cheat_sheet, diff_page, slides
 from workshop.diff import BASELINE, ROOT, find_hunks
 from workshop.notebooks import list_scripts
 from workshop.phases import PHASES
-from workshop.slides import QUESTION, Section, make_section_slides, split_paragraphs, write_slides
+from workshop.slides import QUESTION, make_slides, split_blocks, write_slides
 
 PHASE_PACKAGES = [package for name, package in PHASES.items() if name != "baseline"]
 
 
-class Cells(HTMLParser):
-    """Collects the text of the cells of each class, and all links to other files."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: dict[str, list[str]] = {}
-        self.links: list[str] = []
-        self.current = ""
-
-    def handle_starttag(self, tag, attrs):
-        values = dict(attrs)
-        self.links += [
-            value for name, value in attrs if name in ("src", "href") and not value.startswith(("#", "data:"))
-        ]
-        if tag == "td":
-            self.current = values.get("class", "")
-            self.texts.setdefault(self.current, []).append("")
-
-    def handle_data(self, data):
-        if self.current:
-            self.texts[self.current][-1] += data
-
-    def handle_endtag(self, tag):
-        self.current = "" if tag == "td" else self.current
+def find_links(text: str) -> list[str]:
+    """Return what a page links to or loads, except its own sections and embedded pictures."""
+    return re.findall(r'\b(?:src|href)="(?!#|data:)([^"]*)"', text)
 
 
 def test_the_slides_have_every_picture_question_and_list(tmp_path, capsys):
@@ -49,9 +27,7 @@ def test_the_slides_have_every_picture_question_and_list(tmp_path, capsys):
     write_slides(str(tmp_path / "slides.html"))
     text = (tmp_path / "slides.html").read_text()
     assert re.search(r": \d+ slides, \d+\.\d MB", capsys.readouterr().out)
-    parser = Cells()
-    parser.feed(text)
-    assert parser.links == []
+    assert find_links(text) == []
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     expected = []
     for script in list_scripts():
@@ -66,16 +42,11 @@ def test_the_slides_have_every_picture_question_and_list(tmp_path, capsys):
     assert text.index('class="question"', first) < text.index("<img", first)
 
 
-def test_paragraphs_keep_blocks_of_code():
-    """Paragraphs end at blank lines and headings, but not inside a block of code, which may contain `#`."""
-    text = "# A\nfirst\nline\n\n```\n# code\n\nmore\n```\n## B\n**Predict first:** what?"
-    assert split_paragraphs(text) == [
-        "# A",
-        "first\nline",
-        "```\n# code\n\nmore\n```",
-        "## B",
-        "**Predict first:** what?",
-    ]
+def test_blocks_of_code_stay_in_one_piece():
+    """Blocks end at blank lines and headings, but not inside a block of code, which may contain `#`."""
+    text = "# A\nfirst\nline\n\n```\n# code\n\nmore\n```\n## B\n1. one\n2. two"
+    blocks = [("h1", "# A"), ("text", "first\nline"), ("text", "```\n# code\n\nmore\n```"), ("h2", "## B")]
+    assert list(split_blocks(text)) == [*blocks, ("text", "1. one\n2. two")]
 
 
 def test_each_question_has_its_own_slide_and_the_text_before_it():
@@ -83,14 +54,14 @@ def test_each_question_has_its_own_slide_and_the_text_before_it():
     texts = [
         "Introduction.",
         "Two files exist.",
-        f"{QUESTION} which one is read?",
-        "The first is read.",
+        f"{QUESTION} which?",
+        "- a\n- b",
+        "An answer.",
         f"Now\n{QUESTION} why?",
     ]
-    parts = [("text", text) for text in texts]
-    first, second = make_section_slides(Section("a", 2, [*parts[:3], ("code", ""), *parts[3:]]), "")
-    assert "Introduction." in first and "Two files exist." in first and "which one is read?" in first
-    assert "why?" in second and "Now" in second and "read" not in second
+    first, second = make_slides([("text", text) for text in texts])
+    assert "Introduction." not in first and "Two files exist." in first and "which?" in first and "<li>b</li>" in first
+    assert "why?" in second and "Now" in second and "answer" not in second
 
 
 def test_a_damaged_notebook_is_one_error(tmp_path, monkeypatch):
@@ -103,35 +74,26 @@ def test_a_damaged_notebook_is_one_error(tmp_path, monkeypatch):
 
 
 def test_the_diffs_have_every_line_of_both_files(tmp_path):
-    """Both columns contain their file line by line; removed and added lines are those of the hunks and imports."""
+    """Both columns contain their file line by line. The changed lines contain the hunks, and each tag is explained."""
     diff_page.write_diffs(str(tmp_path / "diffs.html"))
     text = (tmp_path / "diffs.html").read_text()
-    assert all(f'id="{phase}"' in text for phase in PHASE_PACKAGES)
+    assert find_links(text) == []
     for phase, part in zip(PHASE_PACKAGES, text.split("<h2 id=")[1:], strict=True):
-        rows = re.findall(r'<tr><td class="line">(\d*)</td><td class="\w+">(.*?)</td><td class="line">(\d*)</td>'
-                          r'<td class="\w+">(.*?)</td></tr>', part)  # fmt: skip
-        for path, number, content in ((BASELINE, 0, 1), (ROOT / phase / "train.py", 2, 3)):
-            lines = [html.unescape(re.sub(r"<[^>]+>", "", row[content])) for row in rows if row[number]]
+        for path, side in ((BASELINE, "from"), (ROOT / phase / "train.py", "to")):
+            rows = re.findall(rf'id="{side}\d+_\d+">\d+</td><td([^>]*)>(.*?)</td>', part)
+            lines = [html.unescape(re.sub(r"<[^>]+>", "", row)) for _, row in rows]
             assert lines == path.read_text().splitlines(), path
-        parser = Cells()
-        parser.feed(part)
-        assert parser.links == []
-        added = [line for hunk in find_hunks(phase) for line in hunk.added]
-        assert set(added) <= set(parser.texts["added"])
-        assert "".join(parser.texts["note"]).count("micro-batch") >= 1 or phase == "phase2_triton"
-        assert part.count('<tbody class="change">') >= len(find_hunks(phase))
-        assert part.count('<b class="tag">') >= len(find_hunks(phase))
+        hunks = find_hunks(phase)
+        changed = {line for line, (style, _) in zip(lines, rows, strict=True) if "changed" in style}
+        assert changed.issuperset(line for hunk in hunks for line in hunk.added if line)
+        tags = {tag for hunk in hunks for tag in hunk.tags}
+        assert tags and all(f":{tag}]</b>" in part for tag in tags)
+        assert all(f"<summary>{tag}</summary><p>" in part for tag in tags - {"phase"})
 
 
-def test_the_cheat_sheet_is_written(tmp_path, capsys):
-    """The cheat sheet has every heading of docs/cheat_sheet.md, and no links. With a browser it is also a PDF."""
-    path = tmp_path / "sheet.html"
-    cheat_sheet.main(str(path))
-    parser, text = Cells(), path.read_text()
-    parser.feed(text)
+def test_the_cheat_sheet_is_written(tmp_path):
+    """The cheat sheet has every heading of docs/cheat_sheet.md, and no links."""
+    cheat_sheet.main(str(tmp_path / "sheet.html"))
+    text = (tmp_path / "sheet.html").read_text()
     headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", cheat_sheet.SOURCE.read_text(), flags=re.S), re.M)
-    assert all(f">{heading}</h" in text for heading in headings) and parser.links == []
-    if cheat_sheet.find_browser():
-        assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
-    else:
-        assert "there is no browser" in capsys.readouterr().out
+    assert all(f">{heading}</h" in text for heading in headings) and find_links(text) == []

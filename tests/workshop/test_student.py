@@ -9,7 +9,6 @@ from jupyter_client.provisioning import local_provisioner
 from nanoGPT.errors import ConfigError
 from tests.helpers.notebooks import ForkedKernel
 from workshop.answers import is_unwritten, use_answers
-from workshop.exercises.registry import EXERCISES
 from workshop.exercises.stubs import STUB, find_target
 from workshop.imports import ROOT
 from workshop.notebooks import execute, list_scripts
@@ -48,7 +47,9 @@ def test_student_notebooks_have_no_outputs_and_no_answers(tmp_path, capsys):
         questions = sum(cell.cell_type == "markdown" and "**Predict first:**" in cell.source for cell in notebook.cells)
         assert sum(cell.source == PREDICTION for cell in notebook.cells) == questions
     readme = (tmp_path / "course" / "README.md").read_text()
-    assert all(f"| `{name}` |" in readme for name in EXERCISES) and f"cd {ROOT}" in readme
+    assert (
+        all(f"[{script.stem}]({script.stem}.ipynb)" in readme for script in list_scripts()) and f"cd {ROOT}" in readme
+    )
     assert sum(map(len, map(find_answers, list_scripts()))) >= 12
     with pytest.raises(ConfigError, match="is not an empty directory"):
         write_student_directory(str(tmp_path / "course"))
