@@ -31,7 +31,6 @@ class Hunk:
     line: int  # line number in the phase's train.py, from 1
     removed: list[str]
     added: list[str]
-    baseline_line: int = 0  # line number in the baseline's train.py, from 1
 
     @property
     def tags(self) -> list[str]:
@@ -54,7 +53,7 @@ def find_hunks(phase: str) -> list[Hunk]:
     before, after = (source.splitlines()[start:] for source, start in zip(sources, starts, strict=True))
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     return [
-        Hunk(starts[1] + j1 + 1, before[i1:i2], after[j1:j2], starts[0] + i1 + 1)
+        Hunk(starts[1] + j1 + 1, before[i1:i2], after[j1:j2])
         for kind, i1, i2, j1, j2 in matcher.get_opcodes()
         if kind != "equal"
     ]
