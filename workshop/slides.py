@@ -43,7 +43,7 @@ h2, h3 {{ font-size: 2.9vw; margin: 0 0 2vh; line-height: 1.2; }}
 img {{ flex: 1; min-height: 0; object-fit: contain; width: 100%; }}
 pre {{ margin: 0; font-size: 0.75em; line-height: 1.25; }}
 code {{ background: #eef1f5; padding: 0 0.2em; border-radius: 0.2em; font-size: 0.9em; }}
-li {{ margin-bottom: 0.6vh; }} ol, ul {{ margin-top: 0; font-size: 1.8vw; }}
+li {{ margin-bottom: 0.6vh; }} ol, ul {{ margin-top: 0; font-size: 1.65vw; line-height: 1.3; }}
 table {{ border-collapse: collapse; }} td, th {{ border: 1px solid #aaa; padding: 0.3em 0.7em; }}
 @page {{ size: 13.33in 7.5in; margin: 0; }}
 </style></head><body>
