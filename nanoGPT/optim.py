@@ -122,6 +122,16 @@ class SharedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__} cannot add a parameter group: create it with all groups")
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy, which would update parameters of the original.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: create one for the other model, and load state_dict()"
+        )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state from `state_dict` into the same parameter groups and the same state."""
         groups, state = self.param_groups, self.state

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.dataset import TRAIN, TokenData, to_device
+from nanoGPT.distributed.environment import read_launched_ranks
 from nanoGPT.distributed.sharding import assign_owners
-from nanoGPT.errors import ConfigError
 from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
@@ -107,13 +107,7 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
         max_iters: number of steps.
         micro_batches: per step, in total over all ranks.
     """
-    ranks, rank = int(os.environ.get("WORLD_SIZE", 0)), int(os.environ.get("RANK", 0))
-    if not ranks:
-        raise ConfigError("this program needs a launcher: start it with torchrun --standalone --nproc_per_node=2")
-    if micro_batches < ranks or micro_batches % ranks:
-        raise ConfigError(
-            f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
-        )
+    rank, ranks = read_launched_ranks(micro_batches)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

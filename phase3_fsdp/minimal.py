@@ -65,7 +65,7 @@ def build_sharded_model(
     """Build a model whose parameters are sharded over all ranks. Peak memory: the shards and one full parameter.
 
     Args:
-        build: returns the model. Its parameters get no memory here.
+        build: returns the model. Its parameters get no memory here, so `build` cannot read their values.
         find_units: returns the modules that FSDP all-gathers one at a time, usually the blocks.
         fill: writes the initial values of one parameter into a full tensor, given its name, the same on all ranks.
         device: of this rank.
@@ -77,6 +77,8 @@ def build_sharded_model(
         raise ValueError(f"give {', '.join(names)} a size: FSDP cannot shard parameters without elements, or lazy ones")
     if names := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(f"compute the buffers {', '.join(names)} without parameters, which have no values in `build`")
+    for param in model.parameters():
+        param.data = param.contiguous()  # FSDP supports no other memory format
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in find_units(model):
@@ -229,18 +231,13 @@ def main(
         resume_from: directory of a checkpoint to resume from; empty: start from new weights.
     """
     from nanoGPT.dataset import TRAIN, TokenData, to_device
+    from nanoGPT.distributed.environment import read_launched_ranks
     from nanoGPT.errors import ConfigError
     from nanoGPT.model import GPT, GPTConfig, draw_initial_rows
     from nanoGPT.optim import configure_adamw
     from nanoGPT.train_config import TrainConfig
 
-    ranks, rank = int(os.environ.get("WORLD_SIZE", 0)), int(os.environ.get("RANK", 0))
-    if not ranks:
-        raise ConfigError("this program needs a launcher: start it with torchrun --standalone --nproc_per_node=2")
-    if micro_batches < ranks or micro_batches % ranks:
-        raise ConfigError(
-            f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
-        )
+    rank, ranks = read_launched_ranks(micro_batches)
     if resume_from and not os.path.isdir(resume_from):
         raise ConfigError(f"--resume_from={resume_from} is not a directory: give one that --save_to has written")
     device, config = join_ranks(), TrainConfig()

@@ -66,3 +66,19 @@ def environment_number(name: str) -> int:
             f"the environment variable {name}={value} is not a number: start ranks with torchrun or make, or unset it"
         )
     return int(value)
+
+
+def read_launched_ranks(micro_batches: int) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, for a program that only a launcher can start.
+
+    Raises:
+        ConfigError: no launcher started this process, or the ranks cannot share the micro-batches of a step equally.
+    """
+    rank, ranks = environment_number("RANK"), environment_number("WORLD_SIZE")
+    if not ranks or "RANK" not in os.environ:
+        raise ConfigError("this program needs a launcher: start it with torchrun --standalone --nproc_per_node=2")
+    if micro_batches < ranks or micro_batches % ranks:
+        raise ConfigError(
+            f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
+        )
+    return rank, ranks

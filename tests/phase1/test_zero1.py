@@ -482,6 +482,24 @@ def test_bf16_parameters_have_an_fp32_master(ranks, make_optimizer, device, need
         assert result["gap"] <= 1e-2  # bf16 spacing at 1: 7.8e-3; without a master, 15 updates of 1e-3 would be lost
 
 
+def change_bf16_weights() -> list[float]:
+    """Set some weights between two steps, and return all weights."""
+    weight = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+    optimizer = make_sharded([weight], torch.optim.SGD, lr=2.0**-10)  # one update is less than bf16's spacing at 1
+    for step in range(8):
+        weight.sum().backward()
+        optimizer.step()
+        if step == 3:
+            weight.data[::2] = 2.0
+    return weight.tolist()
+
+
+def test_changed_bf16_weights_replace_their_masters():
+    """A weight that is set between two steps keeps its new value; updates of the other weights still add up."""
+    for weights in run_on_ranks(change_bf16_weights, 2):
+        assert weights == [2.0, 1 - 8 * 2.0**-10] * 20
+
+
 # ---- the interface of torch.optim.Optimizer
 
 
@@ -895,7 +913,9 @@ def trigger_error(case: str) -> None:
         optimizer.step()
     else:
         optimizer = make_sharded(params, torch.optim.SGD)
-        if case.startswith("unfrozen"):
+        if case == "copied":
+            copy.deepcopy(optimizer)
+        elif case.startswith("unfrozen"):
             if case == "unfrozen naive":
                 optimizer = NaiveZero1Optimizer(params, torch.optim.SGD)
             elif case == "unfrozen stage 2":
@@ -945,6 +965,7 @@ def trigger_error(case: str) -> None:
         ("late group", "between backward.. and step"),
         ("moved", "no longer points into its bucket"),
         ("outsider", "not in the process group"),
+        ("copied", "a Zero1Optimizer cannot be copied or pickled: create one for the other model"),
     ],
 )
 def test_wrong_use_raises_one_clear_error(case, words):

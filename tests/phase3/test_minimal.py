@@ -68,6 +68,7 @@ class Llama(nn.Module):
         self.norm, self.head = nn.RMSNorm(C), nn.Linear(C, V, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("shift", torch.linspace(0, 1, V))  # a persistent buffer
+        self.norm.weight = nn.Parameter(torch.ones(2 * C)[::2])  # not contiguous
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -360,10 +361,16 @@ def test_the_programs_print_the_losses_of_the_baseline(tmp_path, monkeypatch):
 @pytest.mark.parametrize("program", [minimal.main, naive.main])
 def test_wrong_starts_are_refused(program, monkeypatch):
     """A start without torchrun, and micro-batches that the ranks cannot share, are one error."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match="start it with torchrun"):
+    monkeypatch.delenv("RANK", raising=False)
+    for value in ("", "2"):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        with pytest.raises(ConfigError, match="start it with torchrun"):
+            program()
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=two is not a number"):
         program()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="micro_batches=3 cannot be divided by 2 ranks: use a multiple of 2"):
         program(micro_batches=3)
     with pytest.raises(ConfigError, match="--resume_from=nowhere is not a directory"):
