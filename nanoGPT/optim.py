@@ -129,7 +129,7 @@ class SharedOptimizer(torch.optim.Optimizer):
             TypeError: always.
         """
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: create one for the other model, and load state_dict()"
+            f"a {type(self).__name__} cannot be copied or pickled: create one for the other model, and load its state"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

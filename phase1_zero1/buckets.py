@@ -189,7 +189,7 @@ class Bucket:
     def update_shards(self) -> None:
         """Step the inner optimizer with the current learning rate and other options of the parameter group."""
         for shard in self.shards:
-            if shard.tensor.dtype != self.flat_params.dtype:  # a weight that was changed from outside replaces its master
+            if shard.tensor.dtype != self.flat_params.dtype:  # a weight that was set from outside replaces its master
                 weights = self.flat_params[shard.bucket_slice].view_as(shard.tensor)
                 shard.tensor.copy_(torch.where(shard.tensor.to(weights.dtype) == weights, shard.tensor, weights))
         if self.inner:
