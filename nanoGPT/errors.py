@@ -12,7 +12,7 @@ import difflib
 import math
 
 STALLED = 4  # exit code
-MAX_MESSAGE_LENGTH = 1500  # characters
+MAX_MESSAGE_LENGTH, MAX_QUOTE = 1500, 600  # characters
 # Messages of gloo, NCCL and this project from a rank that fails only because another rank has failed.
 LOST_PEER_MESSAGES = (
     "Connection closed by peer",
@@ -26,7 +26,7 @@ LOST_PEER_MESSAGES = (
 )
 # Out-of-memory messages of errors that are neither torch.OutOfMemoryError nor MemoryError. "Not initialized" is one of
 # them: it nearly always means that cuBLAS or cuDNN found no memory for its workspace.
-GPU_OUT_OF_MEMORY_MESSAGES = (
+OUT_OF_MEMORY_MESSAGES = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
@@ -38,8 +38,6 @@ GPU_OUT_OF_MEMORY_MESSAGES = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_INITIALIZED",
     "MPS backend out of memory",
-)
-CPU_OUT_OF_MEMORY_MESSAGES = (
     "can't allocate memory: you tried",
     "not enough memory: you tried",
     "unable to mmap memory: you tried",
@@ -75,6 +73,10 @@ class DivergedRanks(Exception):
     """Ranks that must have the same values have different ones. Every rank raises it at the same step. Exit code 1."""
 
 
+class OutOfMemory(Exception):
+    """Memory ran out during a run. The message is the sentence for the user. Exit code 1."""
+
+
 class PeerFailed(Exception):
     """Another rank failed in a collective save or load. That rank reports the reason."""
 
@@ -107,18 +109,30 @@ def did_you_mean(name: str, names: list[str]) -> str:
     return f"; did you mean {closest[0]}?" if closest else ""
 
 
-def error_messages(error: BaseException | None) -> str:
-    """Return the messages of an error and of its causes, one per line."""
+def list_causes(error: BaseException | None) -> list[BaseException]:
+    """Return an error and its causes, the first cause last."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__
-    return "\n".join(map(str, chain))
+    return chain
+
+
+def error_messages(error: BaseException) -> str:
+    """Return the messages of an error and of its causes, one per line."""
+    return "\n".join(map(str, list_causes(error)))
+
+
+def quote_cause(error: BaseException) -> str:
+    """Return the first line of the message of an error's first cause, shortened to MAX_QUOTE characters."""
+    line = (str(list_causes(error)[-1]).strip().splitlines() or [""])[0]
+    return line if len(line) <= MAX_QUOTE else line[:MAX_QUOTE] + "..."
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of Python, numpy, torch or a CUDA library means that memory ran out."""
     import torch  # here, because programs that need no torch import this module too, and start much faster without it
 
-    text, messages = error_messages(error), GPU_OUT_OF_MEMORY_MESSAGES + CPU_OUT_OF_MEMORY_MESSAGES
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(message in text for message in messages)
+    text = error_messages(error)
+    has_class = any(isinstance(each, MemoryError | torch.OutOfMemoryError) for each in list_causes(error))
+    return has_class or any(message in text for message in OUT_OF_MEMORY_MESSAGES)

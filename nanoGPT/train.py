@@ -101,6 +101,7 @@ def train(config: Config) -> None:
                 with telemetry.untimed("save", step):
                     checkpoints.save(step, lambda files: write_ckpt(files, run, model, optimizer, step, fields), fields)
 
+            telemetry.watch_memory(model, optimizer)
             ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
             diagnostics = Diagnostics(config, run, model, optimizer)
             for step in range(first_step, config.max_iters + 1):
@@ -144,4 +145,4 @@ def train(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(train, Config, __file__, costs)
+    main(train, Config, __file__)

@@ -18,8 +18,7 @@ from torch import nn
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.memory.costs import Costs
-from nanoGPT.memory.savings import Needs, activation_savings, kernel_savings, name_ranks
-from phase1_zero1.parallelize import Zero1Config, resolve_kernels
+from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase1_zero1.zero2 import Zero2Optimizer
@@ -32,9 +31,7 @@ def step_costs(model: nn.Module, optimizer: DataParallelOptimizer, config: Zero1
         return flat_costs(optimizer, params, config.gradient_accumulation_steps // N, N)
     state = {"parameters": 4 * params, "gradients": 4 * params, "optimizer_state": optimizer.expected_state_bytes()}
     traffic = Counter({(kind, N): 4 * params for kind in optimizer.collectives})
-    return Costs(
-        state, traffic if N > 1 else Counter(), has_gradient_buffers=N > 1 and not optimizer.averages_gradients
-    )
+    return Costs(state, traffic if N > 1 else Counter())
 
 
 def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: int) -> Costs:
@@ -56,32 +53,4 @@ def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: in
         "gradients": 4 * (local_length if shards_gradients else length),
         "optimizer_state": optimizer.expected_state_bytes(),
     }
-    return Costs(state, traffic if N > 1 else Counter(), length - params, has_gradient_buffers=True)
-
-
-def memory_savings(config: Zero1Config, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that each flag, or another `make` command, frees on this rank."""
-    state_savings = zero1_savings(config, needs, run) if config.use_zero1 else ddp_savings(needs, run)
-    kernels = kernel_savings(config, resolve_kernels(config, run.device.type), needs, run)
-    return activation_savings(config, needs, run) | kernels | state_savings
-
-
-def zero1_savings(config: Zero1Config, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that ZeRO-2, more ranks, or FSDP, free on this rank."""
-    N, ranks = run.world_size, max(run.world_size, 2)
-    is_stage_2 = config.zero_stage == 2
-    sharded = needs.state["optimizer_state"] + (needs.state["gradients"] if is_stage_2 else 0)
-    unsharded = sum(needs.state.values()) - sharded
-    can_shard_gradients = N > 1 and not is_stage_2 and config.zero1_backend == "flat"
-    zero2 = {"--zero_stage=2": needs.state["gradients"] * (1 - 1 / N)} if can_shard_gradients else {}
-    return zero2 | {
-        f"`make phase1` on {name_ranks(2 * N, needs, run)}": sharded / 2,
-        f"`make phase3` on {name_ranks(ranks, needs, run)}": unsharded * (1 - 1 / ranks) + sharded * (1 - N / ranks),
-    }
-
-
-def ddp_savings(needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that ZeRO-1, or FSDP, frees on a rank that shards nothing."""
-    ranks, total = max(run.world_size, 2), sum(needs.state.values())
-    flag = {"--use_zero1=True": needs.state["optimizer_state"] * (1 - 1 / ranks)} if run.world_size > 1 else {}
-    return flag | {f"`make phase3` on {name_ranks(ranks, needs, run)}": total * (1 - 1 / ranks)}
+    return Costs(state, traffic if N > 1 else Counter(), length - params)

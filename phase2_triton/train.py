@@ -21,12 +21,12 @@ from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
 from nanoGPT.evaluate import evaluate
 from nanoGPT.job.start import main, start
+from nanoGPT.memory import costs
 from nanoGPT.metrics.diagnostics import Diagnostics
 from nanoGPT.metrics.ledger import Ledger
 from nanoGPT.metrics.telemetry import Telemetry
 from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm, learning_rate, set_learning_rate
-from phase2_triton import costs
 from phase2_triton.apply import TritonConfig as Config
 from phase2_triton.apply import apply_kernels, kernel_optimizer
 
@@ -106,6 +106,7 @@ def train(config: Config) -> None:
                 with telemetry.untimed("save", step):
                     checkpoints.save(step, lambda files: write_ckpt(files, run, model, optimizer, step, fields), fields)
 
+            telemetry.watch_memory(model, optimizer)
             ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
             diagnostics = Diagnostics(config, run, model, optimizer)
             for step in range(first_step, config.max_iters + 1):
@@ -149,4 +150,4 @@ def train(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(train, Config, __file__, costs)
+    main(train, Config, __file__)

@@ -29,11 +29,9 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import assign_owners, local_shard
 from nanoGPT.memory.costs import Costs, optimizer_bytes, ring_bytes
 from nanoGPT.memory.costs import step_costs as ddp_costs
-from nanoGPT.memory.savings import Needs, activation_savings, kernel_savings, name_ranks
 from nanoGPT.model import GPT
 from nanoGPT.optim import count_multiplications, muon_groups
-from phase3_fsdp.activation_bytes import activation_bytes
-from phase3_fsdp.fsdp import FsdpConfig, resolve_kernels
+from phase3_fsdp.fsdp import FsdpConfig
 
 CollectiveBytes = Counter[tuple[str, int]]  # bytes of the full tensors, by collective and number of ranks
 
@@ -139,60 +137,3 @@ def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
         f"sharded over {num_shards} of {run.world_size} rank(s): {', '.join([*units, f'a root unit of {root:,}'])}; "
         f"rank 0 stores {local:,} of {params:,} parameters, {state / 1e6:,.1f} MB of state\n{step}"
     )
-
-
-# ---- the bytes that each option frees when a rank is out of memory
-
-
-def memory_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that each flag, if it is not set yet, and more ranks free on this rank."""
-    savings = activation_savings(config, needs, run) | checkpointing_savings(config, needs, run)
-    savings |= kernel_savings(config, resolve_kernels(config, run.device.type), needs, run)
-    return savings | (sharding_savings(config, needs, run) if config.use_fsdp else ddp_savings(needs, run))
-
-
-def checkpointing_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that `full` activation checkpointing frees, compared with the current mode."""
-    shape, mode = needs.shape, config.fsdp_activation_checkpointing
-    current, full = (
-        activation_bytes(shape, config.batch_size, config.block_size, run.dtype, m) for m in (mode, "full")
-    )
-    return {"--fsdp_activation_checkpointing=full": min(current - full, needs.activations)}
-
-
-def sharding_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that sharding over more ranks, or moving the model state to other memory, frees."""
-    N, num_shards = run.world_size, config.ranks_per_replica(run.world_size, run.local_world_size)
-    is_on_gpu = run.device.type != "cpu" and not config.fsdp_cpu_offload
-    state = sum(needs.state.values()) if is_on_gpu == needs.is_gpu else 0  # 0: it is in the memory that is not short
-    savings = {f"`make phase3` on {name_ranks(2 * N, needs, run)}": state / 2}
-    if num_shards < N:
-        savings["--fsdp_shard_size=all"] = state * (1 - num_shards / N)
-    if run.device.type != "cpu":
-        savings[f"--fsdp_cpu_offload={is_on_gpu}"] = state
-    if config.async_save and not needs.is_gpu:
-        savings["--async_save=False"] = needs.state["parameters"] + needs.state["optimizer_state"]
-    computes_here = needs.is_gpu or run.device.type == "cpu"
-    return savings | (unsharded_savings(config, needs, run) if computes_here and num_shards > 1 else {})
-
-
-def unsharded_savings(config: FsdpConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that options free of parameters and gradients that are unsharded during a step."""
-    shape, num_shards = needs.shape, config.ranks_per_replica(run.world_size, run.local_world_size)
-    block = 12 * shape.n_embd**2 * run.dtype.itemsize
-    savings = {}
-    if config.gradient_accumulation_steps > run.world_size and not config.fsdp_sync_every_micro_batch:
-        savings["--fsdp_sync_every_micro_batch=True"] = 4 * shape.count_params() * (1 - 1 / num_shards)
-    if not config.fsdp_reshard_after_forward:
-        savings["--fsdp_reshard_after_forward=True"] = block * (shape.n_layer - 1)
-    if config.fsdp_prefetch:
-        savings["--fsdp_prefetch=0"] = block * min(config.fsdp_prefetch, shape.n_layer - 1)
-    return savings
-
-
-def ddp_savings(needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes that FSDP frees on a rank that shards nothing."""
-    ranks, total = max(run.world_size, 2), sum(needs.state.values())
-    if run.world_size > 1:
-        return {"--use_fsdp=True": total * (1 - 1 / ranks)}
-    return {f"`make phase3` on {name_ranks(ranks, needs, run)} with --use_fsdp=True": total / 2}

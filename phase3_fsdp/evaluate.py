@@ -21,21 +21,12 @@ from pathlib import Path
 from nanoGPT.checkpoint.state import read_full_state
 from nanoGPT.checkpoint.weights import find_checkpoint, read_starting_point
 from nanoGPT.dataset import TokenData
-from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.evaluate import evaluate
 from nanoGPT.job.start import main, start
-from nanoGPT.memory.savings import Needs
 from nanoGPT.model import GPT
-from phase3_fsdp import costs, fsdp
+from phase3_fsdp import fsdp
 from phase3_fsdp.solve import command
-
-TRAINING_ONLY_SAVINGS = (
-    "--fsdp_activation_checkpointing",
-    "--fsdp_sync_every_micro_batch",
-    "--async_save",
-    "`make",
-)  # prefixes of the savings that free nothing in an evaluation
 
 
 @dataclass
@@ -55,18 +46,6 @@ class EvaluateConfig(fsdp.FsdpConfig):
 
 
 Config = EvaluateConfig
-
-
-class EvaluationCosts:
-    """`phase3_fsdp.costs` for an evaluation: no gradients, no optimizer state, and no options of training."""
-
-    step_costs = staticmethod(costs.step_costs)
-
-    def memory_savings(self, config: EvaluateConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-        """Return the bytes that each flag frees on this rank."""
-        weights = replace(needs, state={**needs.state, "gradients": 0, "optimizer_state": 0})
-        savings = costs.memory_savings(config, weights, run)
-        return {name: size for name, size in savings.items() if not name.startswith(TRAINING_ONLY_SAVINGS)}
 
 
 def evaluate_weights(config: EvaluateConfig) -> float:
@@ -94,4 +73,4 @@ def evaluate_weights(config: EvaluateConfig) -> float:
 if __name__ == "__main__":
     if any(argument.startswith("--problems") for argument in sys.argv):
         command.main(sys.argv[1:], __file__)
-    main(evaluate_weights, Config, __file__, EvaluationCosts())
+    main(evaluate_weights, Config, __file__)

@@ -96,6 +96,7 @@ def train(config: Config) -> None:
                 with telemetry.untimed("save", step):
                     checkpoints.save(step, writer.write, fields, copy)  # [fsdp:save]
 
+            telemetry.watch_memory(model, optimizer)
             ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
             diagnostics = Diagnostics(config, run, model, optimizer)
             for step in range(first_step, config.max_iters + 1):
@@ -139,4 +140,4 @@ def train(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(train, Config, __file__, costs)
+    main(train, Config, __file__)

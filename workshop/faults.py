@@ -228,8 +228,7 @@ def run_rank(name: str) -> None:
     fault = FAULTS.get(name) or next(each for each in FAULTS.values() if each.plant.__name__ == name)
     trainer = importlib.import_module(f"{fault.package}.train")
     fault.plant(trainer, int(os.environ["RANK"]))
-    costs = importlib.import_module(f"{fault.package}.costs" if fault.package != "nanoGPT" else "nanoGPT.memory.costs")
-    run_trainer_program(trainer.train, trainer.Config, str(ROOT / fault.package / "train.py"), costs)
+    run_trainer_program(trainer.train, trainer.Config, str(ROOT / fault.package / "train.py"))
 
 
 def main(name: str = "", as_rank_of: str = "") -> int:

@@ -62,7 +62,7 @@ ROWS = [
         "out of memory",
         "`--ledger=True`, and `make plan` with your model and GPUs",
         "both list memory by category: model state, activations, all-gathered units",
-        "reduce the largest category: the error message names the three flags that free most",
+        "reduce the largest category: the error message names the flags to try",
     ],
     [
         "the loss depends on the number of ranks",

@@ -1,14 +1,12 @@
 """Explain errors of torch and of the operating system that the user can fix, in one sentence each.
 
-Every other error is an error of the program and is printed with its traceback. `nanoGPT/memory/out_of_memory.py`
-explains errors that mean that memory ran out.
+`make autopsy` uses the same table. `nanoGPT/memory/out_of_memory.py` explains errors that mean that memory ran out.
+Every other error is an error of the program and is printed with its traceback.
 """
 
 import re
 
-from nanoGPT.errors import error_messages
-
-MAX_QUOTE = 300  # characters of the original message in the explanation
+from nanoGPT.errors import error_messages, quote_cause
 
 # A regular expression for the error's message, what is wrong, and what to do. The first row that matches is used.
 KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
@@ -33,14 +31,14 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
         "stop the process that `nvidia-smi` lists, or choose other GPUs with CUDA_VISIBLE_DEVICES",
     ),
     (
-        r"uncorrectable ECC error",
-        "the GPU's memory is defective",
-        "choose other GPUs with CUDA_VISIBLE_DEVICES, and reset the defective one",
-    ),
-    (
         r"(?s)shared memory.*No space left on device|/dev/shm.*No space left on device",
         "/dev/shm is full",
         "delete the files that old processes left there, or make it larger (`docker run --shm-size=8g`)",
+    ),
+    (
+        r"No space left on device|disk is full",
+        "the disk is full",
+        "free some space, and resume",
     ),
     (
         r"Too many open files|Failed to init uv loop",
@@ -74,16 +72,6 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
         "install one (`apt-get install g++ python3-dev`), set CC and CXX to its path, or use --compile=False",
     ),
     (
-        r"Cannot find a working triton installation",
-        "torch.compile needs Triton on a GPU",
-        "run `.venv/bin/pip install triton`, or use --compile=False",
-    ),
-    (
-        r"too old to be supported by the triton GPU compiler",
-        "torch.compile does not support this GPU",
-        "use --compile=False",
-    ),
-    (
         r"out of resource: shared memory",
         "a Triton kernel needs more shared memory than a multiprocessor of this GPU has",
         "remove that kernel from --kernels, or use --kernels=none",
@@ -94,9 +82,5 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
 def explain_known_error(error: BaseException) -> str | None:
     """Return what is wrong and what to do, in one sentence; None for an error that is not in the table."""
     text = error_messages(error)
-    for pattern, problem, remedy in KNOWN_ERRORS:
-        if match := re.search(pattern, text):
-            begin, end = text.rfind("\n", 0, match.end()) + 1, text.find("\n", match.end())
-            quote = text[begin : end if end >= 0 else None].strip()
-            return f"{problem} ({quote if len(quote) <= MAX_QUOTE else quote[:MAX_QUOTE] + '...'}): {remedy}"
-    return None
+    rows = (row for row in KNOWN_ERRORS if re.search(row[0], text))
+    return next((f"{problem} ({quote_cause(error)}): {remedy}" for _, problem, remedy in rows), None)

@@ -26,6 +26,7 @@ from nanoGPT.errors import (
     DivergedRanks,
     LostConnection,
     NonFiniteLoss,
+    OutOfMemory,
     PeerFailed,
     SaveError,
 )
@@ -44,7 +45,7 @@ from nanoGPT.job.parse import config_from_launcher, parse
 from nanoGPT.job.preflight import preflight
 from nanoGPT.job.run_description import describe_run
 from nanoGPT.job.signals import listen_for_signals, stop_with_launcher
-from nanoGPT.memory.out_of_memory import CostsModule, MemoryReport
+from nanoGPT.memory.out_of_memory import explain_memory_error
 from nanoGPT.train_config import C, TrainConfig
 
 
@@ -100,27 +101,21 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     run.barrier()
 
 
-def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str, costs: CostsModule) -> None:
+def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> None:
     """Run a trainer as a program: parse the command line, train, and exit with one message if an error occurs.
 
     Args:
         train: the function that trains, called with the configuration.
         config_class: the class of the configuration.
         trainer: the trainer's `__file__`; config files are looked up in its directory.
-        costs: the trainer's module `costs`, which names the flags that save memory if memory runs out.
     """
     with unbreakable_output():
-        code = run_trainer(train, config_class, trainer, costs)
+        code = run_trainer(train, config_class, trainer)
     os._exit(code)  # do not wait for other threads, nor for the process group after a failure
 
 
-def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str, costs: CostsModule) -> int:
+def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> int:
     """Parse the command line and train. Report an error in one sentence, and return the exit code."""
-    memory_report = MemoryReport(costs)
-
-    def explain(error: BaseException) -> str | None:
-        assert error.__traceback__ is not None
-        return memory_report.explain(error.with_traceback(error.__traceback__.tb_next))  # from parse_and_train on
 
     def parse_and_train() -> int:
         world_size = environment_number("WORLD_SIZE") or 1
@@ -128,12 +123,12 @@ def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], tr
         train(config)
         return exit_code_of_success(config)
 
-    return report_job_errors(parse_and_train, explain)
+    return report_job_errors(parse_and_train)
 
 
 def report_job_errors(
     job: Callable[[], int],
-    explain: Callable[[BaseException], str | None],
+    explain: Callable[[BaseException], str | None] = explain_memory_error,
     remedy: str = "resume from the last checkpoint",
 ) -> int:
     """Run this rank's job. Report an error in one sentence, to the user and to the other ranks; return the exit code.
@@ -156,6 +151,8 @@ def report_job_errors(
         stop_elastic_job(code, str(error))
     except (DivergedRanks, SaveError) as error:
         code = report_failure(1, str(error), is_same_on_all_ranks=True)
+    except OutOfMemory as error:
+        code = report_failure(1, str(error))
     except KeyboardInterrupt:
         code = report_failure(130, f"interrupted before the step was complete: {remedy}")
     except SystemExit:

@@ -1,7 +1,7 @@
-"""Formulas for the memory and communication of a training step, and for the memory that flags can save.
+"""Formulas for the memory and communication of a training step.
 
-Each trainer has a `costs` module with the same two functions, `step_costs` and `memory_savings`. This module is for a
-trainer without sharding, in which every rank stores the full model state.
+This module is for a trainer without sharding, in which every rank stores the full model state. The `step_costs` of
+phases 1 and 3 are in their modules `costs`.
 
 The communication volume per rank is that of the ring algorithm (Patarasuk & Yuan 2009). With N ranks it is 2n(N-1)/N
 bytes for an all-reduce of n bytes. It is n(N-1)/N bytes for a reduce, reduce-scatter, all-gather or broadcast whose
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
-from nanoGPT.memory.savings import Needs, activation_savings, name_ranks
 from nanoGPT.optim import HasStateBytes, adamw_bytes
 from nanoGPT.train_config import TrainConfig
 
@@ -51,13 +50,11 @@ class Costs:
         state: bytes of parameters, gradients and optimizer_state.
         traffic: bytes of the full tensors of the collectives, by kind and number of ranks.
         padding: number of padding elements in these tensors, which make them divisible by the number of ranks.
-        has_gradient_buffers: whether buffers for all gradients stay allocated, even between steps.
     """
 
     state: dict[str, int]
     traffic: "Counter[tuple[str, int]]" = field(default_factory=Counter)
     padding: int = 0
-    has_gradient_buffers: bool = False
 
 
 def step_costs(model: nn.Module, optimizer: Optimizer, config: TrainConfig, run: Runtime) -> Costs:
@@ -72,7 +69,7 @@ def step_costs(model: nn.Module, optimizer: Optimizer, config: TrainConfig, run:
     size = 4 * sum(p.numel() for p in model.parameters())
     state = {"parameters": size, "gradients": size, "optimizer_state": optimizer_bytes(optimizer)}
     traffic = Counter({("all-reduce", run.world_size): size} if run.world_size > 1 else {})
-    return Costs(state, traffic, has_gradient_buffers=run.world_size > 1)
+    return Costs(state, traffic)
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
@@ -80,13 +77,3 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
     if isinstance(optimizer, HasStateBytes):
         return optimizer.expected_state_bytes()
     return adamw_bytes(p for group in optimizer.param_groups for p in group["params"])
-
-
-def memory_savings(config: TrainConfig, needs: Needs, run: Runtime) -> dict[str, float]:
-    """Return the bytes per rank that flags, or another `make` command, would save. The model state is not sharded."""
-    ranks = max(run.world_size, 2)
-    ranks_text, optimizer_state = name_ranks(ranks, needs, run), needs.state["optimizer_state"]
-    return activation_savings(config, needs, run) | {
-        f"`make phase1` on {ranks_text}": optimizer_state * (1 - 1 / ranks),
-        f"`make phase3` on {ranks_text}": sum(needs.state.values()) * (1 - 1 / ranks),
-    }

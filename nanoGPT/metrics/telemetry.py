@@ -25,15 +25,17 @@ from shlex import quote
 from types import TracebackType
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from nanoGPT.checkpoint.manifest import collect_versions
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, OutOfMemory
 from nanoGPT.files import write_atomically
 from nanoGPT.job.heartbeat import HeartbeatThread, write_collectives
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.run_description import PACKAGES, find_version
+from nanoGPT.memory.out_of_memory import MemoryReport
 from nanoGPT.metrics.diagnostics import replace_non_finite
 from nanoGPT.metrics.hardware import (
     describe_hardware,
@@ -91,6 +93,7 @@ class Telemetry:
         run.enter_stage("start", first_step)
         self.first_step = self.next_step = first_step
         self.clock = time.perf_counter()
+        self.memory_report = MemoryReport(config, run)
         try:
             self._open_files(first_step)
         except OSError as error:
@@ -180,6 +183,12 @@ class Telemetry:
                     self.run.print0(f"stopped by a signal; resume with --init_from=resume --out_dir={directory}")
             if self.tracker:
                 self.tracker.close()
+        if error is not None and (sentence := self.memory_report.explain(error)):
+            raise OutOfMemory(sentence) from error
+
+    def watch_memory(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Name the memory of this model and optimizer in the error if memory runs out."""
+        self.memory_report.model, self.memory_report.optimizer = model, optimizer
 
     @contextlib.contextmanager
     def untimed(self, stage: str, step: int) -> Iterator[None]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanoGPT.job.known_errors import KNOWN_ERRORS
 from operate.autopsy.evidence import Evidence
 
 MIN_BEATS = 6  # heartbeats of each rank, one per second, to decide which rank is slow
@@ -16,7 +17,8 @@ MAX_CHANCE = 0.001  # probability that equally fast ranks differ as much, so tha
 MIN_LEAK_RECORDS = 12  # records of memory
 MIN_LEAK = 0.05  # growth in the second half of a run, as a fraction of the memory at its start
 
-# A regular expression for an error's message, its cause, and what to do.
+# A regular expression for an error's message, its cause, and what to do: errors of the program, then those of its
+# environment.
 ERRORS: tuple[tuple[str, str, str], ...] = (
     (
         r"ready only once|marked as ready twice",
@@ -33,11 +35,7 @@ ERRORS: tuple[tuple[str, str, str], ...] = (
         "memory ran out",
         "use activation checkpointing, a smaller --batch_size or more ranks: the message lists what uses the memory",
     ),
-    (
-        r"No space left on device|disk is full",
-        "the disk is full",
-        "free some space, and resume",
-    ),
+    *KNOWN_ERRORS,
 )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from nanoGPT.checkpoint.manifest import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
-from nanoGPT.memory.device import host_memory, process_bytes
+from nanoGPT.memory.device import host_limits, process_bytes
 from nanoGPT.metrics.hardware import describe_hardware, read_git_commit, read_peak_memory
 from phase3_fsdp.solve import costs, report, scores
 from phase3_fsdp.solve.generation import Generator, Result, Sampling, Task
@@ -211,5 +210,4 @@ def read_device_bytes(run: Runtime) -> float:
     """Return the memory of this rank's device; on a CPU, its share of the machine's."""
     if run.device.type == "cuda":
         return float(torch.cuda.get_device_properties(run.device).total_memory)
-    total = host_memory().total
-    return math.inf if total is None else total / run.local_world_size
+    return min(size for _, size, _ in host_limits()) / run.local_world_size

@@ -428,14 +428,13 @@ def test_signals_end_a_run(monkeypatch):
 FAILING_TRAINER = """
 import sys
 from nanoGPT.job.start import main
-from nanoGPT.memory import costs
 from nanoGPT.train_config import TrainConfig
 from nanoGPT.errors import ConfigError, NonFiniteLoss, PeerFailed, SaveError
 
 def train(config):
     raise {error}
 
-main(train, TrainConfig, {trainer!r}, costs)
+main(train, TrainConfig, {trainer!r})
 """
 
 
