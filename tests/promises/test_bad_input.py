@@ -1,5 +1,7 @@
 """Bad input gets one sentence that says what to do and exit code 2. It prints no traceback and loses no data."""
 
+import dataclasses
+import hashlib
 import json
 import os
 import pickle
@@ -14,13 +16,12 @@ import pytest
 import torch
 
 from bench.plan.plan import PlanConfig
-from nanoGPT import export
+from nanoGPT.checkpoint.shards import SafeReader
 from nanoGPT.cli.command_line import command_line
+from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
-from nanoGPT.job.parse import parse
-from nanoGPT.launch import master_port
 from nanoGPT.train_config import TrainConfig, validate
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import assert_refused, run_program
@@ -39,32 +40,18 @@ def run_trainer(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **env
     ("flag", "words"),
     [
         ("--bach_size=3", ["--bach_size", "did you mean --batch_size?"]),
-        ("--zzz=3", ["--zzz", "--help"]),
-        ("--batch_size=four", ["--batch_size", "four"]),
         ("--compile=maybe", ["maybe", "--compile"]),
         ("--batch_size", ["--batch_size needs a value", "--batch_size=VALUE"]),
-        ("stray", ["stray"]),
         ("--dtype=float8", ["float8", "bfloat16"]),
         ("--batch_size=0", ["--batch_size=0", "1 or more"]),
-        ("--gradient_accumulation_steps=0", ["1 or more"]),
-        ("--max_iters=-5", ["--max_iters=-5"]),
-        ("--learning_rate=-1", ["above 0"]),
         ("--learning_rate=nan", ["above 0"]),
         ("--dropout=1.5", ["in [0, 1)"]),
-        ("--beta2=1", ["--beta2=1", "in [0, 1)"]),
-        ("--min_lr=-1e-5", ["--min_lr=-1e-05", "0 or more"]),
-        ("--keep_checkpoints=1", ["3 or more"]),
         ("--n_embd=130", ["--n_embd=130", "--n_head=4"]),
         ("--device=tpu", ["auto, cpu, cuda or mps"]),
-        ("--dataset=nope", ["there is no dataset nope"]),
         ("--dataset=shakespear", ["did you mean shakespeare?"]),
         ("--block_size=100000000", ["longer than the val split", "--block_size="]),
         ("--vocab_size=10", ["10 rows", "larger --vocab_size"]),
         ("--init_from=nosuch", ["neither scratch, resume"]),
-        ("--init_from=gpt2x", ["did you mean gpt2?"]),
-        ("--init_from=", ["neither scratch, resume"]),
-        ("--seed=46116860184273879040000000", ["--seed=", "from 0 to"]),
-        ("--batch_size=999999999999", ["--batch_size=", "from 1 to"]),
         ("--init_from=resume", ["no checkpoint under", "--out_dir"]),
         ("--track=tensorboard", ["[track]"]),
         ("config/nope.py", ["there is no config file config/nope.py"]),
@@ -88,31 +75,16 @@ def test_a_config_file_may_set_known_fields_only(tmp_path):
         assert_refused(run_trainer(tmp_path / "run", str(tmp_path / "bad.py")), *words)
 
 
-def test_a_config_file_sets_values_of_the_fields_type(tmp_path):
-    """A string in a config file is parsed like the value of the flag."""
-    (tmp_path / "good.py").write_text('compile = "False"\nlearning_rate = "6e-4"\nn_layer = 3\n')
-    config = parse(TrainConfig, [str(tmp_path / "good.py"), "--device", "cpu"], ROOT / "nanoGPT" / "train.py")
-    assert (config.compile, config.learning_rate, config.n_layer, config.device) == (False, 6e-4, 3, "cpu")
-
-
-def test_a_flag_may_be_two_words(monkeypatch):
-    """`--device cpu` means `--device=cpu`, also for the defaults that depend on the device."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = parse(TrainConfig, ["--device", "cpu", "--out_dir", "/x/conf.py"], ROOT / "nanoGPT" / "train.py")
-    assert config.n_embd == 128 and not config.compile and config.out_dir == "/x/conf.py"
-    assert parse(TrainConfig, [], ROOT / "nanoGPT" / "train.py").n_embd == 768
-
-
 @pytest.mark.parametrize(
     "variables",
-    [{"RANK": "5", "WORLD_SIZE": "2"}, {"RANK": "abc"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "0"}],
+    [{"RANK": "5", "WORLD_SIZE": "2"}, {"RANK": "abc"}],
 )
 def test_an_invalid_rank_in_the_environment_is_refused(variables, tmp_path):
     """Invalid values of RANK and WORLD_SIZE are refused with one sentence, before ranks wait for each other."""
     assert_refused(run_trainer(tmp_path / "run", **variables), "the environment has")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat", "env.json", "checkpoints"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])
 def test_a_blocked_path_is_named(name, tmp_path):
     """If a path is a directory instead of a file, or a file instead of a directory, the error names it."""
     (tmp_path / "run").mkdir()
@@ -121,7 +93,7 @@ def test_a_blocked_path_is_named(name, tmp_path):
     assert_refused(run_trainer(tmp_path / "run"), name)
 
 
-@pytest.mark.parametrize("damage", ["shape", "missing", "heads", "layers", "no model_args", "a list"])
+@pytest.mark.parametrize("damage", ["shape", "heads", "a list"])
 def test_weights_that_do_not_fit_are_refused(damage, tmp_path):
     """Weights that do not fit their model_args, and invalid model_args, are refused. No weight is broadcast."""
     from nanoGPT.model import GPT, GPTConfig
@@ -130,14 +102,8 @@ def test_weights_that_do_not_fit_are_refused(damage, tmp_path):
     content: Any = {"model": dict(GPT(shape).state_dict()), "model_args": dict(shape.__dict__)}
     if damage == "shape":
         content["model"]["transformer.h.0.ln_1.weight"] = torch.ones(1)
-    elif damage == "missing":
-        del content["model"]["transformer.wpe.weight"]
     elif damage == "heads":
         content["model_args"]["n_head"] = 3
-    elif damage == "layers":
-        content["model_args"]["n_layer"] = "x"
-    elif damage == "no model_args":
-        del content["model_args"]
     else:
         content = [content]
     torch.save(content, tmp_path / "ckpt.pt")
@@ -148,19 +114,6 @@ def test_an_indivisible_accumulation_lists_what_works():
     """If the micro-batches are not divisible by the ranks, the error lists numbers of both that work."""
     with pytest.raises(ConfigError, match=r"multiple of 3, such as 9, or one of \[1, 2, 4, 8\] ranks"):
         validate(TrainConfig(gradient_accumulation_steps=8), world_size=3)
-
-
-def test_a_huge_accumulation_is_refused_at_once():
-    """With two billion micro-batches, the check does not try every number of ranks one by one."""
-    with pytest.raises(ConfigError, match=r"one of \[1\] ranks"):
-        validate(TrainConfig(gradient_accumulation_steps=2**31 - 1), world_size=2)
-
-
-def test_accumulation_is_checked_before_ranks_start():
-    """`make baseline GPUS=3` with 8 micro-batches prints the error and starts no rank."""
-    outcome = run_program("nanoGPT.launch", "--gpus=3", "nanoGPT/train.py", "--device=cpu", "--out_dir=/tmp/never-made")
-    assert_refused(outcome, "multiple of 3")
-    assert "rank(s)" not in outcome.output
 
 
 def test_more_ranks_than_gpus_names_both_remedies(monkeypatch):
@@ -174,24 +127,16 @@ def test_more_ranks_than_gpus_names_both_remedies(monkeypatch):
     assert [pick_device("auto", rank, 4, 8)[0].index for rank in range(4)] == [0, 1, 2, 3]
 
 
-def test_mps_supports_one_process(monkeypatch):
-    """On a Mac, one process uses the GPU by default. Several processes and FSDP use the CPU, and refuse mps."""
+def test_a_device_that_the_machine_or_the_trainer_does_not_have_is_refused(monkeypatch):
+    """--device=cuda without a GPU, and --device=mps with several processes or FSDP, are refused. `auto` avoids them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert [pick_device("auto", 0, ranks, ranks)[0].type for ranks in (1, 2)] == ["mps", "cpu"]
-    with pytest.raises(ConfigError, match="--device=mps supports only one process"):
-        pick_device("mps", 0, 1, 2)
-    assert pick_device("auto", 0, 1, 1, FsdpConfig().supports_mps)[0].type == "cpu"
-    with pytest.raises(ConfigError, match="--device=mps does not work with FSDP: use --device=cpu"):
-        pick_device("mps", 0, 1, 1, FsdpConfig().supports_mps)
-    assert FsdpConfig(use_fsdp=False).supports_mps
-
-
-def test_cuda_without_a_gpu_is_refused(monkeypatch):
-    """--device=cuda on a machine without a GPU is refused, and the error gives the reason."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch finds no GPU on this machine"):
         pick_device("cuda", 0, 1, 1)
+    assert [pick_device("auto", 0, ranks, ranks)[0].type for ranks in (1, 2)] == ["mps", "cpu"]
+    assert pick_device("auto", 0, 1, 1, FsdpConfig().supports_mps)[0].type == "cpu"
+    with pytest.raises(ConfigError, match="--device=mps supports only one process"):
+        pick_device("mps", 0, 1, 2)
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
@@ -206,14 +151,6 @@ def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
     assert pick_dtype("auto", torch.device("cpu"))[0] == torch.float32
 
 
-def test_float32_on_a_gpu_says_whether_tf32_is_used(monkeypatch):
-    """With --dtype=float32 on a GPU, the reason for the dtype says whether matrix products use TF32."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert pick_dtype("float32", torch.device("cuda", 0))[1] == "requested; matrix products do not use TF32"
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert pick_dtype("float32", torch.device("cuda", 0))[1] == "requested; matrix products use TF32"
-
-
 def copy_dataset(tmp_path: Path) -> Path:
     """Copy the prepared dataset shakespeare_char and return the new directory."""
     folder = tmp_path / "my_data"
@@ -221,17 +158,16 @@ def copy_dataset(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("change", [{"vocab_size": "x"}, {"vocab_size": -1}, {"name": "bert"}, {"sha256": None}])
-def test_an_invalid_tokenizer_is_refused(change, tmp_path):
+def test_an_invalid_tokenizer_is_refused(tmp_path):
     """A meta.json with an unknown or incomplete tokenizer is refused at the start, before the tokenizer is needed."""
     folder = copy_dataset(tmp_path)
     meta = json.loads((folder / "meta.json").read_text())
-    meta["tokenizer"] |= change
+    meta["tokenizer"] |= {"name": "bert"}
     (folder / "meta.json").write_text(json.dumps(meta))
     assert_refused(run_trainer(tmp_path / "run", f"--dataset={folder}"), "meta.json does not describe a dataset")
 
 
-@pytest.mark.parametrize("damage", ["truncated", "foreign", "missing", "meta"])
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "missing"])
 def test_a_damaged_dataset_is_named(damage, tmp_path):
     """If a .bin is truncated, changed or missing, or meta.json is broken, the error names the file."""
     folder = copy_dataset(tmp_path)
@@ -243,19 +179,14 @@ def test_a_damaged_dataset_is_named(damage, tmp_path):
         content[7] ^= 1
         (folder / "val.bin").write_bytes(content)
         words = ["val.bin is not the file that was prepared"]
-    elif damage == "missing":
+    else:
         (folder / "val.bin").unlink()
         words = ["val.bin is missing"]
-    else:
-        (folder / "meta.json").write_text("{}")
-        words = ["meta.json does not describe a dataset"]
     assert_refused(run_trainer(tmp_path / "run", f"--dataset={folder}"), *words)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
     """If a token id exceeds the vocabulary of the tokenizer, the error names the id. The model raises no IndexError."""
-    import hashlib
-
     folder = copy_dataset(tmp_path)
     ids = np.full(2000, 75, dtype=np.uint16)
     meta = json.loads((folder / "meta.json").read_text())
@@ -271,13 +202,8 @@ def test_a_dataset_that_is_not_prepared_names_the_command():
     """If openwebtext is not prepared, the error contains the command that prepares it."""
     if (DATA / "openwebtext" / "meta.json").exists():
         pytest.skip("openwebtext is prepared on this machine")
-    outcome = run_program("nanoGPT/train.py", "--device=cpu", "--dataset=openwebtext", "--out_dir=/tmp/never-made")
-    assert_refused(outcome, "make data DATASET=openwebtext")
-
-
-def test_out_dir_must_be_writable():
-    """An out_dir that cannot be created is refused."""
-    assert_refused(run_trainer(Path("/proc/x")), "/proc/x is not writable")
+    with pytest.raises(ConfigError, match="make data DATASET=openwebtext"):
+        TokenData("openwebtext", 8, 1, 1)
 
 
 def test_a_new_run_does_not_touch_an_old_one(tmp_path):
@@ -297,14 +223,6 @@ def test_resume_with_another_shape_or_tokenizer_is_refused(tmp_path):
     assert_refused(run_program(*resume[:-1], "--max_iters=1", "--n_head=4"), "--n_head=4")
     assert run_program(*resume).code == 0
     assert_refused(run_program(*resume[:-1], "--max_iters=1"), "is past it: raise --max_iters")
-
-
-def test_an_empty_checkpoint_directory_falls_back(tmp_path):
-    """If the newest checkpoint is an empty directory, the run reports the reason and resumes from the one before."""
-    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1, eval_iters=1))
-    (tmp_path / "checkpoints" / "step-00000007").mkdir()
-    outcome = run_program("nanoGPT/train.py", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=2")
-    assert outcome.code == 0 and "skipping step-00000007: it has no manifest.json" in outcome.output, outcome
 
 
 class MaliciousPickle:
@@ -329,42 +247,27 @@ def test_a_malicious_ckpt_is_not_opened(tmp_path):
 
 def test_a_malicious_index_of_shards_is_not_opened(tmp_path):
     """A sharded checkpoint whose `.metadata` would run code is refused, and the code does not run."""
-    from nanoGPT.checkpoint.shards import SafeReader
-
     (tmp_path / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(tmp_path / "ran")))
     with pytest.raises(ConfigError, match="posix.system, which could run code"):
         SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", ["nothing", "text", "other"])
+@pytest.mark.parametrize("content", ["nothing", "text"])
 def test_a_directory_without_a_model_is_refused(content, tmp_path):
     """--init_from=DIRECTORY is refused if the directory contains no model, or a broken or unsupported one."""
     folder = tmp_path / "model"
     folder.mkdir()
     if content == "text":
         (folder / "ckpt.pt").write_text("not a checkpoint")
-    if content == "other":
-        (folder / "config.json").write_text('{"model_type": "llama"}')
     assert_refused(run_trainer(tmp_path / "run", f"--init_from={folder}"))
-
-
-def test_a_failed_download_is_one_error(tmp_path):
-    """--init_from=gpt2 without a network fails with one sentence."""
-    assert_refused(
-        run_trainer(tmp_path / "run", "--init_from=gpt2", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)),
-        "gpt2 could not be",
-    )
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
         ("--n_layer=x", "--n_layer=x is invalid: use None or an integer"),
-        ("--gpus=x", "--gpus=x is invalid: use an integer"),
-        ("--price=x", "--price=x is invalid: use None or a number"),
         ("--blocksize=1", "--blocksize=1 is unknown; did you mean --block_size?"),
-        ("--zzz=1", "--zzz=1 is unknown; --help lists all flags"),
         ("--gpus", "--gpus needs a value: write --gpus=VALUE"),
         ("--json=maybe", "--json=maybe is invalid: use one of 'True', 'False'"),
     ],
@@ -374,22 +277,6 @@ def test_errors_of_tyro_become_one_sentence(word, message):
     with pytest.raises(ConfigError) as error:
         command_line(PlanConfig, [word])
     assert str(error.value) == message
-
-
-def test_a_boolean_flag_needs_no_value():
-    """A boolean flag without a value means True. If a required flag is missing, the error names it."""
-    assert command_line(PlanConfig, ["--json"]).json and command_line(PlanConfig, ["--json", "--gpus=2"]).gpus == 2
-    assert not command_line(PlanConfig, ["--json", "False"]).json
-    with pytest.raises(ConfigError, match=r"^--out_dir is missing: add --out_dir=VALUE \(directory of the run\)$"):
-        command_line(export.main, ["--to=x"])
-
-
-@pytest.mark.parametrize("port", ["http", "0", "65536"])
-def test_an_invalid_port_is_refused(port, monkeypatch):
-    """A MASTER_PORT that is not a valid port is refused with one sentence."""
-    monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is not a port"):
-        master_port()
 
 
 def test_a_port_in_use_is_named(tmp_path):
@@ -412,36 +299,34 @@ def test_a_port_in_use_under_torchrun_is_named(tmp_path):
         assert_refused(run_trainer(tmp_path / "run", **variables), f"port {port} is in use")
 
 
-def test_the_launcher_refuses_wrong_arguments():
-    """The launcher refuses a missing trainer and an invalid node rank with one sentence."""
-    assert_refused(run_program("nanoGPT.launch", "phase9_none/train.py"), "give nanoGPT/train.py")
-    assert_refused(run_program("nanoGPT.launch", "--nnodes=2", "--node_rank=2", "nanoGPT/train.py"), "NODE_RANK")
-
-
-@pytest.mark.parametrize("address", ["", "nowhere.invalid"])
-def test_an_unknown_master_address_is_refused(address):
-    """A MASTER_ADDR that is not a host is refused with one sentence, before the node waits for it."""
-    words = ["nanoGPT.launch", "--nnodes=2", "--node_rank=1", f"--master_addr={address}", "nanoGPT/train.py"]
-    assert_refused(run_program(*words), f"MASTER_ADDR={address} cannot be resolved to an address")
-    assert_refused(run_program("nanoGPT.launch", "--gpus=0", "nanoGPT/train.py"), "at least 1")
-    assert_refused(run_program("nanoGPT.launch", "--gpus=1"), "name the trainer")
-    assert_refused(run_program("nanoGPT.launch", "--gpsu=1", "nanoGPT/train.py"))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes=2", "--node_rank=1", "--master_addr=nowhere.invalid", "nanoGPT/train.py"], "cannot be resolved"),
+        (["--nnodes=2", "--node_rank=2", "nanoGPT/train.py"], "NODE_RANK"),
+        (["phase9_none/train.py"], "give nanoGPT/train.py"),
+        (["--gpus=1"], "name the trainer"),
+        (["--gpus=3", "nanoGPT/train.py", "--device=cpu", "--out_dir=/tmp/never-made"], "multiple of 3"),
+    ],
+)
+def test_the_launcher_refuses_wrong_arguments(words, message):
+    """An unknown master, a wrong node rank, a missing trainer, or ranks that do not divide the micro-batches, are
+    refused before any rank starts."""
+    outcome = run_program("nanoGPT.launch", *words)
+    assert_refused(outcome, message)
+    assert "rank(s)" not in outcome.output
 
 
 def test_prepare_refuses_an_unusable_text(tmp_path):
-    """prepare.py refuses an --input that is missing, binary or too short."""
+    """prepare.py refuses an --input that is missing or too short."""
     prepare = "nanoGPT/data/shakespeare_char/prepare.py"
     assert_refused(run_program(prepare, f"--input={tmp_path}/none.txt"), "cannot be read")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 200)
-    assert_refused(run_program(prepare, f"--input={tmp_path}/binary.txt"), "UTF-8")
     (tmp_path / "short.txt").write_text("short")
     assert_refused(run_program(prepare, f"--input={tmp_path}/short.txt"), "at least 100")
 
 
 def test_help_lists_every_field_with_underscores():
     """--help exits with code 0 and lists every field of the dataclass."""
-    import dataclasses
-
     outcome = run_program("phase3_fsdp/train.py", "--help", COLUMNS="200")
     assert outcome.code == 0
     for field in dataclasses.fields(TrainConfig):

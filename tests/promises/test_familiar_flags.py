@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.campaign.__main__ import parse_arguments
-from nanoGPT.cli.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.optim import learning_rate
-from nanoGPT.sample import SampleConfig
-from nanoGPT.train_config import TrainConfig, validate
+from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import Program, make_flags
 from tests.helpers.training import ROOT, TINY, call_train_all, read_metric, tiny, train, train_all
@@ -37,11 +34,7 @@ def read_run_files(out: Path) -> dict[str, bytes]:
     ("words", "expected"),
     [
         (["--fsdp_min_num_params=1e6"], {"fsdp_min_num_params": 1_000_000, "wraps_by_size": True}),
-        (["--fsdp_min_num_params", "2.5e5"], {"fsdp_min_num_params": 250_000, "wraps_by_size": True}),
-        (["--fsdp_wrap=size"], {"wraps_by_size": True}),
-        ([], {"wraps_by_size": False}),
         (["--fsdp_activation_checkpointing=True"], {"fsdp_activation_checkpointing": "full"}),
-        (["--fsdp_activation_checkpointing=False"], {"fsdp_activation_checkpointing": "none"}),
         (["--max_iters=1e3"], {"max_iters": 1000}),
     ],
 )
@@ -50,33 +43,6 @@ def test_short_forms_of_flags(words, expected):
     config = parse(FsdpConfig, ["--device=cpu", *words], ROOT / "phase3_fsdp" / "train.py")
     config.check(4)
     assert {name: getattr(config, name) for name in expected} == expected
-
-
-def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
-    """`~` begins a path in flags and config files: alone, in a list, and after `FILE:`. A prompt does not change."""
-    monkeypatch.setenv("HOME", "/home/me")
-    (tmp_path / "config.py").write_text('out_dir = "~/run"\n')
-    words = ["--device=cpu", str(tmp_path / "config.py"), "--dataset=~/a:3,~/b:1", "--init_from", "~/weights"]
-    config = parse(TrainConfig, words, TRAINER)
-    assert [config.out_dir, config.init_from] == ["/home/me/run", "/home/me/weights"]
-    assert config.dataset == "/home/me/a:3,/home/me/b:1"
-    for start, expected in (("FILE:~/p.txt", "FILE:/home/me/p.txt"), ("~/p", "~/p"), ("a,~", "a,~")):
-        assert command_line(SampleConfig, [f"--start={start}"]).start == expected
-    assert parse_arguments(["--to=~/campaign"]).to == Path("/home/me/campaign")
-
-
-def test_a_fraction_is_not_an_integer():
-    """1.5e-1 and 1e300 are refused for an integer, in one sentence."""
-    for value in ("1.5e0", "1e-3", "1e300", "e6"):
-        with pytest.raises(ConfigError, match=f"--max_iters={value} is invalid: use an integer"):
-            parse(TrainConfig, [f"--max_iters={value}"], TRAINER)
-
-
-def test_the_configuration_of_an_older_checkpoint_is_accepted():
-    """Blocks with the earlier default of the minimum size, which older checkpoints contain, are the default."""
-    older = FsdpConfig(fsdp_wrap="block", fsdp_min_num_params=1_000_000, use_fsdp=False)
-    older.check(1)
-    assert (older.fsdp_wrap, older.fsdp_min_num_params) == ("auto", None)
 
 
 @pytest.mark.parametrize("name", ["backend", "wandb_log"])
@@ -96,9 +62,9 @@ def test_a_constant_learning_rate():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each phase on 2 ranks, with checkpoints after steps 2 and 4. The configuration is of an earlier version."""
+    """Train each phase on 2 ranks, with checkpoints after steps 2 and 4."""
     out = tmp_path_factory.mktemp("runs")
-    fields = {"max_iters": 4, "eval_interval": 2, "compile_mode": "reduce-overhead"}
+    fields = {"max_iters": 4, "eval_interval": 2}
     train_all(2, [(phase, tiny(phase, out / phase, **fields)) for phase in PHASES])
     return out
 
@@ -116,38 +82,15 @@ def test_an_evaluation_alone(runs, capsys):
 
 
 def test_an_older_checkpoint_is_resumed(runs, tmp_path):
-    """With resume_step=2 a run repeats the steps after it exactly; the newer checkpoints are kept under other names.
-
-    A run that is refused renames nothing.
-    """
+    """With resume_step=2 a run repeats the steps after it exactly; the newer checkpoints are kept under other names."""
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     fields = {"init_from": "resume", "max_iters": 4, "eval_interval": 2}
-    with pytest.raises(Exception, match="--n_layer"):
-        train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "nanoGPT", resume_step=2, **{**fields, "n_layer": 3}))
-    assert steps_saved(tmp_path / "nanoGPT") == ["step-00000002", "step-00000004"]
     repeated = train_all(2, [(phase, tiny(phase, tmp_path / phase, resume_step=2, **fields)) for phase in PHASES])
     for phase, curve in zip(PHASES, repeated, strict=True):
         out = tmp_path / phase
         assert curve == losses(runs / phase) and sorted(curve) == [0, 1, 2, 3]
         assert steps_saved(runs / phase) == steps_saved(out) == ["step-00000002", "step-00000004"]
         assert [path.name for path in (out / "checkpoints").glob(".newer-*")] == [".newer-step-00000004"]
-        with pytest.raises(Exception, match="there is no checkpoint step-00000007 .*choose one of step-00000004"):
-            train(phase, 1, tiny(phase, out, **{**fields, "resume_step": 7}))
-        config = parse(type(tiny(phase, out)), [f"--out_dir={out}", "--init_from=resume"], TRAINER)
-        assert config.resume_step is None, "a later resume takes the newest checkpoint"
-
-
-def test_the_configuration_of_an_earlier_version_is_resumed(runs):
-    """A compile_mode that no longer exists, in the configuration of a checkpoint, is replaced."""
-    for phase in PHASES:
-        config = parse(type(tiny(phase, runs)), [f"--out_dir={runs / phase}", "--init_from=resume"], TRAINER)
-        assert config.compile_mode == "default"
-
-
-def test_a_step_to_resume_needs_a_resume():
-    """resume_step without init_from=resume is refused."""
-    with pytest.raises(ConfigError, match="--resume_step=5 needs --init_from=resume"):
-        validate(TrainConfig(resume_step=5), 1)
 
 
 def test_a_resume_without_a_directory_takes_the_newest_run_of_the_phase(tmp_path, monkeypatch):
@@ -182,12 +125,12 @@ def test_a_second_torchrun_gets_a_new_directory(tmp_path):
 
 def test_a_run_saves_every_few_minutes(tmp_path):
     """With --save_every_minutes, a run also saves between evaluations, and resumes there with the same losses."""
-    phases, fields = ("nanoGPT", "phase3_fsdp"), {"max_iters": 6, "eval_interval": 6, "eval_iters": 1}
+    phases, fields = ("phase3_fsdp",), {"max_iters": 6, "eval_interval": 6, "eval_iters": 1}
     more = {"save_every_minutes": 1e-9, "keep_checkpoints": 12}
     timed = [(phase, tiny(phase, tmp_path / f"{phase} timed", **fields, **more)) for phase in phases]
     plain = [(phase, tiny(phase, tmp_path / f"{phase} plain", **fields)) for phase in phases]
     curves = train_all(2, timed + plain)
-    assert curves[:2] == curves[2:]
+    assert curves[0] == curves[1]
     for phase in phases:
         checkpoints = tmp_path / f"{phase} timed" / "checkpoints"
         names = steps_saved(checkpoints.parent)  # the ranks ask each other after the first step, then less often
@@ -196,4 +139,4 @@ def test_a_run_saves_every_few_minutes(tmp_path):
         (checkpoints / "LATEST").write_text(names[-2] + "\n")
         assert steps_saved(tmp_path / f"{phase} plain") == ["step-00000006"]
     resumed = [(phase, dataclasses.replace(config, init_from="resume")) for phase, config in timed]
-    assert train_all(2, resumed) == curves[:2]
+    assert train_all(2, resumed) == curves[:1]

@@ -16,16 +16,6 @@ def find_section(title: str) -> str:
     return GUIDE.split(f"\n## {title}")[1].split("\n## ")[0]
 
 
-def test_the_clocks_of_the_plans_add_up():
-    """In both plans, each row begins when the one before it ends."""
-    for title, total in (("Half a day", 4 * 60), ("A full day", 8 * 60 + 15)):
-        rows = re.findall(r"^\| (\d+):(\d\d) \| (\d+) \|", find_section(title), re.MULTILINE)
-        begins = [60 * int(hours) + int(minutes) for hours, minutes, _ in rows]
-        lengths = [int(length) for _, _, length in rows]
-        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-        assert begins[1:] == ends[:-1] and ends[-1] - begins[0] == total, (title, rows)
-
-
 def test_the_guide_names_exercises_that_exist():
     """Every exercise that the guide names exists, and those of the list of wrong answers have a check with mistakes."""
     names = set(re.findall(r"`((?:" + "|".join({each.chapter for each in EXERCISES.values()}) + r")\.\d+)`", GUIDE))
