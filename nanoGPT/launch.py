@@ -38,7 +38,6 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
 from nanoGPT.job.credentials import check_credentials
 from nanoGPT.job.elastic import has_finished
-from nanoGPT.job.heartbeat_files import delete_leftovers
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from nanoGPT.job.out_dir import check_out_dir
@@ -148,31 +147,6 @@ def forward_signals(received_signals: list[int]) -> None:
     signal.signal(signal.SIGQUIT, forward)
 
 
-def open_signal_pipe() -> int:
-    """Open a pipe into which Python writes the number of every signal, and return the end to read from.
-
-    The pipe works even while the main thread is in C++ code, where Python cannot run signal handlers.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end)
-    return read_end
-
-
-def exit_on_signal(received_signals: list[int], signal_pipe: int) -> None:
-    """Exit when a signal arrives while the main thread waits for the other nodes in torch's C++ code.
-
-    Args:
-        received_signals: the signals that Python's handler has received; empty while the main thread is in C++.
-        signal_pipe: the pipe of `open_signal_pipe`.
-    """
-    while number := os.read(signal_pipe, 1)[0]:
-        time.sleep(1)
-        if not received_signals and not list_rank_processes():
-            print("error: stopped by a signal before all nodes had connected", file=sys.stderr, flush=True)
-            os._exit(128 + number)
-
-
 def find_root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure. The other ranks failed because they lost this rank.
 
@@ -210,9 +184,7 @@ def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> t
 
 def start_watchdog(config: TrainConfig, place: NodeConfig) -> StallDetector:
     """Start a thread that stops ranks that hang. It waits 10 seconds longer than the watchdogs of the ranks."""
-    first = place.node_rank * place.gpus
-    stall_seconds, local_ranks = config.stall_seconds + 10, range(first, first + place.gpus)
-    watch = StallDetector(Path(config.out_dir), place.world_size, stall_seconds, local_ranks=local_ranks)
+    watch = StallDetector(Path(config.out_dir), place.world_size, config.stall_seconds + 10)
     threading.Thread(target=watch_children, args=(watch, list_rank_processes), daemon=True).start()
     return watch
 
@@ -256,8 +228,6 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
     os.environ |= {**defaults, **os.environ, "NANOGPT_LAUNCHER": str(os.getpid()), **config_to_env(config)}
     received_signals: list[int] = []
     forward_signals(received_signals)
-    if place.nnodes > 1:
-        threading.Thread(target=exit_on_signal, args=(received_signals, open_signal_pipe()), daemon=True).start()
     try:
         with split_by_rank(config.out_dir, reads_only=config.eval_only):
             elastic_launch(copy_output(configure_agent(place, logs), logs), sys.executable)(*command)
@@ -317,7 +287,6 @@ def main(arguments: list[str]) -> int:
             code = run_one_rank(command, config, watch)
         else:
             code = run_ranks(place, command, config, watch, logs)
-            delete_leftovers(Path(config.out_dir))
     if code == 0 and place.node_rank == 0 and has_finished(config):
         show_sample(config)
     return code

@@ -52,7 +52,6 @@ from nanoGPT.distributed.network import source_address
 from nanoGPT.distributed.process_group import is_served
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.elastic import STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
-from nanoGPT.job.heartbeat_files import delete_leftovers
 from nanoGPT.job.parse import parse
 from nanoGPT.job.preflight import preflight
 from nanoGPT.job.rank_logs import copy_output, split_by_rank
@@ -304,7 +303,6 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
 
     def clean_up() -> None:
         shutil.rmtree(logs, ignore_errors=True)
-        delete_leftovers(Path(config.out_dir))
 
     def count_training_nodes(nodes: int) -> int:
         return -(-count_usable_ranks(config, nodes * elastic.gpus) // elastic.gpus)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.heartbeat_files import read_json, read_node_file
+from nanoGPT.job.heartbeat_files import read_json
 
 
 def find_newest_run() -> Path:
@@ -47,11 +47,6 @@ def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
     later times, because a clock was wrong.
     """
     files = read_by_rank(folder / "heartbeat", "rank*.json")
-    found = [(rank, read_json(path)) for rank, path in files.items()]
-    for path in read_by_rank(folder / "heartbeat", "node-*.json").values():  # a run on several nodes
-        found += read_node_file(path).items()
-    beats = [(rank, beat) for rank, beat in found if "time" in beat]
-    candidates = [beat for rank, beat in beats if rank == 0] or [beat for _, beat in beats]
-    newest = max(candidates, key=lambda beat: beat["time"], default={}).get("run")
-    own = [(rank, beat) for rank, beat in beats if beat.get("run") == newest]
-    return dict(sorted(own, key=lambda each: each[0]))
+    beats = {rank: beat for rank, path in files.items() if "time" in (beat := read_json(path))}
+    newest = max(beats.values(), key=lambda beat: beat["time"], default={})
+    return {rank: beat for rank, beat in beats.items() if beat.get("run") == beats.get(0, newest).get("run")}

@@ -3,7 +3,6 @@
     heartbeat/rank{r}.json      step, stage, progress counters, current line of the main thread, process ids, time;
                                 whether the main thread waits for other ranks or for its GPU (else it computes), and
                                 the number of stages that the GPU has reached
-    heartbeat/node-{r}.json     on several nodes instead: the heartbeats of all ranks of the node whose first rank is r
     heartbeat/rank{r}.jsonl     all heartbeats of the run, one per line; only with --diagnostics_interval
 
 The main thread reports its progress (`Runtime.enter_stage`, `Runtime.report_progress`). A separate thread writes the
@@ -35,6 +34,7 @@ from nanoGPT.distributed.process_group import dump_collectives
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
 from nanoGPT.job.exits import write_error_file
+from nanoGPT.job.heartbeat_files import replace_json
 from nanoGPT.job.watchdog import GRACE_SECONDS, StallDetector, dump_and_kill, is_child_of
 
 # A frame in one of these files means that the thread compiles or that a debugger runs: both may take any amount of
@@ -171,9 +171,8 @@ class HeartbeatThread:
         backend = dist.get_backend() if dist.is_initialized() else "none"
         self.names = {"trainer": trainer, "backend": backend, "device": run.device.type}
         self.beats = self.waiting_beats = 0
-        self.out_dir, first = out_dir, run.rank - run.local_rank
-        local_ranks = range(first, first + run.local_world_size)
-        self.detector = StallDetector(out_dir, run.world_size, stall_seconds, run.rank, run.token, local_ranks)
+        self.out_dir, self.file = out_dir, out_dir / "heartbeat" / f"rank{run.rank}.json"
+        self.detector = StallDetector(out_dir, run.world_size, stall_seconds, run.rank, run.token)
         self.is_closing = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -187,12 +186,9 @@ class HeartbeatThread:
         self.is_closing.set()
         self.thread.join(5 * GRACE_SECONDS)
         self.write_heartbeat()
-        own = {self.run.rank: self.detector.statuses[self.run.rank].heartbeat}
-        with contextlib.suppress(OSError):
-            self.detector.files.close(self.run.rank, self.detector.read_node() | own)
 
     def write_heartbeat(self) -> None:
-        """Write this rank's heartbeat, and as the watcher of a node its file.
+        """Write this rank's heartbeat.
 
         Compilation counts as progress, and so does building the model, because reading a large checkpoint takes long.
         """
@@ -210,10 +206,9 @@ class HeartbeatThread:
         heartbeat = {**vars(self.run.progress), **activity, **process, **status}
         self.detector.record(self.run.rank, heartbeat)
         with contextlib.suppress(OSError):  # a full disk must not stop a run that has nothing to save yet
-            self.detector.files.write(self.run.rank, heartbeat)
-            self.detector.publish_node()
+            replace_json(self.file, heartbeat)
             if self.keeps_history:
-                with open(self.detector.files.folder / f"rank{self.run.rank}.jsonl", "a") as history:
+                with open(self.file.with_suffix(".jsonl"), "a") as history:
                     history.write(json.dumps(heartbeat) + "\n")
 
     def _run(self) -> None:
@@ -248,7 +243,6 @@ class HeartbeatThread:
             write_collectives(self.out_dir, self.run.rank)
         if is_first:
             dump_and_kill([each["pid"] for each in unresponsive.values() if is_child_of(each, os.getppid())])
-            self.detector.files.delete_node_folder()
         else:
             time.sleep(GRACE_SECONDS)
         if not write_error_file(message) and is_first:

@@ -2,10 +2,10 @@
 
 The ranks communicate through files under out_dir, a directory that all ranks share:
 
-    heartbeat/                  the heartbeats, written every second (`nanoGPT.job.heartbeat_files`)
+    heartbeat/rank{r}.json      the heartbeat of each rank, written every second
     stacks/stalled-{token}.txt  the message, written by the first process that detects the hang
 
-A rank that makes progress reads no heartbeats. On several nodes, one rank per node compares all ranks.
+A rank that makes progress reads no heartbeats. On more than 64 ranks, heartbeats are read less often.
 
 If no rank makes progress for `stall_seconds`, every rank writes its stacks into stacks/rank{r}.txt and exits. Some
 ranks cannot do this: a process may be stopped (SIGSTOP), or its main thread may hold Python's global interpreter lock
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoGPT.job.heartbeat_files import HeartbeatFiles, Heartbeats
+from nanoGPT.job.heartbeat_files import read_json
 
 # A change of one of these fields of a heartbeat is progress. The host can queue work that keeps a GPU busy for minutes,
 # so the stages that the GPU has reached count too.
@@ -84,7 +84,6 @@ class StallDetector:
         rank: the rank that runs this detector and passes its own heartbeats to `record`; None in a launcher.
         token: identifies this start of the job; heartbeats with another token belong to an earlier run. A launcher
             takes the token from the heartbeats of its children.
-        local_ranks: the ranks of this node; None: all ranks.
     """
 
     def __init__(
@@ -94,13 +93,11 @@ class StallDetector:
         stall_seconds: float,
         rank: int | None = None,
         token: str = "",
-        local_ranks: range | None = None,
     ) -> None:
         self.out_dir, self.world_size, self.stall_seconds = out_dir, world_size, stall_seconds
         self.rank, self.token = rank, token
-        self.files = HeartbeatFiles(out_dir, world_size, local_ranks or range(world_size))
         self.clock, self.last_check, self.next_read = 0.0, time.monotonic(), 0.0
-        self.read_period = min(max(stall_seconds / 20, 1.0), 15.0)  # seconds: with many ranks, reading is expensive
+        self.read_period = min(max(stall_seconds / 20, 1.0), 15.0) * max(1.0, world_size / 64)  # seconds
         self.statuses: dict[int, RankStatus] = {}
 
     def check(self, now: float) -> str | None:
@@ -127,41 +124,15 @@ class StallDetector:
         return len(training) == self.world_size and min(map(self.seconds_stalled, training)) > self.stall_seconds
 
     def read_heartbeats(self) -> None:
-        """Read and record the heartbeats of this node, and those of the other nodes if this process compares them."""
-        self.read_node()
-        if self._compares_nodes():
-            self._record_all(self.files.read_other_nodes())
-
-    def read_node(self) -> Heartbeats:
-        """Read, record and return the heartbeats of this run on this node."""
-        heartbeats = self.files.read_node()
+        """Read and record the heartbeats of this start of the job."""
+        found = {rank: read_json(self.out_dir / "heartbeat" / f"rank{rank}.json") for rank in range(self.world_size)}
         if self.rank is None:
-            tokens = [each.get("run", "") for each in heartbeats.values() if is_child_of(each, os.getpid())]
+            tokens = [each["run"] for each in found.values() if each and is_child_of(each, os.getpid())]
             if tokens and tokens[0] != self.token:
                 self.token, self.statuses = tokens[0], {}
-        return self._record_all(heartbeats)
-
-    def publish_node(self) -> None:
-        """On several nodes, copy the heartbeats of this node into one file of out_dir, if this rank is the watcher."""
-        if self.rank is not None and not self.files.is_one_node and self.files.is_watcher(self.rank):
-            self.files.publish(self.rank, self.read_node())
-
-    def _compares_nodes(self) -> bool:
-        """Return whether this process reads the heartbeats of other nodes: its node has made no progress lately.
-
-        Of the ranks of a node, only the watcher reads them.
-        """
-        local = [self.seconds_stalled(rank) for rank in self.files.local_ranks if rank in self.statuses]
-        if self.files.is_one_node or min(local, default=0.0) < 1 + self.read_period / 2:
-            return False
-        return self.rank is None or self.files.is_watcher(self.rank)
-
-    def _record_all(self, heartbeats: Heartbeats) -> Heartbeats:
-        """Record the heartbeats of this run, and return them."""
-        own = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat.get("run") == self.token}
-        for rank, heartbeat in own.items():
-            self.record(rank, heartbeat)
-        return own
+        for rank, heartbeat in found.items():
+            if heartbeat.get("run") == self.token:
+                self.record(rank, heartbeat)
 
     def record(self, rank: int, heartbeat: dict[str, Any]) -> None:
         """Store a rank's heartbeat, and update its times if the heartbeat is new or shows progress."""

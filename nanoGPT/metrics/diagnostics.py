@@ -2,13 +2,12 @@
 
     diagnostics/rank{r}.jsonl     one line per record: memory, norms, the loss of this rank, a hash of the parameters
     diagnostics/rank{r}.json      dtypes and devices of all tensors, modules by class (which show the kernels in use),
-                                  the optimizer, memory at the start, seconds to the first batch and the first step
+                                  the optimizer, and memory at the start
     diagnostics/rank{r}.pickle    on a GPU: the last allocations with their stacks, for https://pytorch.org/memory_viz
 
 Each rank writes its own files, so that a fault of one rank is visible. `make autopsy` reads them. Without the flag,
 nothing is measured. A record reads every parameter and waits for the GPU. Its time does not depend on the batch, so it
-is a large fraction of a short step. If records take more than 15% of the time, the run prints once which interval is
-large enough. On a GPU, a record also writes the history of the allocator.
+is a large fraction of a short step. On a GPU, a record also writes the history of the allocator.
 
 A record is also a check. All ranks must have the same gradient norm. Ranks that store the same parameters must have the
 same values, and the loss of every rank must be finite. Otherwise the run stops with an error that names the ranks.
@@ -18,7 +17,6 @@ import contextlib
 import functools
 import json
 import math
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,11 +34,8 @@ from nanoGPT.memory.device import process_bytes
 from nanoGPT.train_config import TrainConfig
 
 CHUNK = 1 << 20  # elements of a tensor that a hash or a norm reads at a time
-MAX_SHARE, TIMED_RECORDS = 0.15, 10  # of the time in records, above which a run names a larger interval
 MAX_ALLOCATIONS = 20_000  # events that the allocator's history keeps
 NORM_TOLERANCE = 1e-9  # relative; replicas may add the squares in another order
-MESH_DIMENSIONS, LOWEST = 4, -(2**63)
-RECORD = f"<ddq{MESH_DIMENSIONS}q"  # loss, gradient norm, hash and replica of a rank, 8 bytes each
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
@@ -106,40 +101,6 @@ def compute_rms(tensor: Tensor) -> float:
     return tensor.detach().float().square().mean().sqrt().item() if tensor.numel() else 0.0
 
 
-class RecordClock:
-    """Measures which share of the time of a run its records take. The first record is not measured.
-
-    Args:
-        interval: steps from one record to the next.
-    """
-
-    def __init__(self, interval: int) -> None:
-        self.interval, self.records, self.seconds, self.begin = interval, 0, 0.0, 0.0
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        """Add the time of the context."""
-        begin = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - begin
-
-    def finish_record(self, now: float) -> str | None:
-        """Return the advice, after TIMED_RECORDS records that took more than MAX_SHARE of the time; else None."""
-        self.records += 1
-        if self.records == 1:
-            self.begin, self.seconds = now, 0.0
-        if self.records != 1 + TIMED_RECORDS:
-            return None
-        share = self.seconds / (now - self.begin)
-        if share <= MAX_SHARE:
-            return None
-        interval = math.ceil(self.interval * share / (1 - share) * (1 - MAX_SHARE) / MAX_SHARE)
-        return (
-            f"diagnostics take {share:.0%} of the time, because the steps are short: with "
-            f"--diagnostics_interval={interval} they would take at most {MAX_SHARE:.0%}"
-        )
-
-
 class Diagnostics:
     """The diagnostics of one rank. Off if `config.diagnostics_interval` is 0.
 
@@ -153,12 +114,10 @@ class Diagnostics:
         self.config, self.run, self.model, self.optimizer = config, run, model, optimizer
         self.folder = Path(config.out_dir) / "diagnostics"
         self.has_written_summary = False
-        self.start, self.memory_at_start = time.perf_counter(), read_memory(run.device)
+        self.memory_at_start = read_memory(run.device)
         self.names = {param: name for name, param in model.named_parameters()}
-        self.clock = RecordClock(config.diagnostics_interval)
         self.gradients: dict[str, float] = {}
         self.activations: dict[str, float] = {}
-        self.first_batch_seconds: float | None = None  # stays None if the model is compiled
         self.records_allocations = config.diagnostics_interval > 0 and run.device.type == "cuda"
         if self.records_allocations:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ALLOCATIONS)
@@ -177,8 +136,6 @@ class Diagnostics:
         if not self.config.compile:  # a new hook would recompile the model
             blocks = list(self.model.blocks)  # type: ignore[arg-type]
             hooks += [block.register_forward_hook(self._make_hook(f"blocks.{i}")) for i, block in enumerate(blocks)]
-            if self.first_batch_seconds is None:
-                hooks.append(blocks[0].register_forward_pre_hook(self._time_first_batch))
         try:
             yield
         finally:
@@ -187,19 +144,9 @@ class Diagnostics:
 
     def _make_hook(self, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            with self._measure_hook():
-                self.activations[name] = compute_rms(output)
+            self.activations[name] = compute_rms(output)
 
         return hook
-
-    def _measure_hook(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that measures a hook. On a GPU, a hook mainly waits for work of the step: do not measure."""
-        return self.clock.measure() if self.run.device.type == "cpu" else contextlib.nullcontext()
-
-    def _time_first_batch(self, *_: Any) -> None:
-        """Record the seconds until the first block gets the first batch."""
-        if self.first_batch_seconds is None:
-            self.first_batch_seconds = time.perf_counter() - self.start
 
     def _read_gradients(self, *_: Any) -> None:
         """Read the norm of this rank's part of each gradient."""
@@ -207,8 +154,7 @@ class Diagnostics:
             pairs = self.optimizer.local_gradients()
         else:
             pairs = ((p, local_shard(p.grad)) for p in self.model.parameters() if p.grad is not None)
-        with self._measure_hook():
-            self.gradients = {self.names[p]: compute_norm(grad) for p, grad in pairs if p in self.names}
+        self.gradients = {self.names[p]: compute_norm(grad) for p, grad in pairs if p in self.names}
 
     def record(self, step: int, loss_sum: Tensor, norm: Tensor) -> None:
         """Write a record after a step, and compare the ranks. Collective on the steps that are recorded.
@@ -226,12 +172,9 @@ class Diagnostics:
             return
         if hasattr(self.optimizer, "wait_for_params"):
             self.optimizer.wait_for_params()
-        loss, grad_norm = loss_sum.item(), norm.item()  # waits for the GPU
-        with self.clock.measure():
-            values = self._measure(step, loss, grad_norm)
-        if advice := self.clock.finish_record(time.perf_counter()):
-            self.run.print0(advice)
-        self._compare(step, gather_records(self.run, values))
+        values = self._measure(step, loss_sum.item(), norm.item())
+        names = ("local_loss", "grad_norm", "parameters", "replica")
+        self._compare(step, self.run.gather({name: values[name] for name in names}))
 
     def _measure(self, step: int, loss_sum: float, grad_norm: float) -> dict[str, Any]:
         """Write the record of a step, and return the values that are compared between the ranks."""
@@ -256,10 +199,7 @@ class Diagnostics:
         with contextlib.suppress(OSError):  # a full disk must not stop the run
             self.folder.mkdir(exist_ok=True)
             if not self.has_written_summary:
-                seconds = {"first_batch_seconds": self.first_batch_seconds}
-                seconds["first_step_seconds"] = time.perf_counter() - self.start
-                summary = self._describe() | seconds
-                (self.folder / f"rank{self.run.rank}.json").write_text(json.dumps(summary, indent=1) + "\n")
+                (self.folder / f"rank{self.run.rank}.json").write_text(json.dumps(self._describe(), indent=1) + "\n")
                 self.has_written_summary = True
             if self.records_allocations:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"rank{self.run.rank}.pickle"))
@@ -302,26 +242,6 @@ class Diagnostics:
                     f"step {step}: ranks {describe_groups(digests, show_values=False)} have different values of the "
                     "same parameters: check that they start from the same weights, and that every gradient is averaged"
                 )
-
-
-def gather_records(run: Runtime, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what is compared in the records of all ranks, with one collective; `Runtime.gather` needs two.
-
-    Args:
-        run: of this rank.
-        values: the record of this rank.
-    """
-    key = list(values["replica"])
-    padding = [-1] * (MESH_DIMENSIONS - len(key))
-    packed = struct.pack(RECORD, values["local_loss"], values["grad_norm"], values["parameters"], *key, *padding)
-    own = struct.unpack(f"<{len(packed) // 8}q", packed)
-    table = [LOWEST] * (len(own) * run.world_size)
-    table[run.rank * len(own) : (run.rank + 1) * len(own)] = own
-    records = struct.iter_unpack(RECORD, struct.pack(f"<{len(table)}q", *run.max(*table)))
-    return [
-        {"local_loss": loss, "grad_norm": norm, "parameters": digest, "replica": key}
-        for loss, norm, digest, *key in records
-    ]
 
 
 def describe_groups(values: dict[int, Any], show_values: bool = True) -> str:

@@ -3,8 +3,7 @@
     metrics.jsonl            one JSON object per logged step; a resumed run removes the lines that it will write again
     env.json                 versions, hardware, git commit, configuration, and the reason for each automatic choice
     log.txt                  when the run started and ended, and which rank failed with which error
-    heartbeat/               step, stage of the step and time of each rank, updated every second: rank{r}.json on one
-                             node, node-{r}.json with the ranks of a node on several (`nanoGPT.job.heartbeat_files`)
+    heartbeat/rank{r}.json   step, stage of the step and time of each rank, updated every second
     stacks/rank{r}.txt       the stacks of all threads: on SIGQUIT, on a crash, and when the job is stopped in a hang
 
 Rank 0 also prints each logged line. If standard error is a terminal, it shows a progress bar below these lines.

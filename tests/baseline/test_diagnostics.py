@@ -1,7 +1,6 @@
 """`--diagnostics_interval`: records of memory and norms, and a run that stops when its ranks diverge."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.metrics import diagnostics
-from nanoGPT.metrics.diagnostics import MAX_SHARE, Diagnostics, RecordClock, compute_digest, describe_groups
+from nanoGPT.metrics.diagnostics import Diagnostics, compute_digest
 from nanoGPT.model import GPT, GPTConfig
 from operate.autopsy.__main__ import KERNEL_CLASSES, describe_kernels
 from operate.autopsy.evidence import Evidence
@@ -44,10 +43,7 @@ def test_records_have_the_norms_of_every_parameter(phase, tmp_path):
         assert set(record["activation_rms"]) == {"blocks.0", "blocks.1"}
         assert record["memory"]["allocated"] > 0
     audit = json.loads((tmp_path / "run" / "diagnostics" / "rank1.json").read_text())
-    assert (
-        all("float32 on cpu" in name for name in audit["parameters"])
-        and 0 < audit["first_batch_seconds"] < audit["first_step_seconds"]
-    )
+    assert all("float32 on cpu" in name for name in audit["parameters"])
     history = (tmp_path / "run" / "heartbeat" / "rank1.jsonl").read_text().splitlines()
     last = json.loads(history[-1])
     assert {"step", "stage", "waits", "beats"} < set(last)
@@ -100,12 +96,6 @@ def test_a_rank_with_another_weight_stops_the_run(phase, tmp_path):
         run_on_ranks(change_one_weight, 4, str(tmp_path), phase, show=False)
 
 
-def test_groups_of_ranks_are_described():
-    """Ranks with the same value are named together."""
-    assert describe_groups({0: 1.5, 1: 1.5, 2: 2.0}) == "[0, 1]: 1.5, [2]: 2"
-    assert describe_groups({0: "a", 1: "b", 2: "a"}, show_values=False) == "[0, 2] and [1]"
-
-
 def test_the_summary_counts_the_modules_with_kernels(tmp_path):
     """The summary has the number of modules of each class. The autopsy prints how many use each kernel of phase 2."""
     model = GPT(GPTConfig(2, 2, 32, 8, False, 16))
@@ -117,7 +107,6 @@ def test_the_summary_counts_the_modules_with_kernels(tmp_path):
     summary = json.loads((tmp_path / "diagnostics" / "rank0.json").read_text())
     assert summary["modules"]["KernelMLP"] == summary["modules"]["CausalSelfAttention"] == 2
     assert "MLP" not in summary["modules"] and summary["optimizer"] == "AdamW"
-    summary["modules"] = {f"FSDP{name}" if "Block" in name else name: n for name, n in summary["modules"].items()}
     evidence = Evidence(tmp_path, summaries={0: summary}, environment={"config": {"kernels": "gelu"}})
     counts = "attention: 0 of 2 CausalSelfAttention, gelu: 2 of 2 MLP, layernorm: 0 of 5 LayerNorm"
     counts += ", layernorm: 0 of 2 Block"
@@ -136,34 +125,3 @@ def test_without_the_flag_nothing_is_measured(tmp_path, monkeypatch):
         assert not optimizer._optimizer_step_pre_hooks and not model.blocks[0]._forward_hooks
     off.record(0, torch.zeros(()), torch.zeros(()))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_gpu_records_its_allocations(tmp_path, monkeypatch):
-    """On a GPU, the allocator records its history from the start, and every record writes it. Here the calls are
-    recorded and not made, because this also runs where there is no GPU."""
-    calls = []
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda stacks, max_entries: calls.append(max_entries)
-    )
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
-    monkeypatch.setattr(diagnostics, "read_memory", lambda device: {"allocated": 1, "reserved": 1})
-    model, run = GPT(GPTConfig(1, 1, 8, 8, False, 16)), create_runtime("cpu", "float32")
-    run.device = torch.device("cuda")
-    config = CONFIGS["nanoGPT"](out_dir=str(tmp_path), diagnostics_interval=1)
-    recorder = Diagnostics(config, run, model, torch.optim.AdamW(model.parameters()))
-    recorder.record(0, torch.zeros(()), torch.zeros(()))
-    assert calls == [diagnostics.MAX_ALLOCATIONS, str(tmp_path / "diagnostics" / "rank0.pickle")]
-
-
-def test_a_run_with_expensive_records_names_an_interval():
-    """After ten records that took 40% of the time, the advice is an interval with which they take at most 15%."""
-    clock, advice = RecordClock(2), []
-    for second in range(11):
-        clock.seconds += 0.4
-        advice.append(clock.finish_record(float(second)))
-    assert advice[:10] == [None] * 10 and "take 40% of the time" in advice[10]
-    interval = int(re.findall(r"interval=(\d+)", advice[10])[0])
-    shares = [0.4 / (0.4 + n * 0.3) for n in (interval - 1, interval)]  # a step without a record takes 0.3 s
-    assert shares[1] <= MAX_SHARE < shares[0]
-    clock = RecordClock(1)
-    assert not any(clock.finish_record(float(second)) for second in range(20))
