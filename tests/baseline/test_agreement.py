@@ -66,8 +66,7 @@ def test_nodes_with_different_flags_are_refused(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize("wrong_flag", ["--dataset=nosuch", "--datset=x"])
+@pytest.mark.parametrize(("node", "wrong_flag"), [(0, "--dataset=nosuch"), (1, "--datset=x")])
 def test_every_node_prints_the_error_of_a_node_that_cannot_start(node, wrong_flag, tmp_path):
     """A node with a missing dataset or a misspelled flag prints an error, and the other node prints the same error with
     the number of that node."""
@@ -77,15 +76,6 @@ def test_every_node_prints_the_error_of_a_node_that_cannot_start(node, wrong_fla
     assert [code for code, _ in outcomes] == [2, 2]
     (own_error,), (other_error,) = outcomes[node][1], outcomes[1 - node][1]
     assert other_error == own_error.replace("error: ", f"error: node {node} cannot start: ")
-
-
-def test_all_of_three_nodes_print_the_error_of_one(tmp_path):
-    """Node 0 serves the store, and exits only when node 2 has read the error of node 1 too."""
-    flags_per_node = [make_run_flags(tmp_path, gradient_accumulation_steps=3) for _ in range(3)]
-    flags_per_node[1].append("--dataset=nosuch")
-    outcomes = collect_outcomes(start_nodes("nanoGPT/train.py", flags_per_node))
-    assert [code for code, _ in outcomes] == [2, 2, 2]
-    assert all("there is no dataset nosuch" in error for _, (error,) in outcomes), outcomes
 
 
 def test_a_config_file_is_executed_once(tmp_path):
@@ -98,15 +88,6 @@ def test_a_config_file_is_executed_once(tmp_path):
     assert count.read_text() == "executed\n"
     two_ranks = ["--gpus=2", "nanoGPT/train.py", str(file), *make_run_flags(tmp_path / "two", max_iters=1)]
     assert run_program("nanoGPT.launch", *two_ranks).code == 0 and count.read_text() == "executed\n" * 2
-
-
-def test_torchrun_ranks_with_different_values_are_refused(tmp_path):
-    """Under plain torchrun every rank executes the config file. Ranks that get different values from it are refused."""
-    file = tmp_path / "clock.py"
-    file.write_text(COUNTING_CONFIG.format(count=str(tmp_path / "count")))
-    words = ["--standalone", "--nproc_per_node=2", "nanoGPT/train.py", str(file), *make_run_flags(tmp_path)]
-    outcome = run_program("torch.distributed.run", *words)
-    assert outcome.code != 0 and "the ranks do not agree: --seed is " in outcome.output
 
 
 def start_lone_rank(node: int, port: str, out: Path, *extra_flags: str, trainer: str = "nanoGPT/train.py") -> Program:
@@ -187,12 +168,6 @@ def test_the_digest_changes_with_the_code(tmp_path, monkeypatch):
     assert digests[0] == digests[1] and len({*digests}) == 3
 
 
-def test_a_long_list_of_ranks_is_shortened():
-    """With many ranks, the error lists the first eight ranks of each value."""
-    descriptions = [{"--seed": int(rank > 20)} for rank in range(64)]
-    assert "0 on ranks 0, 1, 2, 3, 4, 5, 6, 7, ... and 1 on ranks 21, 22," in (find_disagreement(descriptions) or "")
-
-
 @pytest.mark.parametrize("phase", CONFIGS)
 def test_a_rank_reads_the_configuration_from_its_environment(phase, tmp_path, monkeypatch):
     """A rank reads exactly the configuration that the launcher has parsed. Without the launcher's variables, it returns
@@ -206,13 +181,8 @@ def test_a_rank_reads_the_configuration_from_its_environment(phase, tmp_path, mo
 
 WRONG_ENVIRONMENTS = [
     ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR= and MASTER_PORT=: start ranks with torchrun or make"),
-    (
-        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"},
-        "MASTER_PORT=abc is not a port",
-    ),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
     ({"TORCHELASTIC_MAX_RESTARTS": "many"}, "TORCHELASTIC_MAX_RESTARTS=many"),
-    ({"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RESTART_COUNT": "-1"}, "TORCHELASTIC_RESTART_COUNT=-1"),
 ]
 
 
@@ -222,12 +192,6 @@ def test_a_wrong_launcher_environment_is_refused(environment, message, tmp_path,
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert_refused(run_program("nanoGPT/train.py", *make_run_flags(tmp_path), **environment), message)
-
-
-def test_an_out_dir_that_is_not_utf8_is_refused(tmp_path):
-    """An out_dir with a byte that is not UTF-8 is refused before anything is written."""
-    assert_refused(run_program("nanoGPT/train.py", *make_run_flags(tmp_path / "run\udcff")), "is not valid UTF-8 text")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_stall_seconds_above_the_timeout_are_refused(tmp_path):

@@ -113,60 +113,46 @@ def test_the_choice_of_attention(monkeypatch):
         assert choose_attention("cudnn", False, GPU, torch.bfloat16, dropout).backends == [BACKENDS["cudnn"]]
 
 
-def test_the_fastest_attention():
-    """auto tries cuDNN first on Hopper and newer. FlashAttention 3 needs Hopper, its package, 16 bits, no dropout."""
-    hopper, blackwell, half = (9, 0), (10, 0), torch.bfloat16
-    chosen = choose_fastest_attention(hopper, False, half, 0.0, None)
-    assert chosen.is_flash_3 and chosen.reason.startswith("FlashAttention 3")
-    assert chosen.backends[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    assert sorted(map(str, chosen.backends)) == sorted(map(str, BACKENDS.values()))
-    cudnn = Attention(list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer)")
-    for facts in (
-        (hopper, False, half, 0.0, NOT_INSTALLED),
-        (hopper, False, half, 0.25, NOT_INSTALLED),
-        (blackwell, False, half, 0.0, None),
-    ):
-        assert choose_fastest_attention(*facts) == cudnn
-    assert "no dropout" in choose_fastest_attention(hopper, False, half, 0.1, None).reason
-    assert "cannot be imported" in choose_fastest_attention(hopper, False, half, 0.0, "it cannot be imported").reason
-    for capability in ((0, 0), (8, 9)):
-        assert choose_fastest_attention(capability, False, half, 0.0, None) == Attention([], "torch's choice")
-    assert choose_fastest_attention(hopper, True, half, 0.0, None) == Attention([], "torch's choice")
-    assert choose_fastest_attention(hopper, False, torch.float32, 0.0, None) == Attention([], "torch's choice")
+@pytest.mark.parametrize(
+    ("facts", "first", "reason"),
+    [
+        (((9, 0), False, torch.bfloat16, 0.0, None), "flash", "FlashAttention 3"),
+        (((9, 0), False, torch.bfloat16, 0.25, None), "cudnn", "no dropout"),
+        (((9, 0), False, torch.bfloat16, 0.0, "it cannot be imported"), "cudnn", "cannot be imported"),
+        (((9, 0), False, torch.bfloat16, 0.0, NOT_INSTALLED), "cudnn", "cudnn (the GPU is a Hopper or newer)"),
+        (((10, 0), False, torch.bfloat16, 0.0, None), "cudnn", "cudnn (the GPU is a Hopper or newer)"),
+        (((10, 0), False, torch.bfloat16, 0.1, None), "flash", "its dropout is a multiple of 0.0625"),
+        (((8, 9), False, torch.bfloat16, 0.0, None), None, "torch's choice"),
+        (((9, 0), True, torch.bfloat16, 0.0, None), None, "torch's choice"),
+        (((9, 0), False, torch.float32, 0.0, None), None, "torch's choice"),
+    ],
+)
+def test_the_fastest_attention(facts, first, reason):
+    """auto tries cuDNN first on Hopper and newer, except if cuDNN would round the dropout.
 
-
-@pytest.mark.parametrize("package_problem", [None, NOT_INSTALLED, "it cannot be imported"])
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
-def test_cudnn_is_not_used_if_it_would_round_the_dropout(capability, package_problem):
-    """Some of cuDNN's kernels round the dropout to a multiple of 1/16. auto then tries flash first, and says so."""
-    for dropout in (0.1, 0.2, 0.3):
-        chosen = choose_fastest_attention(capability, False, torch.bfloat16, dropout, package_problem)
-        assert chosen.backends == [BACKENDS[name] for name in ("flash", "efficient", "math")] and not chosen.is_flash_3
-        assert chosen.reason.startswith("flash (not cudnn: its dropout is a multiple of 0.0625")
+    FlashAttention 3 needs Hopper, its package, 16 bits and no dropout.
+    """
+    chosen = choose_fastest_attention(*facts)
+    assert chosen.backends[:1] == ([BACKENDS[first]] if first else []) and reason in chosen.reason
+    assert chosen.is_flash_3 == (reason == "FlashAttention 3")
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec(FLASH_3_PACKAGE)), reason="the real package registers its operators")
 def test_flash_attention_3_is_active_only_inside_of_the_context(tmp_path, monkeypatch):
     """The package is usable if it registers both operators. torch calls them only inside of the context."""
     assert find_package_problem() == NOT_INSTALLED
-    module = tmp_path / "flash_attn_interface.py"
-    module.write_text("raise ImportError('undefined symbol')")
+    (tmp_path / "flash_attn_interface.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    assert find_package_problem() == "flash_attn_interface cannot be imported: undefined symbol"
-    module.write_text("")
     with torch.library._scoped_library("flash_attn_3", "DEF") as library:
         library.define("fwd(Tensor q) -> Tensor")
         assert find_package_problem() == "flash_attn_interface has no operator bwd"
         library.define("bwd(Tensor q) -> Tensor")
         assert find_package_problem() is None
-        tags = {torch.compiler.config.cache_key_tag}  # of the graphs that torch.compile stores on disk
         for is_flash_3, implementation in ((True, "FA3"), (False, None)):
             attention = Attention([SDPBackend.FLASH_ATTENTION], "", is_flash_3)
             with use_algorithms(attention, is_deterministic=False):
                 assert current_flash_attention_impl() == implementation
-                tags.add(torch.compiler.config.cache_key_tag)
-            assert current_flash_attention_impl() is None and torch.compiler.config.cache_key_tag in tags
-        assert len(tags) == 3
+            assert current_flash_attention_impl() is None
     monkeypatch.delitem(sys.modules, "flash_attn_interface")
 
 
@@ -205,23 +191,10 @@ def record_compiled_calls(phase: str, config: TrainConfig) -> tuple[set[str], se
     return modes, with_gradients
 
 
-def record_each(configs: dict[str, TrainConfig]) -> dict[str, tuple[set[str], set[bool]]]:
-    return {phase: record_compiled_calls(phase, config) for phase, config in configs.items()}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "phases"), [(1, ["nanoGPT", "phase2_triton"]), (2, ["nanoGPT", "phase1_zero1", "phase3_fsdp"])]
-)
-def test_the_compiled_model_is_evaluated(ranks, phases, tmp_path):
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
+def test_the_compiled_model_is_evaluated(phase, tmp_path):
     """With --compile, training and evaluation call the compiled model, in the given mode of torch.compile."""
     mode = "max-autotune-no-cudagraphs"
-    options = {"n_layer": 1, "gradient_accumulation_steps": ranks, "eval_iters": ranks, "max_iters": 1}
-    options |= {"compile": True, "compile_mode": mode}
-    configs = {
-        phase: tiny(phase, tmp_path / phase, **options, **({"kernels": "none"} if phase == "phase2_triton" else {}))
-        for phase in phases
-    }
-    for results in run_on_ranks(record_each, ranks, configs, show=False):
-        assert list(results) == phases
-        for modes, with_gradients in results.values():
-            assert modes == {mode} and with_gradients == {True, False}
+    config = tiny(phase, tmp_path, n_layer=1, eval_iters=1, max_iters=1, compile=True, compile_mode=mode)
+    ((modes, with_gradients),) = run_on_ranks(record_compiled_calls, 1, phase, config, show=False)
+    assert modes == {mode} and with_gradients == {True, False}
