@@ -25,7 +25,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,14 +44,10 @@ GOALS = {
     "notebooks": (".[notebooks]", "Installing Jupyter into .venv, once."),
     "book": (".[book]", "Installing Sphinx into .venv, once."),
 }
-TORCH_BUILDS = ("default", "cpu")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *CONSTRAINTS)
 INSTALL_FOR_CPU = ("-m", "uv", "pip", "install", "--quiet", "--torch-backend", "cpu", *CONSTRAINTS)
-UNREACHABLE = ("after connection broken by", "error sending request")  # in the messages of pip and of uv
 RUN_AGAIN = "then run the same command again"
-WHAT_TO_CHECK = "check the network and the free disk space, " + RUN_AGAIN
-WITHOUT_BUNDLE = f"to download packages instead, delete the directory {BUNDLE.name}, {RUN_AGAIN}"
 CHECK_PYTHON = (
     "import os, sys, pip; sys.exit(sys.version_info < (3, 11) or not os.path.samefile(sys.prefix, sys.argv[1]))"
 )
@@ -81,27 +76,20 @@ def set_up_lock() -> Iterator[int]:
 
 def is_same(path: str, other: Path) -> bool:
     """Return whether two paths are the same file. The result is False if one of them does not exist."""
-    with contextlib.suppress(OSError):
-        return os.path.samefile(path, other)
-    return False
+    return os.path.exists(path) and other.exists() and os.path.samefile(path, other)
 
 
 def read_stamp(path: Path) -> list[str]:
     """Return the directory and the Python that a stamp contains, or an empty list if there is no stamp."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return os.fsdecode(path.read_bytes()).split("\n")[:-1]
-    return []
+    return os.fsdecode(path.read_bytes()).splitlines() if path.is_file() else []
 
 
 def write_stamp(path: Path, lines: list[Path], time_ns: int | None = None) -> None:
     """Write a stamp atomically, with the given modification time (ns)."""
-    try:
-        TEMPORARY.write_bytes(b"".join(os.fsencode(line) + b"\n" for line in lines))
-        if time_ns is not None:
-            os.utime(TEMPORARY, ns=(time_ns, time_ns))
-        os.replace(TEMPORARY, path)
-    finally:
-        TEMPORARY.unlink(missing_ok=True)
+    TEMPORARY.write_bytes(b"".join(os.fsencode(line) + b"\n" for line in lines))
+    if time_ns is not None:
+        os.utime(TEMPORARY, ns=(time_ns, time_ns))
+    os.replace(TEMPORARY, path)
 
 
 def is_done(goal: str) -> bool:
@@ -118,38 +106,26 @@ def is_done(goal: str) -> bool:
     )
 
 
-def is_new() -> bool:
-    """Return whether there is no .venv, or only an empty one, from a set-up that stopped before it wrote its marker."""
-    return not os.path.lexists(VENV) or (VENV.is_dir() and not set(VENV.iterdir()) - {TEMPORARY})
-
-
 def find_problem() -> str | None:
-    """Return why this .venv must be created again, or None if packages can be installed into it.
+    """Return why .venv must be created, or None if packages can be installed into it.
 
     Raises:
         SetUpError: it cannot be used, and this program must not delete it, because it did not create it.
     """
-    if not VENV.is_dir():
-        raise SetUpError(f".venv is not a directory: delete it, {RUN_AGAIN}")
-    directories = [read_stamp(path)[:1] for path in (UNFINISHED, CORE)]
-    is_ours = any(is_same(directory, ROOT) for lines in directories for directory in lines)
-    if VENV.is_symlink() and not is_ours:
+    if not os.path.lexists(VENV) or (VENV.is_dir() and not {*VENV.iterdir()} - {TEMPORARY}):
+        return "does not exist"
+    names = [line for path in (UNFINISHED, CORE) for line in read_stamp(path)[:1]]
+    is_ours = any(is_same(name, ROOT) for name in names)
+    if not VENV.is_dir() or (VENV.is_symlink() and not is_ours) or not (names or has_working_python()):
         raise SetUpError(
-            f".venv is a link to {os.path.realpath(VENV)}, which was not set up for this directory: "
-            f"delete the link (`rm .venv`), {RUN_AGAIN}"
+            ".venv was not created by `make` for this directory, and has no working Python 3.11 with pip: delete it "
+            f"(`rm -rf .venv`), {RUN_AGAIN}"
         )
     if UNFINISHED.exists():
         return "is unfinished"
-    if directories[1] and not is_ours:
+    if CORE.exists() and not is_ours:
         return "was created for another directory"
-    if has_working_python():
-        return None
-    if not CORE.exists():
-        raise SetUpError(
-            ".venv was not created by make, and its Python does not start, is older than 3.11 or has no pip: "
-            f"delete it (`rm -rf .venv`), {RUN_AGAIN}"
-        )
-    return "has no working Python or no pip"
+    return None if has_working_python() else "has no working Python or no pip"
 
 
 def has_working_python() -> bool:
@@ -162,10 +138,8 @@ def has_working_python() -> bool:
 
 def describe_downloads(torch_build: str) -> str:
     """Return what installing PyTorch downloads on this machine, and how to download less. Sizes as in the README."""
-    if platform.system() != "Linux":
-        return "The largest download is PyTorch (0.1 GB)."
-    if torch_build == "cpu":
-        return "The largest downloads are the CPU build of PyTorch (0.2 GB) and Triton (0.3 GB)."
+    if platform.system() != "Linux" or torch_build == "cpu":
+        return "The largest downloads are PyTorch (0.2 GB) and, on Linux, Triton (0.3 GB)."
     size = "The default build of PyTorch includes CUDA, a download of several GB."
     if shutil.which("nvidia-smi"):
         return size
@@ -173,47 +147,20 @@ def describe_downloads(torch_build: str) -> str:
 
 
 def run_step(description: str, command: list[str | Path], lock: int) -> None:
-    """Run a program. It inherits the lock, which then stays locked even if this process is killed first.
+    """Run a program, which prints its own errors. `venv` also says which package of Debian it needs.
 
-    Args:
-        description: name of the step, for the error message.
-        command: the program and its arguments.
-        lock: file descriptor of the lock.
+    The program inherits the lock, which then stays locked even if this process is killed first.
 
     Raises:
         SetUpError: the program failed.
     """
-    lines: list[str] = []
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        pass_fds=[lock],
-    ) as program:
-        assert program.stderr
-        try:
-            for line in program.stderr:
-                lines.append(line.strip())
-        except BaseException:
-            program.kill()
-            raise
-    if program.returncode:
-        advice = f"check the free disk space; {WITHOUT_BUNDLE}" if BUNDLE.is_dir() else WHAT_TO_CHECK
-        raise SetUpError(f"{description} failed ({find_reason(program.returncode, lines)}): {advice}")
-
-
-def find_reason(code: int, lines: list[str]) -> str:
-    """Return why pip or venv failed, in a few words, from its exit code and its messages."""
-    if code < 0:
-        return f"it was stopped by {signal.Signals(-code).name}"
-    errors = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("error:")]
-    errors = [error for error in errors if error != "subprocess-exited-with-error"]
-    reason = [*errors, *[line for line in reversed(lines) if line], f"exit code {code}"][0]
-    is_offline = any(message in line for message in UNREACHABLE for line in lines)
-    return f"the package index cannot be reached; {reason}" if is_offline else reason
+    code = subprocess.run(command, cwd=ROOT, pass_fds=[lock]).returncode
+    if code:
+        source = f"{BUNDLE.name}/ (delete it to download packages instead)" if BUNDLE.is_dir() else "the network"
+        raise SetUpError(
+            f"{description} failed (exit code {code}; its messages are above): check {source} and the free disk space, "
+            f"{RUN_AGAIN}"
+        )
 
 
 def describe_platform() -> dict[str, str]:
@@ -225,20 +172,14 @@ def check_bundle() -> None:
     """Check that the packages of the offline bundle are for this platform and this Python.
 
     Raises:
-        SetUpError: they are for another one, or the bundle is incomplete.
+        SetUpError: they are for another one.
     """
-    try:
-        expected = json.loads((BUNDLE / "bundle.json").read_text())
-    except (OSError, ValueError):
-        raise SetUpError(
-            f"{BUNDLE.name}/bundle.json cannot be read: unpack the archive again; {WITHOUT_BUNDLE}"
-        ) from None
-    actual = describe_platform()
+    expected, actual = json.loads((BUNDLE / "bundle.json").read_text()), describe_platform()
     if expected != actual:
         raise SetUpError(
-            f"{BUNDLE.name} is for {expected.get('platform')} with Python {expected.get('python')}, but this is "
-            f"{actual['platform']} with Python {actual['python']}: use PYTHON=/path/to/python{expected.get('python')}, "
-            f"or make a bundle on a machine like this one; {WITHOUT_BUNDLE}"
+            f"{BUNDLE.name} is for {expected['platform']} with Python {expected['python']}, but this is "
+            f"{actual['platform']} with Python {actual['python']}: use PYTHON=/path/to/python{expected['python']}, or "
+            f"delete the directory {BUNDLE.name} to download packages instead, {RUN_AGAIN}"
         )
 
 
@@ -254,23 +195,6 @@ def copy_bundled_data() -> None:
             temporary = target.with_name(f".tmp-{target.name}")
             shutil.copyfile(source, temporary)
             os.replace(temporary, target)
-
-
-def check_ensurepip() -> None:
-    """Check that this Python can create a virtual environment.
-
-    Raises:
-        SetUpError: a module of the standard library is not installed.
-    """
-    try:
-        import ensurepip  # noqa: F401
-        import venv  # noqa: F401
-    except ImportError as error:
-        name = "python{}.{}".format(*sys.version_info)
-        raise SetUpError(
-            f"{sys.executable} cannot create .venv (it has no module {error.name}): install the module (on Debian and "
-            f"Ubuntu with `apt install {name}-venv`) or use another Python with PYTHON=/path/to/python3.11, {RUN_AGAIN}"
-        ) from None
 
 
 def clear_venv() -> None:
@@ -292,9 +216,7 @@ def create_venv(lock: int) -> None:
     """
     # This process may run the Python of the .venv that was just deleted. The base Python still exists.
     base = getattr(sys, "_base_executable", sys.executable)
-    run_step("creating .venv", [base, "-m", "venv", "--without-pip", os.path.realpath(VENV)], lock)
-    # `venv` can also install pip, but it hides why that fails.
-    run_step("installing pip into .venv", [PYTHON, "-I", "-m", "ensurepip", "--upgrade", "--default-pip"], lock)
+    run_step("creating .venv", [base, "-m", "venv", os.path.realpath(VENV)], lock)
 
 
 def has_torch() -> bool:
@@ -343,12 +265,9 @@ def set_up(goal: str, torch_build: str, lock: int) -> None:
     Raises:
         SetUpError: the set-up cannot continue.
     """
-    must_create = is_new()
-    if not must_create and (problem := find_problem()):
-        print(f".venv {problem}: creating it again.", flush=True)
-        must_create = True
-    if must_create:
-        check_ensurepip()
+    problem = find_problem()
+    if problem:
+        print(f".venv {problem}: creating it.", flush=True)
     if BUNDLE.is_dir():
         check_bundle()
         copy_bundled_data()
@@ -357,19 +276,19 @@ def set_up(goal: str, torch_build: str, lock: int) -> None:
     if goal == "core" and not has_torch() and not BUNDLE.is_dir():
         print(describe_downloads(torch_build), flush=True)
     VENV.mkdir(exist_ok=True)
-    if must_create:
+    if problem:
         clear_venv()
     write_stamp(UNFINISHED, [ROOT])
     # The stamp gets the start time, so that a file that changes while pip is running is newer than the stamp.
     started = UNFINISHED.stat().st_mtime_ns
-    if must_create:
+    if problem:
         create_venv(lock)
     install(goal, torch_build, lock)
     write_stamp(VENV / f".{goal}", [ROOT, Path(os.path.realpath(PYTHON))], started)
     UNFINISHED.unlink()
 
 
-def main(goal: str, torch_build: str = "default") -> int:
+def main(goal: str, torch_build: str) -> int:
     try:
         with set_up_lock() as lock:
             if not is_done(goal):
@@ -377,11 +296,9 @@ def main(goal: str, torch_build: str = "default") -> int:
     except SetUpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(
-            f"error: .venv cannot be set up ({error}): check the free disk space and the permissions, {RUN_AGAIN}",
-            file=sys.stderr,
-        )
+    except (OSError, ValueError) as error:
+        advice = f"check the free disk space and the permissions, {RUN_AGAIN}"
+        print(f"error: .venv cannot be set up ({error}): {advice}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped: run the same command again to set up .venv", file=sys.stderr)
@@ -392,9 +309,6 @@ def main(goal: str, torch_build: str = "default") -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Create .venv and install the project into it.")
     parser.add_argument("goal", choices=GOALS)
-    parser.add_argument("--torch", default="default", help=f"build of PyTorch: {' or '.join(TORCH_BUILDS)}")
+    parser.add_argument("--torch", default="default", choices=("default", "cpu"), help="build of PyTorch")
     options = parser.parse_args()
-    if options.torch not in TORCH_BUILDS:
-        print(f"error: TORCH={options.torch} is unknown: use {' or '.join(TORCH_BUILDS)}", file=sys.stderr)
-        sys.exit(2)
     sys.exit(main(options.goal, options.torch))

@@ -12,11 +12,8 @@ The exit code is 2 if a check fails. Otherwise it is 0, even if there are warnin
 from __future__ import annotations
 
 import json
-import queue
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
 
@@ -24,41 +21,20 @@ from operate.checks import Check, format_check, has_failed, summarize
 from operate.doctor.machine import ROOT, VENV_PYTHON, check_machine
 
 SUBJECT_WIDTH = 12
-SILENT_SECONDS = 300.0  # without a line, until the checks of .venv count as hanging; busy machines take over 120 s
-REINSTALL = "delete .venv and run make setup"
+BASIC = ("environment", "GPU driver")  # if one of these checks fails, those of the packages would fail or hang
 
 
 def check_packages() -> Iterator[Check]:
-    """Yield the checks of .venv, which its own Python runs."""
+    """Yield the checks of .venv, which its own Python runs. It prints its errors itself."""
     command = [str(VENV_PYTHON), "-m", "operate.doctor.environment"]
-    with tempfile.TemporaryFile("w+") as errors:
-        program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
-        lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=read_lines, args=(program, lines), daemon=True).start()
-        try:
-            while line := lines.get(timeout=SILENT_SECONDS):
-                if line.startswith("{"):  # libraries may print other lines
-                    yield Check(**json.loads(line))
-        except queue.Empty:
-            program.kill()  # without waiting: a process that waits for a driver may not end
-            finding = f"no answer within {SILENT_SECONDS:g} s, for example from a GPU driver that hangs"
-            yield Check("packages", "fail", finding, "run nvidia-smi; if it hangs, too, restart the machine")
-            return
-        program.wait()
-        errors.seek(0)
-        error = errors.read().strip().splitlines()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout
+        for line in program.stdout:
+            if line.startswith("{"):  # libraries may print other lines
+                yield Check(**json.loads(line))
     if program.returncode:
-        reason = error[-1] if error else f"it stopped with exit code {program.returncode}"
-        yield Check("packages", "fail", reason, REINSTALL)
-
-
-def read_lines(program: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
-    """Pass on the lines that a program prints, and an empty text when its output has ended."""
-    assert program.stdout
-    with program.stdout as output:
-        for line in output:
-            lines.put(line)
-    lines.put("")
+        finding = f"the checks of .venv stopped with exit code {program.returncode}; their messages are above"
+        yield Check("packages", "fail", finding, "delete .venv and run make setup")
 
 
 def main() -> int:
@@ -71,7 +47,7 @@ def main() -> int:
 
     for check in check_machine():
         report(check)
-    if VENV_PYTHON.exists() and not has_failed([check for check in checks if check.subject == "environment"]):
+    if VENV_PYTHON.exists() and not has_failed([check for check in checks if check.subject in BASIC]):
         for check in check_packages():
             report(check)
     print(f"\n{summarize(checks)}, in {time.monotonic() - begin:.0f} s")

@@ -3,7 +3,6 @@
 .venv/bin/python -m operate.doctor.environment     # `make doctor` starts it; it prints one check per line, as JSON
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -13,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,6 @@ def check_all() -> Iterator[Check]:
         yield (result := check_torch())
         if torch.cuda.is_available() and result.result != "fail":
             yield from check_gpus(torch.cuda.device_count())
-            yield check_nccl()
         yield check_triton()
         yield check_ranks(started, begin)
         yield from check_settings(torch.cuda.is_available(), is_multi_node=False)
@@ -46,20 +44,17 @@ def check_all() -> Iterator[Check]:
 
 def check_packages() -> Check:
     """Compare the installed versions with constraints.txt."""
-    different = []
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        name, _, expected = line.partition("==")
-        with contextlib.suppress(PackageNotFoundError):
-            if expected and version(name).partition("+")[0] != expected:
-                different.append(f"{name} {version(name)} instead of {expected}")
-    shown = []
-    for name in SHOWN_PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            shown.append(f"{name} {version(name)}")
+    installed = {each.name: each.version.partition("+")[0] for each in distributions()}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    different = [
+        f"{name} {installed[name]} instead of {pin}" for name, pin in pins.items() if installed.get(name, pin) != pin
+    ]
     if different:
         remedy = "the tests ran with other versions: if something fails, delete .venv and run make setup"
         return Check("packages", "warn", "; ".join(different), remedy)
-    return Check("packages", "pass", ", ".join(shown) + ": the versions of constraints.txt")
+    shown = ", ".join(f"{name} {installed[name]}" for name in SHOWN_PACKAGES if name in installed)
+    return Check("packages", "pass", f"{shown}: the versions of constraints.txt")
 
 
 def check_torch() -> Check:
@@ -72,7 +67,8 @@ def check_torch() -> Check:
         return Check("PyTorch", "fail", f"{device} cannot be used: {reason}", remedy)
     if (a @ a.T).diagonal().tolist() != a.square().sum(1).tolist():
         return Check("PyTorch", "fail", f"a matrix product on {device} is wrong", "delete .venv and run make setup")
-    finding = f"matrix products on {device}, {torch.get_num_threads()} threads"
+    nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if device == "cuda" else ""
+    finding = f"matrix products on {device}, {torch.get_num_threads()} threads{nccl}"
     if device == "cpu" and shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         if torch.version.cuda is None:
             remedy = "this is the CPU build: to use the GPU, delete .venv and run make setup without TORCH=cpu"
@@ -80,13 +76,6 @@ def check_torch() -> Check:
             remedy = f"the driver does not support CUDA {torch.version.cuda}: update the driver"
         return Check("PyTorch", "warn", f"{finding}; the GPU is not used", remedy)
     return Check("PyTorch", "pass", finding)
-
-
-def check_nccl() -> Check:
-    """Report the version of NCCL."""
-    if not dist.is_nccl_available():
-        return Check("NCCL", "fail", "this build of PyTorch has no NCCL", "delete .venv and run make setup")
-    return Check("NCCL", "pass", ".".join(map(str, torch.cuda.nccl.version())))
 
 
 def check_triton() -> Check:
@@ -101,15 +90,12 @@ def check_triton() -> Check:
     try:
         error = (layer_norm(x, weight) - F.layer_norm(x, (40,))).abs().max().item()
     except Exception as failure:
-        reason = str(failure).strip().splitlines() or [type(failure).__name__]
-        return Check(
-            "Triton", "fail", f"a kernel failed: {reason[0]}", "read make check-ptx, or use TRITON_INTERPRET=1"
-        )
+        reason = str(failure).strip().partition("\n")[0] or type(failure).__name__
+        return Check("Triton", "fail", f"a kernel failed: {reason}", "read make check-ptx, or use TRITON_INTERPRET=1")
     mode = "interpreted" if is_interpreted() else "compiled"
     if not error < 1e-5:
-        return Check(
-            "Triton", "fail", f"a kernel has an error of {error:.1e} ({mode})", "run make test ARGS=tests/phase2"
-        )
+        finding = f"a kernel has an error of {error:.1e} ({mode})"
+        return Check("Triton", "fail", finding, "run make test ARGS=tests/phase2")
     return Check("Triton", "pass", f"kernels run {mode}, with the results of torch")
 
 
@@ -138,16 +124,14 @@ def check_ranks(started: list, begin: float) -> Check:
             process.join()
     if sums != [sum(range(RANKS))] * RANKS:
         return Check("ranks", "fail", f"an all-reduce over {RANKS} ranks returned {sums}", remedy)
-    return Check(
-        "ranks", "pass", f"{RANKS} ranks started and all-reduced with gloo in {time.monotonic() - begin:.1f} s"
-    )
+    finding = f"{RANKS} ranks started and all-reduced with gloo in {time.monotonic() - begin:.1f} s"
+    return Check("ranks", "pass", finding)
 
 
 def check_jupyter() -> Check:
     """Check that Jupyter and its kernel are installed."""
-    missing = [name for name in ("jupyterlab", "ipykernel") if importlib.util.find_spec(name) is None]
-    if missing:
-        return Check("Jupyter", "skip", f"{', '.join(missing)} not installed", "make jupyter installs and opens it")
+    if not (importlib.util.find_spec("jupyterlab") and importlib.util.find_spec("ipykernel")):
+        return Check("Jupyter", "skip", "not installed", "make jupyter installs and opens it")
     return Check("Jupyter", "pass", f"jupyterlab {version('jupyterlab')}, kernel: ipykernel {version('ipykernel')}")
 
 

@@ -2,19 +2,14 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-import time
-
-import pytest
 
 from operate.checks import Check
 from operate.doctor import __main__ as doctor
 from operate.doctor import environment, machine
-from tests.helpers.programs import find_free_port, run_program
+from tests.helpers.programs import run_program
 from tests.helpers.training import ROOT
-from workshop import set_up
 
 
 def test_a_fresh_clone_is_checked_without_packages(tmp_path):
@@ -35,61 +30,38 @@ def test_the_environment_is_checked_with_real_ranks_and_kernels():
     checks = {check.subject: check for check in (Check(**json.loads(line)) for line in outcome.output.splitlines())}
     assert outcome.code == 0 and {"packages", "PyTorch", "Triton", "ranks", "settings", "Jupyter"} <= checks.keys()
     assert all(check.result != "fail" for check in checks.values()), checks
-    assert checks["ranks"].result == "pass" and checks["ranks"].finding.startswith("2 ranks started and all-reduced")
-    assert checks["PyTorch"].result == "pass"
+    assert checks["ranks"].result == checks["PyTorch"].result == "pass"
+
+
+def run_doctor(monkeypatch, capsys, *checks: Check) -> str:
+    """Run the doctor with these checks of the machine and a .venv whose Python fails. Return what it prints."""
+    monkeypatch.setattr(doctor, "VENV_PYTHON", machine.Path(shutil.which("false") or ""))
+    monkeypatch.setattr(doctor, "check_machine", lambda: iter(checks))
+    assert doctor.main() == 2
+    output = capsys.readouterr()
+    assert output.err == "error: a check failed: follow the remedies above\n"
+    return output.out
 
 
 def test_a_broken_environment_is_one_failed_check(tmp_path, monkeypatch, capsys):
-    """If .venv's Python cannot import PyTorch, the doctor prints the reason and a remedy, and exits with code 2."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho Traceback >&2\necho ImportError: libtorch.so is missing >&2\nexit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(doctor, "VENV_PYTHON", python)
-    monkeypatch.setattr(doctor, "check_machine", lambda: iter([]))
-    assert doctor.main() == 2
-    output = capsys.readouterr()
-    assert "fail  packages      ImportError: libtorch.so is missing" in output.out
-    assert "-> delete .venv and run make setup" in output.out and output.err.startswith("error: a check failed")
-
-
-def test_an_interrupted_set_up_is_one_failed_check(monkeypatch, capsys):
-    """If .venv is unfinished, the doctor names one remedy, and does not check packages that may be missing."""
-    monkeypatch.setattr(set_up, "UNFINISHED", ROOT / "README.md")  # a file that exists
-    monkeypatch.setattr(doctor, "VENV_PYTHON", ROOT / "README.md")
-    monkeypatch.setattr(machine, "VENV_PYTHON", ROOT / "README.md")
-    monkeypatch.setattr(doctor, "check_machine", lambda: iter([machine.check_environment()]))
-    assert doctor.main() == 2
-    output = capsys.readouterr().out
-    assert output.count("fail  ") == 1 and "run the same make setup again" in output and "packages" not in output
-
-
-def test_a_driver_that_hangs_is_one_failed_check(tmp_path, monkeypatch, capsys):
-    """If nvidia-smi, or a program that uses the GPU, gives no answer, the doctor reports it in time and goes on."""
-    for name in ("nvidia-smi", "python"):
-        program = tmp_path / name
-        program.write_text("#!/bin/sh\nexec sleep 60\n")
-        program.chmod(0o755)
+    """If .venv's Python fails, is unfinished, or the GPU driver hangs, one check fails and has a remedy."""
+    output = run_doctor(monkeypatch, capsys)
+    assert "fail  packages      the checks of .venv stopped with exit code 1" in output
+    assert "-> delete .venv and run make setup" in output
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(machine, "DRIVER_SECONDS", 0.2)
-    monkeypatch.setattr(doctor, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(doctor, "VENV_PYTHON", tmp_path / "python")
-    monkeypatch.setattr(doctor, "check_machine", lambda: iter([machine.check_driver()]))
-    begin = time.monotonic()
-    assert doctor.main() == 2 and time.monotonic() - begin < 30
-    output = capsys.readouterr().out
-    assert "fail  GPU driver    nvidia-smi gives no answer within 0.2 s: the driver hangs" in output
-    assert "-> restart the machine" in output and "fail  packages      no answer within 0.2 s" in output
+    output = run_doctor(monkeypatch, capsys, machine.check_driver())
+    assert "nvidia-smi gives no answer within 0.2 s: the driver hangs" in output and "packages" not in output
+    monkeypatch.setattr("workshop.set_up.UNFINISHED", ROOT / "README.md")  # a file that exists
+    monkeypatch.setattr(machine, "VENV_PYTHON", ROOT / "README.md")
+    output = run_doctor(monkeypatch, capsys, machine.check_environment())
+    assert "run the same make setup again" in output and "packages" not in output
 
 
 def test_problems_of_a_machine_have_remedies(tmp_path, monkeypatch):
-    """An old Python, a used port, little memory, a full disk, missing data and an unfinished .venv are reported."""
-    for interface in ("127.0.0.1", ""):  # "": all interfaces
-        with socket.create_server((interface, int(find_free_port()))) as server:
-            port = server.getsockname()[1]
-            monkeypatch.setattr(machine, "PORTS", {port: "torchrun"})
-            used = machine.check_ports()
-        assert used.result == "warn" and used.finding == f"in use: {port} (torchrun)"
-    assert machine.check_ports().result == "pass"
+    """An old Python, little memory, a full disk, missing data and packages of other versions are reported."""
     monkeypatch.setattr(machine, "MIN_FREE_MEMORY", 1 << 60)
     monkeypatch.setattr(machine, "MIN_DISK", 1 << 60)
     assert machine.check_memory().result == "warn" and machine.check_disk().result == "fail"
@@ -99,12 +71,7 @@ def test_problems_of_a_machine_have_remedies(tmp_path, monkeypatch):
     assert machine.check_environment().remedy.startswith("run make setup")
     monkeypatch.setattr(machine.sys, "version_info", (3, 9, 2))
     assert machine.check_python().result == "fail" and "PYTHON=/path" in machine.check_python().remedy
-
-
-@pytest.mark.parametrize(("pin", "result"), [("torch==1.0", "warn"), ("not-installed==1", "pass")])
-def test_other_versions_are_reported(pin, result, tmp_path, monkeypatch):
-    """A package with another version than in constraints.txt is a warning. A missing one is not."""
-    (tmp_path / "constraints.txt").write_text(f"# a comment\n{pin}\n")
+    (tmp_path / "constraints.txt").write_text("# a comment\ntorch==1.0\nnot-installed==1\n")
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     check = environment.check_packages()
-    assert check.result == result and ("instead of 1.0" in check.finding) == (result == "warn")
+    assert check.result == "warn" and "instead of 1.0" in check.finding and "not-installed" not in check.finding
