@@ -30,7 +30,6 @@ from workshop.set_up import BUNDLE, describe_platform
 DEFAULT = ROOT / "out" / "offline-bundle.tar"
 TOP = "sharded-nanogpt"  # the directory in the archive
 EXTRAS = ("notebooks", "pytest")
-CPU_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 
 
 def run(command: list[str], remedy: str) -> str:
@@ -59,23 +58,13 @@ def download_wheels(requirements: list[str], folder: Path) -> list[Path]:
     Raises:
         ConfigError: pip failed.
     """
-    pip, remedy = [sys.executable, "-m", "pip", "--disable-pip-version-check"], "check the network, and repeat this"
+    pip, remedy = [sys.executable, "-m", "pip"], "check the network, and repeat this"
     pins = folder / "pins.txt"
     pins.write_text(run([*pip, "freeze", "--exclude-editable"], remedy))
-    index = CPU_INDEX if version("torch").endswith("+cpu") else ()
-    run(
-        [
-            *pip,
-            "download",
-            "--quiet",
-            "--only-binary=:all:",
-            f"--dest={folder}",
-            f"--constraint={pins}",
-            *index,
-            *requirements,
-        ],
-        remedy,
-    )
+    download = [*pip, "download", "--quiet", "--only-binary=:all:", f"--dest={folder}", f"--constraint={pins}"]
+    if version("torch").endswith("+cpu"):
+        run([*download, "--no-deps", "--extra-index-url=https://download.pytorch.org/whl/cpu", "torch"], remedy)
+    run([*download, f"--find-links={folder}", *requirements], remedy)
     return sorted(folder.glob("*.whl"))
 
 
