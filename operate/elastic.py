@@ -28,18 +28,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -64,7 +64,7 @@ from operate.node_monitor import BEATS_KEY, NodeMonitor, connect, kill_processes
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 1, 5  # a node that is silent for the product of both counts as lost
 ADDRESS_SECONDS = 20  # how long a node of a new round waits for the address that the first node of the round publishes
-MAX_RESTARTS = 10**6  # of the ranks; a job without progress is stopped by STOP_KEY or by the user
+MAX_RESTARTS = 100  # of the ranks, after failures; an error that a restart would repeat stops the job at once
 BEATS_SECONDS = 5  # how long a node that differs from the job watches them, to find out whether another node is alive
 RENDEZVOUS = "nanogpt"
 
@@ -175,11 +175,10 @@ def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any], conf
     if is_stopped:
         store.set(key, text)
         return
-    parts = [f"{name} is {inputs[name]} here and {others.get(name)} there" for name in names[:3]]
-    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+    parts = [f"{name} is {inputs[name]} here and {others.get(name)} there" for name in names]
     raise ConfigError(
-        f"this node differs from the nodes that train: {'; '.join(parts)}{more}: start it with the same command, code "
-        "and data; the job continues without it"
+        f"this node differs from the nodes that train: {'; '.join(parts)}: start it with the same command, code and "
+        "data; the job continues without it"
     )
 
 
@@ -200,60 +199,46 @@ def leave_after_signal(clean_up: Callable[[], None]) -> None:
     def exit_without_ranks() -> None:
         while not received_signals:
             time.sleep(0.1)
-        ranks = list_rank_processes()
-        with ThreadPoolExecutor(max(1, len(ranks))) as threads:
-            codes = [code for code in threads.map(wait_for_rank, ranks) if code not in (0, UNFINISHED)]
+        codes = {wait_for_rank(pid) for pid in list_rank_processes()} - {0, UNFINISHED}
         kill_processes(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones
         clean_up()
-        os._exit(codes[0] if codes else 0)
+        os._exit(max(codes, default=0))
 
     handle_stop_signals(forward)
     threading.Thread(target=exit_without_ranks, daemon=True).start()
 
 
 def wait_for_rank(pid: int) -> int:
-    """Wait until a rank has exited, and return its exit code; 128 + signal if a signal ended it.
+    """Wait until a rank has exited, and return its exit code, or the number of the signal that ended it.
 
     The agent of torch waits for the same processes. If it has read the exit code first, return 0.
     """
-    try:
+    with contextlib.suppress(ChildProcessError):
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:
-        return 0
-    assert result is not None  # only with WNOHANG
-    return result.si_status if result.si_code == os.CLD_EXITED else 128 + result.si_status
+        return result.si_status if result else 0
+    return 0
 
 
-def register_rendezvous(monitor: NodeMonitor, is_finished: Callable[[], bool]) -> None:
-    """Register RENDEZVOUS, the rendezvous c10d of torch with three changes.
+def register_rendezvous(monitor: NodeMonitor) -> None:
+    """Register RENDEZVOUS, the rendezvous c10d of torch with two changes.
 
-    It reports every round to the monitor. If the first node of a rendezvous dies before it has published its address,
-    the other nodes start a new one. A node that fails does not close the rendezvous, so the job continues on the other
-    nodes.
-
-    Args:
-        monitor: of this node.
-        is_finished: returns whether the run has completed its steps.
+    It reports every round to the monitor. A node that fails does not close the rendezvous, so the job continues on the
+    other nodes.
     """
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters.backend = "c10d"
         handler = rendezvous_handler_registry.create_handler(parameters)
-        join, close = handler.next_rendezvous, handler.shutdown
+        join = handler.next_rendezvous
 
         def next_rendezvous() -> RendezvousInfo:
-            monitor.leave_round()
-            while True:
-                try:
-                    info = join()
-                    break
-                except dist.DistStoreError:
-                    print("the first node of this rendezvous is lost: the other nodes start a new one", flush=True)
-            monitor.enter_round(info)
+            monitor.enter_round(0)
+            info = join()
+            monitor.enter_round(info.world_size)
             return info
 
         handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
-        handler.shutdown = lambda: not is_finished() or close()  # type: ignore[method-assign]
+        handler.shutdown = lambda: True  # type: ignore[method-assign]
         return handler
 
     rendezvous_handler_registry.register(RENDEZVOUS, create)
@@ -304,11 +289,7 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     def clean_up() -> None:
         shutil.rmtree(logs, ignore_errors=True)
 
-    def count_training_nodes(nodes: int) -> int:
-        return -(-count_usable_ranks(config, nodes * elastic.gpus) // elastic.gpus)
-
-    monitor = NodeMonitor(host, port, job, count_training_nodes, clean_up)
-    register_rendezvous(monitor, lambda: has_finished(config))
+    register_rendezvous(NodeMonitor(host, port, job, clean_up))
     leave_after_signal(clean_up)
     try:
         train_in_rounds(build_launch_config(elastic, job, logs), logs, command, config)
@@ -330,22 +311,20 @@ def train_in_rounds(settings: LaunchConfig, logs: str, command: list[str], confi
         config: of the run.
 
     Raises:
-        ConfigError: this node has failed. The job continues on the other nodes.
+        ConfigError: the ranks of this node have failed MAX_RESTARTS times. The job continues on the other nodes.
     """
     while not has_finished(config):
         try:
             with split_by_rank(config.out_dir):
                 elastic_launch(copy_output(settings, logs), sys.executable)(*command)
-        except RendezvousTimeoutError:
-            print(f"still waiting for nodes: the job needs {settings.min_nodes}", flush=True)
-        except Exception as error:  # torch raises various errors if the job finishes or the store dies meanwhile
-            if has_finished(config):
-                break
-            host, port = settings.rdzv_endpoint.rsplit(":", 1)
-            if not is_served(host, int(port)):
-                time.sleep(10)  # NodeMonitor ends this process
-            name = type(error).__name__
-            raise ConfigError(f"this node cannot take part in the job ({name}: {error}): start it again") from None
+        except ChildFailedError:
+            raise ConfigError(
+                f"the ranks of this node have failed {MAX_RESTARTS} times: run `make autopsy "
+                f"RUN={quote(config.out_dir)}` to find the cause, and start this node again"
+            ) from None
+        except Exception as error:  # of a rendezvous: too few nodes, its first node has died, or the job has finished
+            print(f"this node joins the rendezvous again ({type(error).__name__}: {error})", flush=True)
+            time.sleep(1)
 
 
 def main(arguments: list[str]) -> int:

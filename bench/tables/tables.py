@@ -14,7 +14,6 @@ from typing import Any
 
 from bench.kernels.costs import Shapes, list_kernel_costs
 from bench.tables.deepspeed_tables import DEEPSPEED_TABLES
-from bench.tables.elastic_tables import ELASTIC_TABLES
 from bench.tables.expected_tables import EXPECTED_TABLES
 from bench.tables.fsdp_tables import FSDP_TABLES
 from bench.tables.gpu_tables import GPU_TABLES
@@ -241,7 +240,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **PLAN_TABLES,
     **ZERO1_TABLES,
     **FSDP_TABLES,
-    **ELASTIC_TABLES,
     **EXPECTED_TABLES,
     **SYMPTOM_TABLES,
 }

@@ -8,7 +8,6 @@ import socket
 import time
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.train_config import C, TrainConfig
 
 STOP_KEY = "stop"  # in the store of an elastic job: the exit code and the reason
-MAX_RESTARTS_WITHOUT_PROGRESS = 20
 UNFINISHED = 75  # exit code of a rank of an elastic job that must be restarted (EX_TEMPFAIL of sysexits.h)
 LOCK_SECONDS = 30.0  # how long an elastic job waits for ranks of its earlier start that still hold the lock
 STORE_TIMEOUT = datetime.timedelta(seconds=10)
@@ -33,28 +31,15 @@ def choose_free_out_dir(run: Runtime, config: TrainConfig) -> str:
     """Return the run's directory. If the default directory has checkpoints already, return a new one under it.
 
     This is for plain torchrun: `nanoGPT.launch` chooses the directory itself. The ranks of a node compute the same name
-    without communication, from the start time of their agent. Multiple nodes cannot, so they keep the default.
+    without communication, from the process id of their agent. Multiple nodes cannot, so they keep the default.
     """
     is_default = config.out_dir == TrainConfig.out_dir and config.init_from != "resume"
     if not is_default or may_restart() or run.local_world_size < run.world_size or not step_directories(Path("out")):
         return config.out_dir
-    name = f"{config.out_dir}/{package_of(type(config))}-{agent_start_time(run)}"
+    name = f"{config.out_dir}/{package_of(type(config))}-{os.getppid()}"
     out_dir = next(d for d in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not step_directories(Path(d)))
     run.print0(f"{config.out_dir} contains checkpoints of an earlier run: this run writes into {out_dir}")
     return out_dir
-
-
-def agent_start_time(run: Runtime) -> str:
-    """Return the start time of the process that started the ranks; for a single rank, the current time."""
-    start = time.time()
-    if run.world_size > 1:
-        try:
-            ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
-            boot = int(Path("/proc/stat").read_text().split("\nbtime ")[1].split()[0])
-            start = boot + ticks / os.sysconf("SC_CLK_TCK")
-        except OSError:  # not Linux
-            return str(os.getppid())
-    return time.strftime("%Y%m%d-%H%M%S", time.localtime(start))
 
 
 def enter_out_dir(run: Runtime, config: TrainConfig) -> DirectoryLock | None:
@@ -132,7 +117,6 @@ def resume_after_restart(run: Runtime, config: C, lock: DirectoryLock | None) ->
     if may_restart():
         was_restarted = any(restart_counts) or job  # a node that joins restarts the ranks, and is not counted
         saved = run.call_on_rank0(lambda: find_saved_config(agents, lock, config)) if was_restarted else None
-        run.call_on_rank0(partial(count_restart, Path(config.out_dir)))
         if saved is not None and run.call_on_rank0(partial(has_saved, lock, config)):
             config = dataclasses.replace(config, resume_step=None)  # an earlier start has resumed from it
         if saved is not None and config.init_from != "resume":
@@ -206,24 +190,6 @@ def stop_elastic_job(code: int, reason: str) -> None:
     with contextlib.suppress(ConfigError, dist.DistError):
         if job := read_elastic_job():
             connect_to_store(job).set(f"{job[2]} {STOP_KEY}", f"{code} {reason}")
-
-
-def count_restart(out_dir: Path) -> None:
-    """Count the restarts of an elastic job since its newest checkpoint, on rank 0. Do nothing for other jobs.
-
-    Raises:
-        ConfigError: there were too many, so the job would never make progress.
-    """
-    if not (job := read_elastic_job()):
-        return
-    newest = next((path.name for path in step_directories(out_dir)), "the start")
-    store, key = connect_to_store(job), f"{job[2]} restarts since {newest}"
-    if store.add(key, 1) > MAX_RESTARTS_WITHOUT_PROGRESS:
-        store.delete_key(key)
-        raise ConfigError(
-            f"the job was restarted {MAX_RESTARTS_WITHOUT_PROGRESS} times since {newest} without a new checkpoint: run "
-            f"`make autopsy RUN={quote(str(out_dir))}` to find the cause"
-        )
 
 
 def connect_to_store(job: tuple[str, int, str]) -> dist.TCPStore:
