@@ -7,11 +7,14 @@ The figure has the training loss, the validation loss, the gradient norm, the th
 values come from metrics.jsonl.
 """
 
+import itertools
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
 
 from bench.plan.plan import check_plot
 from nanoGPT.cli.command_line import command_line
@@ -24,6 +27,7 @@ if TYPE_CHECKING:  # matplotlib is slow to import, and only a drawing needs it
     from matplotlib.axes import Axes
 
 Lines = list[dict[str, Any]]
+STYLES = ("-", "--", ":", "-.")
 
 # The key in metrics.jsonl, the label of the axis, and the factor for the values.
 PANELS = (
@@ -34,8 +38,6 @@ PANELS = (
     ("mfu", "MFU (%)", 100.0),
     ("peak_memory_bytes", "peak memory of rank 0 (GB)", 1e-9),
 )
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")  # palette of Okabe and Ito
-STYLES = ("-", "--", ":", "-.")
 
 
 def read_runs(run: str) -> dict[str, Lines]:
@@ -67,40 +69,28 @@ def draw_metric(axes: "Axes", runs: dict[str, Lines], key: str, label: str, fact
     """Draw one metric of all runs."""
     axes.set(xlabel="step", ylabel=label)
     axes.grid(alpha=0.3)
-    for i, (name, lines) in enumerate(runs.items()):
-        steps, values = select_values(lines, key, factor)
-        marker = "o" if len(steps) < 25 else ""
-        style = STYLES[i % len(STYLES)]
-        axes.plot(steps, values, style, marker=marker, markersize=4, color=COLORS[i % len(COLORS)], label=name)
-    if not any(select_values(lines, key, factor)[0] for lines in runs.values()):
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="gray")
-        axes.set(xticks=[], yticks=[])
-    elif key in ("tokens_per_second", "mfu", "peak_memory_bytes"):
+    for (name, lines), style in zip(runs.items(), itertools.cycle(STYLES), strict=False):
+        axes.plot(*select_values(lines, key, factor), style, marker=".", label=name)
+    if key in ("tokens_per_second", "mfu", "peak_memory_bytes"):
         axes.set_ylim(bottom=0)
 
 
-def summarize(runs: dict[str, Lines]) -> Iterator[str]:
-    """Yield a table with one row per run."""
-    header = ("run", "ranks", "steps", "loss", "best validation loss", "tokens per second", "peak memory (GB)")
-    rows = [header]
+def summarize(runs: dict[str, Lines]) -> Table:
+    """Return a table with one row per run."""
+    table = Table(
+        "run", "ranks", "steps", "loss", "best validation loss", "tokens per second", "peak memory (GB)", box=None
+    )
     for name, lines in runs.items():
-        ranks = read_json(Path(name) / "env.json").get("world_size", "?")
         columns = {key: select_values(lines, key, factor)[1] for key, _, factor in PANELS}
-        rows.append(
-            (
-                name,
-                str(ranks),
-                str(lines[-1]["step"]),
-                f"{columns['loss'][-1]:.4f}" if columns["loss"] else "-",
-                f"{min(columns['val_loss']):.4f}" if columns["val_loss"] else "-",
-                f"{statistics.median(columns['tokens_per_second']):,.0f}" if columns["tokens_per_second"] else "-",
-                f"{max(columns['peak_memory_bytes']):.2f}" if columns["peak_memory_bytes"] else "-",
-            )
+        ranks = read_json(Path(name) / "env.json").get("world_size", "?")
+        loss, best = (
+            columns["loss"] and f"{columns['loss'][-1]:.4f}",
+            columns["val_loss"] and f"{min(columns['val_loss']):.4f}",
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        name, *numbers = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join([name.strip().ljust(widths[0]), *numbers])
+        rates, peaks = columns["tokens_per_second"], columns["peak_memory_bytes"]
+        rate, peak = rates and f"{statistics.median(rates):,.0f}", peaks and f"{max(peaks):.2f}"
+        table.add_row(name, *(str(cell or "-") for cell in (ranks, lines[-1]["step"], loss, best, rate, peak)))
+    return table
 
 
 def main(run: str = "", to: Path = Path("out/plot.png")) -> None:
@@ -122,7 +112,7 @@ def main(run: str = "", to: Path = Path("out/plot.png")) -> None:
         draw_metric(panel, runs, key, label, factor)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
     figure.savefig(to, dpi=120)
-    print("\n".join(summarize(runs)))
+    Console(width=1000).print(summarize(runs))  # wider than any name of a directory
     print(f"wrote {to}")
 
 

@@ -17,9 +17,7 @@ import torch
 from bench.plan.planner import usable_bytes
 from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
-from nanoGPT.checkpoint.manifest import collect_versions, step_directories
 from nanoGPT.dataset import MAX_HASHED_BYTES, find_mixture, read_dataset_meta
-from nanoGPT.job.credentials import WANDB_REMEDY, has_credentials
 from nanoGPT.memory.device import format_bytes, host_limits
 from nanoGPT.train_config import TrainConfig
 from operate.checks import Check
@@ -43,12 +41,6 @@ TESTS = (  # what a long run relies on most
     "tests/baseline/test_ledger.py::test_fsdp_matches_the_formula",
 )
 TEST_TIMEOUT = 300.0  # seconds
-
-
-def check_versions() -> Check:
-    """Report the versions of Python and of the packages that decide about results."""
-    versions = {name: version for name, version in collect_versions().items() if version}
-    return Check("versions", "pass", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
 def check_cpu(config: TrainConfig, ranks: int) -> Iterator[Check]:
@@ -87,7 +79,7 @@ def check_gpus(ranks: int) -> Iterator[Check]:
         subject = f"GPU {index}"
         finding = f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
         state = states.get(str(torch.cuda.get_device_properties(index).uuid), {})
-        finding += "".join(f", {text}" for text in describe_gpu(state))
+        finding += "".join(f", {name} {state[name]}" for name in GPU_FIELDS[1:] if name in state)
         problems = find_gpu_problems(state, free / total)
         remedy = "; ".join(remedy for _, remedy in problems)
         result = "fail" if any(is_fatal for is_fatal, _ in problems) else "warn" if problems else "pass"
@@ -107,14 +99,6 @@ def query_gpus() -> list[dict[str, str]]:
     return [dict(zip(GPU_FIELDS, row, strict=False)) for row in rows]
 
 
-def describe_gpu(state: dict[str, str]) -> list[str]:
-    """Return the known values of GPU_FIELDS as text."""
-    templates = dict(
-        zip(GPU_FIELDS[1:], ("{} C", "{}% busy", "{} uncorrected memory errors", "slowdown: {}"), strict=True)
-    )
-    return [text.format(state[name]) for name, text in templates.items() if not state.get(name, "[").startswith("[")]
-
-
 def find_gpu_problems(state: dict[str, str], free_fraction: float) -> list[tuple[bool, str]]:
     """Return the problems of a GPU: whether each is fatal, and its remedy.
 
@@ -122,17 +106,16 @@ def find_gpu_problems(state: dict[str, str], free_fraction: float) -> list[tuple
         state: of GPU_FIELDS, as nvidia-smi prints them; a value that it does not know is in brackets.
         free_fraction: of the GPU's memory.
     """
-    temperature, busy, errors, slowdown = (state.get(name, "") for name in GPU_FIELDS[1:])
-    problems = []
+    known = {name: int(value) for name, value in state.items() if value.isdigit()}
+    limits = (
+        ("temperature.gpu", MAX_TEMPERATURE, False, "it is hot: check the cooling"),
+        ("utilization.gpu", MAX_UTILIZATION, False, "it is busy: find the process with nvidia-smi"),
+        ("ecc.errors.uncorrected.volatile.total", 0, True, "its memory has uncorrected errors: replace the GPU"),
+    )
+    problems = [(is_fatal, text) for name, limit, is_fatal, text in limits if known.get(name, 0) > limit]
     if free_fraction < MIN_FREE_GPU_MEMORY:
         problems.append((free_fraction < 0.5, "another process uses its memory: find it with nvidia-smi"))
-    if temperature.isdigit() and int(temperature) > MAX_TEMPERATURE:
-        problems.append((False, "it is hot: check the cooling"))
-    if busy.isdigit() and int(busy) > MAX_UTILIZATION:
-        problems.append((False, "it is busy: find the process with nvidia-smi"))
-    if errors.isdigit() and int(errors):
-        problems.append((True, "its memory has uncorrected errors: reset or replace the GPU"))
-    if slowdown == "Active":
+    if state.get("clocks_throttle_reasons.hw_slowdown") == "Active":
         problems.append((False, "its clock is reduced: check power and cooling"))
     return problems
 
@@ -169,17 +152,6 @@ def hash_until(path: Path, deadline: float) -> str | None:
                 return None
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def check_directory(config: TrainConfig) -> Check:
-    """Check that a new run does not find checkpoints of another run, and that a resumed run finds some."""
-    names = [path.name for path in step_directories(Path(config.out_dir))]
-    finding = f"{config.out_dir} has " + (f"checkpoints up to {names[0]}" if names else "no checkpoints")
-    if names and config.init_from != "resume" and config.out_dir != TrainConfig.out_dir:
-        return Check("directory", "fail", finding, "continue with --init_from=resume, or use another --out_dir")
-    if config.init_from == "resume" and not names:
-        return Check("directory", "fail", finding, "use the --out_dir of an earlier run")
-    return Check("directory", "pass", finding)
 
 
 def check_disk(config: TrainConfig, params: int) -> Check:
@@ -222,37 +194,22 @@ def check_plan(config: TrainConfig, phase: str, ranks: int, local_ranks: int) ->
     return Check("plan", "pass", finding)
 
 
-def check_tracker(config: TrainConfig) -> Check:
-    """Check that the tracker of the run has credentials."""
-    if config.track == "none":
-        return Check("tracker", "skip", "--track=none")
-    if config.track == "tensorboard" or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        return Check("tracker", "pass", f"{config.track} needs no credentials")
-    if has_credentials(config):
-        return Check("tracker", "pass", "wandb has credentials")
-    return Check("tracker", "fail", "--track=wandb has no credentials", WANDB_REMEDY)
-
-
 def check_settings(on_gpu: bool, is_multi_node: bool) -> Iterator[Check]:
     """Check limits of the operating system, and environment variables of NCCL and of torch's allocator."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    advice = []
-    if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
-        advice.append(f"ulimit -n is {files}: raise it to {MIN_OPEN_FILES} or more")
-    if on_gpu:
-        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-        if "expandable_segments" not in allocator:
-            advice.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which reduces fragmentation")
-        for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
-            if os.environ.get(name) == "1":
-                advice.append(f"{name}=1 slows communication down: unset it, unless you need it as a workaround")
-        if os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
-            advice.append("NCCL_DEBUG=INFO prints many lines: unset it for long runs")
-        if is_multi_node and "NCCL_SOCKET_IFNAME" not in os.environ:
-            advice.append("if NCCL chooses the wrong network interface, set NCCL_SOCKET_IFNAME")
-    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        advice.append("CUDA_LAUNCH_BLOCKING=1 makes every kernel launch synchronous: unset it")
-    yield Check("settings", "warn" if advice else "pass", f"ulimit -n {files}", "; ".join(advice))
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    problems = {
+        f"ulimit -n is {files}: raise it to {MIN_OPEN_FILES} or more": 0 <= files < MIN_OPEN_FILES,
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which reduces fragmentation": on_gpu
+        and "expandable_segments" not in allocator,
+        "if NCCL chooses the wrong network interface, set NCCL_SOCKET_IFNAME": on_gpu
+        and is_multi_node
+        and "NCCL_SOCKET_IFNAME" not in os.environ,
+    }
+    slow = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "CUDA_LAUNCH_BLOCKING")
+    problems |= {f"{name}=1 slows a run down: unset it": on_gpu and os.environ.get(name) == "1" for name in slow}
+    advice = "; ".join(text for text, is_found in problems.items() if is_found)
+    yield Check("settings", "warn" if advice else "pass", f"ulimit -n {files}", advice)
 
 
 def run_tests(on_gpu: bool) -> Check:

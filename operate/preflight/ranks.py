@@ -8,10 +8,8 @@ checkpoint, and the directory of the run.
 
 import dataclasses
 import datetime
-import fcntl
 import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -43,7 +41,6 @@ LARGE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # of an all-reduce that meas
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
 MIN_BANDWIDTH = 0.3  # fraction of the link of the data sheet
 MAX_SLOWNESS = {"cpu": 2.0, "cuda": 1.2}  # of the slowest rank, compared with the median
-MAX_CLOCK_SKEW = 1.0  # seconds between nodes
 WRITE_BYTES = 64 << 20  # per node, to measure the speed of the disk
 SHARE_SECONDS = 5.0  # in which all nodes must see a new file
 MAX_SAVE_SECONDS = 120.0
@@ -72,14 +69,12 @@ def check_collectives(run: Runtime) -> Check:
     ranks = run.world_size
     mine = torch.full((ranks, 1024), run.rank + 1.0, device=run.device)
     expected_sum = ranks * (ranks + 1) / 2
-    total = mine.clone()
+    total, shard, every = mine.clone(), torch.empty(1024, device=run.device), torch.empty_like(mine)
     dist.all_reduce(total)
-    shard = torch.empty(1024, device=run.device)
     dist.reduce_scatter(shard, list(mine.clone().unbind()))
-    pieces = [torch.empty(1024, device=run.device) for _ in range(ranks)]
-    dist.all_gather(pieces, mine[0].contiguous())
-    is_right = bool((total == expected_sum).all() and (shard == expected_sum).all())
-    is_right &= all(bool((piece == rank + 1).all()) for rank, piece in enumerate(pieces))
+    dist.all_gather(list(every.unbind()), mine[0].contiguous())
+    numbers = torch.arange(1.0, ranks + 1, device=run.device)
+    is_right = bool((total == expected_sum).all() and (shard == expected_sum).all() and (every.mT == numbers).all())
     wrong = [rank for rank, each in enumerate(run.gather(is_right)) if not each]
     if wrong:
         remedy = "the network or a GPU corrupts data: run with NCCL_DEBUG=INFO, and exclude the nodes of these ranks"
@@ -121,79 +116,37 @@ def check_slowest_rank(run: Runtime) -> Check:
     return Check("slowest rank", "pass", finding)
 
 
-def check_clocks(run: Runtime) -> Check:
-    """Compare the clocks of all nodes right after a barrier."""
-    run.barrier()
-    times = run.gather((socket.gethostname(), time.time()))
-    skew = max(seconds for _, seconds in times) - min(seconds for _, seconds in times)
-    finding = f"the clocks of {len({host for host, _ in times})} host(s) differ by at most {1e3 * skew:.1f} ms"
-    if skew > MAX_CLOCK_SKEW:
-        return Check(
-            "clocks", "warn", finding, "the times in the logs of the nodes cannot be compared: start NTP on all nodes"
-        )
-    return Check("clocks", "pass", finding)
-
-
 def check_shared_directory(run: Runtime, out_dir: Path) -> Check:
-    """Check that all ranks see a renamed file in the parent of out_dir, and that file locks exclude other processes."""
-    name = run.call_on_rank0(lambda: str(out_dir / unique_name("preflight")))
-    path = Path(name)
+    """Check that all ranks see a file that rank 0 writes into the parent of out_dir."""
+    path = Path(run.call_on_rank0(lambda: str(out_dir / unique_name("preflight"))))
     if run.is_main:
-        path.with_suffix(".tmp").write_text("complete")
-        os.replace(path.with_suffix(".tmp"), path)
-        lock = open(path, "r+")
-        has_locks = try_lock(lock.fileno())
+        path.write_text("complete")
     run.barrier()
     deadline = time.monotonic() + SHARE_SECONDS
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    is_visible = path.exists() and path.read_text() == "complete"
-    is_excluded = None
-    if is_visible and not run.is_main:
-        with open(path, "r+") as other:
-            is_excluded = not try_lock(other.fileno())
-    states = run.gather((is_visible, is_excluded))
-    run.barrier()
-    if run.is_main:
-        lock.close()
-        path.unlink()
-    blind = [rank for rank, (visible, _) in enumerate(states) if not visible]
-    if blind:
+    states = run.gather(path.exists() and path.read_text() == "complete")
+    run.call_on_rank0(path.unlink)
+    if blind := [rank for rank, is_visible in enumerate(states) if not is_visible]:
         remedy = "use an --out_dir on a file system that all nodes share"
         return Check("shared directory", "fail", f"ranks {blind} do not see a file that rank 0 wrote", remedy)
-    if run.is_main and not has_locks or any(excluded is False for _, excluded in states):
-        remedy = "do not start a second run with the same --out_dir: nothing prevents it"
-        return Check("shared directory", "warn", "files are shared, but locks do not exclude other processes", remedy)
-    return Check("shared directory", "pass", "renamed files are visible on all ranks, and file locks work")
-
-
-def try_lock(descriptor: int) -> bool:
-    """Lock a file without waiting, and return whether this worked."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:
-        return False
+    return Check("shared directory", "pass", "all ranks see a file of rank 0")
 
 
 def check_write_speed(run: Runtime, out_dir: Path, bytes_per_save: int) -> Check:
     """Write a file on every rank at the same time, as a sharded save does, and predict the duration of a save."""
     path = out_dir / unique_name(f"preflight-{run.rank}")
-    content = os.urandom(1 << 20)
     size = max(1, WRITE_BYTES // run.local_world_size >> 20) << 20
     run.barrier()
-    begin = time.perf_counter()
+    begin, problem = time.perf_counter(), ""
     try:
         with open(path, "wb") as file:
-            for _ in range(size >> 20):
-                file.write(content)
+            file.write(os.urandom(size))
             file.flush()
             os.fsync(file.fileno())
-        problem = ""
     except OSError as error:
         problem = f"rank {run.rank}: {error.strerror}"
-    finally:
-        path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     results = run.gather((time.perf_counter() - begin, problem))
     if problems := [text for _, text in results if text]:
         return Check("write speed", "fail", "; ".join(problems), "use --out_dir on a disk that all ranks can write to")
@@ -211,7 +164,7 @@ def run_checks(run: Runtime, config: TrainConfig, bytes_per_save: int) -> list[C
     checks = []
     if run.world_size > 1:
         checks += [check_collectives(run), check_bandwidth(run, find_gpu()), check_slowest_rank(run)]
-        checks += [check_clocks(run), check_shared_directory(run, folder)]
+        checks.append(check_shared_directory(run, folder))
     return [*checks, check_write_speed(run, folder, bytes_per_save)]
 
 

@@ -1,7 +1,5 @@
 """`make preflight`: each check passes on a good machine, and a planted problem gives a warning or a failure."""
 
-import dataclasses
-import importlib.util
 import re
 import time
 
@@ -40,7 +38,7 @@ def test_checks_of_ranks_pass_or_name_the_rank_at_fault(tmp_path):
     A rank with wrong sums fails its check, and a slow rank gives a warning. Both name the rank.
     """
     good, planted = run_on_ranks(run_rank_checks, 3, tiny("nanoGPT", tmp_path / "run"), show=False)[0]
-    subjects = {"collectives", "bandwidth", "slowest rank", "clocks", "shared directory", "write speed"}
+    subjects = {"collectives", "bandwidth", "slowest rank", "shared directory", "write speed"}
     assert {check.subject for check in good} == subjects
     assert not has_failed(good), good
     assert list(tmp_path.iterdir()) == []
@@ -83,31 +81,12 @@ def test_a_damaged_data_file_fails(tmp_path, monkeypatch):
     assert node.hash_until(tmp_path / "train.bin", deadline=time.monotonic() - 1) is None
 
 
-def test_a_disk_that_is_too_small_fails(tmp_path):
-    """The disk must have space for all checkpoints that are kept, and one more."""
-    config = tiny("nanoGPT", tmp_path / "a" / "b")
+def test_a_run_that_does_not_fit_fails(tmp_path, monkeypatch):
+    """The disk must have space for all checkpoints that are kept, and the memory for all ranks of the node."""
+    config = tiny("phase3_fsdp", tmp_path / "a" / "b", n_layer=1, gradient_accumulation_steps=2)
     assert node.check_disk(config, 10**6).result == "pass"
     assert node.check_disk(config, 10**12).result == "fail"
     assert not (tmp_path / "a").exists()
-
-
-def test_a_tracker_needs_credentials(tmp_path, monkeypatch):
-    """W&B needs a login, a key or the offline mode. A run without a tracker skips the check."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    config = dataclasses.replace(tiny("nanoGPT", tmp_path), track="wandb")
-    assert node.check_tracker(config).result == "fail"
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_API_KEY", "0" * 40)):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert node.check_tracker(config).result == "pass"
-    assert node.check_tracker(tiny("nanoGPT", tmp_path)).result == "skip"
-
-
-def test_a_model_that_does_not_fit_fails(tmp_path, monkeypatch):
-    """The plan fails if the predicted memory of all ranks of the node is more than is free."""
-    config = tiny("phase3_fsdp", tmp_path, n_layer=1, gradient_accumulation_steps=2)
     assert node.check_plan(config, "phase3", 2, 2).result == "pass"
     monkeypatch.setattr(node, "read_available_memory", lambda: 100_000)
     assert node.check_plan(config, "phase3", 2, 2).result == "fail"
@@ -120,7 +99,6 @@ def test_settings_that_slow_a_run_are_advised(monkeypatch):
     (check,) = node.check_settings(on_gpu=True, is_multi_node=False)
     assert check.result == "warn"
     assert all(name in check.remedy for name in ("NCCL_P2P_DISABLE", "CUDA_LAUNCH_BLOCKING", "expandable_segments"))
-    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
     assert next(node.check_settings(on_gpu=False, is_multi_node=False)).result == "pass"
 
 
@@ -136,8 +114,8 @@ def test_the_command_prints_every_check(tmp_path):
     words = make_flags(**{**SMALL, "out_dir": tmp_path / "run"})
     outcome = run_program("operate.preflight", "--gpus=2", "phase3_fsdp/train.py", *words, PYTEST_ADDOPTS=NO_TESTS)
     assert outcome.code == 0, outcome.output
-    subjects = ["configuration", "versions", "CPU", "settings", "data", "disk", "tracker", "plan", "tests"]
-    subjects += ["collectives", "bandwidth", "slowest rank", "clocks", "shared directory", "write speed"]
+    subjects = ["configuration", "CPU", "settings", "data", "disk", "plan", "tests"]
+    subjects += ["collectives", "bandwidth", "slowest rank", "shared directory", "write speed"]
     for subject in subjects:
         assert re.search(rf"^(pass|warn|skip)  {subject}  ", outcome.output, re.MULTILINE), (subject, outcome.output)
     assert list(tmp_path.iterdir()) == []
@@ -149,32 +127,12 @@ def test_the_tests_of_the_command_exist():
     assert outcome.code == 0 and all(test in outcome.output for test in node.TESTS), outcome.output
 
 
-def test_a_wrong_flag_is_one_sentence():
-    """A configuration that the trainer would refuse stops the command before its checks."""
-    outcome = run_program("operate.preflight", "--gpus=2", "phase3_fsdp/train.py", "--dropout=2")
-    assert_refused(outcome, "--dropout=2.0 is out of range")
-    assert_refused(run_program("operate.preflight", "--gpus=2", "phase4/train.py"), "phase4/train.py does not exist")
-
-
 def test_a_failed_check_fails_the_command(tmp_path):
-    """If a check fails, the command exits with code 2, and prints the remedy."""
-    words = make_flags(**{**SMALL, "out_dir": tmp_path, "track": "wandb"})
+    """A wrong flag, a tracker without credentials, or a failed test stops the command with exit code 2."""
+    command = ["operate.preflight", "nanoGPT/train.py", *make_flags(**{**SMALL, "out_dir": tmp_path / "run"})]
+    assert_refused(run_program(*command, "--dropout=2"), "--dropout=2.0 is out of range")
     environment = {"HOME": str(tmp_path), "WANDB_MODE": "", "WANDB_API_KEY": ""}
-    outcome = run_program("operate.preflight", "nanoGPT/train.py", *words, PYTEST_ADDOPTS=NO_TESTS, **environment)
-    if importlib.util.find_spec("wandb") is None:
-        assert_refused(outcome, "--track=wandb needs a package that is not installed")
-        return
+    assert_refused(run_program(*command, "--track=wandb", **environment), "--track=wandb")
+    outcome = run_program(*command, PYTEST_ADDOPTS="--unknown-option")
     assert_refused(outcome, "follow the remedies above")
-    assert "-> run `.venv/bin/wandb login`" in outcome.output
-
-
-def test_a_directory_with_checkpoints_fails(tmp_path):
-    """A new run must not find checkpoints, and a resumed run must find some."""
-    config = tiny("nanoGPT", tmp_path / "run")
-    assert node.check_directory(config).result == "pass"
-    assert node.check_directory(dataclasses.replace(config, init_from="resume")).result == "fail"
-    step = tmp_path / "run" / "checkpoints" / "step-00000004"
-    step.mkdir(parents=True)
-    (step / "manifest.json").write_text("{}")
-    assert node.check_directory(config).result == "fail"
-    assert node.check_directory(dataclasses.replace(config, init_from="resume")).result == "pass"
+    assert "fail  tests" in outcome.output and "and read its output" in outcome.output
