@@ -161,13 +161,10 @@ suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimiz
 matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 	@$(PY) -m bench.tables
-bench: .venv/.dev data  ## measure the throughput of every phase, and ZeRO-1
+bench: .venv/.dev data  ## measure the throughput of every phase
 	@OMP_NUM_THREADS=1 $(PY) -m bench.trainer.throughput $(ARGS)
-	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.zero1 $(ARGS)
-bench-kernels: .venv/.dev data  ## measure every kernel, and the trainer with each; without a GPU: small sizes, interpreted
+bench-kernels: .venv/.dev data  ## measure every kernel; without a GPU: small sizes, interpreted
 	@OMP_NUM_THREADS=1 $(PY) -m bench.kernels $(ARGS)
-	@$(PY) -m bench.kernels.ablation $(filter --write --kernels=%,$(ARGS))
-	@$(PY) -m bench.kernels.plots
 bench-fsdp: .venv/.dev data  ## run FSDP with every pair of option values: losses, communication, state; 20 minutes
 	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.fsdp_options $(ARGS)
 bench-save: .venv/.dev  ## measure a verified save, synchronous and asynchronous, against a bare dcp.save

@@ -191,7 +191,7 @@ def run_tasks(tasks: list[Task], place: Place, minutes: float, is_retried: bool)
 
 
 def write_report(tasks: list[Task], place: Place) -> None:
-    """Write the results into bench/results, and then the tables and the plots of the documents.
+    """Write the results into bench/results, and then the tables of the documents.
 
     Raises:
         ConfigError: the directory has no results of a GPU.
@@ -214,11 +214,9 @@ def write_report(tasks: list[Task], place: Place) -> None:
         paths.append(write_result_of(origin, RESULTS, "gpu-throughput", settings, {"rows": speeds}))
     summaries = [{name: record[name] for name in ("name", "state", "summary")} for record in records]
     paths.append(write_result_of(origin, RESULTS, "gpu", settings, {"rows": summaries}))
-    from bench.kernels import plots
     from bench.tables import tables
 
     print(*(f"wrote {path}" for path in paths), sep="\n")
-    plots.main(paths)
     tables.main()
 
 

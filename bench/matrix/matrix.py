@@ -6,8 +6,8 @@
 
 Each cell of the matrix trains the same small model. It measures the max loss difference from the baseline, the model
 state and the communication volume per rank (compared with the formula), peak memory and time. The command prints one
-row after each cell. At the end it writes bench/results/matrix-<hardware>.json and a figure, and `make matrix` updates
-the tables of the documents. When ranks share cores, the times show only what a phase adds to a step, not what it saves.
+row after each cell. At the end it writes bench/results/matrix-<hardware>.json, and `make matrix` updates the tables
+of the documents. When ranks share cores, the times show only what a phase adds to a step, not what it saves.
 
 GPT-2 124M trains on few tokens, and its result is gpt2-matrix-<hardware>.json. Cells are skipped if the planner
 predicts that all ranks together need more memory than this machine has.
@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 
 from bench.matrix.cells import RunResult, make_config, matches_formula, run_cell
-from bench.matrix.plot import draw
 from bench.plan.trace import trace
 from bench.tables.records import RESULTS, write_result
 from nanoGPT.errors import ConfigError
@@ -106,7 +105,7 @@ def fits_in_memory(cell: Cell, fields: dict[str, Any]) -> bool:
 
 
 def make_row(cell: Cell, result: RunResult, reference: RunResult) -> dict[str, Any]:
-    """Return a cell's row of the result file, which the table and the figure also use. All bytes are those of rank 0.
+    """Return a cell's row of the result file, which the table also uses. All bytes are those of rank 0.
 
     Args:
         reference: the run of the baseline on one rank.
@@ -193,11 +192,8 @@ def main(steps: int = 10, model: Literal["small", "gpt2"] = "small") -> list[str
 
 
 def write_report(device: torch.device, model: str, steps: int, rows: list[dict[str, Any]]) -> None:
-    """Write the result file, and for the small model also the figure."""
+    """Write the result file."""
     command = "make matrix" if model == "small" else f'make matrix ARGS="--model={model} --steps={steps}"'
     settings = {"command": command, "steps": steps, "model": MODELS[model]}
     path = write_result("matrix" if model == "small" else f"{model}-matrix", device, settings, {"rows": rows})
     print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
-    if model == "small":
-        draw(path)
-        print(f"wrote {path.relative_to(RESULTS.parent.parent).with_suffix('.png')}")

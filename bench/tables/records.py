@@ -86,17 +86,6 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-NOT_MEASURED = "Not measured on a GPU yet.\n"  # in place of a table
-
-# The names of the trainers in the tables.
-TRAINERS = {
-    "baseline": "baseline",
-    "phase1": "phase 1 (ZeRO-1)",
-    "phase2": "phase 2 (Triton)",
-    "phase3": "phase 3 (FSDP)",
-}
-
-
 def hardware_of(result: dict[str, Any]) -> str:
     return f"{result['hardware']}, torch {result['versions']['torch']}"
 

@@ -1,247 +1,214 @@
-"""Generate the tables of the documents from the committed results, so that no number there is typed by hand.
+"""Write the committed results into the tables of the documents, so that no number there is typed by hand.
 
     python -m bench.tables            # rewrite the tables
     python -m bench.tables --check    # only report the documents whose tables are stale
 
-In a Markdown file, a table is between `<!-- table:NAME -->` and `<!-- /table -->`.
+In a Markdown file, a table is between `<!-- table:NAME -->` and `<!-- /table -->`, where NAME is a key of TABLES.
 """
 
-import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from bench.kernels.costs import Shapes, list_kernel_costs
-from bench.tables.deepspeed_tables import DEEPSPEED_TABLES
-from bench.tables.expected_tables import EXPECTED_TABLES
-from bench.tables.fsdp_tables import FSDP_TABLES
-from bench.tables.gpu_tables import GPU_TABLES
-from bench.tables.phase_tables import PHASE_TABLES
-from bench.tables.plan_tables import PLAN_TABLES
-from bench.tables.records import NOT_MEASURED, RESULTS, TRAINERS, format_table, hardware_of, read_results
-from bench.tables.symptoms import SYMPTOM_TABLES
-from bench.tables.zero1_tables import ZERO1_TABLES
-from bench.trainer.throughput import quartile_spread
+from bench.tables.records import format_table, hardware_of, read_results
 from nanoGPT.errors import ConfigError
-from phase2_triton.kernels.core import Cost, record_launches
+from phase3_fsdp.fsdp import FsdpConfig
 from workshop.imports import ROOT
 
-NOTES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("phase*/IMPLEMENTATION.md"))
-DOCUMENTS = ["README.md", "docs/results.md", "docs/running.md", *NOTES]
+DOCUMENTS = ["README.md", "docs/results.md", "phase2_triton/IMPLEMENTATION.md"]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-EMPTY = re.compile(r"^\| --- .*\n(?!\|)", re.M)  # a table with a header and no rows
+NOT_MEASURED = "Not measured on a GPU yet.\n"
+MEGABYTES = 1e-6
+TRAINERS = {
+    "baseline": "baseline",
+    "phase1": "phase 1 (ZeRO-1)",
+    "phase2": "phase 2 (Triton)",
+    "phase3": "phase 3 (FSDP)",
+}
+
+Row = dict[str, Any]
 
 
-def runs_table() -> str:
-    """Return the commands with their times and losses: one table per hardware.
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
 
-    The first six logged losses are those of steps 0, 10, ..., 50. They are compared with those of the first command.
+    Attributes:
+        header: with the unit.
+        value: a key of a row of the result, or a function of the row.
+        form: format of a number.
+        scale: factor of a number.
     """
-    parts = []
-    for result in read_results("runs"):
-        reference = result["samples"]["rows"][0]["losses"]
-        rows = [
-            [
-                f"`make {row['target']} GPUS={row['ranks']}`",
-                f"{row['seconds'] / 60:.1f}",
-                f"{row['first_step_seconds']:.0f}",
-                f"{row['first_loss']:.2f} to {row['last_loss']:.2f}",
-                f"{row['val_loss']:.2f}",
-                f"{max(abs(a - b) for a, b in list(zip(reference, row['losses'], strict=True))[:6]):.1e}",
-            ]
-            for row in result["samples"]["rows"]
-        ]
-        head = ["command", "total time (min)", "time to the first step (s)", "training loss", "validation loss"]
-        head += ["max loss difference, steps 0 to 50"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
-    return "\n".join(parts)
+
+    header: str
+    value: str | Callable[[Row], Any]
+    form: str = ",.0f"
+    scale: float = 1.0
+
+    def format(self, row: Row) -> str:
+        """Return the cell of a row: the median of a list, the sum of a dictionary, and the options of a run."""
+        if not isinstance(self.value, str):
+            value = self.value(row)
+        elif self.value not in row and (row.get("failed") or row.get("error")):
+            value = "failed"
+        else:
+            value = row[self.value]
+        if isinstance(value, dict):
+            value = sum(value.values())
+        elif isinstance(value, list):
+            value = statistics.median(value)
+        if value is None:
+            return "-"
+        if isinstance(value, str):
+            return value
+        if isinstance(value, bool):
+            return "yes" if value else "NO"
+        return format(self.scale * value, self.form)
 
 
-def phase2_runs_table() -> str:
-    """Return the runs of phase 2, with the max loss difference from the baseline with the same configuration."""
-    parts = []
-    for result in read_results("phase2-runs"):
-        base, *others = result["samples"]["rows"]
-        rows = []
-        for row in [base, *others]:
-            difference = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
-            name = f"`make {row['target']} GPUS={row['ranks']}`" + (", same configuration" if row is base else "")
-            minutes, losses = f"{row['seconds'] / 60:.1f}", f"{row['first_loss']:.2f} to {row['last_loss']:.4f}"
-            cells = [minutes, losses, f"{row['val_loss']:.4f}", "-" if row is base else f"{difference:.1e}"]
-            rows.append([name, *cells])
-        head = ["command", "total time (min)", "training loss", "validation loss", "max loss difference"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
-    return "\n".join(parts)
+@dataclass(frozen=True)
+class Table:
+    """A table of one or more results: bench/results/<name>-<hardware>.json.
+
+    Attributes:
+        names: of the results.
+        columns: of the table.
+        list_rows: returns the rows of a table from the samples of a result.
+    """
+
+    names: tuple[str, ...]
+    columns: tuple[Column, ...]
+    list_rows: Callable[[dict[str, Any]], Iterable[Row]] = lambda samples: samples["rows"]
+
+    def render(self) -> str:
+        """Return a Markdown table for each hardware. Results of interpreted kernels are left out."""
+        parts = []
+        for result in [result for name in self.names for result in read_results(name)]:
+            if not result["settings"].get("interpreted"):
+                rows = [[column.format(row) for column in self.columns] for row in self.list_rows(result["samples"])]
+                if not rows:
+                    raise LookupError("no rows")
+                table = format_table([column.header for column in self.columns], rows)
+                parts.append(f"Measured on {hardware_of(result)}:\n\n{table}")
+        return "\n".join(parts)
 
 
-def throughput_table() -> str:
-    """Return tokens/s, memory and MFU of every phase, eager and compiled, also from `bench.gpu`."""
-    parts = []
-    for result in [*read_results("throughput"), *read_results("gpu-throughput")]:
-        rows = []
-        for row in result["samples"]["rows"]:
-            trainer, kernels = TRAINERS[row["phase"]], row.get("kernels", "none")
-            name = trainer if kernels == "none" else f"{trainer}, kernels {kernels}"
-            start = [row["size"], name, str(row["ranks"]), "compiled" if row["compiled"] else "eager"]
-            if row["failed"]:
-                rows.append([*start, row["failed"], *[""] * 4])
-                continue
-            rate, spread = statistics.median(row["tokens_per_second"]), quartile_spread(row["tokens_per_second"])
-            mfu = "null" if row["mfu"] is None else f"{row['mfu']:.1%}"
-            step, peak = f"{statistics.median(row['step_ms']):,.0f}", f"{row['peak_bytes'] / 1e6:,.1f}"
-            rows.append([*start, f"{rate:,.0f}", f"{spread:.0%}", step, peak, mfu])
-        head = ["model", "trainer", "ranks", "mode", "tokens/s", "spread", "step (ms)"]
-        head += ["peak memory per rank (MB)", "MFU"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
-    return "\n".join(parts)
+def format_options(options: Row) -> str:
+    return " ".join(f"`{name}={value}`" for name, value in options.items())
 
 
-def matrix_table(name: str = "matrix") -> str:
-    """Return every cell of the matrix: loss difference, memory, communication and time."""
-    parts = []
-    for result in read_results(name):
-        rows = []
-        for row in result["samples"]["rows"]:
-            options = " ".join(f"`{name}={value}`" for name, value in row["options"].items())
-            state, peak = sum(row["state_bytes"].values()), sum(row["peak"].values())
-            sizes = [f"{size / 1e6:.2f}" for size in (state, row["sent_bytes"], peak)]
-            exact = "yes" if row["as_expected"] else "NO"
-            speed = [f"{row['step_ms']:.0f}", f"{row['tokens_per_second']:,.0f}"]
-            rows.append(
-                [TRAINERS[row["phase"]], str(row["ranks"]), options, f"{row['gap']:.1e}", *sizes, exact, *speed]
-            )
-        head = ["trainer", "ranks", "options", "max loss difference", "state per rank (MB)"]
-        head += ["communication per rank (MB)", "peak memory per rank (MB)", "matches the formula"]
-        head += ["step (ms)", "tokens/s"]
-        lead = f"Measured on {hardware_of(result)}, {result['settings']['steps']} steps each, bytes of rank 0:\n\n"
-        parts.append(lead + format_table(head, rows))
-    return "\n".join(parts)
+def find_fast_step(row: Row) -> float:
+    """Return the slowest step in the fastest tenth. Other programs on the machine disturb it least."""
+    times = sorted(row["step_ms"])
+    return float(times[(len(times) - 1) // 10])
 
 
-def four_ranks_table() -> str:
-    """Return one row per phase on four ranks without options, from the first result of the matrix."""
-    result = read_results("matrix")[0]
-    rows = []
-    for row in result["samples"]["rows"]:
-        if row["ranks"] == 4 and not row["options"]:
-            sizes = (sum(row["state_bytes"].values()), row["sent_bytes"], sum(row["peak"].values()))
-            cells = [f"{size / 1e6:.2f}" for size in sizes]
-            exact = "yes" if row["as_expected"] else "NO"
-            rows.append([TRAINERS[row["phase"]], f"{row['gap']:.1e}", *cells, exact])
-    head = ["trainer", "max loss difference", "state per rank (MB)", "communication per rank (MB)"]
-    head += ["peak memory per rank (MB)", "matches the formula"]
-    return f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows)
+def find_changed_options(row: Row) -> str:
+    """Return the options of a row of the covering array that differ from the defaults."""
+    defaults = {**vars(FsdpConfig(dtype="float32")), "fsdp_wrap": "block", "vocab_size": 75}
+    names = [name for name in row if name in defaults and name != "dropout"]
+    return format_options({name: row[name] for name in names if row[name] != defaults[name]})
 
 
-def published_table() -> str:
-    """Return the planner's predicted tokens/s next to published measurements."""
-    rows = []
-    for result in read_results("published")[:1]:  # predictions do not depend on the hardware that computes them
-        for row in result["samples"]["rows"]:
-            rates = [f"{row[name]:,.0f}" for name in ("published", "planned")]
-            rows.append([row["name"], row["mode"], *rates, f"{row['planned'] / row['published'] - 1:+.0%}"])
-    head = ["run", "mode", "published (tokens/s per GPU)", "predicted (tokens/s per GPU)", "error"]
-    return format_table(head, rows)
+def list_kernels(samples: dict[str, Any]) -> Iterable[Row]:
+    """Yield the rows of the kernels, with the time that the roofline allows as a fraction of the measured time."""
+    limits = samples["limits"]
+    for row in samples["rows"]:
+        seconds = max(row["bytes"] / limits["bytes_per_second"], row["flops"] / limits["flops_per_second"])
+        yield row if "error" in row else {**row, "share": 1000 * seconds / statistics.median(row["samples_ms"])}
 
 
-def kernel_costs_table() -> str:
-    """Return the minimum memory traffic and FLOPs of one call of each kernel, from the kernel's `cost` function."""
-    with record_launches("sm_90"):
-        costs = list_kernel_costs(Shapes(16, 1024, 768, 12, 50304, 124_337_664, 148))
-    rows = [[name, which, *format_cost(cost)] for name, passes in costs.items() for which, cost in passes.items()]
-    return format_table(["kernel", "pass", "memory traffic (MB)", "GFLOPs", "FLOPs per byte", "workspace (MB)"], rows)
+TRAINER = Column("trainer", lambda row: TRAINERS[row["phase"]])
+RANKS = Column("ranks", "ranks")
+OPTIONS = Column("options", lambda row: format_options(row["options"]))
+DIFFERENCE = Column("max loss difference", "gap", ".1e")
+MEMORY = (
+    Column("state per rank (MB)", "state_bytes", ".2f", MEGABYTES),
+    Column("communication per rank (MB)", "sent_bytes", ".2f", MEGABYTES),
+    Column("peak memory per rank (MB)", "peak", ".2f", MEGABYTES),
+    Column("matches the formula", "as_expected"),
+)
+MATRIX = (TRAINER, RANKS, OPTIONS, DIFFERENCE, *MEMORY, Column("step (ms)", "step_ms", ".0f"))
+TOKENS_PER_SECOND = Column("tokens/s", "tokens_per_second")
 
-
-def format_cost(cost: Cost) -> list[str]:
-    traffic = cost.read + cost.written
-    cells = [f"{traffic / 1e6:,.0f}", f"{cost.flops / 1e9:,.1f}", f"{cost.flops / traffic:,.1f}"]
-    return [*cells, f"{cost.workspace / 1e6:,.1f}" if cost.workspace else "-"]
-
-
-def kernel_resources_table() -> str:
-    """Return the registers and the shared memory of each compiled kernel on three architectures."""
-    table = json.loads((RESULTS.parent / "kernels" / "resources.json").read_text())
-    rows = []
-    for name, cells in table["rows"].items():
-        units = " ".join(dict.fromkeys(unit for _, _, *units in cells.values() for unit in units)) or "-"
-        rows.append(
-            [name, *(f"{registers}, {shared / 1024:.0f} KiB" for registers, shared, *_ in cells.values()), units]
-        )
-    return format_table(["call: kernel", *next(iter(table["rows"].values())), "tensor-core instructions"], rows)
-
-
-def kernels_table() -> str:
-    """Return the time of each kernel on each GPU, its share of the roofline limit, and other implementations."""
-    parts = []
-    for result in read_results("kernels"):
-        if result["settings"]["interpreted"]:
-            continue
-        limit = result["samples"]["limits"]
-        rows: list[list[str]] = []
-        groups: dict[tuple[str, ...], dict[str, Any]] = {}
-        for row in result["samples"]["rows"]:
-            if "error" not in row:
-                groups.setdefault((row["kernel"], row["shape"], row["pass"]), {})[row["contender"]] = row
-        for (kernel, shape, which), contenders in groups.items():
-            if "ours" not in contenders:
-                rows.append([kernel, shape, which, "failed", "", "", ""])
-                continue
-            times = {name: statistics.median(row["samples_ms"]) for name, row in contenders.items()}
-            ours = contenders["ours"]
-            floor = max(ours["bytes"] / limit["bytes_per_second"], ours["flops"] / limit["flops_per_second"])
-            others = ", ".join(f"{name} {ms:.3f}" for name, ms in times.items() if name != "ours")
-            peak = f"{(ours['peak_bytes'] or 0) / 2**20:,.0f}"
-            rows.append(
-                [kernel, shape, which, f"{times['ours']:.3f}", f"{1e3 * floor / times['ours']:.0%}", peak, others]
-            )
-        copy, matmul = limit["bytes_per_second"] / 1e9, limit["flops_per_second"] / 1e12
-        rates = f"copy {copy:,.0f} GB/s, matmul {matmul:,.0f} TFLOP/s"
-        head = ["kernel", "shape", "pass", "time (ms)", "share of the roofline limit", "peak memory (MiB)"]
-        head += ["other implementations (ms)"]
-        parts.append(f"Measured on {hardware_of(result)}; {rates}:\n\n" + format_table(head, rows))
-    return "\n".join(parts) or NOT_MEASURED
-
-
-def kernel_ablation_table() -> str:
-    """Return the trainer's tokens/s and memory with each kernel."""
-    parts = []
-    for result in read_results("kernel-ablation"):
-        if result["settings"]["interpreted"]:
-            continue
-        rows = []
-        for row in result["samples"]["rows"]:
-            cells = [row["size"], "compiled" if row["compile"] else "eager", row["kernels"]]
-            if "error" in row:
-                rows.append([*cells, row["error"], "", ""])
-                continue
-            rate, memory = statistics.median(row["tokens_per_second"]), row["peak_memory_bytes"] / 2**30
-            rows.append([*cells, f"{rate:,.0f}", f"{memory:.1f}", f"{row['loss']:.4f}"])
-        head = ["model", "mode", "kernels", "tokens/s", "peak memory (GiB)", "last loss"]
-        parts.append(f"Measured on {hardware_of(result)}:\n\n" + format_table(head, rows))
-    return "\n".join(parts) or NOT_MEASURED
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "runs": runs_table,
-    "phase2_runs": phase2_runs_table,
-    "throughput": throughput_table,
-    "four_ranks": four_ranks_table,
-    "matrix": matrix_table,
-    "gpt2_matrix": lambda: matrix_table("gpt2-matrix"),
-    "published": published_table,
-    "kernel_costs": kernel_costs_table,
-    "kernel_resources": kernel_resources_table,
-    "kernels": kernels_table,
-    "kernel_ablation": kernel_ablation_table,
-    **GPU_TABLES,
-    **DEEPSPEED_TABLES,
-    **PHASE_TABLES,
-    **PLAN_TABLES,
-    **ZERO1_TABLES,
-    **FSDP_TABLES,
-    **EXPECTED_TABLES,
-    **SYMPTOM_TABLES,
+TABLES = {
+    "four_ranks": Table(
+        ("matrix",),
+        (TRAINER, DIFFERENCE, *MEMORY),
+        lambda samples: [row for row in samples["rows"] if row["ranks"] == 4 and not row["options"]],
+    ),
+    "matrix": Table(("matrix",), (*MATRIX, TOKENS_PER_SECOND)),
+    "gpt2_matrix": Table(("gpt2-matrix",), (*MATRIX, TOKENS_PER_SECOND)),
+    "throughput": Table(
+        ("throughput", "gpu-throughput"),
+        (
+            Column("model", "size"),
+            Column("trainer", lambda row: " ".join([TRAINERS[row["phase"]], row.get("kernels", "")]).strip()),
+            RANKS,
+            Column("mode", lambda row: "compiled" if row["compiled"] else "eager"),
+            TOKENS_PER_SECOND,
+            Column("step (ms)", "step_ms"),
+            Column("peak memory per rank (MB)", "peak_bytes", ",.1f", MEGABYTES),
+            Column("MFU", "mfu", ".1%"),
+        ),
+    ),
+    "nanogpt": Table(
+        ("nanogpt",),
+        (
+            Column("trainer", "trainer"),
+            Column("step (ms)", "step_ms", ".1f"),
+            Column("fastest tenth of the steps (ms)", find_fast_step, ".1f"),
+            Column("peak memory (MiB)", "peak_bytes", ",.0f", 2**-20),
+            Column("last loss", "last_loss", ".3f"),
+        ),
+    ),
+    "fsdp_options": Table(
+        ("fsdp-options",),
+        (
+            RANKS,
+            Column("options", find_changed_options),
+            DIFFERENCE,
+            Column("tensors of all collectives (MB)", "traffic", ".2f", MEGABYTES),
+            Column(
+                "matches the formula",
+                lambda row: row["traffic"] == row["expected"] and row["state"] == row["expected_state"],
+            ),
+        ),
+    ),
+    "save_speed": Table(
+        ("save-speed",),
+        (
+            Column("`dcp.save` and fsync (s)", "bare_s", ".2f"),
+            Column("verified save (s)", "ours_s", ".2f"),
+            Column("training pause of an asynchronous save (s)", "stop_s", ".2f"),
+        ),
+        lambda samples: [samples],
+    ),
+    "torture": Table(
+        ("torture",),
+        (
+            Column("killed rank", "rank"),
+            Column("when it is killed, in the save of step 3", "point"),
+            Column("step that loads after a synchronous save", "sync"),
+            Column("step that loads after an asynchronous save", "async"),
+        ),
+        lambda samples: samples["sweep"],
+    ),
+    "kernels": Table(
+        ("kernels",),
+        (
+            Column("kernel", "kernel"),
+            Column("shape", "shape"),
+            Column("pass", "pass"),
+            Column("implementation", "contender"),
+            Column("time (ms)", "samples_ms", ".3f"),
+            Column("share of the roofline limit", "share", ".0%"),
+        ),
+        list_kernels,
+    ),
+    "gpu": Table(("gpu",), (Column("task", "name"), Column("state", "state"), Column("result", "summary"))),
 }
 
 
@@ -252,25 +219,26 @@ def render_document(text: str) -> str:
         KeyError: a table has an unknown name.
         ConfigError: the results of a table are missing or damaged.
     """
-    return BLOCK.sub(lambda match: match[1] + generate_table(match[2], TABLES[match[2]]) + match[3], text)
+    return BLOCK.sub(lambda match: match[1] + render_table(match[2]) + match[3], text)
 
 
-def generate_table(name: str, make: Callable[[], str]) -> str:
-    """Return the table that `make` generates.
+def render_table(name: str) -> str:
+    """Return a table; a sentence if only a GPU can measure it and none has.
 
     Raises:
         ConfigError: its results are missing or damaged.
     """
+    table = TABLES[name]
     try:
-        text = make()
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
+        text = table.render()
+    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
         raise ConfigError(
             f"table {name} cannot be generated: its results in bench/results are damaged ({type(error).__name__}: "
             f"{error}); measure again, or restore them from git"
         ) from None
-    if not text.strip() or EMPTY.search(text):
-        raise ConfigError(f"table {name} has no rows in bench/results: measure again, or restore its results from git")
-    return text
+    if not text and name not in ("kernels", "gpu"):
+        raise ConfigError(f"table {name} has no results in bench/results: measure again, or restore them from git")
+    return text or NOT_MEASURED
 
 
 def main(check: bool = False) -> int:

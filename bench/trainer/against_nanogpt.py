@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from bench.tables.gpu_tables import find_fast_step_ms
 from bench.tables.records import write_result
+from bench.tables.tables import find_fast_step
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.dataset import find_dataset
@@ -160,7 +160,7 @@ def compare(options: Options) -> dict[str, Any]:
         theirs, ours = run_nanogpt(options, flags, dataset), run_ours(options, flags, dataset)
         rows += [theirs, ours]
         ratios.append(statistics.median(ours["step_ms"]) / statistics.median(theirs["step_ms"]))
-        fast.append(find_fast_step_ms(ours["step_ms"]) / find_fast_step_ms(theirs["step_ms"]))
+        fast.append(find_fast_step(ours) / find_fast_step(theirs))
         print(f"{format_row(theirs)}\n{format_row(ours)}  {ratios[-1]:.2f} of nanoGPT's time", flush=True)
     memory = max(row["peak_bytes"] for row in rows[1::2]) / max(row["peak_bytes"] for row in rows[::2])
     return {"flags": flags, "rows": rows, "time_ratios": ratios, "fast_ratios": fast, "memory_ratio": memory}

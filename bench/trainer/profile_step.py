@@ -229,14 +229,11 @@ def draw_memory(timeline: list[tuple[int, dict[str, int]]], path: Path) -> None:
     """Draw memory by category, stacked, over the operators of a step."""
     from matplotlib.figure import Figure
 
-    from bench.matrix.plot import COLORS, LABELS
-
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots()
     events = [event for event, _ in timeline]
     stacks = [[totals[name] / 1e6 for _, totals in timeline] for name in CATEGORIES]
-    labels, colors = [LABELS[name] for name in CATEGORIES], [COLORS[name] for name in CATEGORIES]
-    axes.stackplot(events, stacks, labels=labels, colors=colors, step="post")
+    axes.stackplot(events, stacks, labels=CATEGORIES, step="post")
     axes.set(xlabel="operators of the step, in order", ylabel="memory of rank 0 (MB)", xlim=(events[0], events[-1]))
     axes.legend(fontsize="small", reverse=True, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.matrix.cells import matches_formula
-from bench.sharding.zero1 import count_state
+from nanoGPT.checkpoint.state import allocate_state
 from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.distributed.sharding import assign_owners
+from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.metrics.ledger import tensors_in
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import count_multiplications, muon_groups, param_groups
@@ -166,7 +167,13 @@ def count_state_without_memory() -> tuple[int, int]:
     import torch.distributed._tools.fake_collectives  # noqa: F401  lets the ranks broadcast meta tensors
 
     with torch.device("meta"):
-        return count_state(GPT(GPTConfig(bias=False)), fused=False)
+        model = GPT(GPTConfig(bias=False))
+    optimizer = Zero1Optimizer(param_groups(model, 0.1), torch.optim.AdamW, lr=1e-4, fused=False)
+    for bucket in optimizer.buckets:
+        if bucket.inner:
+            allocate_state(bucket.inner)
+    moments = storage_bytes(t for items in optimizer.state.values() for t in items.values() if t.dim())
+    return moments, storage_bytes(bucket.flat_params for bucket in optimizer.buckets)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
