@@ -78,9 +78,8 @@ for spread in ("fsdp", "tp"):
 # FSDP moves half of the model for every token: P x 4 x 1/2 bytes. Tensor parallelism moves 2 L + 1 vectors of C numbers
 # (one for the embedding, whose rows are divided as well) and the logits. Both ways store almost the same weights.
 #
-# The formulas are in `phase3_fsdp/solve/costs.py`, and the ledger counts exactly these bytes. For the model with 20
-# billion parameters, `make plan MODEL=20b GPUS=2 GPU=a100-40 ARGS=--inference=True` prints them: 20 GB per token
-# with FSDP, and about one megabyte with tensor parallelism.
+# The formulas are in `phase3_fsdp/solve/costs.py`, and the ledger counts exactly these bytes. For a model with 20 billion
+# parameters in bfloat16 on two GPUs, they give 20 GB per token with FSDP, and about one megabyte with tensor parallelism.
 #
 # ## b. One all-gather for many sequences
 #

@@ -10,13 +10,13 @@ values come from metrics.jsonl.
 import itertools
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.plan.plan import check_plot
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
@@ -91,6 +91,24 @@ def summarize(runs: dict[str, Lines]) -> Table:
         rate, peak = rates and f"{statistics.median(rates):,.0f}", peaks and f"{max(peaks):.2f}"
         table.add_row(name, *(str(cell or "-") for cell in (ranks, lines[-1]["step"], loss, best, rate, peak)))
     return table
+
+
+def check_plot(path: Path) -> None:
+    """Check that the figure can be written.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if path.is_dir():
+        raise ConfigError(f"--to={path} is a directory: use a file name, such as {path / 'plan.png'}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--to={path}: the directory {path.parent} does not exist; create it first")
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--to={path} has an unknown file type: use a name that ends in .png, .pdf or .svg")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"--to={path} cannot be written ({error.strerror}): use another directory") from None
 
 
 def main(run: str = "", to: Path = Path("out/plot.png")) -> None:

@@ -8,7 +8,7 @@ if __name__ == "__main__":  # start the fork server first: it imports torch whil
     multiprocessing.set_forkserver_preload(["bench.plan.planner"])
     multiprocessing.forkserver.ensure_running()
 
-from bench.plan import inference, largest, plan
+from bench.plan import largest, plan
 from bench.plan.plan import PlanConfig
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
@@ -16,9 +16,7 @@ from nanoGPT.cli.program import report_errors
 if __name__ == "__main__":
     with report_errors():
         config = command_line(PlanConfig, sys.argv[1:])
-        if config.inference:
-            inference.main(config)
-        elif config.largest:
+        if config.largest:
             largest.print_largest(config)
         else:
             plan.main(config)

@@ -1,33 +1,24 @@
 """Find the largest GPT that each phase can train on given GPUs. `make plan ARGS=--largest=True` does this.
 
-    python -m bench.plan.largest --write     # 1 and 8 GPUs of four kinds; five minutes; bench/results/largest-*.json
-
 The models have k blocks, k heads and 128·k channels, similar to the larger GPT-3 models. The search finds the largest k
 whose training step fits in the memory of the GPUs, as the planner predicts. With CPU offload, 16 bytes per parameter
 must also fit in host memory: HOST_GIB for every 8 GPUs.
 """
 
 import json
-import sys
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from bench.plan.options import Row
 from bench.plan.plan import PlanConfig, describe_job, select_rows, start_workers
 from bench.plan.planner import HOST_GIB, Job, Planner, usable_bytes
 from bench.plan.report import format_name
 from bench.plan.speed import GIB, GPUS_PER_NODE
-from bench.tables.records import write_result
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
 from nanoGPT.model import GPTConfig
 
 HEAD_SIZE = 128
 LIMIT = 256  # blocks: 3.3e12 parameters
-RECORDED_GPUS = ("rtx4090", "rtx6000ada", "h100", "h200")
 
 
 def make_shape(k: int, block_size: int) -> GPTConfig:
@@ -95,21 +86,3 @@ def print_largest(config: PlanConfig) -> None:
     """Find the largest models and print them."""
     found = find_all_largest(config)
     print(json.dumps(found, indent=1) if config.json else format_largest(found))
-
-
-def main(write: bool = False) -> None:
-    """Find the largest models on 1 and 8 GPUs of four kinds.
-
-    Args:
-        write: also write bench/results/largest-<hardware>.json.
-    """
-    results = [find_all_largest(PlanConfig(gpus=gpus, gpu=gpu)) for gpu in RECORDED_GPUS for gpus in (1, 8)]
-    print("\n\n".join(map(format_largest, results)))
-    if write:
-        settings = {"command": "python -m bench.plan.largest --write"}
-        print(f"wrote {write_result('largest', torch.device('cpu'), settings, {'results': results})}")
-
-
-if __name__ == "__main__":
-    with report_errors():
-        command_line(main, sys.argv[1:])

@@ -3,8 +3,7 @@
     make plan MODEL=gpt2-xl GPUS=8 GPU=h100
     make plan MODEL=70b GPUS=128 GPU=h100 ARGS="--block_size=4096 --price=2.5 --tokens=1.4e12"
     make plan GPUS=8 GPU=h100 ARGS=--largest=True           # the largest model that each phase can train
-    make plan MODEL=20b GPUS=2 GPU=a100-40 ARGS=--inference=True                # generate text instead
-    make plan MODEL=gpt2 GPUS=2 GPU=t4 ARGS="--n_layer=24 --batch_size=4 --plot=plan.png"
+    make plan MODEL=gpt2 GPUS=2 GPU=t4 ARGS="--n_layer=24 --batch_size=4"
 
 Memory comes from a trace, not from a formula. The planner runs a training step of each phase's own code on fake tensors
 (`bench/plan/trace.py`), with 3 and with 4 blocks. Memory is linear in the number of blocks, so the planner extrapolates
@@ -17,18 +16,15 @@ The plan assumes no dropout, fused attention, and the memory of an eager model. 
 a GPU's memory: 92 percent of it, minus 1 GiB, is usable for tensors.
 """
 
-import bisect
 import json
 import math
 import multiprocessing
 import multiprocessing.forkserver
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -36,9 +32,8 @@ from tqdm import tqdm
 from bench.plan.models import MODELS
 from bench.plan.options import Row
 from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, exit_with_parent, usable_bytes
-from bench.plan.report import format_name, format_plan, plot_memory
+from bench.plan.report import format_plan
 from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
-from bench.plan.startup import count_tensors, estimate_startup
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
 from workshop.ranks import PRELOADED
@@ -89,20 +84,14 @@ class PlanConfig:
     """bandwidth between the GPUs of a node in GB/s, in one direction; None: that of the GPU"""
     network: float | None = None
     """bandwidth between nodes in GB/s, of all adapters of a node together; None: that of the GPU"""
-    disk: float = 2.0
-    """bandwidth of the file system with the checkpoints, in GB/s and node"""
     tokens: float | None = None
     """tokens to train on, to estimate the training time in days"""
     price: float | None = None
     """price of a GPU per hour, to estimate the cost of training on `tokens`"""
     largest: bool = False
     """instead of a plan, find the largest model that each phase can train; model, n_layer, ... have no effect"""
-    inference: bool = False
-    """instead of training, plan generation: batch_size sequences of block_size tokens at a time"""
     json: bool = False
     """print JSON instead of tables"""
-    plot: Path | None = None
-    """also plot memory against the number of GPUs into this file"""
 
 
 def resolve_shape(config: PlanConfig) -> GPTConfig:
@@ -127,14 +116,12 @@ def resolve_shape(config: PlanConfig) -> GPTConfig:
     if width % heads:
         raise ConfigError(f"--n_embd={width} is not a multiple of --n_head={heads}: change one of them")
     amounts = {"tokens": config.tokens, "price": config.price, "link": config.link, "network": config.network}
-    amounts["disk"] = config.disk
     for name, amount in amounts.items():
         check_amount(name, amount)
     if config.price is not None and config.tokens is None:
         raise ConfigError(
             f"--price={config.price:g} needs --tokens: give both, such as --tokens=3e11 --price={config.price:g}"
         )
-    check_plot(config.plot)
     return GPTConfig(layers, heads, width, config.block_size, False, 50304)
 
 
@@ -164,26 +151,6 @@ def check_amount(name: str, amount: float | None) -> None:
     """
     if amount is not None and not 0 < amount < math.inf:
         raise ConfigError(f"--{name}={amount:g} is out of range: use a number above 0")
-
-
-def check_plot(path: Path | None) -> None:
-    """Check, before the traces start, that the plot can be written.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"--plot={path} is a directory: use a file name, such as {path / 'plan.png'}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot={path}: the directory {path.parent} does not exist; create it first")
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"--plot={path} has an unknown file type: use a name that ends in .png, .pdf or .svg")
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ConfigError(f"--plot={path} cannot be written ({error.strerror}): use another directory") from None
 
 
 def list_choices(names: Iterable[str]) -> str:
@@ -243,12 +210,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     with ThreadPoolExecutor(len(rows)) as threads, start_workers() as pool:
         planner = Planner(job, pool)
         planned = list(threads.map(lambda row: planner.plan_row(row, config.batch_size), rows))
-        nothing_fits = not any(row["fits"] for row in planned)
-        preset = find_largest_preset(planned, job, config.batch_size, pool) if nothing_fits else None
-    tensors = count_tensors(job.shape)
     for row in planned:
-        if "cannot" not in row:
-            row["startup"] = estimate_startup(row, planner.params, tensors, config.gpus, 1e9 * config.disk)
         for speed in (row["speed"] or {}).values():
             seconds = config.tokens / speed["tokens_per_second"] if config.tokens else None
             hours = seconds / 3600 * config.gpus if seconds else None
@@ -256,52 +218,11 @@ def plan(config: PlanConfig) -> dict[str, Any]:
             speed["cost"] = hours * config.price if hours and config.price else None
     result = {"parameters": planner.params, "shape": vars(job.shape), "gpus": config.gpus, "gpu": config.gpu}
     result |= {"optimizer": config.optimizer, "dtype": config.dtype, "tokens": config.tokens}
-    result |= {"batch_size": config.batch_size, "micro_batches": config.micro_batches, "disk": config.disk}
-    return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned, "largest_preset": preset}
-
-
-def find_largest_preset(planned: list[dict[str, Any]], job: Job, batch_size: int, pool: Executor) -> str | None:
-    """Return the name of the largest of MODELS that fits on the GPUs of a job whose model fits in no row.
-
-    Only the row that needs the least memory is traced. None: not even the smallest model fits, or no row can run.
-    """
-    possible = [row for row in planned if "cannot" not in row]
-    if not possible:
-        return None
-    closest = min(possible, key=lambda row: row["total_bytes"])
-    row: Row = (closest["phase"], closest["options"])
-    shapes = {name: GPTConfig(*sizes, job.shape.block_size, False, 50304) for name, sizes in MODELS.items()}
-    smaller = [name for name, shape in shapes.items() if shape.count_params() < job.shape.count_params()]
-    smaller.sort(key=lambda name: shapes[name].count_params())
-    jobs = [replace(job, shape=shapes[name]) for name in smaller]
-    count = bisect.bisect_left(jobs, True, key=lambda each: not Planner(each, pool).fits(row, batch_size))
-    return smaller[count - 1] if count else None
-
-
-def plan_memory_by_gpus(config: PlanConfig, result: dict[str, Any]) -> dict[str, dict[int, float]]:
-    """Return the peak memory per rank, in bytes, for 1, 2, 4, ... 1,024 GPUs: by the name of the row, then by GPUs.
-
-    Args:
-        result: of `plan`; rows that cannot run are left out.
-    """
-    impossible = [(row["phase"], row["options"]) for row in result["rows"] if "cannot" in row]
-    rows = [row for row in ROWS if "fsdp_reshard_after_forward" not in row[1] and row not in impossible]
-    counts = [2**i for i in range(11)]
-    with start_workers() as pool:
-        planners = {n: Planner(describe_job(config, n), pool) for n in counts}
-        for row in rows:
-            for planner in planners.values():
-                planner.submit_traces(row, config.batch_size)
-        rows_by_name = {format_name({"phase": row[0], "options": row[1]}): row for row in rows}
-        return {
-            name: {n: planner.peak_bytes(row, config.batch_size) for n, planner in planners.items()}
-            for name, row in rows_by_name.items()
-        }
+    result |= {"batch_size": config.batch_size, "micro_batches": config.micro_batches}
+    return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned}
 
 
 def main(config: PlanConfig) -> None:
-    """Make the plan, print it, and plot it if `config.plot` is given."""
+    """Make the plan and print it."""
     result = plan(config)
     print(json.dumps(result, indent=1) if config.json else format_plan(result))
-    if config.plot:
-        plot_memory(config.plot, result, plan_memory_by_gpus(config, result))

@@ -1,13 +1,12 @@
-"""Format a plan as text, and plot it."""
+"""Format a plan as text."""
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from bench.plan.speed import ATTENTION_EFFICIENCY, GIB, LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
 
-MAX_SPEED_ERROR = 0.25  # expected error of a predicted speed; tests/bench/test_plan.py checks it with published runs
+MAX_SPEED_ERROR = 0.25  # expected error of a predicted speed: docs/results.md compares it with published runs
 COLUMN_WIDTHS = {"gradients": 10, "gathered": 9, "activations": 12, "other": 8}
 
 
@@ -41,19 +40,13 @@ def format_plan(result: dict[str, Any]) -> str:
             "exposed: the share of the step in which the GPU waits for communication.",
             *format_speed_table(rows),
         ]
-    lines += [
-        f"\nStart-up and checkpoints, with a file system of {result['disk']:g} GB/s per node (--disk).",
-        "draw: time in which a rank draws the initial weights. per rank: bytes that the busiest rank writes.",
-        *format_startup_table(result["rows"]),
-    ]
     return "\n".join([*lines, "", recommend(result), *ASSUMPTIONS])
 
 
 ASSUMPTIONS = [
     f"Assumed efficiency: {MATMUL_EFFICIENCY:.0%} of the peak in matrix products, {ATTENTION_EFFICIENCY:.0%} in "
     f"attention, {MEMORY_EFFICIENCY:.0%} of the memory bandwidth, {LINK_EFFICIENCY:.0%} of the link",
-    "bandwidth. Usable memory: 92% of the GPU's memory, minus 1 GiB. Comparison with published runs: "
-    "python -m bench.plan.published",
+    "bandwidth. Usable memory: 92% of the GPU's memory, minus 1 GiB. Comparison with published runs: docs/results.md",
 ]
 
 
@@ -122,18 +115,6 @@ def format_speed_row(row: dict[str, Any]) -> str:
     return f"{format_batch_size(row):>10}{cells}"
 
 
-def format_startup_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table with one row per way to store the model: other options do not change it."""
-    rows = [row for row in rows if "startup" in row and row["options"].keys() <= {"fsdp_shard_size"}]
-    head = f"{'draw (s)':>10}{'checkpoint (GB)':>17}{'per rank (GB)':>15}{'save (s)':>10}{'resume (s)':>12}"
-    cells = [
-        f"{each['start_seconds']:>10,.1f}{each['checkpoint_bytes'] / 1e9:>17,.2f}{each['rank_bytes'] / 1e9:>15,.2f}"
-        f"{each['save_seconds']:>10,.1f}{each['resume_seconds']:>12,.1f}"
-        for each in (row["startup"] for row in rows)
-    ]
-    return align_rows(rows, head, cells)
-
-
 def recommend(result: dict[str, Any]) -> str:
     """Return the simplest row that fits, a row that is clearly faster, and the options to enable first."""
     fitting = [row for row in result["rows"] if row["fits"]]
@@ -153,7 +134,7 @@ def recommend(result: dict[str, Any]) -> str:
 
 
 def explain_nothing_fits(result: dict[str, Any]) -> str:
-    """Return how many GPUs the model state needs, or which row is closest to fitting, and which model would fit."""
+    """Return how many GPUs the model state needs, or which row is closest to fitting."""
     closest = min((row for row in result["rows"] if "cannot" not in row), key=lambda row: row["total_bytes"])
     sharded = next(row for row in result["rows"] if row["phase"] == "phase3")
     state = sum(sharded["state_bytes"].values())
@@ -163,31 +144,4 @@ def explain_nothing_fits(result: dict[str, Any]) -> str:
     else:
         text = f"Nothing fits: {format_name(closest)} comes closest. Use a smaller --block_size or --batch_size, "
         text += "or more GPUs."
-    preset = result["largest_preset"]
-    found = f"The largest model that fits on these GPUs is MODEL={preset}" if preset else "No smaller MODEL fits either"
-    return f"{text} {found}, with {format_name(closest)}."
-
-
-def plot_memory(path: Path, result: dict[str, Any], by_gpus: Mapping[str, Mapping[int, float]]) -> None:
-    """Plot peak memory per rank against the number of GPUs.
-
-    Args:
-        by_gpus: bytes by the name of the row, then by the number of GPUs.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    axes = figure.subplots()
-    for i, (name, totals) in enumerate(by_gpus.items()):
-        numbers, style = [n / GIB for n in totals.values()], ("-", "--", ":")[i % 3]
-        # Later lines are thinner, so that lines with equal values all stay visible.
-        axes.plot(list(totals), numbers, label=name, linewidth=5 - 4 * i / len(by_gpus), linestyle=style)
-    axes.axhline(result["usable_bytes"] / GIB, color="black", linewidth=0.8, label=f"usable on {result['gpu']}")
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="peak memory per rank (GiB)")
-    gpus = sorted({n for totals in by_gpus.values() for n in totals})
-    axes.set_xticks(gpus, [f"{n:,}" for n in gpus])
-    axes.minorticks_off()
-    tokens = f"{result['batch_size']} sequence(s) of {result['shape']['block_size']:,} tokens per micro-batch"
-    axes.set_title(f"{result['parameters'] / 1e9:,.2f} billion parameters, {tokens}")
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path)
+    return f"{text} --largest=True finds the largest model that fits."

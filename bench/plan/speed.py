@@ -11,7 +11,7 @@ once each tensor that is still needed afterwards. An eager step also waits for P
 collective takes one latency per hop of a ring, plus its bytes divided by the bandwidth of the link.
 
 Peak rates come from the vendors' data sheets. All other assumptions are the constants in this file.
-`python -m bench.plan.published` compares the resulting estimates with published runs.
+docs/results.md compares the resulting estimates with published runs.
 """
 
 import weakref

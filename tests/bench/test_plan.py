@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import sys
 import time
 from concurrent.futures import Executor, Future
@@ -14,14 +13,13 @@ import pytest
 import torch
 
 from bench.matrix.cells import make_config, run_cell
-from bench.plan import published
-from bench.plan.inference import predict_inference
+from bench.plan import largest, planner
+from bench.plan.largest import count_params, find_largest, format_largest, make_shape
 from bench.plan.plan import (
     ROWS,
     PlanConfig,
-    find_largest_preset,
     main,
-    plan_memory_by_gpus,
+    resolve_gpu,
     resolve_shape,
     select_rows,
     start_workers,
@@ -35,7 +33,6 @@ from bench.plan.planner import (
     Job,
     Planner,
     estimate_communication,
-    exit_with_parent,
     extrapolate,
     extrapolate_peak,
     find_peak,
@@ -50,8 +47,6 @@ from bench.plan.report import (
     format_name,
     format_plan,
     format_speed_row,
-    format_speed_table,
-    plot_memory,
     recommend,
 )
 from bench.plan.run import predict_run
@@ -71,13 +66,14 @@ from bench.plan.trace import MEMORY_STAGES, trace
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.parse import parse
 from nanoGPT.memory.tracker import STATE
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels import attention
 from tests.helpers.marks import mark_slow
-from tests.helpers.programs import run_with_compiled_kernels, wait_until
-from tests.helpers.training import train_all
+from tests.helpers.programs import run_with_compiled_kernels
+from tests.helpers.training import CONFIGS, ROOT, TINY, train_all
 from workshop.phases import find_package
 
 SMALL = GPTConfig(2, 2, 32, 16, False, 80)
@@ -178,13 +174,6 @@ def test_an_extrapolation_with_muon_matches_the_full_trace(row):
         assert sum(predicted.values()) == pytest.approx(sum(getattr(full_trace, name).values()), rel=0.01), name
 
 
-def test_an_all_to_all_between_nodes_uses_the_share_of_one_gpu():
-    """In a ring a node sends once. In an all-to-all each of its 8 GPUs sends to other nodes."""
-    assert collective_seconds(H100, "all-to-all", 1e9, 8) == collective_seconds(H100, "all-gather", 1e9, 8)
-    within, between = (collective_seconds(H100, "all-to-all", 1e12, ranks) for ranks in (8, 16))
-    assert between == pytest.approx(within * (15 / 16) / (7 / 8) * H100.link / (H100.network / 8), rel=1e-3)
-
-
 @pytest.mark.parametrize("ranks", [1, 8, *mark_slow(2, 4)])
 @pytest.mark.parametrize("phase", ["phase1", "phase3"])
 @pytest.mark.heavy
@@ -226,32 +215,6 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(monkeypatch):
     assert planner.largest_batch_size(ROWS[1]) == MAX_BATCH_SIZE
 
 
-def test_the_search_for_the_largest_micro_batch_needs_few_traces(monkeypatch):
-    """Where memory hardly depends on the batch size, or not at all, the search traces at most 16 of 128 sizes."""
-    monkeypatch.setattr("bench.plan.planner.usable_bytes", lambda gpu: 100)
-    for limit in (1, 2, 77, 127):
-        sizes: list[int] = []
-
-        def measure(_planner: Planner, _row: object, size: int, limit: int = limit, sizes: list[int] = sizes) -> float:
-            sizes.append(size)
-            return 100 if size <= limit else 101
-
-        monkeypatch.setattr(Planner, "peak_bytes", measure)
-        assert Planner(Job(SMALL, H100, 1), InlineExecutor()).largest_batch_size(ROWS[0]) == limit
-        assert len(set(sizes)) <= 16
-
-
-def test_the_largest_preset_that_fits_is_found(monkeypatch):
-    """If no row fits, the search returns the largest preset below the model that fits; None if none does."""
-    job = Job(resolve_shape(PlanConfig("70b")), H100, 1)
-    rows = [{"phase": "phase2", "options": {}, "cannot": "wide"}, {"phase": "phase3", "options": {}, "total_bytes": 9}]
-    for limit, expected in ((7e9, "6.7b"), (1e6, None), (1e12, "66b")):
-        monkeypatch.setattr(
-            Planner, "peak_bytes", lambda self, *_, limit=limit: usable_bytes(H100) * self.params / limit
-        )
-        assert find_largest_preset(rows, job, 1, InlineExecutor()) == expected
-
-
 TRACE_PHASE2 = """
 from bench.plan.planner import Job, trace_row
 from bench.plan.speed import GPUS
@@ -271,18 +234,6 @@ def test_a_trace_applies_the_kernels_where_they_are_compiled():
     )
 
 
-@pytest.mark.heavy
-def test_the_state_of_gpt2_matches_the_formula():
-    """For N = 8, the state is 16P for DDP, 16P/N for FSDP, and 8P + 8P/N plus padding for ZeRO-1."""
-    shape = resolve_shape(PlanConfig("gpt2"))
-    params = sum(p.numel() for p in GPT(shape).parameters())
-    planner = Planner(Job(shape, H100, 8), InlineExecutor())
-    assert planner.params == params
-    for row, expected in ((ROWS[0], 16 * params), (ROWS[1], 9 * params), (ROWS[4], 2 * params)):
-        state = extrapolate([each.state for each in planner.get_traces(row, 1)], shape.n_layer)
-        assert sum(state.values()) == pytest.approx(expected, rel=1e-4)
-
-
 def test_the_speed_follows_from_the_trace():
     """On 16 GPUs, the step time is the time of computation plus waiting. Tokens per second and MFU follow from it."""
     planner, row = Planner(Job(SMALL, H100, 16, 3), InlineExecutor()), ROWS[0]
@@ -294,10 +245,6 @@ def test_the_speed_follows_from_the_trace():
     assert speed["tokens_per_second"] == pytest.approx(16 * 3 * 5 * SMALL.block_size / speed["step_seconds"])
     flops = speed["tokens_per_second"] * SMALL.flops_per_token()
     assert speed["mfu"] == pytest.approx(flops / 16 / GPUS["h100"].peak)
-    one_gpu = Planner(Job(SMALL, H100, 1, 3), InlineExecutor())
-    assert one_gpu.estimate_speed(row, 5, compiled=True)["waiting_seconds"] == 0
-    direct = trace_row(row, Job(replace(SMALL, n_layer=TRACED_LAYERS[0]), H100, 1), 5)
-    assert one_gpu.get_traces(row, 5)[0].eager["forward"] == pytest.approx(direct.eager["forward"])
 
 
 def test_an_offloaded_step_runs_adamw_on_the_host():
@@ -364,12 +311,11 @@ def test_the_tables_use_the_right_units():
     row["speed"] = {"compiled": speed, "eager": {**speed, "tokens_per_second": 900.0}}
     assert " ".join(format_speed_row(row).split()) == "128+ 2,000 25% 1,000 40% 900 3.00 9"
     large = {"phase": "phase3", "options": {}, "total_bytes": 120, "state_bytes": {"parameters": 100}}
-    result = {"rows": [large], "gpus": 4, "usable_bytes": 30, "largest_preset": None}
-    assert "needs 14 GPUs of this type. No smaller MODEL fits" in explain_nothing_fits(result)
+    assert "needs 14 GPUs" in explain_nothing_fits({"rows": [large], "gpus": 4, "usable_bytes": 30})
 
 
 @pytest.mark.heavy
-def test_a_plan_is_consistent(capsys, tmp_path, monkeypatch):
+def test_a_plan_is_consistent(capsys, monkeypatch):
     """The table and the JSON output contain the same plan. --tokens and --price add the time and the cost of a run."""
     monkeypatch.setattr("bench.plan.planner.MAX_BATCH_SIZE", 1)  # the search would trace each row a second time
     config = PlanConfig("gpt2", 16, "t4", block_size=64, n_layer=3, n_embd=96, n_head=3, tokens=1e9, price=2.0)
@@ -378,34 +324,18 @@ def test_a_plan_is_consistent(capsys, tmp_path, monkeypatch):
     rows, text = select_rows(16), format_plan(plan)
     names = [format_name({"phase": phase, "options": options}) for phase, options in rows]
     assert len(rows) == len(ROWS) + 1 and all(name in text for name in names)
-    assert "Simplest row that fits: baseline." in text and "12.4 GiB usable per GPU" in text  # 0.92 x 14.6 - 1
-    speed_header = next(line for line in text.splitlines() if line.endswith("cost"))
-    memory_header = format_memory_table(plan["rows"])[0]
-    startup_header = next(line for line in text.splitlines() if line.endswith("resume (s)"))
-    assert {len(line) for line in text.splitlines() if line.startswith(("phase", "baseline"))} == {
-        len(speed_header),
-        len(memory_header),
-        len(startup_header),
-    }
-    checkpoints = [row["startup"]["checkpoint_bytes"] for row in plan["rows"]]
-    assert checkpoints == pytest.approx([12 * plan["parameters"]] * len(rows), rel=0.01)
     assert [format_name(row) for row in plan["rows"]] == names and select_rows(12) == select_rows(8) == ROWS
+    assert "Simplest row that fits: baseline." in text and "12.4 GiB usable per GPU" in text  # 0.92 x 14.6 - 1
     assert plan["rows"][0]["sent_bytes_per_step"] == round(2 * 4 * plan["parameters"] * 15 / 16)
     for row in plan["rows"]:
         assert row["fits"] and row["largest_batch_size"] == 1 and row["total_bytes"] == sum(row["bytes"].values())
         for speed in row["speed"].values():
-            assert 0 < speed["mfu"] < 1 and speed["waiting_seconds"] >= 0
             hours = 1e9 / speed["tokens_per_second"] / 3600
             assert speed["days"] == pytest.approx(hours / 24) and speed["cost"] == pytest.approx(hours * 16 * 2)
-    (offloaded,) = [row for row in plan["rows"] if "fsdp_cpu_offload" in row["options"]]
+    (offloaded,) = [row for row in plan["rows"] if row["host_bytes"]]
     assert offloaded["host_bytes"] == 8 * sum(offloaded["state_bytes"].values()) and "GiB of model state with" in text
-    assert sum(row["host_bytes"] for row in plan["rows"]) == offloaded["host_bytes"]
-    state = {row["phase"]: sum(row["state_bytes"].values()) for row in plan["rows"]}
-    assert state["phase3"] < state["phase1"] < state["baseline"]
     small = {**plan, "usable_bytes": 1000, "rows": [{**row, "fits": False, "speed": None} for row in plan["rows"]]}
     assert "the model state needs" in explain_nothing_fits(small) and "Nothing fits" in format_plan(small)
-    plot_memory(tmp_path / "plan.png", plan, {"baseline": {1: 2e9, 2: 2e9}, "phase3": {1: 2e9, 2: 1e9}})
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_a_shape_that_no_kernel_supports_is_reported_in_its_row():
@@ -419,51 +349,26 @@ def test_a_shape_that_no_kernel_supports_is_reported_in_its_row():
     assert "cannot run: causal_attention: heads have 256 channels" in format_memory_table(rows)[1] and rows[1]["fits"]
     assert rows[1]["largest_batch_size"] == MAX_BATCH_SIZE
     assert rows[1]["speed"]["eager"] == planner.estimate_speed(ROWS[0], MAX_BATCH_SIZE, compiled=False)
-    plan = {"rows": rows, "gpus": 1, "usable_bytes": 1e12, "largest_preset": "gpt2"}
+    plan = {"rows": rows, "gpus": 1, "usable_bytes": 1e12}
     assert recommend(plan) == "Simplest row that fits: baseline."
     rows[1].update(fits=False, phase="phase3")
-    assert "Nothing fits: phase3 comes closest" in recommend(plan) and "MODEL=gpt2, with phase3." in recommend(plan)
-
-
-def test_the_figure_leaves_out_rows_that_cannot_run(monkeypatch):
-    """The figure does not plan a row that no kernel supports, for any number of GPUs."""
-    monkeypatch.setattr(Planner, "submit_traces", lambda *_: [])
-    monkeypatch.setattr(Planner, "peak_bytes", lambda *_: 1.0)
-    config = PlanConfig("gpt2", n_head=1)
-    memory = plan_memory_by_gpus(config, {"rows": [{"phase": "phase2", "options": {}, "cannot": "wide"}]})
-    assert "phase2" not in memory and "phase3" in memory
+    assert "Nothing fits: phase3 comes closest" in recommend(plan)
 
 
 def test_the_fastest_row_is_named_only_if_it_is_clearly_faster():
-    """Rows within 25% are about as fast as each other. Rows that are slower compiled than eager are listed."""
+    """Rows within 25% are about as fast as each other."""
 
-    def make_row(phase: str, compiled: float, eager: float) -> dict[str, Any]:
-        rates = {"compiled": compiled, "eager": eager}
-        numbers = {"step_seconds": 1.0, "waiting_seconds": 0.5, "mfu": 0.5, "days": None, "cost": None}
-        speed = {mode: {**numbers, "tokens_per_second": rate} for mode, rate in rates.items()}
-        return {"phase": phase, "options": {}, "fits": True, "largest_batch_size": 1, "speed": speed}
+    def make_row(phase: str, rate: float) -> dict[str, Any]:
+        return {"phase": phase, "options": {}, "fits": True, "speed": {"eager": {"tokens_per_second": rate}}}
 
-    close = [make_row("baseline", 100.0, 90.0), make_row("phase1", 110.0, 120.0)]
-    text = recommend({"rows": close})
+    text = recommend({"rows": [make_row("baseline", 100.0), make_row("phase1", 120.0)]})
     assert text.endswith("baseline. It is about as fast as the fastest row, within the planner's error of 25%.")
-    assert "Fastest row: phase1." in recommend({"rows": [close[0], make_row("phase1", 90.0, 130.0)]})
-    assert format_speed_table(close)[-1].startswith("Slower compiled than eager: phase1.")
-    assert len(format_speed_table(close[:1])) == 2
-
-
-def test_the_time_of_a_trace_does_not_grow_with_the_tokens():
-    """The fused loss of 8 million tokens is traced as one chunk, not as 1,500 chunks."""
-    row, job = ("phase3", {"kernels": "loss"}), Job(replace(SMALL, block_size=2**16, vocab_size=50304), H100, 1)
-    started = time.process_time()
-    trace_row(row, job, 2)
-    short_seconds, started = time.process_time() - started, time.process_time()
-    trace_row(row, job, MAX_BATCH_SIZE)
-    assert time.process_time() - started < 2 * short_seconds + 0.5
+    assert "Fastest row: phase1." in recommend({"rows": [make_row("baseline", 100.0), make_row("phase1", 130.0)]})
 
 
 @pytest.mark.heavy
 def test_a_stopped_plan_ends_immediately(capsys, monkeypatch):
-    """Ctrl-C ends the workers immediately and prints one word. A worker exits when its parent exits."""
+    """Ctrl-C ends the workers immediately and prints one word."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(KeyboardInterrupt), report_errors(), start_workers() as pool:
         pool.submit(os.getpid).result()
@@ -476,18 +381,6 @@ def test_a_stopped_plan_ends_immediately(capsys, monkeypatch):
     for worker in workers:
         worker.join(100)
     assert not any(worker.is_alive() for worker in workers)
-
-    class KilledParent:
-        def join(self) -> None:
-            pass
-
-    exit_codes: list[int] = []
-    monkeypatch.setattr("multiprocessing.parent_process", KilledParent)
-    monkeypatch.setattr(os, "_exit", exit_codes.append)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    exit_with_parent()
-    wait_until(lambda: exit_codes)
-    assert exit_codes == [1]
 
 
 def test_a_roofline_counts_bytes_and_flops():
@@ -517,67 +410,54 @@ def test_a_roofline_counts_bytes_and_flops():
     assert backward > 2 * forward
 
 
-@pytest.mark.heavy
-def test_speed_is_near_published_runs(capsys):
-    """The predicted speed is within 25% of every published run."""
-    published.main(write=False)
-    lines = capsys.readouterr().out.splitlines()[1:]
-    errors = [float(line.rsplit(maxsplit=1)[1].rstrip("%")) for line in lines]
-    assert len(errors) == 6 and max(map(abs, errors)) <= 25, lines
-
-
 def test_a_step_waits_for_exposed_communication():
     """A step waits for communication that takes longer than the computation, otherwise only for the last collective."""
     parts = {"forward": 1.0, "backward": 2.0, "update": 0.5}
     assert step_seconds(parts, {}, {}, micro_batches=3) == 9.5
     assert step_seconds(parts, {}, {"backward": Communication(1.5, 0.1)}) == pytest.approx(3.6)
-    per_micro_batch, per_step = {"forward": Communication(4.0, 0.1)}, {"backward": Communication(5.0, 0.1)}
-    assert step_seconds(parts, per_micro_batch, per_step, 2) == pytest.approx(2 * 4.0 + 2.0 + 5.0 + 0.5)
+    every, once = {"forward": Communication(4.0, 0.1)}, {"backward": Communication(5.0, 0.1)}
+    assert step_seconds(parts, every, once, 2) == pytest.approx(2 * 4.0 + 2.0 + 5.0 + 0.5)
     traffic = {("all-gather", 8): 8e9, ("reduce-scatter", 8): 8e9, ("all-reduce", 8): 8}
-    per_micro_batch, per_step = estimate_communication(("phase3", {}), traffic, 2 * 10**9, 10, 1, GPUS["h100"], True)
-    row = ("phase3", {"fsdp_cpu_offload": True})
-    offloaded = estimate_communication(row, traffic, 2 * 10**9, 10, 1, GPUS["h100"], True)
-    added_seconds = offloaded[0]["forward"].seconds - per_micro_batch["forward"].seconds
-    assert added_seconds == pytest.approx(4 * 2e9 / 8 / PCIE_BANDWIDTH)
-    assert offloaded[1]["backward"].seconds > per_step["backward"].seconds > per_micro_batch["forward"].seconds > 0
-    assert per_step["forward"].seconds == 0 and per_step["backward"].min_exposed < per_step["backward"].seconds / 5
-    eager = estimate_communication(("phase1", {}), traffic, 2 * 10**9, 10, 1, GPUS["h100"], False)[1]["forward"]
-    compiled = estimate_communication(("phase1", {}), traffic, 2 * 10**9, 10, 1, GPUS["h100"], True)[1]["forward"]
+
+    def estimate(phase, compiled=True, **options):
+        return estimate_communication((phase, options), traffic, 2 * 10**9, 10, 1, H100, compiled)
+
+    every, once = estimate("phase3")
+    offloaded = estimate("phase3", fsdp_cpu_offload=True)
+    added = offloaded[0]["forward"].seconds - every["forward"].seconds
+    assert added == pytest.approx(4 * 2e9 / 8 / PCIE_BANDWIDTH)
+    assert offloaded[1]["backward"].seconds > once["backward"].seconds > every["forward"].seconds > 0
+    assert once["forward"].seconds == 0 and once["backward"].min_exposed < once["backward"].seconds / 5
+    eager, compiled = (estimate("phase1", is_compiled)[1]["forward"] for is_compiled in (False, True))
     assert eager.exposed_seconds(1e9) < compiled.exposed_seconds(1e9) == compiled.seconds
-    short_parts, kernels = dict.fromkeys(parts, 0.001), {"forward": 0, "backward": 1000, "update": 10}
     # Python needs 7 microseconds per kernel of an eager step.
+    short_parts, kernels = dict.fromkeys(parts, 0.001), {"forward": 0, "backward": 1000, "update": 10}
     assert apply_launch_bound(short_parts, kernels) == {**short_parts, "backward": pytest.approx(1000 * 7e-6)}
-    slow_gpu, fast_gpu = GPUS["t4"], GPUS["h100"]
-    assert collective_seconds(slow_gpu, "all-reduce", 1e9, 8) > 10 * collective_seconds(fast_gpu, "all-reduce", 1e9, 8)
-    assert collective_seconds(fast_gpu, "all-gather", 0, 1024) == pytest.approx(896 * 3e-6 + 128 * 12e-6)
-    all_ranks, one_rank = (
-        collective_seconds(fast_gpu, "all-reduce", 1e9, 16, one_per_node=one) for one in (False, True)
-    )
-    assert 7 < one_rank / all_ranks < 9  # with one_per_node, eight rings share the network of a node
-    assert collective_seconds(fast_gpu, "all-reduce", 0, 8) == pytest.approx(2 * 7 * 3e-6)
-    row = ("phase3", {"fsdp_shard_size": "8"})
-    hybrid = estimate_communication(row, {("all-reduce", 2): 1e9}, 1, 1, 1, fast_gpu, True)[1]
-    assert hybrid["backward"].seconds == collective_seconds(fast_gpu, "all-reduce", 1e9, 2, one_per_node=True)
+
+
+def test_the_time_of_a_collective_depends_on_its_links():
+    """A ring has a latency per hop. Several rings, and an all-to-all, share the network of a node."""
+    assert collective_seconds(H100, "all-gather", 0, 1024) == pytest.approx(896 * 3e-6 + 128 * 12e-6)
+    assert collective_seconds(H100, "all-reduce", 0, 8) == pytest.approx(2 * 7 * 3e-6)
+    rings = [collective_seconds(H100, "all-reduce", 1e9, 16, one_per_node=one) for one in (False, True)]
+    assert 7 < rings[1] / rings[0] < 9
+    hybrid = estimate_communication(("phase3", {"fsdp_shard_size": "8"}), {("all-reduce", 2): 1e9}, 1, 1, 1, H100, True)
+    assert hybrid[1]["backward"].seconds == collective_seconds(H100, "all-reduce", 1e9, 2, one_per_node=True)
+    within, between = (collective_seconds(H100, "all-to-all", 1e12, ranks) for ranks in (8, 16))
+    assert between == pytest.approx(within * (15 / 16) / (7 / 8) * H100.link / (H100.network / 8), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--gpu=h1000"], "unknown.*h100"),
-        (["--gpu=A100"], "did you mean a100-"),
         (["--model=gpt3"], "unknown.*gpt2"),
-        (["--gpus=0"], "--gpus=0 is out of range: use a value from 1 to 1024"),
-        (["--gpus=2000"], "from 1 to 1024"),
+        (["--gpus=2000"], "--gpus=2000 is out of range: use a value from 1 to 1024"),
         (["--n_embd=30"], "not a multiple of --n_head"),
-        (["--batch_size=-1"], "from 1 to 128"),
         (["--batch_size=200"], "from 1 to 128"),
         (["--tokens=nan"], "above 0"),
-        (["--tokens=0"], "above 0"),
+        (["--link=0"], "--link=0 is out of range"),
         (["--price=2"], "needs --tokens"),
-        (["--plot=/nowhere/plan.png"], "directory"),
-        (["--plot=/tmp"], "is a directory: use a file"),
-        (["--plot=/proc/plan.png"], "cannot be written"),
-        (["--plot=plan.xyz"], "ends in .png"),
     ],
 )
 def test_wrong_requests_are_refused_with_one_sentence(words, message):
@@ -586,20 +466,39 @@ def test_wrong_requests_are_refused_with_one_sentence(words, message):
         resolve_shape(command_line(PlanConfig, words))
 
 
-def test_inference_is_planned_for_each_way():
-    """20 billion parameters on two GPUs of 40 GB: tp comes first; without room for tp's weights, offload or nothing."""
-    gpu = GPUS["a100-40"]
-    shape = resolve_shape(PlanConfig(model="20b", gpus=2, gpu="a100-40"))
-    found = predict_inference(shape, gpu, 2, 1, "bfloat16")
-    ways, params = found["ways"], shape.count_params()
-    assert found["choice"] == "tp" and all(way["fits"] for way in ways.values())
-    assert ways["fsdp"]["network_bytes_per_round"] == params  # 2 bytes, half of them from the other rank
-    assert ways["tp"]["weights_bytes"] == pytest.approx(params, rel=1e-3)
-    assert ways["tp"]["tokens_per_second"] > ways["fsdp"]["tokens_per_second"] > ways["offload"]["tokens_per_second"]
-    alone = predict_inference(shape, gpu, 1, 1, "bfloat16")
-    assert alone["choice"] == "offload" and not alone["ways"]["fsdp"]["fits"] and "tp" not in alone["ways"]
-    assert alone["ways"]["offload"]["host_bytes"] == 2 * params
-    assert predict_inference(shape, gpu, 3, 1, "bfloat16")["choice"] == "fsdp"  # 64 heads
-    assert predict_inference(shape, gpu, 2, 64, "bfloat16")["choice"] is None
-    cache = 2 * 44 * 1024 * 6144 * 2  # keys and values of 44 blocks
-    assert ways["fsdp"]["cache_bytes"] == cache == 2 * ways["tp"]["cache_bytes"]
+def test_links_can_be_given():
+    """`--link` and `--network` are in GB/s and replace those of the GPU."""
+    gpu = resolve_gpu(PlanConfig(gpu="l40s", link=64.0))
+    assert (gpu.link, gpu.network) == (64e9, GPUS["l40s"].network)
+    assert resolve_gpu(PlanConfig(gpu="l40s", network=50.0)).network == 50e9
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 9), (0.999, 8), (1e-6, 0)])
+def test_the_search_finds_the_largest_model(fraction, expected, monkeypatch):
+    """The search returns the largest model that fits, and 0 if none does. The output names its parameters and shape."""
+    needed = {k: 16 * make_shape(k, 8).count_params() for k in range(1, largest.LIMIT + 1)}
+    monkeypatch.setattr(Planner, "peak_bytes", lambda self, *_: needed[self.shape.n_layer])
+    monkeypatch.setattr(planner, "usable_bytes", lambda _: fraction * needed[9])
+    job = Job(make_shape(1, 8), H100, 1)
+    assert find_largest(("baseline", {}), job, 1, InlineExecutor()) == expected
+    monkeypatch.setattr(planner, "HOST_GIB", 8 * needed[5] / 2**30)
+    assert find_largest(("phase3", {"fsdp_cpu_offload": True}), job, 1, InlineExecutor()) == min(5, expected)
+    row = {"phase": "baseline", "options": {}, "k": expected, "parameters": count_params(expected, 8)}
+    found = {"gpu": "h100", "gpus": 1, "batch_size": 1, "block_size": 8, "optimizer": "adamw", "dtype": "bfloat16"}
+    line = format_largest({**found, "usable_bytes": 2**30, "rows": [row]}).splitlines()[2]
+    assert line.endswith(f"{expected} x {128 * expected}" if expected else "nothing fits")
+
+
+def test_a_scaled_down_twin_of_every_configuration_trains(tmp_path):
+    """Every configuration for GPT-2's tokenizer trains on two ranks with a small shape and its own options."""
+    fields = {**TINY, "max_iters": 2, "eval_interval": 2, "eval_iters": 1, "compile": False, "device": "cpu"}
+    fields |= {"warmup_iters": 1, "gradient_accumulation_steps": 2, "fsdp_min_num_params": 1000}
+    cells = []
+    for path in sorted(ROOT.glob("*/config/train_*.py")):
+        package = path.parent.parent.name
+        config = parse(CONFIGS[package], [str(path)], path.parent.parent / "train.py", 8)
+        small = {name: value for name, value in fields.items() if getattr(config, name, None) is not None}
+        if package == "phase2_triton":
+            small["kernels"] = "gelu"  # the others are slow in the interpreter
+        cells.append((package, replace(config, **small, out_dir=str(tmp_path / path.stem))))
+    assert len(cells) >= 9 and [len(losses) for losses in train_all(2, cells)] == [2] * len(cells)
