@@ -156,7 +156,7 @@ plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for
 	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
 profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, memory, most expensive operators
 	@OMP_NUM_THREADS=1 $(PY) -m bench.trainer.profile_step $(PHASE) $(GPUS) $(ARGS)
-suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimizers, seeds or all; resumes after a kill
+suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimizers or seeds; resumes after a kill
 	@OMP_NUM_THREADS=1 $(PY) -m bench.suite --suite=$(SUITE) $(ARGS)
 matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)

@@ -25,7 +25,6 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, read_json
 from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.schema import Range, SchemaError
-from nanoGPT.train_config import TrainConfig
 from workshop.imports import ROOT
 from workshop.phases import PHASES
 
@@ -46,7 +45,6 @@ class Run:
         words: command-line flags of the trainer, without --out_dir.
         minutes: time limit.
         steps: number of training steps.
-        config: the parsed configuration; None for a run that was read from run.json.
     """
 
     directory: Path
@@ -57,7 +55,6 @@ class Run:
     words: list[str] = field(hash=False)
     minutes: float
     steps: int
-    config: TrainConfig | None = field(default=None, hash=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -70,8 +67,7 @@ class Run:
     def save(self) -> None:
         """Write run.json, which `read_run` reads."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "config"}
-        values["directory"] = str(self.directory)
+        values = {**dataclasses.asdict(self), "directory": str(self.directory)}
         (self.directory / "run.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
@@ -147,12 +143,12 @@ def read_last_step(run: Run) -> int:
 
 @contextmanager
 def directory_lock(directory: Path) -> Iterator[int]:
-    """Lock the directory of a suite or a run, and yield the file descriptor of the lock.
+    """Lock the directory of a run, and yield the file descriptor of the lock.
 
     Child processes inherit the descriptor. A run that outlives this program therefore still has the lock.
 
     Raises:
-        ConfigError: another program, or a run that it started, has the lock.
+        ConfigError: the run is being executed.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -162,9 +158,7 @@ def directory_lock(directory: Path) -> Iterator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"{directory} is in use by another suite or one of its runs: wait until it ends"
-            ) from None
+            raise ConfigError(f"{directory} is in use by a run of another suite: wait until it ends") from None
         except OSError as error:
             print(f"the file system of {directory} has no file locks ({error.strerror}): run one suite there at a time")
         yield file.fileno()
@@ -206,18 +200,10 @@ def ranks_per_node(run: Run) -> int:
     return run.ranks // nodes
 
 
-def reset_run(run: Run) -> None:
-    """Delete the results of a run, so that it starts again from step 0."""
-    with directory_lock(run.directory):
-        shutil.rmtree(run.out_dir, ignore_errors=True)
-        write_status(run.directory, "pending")
-
-
-def execute(run: Run, lock: int | None = None, slurm: bool = False) -> dict[str, Any]:
+def execute(run: Run, slurm: bool = False) -> dict[str, Any]:
     """Execute a run and write its status, unless it is done already.
 
     Args:
-        lock: file descriptor that the run's processes inherit.
         slurm: this process is the run's own Slurm job.
 
     Returns:
@@ -226,7 +212,7 @@ def execute(run: Run, lock: int | None = None, slurm: bool = False) -> dict[str,
     Raises:
         ConfigError: another program executes the run.
     """
-    with directory_lock(run.directory) as run_lock:
+    with directory_lock(run.directory) as lock:
         if (status := read_status(run.directory))["state"] == "done":
             return status
         run.save()
@@ -234,8 +220,8 @@ def execute(run: Run, lock: int | None = None, slurm: bool = False) -> dict[str,
         write_status(run.directory, "running")
         environment = {**os.environ, **({} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": "1"})}
         with open(run.directory / "log.txt", "a") as log:
-            fds, log_start = (run_lock,) if lock is None else (run_lock, lock), log.tell()
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment, pass_fds=fds)
+            log_start = log.tell()
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment, pass_fds=(lock,))
             stop_reasons = wait_for_exit(process, 60 * run.minutes)
         output = (run.directory / "log.txt").read_bytes()[log_start:].decode(errors="replace")
         state, reason = classify_exit(run, process.returncode, stop_reasons[0] if stop_reasons else "", output)

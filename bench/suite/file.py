@@ -18,7 +18,6 @@ from workshop.phases import PHASES
 SUITES = Path(__file__).resolve().parent / "suites"
 RESERVED_FIELDS = {"seed", "out_dir", "init_from", "device"}
 MAX_RUNS = 10_000
-SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,8 @@ class Suite:
         minutes: time limit of each run.
         config: configuration fields that all runs share; other fields have their defaults.
         variants: configuration fields of each variant, by name. A phase without such a field skips the variant.
-        by_ranks: configuration fields, and `minutes`, that replace those above on some number of ranks.
         target_loss: the validation loss of the metrics that end with _to_loss.
         scale_batch: multiply gradient_accumulation_steps by the number of ranks.
-        lr_scaling: none, sqrt or linear: how the learning rates scale with sequences per step / `reference_batch`.
     """
 
     name: str
@@ -46,11 +43,8 @@ class Suite:
     minutes: float = 60
     config: dict[str, Any] = field(default_factory=dict)
     variants: dict[str, dict[str, Any]] = field(default_factory=lambda: {"plain": {}})
-    by_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     target_loss: float = 0.0
     scale_batch: bool = False
-    lr_scaling: str = "none"
-    reference_batch: int = 0
 
 
 class SuiteFile(TypedDict):
@@ -61,14 +55,11 @@ class SuiteFile(TypedDict):
     ranks: list[Annotated[int, Range(1, 2**20 - 1)]]
     metrics: list[str]
     seeds: NotRequired[list[Annotated[int, Range(0, 2**20 - 1)]]]
-    minutes: NotRequired[float]
+    minutes: NotRequired[Annotated[float, Range(math.nextafter(0, 1), 60 * 24 * 365)]]
     config: NotRequired[dict[str, str | int | float | bool]]
     variants: NotRequired[dict[str, dict[str, str | int | float | bool]]]
-    by_ranks: NotRequired[dict[str, dict[str, str | int | float | bool]]]
     target_loss: NotRequired[Annotated[float, Range(math.nextafter(0, 1))]]
     scale_batch: NotRequired[bool]
-    lr_scaling: NotRequired[str]
-    reference_batch: NotRequired[int]
 
 
 def load_suite(name: str) -> Suite:
@@ -82,9 +73,7 @@ def load_suite(name: str) -> Suite:
         raise ConfigError(f"{path} is a directory: use the path of a suite file")
     if not is_present(path):
         names = sorted(path.stem for path in SUITES.glob("*.toml"))
-        raise ConfigError(
-            f"there is no suite {name}{did_you_mean(name, names) or ': use one of ' + ', '.join([*names, 'all'])}"
-        )
+        raise ConfigError(f"there is no suite {name}{did_you_mean(name, names) or ': use one of ' + ', '.join(names)}")
     if not re.fullmatch(r"\w[\w.+=-]*", path.stem):  # directories and Slurm jobs have this name
         raise ConfigError(
             f"{path} has an invalid name: use letters, digits and .+=_-, and begin with a letter or digit"
@@ -117,12 +106,7 @@ def check_values(suite: Suite, path: Path) -> None:
     Raises:
         ConfigError: a value is invalid; the message names the field and what it must be.
     """
-    choices = (
-        ("phases", suite.phases, list(PHASES)),
-        ("metrics", suite.metrics, list(METRICS)),
-        ("lr_scaling", [suite.lr_scaling], list(SCALINGS)),
-    )
-    for name, values, allowed in choices:
+    for name, values, allowed in (("phases", suite.phases, PHASES), ("metrics", suite.metrics, METRICS)):
         for value in values:
             if value not in allowed:
                 raise ConfigError(f"{path}: {name} = {value!r} is unknown: use {', '.join(allowed)}")
@@ -141,34 +125,13 @@ def check_values(suite: Suite, path: Path) -> None:
             raise ConfigError(f"{path}: variants.{name} is not a valid name: use letters, digits and .+=_-")
     for name in RESERVED_FIELDS & set(list_fields(suite)):
         raise ConfigError(f"{path}: {name} is set by the suite itself: remove it")
-    for minutes in (suite.minutes, *(values.get("minutes", 1) for values in suite.by_ranks.values())):
-        if isinstance(minutes, bool | str) or not 0 < minutes < 60 * 24 * 365:
-            raise ConfigError(f"{path}: minutes = {minutes} is out of range: use more than 0 and less than one year")
-    check_by_ranks(suite, path)
     if needs_target := [name for name in suite.metrics if METRICS[name].needs_target]:
         if not suite.target_loss:
             raise ConfigError(f"{path}: metric {needs_target[0]} needs target_loss: a validation loss, such as 2.0")
     elif suite.target_loss:
         raise ConfigError(f"{path}: target_loss is not used: add a metric such as steps_to_loss, or remove it")
-    if suite.lr_scaling != "none" and suite.reference_batch < 1:
-        raise ConfigError(f"{path}: lr_scaling needs reference_batch: the sequences per step that learning_rate is for")
 
 
 def list_fields(suite: Suite) -> list[str]:
-    """Return the configuration fields that a suite sets in config, variants or by_ranks."""
-    by_ranks = [name for name in itertools.chain(*suite.by_ranks.values()) if name != "minutes"]
-    return list(dict.fromkeys([*suite.config, *itertools.chain(*suite.variants.values()), *by_ranks]))
-
-
-def check_by_ranks(suite: Suite, path: Path) -> None:
-    """Check that by_ranks names rank counts of the suite, and no field that a variant sets to compare it.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    for ranks, fields_of_ranks in suite.by_ranks.items():
-        if ranks not in map(str, suite.ranks):
-            raise ConfigError(f"{path}: by_ranks.{ranks} is not in ranks = {suite.ranks}: add it there, or remove it")
-        for variant, fields_of_variant in suite.variants.items():
-            for name in fields_of_ranks.keys() & fields_of_variant.keys():
-                raise ConfigError(f"{path}: {name} is in by_ranks.{ranks} and variants.{variant}: keep only one")
+    """Return the configuration fields that a suite sets in config or variants."""
+    return list(dict.fromkeys([*suite.config, *itertools.chain(*suite.variants.values())]))

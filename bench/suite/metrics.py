@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.plan.run import vocabulary_size
 from bench.suite.execution import Run, read_status
-from nanoGPT.model import GPTConfig
-from nanoGPT.train_config import TrainConfig
 
 Lines = list[dict[str, Any]]
 
@@ -37,7 +34,7 @@ class Metric:
     """A metric of a suite.
 
     Attributes:
-        unit: for the headers of tables and figures.
+        unit: for the headers of tables.
         compute: returns the value; infinity if the run did not reach the target loss.
         min_steps: steps that a run needs, at least.
         needs: configuration field that must be true; empty if there is none.
@@ -92,19 +89,6 @@ def sum_seconds_to_loss(measured: Measured) -> float:
     return seconds
 
 
-def compute_flops_to_loss(measured: Measured) -> float:
-    """Return the FLOPs of forward and backward passes, without recomputation, until the target loss is reached."""
-    config = measured.run.config
-    assert config is not None
-    tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    return count_steps_to_loss(measured) * tokens_per_step * count_flops_per_token(config)
-
-
-def count_flops_per_token(config: TrainConfig) -> int:
-    """Return the FLOPs per token of the configured model."""
-    return GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)}).flops_per_token()
-
-
 METRICS = {
     "tokens_per_second": Metric("tokens per second", median_of("tokens_per_second"), min_steps=2),
     "step_ms": Metric("ms per step", median_of("step_ms"), min_steps=2),
@@ -115,7 +99,6 @@ METRICS = {
     "peak_bytes": Metric("bytes per rank", read_peak_bytes, min_steps=3, needs="ledger"),
     "steps_to_loss": Metric("steps", count_steps_to_loss, needs_target=True),
     "seconds_to_loss": Metric("seconds of training", sum_seconds_to_loss, needs_target=True),
-    "flops_to_loss": Metric("FLOPs", compute_flops_to_loss, needs_target=True),
 }
 
 

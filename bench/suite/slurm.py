@@ -57,7 +57,7 @@ def check_nodes(runs: list[Run], gpus_per_node: int) -> None:
 
 
 def create_scripts(runs: list[Run], directory: Path, gpus_per_node: int, retry: bool, report: str) -> str:
-    """Write the sbatch scripts and submit-all.sh into the suite's directory. `check_nodes` must accept the runs.
+    """Write the sbatch scripts and submit-all.sh into the suite's directory.
 
     Args:
         retry: also submit runs that ended as oom, timeout or failed.
