@@ -78,9 +78,16 @@ for spread in ("fsdp", "tp"):
 # FSDP moves half of the model for every token: P x 4 x 1/2 bytes. Tensor parallelism moves 2 L + 1 vectors of C numbers
 # (one for the embedding, whose rows are divided as well) and the logits. Both ways store almost the same weights.
 #
-# The formulas are in `phase3_fsdp/solve/costs.py`, and the ledger counts exactly these bytes. For a model with 20 billion
-# parameters in bfloat16 on two GPUs, they give 20 GB per token with FSDP, and about one megabyte with tensor parallelism.
-#
+# The formulas are in `phase3_fsdp/solve/costs.py`, and the ledger counts exactly these bytes. They also give the memory
+# and the communication of the model with 20 billion parameters, in bfloat16:
+
+# %%
+large = GPTConfig(n_layer=44, n_head=64, n_embd=6144, block_size=2048, vocab_size=50304, bias=False)
+for spread in costs.SPREADS:
+    predicted = costs.predict(spread, costs.measure_gpt(large), ranks=2, slots=1, tokens=2048, itemsize=2)
+    print(f"{spread:8} {predicted.memory / 1e9:5.1f} GB per rank, {predicted.network / 1e9:.4f} GB sent per token")
+
+# %% [markdown]
 # ## b. One all-gather for many sequences
 #
 # FSDP has one advantage: the weights that a rank has gathered work for any number of sequences. Different ranks can

@@ -20,17 +20,16 @@ from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.job.nodes import NodeConfig
-from nanoGPT.job.run_description import digest_code, find_version
+from nanoGPT.job.run_description import describe_starting_point, digest_code, find_version
 from nanoGPT.job.signals import listen_for_signals, stop_with_launcher
 from nanoGPT.job.start import report_job_errors
 from nanoGPT.launch import configure_agent, explain_exit, find_root_cause, forward_signals
 from nanoGPT.sample import choose_run
 from phase3_fsdp.solve.evaluation import Evaluation
-from phase3_fsdp.solve.identity import describe_weights
 from phase3_fsdp.solve.models import open_model
 from phase3_fsdp.solve.prompts import Prompter
 from phase3_fsdp.solve.settings import SolveConfig, validate
-from phase3_fsdp.solve.tasks import prepare_work, select_problems
+from phase3_fsdp.solve.tasks import select_problems, write_tasks
 
 CONTINUE = "run the same command again; it continues with the problems that are not finished"
 
@@ -116,7 +115,7 @@ def solve(config: SolveConfig) -> int:
         "the device": run.device.type,
         "the dtype": str(run.dtype).removeprefix("torch."),
         "the code": digest_code(),
-        "the weights": describe_weights(config.out_dir),
+        "the weights": describe_starting_point(config.out_dir),
     }
     description |= {f"the version of {name}": find_version(name) for name in ("torch", "transformers")}
     if not torch.distributed.is_initialized():
@@ -124,13 +123,18 @@ def solve(config: SolveConfig) -> int:
     listen_for_signals(run)
     model = open_model(config.out_dir, run, config.resume_step)
     prompter = Prompter(config.prompt, model.codec, config.stop)
-    problems = run.call_on_rank0(lambda: list(select_problems(config, model)))
+
+    def report(error: ConfigError) -> None:
+        if not config.skip_bad:
+            raise error
+        run.print0(f"skipped: {error}")
+
     work = []
-    for item in prepare_work(problems, prompter, model, config):
-        if isinstance(item, ConfigError):
-            run.print0(f"skipped: {item}")
-        else:
-            work.append(item)
+    for number, problem in run.call_on_rank0(lambda: list(select_problems(config, model.context, report))):
+        try:
+            work.append((problem, write_tasks(number, problem, prompter, model, config)))
+        except ConfigError as error:
+            report(error)
     if not work:
         raise ConfigError(f"--problems={config.problems}: all problems were skipped: correct them, or use others")
     return Evaluation(config, run, model, prompter, work).finish()

@@ -107,7 +107,6 @@ class SpreadCosts:
         host: weights in CPU memory.
         network: communication volume per round (ring algorithm).
         copied: bytes copied from CPU memory to the device per round.
-        num_collectives: collectives per round, one after the other.
     """
 
     weights: float
@@ -116,7 +115,6 @@ class SpreadCosts:
     host: float
     network: float
     copied: float
-    num_collectives: int
 
     @property
     def memory(self) -> float:
@@ -144,19 +142,17 @@ def predict(spread: Spread, size: ModelSize, ranks: int, slots: int, tokens: int
         part = itemsize * (divided / ranks + size.replicated)
         network = reductions * ring_bytes("all-reduce", slots * size.channels * itemsize, ranks)
         network += ring_bytes("all-gather", slots * logits * itemsize, ranks)
-        return SpreadCosts(part, 0.0, cache / ranks, 0.0, network, 0.0, reductions + 1 if ranks > 1 else 0)
+        return SpreadCosts(part, 0.0, cache / ranks, 0.0, network, 0.0)
     is_offloaded = spread == "offload"
     if ranks == 1 and not is_offloaded:
-        return SpreadCosts(weights, 0.0, cache, 0.0, 0.0, 0.0, 0)
+        return SpreadCosts(weights, 0.0, cache, 0.0, 0.0, 0.0)
     root = size.root - sum(size.ends)
     gathered = itemsize * (find_gathered_peak(size, ranks, is_offloaded) + (0 if is_offloaded else root))
     moved = weights + (itemsize * root if is_offloaded else 0)
-    num_collectives = sum(unit > 0 for layer in size.units for unit in layer) + len(size.ends) + 1 + is_offloaded
-    num_collectives *= ranks > 1
     network, shard = ring_bytes("all-gather", moved, ranks), weights / ranks
     if is_offloaded:
-        return SpreadCosts(0.0, gathered, cache, shard, network, moved / ranks, num_collectives)
-    return SpreadCosts(shard, gathered, cache, 0.0, network, 0.0, num_collectives)
+        return SpreadCosts(0.0, gathered, cache, shard, network, moved / ranks)
+    return SpreadCosts(shard, gathered, cache, 0.0, network, 0.0)
 
 
 def find_gathered_peak(size: ModelSize, ranks: int, is_offloaded: bool) -> int:
@@ -208,18 +204,7 @@ def choose_spread(
     if needs["offload"] <= limit:
         return "offload", f"a device has {limit / 1e9:,.1f} GB for it, and its share of the model does not fit"
     need = f"it needs {min(needs.values()) / 1e9:,.1f} GB per rank, and a device has {limit / 1e9:,.1f} GB for it"
-    if slots > 1 and (fitting := find_fitting_slots(size, ranks, slots, tokens, itemsize, limit)):
-        return None, f"{need}: --batch_size={fitting} would fit"
-    return None, f"{need}: use more ranks, or a smaller --tokens"
-
-
-def find_fitting_slots(size: ModelSize, ranks: int, slots: int, tokens: int, itemsize: int, limit: float) -> int:
-    """Return the largest number of sequences below `slots` that fits into `limit` bytes; 0 if not even one fits."""
-    spreads = [each for each in SPREADS if each != "tp" or (size.kv_heads > 0 and size.kv_heads % ranks == 0)]
-    for count in range(slots - 1, 0, -1):
-        if any(predict(each, size, ranks, count, tokens, itemsize).memory <= limit for each in spreads):
-            return count
-    return 0
+    return None, f"{need}: use more ranks, a smaller --batch_size or a smaller --tokens"
 
 
 def describe(spread: Spread, costs: SpreadCosts) -> str:

@@ -15,10 +15,10 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
 from nanoGPT.memory.device import host_limits, process_bytes
 from nanoGPT.metrics.hardware import describe_hardware, read_git_commit, read_peak_memory
-from phase3_fsdp.solve import costs, report, scores
+from phase3_fsdp.solve import costs, report
 from phase3_fsdp.solve.generation import Generator, Result, Sampling, Task
 from phase3_fsdp.solve.models import OpenedModel
-from phase3_fsdp.solve.problems import ArcProblem, ChoiceProblem, GeneratedProblem, Problem, ScoredProblem
+from phase3_fsdp.solve.problems import ArcProblem, Problem
 from phase3_fsdp.solve.progress import Progress
 from phase3_fsdp.solve.prompts import Prompter, choose_symbols
 from phase3_fsdp.solve.settings import SolveConfig
@@ -104,7 +104,7 @@ class Evaluation:
     def _settings(self) -> dict[str, Any]:
         """Return what the answers depend on."""
         config = self.config
-        names = ("tokens", "prompt", "attempts", "temperature", "top_k", "seed")
+        names = ("tokens", "prompt", "attempts", "temperature", "seed")
         values = {name: getattr(config, name) for name in names} | {"stop": list(config.stop) or None}
         names_of_model = {"model": self.model.name, "weights": self.model.weights}
         return {**names_of_model, "dtype": str(self.run.dtype).removeprefix("torch."), **values}
@@ -126,30 +126,24 @@ class Evaluation:
                 predicted = costs.predict(each, size, run.world_size, slots, longest, itemsize)
                 run.print0(("-> " if each == spread else "   ") + costs.describe(each, predicted))
         model = self.model.load(spread, run)
-        sampling = Sampling(config.temperature, config.top_k, config.seed)
         self.spread = spread
+        sampling = Sampling(config.temperature, config.seed)
         return Generator(model, run, slots, longest, sampling, is_replicated=spread == "tp")
 
     def _finish_problem(self, number: int) -> None:
         """Score a problem, and write its line on rank 0."""
-        problem, tasks = self.work[number]
+        problem, _ = self.work[number]
         results = sorted(self.results.pop(number), key=lambda result: result.attempt)
         if self.progress is None:
             return
         line: dict[str, Any] = {"id": problem.id, "number": number, "problem": compute_digest(problem)}
-        if isinstance(problem, ScoredProblem):
-            lengths = [len(task.ids) - task.context_tokens for task in tasks]
-            line |= problem.score([(result.nats, n) for result, n in zip(results, lengths, strict=True)])
-            if isinstance(problem, ChoiceProblem):
-                line["wanted"] = str(problem.label)
-        else:
-            line |= self._score_attempts(problem, results)
+        line |= self._score_attempts(problem, results)
         line["tokens"] = sum(len(result.ids) for result in results)
         line["seconds"] = round(sum(result.seconds for result in results), 3)
         line["memory_bytes"] = read_memory(self.run)
         self.progress.add(line)
 
-    def _score_attempts(self, problem: GeneratedProblem, results: list[Result]) -> dict[str, Any]:
+    def _score_attempts(self, problem: Problem, results: list[Result]) -> dict[str, Any]:
         attempts = []
         for result in results:
             answer = self.prompter.read(result.ids, problem)
@@ -175,7 +169,7 @@ class Evaluation:
         assert self.progress is not None
         lines = [self.progress.lines[problem.id] for problem, _ in self.work.values()]
         result: dict[str, Any] = {
-            "scores": scores.summarize(lines),
+            "scores": report.summarize(lines),
             "problems": lines,
             "settings": self._settings(),
             "configuration": dataclasses.asdict(self.config),
@@ -192,7 +186,6 @@ class Evaluation:
         suffix = self.progress.new_suffix()
         path = self.folder / f"result_{suffix}.json"
         write_atomically(self.folder / f"report_{suffix}.md", report.format_markdown(result).encode())
-        write_atomically(self.folder / f"report_{suffix}.html", report.format_html(result).encode())
         write_atomically(path, (json.dumps(result, indent=1) + "\n").encode())
         shown = {name: value for name, value in result["scores"].items() if name != "pass_at"}
         shown |= {f"pass@{k}": value for k, value in result["scores"].get("pass_at", {}).items()}

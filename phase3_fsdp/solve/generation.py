@@ -2,9 +2,9 @@
 
 Each rank has `batch_size` slots. A slot holds one sequence and its keys and values; when the sequence ends, the next
 one takes its slot (continuous batching, Yu et al. 2022, in its simplest form). In one *round* every rank runs the model
-once: it reads a new prompt, or generates one token for each of its sequences, or scores a text, or, with nothing left
-to do, runs a single token. A model that is sharded with FSDP all-gathers its layers in every round, so all ranks must
-take part. One all-gather of a layer serves the sequences of all ranks.
+once: it reads a new prompt, or generates one token for each of its sequences, or, with nothing left to do, runs a
+single token. A model that is sharded with FSDP all-gathers its layers in every round, so all ranks must take part. One
+all-gather of a layer serves the sequences of all ranks.
 
 With tensor parallelism all ranks compute the same sequences, and rank 0 decides which token comes next.
 
@@ -12,7 +12,6 @@ A sampled token depends only on the key (seed, problem, attempt, position) and o
 """
 
 import hashlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -142,27 +141,22 @@ class LanguageModel(Protocol):
         """
         ...
 
-    def score(self, ids: Tensor, context_tokens: int) -> float:
-        """Return the total loss, in nats, of the tokens of (1, T) after the first `context_tokens`."""
-        ...
-
 
 @dataclass(frozen=True)
 class Task:
-    """One sequence to compute: an attempt at a problem, or a text to score.
+    """One sequence to generate: an attempt at a problem.
 
     Attributes:
-        problem, attempt: which problem, and which attempt at it (or which of its texts).
-        ids: the prompt; to score, the full text.
-        max_new: number of tokens to generate at most; 0: score the tokens after `context_tokens` instead.
+        problem, attempt: which problem, and which attempt at it.
+        ids: the prompt.
+        max_new: number of tokens to generate at most.
         has_ended: whether generated tokens end the answer.
     """
 
     problem: int
     attempt: int
     ids: list[int]
-    max_new: int = 0
-    context_tokens: int = 0
+    max_new: int
     has_ended: Callable[[list[int]], bool] = field(default=lambda _: False, compare=False)
 
 
@@ -172,14 +166,12 @@ class Result:
 
     Attributes:
         ids: the generated tokens.
-        nats: the loss of a scored text.
         seconds: from the round that read the prompt to the one that finished the task.
     """
 
     problem: int
     attempt: int
     ids: list[int]
-    nats: float
     seconds: float
 
 
@@ -194,10 +186,9 @@ class RunningSequence:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: the likeliest one with temperature 0, else by probability among the `top_k`."""
+    """How the next token is chosen: the likeliest one with temperature 0, else at random by probability."""
 
     temperature: float = 0.0
-    top_k: int | None = None
     seed: int = 1337
 
     def choose(self, logits: Tensor, running: Sequence[RunningSequence]) -> list[int]:
@@ -210,11 +201,8 @@ class Sampling:
         """Return a random next token of a task, from (V,) logits."""
         key = f"{self.seed}/{task.problem}/{task.attempt}/{position}"
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
-        logits = logits.cpu().double() / self.temperature  # the same draw on every device
-        if self.top_k is not None:
-            threshold = logits.topk(min(self.top_k, len(logits))).values[-1]
-            logits = logits.masked_fill(logits < threshold, -math.inf)
-        return int(logits.softmax(0).multinomial(1, generator=torch.Generator().manual_seed(seed)))
+        probabilities = (logits.cpu().double() / self.temperature).softmax(0)  # the same draw on every device
+        return int(probabilities.multinomial(1, generator=torch.Generator().manual_seed(seed)))
 
 
 class Generator:
@@ -287,17 +275,11 @@ class Generator:
         self.rounds += 1
         self.runtime.enter_stage(f"round {self.rounds}")
         if self.waiting:
-            slot, task = self.waiting.popleft()
-            self._score(task) if task.max_new == 0 else self._read_prompt(slot, task)
+            self._read_prompt(*self.waiting.popleft())
         elif self.active:
             self._generate()
         else:  # the other ranks need this rank's shards
             self.model.next_logits(torch.zeros(1, 1, dtype=torch.int64, device=self.runtime.device), None, None)
-
-    def _score(self, task: Task) -> None:
-        begin = time.perf_counter()
-        nats = self.model.score(torch.tensor([task.ids], device=self.runtime.device), task.context_tokens)
-        self.finished.append(Result(task.problem, task.attempt, [], nats, time.perf_counter() - begin))
 
     def _read_prompt(self, slot: int, task: Task) -> None:
         begin = time.perf_counter()
@@ -330,7 +312,7 @@ class Generator:
             if len(sequence.ids) == sequence.task.max_new or sequence.task.has_ended(sequence.ids):
                 task = sequence.task
                 seconds = time.perf_counter() - sequence.begin
-                self.finished.append(Result(task.problem, task.attempt, sequence.ids, 0.0, seconds))
+                self.finished.append(Result(task.problem, task.attempt, sequence.ids, seconds))
                 del self.active[slot]
                 self.cache.free_slot(slot)
 

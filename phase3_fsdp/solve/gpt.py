@@ -7,13 +7,11 @@ Three ways (`--spread`):
     tp         tensor parallelism: each rank stores and computes 1/N of every layer; weights never move
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.nn import functional as F
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
@@ -22,27 +20,6 @@ from phase3_fsdp.solve import tensor_parallel
 from phase3_fsdp.solve.costs import Spread
 from phase3_fsdp.solve.generation import SlotCache
 from phase3_fsdp.solve.units import shard_for_generation
-
-LOGITS_BYTES = 2**28  # of the fp32 logits that exist at a time while a text is scored
-
-
-class ScoringGPT(GPT):
-    """A `GPT` that computes the loss of a long text without all of its logits at a time."""
-
-    def sum_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Return the total loss, in nats, of (1, T) tokens with targets that are not -1. It is a scalar in fp64."""
-        features, total = self.compute_features(idx), torch.zeros((), dtype=torch.float64, device=idx.device)
-        for rows in split_rows(idx.size(1), self.config.vocab_size):
-            logits = self.compute_logits(features[:, rows])[0].float()  # (rows, V)
-            total += F.cross_entropy(logits, targets[0, rows], ignore_index=-1, reduction="sum")
-        return total
-
-
-def split_rows(rows: int, vocab_size: int) -> Iterator[slice]:
-    """Yield slices of `rows` rows whose fp32 logits have at most LOGITS_BYTES, or one row."""
-    size = max(1, LOGITS_BYTES // (4 * vocab_size))
-    for begin in range(0, rows, size):
-        yield slice(begin, begin + size)
 
 
 class GptModel:
@@ -54,7 +31,7 @@ class GptModel:
         device: on which the model computes. With offload its parameters are in CPU memory.
     """
 
-    def __init__(self, model: ScoringGPT, ids: int, device: torch.device) -> None:
+    def __init__(self, model: GPT, ids: int, device: torch.device) -> None:
         self.model, self.vocab_size, self.device = model, ids, device
 
     def new_cache(self, slots: int, limit: int) -> SlotCache:
@@ -65,17 +42,12 @@ class GptModel:
         layers = None
         if cache is not None:
             layers = cache.begin_token() if slot is None else cache.begin_prompt(slot)
-        return self.model(ids, caches=layers)[:, -1, : self.vocab_size].float()
-
-    def score(self, ids: Tensor, context_tokens: int) -> float:
-        """Return the total loss, in nats, of the tokens of (1, T) after the first `context_tokens`."""
-        targets = ids[:, 1:].clone()
-        targets[:, : max(0, context_tokens - 1)] = -1
-        return float(self.model.sum_losses(ids[:, :-1], targets))
+        logits: Tensor = self.model(ids, caches=layers)[:, -1, : self.vocab_size].float()
+        return logits
 
 
 @torch.no_grad()
-def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, run: Runtime) -> ScoringGPT:
+def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, run: Runtime) -> GPT:
     """Return a GPT whose weights are spread over the ranks, in the dtype of the Runtime. Collective.
 
     It is built on the meta device. Each rank then reads one parameter after the other, and keeps its part.
@@ -87,11 +59,10 @@ def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, 
         run: this rank's Runtime.
     """
     with torch.device("meta"):
-        model = ScoringGPT(replace(shape, dropout=0.0)).to(run.dtype)
+        model = GPT(replace(shape, dropout=0.0)).to(run.dtype)
     model.eval().requires_grad_(False)
     if spread == "offload" or (spread == "fsdp" and run.world_size > 1):
         shard_for_generation(model, model.blocks, spread == "offload", run)  # type: ignore[arg-type]
-        register_fsdp_forward_method(model, "sum_losses")
         fsdp.allocate_shards(model, torch.device("cpu") if spread == "offload" else run.device)
         for name, param in model.named_parameters():
             fsdp.copy_own_rows(param, weights[name])

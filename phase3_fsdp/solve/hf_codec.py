@@ -26,7 +26,6 @@ class HfCodec:
         self.ends = frozenset(end for end in ends if end is not None)
         begin = self.tokenizer.bos_token_id
         self.prefix = [begin] if begin is not None and self.tokenizer.encode("a")[:1] == [begin] else []
-        self.begin = sorted(self.ends)[:1] if begin is None else [begin]
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)

@@ -1,15 +1,12 @@
-"""A causal language model of transformers as a `LanguageModel`: its cache, its masks, and the scores of texts."""
+"""A causal language model of transformers as a `LanguageModel`: its cache and its masks."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from phase3_fsdp.solve.generation import SlotCache
-from phase3_fsdp.solve.gpt import split_rows
-from phase3_fsdp.solve.units import free_head, keep_head
 
 
 class HfLayer(CacheLayerMixin):
@@ -68,47 +65,6 @@ class HfModel:
         layers = cache.begin_token() if slot is None else cache.begin_prompt(slot)
         adapter = Cache(layers=[HfLayer(cache, layer) for layer in layers])
         return self._run(ids, cache.positions, adapter)[:, -1].float()
-
-    def score(self, ids: Tensor, context_tokens: int) -> float:
-        """Return the total loss, in nats, of the tokens of (1, T) after the first `context_tokens`.
-
-        The model runs once. Then its head runs with some rows at a time, because all logits may need much memory.
-        """
-        first, units = torch.zeros(1, 1, dtype=torch.int64, device=self.device), []
-        base: Any = self.model.base_model
-        outputs: list[Any] = []
-
-        def capture(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            outputs.append(output)
-            units.extend(keep_head(self.model))
-
-        handle = base.register_forward_hook(capture)
-        try:
-            self._run(ids[:, :-1], first, None)
-        finally:
-            handle.remove()
-        output, wanted = outputs[0], ids[0, context_tokens:]
-        features = output[0][:, context_tokens - 1 :]  # (1, T, C)
-        total = 0.0
-        for rows in split_rows(len(wanted), self.config.vocab_size):
-            part = type(output)(**{**output, "last_hidden_state": features[:, rows]})
-            total += float(F.cross_entropy(self._compute_logits(base, part)[0].float(), wanted[rows], reduction="sum"))
-        free_head(units)
-        return total
-
-    def _compute_logits(self, base: Any, output: Any) -> Tensor:
-        """Return the logits, (1, T, vocab_size), of an output of the model without its head.
-
-        Some models change the logits after the head (Gemma 2 limits them), so the model's forward pass computes them.
-        It is called without the hooks of FSDP, which would prefetch layers.
-        """
-        base.forward = lambda *_args, **_options: output
-        try:
-            empty = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            logits: Tensor = self.model.forward(input_ids=empty, use_cache=False).logits[..., : self.vocab_size]
-            return logits
-        finally:
-            del base.forward
 
     def _run(self, ids: Tensor, first: Tensor, cache: Any) -> Tensor:
         """Return the logits of the last token, (B, 1, vocab_size).

@@ -17,7 +17,6 @@ from torch import nn
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.run_description import digest_weights
 from phase3_fsdp.solve.costs import ModelSize, Spread
 from phase3_fsdp.solve.generation import LanguageModel
 from phase3_fsdp.solve.identity import digest_files
@@ -69,7 +68,7 @@ class OpenedHf:
                 "another directory"
             ) from None
         check_supported(self.config, folder)
-        self.name, self.weights = f"{folder} ({digest_weights(str(folder))})", digest_files(str(folder))
+        self.name, self.weights = str(folder), digest_files(str(folder))
         self.codec: TextCodec = HfCodec(folder, self.config)
         self.context = int(getattr(self.config, "max_position_embeddings", 2048))
 

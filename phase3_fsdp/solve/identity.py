@@ -9,7 +9,6 @@ one. A training step changes almost every weight, so the samples differ. They ca
 import hashlib
 from pathlib import Path
 
-from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
 
 FILES = (
@@ -26,14 +25,6 @@ FILES = (
     "ckpt.pt",
 )
 SAMPLES, SAMPLE_BYTES = 256, 4096  # per file
-
-
-def describe_weights(source: str) -> str:
-    """Return what must be equal on all ranks: `digest_files`, or for a run's directory only its path.
-
-    The newest checkpoint of a run that is training may change while the ranks start. `find_newest` chooses it for all.
-    """
-    return source if step_directories(Path(source)) else digest_files(source)
 
 
 def digest_files(source: str) -> str:

@@ -10,7 +10,6 @@ from torch import Tensor
 from nanoGPT.checkpoint.weights import find_checkpoint, is_run
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import is_present, read_document
-from nanoGPT.job.run_description import digest_weights
 from nanoGPT.model import GPTConfig
 from nanoGPT.sample import read_checkpoint, read_model
 from nanoGPT.tokenizer import GPT2_VOCAB, Tokenizer
@@ -82,7 +81,7 @@ def open_model(source: str, run: Runtime, step: StepChoice = None) -> OpenedMode
         checkpoint = find_checkpoint(Path(source), run, step)
         name, weights = f"{source} ({checkpoint.path.name})", checkpoint.manifest["sha256"]
         return OpenedGpt(name, weights, read_checkpoint(checkpoint))
-    return OpenedGpt(f"{source} ({digest_weights(source)})", digest_files(source), read_model(source, run, step))
+    return OpenedGpt(source, digest_files(source), read_model(source, run, step))
 
 
 def is_hugging_face_model(folder: Path) -> bool:

@@ -1,18 +1,18 @@
 """Problems that a model solves, and how an answer is scored.
 
-    ArcProblem           a grid to complete: exact match, and the fraction of equal cells
-    TextProblem          a prompt and its answer: equal, equal after normalization, or equal as a number
-    ChoiceProblem        a context and endings: the model gives its ending the highest likelihood (HellaSwag)
-    PerplexityProblem    a text: its mean loss per token
+    ArcProblem     a grid to complete: exact match, and the fraction of equal cells
+    TextProblem    a prompt and its answer: equal, equal after normalization, or equal as a number
 
-A file of problems is an ARC task, a JSON object of ARC tasks by name, JSON lines, or plain text. A directory stands for
-its files in the order of their names.
+A file of problems is an ARC task, a JSON object of ARC tasks by name, or JSON lines. A directory stands for its files
+in the order of their names.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from phase3_fsdp.solve import arc
 from phase3_fsdp.solve.arc import Grid, InvalidProblem, Pair
 
 GENERATED = "arc-generated"
-SUFFIXES = (".json", ".jsonl", ".txt")
+SUFFIXES = (".json", ".jsonl")
 MATCHES = ("exact", "normalized", "numeric")
 
 
@@ -65,51 +65,7 @@ class TextProblem:
         return {"is_right": is_match(text, self.wanted, self.match)}
 
 
-@dataclass(frozen=True)
-class ChoiceProblem:
-    """A context and its possible endings, of which number `label` is right."""
-
-    id: str
-    context: str
-    endings: list[str]
-    label: int
-
-    def list_texts(self) -> list[tuple[str, str]]:
-        """Return (context, continuation) for each sequence whose likelihood is needed."""
-        return [(self.context, ending) for ending in self.endings]
-
-    def score(self, losses: list[tuple[float, int]]) -> dict[str, Any]:
-        """Return the likeliest ending by total and by mean log-likelihood, from (nats, tokens) of each ending."""
-        by_sum = min(range(len(losses)), key=lambda i: losses[i][0])
-        by_mean = min(range(len(losses)), key=lambda i: losses[i][0] / losses[i][1])
-        return {
-            "answer": str(by_mean),
-            "is_right": by_mean == self.label,
-            "is_right_by_sum": by_sum == self.label,
-            "nats": [loss for loss, _ in losses],
-        }
-
-
-@dataclass(frozen=True)
-class PerplexityProblem:
-    """A text whose mean loss is computed. If it is longer than the context, only its beginning counts."""
-
-    id: str
-    text: str
-
-    def list_texts(self) -> list[tuple[str, str]]:
-        """Return (context, continuation) for each sequence whose likelihood is needed."""
-        return [("", self.text)]
-
-    def score(self, losses: list[tuple[float, int]]) -> dict[str, Any]:
-        """Return the loss of the text in nats, and its number of tokens."""
-        ((nats, tokens),) = losses
-        return {"answer": f"{nats / tokens:.6f}", "nats": [nats], "scored_tokens": tokens}
-
-
-GeneratedProblem = ArcProblem | TextProblem
-ScoredProblem = ChoiceProblem | PerplexityProblem
-Problem = GeneratedProblem | ScoredProblem
+Problem = ArcProblem | TextProblem
 
 
 def is_match(text: str, wanted: str, match: str) -> bool:
@@ -137,27 +93,36 @@ def normalize(text: str) -> str:
     return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
-def read_problems(source: str, max_characters: int) -> Iterator[Problem | ConfigError]:
-    """Yield the problems of a file or directory in order; for a malformed one, the ConfigError that says what is wrong.
+Report = Callable[[ConfigError], None]  # is called with what is wrong with a problem, and raises it or not
+
+
+def read_problems(source: str, max_characters: int, report: Report) -> Iterator[Problem]:
+    """Yield the problems of a file or directory in order, without malformed ones.
 
     Args:
         source: a file, a directory, or `arc-generated`.
         max_characters: size of generated tasks, from the context of the model.
+        report: is called for each malformed problem.
 
     Raises:
         ConfigError: the source does not exist, or has no problems.
     """
     if source == GENERATED:
-        index = 0
-        while True:
-            name, task = arc.generate_task(index, max_characters)
-            yield from make_arc_problems(name, task)
-            index += 1
+        for index in itertools.count():
+            yield from make_arc_problems(*arc.generate_task(index, max_characters))
     for file in list_problem_files(source):
         try:
-            yield from read_problem_file(file)
+            makers = list_makers(file)
         except (OSError, ValueError, RecursionError, ConfigError) as error:
-            yield ConfigError(f"{file} cannot be read ({str(error)[:200]}): correct it, or use --skip_bad=True")
+            report(ConfigError(f"{file} cannot be read ({str(error)[:200]}): correct it, or use --skip_bad=True"))
+            continue
+        for place, make in makers:
+            try:
+                problems = make()
+            except (ValueError, RecursionError) as error:  # InvalidProblem and JSONDecodeError are ValueErrors
+                report(ConfigError(f"{place} is not a problem: {str(error)[:200]}: correct it, or use --skip_bad=True"))
+                continue
+            yield from problems
 
 
 def list_problem_files(source: str) -> list[Path]:
@@ -178,30 +143,16 @@ def list_problem_files(source: str) -> list[Path]:
     return [path]
 
 
-def read_problem_file(file: Path) -> Iterator[Problem | ConfigError]:
-    """Yield the problems of one file, and a ConfigError for each malformed one."""
+def list_makers(file: Path) -> list[tuple[str, Callable[[], list[Problem]]]]:
+    """Return the place of each problem, or of each ARC task, in a file, and a function that returns its problems."""
     text = read_document(file)
-    if file.suffix == ".txt":
-        yield PerplexityProblem(file.stem, text)
-    elif file.suffix == ".json":
+    if file.suffix == ".json":
         content = json.loads(text)
         is_task = not isinstance(content, dict) or "train" in content or "test" in content
         tasks = {file.stem: content} if is_task else content
-        for name, task in tasks.items():
-            yield from report_invalid(f"{file}, task {name}", lambda n=name, t=task: make_arc_problems(n, t))  # type: ignore[misc]
-    else:
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                name = f"{file.stem}-{number:04d}"
-                yield from report_invalid(f"{file}, line {number}", lambda n=name, t=line: [make_line_problem(n, t)])  # type: ignore[misc]
-
-
-def report_invalid(place: str, make: Callable[[], list[Problem]]) -> Iterator[Problem | ConfigError]:
-    """Yield the problems that `make` returns; if it raises, one ConfigError that names the place."""
-    try:
-        yield from make()
-    except (ValueError, RecursionError) as error:  # InvalidProblem and JSONDecodeError are ValueErrors
-        yield ConfigError(f"{place} is not a problem: {str(error)[:200]}: correct it, or use --skip_bad=True")
+        return [(f"{file}, task {name}", partial(make_arc_problems, name, task)) for name, task in tasks.items()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    return [(f"{file}, line {n}", partial(make_line_problem, f"{file.stem}-{n:04d}", line)) for n, line in lines]
 
 
 def make_arc_problems(name: str, task: Any) -> list[Problem]:
@@ -217,8 +168,8 @@ def make_arc_problems(name: str, task: Any) -> list[Problem]:
     ]
 
 
-def make_line_problem(name: str, line: str) -> Problem:
-    """Return the problem in a line of JSON; its fields decide its kind. A field `id` replaces the name.
+def make_line_problem(name: str, line: str) -> list[Problem]:
+    """Return the problem in a line of JSON, `{"prompt": ..., "answer": ...}`. A field `id` replaces the name.
 
     Raises:
         InvalidProblem, JSONDecodeError: it is no problem.
@@ -228,25 +179,13 @@ def make_line_problem(name: str, line: str) -> Problem:
         raise InvalidProblem("the line is not a JSON object")
     name = str(row.get("id", name))
     name.encode()
-    if "endings" in row:
-        context, endings, label = row.get("ctx", row.get("context")), row["endings"], row.get("label")
-        label = int(label) if isinstance(label, str) and label.isdigit() else label
-        if not isinstance(context, str) or not isinstance(endings, list) or len(endings) < 2:
-            raise InvalidProblem("`ctx` is not a text, or `endings` is not a list of two or more")
-        if any(not isinstance(each, str) or not each for each in endings):
-            raise InvalidProblem("an ending is empty or not a text")
-        if type(label) is not int or not 0 <= label < len(endings):
-            raise InvalidProblem(f"`label` is {label!r}, which is not the number of an ending")
-        return ChoiceProblem(name, context, [each if each[0].isspace() else f" {each}" for each in endings], label)
-    if "text" in row:
-        return PerplexityProblem(name, check_text(row, "text"))
     match = row.get("match", "normalized")
     if match not in MATCHES:
         raise InvalidProblem(f"`match` is {match!r}: use {', '.join(MATCHES)}")
     wanted = check_text(row, "answer")
     if match == "numeric" and not is_match(wanted, wanted, match):
         raise InvalidProblem("`match` is numeric, and `answer` has no number")
-    return TextProblem(name, check_text(row, "prompt"), wanted, match)
+    return [TextProblem(name, check_text(row, "prompt"), wanted, match)]
 
 
 def check_text(row: dict[str, Any], name: str) -> str:

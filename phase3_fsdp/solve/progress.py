@@ -2,7 +2,7 @@
 
     settings.json                         what the answers depend on; another model or prompt is refused
     progress_phase3_<time>.jsonl          one line per finished problem, synchronized to the disk before the next one
-    result_phase3_<time>.json             everything, when all problems are finished; and a report, .md and .html
+    result_phase3_<time>.json             everything, when all problems are finished; and a report, .md
 
 A run that was killed continues with the same command: it skips the problems that have a line.
 """
@@ -89,14 +89,8 @@ class Progress:
 
 
 def find_differences(saved: dict[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings that are not the saved ones.
-
-    A model is compared by its weights, not by its path. Older versions saved only its name, and one text to stop at.
-    """
-    ignored = "model" if "weights" in saved else "weights"
-    if isinstance(stop := saved.get("stop"), str):
-        saved = {**saved, "stop": [stop]}
-    return [name for name in settings if name != ignored and saved.get(name) != settings[name]]
+    """Return the names of settings that are not the saved ones. A model is compared by its weights, not by its path."""
+    return [name for name in settings if name != "model" and saved.get(name) != settings[name]]
 
 
 def lock_directory(folder: Path) -> DirectoryLock:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from nanoGPT.errors import ConfigError
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer
 from phase3_fsdp.solve.arc import COLORS
-from phase3_fsdp.solve.problems import ArcProblem, GeneratedProblem
+from phase3_fsdp.solve.problems import ArcProblem, Problem
 
 PromptForm = Literal["plain", "chat", "harmony"]
 
@@ -34,13 +34,11 @@ class TextCodec(Protocol):
     Attributes:
         ids: number of token ids; larger ids of the model are padding, which is never sampled.
         ends: ids that end a text.
-        begin: ids from which the first token of a text is predicted; may be empty.
         prefix: ids that the model expects before every prompt, such as a BOS token; may be empty.
     """
 
     ids: int
     ends: frozenset[int]
-    begin: list[int]
     prefix: list[int]
 
     def encode(self, text: str) -> list[int]: ...
@@ -61,9 +59,8 @@ class OwnCodec:
 
     def __init__(self, tokenizer: Tokenizer, ids: int) -> None:
         self.tokenizer, self.ids = tokenizer, ids
-        self.begin = [tokenizer.end_of_text] if isinstance(tokenizer, Gpt2Tokenizer) else []
         self.prefix: list[int] = []
-        self.ends = frozenset(self.begin)
+        self.ends = frozenset([tokenizer.end_of_text] if isinstance(tokenizer, Gpt2Tokenizer) else [])
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
@@ -134,7 +131,7 @@ class Prompter:
         if form == "harmony":
             self.ends = frozenset({self.special[name] for name in ("<|return|>", "<|call|>") if name in self.special})
 
-    def write(self, problem: GeneratedProblem, symbols: str) -> list[int]:
+    def write(self, problem: Problem, symbols: str) -> list[int]:
         """Return the token ids of the prompt of a problem."""
         text = problem.format_prompt(symbols)
         if self.form == "plain":
@@ -150,13 +147,13 @@ class Prompter:
             ids += [self.special[part]] if part in self.special else self.codec.encode(str(part))
         return ids
 
-    def find_stops(self, problem: GeneratedProblem) -> tuple[str, ...]:
+    def find_stops(self, problem: Problem) -> tuple[str, ...]:
         """Return the texts that end the answer to a problem; empty if only a special token does."""
         if not self.stops and self.form == "plain" and isinstance(problem, ArcProblem):
             return ("\n\n",)
         return self.stops
 
-    def read(self, ids: list[int], problem: GeneratedProblem) -> Answer:
+    def read(self, ids: list[int], problem: Problem) -> Answer:
         """Return the answer in the generated token ids."""
         if self.form == "harmony":
             return self._read_harmony(ids)

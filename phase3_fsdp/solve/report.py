@@ -1,22 +1,47 @@
-"""A report of an evaluation for people: Markdown and HTML, with the failures first and the grids drawn."""
+"""The scores of all problems (fractions of right answers, pass@k, cell accuracy), and a report, failures first."""
 
-import html
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from phase3_fsdp.solve.arc import Grid
 
-# The ten colors of ARC, in a palette whose colors differ in lightness as well; the number stands in each cell.
-PALETTE = ("#111111", "#3b78c2", "#c23b3b", "#4f9f4f", "#d9b800", "#8f8f8f", "#b04fa8", "#e0862d", "#7cc4d8", "#7a4a2b")
-DARK = frozenset({0, 1, 2, 6, 9})  # colors on which the number is white
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table.grid { border-collapse: collapse; display: inline-table; margin: 0 1.5rem 0.5rem 0; vertical-align: top; }
-table.grid td { width: 1.5rem; height: 1.5rem; text-align: center; border: 1px solid #bbb; font-size: 0.8rem; }
-table.facts td, table.facts th { text-align: left; padding: 0.1rem 1rem 0.1rem 0; font-weight: normal; }
-caption { text-align: left; font-size: 0.85rem; white-space: nowrap; }
-pre { background: #f4f4f4; padding: 0.5rem; overflow-x: auto; }
-section { border-top: 1px solid #ccc; padding-top: 0.5rem; }
-"""
+def list_pass_at(attempts: int) -> list[int]:
+    """Return each k of pass@k: the powers of two up to the number of attempts, and this number."""
+    return [*(2**i for i in range(attempts.bit_length()) if 2**i < attempts), attempts]
+
+
+def estimate_pass_at(attempts: int, right: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k, the probability that one of k attempts is right (Chen et al. 2021).
+
+    It is the fraction of all choices of k of the `attempts`, of which `right` are right, that contain a right one.
+    """
+    return 1.0 - math.comb(attempts - right, k) / math.comb(attempts, k)
+
+
+def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the scores over the lines of finished problems. Omit a score if no problem has it.
+
+    Returns:
+        accuracy: the fraction of problems whose first attempt is right.
+        pass_at: for each k of `list_pass_at`, the mean probability that one of k attempts is right.
+        cell_accuracy: the mean fraction of equal cells of ARC grids, first attempts.
+    """
+    scores: dict[str, Any] = {"problems": len(lines)}
+    graded = [line for line in lines if "is_right" in line]
+    if graded:
+        scores["right"] = sum(line["is_right"] for line in graded)
+        scores["accuracy"] = scores["right"] / len(graded)
+    sampled = [line["attempts"] for line in graded if "attempts" in line]
+    if sampled:
+        n = min(map(len, sampled))
+        right = [sum(attempt["is_right"] for attempt in attempts) for attempts in sampled]
+        scores["pass_at"] = {
+            str(k): sum(estimate_pass_at(len(a), r, k) for a, r in zip(sampled, right, strict=True)) / len(sampled)
+            for k in list_pass_at(n)
+        }
+    if cells := [line["cell_accuracy"] for line in lines if "cell_accuracy" in line]:
+        scores["cell_accuracy"] = sum(cells) / len(cells)
+    return scores
 
 
 def sort_failures_first(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -38,8 +63,6 @@ def list_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     facts += [(f"pass@{k}", f"{100 * value:.1f}%") for k, value in scores.get("pass_at", {}).items()]
     if "cell_accuracy" in scores:
         facts.append(("equal cells", f"{100 * scores['cell_accuracy']:.1f}%"))
-    if "perplexity" in scores:
-        facts.append(("perplexity", f"{scores['perplexity']:.3f}"))
     facts.append(("generated tokens", f"{result['tokens']:,}"))
     if seconds := result["seconds_of_last_start"]:
         facts.append(("time since the last start", f"{seconds:,.1f} s"))
@@ -59,48 +82,6 @@ def describe_channels(line: dict[str, Any]) -> str:
     tokens = [f"{name} {count}" for name, count in line["channel_tokens"].items()]
     parts = [f"final began {final}", f"channel switches: {line['channel_switches']}"]
     return "; ".join([*parts, f"tokens: {', '.join(tokens)}"] if tokens else parts)
-
-
-def draw_grid(grid: Grid | None, title: str) -> str:
-    """Return a grid as an HTML table with a color and a number in each cell."""
-    if grid is None:
-        return f"<table class='grid'><caption>{title}</caption><tr><td>no grid</td></tr></table>"
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f"<td style='background:{PALETTE[cell]};color:{'#fff' if cell in DARK else '#000'}'>{cell}</td>"
-            for cell in row
-        )
-        + "</tr>"
-        for row in grid
-    )
-    return f"<table class='grid'><caption>{title}</caption>{rows}</table>"
-
-
-def format_html(result: dict[str, Any]) -> str:
-    """Return the report as one HTML page without scripts and without files from elsewhere."""
-    facts = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in list_facts(result))
-    sections = []
-    for line in sort_failures_first(result["problems"]):
-        body = ""
-        if "test" in line:
-            body += draw_grid(line["test"], "test input")
-            if (wanted := line.get("wanted")) is not None:
-                body += draw_grid(wanted, "expected")
-            body += draw_grid(line.get("grid"), "answered")
-        elif line.get("wanted") is not None:
-            body += f"<p>expected</p><pre>{html.escape(str(line['wanted']))}</pre>"
-        body += f"<details><summary>answer as text</summary><pre>{html.escape(line['answer'])}</pre></details>"
-        detail = f"{describe_outcome(line)}, {line['tokens']} tokens, {line['seconds']:.1f} s"
-        if channels := describe_channels(line):
-            detail += f"; {html.escape(channels)}"
-        sections.append(f"<section><h2>{html.escape(line['id'])}</h2><p>{detail}</p>{body}</section>")
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Evaluation report</title>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<style>{STYLE}</style></head><body><h1>Evaluation report</h1><table class='facts'>{facts}</table>"
-        f"{''.join(sections)}</body></html>\n"
-    )
 
 
 def format_markdown(result: dict[str, Any]) -> str:

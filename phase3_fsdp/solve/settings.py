@@ -18,7 +18,7 @@ class SolveConfig:
     """Solve problems with a model that is spread over the ranks, and write the answers, the scores and a report."""
 
     problems: str = GENERATED
-    """file or directory of problems (.json of ARC, .jsonl, .txt), or arc-generated: ARC tasks with known answers"""
+    """file or directory of problems (.json of ARC, .jsonl), or arc-generated: ARC tasks with known answers"""
     out_dir: str | None = None
     """the model: directory of a run, of nanoGPT's ckpt.pt or of a Hugging Face model, or gpt2; None: the newest run"""
     resume_step: StepChoice = None
@@ -39,8 +39,6 @@ class SolveConfig:
     """answers per problem, for pass@k with k = 1, 2, 4, ... and this number; more than one needs a temperature"""
     temperature: float = 0.0
     """sampling temperature; 0 always takes the most likely token"""
-    top_k: int | None = None
-    """sample only from the k most likely tokens; None: from all"""
     seed: int = 1337
     """random seed of the sampling"""
     spread: Literal["auto", "fsdp", "offload", "tp"] = "auto"
@@ -68,8 +66,6 @@ def validate(config: SolveConfig) -> None:
     for name, minimum in (("start", 0), ("num", 1), ("tokens", 1), ("attempts", 1), ("batch_size", 1), ("gpus", 0)):
         if (value := getattr(config, name)) is not None and value < minimum:
             raise ConfigError(f"--{name}={value} is out of range: use {minimum} or more")
-    if config.top_k is not None and config.top_k < 1:
-        raise ConfigError(f"--top_k={config.top_k} is out of range: use 1 or more")
     if not 0 <= config.temperature < 1e9:
         raise ConfigError(f"--temperature={config.temperature} is out of range: use a value in [0, 1e9)")
     if not 0 <= config.seed < 2**63:

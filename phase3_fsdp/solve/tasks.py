@@ -4,88 +4,51 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from nanoGPT.errors import ConfigError
 from phase3_fsdp.solve.generation import Task
 from phase3_fsdp.solve.models import OpenedModel
-from phase3_fsdp.solve.problems import ArcProblem, ChoiceProblem, Problem, ScoredProblem, read_problems
+from phase3_fsdp.solve.problems import ArcProblem, Problem, Report, read_problems
 from phase3_fsdp.solve.prompts import Prompter, choose_symbols
 from phase3_fsdp.solve.settings import DEFAULT_TOKENS, SolveConfig
 
 
-def select_problems(config: SolveConfig, model: OpenedModel) -> Iterator[tuple[int, Problem]]:
+def select_problems(config: SolveConfig, context: int, report: Report) -> Iterator[tuple[int, Problem]]:
     """Yield the problems of the configuration with their numbers.
 
     Raises:
-        ConfigError: a problem is malformed and `skip_bad` is False, two have the same id, or there are none.
+        ConfigError: two problems have the same id, or there are none.
     """
-    most = model.context if config.tokens is None else max(1, model.context - config.tokens + 1)
-    found = itertools.islice(read_problems(config.problems, most), config.start, config.start + config.num)
+    most = context if config.tokens is None else max(1, context - config.tokens + 1)
+    found = itertools.islice(read_problems(config.problems, most, report), config.start, config.start + config.num)
     ids: set[str] = set()
-    is_empty = True
     for number, problem in enumerate(found, start=config.start):
-        is_empty = False
-        if isinstance(problem, ConfigError):
-            if not config.skip_bad:
-                raise problem
-            print(f"skipped: {problem}", flush=True)
-            continue
         if problem.id in ids:
             raise ConfigError(f"--problems={config.problems} has two problems with the id {problem.id!r}: rename one")
         ids.add(problem.id)
         yield number, problem
-    if is_empty:
+    if not ids:
         remedy = "use a smaller --start" if config.start else "use another file"
         raise ConfigError(f"--problems={config.problems} has no problem number {config.start}: {remedy}")
-
-
-def prepare_work(
-    problems: Iterable[tuple[int, Problem]], prompter: Prompter, model: OpenedModel, config: SolveConfig
-) -> Iterator[tuple[Problem, list[Task]] | ConfigError]:
-    """Yield each problem with its tasks; with `skip_bad`, a ConfigError for a problem whose prompt does not fit.
-
-    Raises:
-        ConfigError: a problem cannot be given to the model, and `skip_bad` is False.
-    """
-    for number, problem in problems:
-        try:
-            yield problem, write_tasks(number, problem, prompter, model, config)
-        except ConfigError as error:
-            if not config.skip_bad:
-                raise
-            yield error
 
 
 def write_tasks(
     number: int, problem: Problem, prompter: Prompter, model: OpenedModel, config: SolveConfig
 ) -> list[Task]:
-    """Return the sequences that a problem needs: one per attempt, or one per text to score.
+    """Return the sequences that a problem needs: one per attempt.
 
     Raises:
         ConfigError: the prompt has unknown characters, or does not fit into the context with the tokens to generate.
     """
-    context = model.context
-    if isinstance(problem, ScoredProblem):
-        tasks = []
-        for attempt, (before, text) in enumerate(problem.list_texts()):
-            start = model.codec.prefix + model.codec.encode(before) if before else model.codec.begin
-            ids = model.codec.encode(text)
-            if isinstance(problem, ChoiceProblem):
-                start = start[max(0, len(start) + len(ids) - context - 1) :]
-            ids, scored_from = (start + ids)[: context + 1], max(1, len(start))
-            if len(ids) <= scored_from:
-                raise ConfigError(f"{problem.id} has a text without a token to score: use a longer text")
-            tasks.append(Task(number, attempt, ids, context_tokens=scored_from))
-        return tasks
     symbols = choose_symbols(model.codec) if isinstance(problem, ArcProblem) else ""
     ids = prompter.write(problem, symbols)
-    max_new = context + 1 - len(ids)
+    max_new = model.context + 1 - len(ids)
     if max_new < 1 or (config.tokens or 0) > max_new:
         remedy = f"--tokens={max_new} or less" if max_new > 0 else "another problem, or --skip_bad=True"
         raise ConfigError(
             f"the prompt of {problem.id} has {len(ids)} tokens and the answer {config.tokens or 'at least 1'}, but the "
-            f"model's context has {context}: use {remedy}"
+            f"model's context has {model.context}: use {remedy}"
         )
     ends, stops = prompter.ends, prompter.find_stops(problem)
     longest = max(map(len, stops), default=0)

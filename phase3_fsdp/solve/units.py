@@ -134,21 +134,3 @@ def set_early_frees(model: FSDPModule, units: Sequence[Sequence[nn.Module]]) -> 
     for layer, following in zip(units, [*units[1:], []], strict=True):
         assert isinstance(layer[0], FSDPModule)
         layer[0]._set_unshard_async_op(frees_buffers_early(layer, following))
-
-
-def keep_head(model: nn.Module) -> list[FSDPModule]:
-    """Let the unit with the head stay all-gathered after it has run. Give the result to `free_head`.
-
-    The head can then run several times, and it is still all-gathered once, as on the ranks that do other work.
-    """
-    units: list[FSDPModule] = [unit for unit in (*find_ends(model)[1:], model) if isinstance(unit, FSDPModule)]
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-    return units
-
-
-def free_head(units: list[FSDPModule]) -> None:
-    """Free the units that `keep_head` kept."""
-    for unit in units:
-        unit.set_reshard_after_forward(True, recurse=False)
-        unit.reshard()

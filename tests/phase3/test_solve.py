@@ -19,7 +19,7 @@ from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
-from phase3_fsdp.solve import costs, gpt, tensor_parallel, units
+from phase3_fsdp.solve import costs, gpt, units
 from phase3_fsdp.solve.command import parse, solve
 from phase3_fsdp.solve.generation import Generator, Sampling, Task
 from phase3_fsdp.solve.models import open_model
@@ -30,7 +30,6 @@ from tests.helpers.training import tiny, train
 from workshop.ranks import run_on_ranks
 
 SHAPE = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=64, vocab_size=65, bias=True)
-SCORED = Task(6, 0, [(5 * i) % 60 for i in range(20)], context_tokens=4)  # a text to score
 TASKS = [Task(number, 0, [(7 * number + i) % 65 for i in range(3 + number)], 6 - number % 3) for number in range(6)]
 
 
@@ -44,24 +43,21 @@ def create_gpt() -> GPT:
     return model
 
 
-def generate_each_way(cells: list[tuple[str, int]], sampling: Sampling) -> list[tuple[dict[int, list[int]], float]]:
-    """Return the generated tokens and the score of a text, for each way of spreading and number of slots."""
-    gpt.LOGITS_BYTES = 4 * 65 * 5  # the head runs with five tokens of the text at a time
+def generate_each_way(cells: list[tuple[str, int]], sampling: Sampling) -> list[dict[int, list[int]]]:
+    """Return the generated tokens, for each way of spreading and number of slots."""
     run, weights, found = create_runtime("cpu", "float32"), dict(create_gpt().named_parameters()), []
     for spread, slots in cells:
         units.MIN_PARAMS = 4000 if spread == "offload" else 10**6
         model = gpt.GptModel(gpt.spread_gpt(SHAPE, weights, spread, run), 60, run.device)
         generator = Generator(model, run, slots, 64, sampling, spread == "tp")
-        results = {result.problem: result for each in generator.run([*TASKS, SCORED]) for result in each}
-        score = results.pop(SCORED.problem).nats
-        found.append(({number: result.ids for number, result in results.items()}, score))
+        found.append({result.problem: result.ids for each in generator.run(TASKS) for result in each})
     return found
 
 
 def generate_greedily_and_sample(
     cells: list[tuple[str, int]], sampled_cells: list[tuple[str, int]], sampling: Sampling
-) -> tuple[list[tuple[dict[int, list[int]], float]], list[tuple[dict[int, list[int]], float]]]:
-    """Return greedy tokens and scores for `cells`, and sampled ones for `sampled_cells`."""
+) -> tuple[list[dict[int, list[int]]], list[dict[int, list[int]]]]:
+    """Return greedy tokens for `cells`, and sampled ones for `sampled_cells`."""
     return generate_each_way(cells, Sampling()), generate_each_way(sampled_cells, sampling)
 
 
@@ -73,32 +69,14 @@ def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading():
         task.problem: [int(column) for column in model.generate(torch.tensor([task.ids]), task.max_new, 0.0, None, 60)]
         for task in TASKS
     }
-    with torch.no_grad():
-        text = torch.tensor([SCORED.ids])
-        targets = text[:, 1:].clone()
-        targets[:, :3] = -1
-        score = float(model(text[:, :-1], targets)) * 16
     assert len({tuple(ids) for ids in reference.values()}) > 3  # the texts differ
-    sampled, sampling = [], Sampling(0.8, 20, seed=3)
+    sampled, sampling = [], Sampling(0.8, seed=3)
     for ranks in (1, 2, 4):
         ways = {1: cells[:1], 2: cells[1:3], 4: cells[:1]}[ranks]
         results = run_on_ranks(generate_greedily_and_sample, ranks, cells, ways, sampling, show=False)
-        for ids, found in results[-1][0]:
-            assert ids == reference and found == pytest.approx(score, rel=1e-5)
-        sampled += [ids for ids, _ in results[0][1]]
+        assert all(ids == reference for ids in results[-1][0])
+        sampled += results[0][1]
     assert all(ids == sampled[0] for ids in sampled) and sampled[0] != reference
-
-
-def test_scoring_a_text_needs_the_logits_of_some_tokens_only(monkeypatch):
-    """With the head run in chunks, the same score needs less memory by almost all logits."""
-    shape = replace(SHAPE, vocab_size=4000)
-    wrapped, found = gpt.GptModel(gpt.ScoringGPT(shape), 4000, torch.device("cpu")), []
-    for size in (gpt.LOGITS_BYTES, 4 * 4000 * 3):
-        monkeypatch.setattr(gpt, "LOGITS_BYTES", size)
-        with torch.no_grad(), MemoryTracker() as memory:
-            found.append((wrapped.score(torch.arange(61)[None], 1), memory.peak["activations"] + memory.peak["other"]))
-    (score, everything), (same, some) = found
-    assert same == pytest.approx(score, rel=1e-6) and everything - some > 4 * 4000 * 50
 
 
 def measure_costs(slots: int, min_params: list[int]) -> list[tuple[float, dict[str, float], costs.SpreadCosts, int]]:
@@ -126,7 +104,6 @@ def measure_costs(slots: int, min_params: list[int]) -> list[tuple[float, dict[s
             "weights": storage_bytes(model.parameters()),
             "network": sum(row["ring_bytes"] for row in counter.rows.values()),
             "all_gathered": min(peaks),
-            "num_collectives": sum(row["calls"] for row in counter.rows.values()),
         }
         size = costs.measure_gpt(shape)
         predicted = costs.predict(spread, size, run.world_size, slots, shape.block_size, 4)
@@ -158,10 +135,9 @@ def test_a_way_is_chosen_by_memory_and_heads():
     choices = {
         (1, 8, None): ("fsdp", "the full model fits on one rank"),
         (4, 8, None): ("tp", "weights stay where they are"),
-        (4, 8, held["tp"] * 0.99): (None, "--batch_size=7 would fit"),
+        (4, 8, held["tp"] * 0.99): (None, "a smaller --batch_size"),
         (3, 8, None): ("fsdp", "a number of ranks that divides 4 heads"),
         (3, 8, costs.predict("offload", size, 3, 8, 64, 4).memory / costs.RESERVE): ("offload", "does not fit"),
-        (3, 1, 100.0): (None, "use more ranks, or a smaller --tokens"),
     }
     for (ranks, slots, memory), (way, words) in choices.items():
         chosen, reason = costs.choose_spread(size, ranks, slots, 64, 4, memory)
@@ -183,31 +159,6 @@ def test_a_rank_reads_its_share_and_one_tensor_at_a_time(tmp_path):
         for each in run_on_ranks(measure_loading_each_way, ranks, tmp_path / "run", ways, show=False):
             for share, peak in each:
                 assert share < 9.6e6 / ranks + 0.1e6 and peak < share + 2 * largest + 0.5e6, (ranks, share, peak)
-
-
-def compare_with_parallelize_module() -> float:
-    """Return the largest difference of the logits of our tensor parallelism and of torch's parallelize_module."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    run, theirs = create_runtime("cpu", "float32"), create_gpt().eval()
-    weights = {name: param.detach().clone() for name, param in theirs.named_parameters()}
-    ours = gpt.spread_gpt(SHAPE, weights, "tp", run)
-    for name, param in theirs.named_parameters():
-        if "c_attn" in name:
-            param.data = tensor_parallel.group_heads_by_rank(param.data, run.world_size).contiguous()
-    plan = {"attn.c_attn": ColwiseParallel(), "attn.c_proj": RowwiseParallel()}
-    plan |= {"mlp.c_fc": ColwiseParallel(), "mlp.c_proj": RowwiseParallel()}
-    for block in theirs.blocks:
-        parallelize_module(block, init_device_mesh("cpu", (run.world_size,)), plan)
-    ids = torch.arange(40).view(2, 20)
-    with torch.no_grad():
-        return float((theirs(ids) - ours(ids)).abs().max())
-
-
-def test_tensor_parallelism_equals_the_library():
-    """Our layers give the logits of torch's parallelize_module on the same model."""
-    assert run_on_ranks(compare_with_parallelize_module, 2, show=False)[0] < 1e-5
 
 
 # ---- the command
@@ -255,18 +206,16 @@ def test_answers_of_a_run_do_not_depend_on_ranks(trained, tmp_path):
     assert [line["number"] for line in result["problems"]] == list(range(5)) and result["ranks"] == 2
     assert all(line["tokens"] > 0 and line["seconds"] > 0 and line["memory_bytes"] > 0 for line in result["problems"])
     assert {"accuracy", "cell_accuracy"} <= result["scores"].keys() and len(result["peak_memory_bytes"]) == 2
-    assert len(list(folders[1].glob("report_*"))) == 2
+    assert next(folders[1].glob("report_*")).suffix == ".md"
     before = next(folders[0].glob("progress_*")).read_bytes()
     assert run_on_ranks(solve_quietly, 1, [*base, f"--to={folders[0]}"], show=False) == [0]  # nothing is left to do
     assert next(folders[0].glob("progress_*")).read_bytes() == before
 
 
 def test_every_kind_of_problem_is_scored(trained, tmp_path):
-    """Text, multiple choice, perplexity and ARC problems in one sampled run on 2 ranks; malformed ones are skipped."""
+    """Text and ARC problems in one sampled run on 2 ranks; problems that the model cannot read are skipped."""
     rows = [
         {"prompt": "What", "answer": "x", "match": "exact", "id": "text"},
-        {"ctx": "To be", "endings": ["or not", "a"], "label": 0, "id": "choice"},
-        {"text": "To be, or not to be, that is the question", "id": "perplexity"},
         {"prompt": "no such character: \u00e9", "answer": "x"},
         {"prompt": "x" * 70, "answer": "too long"},
     ]
@@ -281,10 +230,9 @@ def test_every_kind_of_problem_is_scored(trained, tmp_path):
         assert "not in this model's vocabulary" in str(refusal) and code == 0
     result = read_result(tmp_path / "to")
     lines = {line["id"]: line for line in result["problems"]}
-    assert list(lines) == ["text", "choice", "perplexity", "b-0", "b-1"]
-    assert len(lines["b-0"]["attempts"]) == 3 and "is_right" not in lines["b-1"] and lines["choice"]["wanted"] == "0"
+    assert list(lines) == ["text", "b-0", "b-1"]
+    assert len(lines["b-0"]["attempts"]) == 3 and "is_right" not in lines["b-1"]
     assert result["scores"]["pass_at"].keys() == {"1", "2", "3"}
-    assert 20 < result["scores"]["perplexity"] < 200  # after two steps, near the 65 of a uniform guess
 
 
 def test_bad_input_gets_one_sentence(trained, tmp_path):
@@ -294,17 +242,13 @@ def test_bad_input_gets_one_sentence(trained, tmp_path):
         ("--num=0",): "--num=0 is out of range: use 1 or more",
         (f"--problems={tmp_path}",): "is inside of --problems=",
         ("--attempts=2",): "gives the same answer every time: use --temperature=0.7",
-        ("--stop=",): "--stop is empty",
-        ("--temperature=-1",): "is out of range",
-        ("--promt=chat",): "--promt=chat is unknown",
         ("--prompt=chat",): "needs a tokenizer with a chat template",
         ("--tokens=60",): "tokens and the answer 60, but the model's context has 64: use --tokens=27 or less",
         ("--tokens=5", to): "has answers with tokens 4 instead of 5: use another directory as --to",
         ("--problems=nothing.json",): "does not exist: give a file, a directory or arc-generated",
-        (f"--out_dir={tmp_path}",): "contains neither checkpoints/, ckpt.pt nor config.json",
-        (f"--problems={tmp_path / 'one.txt'}", "--start=3"): "has no problem number 3: use a smaller --start",
+        (f"--problems={tmp_path / 'one.jsonl'}", "--start=3"): "has no problem number 3: use a smaller --start",
     }
-    (tmp_path / "one.txt").write_text("text")
+    (tmp_path / "one.jsonl").write_text('{"prompt": "a", "answer": "b"}')
     commands = [[model, f"--to={tmp_path / 'new'}", *arguments] for arguments in cases]
     ((code, *answers),) = run_on_ranks(solve_each, 1, [[model, to, "--num=1", "--tokens=4"], *commands], show=False)
     assert code == 0

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanoGPT.distributed.runtime import create_runtime
@@ -16,7 +15,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.tokenizer import CharTokenizer
-from phase3_fsdp.solve import costs, gpt, units
+from phase3_fsdp.solve import costs, units
 from phase3_fsdp.solve.command import parse, solve
 from phase3_fsdp.solve.generation import Generator, Sampling, Task
 from tests.helpers.forking import fork_ranks_from_this_process
@@ -39,8 +38,7 @@ EXPERTS = {"num_experts_per_tok": 2, "num_experts": 3, "moe_intermediate_size": 
 LARGE = {**EXPERTS, "num_hidden_layers": 4, "hidden_size": 256, "num_experts": 8, "moe_intermediate_size": 128}
 TEXT = torch.arange(20)[None]
 TASKS = [Task(number, 0, [(7 * number + i) % 96 for i in range(3 + 4 * number)], 7 - number) for number in range(4)]
-SCORED = Task(len(TASKS), 0, TEXT[0].tolist(), context_tokens=4)
-Expected = tuple[dict[int, list[int]], torch.Tensor, float]
+Expected = tuple[dict[int, list[int]], torch.Tensor]
 WAYS: dict[str, tuple[costs.Spread, ...]] = {
     "gpt2": ("fsdp",),
     "llama": ("fsdp", "offload", "tp"),
@@ -84,28 +82,25 @@ def models(tmp_path_factory) -> Iterator[Path]:
 
 @torch.no_grad()
 def compute_with_transformers(folder: Path) -> Expected:
-    """Return the greedy tokens of each task, the logits of TEXT, and the score of a text, from transformers."""
+    """Return the greedy tokens of each task, and the last logits of TEXT, from transformers."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    logits = theirs(TEXT[:, :-1]).logits[..., :96]
-    wanted: dict[int, list[int]] = {SCORED.problem: []}
+    wanted: dict[int, list[int]] = {}
     for task in TASKS:
         ids = list(task.ids)
         for _ in range(task.max_new):
             ids.append(int(theirs(torch.tensor([ids])).logits[0, -1, :96].argmax()))
         wanted[task.problem] = ids[len(task.ids) :]
-    score = float(torch.nn.functional.cross_entropy(logits[0, 3:].double(), TEXT[0, 4:], reduction="sum"))
-    return wanted, logits, score
+    return wanted, theirs(TEXT).logits[:, -1, :96]
 
 
-def compare_with_transformers(folder: Path, expected: Expected) -> list[tuple[str, bool, float, float, float]]:
-    """Return for each way: whether greedy tokens equal those of transformers, differences, and bytes of weights."""
+def compare_with_transformers(folder: Path, expected: Expected) -> list[tuple[str, bool, float, float]]:
+    """Return for each way: whether greedy tokens equal those of transformers, a difference, and bytes of weights."""
     from phase3_fsdp.solve.hugging_face import OpenedHf
 
     run, found = create_runtime("cpu", "float32"), []
-    wanted, logits, score = expected
-    gpt.LOGITS_BYTES = 4 * 97 * 5  # the head runs with five tokens of a text at a time
+    wanted, logits = expected
     units.MIN_PARAMS = 1000  # attention, MLP and experts are units of FSDP
     opened = OpenedHf(folder)
     for way in WAYS[folder.name]:
@@ -113,16 +108,14 @@ def compare_with_transformers(folder: Path, expected: Expected) -> list[tuple[st
         is_equal = True
         for slots in (1, 3):
             generator = Generator(model, run, slots, 40, Sampling(), way == "tp")
-            found_results = [r for each in generator.run([SCORED, *TASKS]) for r in each]
-            is_equal &= wanted == {r.problem: r.ids for r in found_results}
-            nats = sum(r.nats for r in found_results)
+            is_equal &= wanted == {r.problem: r.ids for each in generator.run(TASKS) for r in each}
         with torch.no_grad(), MemoryTracker(model.model) as memory:
-            difference = float((model.next_logits(TEXT[:, :-1], None, None) - logits[:, -1]).abs().max())
+            difference = float((model.next_logits(TEXT, None, None) - logits).abs().max())
         predicted = costs.predict(way, opened.size, run.world_size, 1, 8, 4)
         held = storage_bytes(model.model.parameters()) / (predicted.weights + predicted.host)
         gathered = max(totals["gathered"] for _, totals in memory.timeline)
         is_equal &= gathered == 0 if way == "tp" else 1 <= gathered / predicted.all_gathered < 1.3  # 4 experts for 3
-        found.append((way, is_equal, difference, abs(nats - score), held))
+        found.append((way, is_equal, difference, held))
     return found
 
 
@@ -136,7 +129,7 @@ def measure_loading_each_way(folder: Path, ways: tuple[costs.Spread, ...]) -> li
 
 def compare_all(
     models: Path, expected: dict[str, Expected]
-) -> tuple[list[tuple[int, int]], dict[str, list[tuple[str, bool, float, float, float]]]]:
+) -> tuple[list[tuple[int, int]], dict[str, list[tuple[str, bool, float, float]]]]:
     """Compare every model in every way."""
     loading = measure_loading_each_way(models / "loading", ("fsdp", "tp"))
     return loading, {name: compare_with_transformers(models / name, expected[name]) for name in WAYS}
@@ -152,13 +145,13 @@ def run_with_transformers(function: Callable[..., Any], ranks: int, *args: Any) 
 
 
 def test_models_compute_what_transformers_computes(models):
-    """Greedy tokens, logits to 1e-4 and the likelihood of a text, in each way; a rank holds its share of the model."""
+    """Greedy tokens and logits to 1e-4, in each way; a rank holds and reads its share of the model."""
     expected = {name: compute_with_transformers(models / name) for name in WAYS}
     for loading, found in run_with_transformers(compare_all, 2, models, expected):
         check_loading(loading, 2)
         for name, results in found.items():
-            for way, is_equal, difference, loss, held in results:
-                assert is_equal and difference < 1e-4 and loss < 1e-3, (name, way, difference, loss)
+            for way, is_equal, difference, held in results:
+                assert is_equal and difference < 1e-4, (name, way, difference)
                 assert held == pytest.approx(1, abs=0.2), (name, way, held)  # one rank has two of three experts
 
 
@@ -166,14 +159,6 @@ def check_loading(loading: list[tuple[int, int]], ranks: int) -> None:
     """Check that a rank needs its share of the model, and less than one tensor of all experts of a layer."""
     for share, peak in loading:
         assert share < 17e6 / ranks + 0.1e6 and peak < share + 4 * 8 * 256 * 256, (ranks, share, peak)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_rank_reads_its_share_and_less_than_one_tensor_at_a_time(models, ranks):
-    """While a mixture of experts loads, the memory of a rank grows by its share and less than one parameter."""
-    for loading in run_with_transformers(measure_loading_each_way, ranks, models / "loading", ("fsdp",)):
-        check_loading(loading, ranks)
 
 
 def test_packed_experts_are_unpacked(models, monkeypatch):
@@ -203,26 +188,6 @@ def test_packed_experts_are_unpacked(models, monkeypatch):
         assert sizes[-2:] == [[16 * scales_of_part, scales_of_part]] * 2
 
 
-def test_only_this_ranks_rows_are_read(models, monkeypatch):
-    """No slice that a rank reads is larger than its share of the parameter (of an expert, one expert)."""
-    from phase3_fsdp.solve import hf_files
-
-    file = models / "qwen3_moe" / "model.safetensors"
-    with safe_open(file, "pt") as opened:
-        files = dict.fromkeys(opened.keys(), file)
-    sizes, read_slice = [], hf_files.read_slice
-    monkeypatch.setattr(
-        hf_files, "read_slice", lambda *args: sizes.append(read_slice(*args).numel()) or read_slice(*args)
-    )
-
-    def read(name: str, begin: int, end: int) -> list[torch.Size]:
-        return [content.shape for _, content in hf_files.read_rows(files, f"model.{name}", begin, end, models)]
-
-    assert read("layers.0.mlp.experts.gate_up_proj", 1, 3) == [(16, 32)] * 4 and sizes == [16 * 32] * 4
-    assert read("embed_tokens.weight", 10, 20) == [(10, 32)]
-    assert read("layers.0.mlp.experts.down_proj", 3, 3) == []
-
-
 def solve_each(commands: list[list[str]]) -> list["int | str"]:
     """Solve one command after the other on this rank; return each exit code, or the sentence of a ConfigError."""
     outcomes: list[int | str] = []
@@ -236,7 +201,7 @@ def solve_each(commands: list[list[str]]) -> list["int | str"]:
 
 def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
     """Chat prompts, on 1 and 2 ranks: the same answers. Each bad model gets a sentence."""
-    (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n{"text": "some text"}\n')
+    (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
     base = [f"--problems={tmp_path / 'a.jsonl'}", f"--out_dir={models / 'llama'}", "--prompt=chat", "--tokens=12"]
     ways = [[*base, f"--to={tmp_path / way}", f"--spread={way}"] for way in ("auto", "tp", "offload")]
     assert run_with_transformers(solve_each, 1, ways[:1]) == [[0]]
@@ -247,22 +212,15 @@ def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, broken / "model.safetensors")
-    truncated, quantized, masked = (
-        shutil.copytree(broken, tmp_path / name) for name in ("truncated", "quantized", "masked")
-    )
-    (truncated / "model.safetensors").write_bytes((truncated / "model.safetensors").read_bytes()[:1000])
+    quantized = shutil.copytree(broken, tmp_path / "quantized")
     config = json.loads((broken / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    (masked / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
     cases = {
-        (f"--out_dir={masked}",): "is a BertForMaskedLM, not a causal language model",
         (f"--out_dir={models / 'qwen3'}",): "--prompt=chat needs a tokenizer with a chat template",
         ("--prompt=harmony",): "--prompt=harmony needs the token <|start|>",
         (f"--out_dir={broken}",): "has no tensor for model.norm.weight",
-        (f"--out_dir={truncated}",): "cannot be read",
         (f"--out_dir={quantized}",): "has fp8 weights, which this program does not support",
         (f"--out_dir={models / 'gemma3'}", "--prompt=plain", "--spread=tp"): "no tensor-parallel plan",
-        ("--tokens=500",): "but the model's context has 128",
     }
     commands = [[*base, f"--to={tmp_path / str(i)}", *arguments] for i, arguments in enumerate(cases)]
     for outcomes in run_with_transformers(solve_each, 2, [*ways[1:], *commands]):
@@ -274,4 +232,3 @@ def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
     ]
     answers = {result["problems"][0]["answer"] for result in results}
     assert len(answers) == 1 and answers != {""}
-    assert results[0]["problems"][1]["scored_tokens"] == 9  # the end token comes first

@@ -9,18 +9,10 @@ import pytest
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.tokenizer import CharTokenizer
-from phase3_fsdp.solve import arc, report, scores
+from phase3_fsdp.solve import arc, report
 from phase3_fsdp.solve.arc import InvalidProblem
-from phase3_fsdp.solve.identity import describe_weights, digest_files
-from phase3_fsdp.solve.problems import (
-    ArcProblem,
-    ChoiceProblem,
-    PerplexityProblem,
-    TextProblem,
-    is_match,
-    make_line_problem,
-    read_problems,
-)
+from phase3_fsdp.solve.identity import digest_files
+from phase3_fsdp.solve.problems import ArcProblem, TextProblem, is_match, make_line_problem, read_problems
 from phase3_fsdp.solve.progress import Progress, read_lines
 from phase3_fsdp.solve.prompts import HARMONY, OwnCodec, Prompter, choose_symbols
 from phase3_fsdp.solve.settings import SolveConfig
@@ -35,8 +27,8 @@ class WordCodec:
 
     def __init__(self) -> None:
         self.names = [*HARMONY, "<|call|>", *map(chr, range(32, 127)), "\n"]
-        self.ids, self.begin = len(self.names), [self.names.index("<|return|>")]
-        self.ends, self.prefix = frozenset(self.begin), []
+        self.ids, self.prefix = len(self.names), []
+        self.ends = frozenset([self.names.index("<|return|>")])
 
     def encode(self, text: str) -> list[int]:
         return [self.names.index(character) for character in text]
@@ -55,7 +47,7 @@ class WordCodec:
         return [i for part in parts for i in ([self.names.index(part)] if part in self.names else self.encode(part))]
 
 
-@pytest.mark.parametrize("size", [44, 100, 500])
+@pytest.mark.parametrize("size", [44, 500])
 def test_generated_tasks_have_the_answer_of_their_rule(size):
     """A generated task is a valid ARC task of the given size, is reproducible, and its answer gets full marks."""
     for index in range(8):
@@ -85,12 +77,9 @@ def test_a_grid_is_found_in_an_answer_with_other_text():
     "task, message",
     [
         ([], "no lists `train` and `test`"),
-        ({"train": [], "test": []}, "is empty"),
         ({**TASK, "train": [{"input": [[1]]}]}, "train[0] is not a pair"),
         ({**TASK, "test": [{"input": [[1], [1, 2]]}]}, "test[0].input has rows of different"),
         ({**TASK, "test": [{"input": [[10]]}]}, "not a color"),
-        ({**TASK, "test": [{"input": [[True]]}]}, "not a color"),
-        ({**TASK, "test": [{"input": [[0]] * 31}]}, "1 to 30 rows"),
     ],
 )
 def test_a_malformed_task_is_named(task, message):
@@ -101,51 +90,33 @@ def test_a_malformed_task_is_named(task, message):
 
 
 def test_a_directory_of_problems_is_read_in_order(tmp_path):
-    """ARC files, several tasks in one file, JSON lines and texts are read; a malformed one gives its place."""
+    """ARC files, several tasks in one file and JSON lines are read; a malformed problem gives its place."""
     (tmp_path / "a.json").write_text(json.dumps({**TASK, "test": TASK["test"] * 2}))
     (tmp_path / "b.json").write_text(json.dumps({"t1": TASK, "t2": {}}), encoding="utf-8-sig")
     rows = [
         {"prompt": "2 + 2 =", "answer": 4, "match": "numeric"},
-        {"ctx": "The sky", "endings": ["is blue", "eats"], "label": "0", "id": "sky"},
+        {"prompt": "The sky is", "answer": "blue", "id": "sky"},
         {"prompt": 3, "answer": "x"},
     ]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n", encoding="utf-8-sig")
-    (tmp_path / "d.txt").write_text("some text", encoding="utf-8-sig")
-    found = list(read_problems(str(tmp_path), 100))
-    good = [each for each in found if not isinstance(each, ConfigError)]
-    assert [each.id for each in good] == ["a-0", "a-1", "t1", "c-0001", "sky", "d"]
-    assert [type(each) for each in good[-3:]] == [TextProblem, ChoiceProblem, PerplexityProblem]
-    assert good[-2].endings == [" is blue", " eats"]
-    messages = [str(each) for each in found if isinstance(each, ConfigError)]
+    refusals: list[ConfigError] = []
+    found = list(read_problems(str(tmp_path), 100, refusals.append))
+    assert [each.id for each in found] == ["a-0", "a-1", "t1", "c-0001", "sky"]
+    assert [type(each) for each in found[-3:]] == [ArcProblem, TextProblem, TextProblem]
+    messages = [str(each) for each in refusals]
     assert "b.json, task t2 is not a problem: it has no lists" in messages[0]
     assert "c.jsonl, line 3 is not a problem: `prompt` is missing, empty or not a text" in messages[1]
     assert "c.jsonl, line 4 is not a problem" in messages[2] and "--skip_bad=True" in messages[2]
-    for name, message in (("none", "does not exist"), ("empty", "has no file"), ("x.bin", "does not end in")):
-        if name == "empty":
-            (tmp_path / name).mkdir()
-        elif name == "x.bin":
-            (tmp_path / name).write_text("")
-        with pytest.raises(ConfigError, match=message):
-            list(read_problems(str(tmp_path / name), 100))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="has no file"):
+        list(read_problems(str(tmp_path / "empty"), 100, refusals.append))
 
 
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ([1], "not a JSON object"),
-        ({"ctx": "a", "endings": ["b"], "label": 0}, "two or more"),
-        ({"ctx": "a", "endings": ["b", ""], "label": 0}, "an ending is empty"),
-        ({"ctx": "a", "endings": ["b", "c"], "label": 2}, "`label` is 2"),
-        ({"prompt": "a", "answer": "b", "match": "fuzzy"}, "`match` is 'fuzzy'"),
-        ({"prompt": "a", "answer": "b", "match": "numeric"}, "`answer` has no number"),
-        ({"text": ""}, "`text` is missing"),
-    ],
-)
-def test_a_malformed_line_is_named(row, message):
-    """The message says which field of a line is wrong."""
-    with pytest.raises(InvalidProblem) as error:
+@pytest.mark.parametrize("row", [[1], {"prompt": "a", "answer": "b", "match": "fuzzy"}, {"prompt": "a"}])
+def test_a_malformed_line_is_refused(row):
+    """A line needs a prompt and an answer, and a known way to compare them."""
+    with pytest.raises(InvalidProblem):
         make_line_problem("x", json.dumps(row))
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -158,18 +129,11 @@ def test_a_malformed_line_is_named(row, message):
         ("2 or 3", "2", "numeric", False),
         ("none", "2", "numeric", False),
         ("", "A", "normalized", False),
-        ("a", "A", "normalized", True),
     ],
 )
 def test_answers_match(text, wanted, match, is_right):
     """Answers are equal exactly, after normalization, or by their last number."""
     assert is_match(text, wanted, match) is is_right
-
-
-def test_an_ending_is_chosen_by_its_likelihood():
-    """The total log-likelihood favors short endings; the mean per token does not."""
-    line = ChoiceProblem("x", "a", ["b", "c"], 1).score([(2.0, 1), (3.0, 3)])
-    assert (line["answer"], line["is_right"], line["is_right_by_sum"]) == ("1", True, False)
 
 
 def test_colors_are_digits_or_letters():
@@ -224,8 +188,6 @@ def test_a_tokenizer_without_the_prompt_form_is_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             Prompter(form, codec)
-    chat = Prompter("chat", WordCodec())
-    assert WordCodec().decode(chat.write(TextProblem("x", "hi", "x", "exact"), "")) == "[user]hi[assistant]"
 
 
 def test_pass_at_k_is_the_fraction_of_choices_with_a_right_attempt():
@@ -237,20 +199,18 @@ def test_pass_at_k_is_the_fraction_of_choices_with_a_right_attempt():
         marks = [number < right for number in range(attempts)]
         for k in range(1, attempts + 1):
             choices = [any(choice) for choice in itertools.combinations(marks, k)]
-            assert scores.estimate_pass_at(attempts, right, k) == pytest.approx(sum(choices) / len(choices))
+            assert report.estimate_pass_at(attempts, right, k) == pytest.approx(sum(choices) / len(choices))
     lines = [
         {"is_right": True, "attempts": [{"is_right": each} for each in (True, False, False, True, False)]},
         {"is_right": False, "attempts": [{"is_right": False}] * 5},
-        {"nats": [3.0], "scored_tokens": 3},
     ]
-    summary = scores.summarize(lines)
+    summary = report.summarize(lines)
     assert summary["pass_at"] == {k: pytest.approx(each) for k, each in zip("1245", (0.2, 0.35, 0.5, 0.5), strict=True)}
-    assert summary["perplexity"] == pytest.approx(2.718281828) and summary["accuracy"] == 0.5
-    assert [scores.list_pass_at(n) for n in (1, 2, 8, 9)] == [[1], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8, 9]]
+    assert summary["accuracy"] == 0.5
 
 
 def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
-    """A torn last line is dropped; a damaged line, other settings and damaged settings are refused with a remedy."""
+    """A torn last line is dropped; a damaged line and other settings are refused with a remedy."""
     Progress(tmp_path, {"model": "b", "prompt": "plain"}).close()  # without answers, other settings are fine
     progress = Progress(tmp_path, {"model": "a", "prompt": "plain"})
     progress.add({"id": "one", "answer": "1"})
@@ -266,27 +226,15 @@ def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
     progress.path.write_bytes(b"\xff\n" + progress.path.read_bytes())
     with pytest.raises(ConfigError, match="line 1 of .* is damaged"):
         Progress(tmp_path, {"model": "a", "prompt": "plain"})
-    progress.path.write_bytes(progress.path.read_bytes()[2:])
-    (tmp_path / "settings.json").write_text("[")
-    with pytest.raises(ConfigError, match=r"settings\.json is damaged"):
-        Progress(tmp_path, {"model": "a", "prompt": "plain"})
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be used"):
-        Progress(tmp_path / "file", {})
 
 
 def test_an_evaluation_continues_with_the_same_weights_only(tmp_path):
-    """Settings of the same weights under another path are accepted, also those of older versions; others are not."""
+    """The same weights under another path are accepted; other weights are not."""
     saved = {"model": "a (step-1)", "weights": "w", "stop": ["x"]}
     Progress(tmp_path, saved).add({"id": "one"})
     Progress(tmp_path, {**saved, "model": "b"}).close()
     with pytest.raises(ConfigError, match=r"has answers of a \(step-1\), whose weights differ from those of a"):
         Progress(tmp_path, {**saved, "weights": "v"})
-    (tmp_path / "settings.json").write_text('{"model": "a (step-1)", "stop": "x"}')
-    Progress(tmp_path, saved).close()
-    for other in ({"model": "b"}, {"stop": ["y"]}):
-        with pytest.raises(ConfigError, match="has answers with"):
-            Progress(tmp_path, {**saved, **other})
 
 
 def test_a_model_is_identified_by_the_content_of_its_files(tmp_path):
@@ -300,28 +248,24 @@ def test_a_model_is_identified_by_the_content_of_its_files(tmp_path):
         (tmp_path / name / "README.md").write_text(name)
         digests.append(digest_files(str(tmp_path / name)))
     assert digests[0] == digests[1] and len({*digests}) == 3
-    assert digest_files("gpt2") == describe_weights("gpt2") == "gpt2"
-    (tmp_path / "a" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    assert describe_weights(str(tmp_path / "a")) == str(tmp_path / "a"), "a newer checkpoint may appear"
+    assert digest_files("gpt2") == "gpt2"
 
 
-def test_the_report_shows_failures_first_and_escapes_answers():
-    """The wrong answer comes first, grids are drawn, markup is shown as text; speed, memory and channels are listed."""
-    common = {"tokens": 3, "seconds": 0.5, "is_right": True, "cell_accuracy": 1.0, "test": [[1]], "wanted": [[2]]}
+def test_the_report_shows_failures_first():
+    """The wrong answer comes first, with the expected grid; speed, memory and channels are listed."""
+    common = {"tokens": 3, "seconds": 0.5, "is_right": True, "cell_accuracy": 1.0, "test": [[1]], "wanted": [[2, 4]]}
     lines = [
-        {**common, "id": "right", "answer": "2", "grid": [[2]]},
-        {**common, "id": "wrong", "answer": "<script>", "grid": None, "is_right": False, "cell_accuracy": 0.0},
+        {**common, "id": "right", "answer": "24", "grid": [[2, 4]]},
+        {**common, "id": "wrong", "answer": "no", "grid": None, "is_right": False, "cell_accuracy": 0.0},
     ]
-    result = {"problems": lines, "scores": scores.summarize(lines), "settings": {"model": "m"}, "tokens": 6}
+    result = {"problems": lines, "scores": report.summarize(lines), "settings": {"model": "m"}, "tokens": 6}
     lines[0] |= {"final_position": 3, "channel_switches": 1, "channel_tokens": {"analysis": 2, "final": 1}}
     lines[1] |= {"final_position": None, "channel_switches": 0, "channel_tokens": {}}
     result |= {"ranks": 2, "spread": "tp", "hardware": "CPU", "peak_memory_bytes": [3e6, 5e6]}
     result |= {"seconds_of_last_start": 2.0, "tokens_of_last_start": 5}
-    page, text = report.format_html(result), report.format_markdown(result)
-    assert page.index("<h2>wrong") < page.index("<h2>right") and "<script>" not in page and "&lt;script&gt;" in page
-    for report_text in (page, text):
-        assert "final began at token 3; channel switches: 1; tokens: analysis 2, final 1" in report_text
-        assert "final began never within 3 tokens" in report_text
+    text = report.format_markdown(result)
+    assert "final began at token 3; channel switches: 1; tokens: analysis 2, final 1" in text
+    assert "final began never within 3 tokens" in text
     assert "- tokens per second: 2.5" in text and "- peak memory per rank (MB): 3, 5" in text
-    assert "no grid" in page and page.count("<table class='grid'>") == 6
     assert text.index("| wrong | wrong |") < text.index("| right | right |") and "right: 1 (50.0%)" in text
+    assert "expected:\n\n```\n24\n```" in text
