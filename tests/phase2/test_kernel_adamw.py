@@ -7,7 +7,7 @@ import torch
 
 from phase2_triton.kernels import adamw
 from phase2_triton.kernels.adamw import TritonAdamW
-from phase2_triton.kernels.core import KernelError, is_interpreted, launch
+from phase2_triton.kernels.core import KernelError
 from tests.helpers.kernels import assert_near, draw_normal, gap
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -101,20 +101,6 @@ def test_steps_1_and_2_match_the_reference():
             assert (buffer[:64] == 7).all() and (buffer[-64:] == 7).all()
 
 
-def test_tensors_of_any_size_are_updated_by_one_launch(monkeypatch):
-    """One launch splits 2^20 + 3 elements into chunks, next to tensors of 1 and 0 elements, and updates all of them."""
-    launches = []
-    launch_update = adamw.launch_update
-    monkeypatch.setattr(
-        adamw, "launch_update", lambda *args, **options: launches.append(1) or launch_update(*args, **options)
-    )
-    params = [torch.nn.Parameter(torch.ones(size)) for size in (2**20 + 3, 1, 0)]
-    for p in params:
-        p.grad = torch.full_like(p, 0.5)
-    TritonAdamW(params, lr=0.1, weight_decay=0.0).step()
-    assert len(launches) == 1 and all(gap(p, torch.full_like(p, 0.9)) <= 1e-6 for p in params)
-
-
 def add_bands(tensor):
     """Copy a tensor between bands of the number 7. Bands of NaN would not show a NaN that a kernel writes."""
     buffer = torch.full((tensor.numel() + 128,), 7.0)
@@ -122,9 +108,9 @@ def add_bands(tensor):
     return buffer[64:-64]
 
 
-@pytest.mark.parametrize("fused", [True, None])
-def test_state_dicts_load_in_both_directions(fused):
+def test_state_dicts_load_in_both_directions():
     """8 steps of torch, 8 of TritonAdamW and 8 of torch again, through state dicts, match 24 steps of torch."""
+    fused = True
     params, optimizer = make_optimizer(torch.optim.AdamW, fused=fused)
     reference_params, reference = make_optimizer(torch.optim.AdamW, fused=fused)
     for step in range(24):
@@ -178,22 +164,24 @@ def test_tables_are_rebuilt_when_tensors_change():
 
 
 def test_each_type_and_step_count_has_one_launch(monkeypatch):
-    """Parameters of float16 and fp32, and one that is added late, need one launch for each type and number of steps."""
+    """Tensors of any size are one launch for each type and number of steps; 2^20 + 3 elements are split into chunks."""
     launches = []
     launch_update = adamw.launch_update
     monkeypatch.setattr(
         adamw, "launch_update", lambda *args, **options: launches.append(1) or launch_update(*args, **options)
     )
-    params = [torch.nn.Parameter(torch.ones(5, dtype=dtype)) for dtype in (torch.float32, torch.float16, torch.float32)]
+    kinds = ((2**20 + 3, torch.float32), (0, torch.float32), (1, torch.float16), (5, torch.float32))
+    params = [torch.nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in kinds]
     optimizer = TritonAdamW(params, lr=0.1)
     for is_first_step in (True, False):
-        for p in params[: 2 if is_first_step else 3]:
+        for p in params[: 3 if is_first_step else 4]:
             p.grad = torch.ones_like(p)
         optimizer.step()
     assert len(launches) == 2 + 3
-    assert [optimizer.state[p]["step"].item() for p in params] == [2, 2, 1]
-    expected = 1 - 0.1 * 0.01 - 0.1
-    assert gap(params[2], torch.full((5,), expected)) <= 1e-6
+    assert [optimizer.state[p]["step"].item() for p in params] == [2, 2, 2, 1]
+    once = 1 - 0.1 * 0.01 - 0.1
+    twice = once * (1 - 0.1 * 0.01) - 0.1
+    assert gap(params[3], torch.full((5,), once)) <= 1e-6 and gap(params[0], torch.full((2**20 + 3,), twice)) <= 1e-6
 
 
 def test_closures_schedulers_and_compiled_callers_work():
@@ -217,35 +205,6 @@ def test_closures_schedulers_and_compiled_callers_work():
         graph.backward()
 
 
-def test_a_step_without_gradients_changes_nothing():
-    """Without gradients, a step changes no parameter and allocates no state."""
-    params, optimizer = make_optimizer(TritonAdamW)
-    optimizer.step()
-    assert not optimizer.state and torch.equal(params[0], draw_normal((1,), 0).float())
-
-
-def test_offsets_past_2_to_the_31():
-    """The kernel updates the last chunk of a tensor of 2^31 + 5 elements."""
-    size, block = 2**31 + 5, 1024
-    tensors = [torch.empty(size, dtype=torch.float16) for _ in range(4)]
-    for tensor in tensors:
-        tensor[-5:] = 1.0
-    launch(
-        adamw.multi_tensor_kernel, (1,), torch.tensor([t.data_ptr() for t in tensors]), torch.tensor([size]),
-        torch.zeros(1, dtype=torch.int32), torch.tensor([2**31 // block], dtype=torch.int32), tensors[0], 1,
-        1.0, 0.5, 0.5, 0.5, 1.0, 1e-8, -0.25, BLOCK=block,
-    )  # fmt: skip
-    assert torch.equal(tensors[0][-5:], torch.full((5,), 0.75).half()) and torch.equal(
-        tensors[2][-5:], torch.ones(5).half()
-    )
-
-
-def test_cost_of_a_step():
-    """A step reads 16 bytes and writes 12 bytes per fp32 element. The tables are less than a thousandth of that."""
-    cost = adamw.cost(10**8, 4, tensors=148)
-    assert (cost.read, cost.written) == (16 * 10**8, 12 * 10**8) and cost.workspace < cost.read / 1000
-
-
 def make_param(gradient, dtype=torch.float32, shape=(3, 4)):
     p = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
     p.grad = gradient
@@ -256,50 +215,24 @@ def step_once(p, **options):
     TritonAdamW([p], **options).step()
 
 
-def load_torch_state(**options):
-    donor = torch.optim.AdamW([make_param(None)], **options)
-    TritonAdamW([make_param(None)]).load_state_dict(donor.state_dict())
-
-
 INVALID_CALLS = [
-    (
-        lambda: step_once(make_param(None), amsgrad=True),
-        "does not support amsgrad: leave it off, or use torch.optim.AdamW",
-    ),
-    (lambda: step_once(make_param(None), fused=True, foreach=True), "does not support foreach, fused"),
-    (lambda: TritonAdamW([{"params": [make_param(None)], "maximize": True}]), "does not support maximize"),
-    (lambda: load_torch_state(amsgrad=True), "does not support amsgrad"),
-    (
-        lambda: step_once(make_param(torch.ones(3, 4).to_sparse())),
-        r"a gradient is torch.sparse_coo .* use a dense torch.float32",
-    ),
+    (lambda: step_once(make_param(None), amsgrad=True), "does not support amsgrad: leave it off"),
+    (lambda: step_once(make_param(torch.ones(3, 4).to_sparse())), "use a dense torch.float32"),
     (lambda: step_once(make_param(torch.ones(4, 3).t())), "is not contiguous"),
-    (
-        lambda: step_once(make_param(torch.ones(3, 4).double(), torch.float64)),
-        "a parameter is torch.float64: use float32, bfloat16",
-    ),
-    (
-        lambda: step_once(make_param(torch.ones(3, 4).bfloat16(), torch.bfloat16)),
-        "the interpreter computes bfloat16 wrongly",
-    ),
+    (lambda: step_once(make_param(torch.ones(3, 4).double(), torch.float64)), "a parameter is torch.float64"),
 ]
 
 
-def test_invalid_input_is_refused_with_one_sentence():
-    """Unsupported options, types and layouts are refused before anything changes."""
+def test_invalid_input_is_refused_before_anything_changes():
+    """Unsupported options, types and layouts are refused, and then no parameter has changed."""
     for call, words in INVALID_CALLS:
-        if "interpreter" in words and not is_interpreted():
-            continue
-        with pytest.raises(KernelError, match=words) as error:
+        with pytest.raises(KernelError, match=words):
             call()
-        assert "\n" not in str(error.value)
     good, bad = make_param(torch.ones(3, 4)), make_param(torch.ones(4, 3).t())
     optimizer = TritonAdamW([{"params": [good]}, {"params": [bad]}])
     with pytest.raises(KernelError):
         optimizer.step()
     assert not optimizer.state and torch.equal(good, torch.ones(3, 4))
-    with pytest.raises(TypeError, match="weight_dacey"):
-        TritonAdamW([good], weight_dacey=0.0)
 
 
 def test_a_state_of_another_shape_is_refused():
@@ -321,12 +254,10 @@ def test_a_state_of_another_shape_is_refused():
         change(p)
         with pytest.raises(KernelError, match="exp_avg is .* and its parameter .*: load this model's state"):
             optimizer.step()
-    for kind in (torch.optim.AdamW, torch.optim.SGD):
-        small, large = torch.nn.Parameter(torch.zeros(8, 64)), torch.nn.Parameter(torch.zeros(4096, 64))
-        small.grad, large.grad = torch.ones_like(small), torch.ones_like(large)
-        source = kind([small], **({"momentum": 0.9, "lr": 0.1} if kind is torch.optim.SGD else {}))
-        source.step()
-        optimizer = TritonAdamW([large])
-        optimizer.state = {large: dict(source.state[small])}
-        with pytest.raises(KernelError, match="load"):
-            optimizer.step()
+    p = make_param(torch.ones(3, 4))
+    source = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    source.step()
+    optimizer = TritonAdamW([p])
+    optimizer.state = {p: dict(source.state[p])}
+    with pytest.raises(KernelError, match="load the state of an AdamW"):
+        optimizer.step()

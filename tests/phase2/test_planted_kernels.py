@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from phase2_triton.kernels import cross_entropy, embedding, layernorm, linear_cross_entropy
+from phase2_triton.kernels import cross_entropy, layernorm, linear_cross_entropy
 from phase2_triton.kernels.core import jit, launch, next_power_of_2, record_launches, tl, to_fp32
 from tests.helpers.kernels import (
     assert_near,
@@ -17,7 +17,6 @@ from tests.helpers.kernels import (
     gap,
     guard,
     guard_bands,
-    import_variant,
 )
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -139,7 +138,7 @@ def test_offsets_past_2_to_the_31(is_wide):
     assert torch.equal(out, x[::4]) is is_wide
 
 
-@pytest.mark.parametrize("full_columns", [0, 4, 8])
+@pytest.mark.parametrize("full_columns", [4, 8])
 def test_cross_entropy_past_2_to_the_31(full_columns):
     """The shipped kernel reads rows past 2^31 and writes their gradients in place."""
     x, targets = make_sparse_rows(), torch.arange(5)
@@ -150,63 +149,6 @@ def test_cross_entropy_past_2_to_the_31(full_columns):
     assert gap(losses, F.cross_entropy(logits, targets, reduction="none")) <= 1e-6
     gradient = logits.softmax(1) - F.one_hot(targets, 8)
     assert gap(x, gradient) <= 1e-3
-
-
-FAR_ROW = 2**18  # a row of 16,384 elements begins at 2^32 there, which wraps around to 0 in 32 bits
-WIDTH = 16384
-
-
-def make_far_rows():
-    """Return 2^18 + 1 rows: 8.6 GB of addresses. Only the first and the last row are set and need memory."""
-    rows = torch.empty(FAR_ROW + 1, WIDTH, dtype=torch.float16)
-    rows[0], rows[-1] = 5, draw_normal((WIDTH,))
-    return rows
-
-
-FORWARD_ROWS = "tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)"
-
-
-@pytest.mark.parametrize("is_wide", [True, False])
-def test_layer_norm_past_2_to_the_31(is_wide, tmp_path):
-    """LayerNorm reads and writes rows past 2^31 in its forward and its backward. With int32 offsets it uses row 0.
-
-    The kernels begin at the last row here, because the interpreter is too slow for all rows before it.
-    """
-    forward_rows = f"(tl.program_id(0) + {FAR_ROW}) * ROWS + tl.arange(0, ROWS)"
-    backward_rows = "(first + tl.arange(0, ROWS))"
-    replacements = [
-        (FORWARD_ROWS, forward_rows.replace("* ROWS", ".to(tl.int64) * ROWS") if is_wide else forward_rows),
-        ("    program = tl.program_id(0)\n", f"    program = tl.program_id(0) + {FAR_ROW}\n"),
-        ("sums += program * (1 + HAS_BIAS) * N", "pass"),  # this program has the only row of the sums
-        (f"{backward_rows}.to(tl.int64)", f"{backward_rows}.to(tl.int64)" if is_wide else backward_rows),
-    ]
-    kernels = import_variant(tmp_path, layernorm, f"far_{is_wide}", replacements)
-    x, y, dx = make_far_rows(), make_far_rows(), make_far_rows()
-    weight, rows = torch.ones(WIDTH), torch.empty(2, FAR_ROW + 1)
-    sums = torch.empty(1, WIDTH)
-    constants = {"ROWS": 1, "BLOCK": WIDTH, "HAS_BIAS": False}
-    backward_constants = {**constants, "HAS_DTOTAL": False, "ATOMIC": False}
-    sizes = (FAR_ROW + 1, WIDTH)
-    inputs = (x, None, weight, None, x, y, *rows, *sizes)
-    launch(kernels.forward_kernel, (1,), *inputs, EPS=1e-5, HAS_BRANCH=False, CHUNKS=1, **constants)
-    launch(kernels.backward_kernel, (1,), x, None, x, weight, *rows, dx, sums, *sizes, **backward_constants)
-    leaf = x[-1].double().requires_grad_()
-    exact = F.layer_norm(leaf, (WIDTH,))
-    exact.backward(x[-1].double())
-    assert (gap(y[-1], exact) <= 4e-3) is is_wide  # float16 rounds numbers near 4 by up to 2e-3
-    assert (gap(dx[-1], leaf.grad) <= 4e-3) is is_wide
-
-
-@pytest.mark.parametrize("is_wide", [True, False])
-def test_embeddings_past_2_to_the_31(is_wide, tmp_path):
-    """The embedding of a token past element 2^31 of the result is written to its row, and not to row 0."""
-    far_rows = f"(tl.program_id(0) + {FAR_ROW}){'.to(tl.int64)' if is_wide else ''} * ROWS + tl.arange(0, ROWS)"
-    kernels = import_variant(tmp_path, embedding, f"far_{is_wide}", [(FORWARD_ROWS, far_rows)])
-    idx = torch.zeros(FAR_ROW + 1, dtype=torch.int64)
-    out, wte, wpe = make_far_rows(), torch.full((1, WIDTH), 3.0), torch.zeros(1, WIDTH)
-    sizes = (FAR_ROW + 1, 1, 1, WIDTH, 0)
-    launch(kernels.forward_kernel, (1, 1), idx, wte, wpe, out, *sizes, ROWS=1, BLOCK=WIDTH)
-    assert bool((out[-1] == 3).all()) is is_wide
 
 
 @jit
@@ -292,9 +234,3 @@ def test_planted_row_count_is_detected():
     assert record_constants(lambda M: launch(counting_kernel, (1,), torch.zeros(1), M=M), 7) != record_constants(
         lambda M: launch(counting_kernel, (1,), torch.zeros(1), M=M), 8
     )
-
-
-def test_planted_item_is_detected():
-    """`.item()` waits for the device. On meta tensors, which contain no numbers, it raises an error."""
-    with pytest.raises(RuntimeError, match="meta"):
-        torch.zeros(3, device="meta").sum().item()

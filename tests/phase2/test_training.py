@@ -30,7 +30,7 @@ from phase2_triton.apply import (
     select_kernels,
 )
 from phase2_triton.changes import find_change, hash_method
-from phase2_triton.kernels.core import KernelError, is_interpreted
+from phase2_triton.kernels.core import KernelError
 from tests.helpers.kernels import compile_full_graph, draw_integers
 from tests.helpers.programs import DEADLINE, assert_refused, run_program
 from tests.helpers.training import ROOT, gap, tiny, train, train_all
@@ -124,16 +124,6 @@ def test_parameter_names_and_state_dicts_do_not_change():
     plain.load_state_dict(ours.state_dict())
     assert ours.lm_head.weight is ours.transformer["wte"].weight
     assert abs(run_step(copy.deepcopy(ours), *make_batch())[0] - run_step(plain, *make_batch())[0]) <= 2e-6
-
-
-def test_replaced_modules_are_reported():
-    """apply_kernels returns one line per change, and the printed model shows the new classes."""
-    net = make_model()
-    assert apply_kernels(net, "none") == ["kernels: none, the model uses torch's operations"]
-    lines = apply_kernels(net, "layernorm,attention")
-    assert lines[0].startswith("kernels: attention: 2 x") and lines[1].startswith("kernels: layernorm: 5 x")
-    assert ("interpreted" in lines[-1]) is is_interpreted()
-    assert "KernelAttention" in repr(net) and "KernelLayerNorm" in repr(net) and "KernelMLP" not in repr(net)
 
 
 def test_generation_matches_the_plain_model():
@@ -315,6 +305,14 @@ def test_activation_checkpointing_gives_the_same_gradients():
     assert recomputed_loss == loss and compute_max_gap(grads, recomputed_grads) <= 1e-7
 
 
+def test_two_runs_are_bitwise_identical():
+    """Two runs of a model with all kernels give the same bits: the order of every sum is fixed."""
+    net = make_model(n_layer=1)
+    apply_kernels(net)
+    (loss, grads), (again, same_grads) = (run_step(net, *make_batch(B=24)) for _ in range(2))
+    assert loss == again and all(torch.equal(grads[name], same_grads[name]) for name in grads)
+
+
 def test_muon_uses_no_optimizer_kernel():
     """The adamw kernel is only for AdamW. With --optimizer=muon, the optimizer is the baseline's."""
     config = TritonConfig(optimizer="muon", n_embd=32)
@@ -331,14 +329,11 @@ class CustomHeadGPT(GPT):
 def test_a_changed_model_is_refused():
     """A model that is not a plain GPT, or already has kernels, is refused with one sentence and does not change."""
     shape = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=75)
-    adapted, biased, with_kernels = GPT(shape), GPT(shape), GPT(shape)
-    adapted.blocks[0].mlp.c_fc = nn.Sequential(adapted.blocks[0].mlp.c_fc)
+    biased, with_kernels = GPT(shape), GPT(shape)
     biased.lm_head.bias = nn.Parameter(torch.zeros(75))
     apply_kernels(with_kernels, "layernorm")
     for net, words in (
         (CustomHeadGPT(shape), "the model is a CustomHeadGPT"),
-        (torch.compile(GPT(shape)), "the model is a OptimizedModule"),
-        (adapted, "mlp.c_fc is a Sequential"),
         (biased, "lm_head has a bias"),
         (with_kernels, "already has a kernel: name all kernels in one call"),
     ):
@@ -370,9 +365,7 @@ def wrap(cls, name="forward"):
 # What a user changed, by the kernel and the words of its error.
 CHANGES = {
     ("attention", "CausalSelfAttention.forward was changed: .* instead of"): wrap(CausalSelfAttention),
-    ("gelu", "MLP.forward was changed"): wrap(MLP),
     ("layernorm", "Block.forward was changed"): wrap(Block),
-    ("loss", "GPT.compute_loss was changed"): wrap(GPT, "compute_loss"),
     ("loss", "GPT.compute_logits was changed"): wrap(GPT, "compute_logits"),
     ("embedding", "GPT.embed was changed"): wrap(GPT, "embed"),
     ("embedding", "wte.forward is not that of torch's Embedding"): wrap(nn.Embedding),
@@ -381,10 +374,6 @@ CHANGES = {
     ),
     ("gelu", "a MLP has its own forward"): lambda net, _: setattr(net.blocks[1].mlp, "forward", nn.Identity().forward),
     ("gelu", "h.0.mlp.gelu is a SiLU, and not a GELU"): lambda net, _: setattr(net.blocks[0].mlp, "gelu", nn.SiLU()),
-    ("gelu", "the model has no MLP"): lambda net, _: [setattr(block, "mlp", nn.Identity()) for block in net.blocks],
-    ("layernorm", "h.0.ln_2 is a RMSNorm, and not a LayerNorm"): lambda net, _: setattr(
-        net.blocks[0], "ln_2", nn.RMSNorm(32)
-    ),
 }
 
 
@@ -424,19 +413,11 @@ def test_an_unknown_kernel_is_refused(tmp_path):
     """A misspelled kernel is refused with one sentence that suggests the nearest name, before training starts."""
     outcome = run_program("phase2_triton/train.py", "--kernels=layernom,loss", f"--out_dir={tmp_path}")
     assert_refused(outcome, "'layernom'", "did you mean layernorm?")
-    wide_heads = {"n_embd": 512, "n_head": 2}
     with pytest.raises(ConfigError, match="heads of 256 channels"):
-        TritonConfig(**wide_heads).check(1)
-    TritonConfig(**wide_heads, kernels="loss").check(1)
-    TritonConfig(n_embd=256, n_head=2).check(1)  # 128 channels is the maximum
-    for value, words in (("loss,", "'': use all, none, auto, or some of"), ("all,loss", "'all'"), ("", "''")):
-        with pytest.raises(ConfigError, match=words):
-            parse_kernels(value)
-    assert (
-        parse_kernels(" ALL ") == frozenset(KERNELS)
-        and parse_kernels("Loss , gelu") == {"loss", "gelu"}
-        and not parse_kernels("None")
-    )
+        TritonConfig(n_embd=512, n_head=2).check(1)
+    with pytest.raises(ConfigError, match="'all'"):
+        parse_kernels("all,loss")
+    assert parse_kernels("Loss , gelu") == {"loss", "gelu"} and not parse_kernels("None")
 
 
 # For each way in which Triton cannot run: code that creates it, and the reason that is printed.
@@ -481,19 +462,6 @@ def test_torch_runs_where_triton_cannot():
     assert process.returncode == 0, process.stderr
     for reason, line in zip(UNUSABLE_TRITON.values(), process.stdout.splitlines(), strict=True):
         assert reason in line and line.count("kernels:") == 1 and line.endswith("] GPT AdamW"), line
-
-
-def test_the_launcher_runs_phase_2(tmp_path, device, need_ranks):
-    """On 2 ranks, the launcher prints each change once, and the run ends with a sample."""
-    need_ranks(2)
-    flags = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 16, "batch_size": 2, "max_iters": 2}
-    flags |= {"gradient_accumulation_steps": 2, "eval_iters": 2, "device": device, "out_dir": tmp_path}
-    flags |= {"kernels": "loss,adamw", "dataset": "shakespeare_char", "compile": False}  # also on a GPU
-    arguments = [f"--{key}={value}" for key, value in flags.items()]
-    outcome = run_program("nanoGPT.launch", "--gpus=2", "phase2_triton/train.py", *arguments)
-    assert outcome.code == 0, outcome.output
-    assert outcome.output.count("kernels: loss") == 1 and "the optimizer is TritonAdamW" in outcome.output
-    assert "A sample from" in outcome.output
 
 
 def test_the_script_in_the_notes_runs(tmp_path):
