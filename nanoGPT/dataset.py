@@ -24,7 +24,7 @@ import torch
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import DATA, is_present, open_regular, read_json, retry_reads, sha256_of, size_of
 from nanoGPT.sampling.mixture import draw_in_epochs, draw_random, parse_mixture
-from nanoGPT.schema import Count, FileName, Range, SchemaError, Sha256
+from nanoGPT.schema import Count, FileName, Meta, SchemaError, Sha256
 from nanoGPT.tokenizer import TokenizerIdentity, check_tokenizer
 from nanoGPT.train_config import TrainConfig
 
@@ -44,8 +44,8 @@ class TokenFile(TypedDict):
 class Splits(TypedDict):
     """The files of each split."""
 
-    train: Annotated[list[TokenFile], Range(1, 10**6)]
-    val: Annotated[list[TokenFile], Range(1, 10**6)]
+    train: Annotated[list[TokenFile], Meta(min_length=1, max_length=10**6)]
+    val: Annotated[list[TokenFile], Meta(min_length=1, max_length=10**6)]
 
 
 class DatasetMeta(TypedDict):

@@ -6,7 +6,6 @@ python -m bench.suite.execution out/suites/scaling/phase1-4-plain-1337-3f2a9c   
 import dataclasses
 import fcntl
 import json
-import math
 import os
 import shutil
 import signal
@@ -24,7 +23,7 @@ from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, read_json
 from nanoGPT.job.signals import handle_stop_signals
-from nanoGPT.schema import Range, SchemaError
+from nanoGPT.schema import Meta, SchemaError
 from workshop.imports import ROOT
 from workshop.phases import PHASES
 
@@ -76,12 +75,12 @@ class RunFile(TypedDict):
 
     directory: str
     phase: str
-    ranks: Annotated[int, Range(1, 2**20)]
+    ranks: Annotated[int, Meta(ge=1, le=2**20)]
     variant: str
     seed: int
     words: list[str]
-    minutes: Annotated[float, Range(math.nextafter(0, 1))]
-    steps: Annotated[int, Range(1)]
+    minutes: Annotated[float, Meta(gt=0)]
+    steps: Annotated[int, Meta(ge=1)]
 
 
 class StatusFile(TypedDict):

@@ -1,7 +1,6 @@
 """Read and check the TOML file of a suite."""
 
 import itertools
-import math
 import re
 import tomllib
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from bench.suite.metrics import METRICS
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import is_present, read_document
-from nanoGPT.schema import Range, SchemaError, check_schema
+from nanoGPT.schema import Meta, SchemaError, check_schema
 from workshop.phases import PHASES
 
 SUITES = Path(__file__).resolve().parent / "suites"
@@ -52,13 +51,13 @@ class SuiteFile(TypedDict):
 
     about: str
     phases: list[str]
-    ranks: list[Annotated[int, Range(1, 2**20 - 1)]]
+    ranks: list[Annotated[int, Meta(ge=1, lt=2**20)]]
     metrics: list[str]
-    seeds: NotRequired[list[Annotated[int, Range(0, 2**20 - 1)]]]
-    minutes: NotRequired[Annotated[float, Range(math.nextafter(0, 1), 60 * 24 * 365)]]
+    seeds: NotRequired[list[Annotated[int, Meta(ge=0, lt=2**20)]]]
+    minutes: NotRequired[Annotated[float, Meta(gt=0, le=60 * 24 * 365)]]
     config: NotRequired[dict[str, str | int | float | bool]]
     variants: NotRequired[dict[str, dict[str, str | int | float | bool]]]
-    target_loss: NotRequired[Annotated[float, Range(math.nextafter(0, 1))]]
+    target_loss: NotRequired[Annotated[float, Meta(gt=0)]]
     scale_batch: NotRequired[bool]
 
 

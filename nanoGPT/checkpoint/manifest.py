@@ -6,7 +6,6 @@ Nothing is repaired. If a checkpoint fails the verification, the reason is repor
 import contextlib
 import hashlib
 import json
-import math
 import platform
 import re
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ import torch
 from nanoGPT.dataset import DataIdentity
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, NotAFile, is_directory, is_present, list_directory, read_document, sha256_of, size_of
-from nanoGPT.schema import Count, FileName, Range, SchemaError, Sha256, Size, check_schema
+from nanoGPT.schema import Count, FileName, Meta, SchemaError, Sha256, Size, check_schema
 from nanoGPT.tokenizer import check_tokenizer
 from nanoGPT.train_config import StepChoice
 
@@ -56,23 +55,23 @@ class ManifestFields(TypedDict):
     """The fields that every manifest has."""
 
     step: Count
-    world_size: Annotated[int, Range(1, 2**20)]
+    world_size: Annotated[int, Meta(ge=1, le=2**20)]
     run: NotRequired[str]
     versions: dict[str, str]
-    files: Annotated[list[FileRecord], Range(1, 10**6)]
+    files: Annotated[list[FileRecord], Meta(min_length=1, max_length=10**6)]
     sha256: Sha256
 
 
 class ModelArgs(TypedDict):
     """The shape of a GPT."""
 
-    n_layer: Annotated[int, Range(1, 10_000)]
+    n_layer: Annotated[int, Meta(ge=1, le=10_000)]
     n_head: Size
-    n_embd: Annotated[int, Range(1, 2**20)]
+    n_embd: Annotated[int, Meta(ge=1, le=2**20)]
     block_size: Size
     bias: bool
     vocab_size: Size
-    dropout: Annotated[float, Range(0, math.nextafter(1, 0))]
+    dropout: Annotated[float, Meta(ge=0, lt=1)]
     gelu: NotRequired[Literal["none", "tanh"]]
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bench.plan.plan import PlanConfig
+from nanoGPT import export
 from nanoGPT.checkpoint.shards import SafeReader
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.dataset import TokenData
@@ -266,17 +267,25 @@ def test_a_directory_without_a_model_is_refused(content, tmp_path):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--n_layer=x", "--n_layer=x is invalid: use None or an integer"),
-        ("--blocksize=1", "--blocksize=1 is unknown; did you mean --block_size?"),
+        ("--n_layer=x", "--n_layer=x is invalid: use int | None"),
+        ("--blocksize=1", "unknown flag --blocksize; did you mean --block_size?"),
         ("--gpus", "--gpus needs a value: write --gpus=VALUE"),
-        ("--json=maybe", "--json=maybe is invalid: use one of 'True', 'False'"),
+        ("--json=maybe", "--json=maybe is invalid: use bool"),
     ],
 )
-def test_errors_of_tyro_become_one_sentence(word, message):
+def test_a_wrong_flag_is_one_sentence(word, message):
     """A wrong type, an unknown flag, or a flag without its value raises a ConfigError with one sentence."""
     with pytest.raises(ConfigError) as error:
         command_line(PlanConfig, [word])
     assert str(error.value) == message
+
+
+def test_a_boolean_flag_needs_no_value():
+    """A boolean flag without a value means True. If a required flag is missing, the error names it."""
+    assert command_line(PlanConfig, ["--json"]).json and command_line(PlanConfig, ["--json", "--gpus=2"]).gpus == 2
+    assert not command_line(PlanConfig, ["--json", "False"]).json
+    with pytest.raises(ConfigError, match="--out_dir is missing: add --out_dir=VALUE"):
+        command_line(export.main, ["--to=x"])
 
 
 def test_a_port_in_use_is_named(tmp_path):

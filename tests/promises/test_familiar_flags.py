@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from nanoGPT.cli.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.optim import learning_rate
+from nanoGPT.sample import SampleConfig
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import Program, make_flags
@@ -43,6 +45,25 @@ def test_short_forms_of_flags(words, expected):
     config = parse(FsdpConfig, ["--device=cpu", *words], ROOT / "phase3_fsdp" / "train.py")
     config.check(4)
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    """`~` begins a path in flags and config files: alone, in a list, and after `FILE:`. A prompt does not change."""
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "config.py").write_text('out_dir = "~/run"\n')
+    words = ["--device=cpu", str(tmp_path / "config.py"), "--dataset=~/a:3,~/b:1", "--init_from", "~/weights"]
+    config = parse(TrainConfig, words, TRAINER)
+    assert [config.out_dir, config.init_from] == ["/home/me/run", "/home/me/weights"]
+    assert config.dataset == "/home/me/a:3,/home/me/b:1"
+    for start, expected in (("FILE:~/p.txt", "FILE:/home/me/p.txt"), ("~/p", "~/p"), ("a,~", "a,~")):
+        assert command_line(SampleConfig, [f"--start={start}"]).start == expected
+
+
+def test_a_fraction_is_not_an_integer():
+    """1.5e-1 and 1e300 are refused for an integer, in one sentence."""
+    for value in ("1.5e0", "1e-3", "1e300", "e6"):
+        with pytest.raises(ConfigError, match=f"--max_iters={value} is invalid: use int"):
+            parse(TrainConfig, [f"--max_iters={value}"], TRAINER)
 
 
 @pytest.mark.parametrize("name", ["backend", "wandb_log"])
