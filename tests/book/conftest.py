@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.pages import WATCH_CONTROLS
 from tests.helpers.training import ROOT
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge")
@@ -32,7 +31,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the packages of `make book` are not installed")
     if built := os.environ.get("BOOK_SITE"):
         return (ROOT / built).resolve()
-    common = tmp_path_factory.getbasetemp().parent
+    base = tmp_path_factory.getbasetemp()
+    common = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # without workers, others share the parent
     folder = common / "book"
     with (common / "book.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -61,16 +61,14 @@ def browser() -> Iterator:
 @pytest.fixture(scope="session")
 def window(browser):
     """Return a page that all tests share. Use `page`, which resets what other tests have changed."""
-    window = browser.new_page()
-    window.add_init_script(WATCH_CONTROLS)
-    return window
+    return browser.new_page()
 
 
 @pytest.fixture
 def page(window):
     """Return a page of a laptop, without dark colors. A test navigates it, and so starts with a new document."""
     window.set_viewport_size({"width": 1280, "height": 720})
-    window.emulate_media(color_scheme="light", reduced_motion="no-preference")
+    window.emulate_media(color_scheme="light")
     window.mouse.move(0, 0)
     return window
 

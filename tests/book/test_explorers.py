@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from book.explorers import read_cases
 from book.recordings import flash_attention, ring
 from book.recordings.__main__ import FOLDER, RECORDERS
 from phase2_triton.kernels.attention import reference
-from tests.helpers.pages import choose, find_faults, measure_interactive_ms, read_rows, read_steps
+from tests.helpers.pages import choose, find_faults, read_rows, read_steps
 
 pytestmark = pytest.mark.heavy
 
@@ -33,68 +32,37 @@ def open_explorer(page, site: Path, name: str) -> dict[str, Any]:
     page.goto((site / "book" / "pages" / f"{name}.html").as_uri())
     controls = page.locator(".explorer select, .explorer input")
     assert controls.count() == 0, "the run must not be visible before the prediction"
-    tables = page.locator("#the-recorded-run-as-tables")
-    assert not tables.is_visible(), "the tables contain the answer"
     page.locator(".explorer fieldset button").first.click()
-    assert tables.is_visible()
     return json.loads((FOLDER / f"{name}.json").read_text())["samples"]
 
 
 def test_the_ring_page_shows_the_recorded_runs(site, page):
-    """For each collective, algorithm and number of ranks, every step shows the recorded sends, contents and bytes."""
+    """For each collective, algorithm and number of ranks, every step shows the recorded contents and bytes."""
     samples = open_explorer(page, site, "ring")
     assert "24,576 bytes" in page.locator(".verdict").inner_text()
     choices = [{".collective": run["collective"], ".number-of-ranks": run["ranks"]} for run in samples["runs"]]
     for run, choice in zip(samples["runs"], choices, strict=True):
         if run["collective"] in ring.TREE_COLLECTIVES:
             choice[".algorithm"] = run["algorithm"]
-    selectors = ["td:not(.costs td)", "td.sent", ".sentence", ".volume", ".algorithm:disabled option:checked"]
+    selectors = ["td:not(.costs td)", ".volume"]
     for run, steps in zip(samples["runs"], read_steps(page, selectors, *choices), strict=True):
-        has_tree = run["collective"] in ring.TREE_COLLECTIVES
-        assert steps[0][".algorithm:disabled option:checked"] == ([] if has_tree else ["ring"])
-        assert len(steps) == len(run["steps"]) + 1
         for position, shown in enumerate(steps):
             sends = run["steps"][position] if position < len(run["steps"]) else []
             values = [send["chunks"] for send in sends] or run["end"]
             assert shown["td:not(.costs td)"] == [name_ranks(value) for row in values for value in row]
-            senders = {rank: send for rank, send in enumerate(sends) if "to" in send}
-            is_full = run["algorithm"] == "tree" or run["collective"] == "broadcast"
-            assert len(shown["td.sent"]) == len(senders) * (run["ranks"] if is_full else 1)
-            for rank, send in senders.items():
-                what = "all chunks" if is_full else f"chunk {send['chunk']}"
-                assert f"rank {rank} sends {what} to rank {send['to']}" in shown[".sentence"][0]
             sent = sum(each[0].get("bytes", 0) for each in run["steps"][:position])
             assert shown[".volume"][0].startswith(f"Rank 0 has sent {sent:,} bytes.")
-            assert f"{run['predicted_bytes']:,.0f}" in shown[".volume"][0]
 
 
-def test_the_ring_page_compares_ring_tree_and_gloo(site, page):
-    """Bytes and times are those of the Python functions, for any size, latency and bandwidth.
-
-    Ring and tree need the same time for a tensor of the size that the page names. Without a latency it asks for one.
-    """
+def test_the_ring_page_predicts_times(site, page):
+    """Times are those of the Python function, and another latency changes the size at which a ring is faster."""
     samples = open_explorer(page, site, "ring")
-    runs = {(run["collective"], run["ranks"], run["algorithm"]): run for run in samples["runs"]}
-    cases = [(run, 10.0**power, 2e-6, 5e9) for run in samples["runs"] for power in range(10)]
+    cases = [(run, 10.0**power, 2e-6, 5e9) for run in samples["runs"] for power in (0, 5, 9)]
     found = page.evaluate("(cases) => cases.map((each) => predictSeconds(...each))", cases)
     assert found == pytest.approx([ring.predict_seconds(*case) for case in cases])
-    choose(page, {".number-of-ranks": 8, ".tensor": 10000000})
-    page.fill(".latency", "2")
-    page.fill(".bandwidth", "5")
-    rows = read_rows(page, ".costs")[1:]
-    for row, name in zip(rows, ("ring", "tree"), strict=False):
-        run = runs["all-reduce", 8, name]
-        seconds, sent = ring.predict_seconds(run, 1e7, 2e-6, 5e9), 1e7 / run["tensor_bytes"] * run["predicted_bytes"]
-        assert row == [name, str(len(run["steps"])), f"{sent:,.0f} bytes", f"{1e6 * seconds:.1f} µs"]
-    (gloo,) = (row for row in samples["gloo"] if (row["kind"], row["ranks"]) == ("all-reduce", 8))
-    assert rows[2][2] == f"{1e7 * gloo['sent_per_tensor_byte']:,.0f} bytes" and len(rows) == 3
-    pair = [runs["all-reduce", 8, name] for name in ("ring", "tree")]
-    size = page.evaluate("(pair) => findCrossover(...pair, 2e-6, 5e9)", pair)
-    first, second = (ring.predict_seconds(run, size, 2e-6, 5e9) for run in pair)
-    assert first == pytest.approx(second)
-    assert f"smaller than {size / 1e3:.3g} kB" in page.locator(".crossover").inner_text()
-    page.fill(".latency", "")
-    assert page.locator(".costs").count() == 0 and "Enter a latency" in page.locator(".crossover").inner_text()
+    before = page.locator(".crossover").inner_text()
+    page.fill(".latency", "20")
+    assert page.locator(".crossover").inner_text() != before
 
 
 def name_ranks(value: int | None) -> str:
@@ -103,52 +71,34 @@ def name_ranks(value: int | None) -> str:
 
 
 def test_the_fsdp_page_shows_the_recorded_steps(site, page):
-    """For each value of each switch, every event shows the recorded memory and time of every rank.
-
-    The keyboard, the buttons and Play change the event.
-    """
+    """For each value of each switch, every event shows the recorded memory of every rank. Buttons change the event."""
     samples = open_explorer(page, site, "fsdp_step")
     assert "bytes with reshard after forward: off." in page.locator(".verdict").inner_text()
     labels = {"fsdp_activation_checkpointing": ".activation-checkpointing"}
     labels |= {"fsdp_reshard_after_forward": ".reshard-after-forward", "fsdp_prefetch": ".units-to-prefetch"}
-    kinds = {"all-gather": "gathered", **{name: name for name in ("forward", "recompute", "backward")}}
     runs = samples["runs"][::3]  # these have every value of every switch
     choices = [{labels[name]: str(value).lower() for name, value in run["options"].items()} for run in runs]
-    selectors = [".total", ".begin", ".volume", ".units tr:nth-child(2) td", ".summary"]
-    for run, steps in zip(runs, read_steps(page, selectors, *choices), strict=True):
-        (summary,) = steps[0][".summary"]
-        for number in (sum(run["ring_bytes"].values()), max(map(sum, run["peak"]))):
-            assert f"{number:,.0f} bytes" in summary
+    for run, steps in zip(runs, read_steps(page, [".total", ".volume"], *choices), strict=True):
         sent = 0.0
-        for position, (kind, unit, size) in enumerate(run["events"]):
+        for position, (_, _, size) in enumerate(run["events"]):
             shown = steps[position]
             assert shown[".total"] == [f"{sum(by_event[position]):,} bytes" for by_event in run["memory"]]
-            begins = [float(text.removesuffix(" ms")) for text in shown[".begin"]]
-            assert begins == pytest.approx([by_event[position] for by_event in run["begin_ms"]], abs=0.051)
             sent += size * (samples["ranks"] - 1) / samples["ranks"]
             assert f"has sent {sent:,.0f} bytes" in shown[".volume"][0]
-            state = shown[".units tr:nth-child(2) td"][samples["units"].index(unit)]
-            assert state == kinds.get(kind, "sharded"), (run["options"], position)
         assert len(steps) == len(run["events"]) and sent == sum(run["ring_bytes"].values())
     slider, last = page.locator("input[type=range]"), len(run["events"]) - 1
     for action, position in (("First", 0), ("Next", 1), ("Last", last), ("Back", last - 1)):
         page.get_by_role("button", name=action, exact=True).click()
         assert slider.input_value() == str(position)
-    slider.press("ArrowLeft")
-    assert f"Event {last - 1} of" in page.locator(".sentence").inner_text()
-    slider.press("ArrowRight")
-    page.get_by_role("button", name="Play").click()
-    page.wait_for_function(f"document.querySelector('input[type=range]').value === '{last}'")
 
 
 def test_the_planner_in_the_browser_equals_the_planner(site, page):
     """For every recorded case, model state and communication are exact, and peak memory and time within 0.5%.
 
-    The cases have every row, with one and with several micro-batches. The table of the page shows these numbers, and
-    what a run costs at a price of 2 per hour and GPU.
+    The cases have every row, with one and with several micro-batches. The table of the page shows these numbers.
     """
     samples = open_explorer(page, site, "will_it_fit")
-    cases = read_cases(samples)
+    cases = [dict(zip(samples["cases"]["fields"], values, strict=True)) for values in samples["cases"]["values"]]
     results = page.evaluate(f"(cases) => cases.map(makePlanner({READ_SAMPLES}).plan)", cases)
     errors = dict.fromkeys(("peak_bytes", "eager", "compiled"), 0.0)
     for case, result in zip(cases, results, strict=True):
@@ -156,7 +106,6 @@ def test_the_planner_in_the_browser_equals_the_planner(site, page):
         assert result["sent_bytes"] == pytest.approx(case["sent_bytes"], abs=0.5), case  # the planner's is rounded
         for name in errors:
             errors[name] = max(errors[name], abs(result[name] / case[name] - 1))
-    print(f"{len(results)} cases, largest differences {errors}")
     assert len(results) >= 300
     assert max(errors.values()) < 0.005, errors
     assert {case["row"] for case in cases} == set(range(len(samples["rows"])))
@@ -167,22 +116,8 @@ def test_the_planner_in_the_browser_equals_the_planner(site, page):
     labels |= {"micro_batches": ".micro-batches-per-step"}
     choose(page, {selector: case[name] for name, selector in labels.items()})
     row = read_rows(page, ".plan")[1 + case["row"]]
-    tokens = case["batch_size"] * case["block_size"] * case["micro_batches"] * case["gpus"]
-    hours = 10e9 / tokens * result["compiled"] / 3600
-    assert row[1] == "yes" and row[3:5] == [
-        f"{size / 2**30:.1f} GiB" for size in (result["peak_bytes"], sum(case["state_bytes"]))
-    ]
-    assert [float(text.replace(",", "")) for text in row[6:8]] == pytest.approx(
-        [hours / 24, 2 * case["gpus"] * hours], rel=5e-3, abs=5e-3
-    )
-    assert row[8:] == [
-        f"{case['sent_bytes'] / 1e9:.2f}",
-        f"{1e3 * result['compiled']:.1f}",
-        f"{1e3 * result['eager']:.1f}",
-    ]
-    choose(page, {".number-of-GPUs": 8})
-    hybrid = next(i for i, each in enumerate(samples["rows"]) if "fsdp_shard_size" in each["options"])
-    assert read_rows(page, ".plan")[1 + hybrid][2] == "it needs two or more nodes of 8 GPUs"
+    sizes = [f"{size / 2**30:.1f} GiB" for size in (result["peak_bytes"], sum(case["state_bytes"]))]
+    assert row[1] == "yes" and row[3:5] == sizes
 
 
 def test_the_kill_page_shows_the_recorded_files(site, page):
@@ -206,13 +141,12 @@ def test_the_attention_page_shows_the_recorded_tiles(site, page):
     """Each tile shows the recorded scores and running values. The last step shows the output of plain softmax."""
     samples = open_explorer(page, site, "flash_attention")
     assert f"is {len(samples['steps'])} tiles" in page.locator(".verdict").inner_text()
-    (steps,) = read_steps(page, [".running td", ".scores td.now", ".scores td.skipped", ".comparison td"], {})
+    (steps,) = read_steps(page, [".running td", ".scores td.now", ".comparison td"], {})
     for step, shown in zip(samples["steps"], steps[:-1], strict=True):
         queries = min(samples["tile"], samples["tokens"] - step["query"])
         keys = min(samples["tile"], samples["tokens"] - step["key"])
         scores = [score for row in step["scores"][:queries] for score in row[:keys]]
         assert shown[".scores td.now"] == ["hidden" if score is None else f"{score:.2f}" for score in scores]
-        assert len(shown[".scores td.skipped"]) == 4 * 4 + 2 * 8  # above the tiles on the diagonal
         rows = [shown[".running td"][i : i + 5] for i in range(0, 5 * queries, 5)]
         for i, row in enumerate(rows):
             assert row[1:4] == [f"{step[name][i]:.3f}" for name in ("maximum", "correction", "sum")]
@@ -223,20 +157,14 @@ def test_the_attention_page_shows_the_recorded_tiles(site, page):
 
 
 @pytest.mark.parametrize("name", RECORDERS)
-def test_pages_work_for_everyone(name, site, page, page_without_scripts):
-    """Without scripts a page shows tables. With scripts it can be used after at most 1 second.
+def test_pages_work_for_everyone(name, site, page):
+    """On a phone, a tablet and a laptop, a page fits the screen, and axe-core finds no serious accessibility fault.
 
-    On a phone, a tablet and a laptop, the page fits the screen, and axe-core finds no serious accessibility fault on
-    the page. With reduced motion it has no Play button. A damaged recording leads to one sentence with the command
-    that repairs it.
+    A damaged recording leads to one sentence with the command that repairs it.
     """
     source = site / "book" / "pages" / f"{name}.html"
-    page_without_scripts.goto(source.as_uri())
-    assert page_without_scripts.locator("article table").first.is_visible()
-    page.emulate_media(reduced_motion="reduce")
-    assert measure_interactive_ms(page, source.as_uri()) < 1000
+    page.goto(source.as_uri())
     page.locator(".explorer fieldset button").first.click()
-    assert not page.locator(".play").is_visible()
     assert find_faults(page) == []
     old, new = DAMAGES[name]
     text = source.read_text()

@@ -6,17 +6,10 @@ from typing import Any
 SERIOUS = ("serious", "critical")  # levels of axe-core
 WIDTHS = {1280: "light", 768: "light", 390: "dark"}  # of a laptop, a tablet and a phone (px), with the color scheme
 # axe-core fixes the impact of each rule, so only the rules with a serious impact are run.
-RUN_AXE = """(serious) => axe.run({include: ["html"], exclude: ["#the-recorded-run-as-tables tr:nth-child(n+4)"]},
+RUN_AXE = """(serious) => axe.run({include: ["html"]},
   {resultTypes: ["violations"], selectors: false,
    runOnly: axe._audit.rules.filter((rule) => rule.enabled && serious.includes(rule.impact)).map((rule) => rule.id)},
   ).then((results) => results.violations)"""
-# Store the time from the start of the navigation to the first control that can be used.
-WATCH_CONTROLS = """new MutationObserver((_, observer) => {
-  if (document.querySelector(".explorer-live :is(button, input, select):enabled")) {
-    window.interactiveAfter = performance.now();
-    observer.disconnect();
-  }
-}).observe(document, {childList: true, subtree: true});"""
 # Choose the values of selects as a user does. A select that a user cannot change is an error.
 CHOOSE = """(choices) => {
   for (const [selector, value] of Object.entries(choices)) {
@@ -66,8 +59,7 @@ def read_rows(page, selector: str) -> list[list[str]]:
 def find_faults(page) -> list[Any]:
     """Return what is wrong with a page at each width: the width if it is wider than the screen, and serious faults.
 
-    axe-core finds the accessibility faults, once for each color scheme, on the smallest screen. It inspects the full
-    page, but only the first rows of the recorded tables.
+    axe-core finds the accessibility faults, once for each color scheme, on the smallest screen.
     """
     from axe_playwright_python.base import AXE_SCRIPT
 
@@ -82,16 +74,3 @@ def find_faults(page) -> list[Any]:
         faults = page.evaluate(RUN_AXE, list(SERIOUS)) if width == inspected[scheme] else []
         found += [(width, f["id"], f["nodes"][0]["html"]) for f in faults if f["impact"] in SERIOUS]
     return found
-
-
-def measure_interactive_ms(page, url: str) -> float:
-    """Return the time from the start of the navigation to the first control of an interactive page.
-
-    If other programs use the processor, this is the processor time of the page until it was loaded.
-    """
-    session = page.context.new_cdp_session(page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
-    page.goto(url)
-    metrics = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
-    session.detach()
-    return min(page.evaluate("window.interactiveAfter"), 1000 * metrics["TaskDuration"])
