@@ -235,6 +235,7 @@ from nanoGPT.distributed.runtime import Runtime, create_runtime
 from phase3_fsdp.fsdp import init_context, init_shards, shard_model
 from workshop.lessons import fsdp_pictures
 from workshop.lessons.fsdp import count_local_elements, describe_layout
+from workshop.pictures import draw_memory_bars
 
 
 def build_sharded_model(config: FsdpConfig) -> tuple[GPT, Runtime]:
@@ -449,7 +450,8 @@ usages = {number: select_usages(ranks) for number, ranks in by_ranks.items()}  #
 print_memory(usages, P, tensors=len(list(unsharded.parameters())))
 
 # %%
-fsdp_pictures.draw_memory(usages, P)
+bars = {f"{number} rank(s)": {name: size / 1e6 for name, size in peak.items()} for number, (_, peak) in usages.items()}
+draw_memory_bars(bars, "Peak memory of a step", "MB per rank")
 
 # %% [markdown]
 # The model state takes 16P/N bytes. Two small terms come on top: a step count for each parameter tensor, and one row of
@@ -511,7 +513,6 @@ relative_time = measure_relative_time(models, x)
 print_modes(measured_bytes, predicted_bytes, count_btc_per_block(larger_shape, B, T), relative_time)
 
 # %%
-fsdp_pictures.draw_modes(measured_bytes, predicted_bytes, relative_time)
 gradients = {mode: torch.cat([p.grad.flatten() for p in model.parameters()]) for mode, model in models.items()}
 is_same = all(torch.equal(each, gradients["none"]) for each in gradients.values())
 print("gradients bitwise identical in every mode:", is_same)
@@ -737,7 +738,6 @@ curves = {
     "FSDP, 4 ranks, many options": train_on_ranks(4, **MANY_OPTIONS),
 }
 print_loss_curves(curves, baseline=curves["one process, not sharded"])
-fsdp_pictures.draw_loss_curves(curves)
 
 # %% [markdown]
 # The losses differ at most in the last digits of fp32. With one rank they are identical to the baseline. Several ranks

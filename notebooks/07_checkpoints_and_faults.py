@@ -443,7 +443,6 @@ for name, wte_chunks in (("8 ranks", by_eight), ("2 ranks", by_two)):
     print(f"{name}: first rows", [c["first"][0] for c in wte_chunks], "row counts", [c["size"][0] for c in wte_chunks])
 for rank in range(2):
     print(f"rank {rank} of 2 read wte from", ", ".join(sorted(files_read[rank][WTE])))
-checkpoint_pictures.draw_rows(by_eight, by_two)
 assert sorted(files_read[0][WTE]) == checkpoint_pictures.FILES and len(files_read[1][WTE]) == 5
 
 # %% [markdown]

@@ -1,4 +1,4 @@
-"""Pictures of notebook 7: the index of a checkpoint, the stages of a save, resharding, and asynchronous saves."""
+"""Pictures of notebook 7: the index of a checkpoint, the stages of a save, and asynchronous saves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,22 +103,6 @@ def draw_stages(loaded_steps: Mapping[str, int]) -> None:
     axes.set(xlim=(-0.1, len(STAGES) + 0.1), ylim=(-0.1, 3.8))
     axes.set_title("The stages of saving step 3: it can be loaded as soon as the directory is renamed", fontsize=9)
     axes.axis("off")
-    figure.tight_layout()
-    plt.show()
-
-
-def draw_rows(by_eight: Sequence[Chunk], by_two: Sequence[Chunk]) -> None:
-    """Draw the rows of a tensor as 8 ranks saved them, and as 2 ranks loaded them."""
-    figure, axes = plt.subplots(figsize=(9, 1.6))
-    for y, chunks, colors in ((0, by_eight, ("#eeeeee",) * 8), (1, by_two, RANK_COLORS)):
-        for rank, chunk in enumerate(chunks):
-            first, size = chunk["first"][0], chunk["size"][0]
-            axes.add_patch(Rectangle((first, y), size, 0.8, facecolor=colors[rank], edgecolor="black"))
-            axes.text(first + size / 2, y + 0.4, f"rank {rank}", ha="center", va="center", fontsize=8)
-    axes.axvline(by_two[1]["first"][0], color="black", linestyle=":")
-    axes.set(xlim=(0, 75), ylim=(1.9, -0.1), xlabel="row of wte")
-    axes.set_yticks([0.4, 1.4], ["saved by 8 ranks", "loaded by 2 ranks"])
-    axes.spines[["top", "right", "left"]].set_visible(False)
     figure.tight_layout()
     plt.show()
 

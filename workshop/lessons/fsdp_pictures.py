@@ -1,4 +1,4 @@
-"""Pictures of notebook 6: shards, initial weights, gathered bytes, memory per rank, checkpointing and loss curves."""
+"""Pictures of notebook 6: shards, initial weights and gathered bytes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,12 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from nanoGPT.memory.tracker import CATEGORIES, STATE
 from workshop.lessons.fsdp import find_max_gathered_bytes
 from workshop.pictures import RANK_COLORS
 
 SHADES = ("#dbeafe", "#fef3c7", "#fee2e2", "#ecfccb")  # of the blocks
-PAINT = dict(zip(CATEGORIES, ("#00798c", "#edae49", "#d1495b", "#8ecae6", "#a7c957", "#cccccc"), strict=True))
 
 
 def draw_layout(layout: Sequence[Mapping[str, Any]]) -> None:
@@ -95,57 +93,5 @@ def draw_gathered_bytes(variants: Sequence[Mapping[str, Any]]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     grid[-1].set_xlabel("events (operators and resizes)")
     figure.suptitle("Gathered bytes through one step on one of 4 ranks, in units of one block")
-    figure.tight_layout()
-    plt.show()
-
-
-def draw_memory(usages: Mapping[int, tuple[Mapping[str, int], Mapping[str, int]]], P: int) -> None:
-    """Draw model state and peak memory for each number of ranks, next to the formula 16P/N."""
-    figure, grid = plt.subplots(1, 2, figsize=(10, 3.8))
-    for index, title in enumerate(("model state before the update", "peak memory of a step")):
-        axes = grid[index]
-        for place, usage_pair in enumerate(usages.values()):
-            base = 0.0
-            for category in STATE if index == 0 else CATEGORIES:
-                size = usage_pair[index][category] / 1e6
-                axes.bar(place, size, bottom=base, color=PAINT[category], width=0.6)
-                base += size
-        axes.set_xticks(range(len(usages)), [f"{number} rank{'s' * (number > 1)}" for number in usages])
-        axes.set(title=title, ylabel="memory per rank (MB)")
-        axes.spines[["top", "right"]].set_visible(False)
-    for place, number in enumerate(usages):
-        line = 16 * P / number / 1e6
-        grid[0].hlines(line, place - 0.4, place + 0.4, color="black", label="" if place else "16P/N")
-    grid[0].legend(frameon=False)
-    handles = [Rectangle((0, 0), 1, 1, facecolor=PAINT[name]) for name in CATEGORIES]
-    labels = [name.replace("_", " ") for name in CATEGORIES]
-    figure.legend(handles, labels, loc="lower center", ncols=6, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    plt.show()
-
-
-def draw_modes(measured: Mapping[str, int], predicted: Mapping[str, int], times: Mapping[str, float]) -> None:
-    """Draw the activations of each mode of checkpointing, with its prediction and its time."""
-    figure, axes = plt.subplots(figsize=(8, 2.6))
-    for place, mode in enumerate(measured):
-        axes.barh(place, measured[mode] / 1e6, color="#a7c957")
-        axes.plot([predicted[mode] / 1e6] * 2, [place - 0.4, place + 0.4], color="black")
-        axes.text(measured[mode] / 1e6, place, f"  time × {times[mode]:.2f}", va="center", fontsize=8)
-    axes.set_yticks(range(len(measured)), list(measured))
-    axes.set(xlabel="activations after the forward pass (MB); black lines: predicted", ylabel="mode")
-    axes.set(xlim=(0, 1.15 * measured["none"] / 1e6), title="Memory and time of activation checkpointing")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    plt.show()
-
-
-def draw_loss_curves(curves: Mapping[str, Mapping[int, float]]) -> None:
-    """Draw loss curves on top of each other, with markers of several sizes."""
-    figure, axes = plt.subplots(figsize=(6, 3.2))
-    for number, (name, curve) in enumerate(curves.items()):
-        marker, size = "osD^v"[number], 11 - 2 * number
-        axes.plot(list(curve), list(curve.values()), marker=marker, markersize=size, alpha=0.7, label=name)
-    axes.set(xlabel="step", ylabel="training loss", title="All four runs have the same loss curve")
-    axes.legend(fontsize=8)
     figure.tight_layout()
     plt.show()

@@ -1,4 +1,4 @@
-"""Pictures of notebook 3: buckets and shards, the timeline of a step, and wrong ways to clip."""
+"""Pictures of notebook 3: buckets and shards, and the timeline of a step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from workshop.pictures import RANK_COLORS
-
-CURVE_COLORS = ("#d1495b", "#edae49", "#00798c")
 
 
 def draw_box(axes: Axes, y: float, begin: float, end: float, color: str, text: str = "", hatch: str = "") -> None:
@@ -85,17 +83,4 @@ def draw_timeline(timeline: Mapping[str, Any]) -> None:
     figure.legend(handles, labels, loc="upper center", ncols=4, frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout(rect=(0, 0, 1, 0.94))
-    plt.show()
-
-
-def draw_clipping(results: Mapping[str, Sequence[Mapping[str, Any]]], reference: Mapping[str, Any]) -> None:
-    """Draw the loss difference from one process in each step, for each way to clip."""
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    for (name, ranks), color in zip(results.items(), CURVE_COLORS, strict=True):
-        curves = zip(ranks[0]["curve"], reference["curve"], strict=True)
-        axes.semilogy([max(abs(a - b), 1e-8) for a, b in curves], marker="o", color=color, label=name)
-    axes.set(xlabel="step", ylabel="loss difference from one process (nats)")
-    axes.set_title("Gradient clipping by three norms (0 is drawn as 1e-8)")
-    axes.legend(loc="center right")
-    figure.tight_layout()
     plt.show()
