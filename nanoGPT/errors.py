@@ -52,13 +52,12 @@ class ConfigError(Exception):
     Args:
         message: the sentence. Line breaks are replaced by spaces, and a very long message is shortened.
         on_one_rank: whether other ranks may not have this error, so that this rank must print it.
-        is_shared: whether all ranks of all nodes have received this message already.
     """
 
-    def __init__(self, message: str, on_one_rank: bool = False, is_shared: bool = False) -> None:
+    def __init__(self, message: str, on_one_rank: bool = False) -> None:
         line = " ".join(message.splitlines())
         super().__init__(line if len(line) <= MAX_MESSAGE_LENGTH else f"{line[:MAX_MESSAGE_LENGTH]}...")
-        self.on_one_rank, self.is_shared = on_one_rank, is_shared
+        self.on_one_rank = on_one_rank
 
 
 class LostConnection(ConfigError):

@@ -8,15 +8,11 @@ def find_disagreement(descriptions: list[Mapping[str, Any]]) -> str | None:
     """Compare the descriptions of all ranks.
 
     Args:
-        descriptions: of each rank, in rank order, from `describe_run`. A rank that cannot start has
-            `{"problem": sentence}`.
+        descriptions: of each rank, in rank order, from `describe_run`.
 
     Returns:
         A sentence that names the differences and the ranks; None if all ranks agree.
     """
-    for rank, each in enumerate(descriptions):
-        if "problem" in each:
-            return f"rank {rank} cannot start: {each['problem']}"
     names = list(dict.fromkeys(name for each in descriptions for name in each))
     differences = [name for name in names if any(each.get(name) != descriptions[0].get(name) for each in descriptions)]
     if not differences:

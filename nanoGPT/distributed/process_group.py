@@ -22,7 +22,6 @@ from nanoGPT.errors import ConfigError, LostConnection
 
 CONNECT_TIMEOUT = datetime.timedelta(seconds=30)  # of one attempt to connect to a store
 RECORDED_COLLECTIVES = "500"  # per rank, by torch's flight recorder
-REPORT_TIMEOUT = datetime.timedelta(seconds=20)  # how long a rank that cannot start tries to report it to the others
 
 
 def join_process_group(run: Runtime, timeout: datetime.timedelta, description: dict[str, Any]) -> None:
@@ -36,7 +35,7 @@ def join_process_group(run: Runtime, timeout: datetime.timedelta, description: d
         description: what this rank is about to run (`nanoGPT.distributed.agreement`).
 
     Raises:
-        ConfigError: the ranks do not agree, one of them cannot start, or the port is in use.
+        ConfigError: the ranks do not agree, or the port is in use.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)  # torch reads it at the first collective
     backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
@@ -136,39 +135,19 @@ def compare_ranks(store: dist.Store, run: Runtime, description: dict[str, Any]) 
     Every rank writes its description into the store, and rank 0 compares them.
 
     Raises:
-        ConfigError: the ranks do not agree, or one of them cannot start.
+        ConfigError: the ranks do not agree.
     """
     store.set(f"described by {run.rank}", json.dumps(description))
-    reader_keys: list[str] = []
     if run.is_main:
         descriptions = [json.loads(store.get(f"described by {rank}")) for rank in range(run.world_size)]
-        reader_keys = [f"read by {rank}" for rank, each in enumerate(descriptions) if "problem" not in each]
         store.set("verdict", find_disagreement(descriptions) or "agreed")
     verdict = store.get("verdict").decode()
     if verdict == "agreed":
         return
     store.set(f"read by {run.rank}", "")
-    with contextlib.suppress(dist.DistError):
-        store.wait(reader_keys, REPORT_TIMEOUT)  # rank 0 may serve the store, so it waits until all have read it
-    raise ConfigError(verdict, is_shared=True)
-
-
-def report_to_other_nodes(problem: str) -> None:
-    """Report to the ranks on other nodes that this rank cannot start, so that they do not wait for it.
-
-    Only ranks that connect within REPORT_TIMEOUT receive the report. On this node the launcher stops the other ranks.
-    This function reads everything from the environment, because the rank may have no valid configuration.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    with contextlib.suppress(Exception):  # this rank has printed the reason already
-        rank, world_size, local_world_size, port = (int(os.environ[name]) for name in names)
-        if local_world_size == world_size or may_restart():
-            return
-        store = connect(os.environ["MASTER_ADDR"], port, rank == 0 and not agent_has_store(), REPORT_TIMEOUT)
-        store.set(f"described by {rank}", json.dumps({"problem": problem}))
-        if rank == 0:
-            store.set("verdict", f"rank 0 cannot start: {problem}")
-            store.wait([f"read by {other}" for other in range(local_world_size, world_size)], REPORT_TIMEOUT)
+    with contextlib.suppress(dist.DistError):  # rank 0 may serve the store, so it waits until all have read it
+        store.wait([f"read by {rank}" for rank in range(run.world_size)], CONNECT_TIMEOUT)
+    raise ConfigError(verdict)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from nanoGPT.cli.program import unbreakable_output
 from nanoGPT.distributed.agreement import find_disagreement
 from nanoGPT.distributed.algorithms import choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number
-from nanoGPT.distributed.process_group import join_process_group, report_to_other_nodes
+from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.errors import (
     LOST_PEER_MESSAGES,
@@ -131,7 +131,7 @@ def report_job_errors(
     explain: Callable[[BaseException], str | None] = explain_memory_error,
     remedy: str = "resume from the last checkpoint",
 ) -> int:
-    """Run this rank's job. Report an error in one sentence, to the user and to the other ranks; return the exit code.
+    """Run this rank's job. Report an error in one sentence, and return the exit code.
 
     Args:
         job: returns the exit code of success.
@@ -144,8 +144,6 @@ def report_job_errors(
         code = report_failure(2, str(error), is_same_on_all_ranks=not error.on_one_rank)
         if not isinstance(error, LostConnection):
             stop_elastic_job(code, str(error))
-        if not dist.is_initialized() and not error.is_shared:
-            report_to_other_nodes(str(error))
     except NonFiniteLoss as error:
         code = report_failure(3, str(error), is_same_on_all_ranks=True)
         stop_elastic_job(code, str(error))
@@ -164,6 +162,4 @@ def report_job_errors(
                 traceback.print_exc()
             sentence = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         code = report_failure(1, sentence)
-        if not dist.is_initialized():
-            report_to_other_nodes(sentence)
     return code

@@ -48,19 +48,6 @@ def test_a_run_never_writes_into_the_directory_of_another_run(change, tmp_path):
     assert (tmp_path / "out" / "checkpoints" / "step-00000001" / "payload").read_bytes() == b"x"
 
 
-def test_a_deleted_directory_is_created_again(tmp_path, capsys):
-    """If a run's directory is deleted and no other run starts there, the next save creates it again, prints a message,
-    and locks it."""
-    run = start_run(tmp_path / "out")
-    save(run, 1)
-    shutil.rmtree(tmp_path / "out")
-    save(run, 2)
-    assert list_names(tmp_path / "out") == ["LATEST", "step-00000002"]
-    assert "was moved or deleted during the run" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="another run is writing"):
-        DirectoryLock(tmp_path / "out")
-
-
 def delete_while_training(out: str) -> None:
     """Train, and delete the run's directory as soon as step 3 is logged."""
     from nanoGPT import train

@@ -15,7 +15,7 @@ from nanoGPT.sample import SampleConfig
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import Program, make_flags
-from tests.helpers.training import ROOT, TINY, call_train_all, read_metric, tiny, train, train_all
+from tests.helpers.training import ROOT, TINY, call_train_all, read_metric, tiny, train_all
 from workshop.ranks import losses, run_on_ranks
 
 PHASES = ["nanoGPT", "phase1_zero1", "phase3_fsdp"]
@@ -112,20 +112,6 @@ def test_an_older_checkpoint_is_resumed(runs, tmp_path):
         assert curve == losses(runs / phase) and sorted(curve) == [0, 1, 2, 3]
         assert steps_saved(runs / phase) == steps_saved(out) == ["step-00000002", "step-00000004"]
         assert [path.name for path in (out / "checkpoints").glob(".newer-*")] == [".newer-step-00000004"]
-
-
-def test_a_resume_without_a_directory_takes_the_newest_run_of_the_phase(tmp_path, monkeypatch):
-    """init_from=resume finds the newest run of the phase, in a directory under out/ or in out itself."""
-    monkeypatch.chdir(tmp_path)
-    for seed, name in enumerate(["nanoGPT-1", "nanoGPT-2", "phase3_fsdp-3"]):
-        phase = name.split("-")[0]
-        train(phase, 1, tiny(phase, tmp_path / "out" / name, max_iters=1, seed=seed))
-    config = parse(TrainConfig, ["--init_from=resume", "--device=cpu"], TRAINER)
-    assert (config.out_dir, config.seed) == ("out/nanoGPT-2", 1)
-    train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path / "out", max_iters=1, seed=3))
-    assert parse(TrainConfig, ["--init_from=resume", "--device=cpu"], TRAINER) == config, "out is of another phase"
-    fsdp_trainer = ROOT / "phase3_fsdp" / "train.py"
-    assert parse(FsdpConfig, ["--init_from=resume", "--device=cpu"], fsdp_trainer).out_dir == "out"
 
 
 def test_a_second_torchrun_gets_a_new_directory(tmp_path):

@@ -94,7 +94,7 @@ def test_an_assumed_tokenizer_is_printed(sources, capsys, monkeypatch):
 
 def test_tokenizers_of_hugging_face_directories_are_recognized(tmp_path):
     """The files that transformers reads identify GPT-2's tokenizer, also with added tokens, and a tokenizer of
-    characters. Another tokenizer and a damaged file are refused."""
+    characters. Another tokenizer is refused."""
     for identity in (make_gpt2_identity(), make_char_identity('\n "aé书')):
         folder = tmp_path / identity["name"]
         folder.mkdir()
@@ -105,19 +105,15 @@ def test_tokenizers_of_hugging_face_directories_are_recognized(tmp_path):
     for name, tokens, expected in (
         ("added", {**vocab, "<|user|>": 50257}, make_gpt2_identity()),
         ("swapped", {**vocab, "!": vocab["a"], "a": vocab["!"]}, None),
-        ("gap", {"a": 0, "b": 2}, None),
     ):
         (tmp_path / name).mkdir()
-        content = {"model": {"type": "BPE", "vocab": tokens, "merges": merges if len(tokens) > 2 else []}}
+        content = {"model": {"type": "BPE", "vocab": tokens, "merges": merges}}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(content))
         if expected:
             assert read_hf_tokenizer(tmp_path / name) == expected
         else:
             with pytest.raises(ConfigError, match="neither GPT-2's nor one of single characters"):
                 read_hf_tokenizer(tmp_path / name)
-    (tmp_path / "gap" / "tokenizer.json").write_text("[1")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_hf_tokenizer(tmp_path / "gap")
     assert read_hf_tokenizer(tmp_path) is None
 
 
@@ -125,16 +121,8 @@ def test_programs_refuse_another_tokenizer(sources):
     """An evaluation, with train.py or evaluate.py, refuses data with another tokenizer; its own data give a loss."""
     run, zoo = sources / "run", f"--dataset={sources / 'zoo'}"
     for words in (
-        [
-            "nanoGPT/train.py",
-            "--eval_only=True",
-            f"--init_from={run}",
-            f"--out_dir={sources / 'eval'}",
-            "--block_size=8",
-        ],
         ["nanoGPT/train.py", "--eval_only=True", "--init_from=resume", f"--out_dir={run}"],
         ["phase3_fsdp/evaluate.py", f"--out_dir={run}"],
-        ["phase3_fsdp/evaluate.py", f"--init_from={sources / 'hf'}", "--block_size=8"],
     ):
         assert_refused(run_program(*words, "--device=cpu", zoo), "different tokenizer", "75 characters")
     outcome = run_program("phase3_fsdp/evaluate.py", "--device=cpu", f"--out_dir={run}")
@@ -151,7 +139,7 @@ def test_sampling_uses_the_tokenizer_of_the_source(sources, capsys):
 
 
 def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path, capsys):
-    """--resume_step=2 and --resume_step=best choose the same checkpoint in evaluations, samples, exports and new runs.
+    """--resume_step=2 and --resume_step=best choose the same checkpoint in evaluations, samples and exports.
 
     A step that does not exist, and a step of weights that are no run, are refused.
     """
@@ -169,26 +157,12 @@ def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path, capsys):
         assert torch.equal(read_hf(tmp_path / str(step))[1]["transformer.wte.weight"], expected)
         model, _, _ = sample.load_model(str(run), step=step)
         assert torch.equal(model.transformer["wte"].weight, expected)
-        flags = [f"--init_from={run}", f"--resume_step={step}", "--device=cpu", "--block_size=16"]
-        config = parse(TrainConfig, flags, TRAINER)
-        assert torch.equal(
-            read_weights(config.init_from, step=config.resume_step).tensors["transformer.wte.weight"], expected
-        )
-        resumed = parse(TrainConfig, ["--init_from=resume", f"--out_dir={run}", f"--resume_step={step}"], TRAINER)
-        assert resumed.n_embd == 32
     for source, words in (
         (run, "there is no checkpoint step-00000005"),
         (sources / "hf", "needs the directory of a run"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_weights(str(source), step=5)
-    outcome = run_program("phase3_fsdp/evaluate.py", "--device=cpu", f"--out_dir={run}/checkpoints/step-00000006")
-    assert outcome.code == 0 and "step-00000006: validation loss" in outcome.output, outcome
-    assert_refused(
-        run_program("phase3_fsdp/evaluate.py", "--device=cpu", f"--out_dir={run}", "--resume_step=5"),
-        "there is no checkpoint step-00000005",
-        "choose one of step-00000006",
-    )
 
 
 def test_the_best_step_is_resumed(sources, tmp_path):
@@ -273,7 +247,7 @@ def test_a_resume_finds_the_newest_run_in_a_directory_of_any_name(sources, tmp_p
 
 
 def test_the_learning_rate_never_rises_after_the_warm_up(tmp_path):
-    """If only learning_rate is given, min_lr changes in proportion, also from a config file and in a resumed run. A
+    """If only learning_rate is given, min_lr changes in proportion, also from a config file. A
     min_lr above learning_rate is refused."""
     (tmp_path / "fine.py").write_text("learning_rate = 3e-5\n")
     for words in (["--learning_rate=3e-5"], [str(tmp_path / "fine.py")]):
@@ -281,13 +255,6 @@ def test_the_learning_rate_never_rises_after_the_warm_up(tmp_path):
         rates = [learning_rate(step, config) for step in range(config.max_iters + 1)]
         assert max(rates) == pytest.approx(3e-5) and rates[-1] == pytest.approx(3e-5 / 20)
     assert parse(TrainConfig, ["--device=cpu"], TRAINER).min_lr == 2e-4
-    (tmp_path / "constant.py").write_text("learning_rate = min_lr = 2e-5\n")
-    words = [str(tmp_path / "constant.py"), "--device=cpu", f"--out_dir={tmp_path / 'constant'}", "--max_iters=1"]
-    assert run_program("nanoGPT/train.py", *words, "--eval_iters=1", "--n_layer=1", "--n_embd=8").code == 0
-    resumed = parse(
-        TrainConfig, ["--init_from=resume", f"--out_dir={tmp_path / 'constant'}", "--learning_rate=6e-5"], TRAINER
-    )
-    assert resumed.min_lr == resumed.learning_rate == 6e-5, "their ratio is 1"
     assert parse(TrainConfig, ["--device=cpu", "--learning_rate=1e-3", "--min_lr=5e-4"], TRAINER).min_lr == 5e-4
     words = ("--min_lr=0.002 is above --learning_rate=0.001", "--decay_lr=False")
     flags = ["--device=cpu", f"--out_dir={tmp_path / 'run'}", "--learning_rate=1e-3", "--min_lr=2e-3"]
@@ -314,38 +281,16 @@ def helper():
 
 
 def test_config_files_of_nanogpt_work(tmp_path):
-    """A config file may import modules and define functions. Its encoding does not depend on the locale, and a whole
-    number may be a float. `wandb_log = False` is accepted, because it asks for what is done anyway."""
+    """A config file may import modules and define functions, and a whole number may be a float. `wandb_log = False` is
+    accepted, because it asks for what is done anyway."""
     file = tmp_path / "c.py"
     file.write_text(NANOGPT_CONFIG)
     config = parse(TrainConfig, [str(file), "--device=cpu"], TRAINER)
     assert (config.max_iters, config.warmup_iters, config.wandb_project) == (10, 1, "shakespeare")
-    for encoding, text in (
-        ("utf-8-sig", "wandb_group = 'café'"),
-        ("latin-1", "# -*- coding: latin-1 -*-\nwandb_group = 'café'"),
-    ):
-        file.write_bytes(text.encode(encoding))
-        assert parse(TrainConfig, [str(file), "--device=cpu"], TRAINER).wandb_group == "café"
     for text, words in (
         ("wandb_log = True", "wandb_log.*--track=wandb"),
         ("gpus = 2", "sets gpus, which is not a field; names of helpers begin with _"),
-        ("max_iters = 1.5", "--max_iters=1.5 is invalid: use an integer"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             parse(TrainConfig, [str(file), "--device=cpu"], TRAINER)
-
-
-def test_advice_can_be_followed(sources, tmp_path):
-    """A message about the vocabulary or the context advises only what is possible."""
-    config = tiny("nanoGPT", tmp_path, init_from=str(sources / "hf without tokenizer"), dataset="shakespeare")
-    with pytest.raises(ConfigError, match="use a dataset with the same tokenizer$"):
-        start_from(config)
-    with pytest.raises(ConfigError, match="use a larger --vocab_size$"):
-        start_from(tiny("nanoGPT", tmp_path, vocab_size=20))
-    for tokens, words in (([1], "prepare a longer text"), ([1, 2, 0], "use --block_size=2 or less")):
-        splits = {"train": [write_tokens(tmp_path, "train.bin", np.arange(90, dtype=np.uint16) % 3)]}
-        splits["val"] = [write_tokens(tmp_path, "val.bin", np.array(tokens, np.uint16))]
-        write_meta(tmp_path, {}, make_char_identity("xyz"), splits)
-        with pytest.raises(ConfigError, match=words):
-            TokenData(str(tmp_path), 16, 1, 1)

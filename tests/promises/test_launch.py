@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from nanoGPT.job.watchdog import list_children
 from nanoGPT.launch import find_root_cause
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.programs import (
-    DEADLINE,
     LONG_RUN,
     Program,
     await_steps,
@@ -134,11 +132,6 @@ def test_ranks_end_with_their_launcher(ranks, tmp_path):
     assert "stopped by the end of its launcher" in (tmp_path / "log.txt").read_text()
 
 
-def is_importing_torch(pid: int) -> bool:
-    """Return whether a process has loaded torch's library."""
-    return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
-
-
 def assert_ended_early(code: int, output: str, number: signal.Signals) -> None:
     """Assert that a signal ended a job without a traceback, before training or after a save that can be resumed."""
     assert code in (0, -number, 128 + number), (code, output)
@@ -157,23 +150,6 @@ def test_a_signal_while_ranks_start_ends_the_job(ranks, name, tmp_path):
     output, _ = process.communicate()
     assert_ended_early(process.returncode, output, number)
     assert all(is_gone(pid) for pid in pids)
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_while_the_launcher_imports_torch_ends_it(name, tmp_path):
-    """SIGTERM or Ctrl-C while the launcher imports torch ends it without a traceback."""
-    words = [sys.executable, "-m", "nanoGPT.launch", "nanoGPT/train.py", *make_flags(**LONG_RUN, out_dir=tmp_path)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process, number = subprocess.Popen(words, cwd=ROOT, preexec_fn=allow_ctrl_c, **pipes), signal.Signals[name]
-    wait_until(lambda: is_importing_torch(process.pid))
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=DEADLINE)
-    assert_ended_early(process.returncode, output, number)
-
-
-def allow_ctrl_c() -> None:
-    """Handle SIGINT as in a terminal. A test run in the background ignores it and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_a_second_run_in_a_directory_is_refused_and_sigquit_writes_stacks(tmp_path):
