@@ -169,7 +169,7 @@ bench-fsdp: .venv/.dev data  ## run FSDP with every pair of option values: losse
 	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.fsdp_options $(ARGS)
 bench-save: .venv/.dev  ## measure a verified save, synchronous and asynchronous, against a bare dcp.save
 	@OMP_NUM_THREADS=1 $(PY) -m bench.checkpoints.save_speed $(ARGS)
-torture: .venv/.dev  ## kill saves at every point and at 500 random moments, flip 200 bits, and check that the rest loads
+torture: .venv/.dev  ## kill saves at every point and at 500 random moments, and check that every saved step loads
 	@OMP_NUM_THREADS=1 $(PY) -m bench.checkpoints.torture $(ARGS)
 tables: .venv/.dev  ## write the committed results into the tables of the documents
 	@$(PY) -m bench.tables $(ARGS)

@@ -403,7 +403,7 @@ checkpoint_pictures.draw_stages(loaded_steps)
 
 # %% [markdown]
 # `make torture` kills a rank at all ten points, in synchronous and in asynchronous saves. It then kills at 500 random
-# moments and flips 200 bits.
+# moments.
 #
 # ## e. Save on eight ranks, load on two
 #

@@ -1,6 +1,6 @@
-"""Test whether sharded checkpoints survive kills and detect flipped bits. This test trains nothing, it only saves.
+"""Test whether sharded checkpoints survive kills. This test trains nothing, it only saves.
 
-    make torture                          # every point of a save, then 500 kills at random moments, 200 flipped bits
+    make torture                          # every point of a save, then 500 kills at random moments
     make torture ARGS="--kills=20"        # only 20 kills at random moments
     make torture ARGS=--write             # also write bench/results/torture-<hardware>.json
 
@@ -14,18 +14,15 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from bench.checkpoints.fault_points import CPU, RANKS, Saver, kill_at_every_point, kill_ranks, load_and_save
 from bench.tables.records import write_result
-from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
+from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from workshop.ranks import collect, run_on_ranks, start_ranks
-
-# ---- kills at random moments
 
 
 def save_forever(out_dir: str, is_async: bool) -> None:
@@ -38,17 +35,13 @@ def save_forever(out_dir: str, is_async: bool) -> None:
         saver.save(step)
 
 
-def kill_at_random_moments(kills: int, seed: int) -> dict[str, Any]:
-    """Kill the ranks again and again, each time after at least one more save.
-
-    Returns:
-        The number of kills, the number of times that each kind of unfinished save was left, and the last step.
+def kill_at_random_moments(kills: int, seed: int) -> int:
+    """Kill the ranks again and again, each time after at least one more save. Return the last step.
 
     Raises:
         AssertionError: a saved step was lost, or a checkpoint was loaded that was not complete.
     """
     generator = random.Random(seed)
-    left: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "checkpoints").mkdir()
         for kill in range(kills):
@@ -60,11 +53,10 @@ def kill_at_random_moments(kills: int, seed: int) -> dict[str, Any]:
                 started[generator.randrange(RANKS)][0].kill()
                 time.sleep(generator.choice([0, 0.02]))
                 kill_ranks(started)
-            left[describe_unfinished_save(folder)] += 1
         last = find_newest_step(folder)
         loaded = max(run_on_ranks(load_and_save, RANKS, folder, show=False))
         assert loaded == last, f"step {last} was saved last, but step {loaded} was loaded"
-    return {"kills": kills, "left": dict(left), "last_step": last}
+    return last
 
 
 def find_newest_step(folder: str) -> int:
@@ -84,68 +76,21 @@ def await_step(folder: str, step: int, started: list[tuple[Any, Any]]) -> None:
     assert message == ("line", f"loaded {step - 1}"), f"rank 0 sent {message}, but step {step - 1} was the newest"
 
 
-def describe_unfinished_save(folder: str) -> str:
-    """Return which part of the save in progress a kill has left. Result files use these texts as keys."""
-    unfinished = list((Path(folder) / "checkpoints").glob(".tmp-step-*"))
-    if not unfinished:
-        return "nothing: between two saves"
-    names = [p.name for p in unfinished[0].iterdir()]
-    if "manifest.json" in names:
-        return "all but the rename"
-    return "files without a manifest" if names else "an empty directory"
-
-
-# ---- flipped bits
-
-
-def save_once(out_dir: str) -> None:
-    Saver(out_dir, False).save(1)
-
-
-def count_detected_flips(count: int, seed: int) -> int:
-    """Flip one random bit in a checkpoint of two ranks, `count` times, and return how often verification detects it."""
-    generator, detected = random.Random(seed), 0
-    with tempfile.TemporaryDirectory() as folder:
-        run_on_ranks(save_once, RANKS, folder, show=False)
-        path = step_directories(Path(folder))[0]
-        places = [(file, i) for file in sorted(path.iterdir()) for i in range(file.stat().st_size)]
-        for file, position in generator.sample(places, count):
-            original = file.read_bytes()
-            damaged = bytearray(original)
-            damaged[position] ^= 1 << generator.randrange(8)
-            file.write_bytes(damaged)
-            try:
-                verify_files(path, read_manifest(path))
-            except DamagedCheckpoint:
-                detected += 1
-            file.write_bytes(original)
-    return detected
-
-
-def main(kills: int = 500, flipped: int = 200, seed: int = 1, write: bool = False) -> None:
-    """Kill saves and flip bits in checkpoints, and check that no saved step is lost and every flipped bit is detected.
+def main(kills: int = 500, seed: int = 1, write: bool = False) -> None:
+    """Kill saves, and check that no saved step is lost.
 
     Args:
         kills: number of kills at random moments.
-        flipped: number of flipped bits.
-        seed: seed of the random moments and bits.
+        seed: seed of the random moments.
         write: also write bench/results/torture-<hardware>.json.
     """
     rows = kill_at_every_point()
-    random_kills = kill_at_random_moments(kills, seed)
-    print(f"{kills} kills at random moments: every saved step loaded; left of the save: {random_kills['left']}")
-    detected = count_detected_flips(flipped, seed)
-    print(f"{flipped} flipped bits, {detected} detected")
+    last_step = kill_at_random_moments(kills, seed)
+    print(f"{kills} kills at random moments: every saved step loaded, {last_step} in total")
     if write:
-        settings = {
-            "command": f"make torture ARGS='--kills={kills} --flipped={flipped} --write'",
-            "ranks": RANKS,
-            "seed": seed,
-        }
-        samples = {"sweep": rows, "random": random_kills, "flips": {"flipped": flipped, "refused": detected}}
+        settings = {"command": f"make torture ARGS='--kills={kills} --write'", "ranks": RANKS, "seed": seed}
+        samples = {"sweep": rows, "kills": kills, "last_step": last_step}
         print(f"wrote {write_result('torture', CPU, settings, samples)}")
-    if detected < flipped:
-        raise SystemExit(f"{flipped - detected} of {flipped} flipped bits were not detected")
 
 
 if __name__ == "__main__":
