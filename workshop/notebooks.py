@@ -6,14 +6,16 @@
 Edit the script, which is in jupytext's percent format, not the .ipynb. The cell ids of the .ipynb depend only on the
 text of the cells, and it contains no times or versions. A second run therefore changes only the outputs of the cells.
 
-At the end, a table lists the time and the peak memory of each notebook: of its kernel and all ranks. The command fails
-if a notebook needs more than 3 minutes or 1 GiB, so that all of them work on a laptop.
+The command fails if a notebook needs more than 3 minutes, or one of its processes (a kernel or a rank) more than 1 GiB.
+So all of them work on a laptop.
 """
 
 import hashlib
 import os
+import resource
 import sys
 import tempfile
+import time
 from collections import Counter
 from itertools import zip_longest
 from pathlib import Path
@@ -26,9 +28,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
-from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.errors import did_you_mean
 from nanoGPT.files import write_atomically
-from workshop.usage import Usage, measure_usage
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SECONDS_PER_CELL = 600
@@ -133,57 +134,36 @@ def write_notebook(notebook: NotebookNode, ipynb: Path) -> None:
     write_atomically(ipynb, (nbformat.writes(notebook) + "\n").encode())
 
 
-def run_script(script: Path) -> Usage | None:
-    """Execute one script, write its .ipynb, and return the time and the memory that it needed.
+def run_script(script: Path) -> bool:
+    """Execute one script and write its .ipynb. Return whether it ran, within its limits.
 
-    If a cell fails, print its error, leave the old .ipynb unchanged and return None.
+    If a cell fails, print its error, and leave the old .ipynb unchanged.
     """
+    begin = time.monotonic()
     try:
-        with measure_usage() as usage:
-            notebook = execute(read_script(script))
+        notebook = execute(read_script(script))
     except (CellControlSignal, DeadKernelError) as error:
         print(f"{script.name}: {error}\nerror: a cell of {script.name} failed", file=sys.stderr, flush=True)
-        return None
+        return False
     write_notebook(notebook, script.with_suffix(".ipynb"))
-    print(f"{script.stem:32} {usage.seconds:4.0f} s {usage.peak_bytes / 2**20:6.0f} MiB", flush=True)
-    return usage
-
-
-def find_excess(name: str, usage: Usage) -> list[str]:
-    """Return one line for each limit that a notebook exceeds."""
-    limits = (("s", usage.seconds, MAX_SECONDS, 1), ("MiB", usage.peak_bytes, MAX_BYTES, 2**20))
-    return [
-        f"{name} needs {value / unit:.0f} {label}, but the limit is {limit / unit:.0f} {label}: shorten it, or use "
-        "an idle machine"
-        for label, value, limit, unit in limits
-        if value > limit
-    ]
-
-
-def select_scripts(names: list[str]) -> list[Path]:
-    """Return the scripts with these names, or all scripts if `names` is empty.
-
-    Raises:
-        ConfigError: a name is unknown.
-    """
-    known = {script.stem: script for script in list_scripts()}
-    for name in names:
-        if Path(name).stem not in known:
-            hint = did_you_mean(name, list(known))
-            raise ConfigError(f"there is no notebook {name}{hint} (known: {', '.join(known)})")
-    return [known[Path(name).stem] for name in names] or list(known.values())
+    seconds, kib = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # of all until now
+    print(f"{script.stem:32} {seconds:4.0f} s {kib / 2**10:6.0f} MiB", flush=True)
+    return seconds <= MAX_SECONDS and 1024 * kib <= MAX_BYTES
 
 
 def main(names: list[str]) -> int:
-    try:
-        usages = {script.stem: run_script(script) for script in select_scripts(names)}  # also after one fails
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    excess = [line for name, usage in usages.items() if usage for line in find_excess(name, usage)]
-    for line in excess:
-        print(f"error: {line}", file=sys.stderr)
-    return 1 if excess or None in usages.values() else 0
+    """Run the scripts with these names, or all scripts, and return the exit code."""
+    known = {script.stem: script for script in list_scripts()}
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, list(known))
+            print(f"error: there is no notebook {name}{hint} (known: {', '.join(known)})", file=sys.stderr)
+            return 2
+    is_right = [run_script(known[name]) for name in names or known]  # also after one fails
+    if not all(is_right):
+        limits = f"{MAX_SECONDS:g} s and {MAX_BYTES >> 20} MiB per process"
+        print(f"error: a notebook failed, or needs more than {limits}: see above", file=sys.stderr)
+    return int(not all(is_right))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def download_wheels(requirements: list[str], folder: Path) -> list[Path]:
     pins = folder / "pins.txt"
     pins.write_text(run([*pip, "freeze", "--exclude-editable"], remedy))
     download = [*pip, "download", "--quiet", "--only-binary=:all:", f"--dest={folder}", f"--constraint={pins}"]
-    if version("torch").endswith("+cpu"):
+    if version("torch").endswith("+cpu") and any(line.startswith("torch") for line in requirements):
         run([*download, "--no-deps", "--extra-index-url=https://download.pytorch.org/whl/cpu", "torch"], remedy)
     run([*download, f"--find-links={folder}", *requirements], remedy)
     return sorted(folder.glob("*.whl"))

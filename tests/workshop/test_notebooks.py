@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,8 +11,7 @@ from jupyter_client.provisioning import local_provisioner
 from nbformat import NotebookNode
 
 from tests.helpers.notebooks import ForkedKernel
-from tests.helpers.programs import wait_until
-from workshop import notebooks, usage
+from workshop import notebooks
 from workshop.notebooks import execute, find_differences, read_script
 
 SCRIPTS = notebooks.list_scripts()
@@ -37,13 +34,6 @@ def get_text(output: NotebookNode) -> str:
     return "\n".join(texts)
 
 
-@each_notebook
-def test_the_committed_notebook_matches_its_script(script: Path) -> None:
-    """Every committed .ipynb has the cells of its script."""
-    differences = find_differences(script, script.with_suffix(".ipynb"))
-    assert not differences, f"{differences}: run `make notebooks` and commit what it writes"
-
-
 def count_code_lines(source: str) -> int:
     """Return the number of lines of a cell that contain code: not blank, not a comment, and not in a docstring."""
     ignored: set[int] = set()
@@ -61,13 +51,16 @@ def test_cells_are_short(script: Path) -> None:
     long_cells = [source for source in sources if count_code_lines(source) > MAX_CELL_LINES]
     undivided = [name for stem, name in UNDIVIDED if stem == script.stem]
     assert [source for source in long_cells if not any(f"def {name}(" in source for name in undivided)] == []
-    assert len(long_cells) == len(undivided), "UNDIVIDED names a cell that is short enough"
-    assert count_code_lines('def f():\n    """One.\n\n    Two."""\n    # three\n\n    return 4\n') == 2
 
 
 @each_notebook
-def test_the_committed_outputs_are_from_a_complete_run(script: Path) -> None:
-    """Every committed .ipynb was run from the first to the last cell. It has no errors and no absolute paths."""
+def test_the_committed_notebook_is_complete(script: Path) -> None:
+    """Every committed .ipynb has the cells of its script, and was run from the first to the last cell.
+
+    It has no errors and no absolute paths.
+    """
+    differences = find_differences(script, script.with_suffix(".ipynb"))
+    assert not differences, f"{differences}: run `make notebooks` and commit what it writes"
     notebook = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(notebook)
     code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -95,12 +88,11 @@ def test_the_notebook_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_edited_script_differs_from_its_notebook(tmp_path: Path) -> None:
     """`find_differences` names a missing .ipynb, and changed and added cells."""
     script, ipynb = tmp_path / "a.py", tmp_path / "a.ipynb"
-    script.write_text("# %% [markdown]\n# Text.\n\n# %%\nx = 1\n")
+    script.write_text("# %%\nx = 1\n")
     assert find_differences(script, ipynb) == ["a.ipynb is missing"]
     notebooks.write_notebook(read_script(script), ipynb)
-    assert find_differences(script, ipynb) == []
-    script.write_text("# %% [markdown]\n# Text.\n\n# %%\nx = 2\n\n# %%\ny = 3\n")
-    assert find_differences(script, ipynb) == ["cell 2 differs", "cell 3 differs"]
+    script.write_text("# %%\nx = 2\n\n# %%\ny = 3\n")
+    assert find_differences(script, ipynb) == ["cell 1 differs", "cell 2 differs"]
 
 
 @pytest.mark.heavy
@@ -115,22 +107,6 @@ def test_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         contents.append(script.with_suffix(".ipynb").read_bytes())
     assert contents[0] == contents[1]
     assert b"image/png" in contents[0]
-
-
-def test_a_notebook_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of a kernel and of its ranks is measured, and a notebook above a limit is reported."""
-    monkeypatch.setattr(usage, "INTERVAL", 0.02)
-    fill = "import sys; x = bytearray(200_000_000); sys.stdin.read()"
-    before = usage.sum_memory_of_children()  # of processes that other tests have started
-    with usage.measure_usage() as measured:
-        nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-        process = subprocess.Popen([sys.executable, "-c", nested, fill], stdin=subprocess.PIPE)
-        wait_until(lambda: measured.peak_bytes - before > 1.9e8)
-        process.communicate()
-    assert measured.seconds > 0 and measured.peak_bytes - before < 4e8
-    assert notebooks.find_excess("a", measured) == []
-    assert "a needs 181 s, but the limit is 180 s" in notebooks.find_excess("a", usage.Usage(181, 0))[0]
-    assert "a needs 2048 MiB, but the limit is 1024 MiB" in notebooks.find_excess("a", usage.Usage(1, 2**31))[0]
 
 
 def test_a_failing_cell_is_shown_and_keeps_the_old_notebook(
