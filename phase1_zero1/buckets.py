@@ -13,6 +13,7 @@ This rank's slice is the output of reduce-scatter and the input of all-gather, s
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -43,9 +44,11 @@ def rank_and_world_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank and the world size, or (0, 1) without `torch.distributed`.
 
     Raises:
-        ValueError: this process is not a member of the group.
+        ValueError: this process is not a member of the group, or has not joined the other ranks.
     """
     if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise ValueError("this process is one of several ranks: call dist.init_process_group() before")
         return 0, 1
     if (rank := dist.get_rank(group)) < 0:
         raise ValueError("this process is not in the process group: create the optimizer only on members of the group")

@@ -1,4 +1,4 @@
-"""FSDP in about 125 lines of torch, for any nn.Module whose forward returns the loss.
+"""FSDP in about 150 lines of torch, for any nn.Module whose forward returns the loss.
 
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py --save_to=out/minimal
@@ -8,6 +8,7 @@ on Shakespeare. It prints the losses of `make baseline DEVICE=cpu ARGS="--decay_
 IMPLEMENTATION.md lists what `train.py` adds.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,7 +70,11 @@ def build_sharded_model(
         find_units: returns the modules that FSDP all-gathers one at a time, usually the blocks.
         fill: writes the initial values of one parameter into a full tensor, given its name, the same on all ranks.
         device: of this rank.
-        dtype: of the computation and of the all-gathers. Shards and gradient reductions are fp32.
+        dtype: of the computation and of the all-gathers. Shards and gradient reductions are fp32. Inputs of the model
+            and of each unit in other floating-point dtypes are converted too; integers are not.
+
+    Raises:
+        ValueError: a parameter has no elements, or `fill` has not written all of it; or a buffer has no values.
     """
     with put_parameters_on_meta():
         model = build()
@@ -88,10 +93,13 @@ def build_sharded_model(
     model.to_empty(device=device)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         buffer.copy_(buffers[name])
+        dist.broadcast(buffer, src=0)  # `build` may draw random values
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
-        full = torch.empty(param.shape, device=device)
+        full = torch.full(param.shape, torch.nan, device=device)
         fill(name, full)
+        if full.isnan().any():
+            raise ValueError(f"`fill` has not written all values of {name}")
         own = distribute_tensor(full, mesh, param.placements, src_data_rank=None)  # None: without communication
         param.to_local().copy_(own.to_local())
     return model
@@ -102,22 +110,45 @@ def train_step(
 ) -> tuple[float, float]:
     """Accumulate the gradients of this rank's micro-batches, clip them, and update the shards. Collective.
 
+    Args:
+        model: from `build_sharded_model`. To compile it, call `model.compile()`.
+        optimizer: over its parameters.
+        micro_batches: the arguments of `model`, for at least one forward pass, and for equally many on every rank.
+        max_norm: of the full gradient; 0 turns clipping off.
+
     Returns:
         The mean loss over the micro-batches of all ranks, and the norm of the full gradient before clipping.
+
+    Raises:
+        TypeError: the model is not sharded.
+        ValueError: the ranks have other numbers of micro-batches, or other parameters have gradients.
     """
-    assert isinstance(model, FSDPModule)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=micro_batches[0][0].device)
+    if not isinstance(model, FSDPModule):
+        raise TypeError("train_step needs the model that build_sharded_model has returned")
+    device = next(model.parameters()).device
+    check_same_on_all_ranks("numbers of micro-batches", [len(micro_batches)], device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for i, micro_batch in enumerate(micro_batches):
         model.set_requires_gradient_sync(i == len(micro_batches) - 1)  # reduce gradients in the last backward pass only
         loss = model(*micro_batch)
         loss_sum += loss.detach()
         (loss / len(micro_batches)).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # of DTensors, so it all-reduces the sum of squares
+    check_same_on_all_ranks("parameters with a gradient", [int(p.grad is not None) for p in model.parameters()], device)
+    # The gradients are DTensors, so this all-reduces the sum of squares.
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     optimizer.step()
     model.zero_grad()  # also parameters that the optimizer does not have
     dist.all_reduce(loss_sum)
     assert isinstance(norm, DTensor)
     return loss_sum.item() / (len(micro_batches) * dist.get_world_size()), norm.full_tensor().item()
+
+
+def check_same_on_all_ranks(what: str, values: list[int], device: torch.device) -> None:
+    """Raise a ValueError if two ranks have different values. FSDP would hang, or add up different gradients."""
+    low_and_high = torch.tensor([[-value for value in values], values], device=device)
+    dist.all_reduce(low_and_high, dist.ReduceOp.MAX)
+    if not torch.equal(-low_and_high[0], low_and_high[1]):
+        raise ValueError(f"the ranks have different {what}: use the same modules, equally often, on every rank")
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
@@ -134,7 +165,13 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write the shards of every rank into a directory, with the number of updates so far. Collective."""
+    """Write the shards of every rank into a new directory, with the number of updates so far. Collective.
+
+    Buffers are saved from rank 0, which also replaces those of the other ranks.
+
+    Raises:
+        FileExistsError: the directory has a checkpoint, which a kill during this save would damage.
+    """
     state, options = model_state(model), dict[str, dict[str, Any]]()
     names = {param: f"optimizer.{name}" for param, name in parameter_names(model).items()}
     check_optimizer(names, optimizer)
@@ -144,7 +181,16 @@ def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
         values = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
         values = {key: values[key] for key in values.keys() - {"params", "foreach", "fused", "capturable"}}
         options |= {names[param]: values for param in group["params"]}
+    check_new(path)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
     dcp.save(state | {"options": tuple(options.items()), "step": step}, checkpoint_id=path)  # DCP would flatten a dict
+
+
+def check_new(path: str) -> None:
+    """Raise a FileExistsError unless `save` can use this path."""
+    if os.path.isfile(path) or os.path.exists(os.path.join(path, ".metadata")):
+        raise FileExistsError(f"{path} is a file or has a checkpoint: choose a new directory, such as step-100")
 
 
 def check_optimizer(names: dict[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
@@ -238,8 +284,10 @@ def main(
     from nanoGPT.train_config import TrainConfig
 
     rank, ranks = read_launched_ranks(micro_batches)
-    if resume_from and not os.path.isdir(resume_from):
-        raise ConfigError(f"--resume_from={resume_from} is not a directory: give one that --save_to has written")
+    if resume_from and not os.path.isfile(os.path.join(resume_from, ".metadata")):
+        raise ConfigError(f"--resume_from={resume_from} has no .metadata: give a directory that --save_to has written")
+    if save_to:
+        check_new(save_to)
     device, config = join_ranks(), TrainConfig()
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]})

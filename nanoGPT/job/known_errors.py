@@ -66,6 +66,11 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
         "set NCCL_DEBUG=INFO to see which call fails, and NCCL_SOCKET_IFNAME to choose the network interface",
     ),
     (
+        r"Unable to find address for",
+        "GLOO_SOCKET_IFNAME names a network interface that this machine does not have",
+        "unset it, or use a name that `ip link` lists",
+    ),
+    (
         r"InvalidCxxCompiler|Failed to find C(\+\+)? compiler|fatal error: \S+: No such file"
         r"|Command '\[.*\.c'.*'-shared'.* non-zero exit status",
         "torch.compile and Triton need a working C++ compiler",

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -373,8 +374,10 @@ def test_wrong_starts_are_refused(program, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="micro_batches=3 cannot be divided by 2 ranks: use a multiple of 2"):
         program(micro_batches=3)
-    with pytest.raises(ConfigError, match="--resume_from=nowhere is not a directory"):
+    with pytest.raises(ConfigError, match="--resume_from=nowhere has no .metadata"):
         minimal.main(resume_from="nowhere")
+    with pytest.raises(FileExistsError, match="is a file or has a checkpoint: choose a new directory"):
+        minimal.main(save_to=__file__)
 
 
 def save_checkpointed_blocks(folder: str) -> list[float]:
@@ -403,6 +406,57 @@ def save_checkpointed_blocks(folder: str) -> list[float]:
     with pytest.raises(ValueError, match="a parameter of shape .* that is not in the model"):
         minimal.save(folder, saved, torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.0), 0)
     return [loaded[0].weight.full_tensor().mean().item(), *norms]
+
+
+class NoisyLayers(nn.Module):
+    """Two layers, of which each forward pass uses one, and a buffer with random values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 1) for _ in range(2))
+        self.register_buffer("noise", torch.randn(2))
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        return (self.layers[branch](x) + self.noise).mean()
+
+
+def use_ranks_differently(folder: str) -> None:
+    """Let the ranks differ, or leave something out, in each way that would train or save wrong values."""
+    rank, device = dist.get_rank(), minimal.join_ranks()
+    torch.manual_seed(rank)
+
+    def make(fill: Callable[[str, Tensor], object] = lambda _, full: full.fill_(1.0)) -> nn.Module:
+        return minimal.build_sharded_model(NoisyLayers, lambda _: [], fill, device)
+
+    def batches(branch: int, count: int = 1) -> list[tuple[Tensor, ...]]:
+        return [(torch.ones(3, 2), torch.tensor(branch))] * count
+
+    with pytest.raises(ValueError, match="`fill` has not written all values of layers.0.bias"):
+        make(lambda name, full: full.fill_(1.0) if "weight" in name else None)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noises = [torch.empty(2) for _ in range(2)]
+    dist.all_gather(noises, model.noise)
+    assert torch.equal(*noises)
+    first, second = (minimal.train_step(model, optimizer, batches(0), 0)[0] for _ in range(2))
+    assert first > second
+    model.noise += rank
+    minimal.save(folder, model, optimizer, 2)
+    assert torch.equal(model.noise, noises[0])
+    with pytest.raises(FileExistsError, match="has a checkpoint: choose a new directory"):
+        minimal.save(folder, model, optimizer, 3)
+    with pytest.raises(TypeError, match="the model that build_sharded_model has returned"):
+        minimal.train_step(torch.compile(model), optimizer, batches(0), 0)
+    with pytest.raises(ValueError, match="different numbers of micro-batches"):
+        minimal.train_step(model, optimizer, batches(0, count=1 + rank), 0)
+    with pytest.raises(ValueError, match="different parameters with a gradient"):
+        minimal.train_step(model, optimizer, batches(rank), 0)
+
+
+def test_ranks_that_differ_are_refused(tmp_path):
+    """Ranks with other micro-batches or other gradients, values that are left out, and a second save into a directory
+    are one error. Random buffers are equal on all ranks, and `max_norm=0` does not clip."""
+    run_on_ranks(use_ranks_differently, 2, str(tmp_path / "saved"))
 
 
 class Mean(nn.Module):
