@@ -1,12 +1,10 @@
 """Turn traces of a training step into formulas that a browser can evaluate, for the page "Will it fit?".
 
-`bench.plan` traces a training step on fake tensors. The bytes and FLOPs of a step are sums of a few terms, such as
-B T C or C^2, with constant factors. This module traces a row of the plan for several shapes and computes these factors.
+`bench.plan` traces a training step on fake tensors. The bytes of a step are sums of a few terms, such as B T C or C^2,
+with constant factors. This module traces a row of the plan for several shapes and computes these factors.
 
-- Memory: the formula of a stage is the maximum over its *moments*. A moment is a point of the step, for example just
-  after the logits were computed. Only the moments that can be the maximum are kept.
-- Time: every matrix product has a formula for its FLOPs and one for its bytes. The bytes of all other operators are one
-  sum per stage.
+The formula of a stage is the maximum over its *moments*. A moment is a point of the step, for example just after the
+logits were computed. Only the moments that can be the maximum are kept.
 
 From two micro-batches on, every further one costs as much as the second, so the step is traced with one and with two.
 """
@@ -25,7 +23,6 @@ import numpy as np
 import bench.plan.trace
 from bench.matrix.cells import make_config
 from bench.plan.options import Row
-from bench.plan.speed import STAGES
 from bench.plan.trace import MEMORY_STAGES, TracedStep, trace
 from nanoGPT.checkpoint.weights import PADDED_VOCAB
 from nanoGPT.memory.tracker import CATEGORIES, MemoryTracker, Totals
@@ -42,15 +39,12 @@ SIZES = {
 SEED = 1
 MAX_ERROR = 1e-9  # relative, of a formula against the traces; rows with padding in their buckets: PADDED_ERROR
 PADDED_ERROR = 5e-3
-TRAFFIC_ERROR = 0.02  # of the bytes of a stage: they are a part of its time
 
 # The terms of the formulas. C, h: channels and heads; T: tokens per sequence; B: sequences; N: ranks.
 PARAMETER_TERMS = ("1", "C", "C C", "T C", "T")
 BATCH_TERMS = ("B T", "B T C", "B T h")
-FLOP_TERMS = ("B T C C", "B T T C")
 SHARDED_TERMS = ("1/N", "C/N", "C C/N", "T C/N")
-TERMS = (*PARAMETER_TERMS, *BATCH_TERMS, *FLOP_TERMS, *SHARDED_TERMS)
-BYTE_TERMS = tuple(term for term in TERMS if term not in FLOP_TERMS)
+TERMS = (*PARAMETER_TERMS, *BATCH_TERMS, *SHARDED_TERMS)
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class FitJob:
         """Return the terms of the bytes. With one model and one sequence length, only B and N are left."""
         if len(self.block_sizes) == 1:
             return ["1", "B T", "1/N"]
-        return [term for term in BYTE_TERMS if self.is_sharded or not term.endswith("/N")]
+        return [term for term in TERMS if self.is_sharded or not term.endswith("/N")]
 
 
 def evaluate_terms(shapes: Sequence[Shape]) -> np.ndarray:
@@ -133,9 +127,7 @@ def trace_shape(job: FitJob, shape: Shape, layers: int) -> TracedStep:
         return trace(config, GPTConfig(layers, heads, C, T, False, PADDED_VOCAB), N)
 
 
-def fit_columns(
-    shapes: Sequence[Shape], values: np.ndarray, names: Sequence[str], max_error: float = PADDED_ERROR
-) -> np.ndarray:
+def fit_columns(shapes: Sequence[Shape], values: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Return the factors of the terms, (columns, terms), for values of (shapes, columns).
 
     Raises:
@@ -150,7 +142,7 @@ def fit_columns(
     largest = np.abs(values).max(axis=1, keepdims=True)
     if (np.abs(terms @ rounded - values) / largest).max() > MAX_ERROR:  # padding: keep the factors as they are
         error = (np.abs(terms @ solution - values) / largest).max()
-        if error > max_error:
+        if error > PADDED_ERROR:
             raise RuntimeError(f"the formula has an error of {error:.1e}: add the missing term to TERMS")
         rounded = solution
     factors = np.zeros((values.shape[1], len(TERMS)))
@@ -217,56 +209,11 @@ def fit_moments(
     return [[to_polynomial(each) for each in factors[i]] for i in sorted(set(totals.argmax(axis=1).tolist()))]
 
 
-def fit_products(traces: Sequence[TracedStep], shapes: list[Shape], names: list[str]) -> list[Any]:
-    """Return the distinct matrix products: stage, efficiency, polynomials of FLOPs and bytes, and their number.
-
-    The number is that of one micro-batch.
-    """
-    products = [traced.roofline.products for traced in traces]
-    flops = np.array([[each.flops for each in row] for row in products])
-    traffic = np.array([[each.traffic for each in row] for row in products])
-    flop_names = ("B T",) if "C" not in names else ("B T", "B T C", *FLOP_TERMS)  # without C: one model and one T
-    flop_factors = fit_columns(shapes, flops, flop_names)
-    byte_factors = fit_columns(shapes, traffic, names)
-    kinds: Counter[str] = Counter()
-    found: dict[str, list[Any]] = {}
-    for each, work, size in zip(products[0], flop_factors, byte_factors, strict=True):
-        entry = [each.stage, each.efficiency, to_polynomial(work), to_polynomial(size)]
-        kinds[str(entry)] += 1
-        found[str(entry)] = entry
-    return [[*entry, divide(kinds[key], traces[0].micro_batches)] for key, entry in found.items()]
-
-
-def divide(count: float, micro_batches: int) -> float:
-    """Return a number per micro-batch, as an integer if it is one."""
-    each = count / micro_batches
-    return int(each) if each == int(each) else each
-
-
-def fit_job(job: FitJob, layers: int) -> dict[str, Any]:
-    """Return the formulas of a job for models with `layers` blocks. Run it in a separate process.
-
-    Returns:
-        moments by stage (`fit_moments`); products, eager_bytes, compiled_bytes and kernels by stage. Those of the
-        forward and the backward pass are for one micro-batch. Kernels: in the order of the models, if they differ.
-    """
-    models, names = job.models, job.byte_terms()
-    draw = random.Random(f"{SEED} {job.is_sharded}")
+def fit_job(job: FitJob, layers: int) -> dict[str, list[Any]]:
+    """Return the moments of each stage (`fit_moments`) for models with `layers` blocks. Run it in its own process."""
+    names, draw = job.byte_terms(), random.Random(f"{SEED} {job.is_sharded}")
     count = 13 if job.is_sharded else 10
     shapes = draw_shapes(job, 2 * len(names) if len(names) < len(SHARDED_TERMS) else count, draw)
     traces = [trace_shape(job, shape, layers) for shape in shapes]
     grid = evaluate_terms(grid_shapes(job))
-    formulas: dict[str, Any] = {"moments": {}, "eager_bytes": {}, "compiled_bytes": {}, "kernels": {}}
-    for stage in MEMORY_STAGES:
-        formulas["moments"][stage] = fit_moments(traces, shapes, grid, names, stage)
-    for stage in STAGES:
-        parts = 1 if stage == "update" else traces[0].micro_batches
-        for name in ("eager_bytes", "compiled_bytes"):
-            values = np.array([[getattr(traced.roofline, name)[stage] / parts] for traced in traces])
-            formulas[name][stage] = to_polynomial(fit_columns(shapes, values, names, TRAFFIC_ERROR)[0])
-        by_model = {s[1]: traced.roofline.kernels[stage] / parts for traced, s in zip(traces, shapes, strict=True)}
-        default = traces[0].roofline.kernels[stage] / parts
-        kernels = [divide(round(2 * by_model.get(C, default)), 2) for _, C in models]
-        formulas["kernels"][stage] = kernels[0] if len(set(kernels)) == 1 else kernels
-    formulas["products"] = fit_products(traces, shapes, names)
-    return formulas
+    return {stage: fit_moments(traces, shapes, grid, names, stage) for stage in MEMORY_STAGES}

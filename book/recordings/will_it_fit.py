@@ -1,7 +1,7 @@
 """Record the planner's formulas for a browser, and the planner's results for a test: the page "Will it fit?".
 
-`formulas.py` turns the traces of a training step into formulas. The page also needs the parts of the planner that are
-formulas already: model state, communication and their time. The optimizer is AdamW.
+`formulas.py` turns the traces of a training step into formulas for its memory. The page also needs the parts of the
+planner that are formulas already: model state and communication. The optimizer is AdamW.
 `book/static/planner.js` implements them, and a test compares both for the recorded cases.
 """
 
@@ -10,7 +10,6 @@ import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 from bench.plan import planner, speed
@@ -19,7 +18,7 @@ from bench.plan.options import Row
 from bench.plan.plan import select_rows, start_workers
 from bench.plan.planner import Job, Planner
 from bench.plan.report import format_name
-from bench.plan.speed import GPUS, STAGES
+from bench.plan.speed import GPUS
 from bench.plan.trace import MEMORY_STAGES
 from book.recordings.formulas import SEED, SIZES, TERMS, FitJob, fit_job, trace_shape
 from nanoGPT.checkpoint.weights import PADDED_VOCAB
@@ -113,31 +112,18 @@ class Shared:
     """Lists in which equal parts of the formulas are stored once. A part is replaced by its number in its list."""
 
     def __init__(self) -> None:
-        self.lists: dict[str, dict[str, int]] = {"polynomials": {}, "moments": {}, "products": {}}
+        self.lists: dict[str, dict[str, int]] = {"polynomials": {}, "moments": {}}
 
     def store(self, kind: str, value: Any) -> int:
         """Return the number of a part in a list, which grows if the part is new."""
         return self.lists[kind].setdefault(json.dumps(value), len(self.lists[kind]))
 
-    def store_formulas(self, formulas: dict[str, Any]) -> dict[str, Any]:
-        """Return the formulas of `fit_job` with numbers in place of polynomials, moments and products.
-
-        Lists in the order of MEMORY_STAGES and STAGES replace the objects by stage.
-        """
-        moments = [
-            [self.store("moments", [self.store("polynomials", each) for each in moment]) for moment in found]
-            for found in (formulas["moments"][stage] for stage in MEMORY_STAGES)
+    def store_formulas(self, moments: dict[str, Any]) -> list[list[int]]:
+        """Return the result of `fit_job` as one list per stage, with numbers in place of polynomials and moments."""
+        return [
+            [self.store("moments", [self.store("polynomials", each) for each in moment]) for moment in moments[stage]]
+            for stage in MEMORY_STAGES
         ]
-        products = []
-        for stage, efficiency, *polynomials, count in formulas["products"]:
-            parts = [self.store("polynomials", polynomial) for polynomial in polynomials]
-            products.append([self.store("products", [stage, efficiency, *parts]), count])
-        sums = {
-            name: [self.store("polynomials", formulas[name][stage]) for stage in STAGES]
-            for name in ("eager_bytes", "compiled_bytes")
-        }
-        kernels = [formulas["kernels"][stage] for stage in STAGES]
-        return {"moments": moments, "products": products, "kernels": kernels, **sums}
 
     def read(self) -> dict[str, list[Any]]:
         """Return the lists."""
@@ -179,8 +165,7 @@ def plan_case(case: dict[str, Any], pool: Executor) -> dict[str, Any]:
     """Return the planner's results for one case.
 
     Returns:
-        state_bytes in the order of STATE, sent_bytes per rank and step, peak_bytes, and eager and compiled: seconds per
-        step.
+        state_bytes in the order of STATE, sent_bytes per rank and step, and peak_bytes.
     """
     row, (layers, heads, C) = ROWS[case["row"]], MODELS[case["model"]]
     shape = GPTConfig(layers, heads, C, case["block_size"], False, PADDED_VOCAB)
@@ -188,14 +173,10 @@ def plan_case(case: dict[str, Any], pool: Executor) -> dict[str, Any]:
     plan = Planner(job, pool)
     batch_size = case["batch_size"]
     traffic = plan.extrapolate("traffic", row, batch_size)
-    seconds = {
-        name: plan.estimate_speed(row, batch_size, name == "compiled")["step_seconds"] for name in ("eager", "compiled")
-    }
     return {
         "state_bytes": [round(plan.extrapolate("state", row, batch_size)[name]) for name in STATE],
         "sent_bytes": round(sum(ring_bytes(kind, size, n) for (kind, n), size in traffic.items())),
         "peak_bytes": round(plan.peak_bytes(row, batch_size)),
-        **{name: float(f"{value:.6g}") for name, value in seconds.items()},
     }
 
 
@@ -206,12 +187,16 @@ def pack_cases(cases: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def list_constants() -> dict[str, Any]:
     """Return the constants of the planner that the page's formulas need."""
-    names = ("MATMUL_EFFICIENCY", "MEMORY_EFFICIENCY", "LINK_EFFICIENCY", "LAUNCH_SECONDS", "HOP_SECONDS")
-    constants = {name: getattr(speed, name) for name in (*names, "NODE_HOP_SECONDS", "GPUS_PER_NODE", "GIB")}
-    planner_names = ("BUCKET_BYTES", "SCALAR_BYTES", "PCIE_BANDWIDTH", "HOST_BANDWIDTH", "ADAMW_BYTES", "HOST_GIB")
-    constants |= {name: getattr(planner, name) for name in planner_names}
-    constants |= {"ALIGN": buckets.ALIGN, "CHUNK_BYTES": linear_cross_entropy.CHUNK_BYTES, "VOCAB": PADDED_VOCAB}
-    return constants | {"TRACED_LAYERS": list(planner.TRACED_LAYERS), "ZERO1_BUCKET_BYTES": 25 * 2**20}
+    return {
+        "GPUS_PER_NODE": speed.GPUS_PER_NODE,
+        "GIB": speed.GIB,
+        "HOST_GIB": planner.HOST_GIB,
+        "ALIGN": buckets.ALIGN,
+        "CHUNK_BYTES": linear_cross_entropy.CHUNK_BYTES,
+        "VOCAB": PADDED_VOCAB,
+        "TRACED_LAYERS": list(planner.TRACED_LAYERS),
+        "ZERO1_BUCKET_BYTES": 25 * 2**20,
+    }
 
 
 def record() -> dict[str, Any]:
@@ -228,11 +213,10 @@ def record() -> dict[str, Any]:
         "terms": TERMS,
         "categories": list(CATEGORIES),
         "memory_stages": MEMORY_STAGES,
-        "stages": STAGES,
         "sizes": {**{name: list(values) for name, values in SIZES.items()}, "micro_batches": list(MICRO_BATCHES)},
         "dtype_bytes": {name: DTYPES[name].itemsize for name in DTYPE_NAMES},
         "models": MODELS,
-        "gpus": {name: asdict(gpu) for name, gpu in GPUS.items()},
+        "gpus": {name: {"gib": gpu.gib} for name, gpu in GPUS.items()},
         "constants": list_constants(),
         "rows": rows,
         **shared.read(),

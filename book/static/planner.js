@@ -1,4 +1,4 @@
-// The planner's formulas for memory, communication and time, for every row of a plan (bench/plan/planner.py).
+// The planner's formulas for memory and communication, for every row of a plan (bench/plan/planner.py).
 "use strict";
 
 // Return the functions of the planner. `samples` is the recording docs/data/will_it_fit.json.
@@ -50,7 +50,7 @@ function makePlanner(samples) {
     const largest = (list) => list.reduce((best, each) => (total(each) > total(best) ? each : best));
     const state = isOffloaded(row) ? fullBytes(row, options).state : {};
     return largest(samples.memory_stages.map((stage, s) => {
-      const peaks = traced.map((formulas) => largest(formulas.moments[s].map((moment) =>
+      const peaks = traced.map((moments) => largest(moments[s].map((moment) =>
         samples.moments[moment].map((each) => evaluate(each, values)))));
       const bytes = categories.map((_, i) => extrapolate(peaks.map((peak) => peak[i]), layers));
       for (const name of Object.keys(state)) bytes[position(name)] = 0;
@@ -75,98 +75,6 @@ function makePlanner(samples) {
     ((kind === "all-reduce" || kind === "replicas" ? 2 : 1) * size * (ranks - 1)) / ranks;
   const sentBytes = (row, traffic, options) => Object.entries(traffic).reduce((sum, [kind, size]) =>
     sum + ringBytes(kind, size, groupSize(row, kind, options)), 0);
-
-  function collectiveSeconds(gpu, kind, size, ranks, calls) {
-    const isOnePerNode = kind === "replicas", perNode = constants.GPUS_PER_NODE;
-    const nodes = isOnePerNode ? ranks : Math.ceil(ranks / perNode), shared = Math.min(gpu.link, gpu.network / perNode);
-    // With one GPU per node in a group, every GPU sends to other nodes at the same time.
-    const rate = nodes === 1 ? gpu.link : isOnePerNode ? shared : Math.min(gpu.link, gpu.network);
-    const hops = (ranks - nodes) * constants.HOP_SECONDS + (nodes > 1 ? nodes : 0) * constants.NODE_HOP_SECONDS;
-    const latency = (kind === "all-reduce" || isOnePerNode ? 2 : 1) * hops;
-    return calls * latency + ringBytes(kind, size, ranks) / (constants.LINK_EFFICIENCY * rate);
-  }
-
-  // Return the communication of every micro-batch and that of a step, each by the stage that can overlap with it.
-  function communicationByStage(row, traffic, options, isCompiled) {
-    const gpu = gpus[options.gpu], [layers] = models[options.model], M = options.micro_batches;
-    const params = countParams(options);
-    const [every, once] = [0, 1].map(() =>
-      ({ forward: { seconds: 0, minExposed: 0 }, backward: { seconds: 0, minExposed: 0 } }));
-    const add = (stages, stage, seconds, minExposed) => {
-      stages[stage].seconds += seconds;
-      stages[stage].minExposed = Math.max(stages[stage].minExposed, minExposed);
-    };
-    for (const [kind, size] of Object.entries(traffic)) {
-      const calls = size < constants.SCALAR_BYTES ? 1
-        : row.phase === "phase3" ? layers + 1 : Math.ceil(size / constants.BUCKET_BYTES);
-      const time = (amount, count = calls) =>
-        (amount ? collectiveSeconds(gpu, kind, amount, groupSize(row, kind, options), count) : 0);
-      if (kind === "all-gather" && row.phase === "phase3") {
-        const forward = Math.min(samples.dtype_bytes[options.dtype] * params, size / M), backward = size / M - forward;
-        add(every, "forward", time(forward), time(forward) / calls);
-        add(every, "backward", time(backward), time(backward) / calls);
-      } else if (isZero2(row) && kind === "reduce-scatter") {
-        const seconds = time(size / M, calls / M);
-        add(every, "backward", seconds, (seconds / calls) * M);
-      } else {
-        const stage = kind === "all-gather" ? "forward" : "backward";
-        const isOverlapped = row.phase !== "phase1" || stage === "backward" || !isCompiled;
-        add(once, stage, time(size), isOverlapped ? time(size) / calls : time(size));
-      }
-    }
-    if (isOffloaded(row)) {
-      const seconds = (4 * params) / options.gpus / constants.PCIE_BANDWIDTH;
-      for (const [stages, stage] of [[every, "forward"], [every, "backward"], [once, "backward"]]) {
-        add(stages, stage, seconds, seconds / (layers + 1));
-      }
-    }
-    return { every, once };
-  }
-
-  // Return the seconds of the matrix products of a stage.
-  function productSeconds(formulas, stage, values, peak, bandwidth) {
-    const seconds = (efficiency, flops, traffic) => Math.max(flops / (efficiency * peak), traffic / bandwidth);
-    return formulas.products.reduce((sum, [number, count]) => {
-      const [each, efficiency, flops, traffic] = samples.products[number];
-      return each === stage ? sum + count * seconds(efficiency, evaluate(flops, values), evaluate(traffic, values)) : sum;
-    }, 0);
-  }
-
-  // Return the compute time of each stage in seconds: forward and backward of a micro-batch, and the update.
-  function computeSeconds(row, options, isCompiled) {
-    const values = evaluateTerms(row, options), [layers] = models[options.model], gpu = gpus[options.gpu];
-    const peak = options.dtype === "float32" ? gpu.fp32 : gpu.peak, traced = formulasOf(row, options);
-    const bandwidth = constants.MEMORY_EFFICIENCY * gpu.bandwidth;
-    const accepted = Object.keys(models).filter((name) => !row.cannot.includes(name));
-    return Object.fromEntries(samples.stages.map((stage, s) => {
-      const seconds = traced.map((formulas) => {
-        const bytes = formulas[isCompiled ? "compiled_bytes" : "eager_bytes"][s];
-        return evaluate(bytes, values) / bandwidth + productSeconds(formulas, stage, values, peak, bandwidth);
-      });
-      const kernels = extrapolate(traced.map(({ kernels: { [s]: count } }) =>
-        (Array.isArray(count) ? count[accepted.indexOf(options.model)] : count)), layers);
-      return [stage, Math.max(extrapolate(seconds, layers), isCompiled ? 0 : constants.LAUNCH_SECONDS * kernels)];
-    }));
-  }
-
-  // Return the seconds of a step.
-  function stepSeconds(row, options, isCompiled) {
-    const compute = computeSeconds(row, options, isCompiled), M = options.micro_batches;
-    if (isOffloaded(row)) { // AdamW runs on the host, whose memory the GPUs of a node share
-      const perNode = Math.min(options.gpus, constants.GPUS_PER_NODE);
-      const traffic = (constants.ADAMW_BYTES * countParams(options)) / options.gpus;
-      compute.update = (traffic * perNode) / constants.HOST_BANDWIDTH;
-    }
-    const { every, once } = communicationByStage(row, fullBytes(row, options).traffic, options, isCompiled);
-    const exposed = (seconds, minExposed, stage) =>
-      Math.max(seconds - compute[stage], Math.min(minExposed, seconds));
-    return ["forward", "backward"].reduce((total, stage) => {
-      const { seconds, minExposed } = every[stage], last = once[stage];
-      const early = (M - 1) * (compute[stage] + exposed(seconds, minExposed, stage));
-      return total + early + compute[stage] +
-        exposed(seconds + last.seconds, Math.max(minExposed, last.minExposed), stage);
-    }, compute.update);
-  }
 
   const countParams = ({ model, block_size: T }) => {
     const [layers, , C] = models[model];
@@ -204,15 +112,10 @@ function makePlanner(samples) {
   function plan(options) {
     const row = rows[options.row], { state, traffic } = fullBytes(row, options);
     return { state_bytes: state, sent_bytes: sentBytes(row, traffic, options), peak: peakMemory(row, options),
-      peak_bytes: peakBytes(row, options), eager: stepSeconds(row, options, false),
-      compiled: stepSeconds(row, options, true), fits: fits(row, options) };
+      peak_bytes: peakBytes(row, options), fits: fits(row, options) };
   }
 
-  // Return the hours that all GPUs train on a number of tokens, if a step takes `seconds`.
-  const trainingHours = (options, seconds, tokens) =>
-    (tokens / (options.batch_size * options.block_size * options.micro_batches * options.gpus)) * (seconds / 3600);
-
-  return { plan, findProblem: (options) => findProblem(rows[options.row], options), trainingHours, usableBytes,
+  return { plan, findProblem: (options) => findProblem(rows[options.row], options), usableBytes,
     largestBatch: (options) => largestBatch(rows[options.row], options) };
 }
 

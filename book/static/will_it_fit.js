@@ -9,7 +9,7 @@ Explorers.will_it_fit = function (root, samples) {
   const firstFitting = (options) => numbers.find((row) =>
     !planner.findProblem({ ...options, row }) && planner.plan({ ...options, row }).fits);
   const asked = { model: "gpt2-xl", block_size: 1024, batch_size: 4, micro_batches: 1,
-    dtype: "bfloat16", gpu: "a100-40", gpus: 8, price: 2, tokens: 10 };
+    dtype: "bfloat16", gpu: "a100-40", gpus: 8 };
   const names = ["baseline", "phase1", "phase3", "phase3 checkpointing=full"];
   const choices = rows.flatMap((row, i) => (names.includes(row.name) || i === firstFitting(asked) ? [i] : []));
   askFirst(root, "8 A100 GPUs with 40 GB train GPT-2 XL, with 4 sequences of 1,024 tokens on each. Which is the first " +
@@ -19,10 +19,8 @@ Explorers.will_it_fit = function (root, samples) {
     const groups = {
       "Model and batch": { model: ["model", Object.keys(models)], block_size: ["tokens per sequence", sizes.block_size],
         batch_size: ["sequences per micro-batch", sizes.batch_size], micro_batches: ["micro-batches per step", sizes.micro_batches] },
-      Training: { dtype: ["dtype", Object.keys(samples.dtype_bytes)],
-        tokens: ["billion tokens", [1, 10, 100, 1000]] },
-      GPUs: { gpu: ["GPU", Object.keys(samples.gpus)], gpus: ["number of GPUs", sizes.gpus],
-        price: ["price of a GPU-hour", [0.5, 1, 1.5, 2, 3, 4, 6, 8]] },
+      Training: { dtype: ["dtype", Object.keys(samples.dtype_bytes)] },
+      GPUs: { gpu: ["GPU", Object.keys(samples.gpus)], gpus: ["number of GPUs", sizes.gpus] },
     };
     const selects = {};
     const boxes = Object.entries(groups).map(([title, fields]) => {
@@ -49,23 +47,16 @@ Explorers.will_it_fit = function (root, samples) {
       const first = firstFitting(options);
       sentence.textContent = describe(options, first);
       const header = ["phase, options", "fits", "peak memory by category", "peak", "state", "largest batch (sequences)",
-        "days", "cost of the run", "sent per step (GB)", "step, compiled (ms)", "step, eager (ms)"];
+        "sent per step (GB)"];
       output.replaceChildren(makeTable({ class: "plan" }, [header, ...numbers.map((row) => showRow(row, options, first))]));
     }
   }
 
-  // Return what the first row that fits costs, or what to change if nothing fits.
+  // Return the first row that fits, or what to change if nothing fits.
   function describe(options, first) {
     const usable = inGib(planner.usableBytes(options.gpu));
-    if (first === undefined) return `Nothing fits into ${usable}: choose more GPUs, fewer sequences, or a larger GPU.`;
-    const hours = trainingHours(options, first), hourly = options.price * options.gpus;
-    return `The first row that fits into ${usable}: ${rows[first].name}. The GPUs cost ${format(hourly)} per hour. ` +
-      `${options.tokens.toLocaleString("en-US")} billion tokens take ${format(hours / 24)} days and cost ` +
-      `${format(hours * hourly)} with a compiled model.`;
-  }
-
-  function trainingHours(options, row) {
-    return planner.trainingHours(options, planner.plan({ ...options, row }).compiled, 1e9 * options.tokens);
+    return first === undefined ? `Nothing fits into ${usable}: choose more GPUs, fewer sequences, or a larger GPU.`
+      : `The first row that fits into ${usable}: ${rows[first].name}.`;
   }
 
   // Return the usual name of what a row shards or changes.
@@ -75,17 +66,11 @@ Explorers.will_it_fit = function (root, samples) {
     return { baseline: "DDP", phase1: "ZeRO-1", phase2: "DDP, Triton kernels", phase3: "FSDP" }[phase];
   }
 
-  // Return a number with at least three digits.
-  function format(number) {
-    const digits = number < 10 ? 2 : number < 100 ? 1 : 0;
-    return number.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  }
-
   function showRow(row, options, first) {
     const name = make("span", {}, make("span", { class: row === first ? "first-fitting" : "" }, rows[row].name),
       make("span", { class: "method" }, methodOf(rows[row])));
     const problem = planner.findProblem({ ...options, row });
-    if (problem) return [name, "no", problem, "", "", "", "", "", "", "", ""];
+    if (problem) return [name, "no", problem, "", "", "", ""];
     const result = planner.plan({ ...options, row }), usable = planner.usableBytes(options.gpu);
     const scale = 50 / usable; // the limit is in the middle of the bar
     const parts = result.peak.map((bytes, i) => make("span",
@@ -93,10 +78,7 @@ Explorers.will_it_fit = function (root, samples) {
     const bar = make("div", { class: "bar limited" }, ...parts);
     const state = Object.values(result.state_bytes).reduce((sum, each) => sum + each, 0);
     const largest = planner.largestBatch({ ...options, row }), isMaximum = largest === Math.max(...sizes.batch_size);
-    const hours = trainingHours(options, row);
     return [name, result.fits ? "yes" : "no", bar, inGib(result.peak_bytes), inGib(state),
-      `${largest}${isMaximum ? "+" : ""}`, result.fits ? format(hours / 24) : "",
-      result.fits ? format(hours * options.price * options.gpus) : "",
-      (result.sent_bytes / 1e9).toFixed(2), (1e3 * result.compiled).toFixed(1), (1e3 * result.eager).toFixed(1)];
+      `${largest}${isMaximum ? "+" : ""}`, (result.sent_bytes / 1e9).toFixed(2)];
   }
 };

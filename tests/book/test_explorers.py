@@ -93,21 +93,18 @@ def test_the_fsdp_page_shows_the_recorded_steps(site, page):
 
 
 def test_the_planner_in_the_browser_equals_the_planner(site, page):
-    """For every recorded case, model state and communication are exact, and peak memory and time within 0.5%.
+    """For every recorded case, model state and communication are exact, and peak memory within 0.5%.
 
     The cases have every row, with one and with several micro-batches. The table of the page shows these numbers.
     """
     samples = open_explorer(page, site, "will_it_fit")
     cases = [dict(zip(samples["cases"]["fields"], values, strict=True)) for values in samples["cases"]["values"]]
     results = page.evaluate(f"(cases) => cases.map(makePlanner({READ_SAMPLES}).plan)", cases)
-    errors = dict.fromkeys(("peak_bytes", "eager", "compiled"), 0.0)
+    assert len(results) >= 300
     for case, result in zip(cases, results, strict=True):
         assert list(result["state_bytes"].values()) == case["state_bytes"], case
         assert result["sent_bytes"] == pytest.approx(case["sent_bytes"], abs=0.5), case  # the planner's is rounded
-        for name in errors:
-            errors[name] = max(errors[name], abs(result[name] / case[name] - 1))
-    assert len(results) >= 300
-    assert max(errors.values()) < 0.005, errors
+        assert result["peak_bytes"] == pytest.approx(case["peak_bytes"], rel=0.005), case
     assert {case["row"] for case in cases} == set(range(len(samples["rows"])))
     assert {case["micro_batches"] > 1 for case in cases} == {False, True}
     case, result = next(pair for pair in zip(cases, results, strict=True) if pair[1]["fits"])
