@@ -7,9 +7,7 @@ is replaced by a line that raises NotImplementedError.
 
 import ast
 import builtins
-import re
 import symtable
-import sys
 import textwrap
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +19,6 @@ from workshop.imports import ROOT
 STUB_MESSAGE = "your code"
 STUB = f'raise NotImplementedError("{STUB_MESSAGE}")'
 WIDTH = 100  # characters of the text in a learner's file
-MAX_WIDTH = 120  # characters of a line of code
 
 
 @dataclass(frozen=True)
@@ -145,23 +142,10 @@ def collect_code(targets: list[Target]) -> tuple[dict[str, set[str]], list[str]]
 
 
 def format_imports(imports: dict[str, set[str]]) -> str:
-    """Return import statements, in the three groups of isort: standard library, installed packages, this project."""
-    groups: list[list[str]] = [[], [], []]
-    for text in sorted(imports.get("", ())):
-        groups[find_group(text)].append(f"import {text}\n")
-    for module in sorted(set(imports) - {""}):
-        names = sorted(imports[module], key=lambda name: (not name.isupper(), name.islower(), name))
-        line = f"from {module} import {', '.join(names)}\n"
-        if len(line) > MAX_WIDTH:
-            line = f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")\n"
-        groups[find_group(module)].append(line)
-    return "\n".join("".join(group) for group in groups if group)
-
-
-def find_group(module: str) -> int:
-    """Return 0 for a module of the standard library, 1 for an installed package, and 2 for this project."""
-    top = re.split(r"[. ]", module)[0]
-    return 0 if top in sys.stdlib_module_names else 2 if (ROOT / top).is_dir() else 1
+    """Return import statements: first plain ones, then those that import names from a module."""
+    plain = [f"import {text}\n" for text in sorted(imports.get("", ()))]
+    modules = sorted(set(imports) - {""})
+    return "".join([*plain, *(f"from {module} import {', '.join(sorted(imports[module]))}\n" for module in modules)])
 
 
 def render_code(exercise: Exercise, is_stub: bool) -> str:
