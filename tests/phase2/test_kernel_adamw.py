@@ -135,7 +135,7 @@ def test_state_dicts_load_in_both_directions():
 
 
 def test_tables_are_rebuilt_when_tensors_change():
-    """Tables are reused while no tensor moves. They are rebuilt for new gradients, a new group and a deep copy."""
+    """Tables are reused while no tensor moves. They are rebuilt for new gradients and a new group."""
     params, optimizer = make_optimizer(TritonAdamW)
     set_gradients(params, 0)
     optimizer.step()
@@ -148,19 +148,13 @@ def test_tables_are_rebuilt_when_tensors_change():
     torch_optimizer = torch.optim.AdamW(copy.deepcopy(optimizer.param_groups))
     torch_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     torch_params = [p for group in torch_optimizer.param_groups for p in group["params"]]
-    copied_optimizer = copy.deepcopy(optimizer)
-    copied_params = [p for group in copied_optimizer.param_groups for p in group["params"]]
-    for each_params, each_optimizer in (
-        (params, optimizer),
-        (torch_params, torch_optimizer),
-        (copied_params, copied_optimizer),
-    ):
+    for each_params, each_optimizer in ((params, optimizer), (torch_params, torch_optimizer)):
         set_gradients(each_params, 1)
         each_optimizer.step()
     assert optimizer.tables[0, 0, "addresses"][1] is not first_tables[0, 0, "addresses"][1]
     assert optimizer.tables[0, 0, "chunks"][1] is first_tables[0, 0, "chunks"][1]
-    for a, b, c in zip(params, torch_params, copied_params, strict=True):
-        assert gap(a, b) <= 1e-6 * b.abs().max() and torch.equal(a, c)
+    for a, b in zip(params, torch_params, strict=True):
+        assert gap(a, b) <= 1e-6 * b.abs().max()
 
 
 def test_each_type_and_step_count_has_one_launch(monkeypatch):
