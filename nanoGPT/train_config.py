@@ -98,8 +98,8 @@ class TrainConfig:
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """mode of torch.compile, without those that record CUDA graphs: accumulated gradients would be overwritten"""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """backend of torch's attention; auto: on Hopper FlashAttention 3, if flash_attn_interface is installed and dropout
-    is 0; else cuDNN on Hopper and newer GPUs, if dropout is a multiple of 1/16; elsewhere torch's choice"""
+    """backend of torch's attention; auto: cuDNN on Hopper and newer GPUs, if dropout is a multiple of 1/16; else flash
+    there, and torch's choice on other devices"""
     deterministic: bool = False
     """use only deterministic algorithms, so that a run on the same GPUs repeats to the last digit; slower"""
     seed: int = 1337

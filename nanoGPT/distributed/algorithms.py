@@ -1,23 +1,12 @@
-"""Choose the implementations that torch uses: the backend of attention, and deterministic algorithms.
-
-FlashAttention 3 (Shah et al. 2024) is written for Hopper. torch has only the code that calls it, for 16-bit types and
-without dropout. The kernels are in the package `flash_attn_interface`.
-"""
+"""Choose the implementations that torch uses: the backend of attention, and deterministic algorithms."""
 
 import contextlib
-import importlib
-import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoGPT.errors import ConfigError
 
@@ -30,8 +19,6 @@ BACKENDS = {
 ONLY_ON_GPU = ("cudnn", "efficient")
 NEEDS_16_BITS = ("cudnn", "flash")  # on a GPU; PyTorch's flash attention on the CPU also supports float32
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
-FLASH_3_PACKAGE = "flash_attn_interface"
-NOT_INSTALLED = f"{FLASH_3_PACKAGE} is not installed"
 CUDNN_DROPOUT = 1 / 16  # some of cuDNN's kernels round the probability to a multiple; torch 2.11 does not check it
 
 
@@ -42,12 +29,10 @@ class Attention:
     Attributes:
         backends: in the order in which torch tries them; an empty list leaves the choice to torch.
         reason: what was chosen and why, for the output and for env.json.
-        is_flash_3: FlashAttention 3 replaces the kernels of the backend `flash`.
     """
 
     backends: list[SDPBackend]
     reason: str
-    is_flash_3: bool = False
 
 
 def choose_attention(
@@ -83,52 +68,29 @@ def choose_attention(
     if name != "auto":
         return Attention([BACKENDS[name]], f"{name} (requested)")
     capability = torch.cuda.get_device_capability(device) if is_gpu else (0, 0)
-    problem = find_package_problem() if capability[0] == HOPPER[0] else NOT_INSTALLED
-    return choose_fastest_attention(capability, is_deterministic, dtype, dropout, problem)
+    return choose_fastest_attention(capability, is_deterministic, dtype, dropout)
 
 
 def choose_fastest_attention(
-    capability: tuple[int, int], is_deterministic: bool, dtype: torch.dtype, dropout: float, package_problem: str | None
+    capability: tuple[int, int], is_deterministic: bool, dtype: torch.dtype, dropout: float
 ) -> Attention:
     """Return the choice of `--attention=auto`.
 
-    On Hopper, FlashAttention 3 and cuDNN's attention are the fastest in most published measurements. torch uses the
-    first only on request, and prefers the second only with some versions of cuDNN. cuDNN's backward pass is not
-    deterministic.
+    On Hopper, cuDNN's attention is the fastest in most published measurements. torch prefers it only with some versions
+    of cuDNN. Its backward pass is not deterministic.
 
     Args:
         capability: the compute capability of the GPU; (0, 0) without a GPU.
         is_deterministic: the value of `--deterministic`.
         dtype: the dtype of matrix products.
         dropout: the value of `--dropout`.
-        package_problem: why the package of FlashAttention 3 cannot be used; None if it can.
     """
     if capability < HOPPER or is_deterministic or dtype == torch.float32:
         return Attention([], "torch's choice")
-    flash, others = SDPBackend.FLASH_ATTENTION, [backend for name, backend in BACKENDS.items() if name != "flash"]
-    backends, chosen = list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer"
     if dropout % CUDNN_DROPOUT:
-        backends = [flash, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        chosen = f"flash (not cudnn: its dropout is a multiple of {CUDNN_DROPOUT}"
-    if package_problem == NOT_INSTALLED or capability[0] != HOPPER[0]:
-        return Attention(backends, f"{chosen})")
-    problem = package_problem or ("it has no dropout" if dropout else None)
-    if problem is not None:
-        return Attention(backends, f"{chosen}; not FlashAttention 3: {problem})")
-    flash_first = [flash, *others]
-    return Attention(flash_first, f"FlashAttention 3 (the GPU is a Hopper, and {FLASH_3_PACKAGE} is installed)", True)
-
-
-def find_package_problem() -> str | None:
-    """Return why the package of FlashAttention 3 cannot be used, or None if it can. This imports the package."""
-    if importlib.util.find_spec(FLASH_3_PACKAGE) is None:
-        return NOT_INSTALLED
-    try:
-        importlib.import_module(FLASH_3_PACKAGE)
-    except (ImportError, OSError, RuntimeError) as error:  # for example, it was built for another version of torch
-        return f"{FLASH_3_PACKAGE} cannot be imported: {next(iter(str(error).splitlines()), type(error).__name__)}"
-    missing = [name for name in ("fwd", "bwd") if not hasattr(torch.ops.flash_attn_3, name)]
-    return f"{FLASH_3_PACKAGE} has no operator {missing[0]}" if missing else None
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        return Attention(backends, f"flash (not cudnn: its dropout is a multiple of {CUDNN_DROPOUT})")
+    return Attention(list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer)")
 
 
 @contextlib.contextmanager
@@ -142,26 +104,16 @@ def use_algorithms(attention: Attention, is_deterministic: bool) -> Iterator[Non
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     compiler, tag = torch.compiler.config, torch.compiler.config.cache_key_tag
     backends = sdpa_kernel(attention.backends, set_priority=True) if attention.backends else contextlib.nullcontext()
-    with backends, use_flash_3() if attention.is_flash_3 else contextlib.nullcontext():
+    with backends:
         if is_deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
             torch.use_deterministic_algorithms(True)
             # Filling new memory would only help to find bugs.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         # torch.compile stores graphs on disk. Their key does not contain the backends that sdpa_kernel has selected.
-        compiler.cache_key_tag = f"{tag} {attention.backends} {attention.is_flash_3}"
+        compiler.cache_key_tag = f"{tag} {attention.backends}"
         try:
             yield
         finally:
             compiler.cache_key_tag = tag
             torch.use_deterministic_algorithms(was_deterministic)
-
-
-@contextlib.contextmanager
-def use_flash_3() -> Iterator[None]:
-    """Let FlashAttention 3 replace the kernels of the backend `flash`."""
-    activate_flash_attention_impl("FA3")
-    try:
-        yield
-    finally:
-        restore_flash_attention_impl()

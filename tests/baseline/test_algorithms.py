@@ -1,27 +1,22 @@
 """The choice of attention's backend, deterministic algorithms, the mode of torch.compile, and compiled evaluation."""
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
-import sys
 from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, current_flash_attention_impl
+from torch.nn.attention import SDPBackend
 
 from nanoGPT.distributed.algorithms import (
     BACKENDS,
-    FLASH_3_PACKAGE,
-    NOT_INSTALLED,
     Attention,
     choose_attention,
     choose_fastest_attention,
-    find_package_problem,
     use_algorithms,
 )
 from nanoGPT.errors import ConfigError
@@ -116,44 +111,17 @@ def test_the_choice_of_attention(monkeypatch):
 @pytest.mark.parametrize(
     ("facts", "first", "reason"),
     [
-        (((9, 0), False, torch.bfloat16, 0.0, None), "flash", "FlashAttention 3"),
-        (((9, 0), False, torch.bfloat16, 0.25, None), "cudnn", "no dropout"),
-        (((9, 0), False, torch.bfloat16, 0.0, "it cannot be imported"), "cudnn", "cannot be imported"),
-        (((9, 0), False, torch.bfloat16, 0.0, NOT_INSTALLED), "cudnn", "cudnn (the GPU is a Hopper or newer)"),
-        (((10, 0), False, torch.bfloat16, 0.0, None), "cudnn", "cudnn (the GPU is a Hopper or newer)"),
-        (((10, 0), False, torch.bfloat16, 0.1, None), "flash", "its dropout is a multiple of 0.0625"),
-        (((8, 9), False, torch.bfloat16, 0.0, None), None, "torch's choice"),
-        (((9, 0), True, torch.bfloat16, 0.0, None), None, "torch's choice"),
-        (((9, 0), False, torch.float32, 0.0, None), None, "torch's choice"),
+        (((9, 0), False, torch.bfloat16, 0.25), "cudnn", "the GPU is a Hopper or newer"),
+        (((10, 0), False, torch.bfloat16, 0.1), "flash", "its dropout is a multiple of 0.0625"),
+        (((8, 9), False, torch.bfloat16, 0.0), None, "torch's choice"),
+        (((9, 0), True, torch.bfloat16, 0.0), None, "torch's choice"),
+        (((9, 0), False, torch.float32, 0.0), None, "torch's choice"),
     ],
 )
 def test_the_fastest_attention(facts, first, reason):
-    """auto tries cuDNN first on Hopper and newer, except if cuDNN would round the dropout.
-
-    FlashAttention 3 needs Hopper, its package, 16 bits and no dropout.
-    """
+    """auto tries cuDNN first on Hopper and newer, except if cuDNN would round the dropout."""
     chosen = choose_fastest_attention(*facts)
     assert chosen.backends[:1] == ([BACKENDS[first]] if first else []) and reason in chosen.reason
-    assert chosen.is_flash_3 == (reason == "FlashAttention 3")
-
-
-@pytest.mark.skipif(bool(importlib.util.find_spec(FLASH_3_PACKAGE)), reason="the real package registers its operators")
-def test_flash_attention_3_is_active_only_inside_of_the_context(tmp_path, monkeypatch):
-    """The package is usable if it registers both operators. torch calls them only inside of the context."""
-    assert find_package_problem() == NOT_INSTALLED
-    (tmp_path / "flash_attn_interface.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    with torch.library._scoped_library("flash_attn_3", "DEF") as library:
-        library.define("fwd(Tensor q) -> Tensor")
-        assert find_package_problem() == "flash_attn_interface has no operator bwd"
-        library.define("bwd(Tensor q) -> Tensor")
-        assert find_package_problem() is None
-        for is_flash_3, implementation in ((True, "FA3"), (False, None)):
-            attention = Attention([SDPBackend.FLASH_ATTENTION], "", is_flash_3)
-            with use_algorithms(attention, is_deterministic=False):
-                assert current_flash_attention_impl() == implementation
-            assert current_flash_attention_impl() is None
-    monkeypatch.delitem(sys.modules, "flash_attn_interface")
 
 
 def test_deterministic_runs_are_equal(tmp_path, device):
