@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
@@ -54,12 +55,25 @@ def fork_rank_server(path: Any, args: list[Any], pass_fds: list[int]) -> int:
         multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]
         prepare_fork({1, 2, *pass_fds})
         sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+        redirect_logs()
         exec(args[-1])
     except SystemExit:  # the parent process has ended, and with it the server
         os._exit(0)
     except BaseException:
         traceback.print_exc()
     os._exit(1)
+
+
+def redirect_logs() -> None:
+    """Let the loggers of imported modules write to the new standard error.
+
+    torch's handlers keep the standard error of the time of its import, whose descriptor is closed. In a program that is
+    forked later, another file has this number: the pipe on which the server waits for the end of all programs.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", []):
+            if type(handler) is logging.StreamHandler:
+                handler.stream = sys.stderr
 
 
 def prepare_fork(descriptors: set[int]) -> None:
