@@ -124,7 +124,7 @@ rendezvous: .venv/.core  ## serve the store of make elastic on PORT=29400
 	@$(PY) -m operate.elastic serve --port=$(PORT)
 preflight: .venv/.pytest data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
 	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
-gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare losses, memory, speed and files
+gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare losses, memory and speed
 	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
 autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
 	@$(PY) -m operate.autopsy $(if $(RUN),$(call QUOTED,--run=$(RUN))) $(ARGS)

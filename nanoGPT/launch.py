@@ -36,13 +36,13 @@ from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
+from nanoGPT.job.check_run import check_run
 from nanoGPT.job.credentials import check_credentials
 from nanoGPT.job.elastic import has_finished
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
-from nanoGPT.job.preflight import preflight
 from nanoGPT.job.rank_logs import copy_output, split_by_rank
 from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.job.watchdog import StallDetector, list_children, watch_children
@@ -277,7 +277,7 @@ def main(arguments: list[str]) -> int:
     meeting = Rendezvous(place)
     with meeting.share_errors():
         config = read_config(trainer, trainer_arguments, meeting)
-        preflight(config, place.world_size, place.gpus)
+        check_run(config, place.world_size, place.gpus)
         if place.node_rank == 0:
             check_credentials(config)
         config = dataclasses.replace(config, out_dir=choose_out_dir(config, place))

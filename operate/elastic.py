@@ -44,28 +44,26 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.distributed.environment import ELASTIC_VARIABLE
 from nanoGPT.distributed.network import source_address
 from nanoGPT.distributed.process_group import is_served
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.check_run import check_run
 from nanoGPT.job.elastic import STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
 from nanoGPT.job.parse import parse
-from nanoGPT.job.preflight import preflight
 from nanoGPT.job.rank_logs import copy_output, split_by_rank
 from nanoGPT.job.run_description import describe_inputs
 from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from nanoGPT.train_config import TrainConfig
-from operate.node_monitor import BEATS_KEY, NodeMonitor, connect, kill_processes
+from operate.node_monitor import NodeMonitor, connect, kill_processes
 
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 1, 5  # a node that is silent for the product of both counts as lost
 ADDRESS_SECONDS = 20  # how long a node of a new round waits for the address that the first node of the round publishes
 MAX_RESTARTS = 100  # of the ranks, after failures; an error that a restart would repeat stops the job at once
-BEATS_SECONDS = 5  # how long a node that differs from the job watches them, to find out whether another node is alive
 RENDEZVOUS = "nanogpt"
 
 
@@ -142,44 +140,32 @@ def name_job(store: dist.TCPStore, out_dir: str) -> str:
         store.compare_set(key, token, new_token)  # no effect if another node has replaced the token meanwhile
 
 
-def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any], config: TrainConfig) -> None:
+def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> None:
     """Check that this node has the flags, data and code of the nodes that train, before it disturbs them.
 
-    The first node of a job puts its description into the store. If no other node is left, this node replaces it: the
-    user has stopped the job, and starts it again with a change.
+    The first node of a job puts its description into the store.
 
     Args:
         store: of the job.
         job: its name.
         inputs: of this node, from `describe_inputs`.
-        config: of this node.
 
     Raises:
-        ConfigError: this node differs from the nodes that train, and the job continues without it; or the job was
-            stopped and is started again with other flags, but would resume with those of its checkpoint.
+        ConfigError: this node differs from the nodes that train, and the job continues without it.
     """
-    key, text = f"{job} inputs", json.dumps(inputs)
-    others: dict[str, Any] = json.loads(store.compare_set(key, "", text))
-    names = [name for name, value in json.loads(text).items() if value != others.get(name)]
-    if not names:
-        return
-    beats = store.add(f"{job} {BEATS_KEY}", 0)
-    time.sleep(BEATS_SECONDS)
-    is_stopped = store.add(f"{job} {BEATS_KEY}", 0) == beats
-    flags = [name for name in names if name.startswith("--")]
-    if is_stopped and flags and config.init_from != "resume" and step_directories(Path(config.out_dir)):
+    text = json.dumps(inputs)
+    others: dict[str, Any] = json.loads(store.compare_set(f"{job} inputs", "", text))
+    parts = [
+        f"{name} is {value} here and {others.get(name)} there"
+        for name, value in json.loads(text).items()
+        if value != others.get(name)
+    ]
+    if parts:
         raise ConfigError(
-            f"the job in {config.out_dir} was stopped, and is started again with another value of {', '.join(flags)}: "
-            "add --init_from=resume to continue its run with this command"
+            f"this node differs from the nodes that train: {'; '.join(parts)}: start it with the same command, code "
+            "and data; to continue the job with other ones, start `make rendezvous` again, and the nodes with "
+            "--init_from=resume"
         )
-    if is_stopped:
-        store.set(key, text)
-        return
-    parts = [f"{name} is {inputs[name]} here and {others.get(name)} there" for name in names]
-    raise ConfigError(
-        f"this node differs from the nodes that train: {'; '.join(parts)}: start it with the same command, code and "
-        "data; the job continues without it"
-    )
 
 
 def leave_after_signal(clean_up: Callable[[], None]) -> None:
@@ -275,7 +261,7 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     host, port = elastic.parse_store()
     store = connect(host, port)
     job = name_job(store, config.out_dir)
-    check_agreement(store, job, inputs, config)
+    check_agreement(store, job, inputs)
     os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, **config_to_env(config)}
     os.environ[ELASTIC_VARIABLE] = f"{elastic.store} {job}"
     # Without this setting, a node that joins waits for an address that the first node published in an earlier round.
@@ -342,7 +328,7 @@ def main(arguments: list[str]) -> int:
     if config.eval_only:
         raise ConfigError("--eval_only does not work in an elastic job: use make baseline, phase1, phase2 or phase3")
     for nodes in range(low, high + 1):
-        data = preflight(config, count_usable_ranks(config, nodes * elastic.gpus), elastic.gpus)
+        data = check_run(config, count_usable_ranks(config, nodes * elastic.gpus), elastic.gpus)
     inputs = describe_inputs(config, data) | {"GPUS": elastic.gpus}
     return take_part(elastic, [str(trainer), *trainer_arguments], config, inputs)
 

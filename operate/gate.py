@@ -31,13 +31,12 @@ from bench.matrix.cells import matches_formula
 from bench.plan.plan import check_amount
 from bench.plan.run import RunPrediction, detect_hardware, find_gpu, predict_run
 from bench.suite.execution import Run, execute
-from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify_files
 from nanoGPT.cli.command_line import command_line, join_flag_values
 from nanoGPT.cli.program import report_errors
 from nanoGPT.dataset import find_mixture, read_dataset_meta
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.check_run import check_run
 from nanoGPT.job.parse import is_config_file, parse
-from nanoGPT.job.preflight import preflight
 from nanoGPT.train_config import TrainConfig, field_names
 from operate.checks import Check, format_check, has_failed, summarize
 from workshop.imports import ROOT
@@ -121,7 +120,7 @@ def build_trials(gate: GateConfig, words: list[str], out_dir: Path) -> list[Tria
         fields |= {"warmup_iters": min(config.warmup_iters, steps // 4), "lr_decay_iters": None}
         fields |= {"init_from": "scratch", "keep_checkpoints": 3, "eval_only": False}
         trial_config = dataclasses.replace(config, **fields)
-        preflight(trial_config, gate.gpus, gate.gpus)
+        check_run(trial_config, gate.gpus, gate.gpus)
         baseline, phase = (
             build_run(each, gate.gpus, trial_config, out_dir / f"{name}-{each}") for each in ("baseline", gate.phase)
         )
@@ -165,26 +164,11 @@ def execute_trial(trial: Trial) -> Check | None:
 
 def check_trial(trial: Trial, gate: GateConfig, predicted: RunPrediction) -> Iterator[Check]:
     """Yield the checks of a trial whose runs have ended."""
-    yield check_checkpoints(trial)
     yield check_loss(trial)
     yield check_same_curve(trial)
     yield check_ledger(trial)
     yield check_memory(trial, gate, predicted)
     yield check_speed(trial, gate, predicted)
-
-
-def check_checkpoints(trial: Trial) -> Check:
-    """Check that the last checkpoints of both runs are complete."""
-    problems = []
-    for run in trial.runs:
-        directory = run.out_dir / "checkpoints" / f"step-{run.steps:08d}"
-        try:
-            verify_files(directory, read_manifest(directory))
-        except DamagedCheckpoint as problem:
-            problems.append(f"{directory}: {problem}")
-    if problems:
-        return Check(f"{trial.name}: checkpoints", "fail", "; ".join(problems), "look into log.txt")
-    return Check(f"{trial.name}: checkpoints", "pass", "complete, and their hashes are right")
 
 
 def compute_unigram_entropy(dataset: str) -> float:

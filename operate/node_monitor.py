@@ -28,7 +28,6 @@ from nanoGPT.launch import list_rank_processes
 
 LEASE_SECONDS, LOST_SECONDS = 15.0, 20.0
 BEAT_SECONDS = 1.0  # between two beats
-BEATS_KEY = "beats"  # in the store: each node of the job adds 1 every second
 NODES_KEY = "nodes"  # in the store: the names of all nodes that have taken part in the job
 TIMEOUT = datetime.timedelta(seconds=30)  # of a request to the store
 
@@ -97,7 +96,6 @@ class NodeMonitor:
             store = connect(self.host, self.port)
             while not store.check([f"{self.job} {STOP_KEY}"]):
                 begin, nodes, count = time.monotonic(), self.nodes, count + 1
-                store.add(f"{self.job} {BEATS_KEY}", 1)
                 store.set(f"{self.job} node {name}", str(count))
                 if count == 1:
                     store.append(f"{self.job} {NODES_KEY}", f"{name} ")  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ from nanoGPT.errors import (
     PeerFailed,
     SaveError,
 )
+from nanoGPT.job.check_run import check_run
 from nanoGPT.job.credentials import check_credentials
 from nanoGPT.job.elastic import (
     choose_free_out_dir,
@@ -42,7 +43,6 @@ from nanoGPT.job.elastic import (
 from nanoGPT.job.exits import report_failure
 from nanoGPT.job.known_errors import explain_known_error
 from nanoGPT.job.parse import config_from_launcher, parse
-from nanoGPT.job.preflight import preflight
 from nanoGPT.job.run_description import describe_run
 from nanoGPT.job.signals import listen_for_signals, stop_with_launcher
 from nanoGPT.memory.out_of_memory import explain_memory_error
@@ -68,7 +68,7 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     run.timeout = datetime.timedelta(minutes=config.timeout_minutes)
     attention = choose_attention(config.attention, config.deterministic, run.device, run.dtype, config.dropout)
     run.reasons["attention"] = attention.reason
-    data = preflight(config, run.world_size, run.local_world_size)
+    data = check_run(config, run.world_size, run.local_world_size)
     if run.is_main and not reads_only:
         check_credentials(config)
     if not reads_only:

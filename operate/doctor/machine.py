@@ -36,7 +36,6 @@ def check_machine() -> Iterator[Check]:
     yield check_python()
     if os.name == "nt":
         return
-    yield check_cores()
     yield check_memory()
     yield check_disk()
     yield check_loopback()
@@ -46,12 +45,14 @@ def check_machine() -> Iterator[Check]:
 
 
 def check_platform() -> Check:
-    """Report the operating system and the processor, and what does not work there."""
-    finding = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    """Report the operating system and the processors, and what does not work there."""
+    finding = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
     if os.name == "nt":
         return Check("machine", "fail", finding, "use WSL 2, and follow the instructions for Linux")
     if sys.platform == "darwin":
         return Check("machine", "warn", finding, "phase 2, --kernels and notebook 4 need Triton: use Linux for them")
+    if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
+        return Check("machine", "warn", finding, "other programs are running: stop them, or expect slower steps")
     return Check("machine", "pass", finding)
 
 
@@ -61,33 +62,19 @@ def check_python() -> Check:
     if sys.version_info < MIN_PYTHON:
         remedy = "install Python 3.11 or newer, and name it: make doctor PYTHON=/path/to/python3.11"
         return Check("Python", "fail", finding, remedy)
-    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
-    if missing and not VENV_PYTHON.exists():
+    if not importlib.util.find_spec("ensurepip") and not VENV_PYTHON.exists():
         name = "python{}.{}-venv".format(*sys.version_info)
-        return Check("Python", "fail", f"{finding} has no module {missing[0]}", f"install it: sudo apt install {name}")
+        return Check("Python", "fail", f"{finding} has no module ensurepip", f"install it: sudo apt install {name}")
     return Check("Python", "pass", finding)
-
-
-def check_cores() -> Check:
-    """Report the cores, and whether other programs use them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    load = os.getloadavg()[0]
-    finding = f"{cores} cores, load {load:.1f}"
-    if load > 0.5 * cores:
-        return Check("cores", "warn", finding, "other programs are running: stop them, or expect slower steps")
-    if cores < 2:
-        return Check("cores", "warn", finding, "runs with several ranks are slow here: use small models and few steps")
-    return Check("cores", "pass", finding)
 
 
 def check_memory() -> Check:
     """Check the memory that new programs can use."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     path = Path("/proc/meminfo")
     if not path.exists():
-        return Check("memory", "pass", f"{total / GIB:.1f} GiB in total")
+        return Check("memory", "skip", "only Linux reports how much is free")
     fields = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-    free = 1024 * int(fields["MemAvailable"].split()[0])
+    free, total = (1024 * int(fields[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
     finding = f"{free / GIB:.1f} GiB of {total / GIB:.1f} GiB are free"
     if free < MIN_FREE_MEMORY:
         return Check("memory", "warn", finding, "stop other programs, or use at most 2 ranks")

@@ -5,7 +5,7 @@
     make preflight PHASE=phase3 GPUS=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1      # on each node
 
 The command takes the flags of the training command. On this node, it checks the configuration, the credentials of the
-tracker, the devices, the data, the disk, the settings and the plan, and runs a few tests. Then it starts the ranks,
+tracker, the data, the GPUs, the disk, the settings and the plan, and runs a few tests. Then it starts the ranks,
 which check collectives, their bandwidth, slow ranks, the shared directory and the speed of the disk. On several nodes,
 each node prints its own checks, and node 0 also prints those of the ranks. The command leaves no files behind.
 
@@ -25,9 +25,9 @@ from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.check_run import check_run
 from nanoGPT.job.credentials import check_credentials
 from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config
-from nanoGPT.job.preflight import preflight
 from nanoGPT.launch import read_config, run_one_rank, run_ranks, split_arguments, start_watchdog
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
@@ -42,11 +42,9 @@ def check_node(config: TrainConfig, place: NodeConfig, phase: str, params: int) 
     """Yield the checks of this node."""
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     yield Check("configuration", "pass", f"valid for {place.world_size} rank(s); {params:,} parameters")
-    yield from node.check_cpu(config, place.gpus)
     if on_gpu:
         yield from node.check_gpus(place.gpus)
     yield from node.check_settings(on_gpu, place.nnodes > 1)
-    yield node.check_data(config)
     yield node.check_disk(config, params)
     yield node.check_plan(config, phase, place.world_size, place.gpus)
     yield node.run_tests(on_gpu)
@@ -85,7 +83,7 @@ def main(arguments: list[str]) -> int:
     meeting = Rendezvous(place)
     with meeting.share_errors():
         config = read_config(trainer, trainer_arguments, meeting)
-        preflight(config, place.world_size, place.gpus)
+        check_run(config, place.world_size, place.gpus)
         if place.node_rank == 0:
             check_credentials(config)
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})

@@ -1,6 +1,5 @@
-"""Check one node before a run: its devices, its data, its disk, its settings, and what the planner predicts."""
+"""Check one node before a run: its devices, its disk, its settings, and what the planner predicts."""
 
-import hashlib
 import os
 import resource
 import shutil
@@ -11,19 +10,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from bench.plan.planner import usable_bytes
 from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
-from nanoGPT.dataset import MAX_HASHED_BYTES, find_mixture, read_dataset_meta
 from nanoGPT.memory.device import format_bytes, host_limits
 from nanoGPT.train_config import TrainConfig
 from operate.checks import Check
 from workshop.imports import ROOT
 
-HASH_SECONDS = 10.0  # time to hash large data files
 MIN_FREE_GPU_MEMORY = 0.95  # fraction of a GPU's memory that must be free
 MAX_TEMPERATURE, MAX_UTILIZATION = 80, 10  # degrees Celsius and percent of an idle GPU
 MIN_OPEN_FILES = 1024
@@ -41,23 +37,6 @@ TESTS = (  # what a long run relies on most
     "tests/baseline/test_ledger.py::test_fsdp_matches_the_formula",
 )
 TEST_TIMEOUT = 300.0  # seconds
-
-
-def check_cpu(config: TrainConfig, ranks: int) -> Iterator[Check]:
-    """Check the cores, the load and the free memory of this node."""
-    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
-    finding = f"{cores} cores for {ranks} rank(s), load {load:.1f}"
-    if load > 0.5 * cores:
-        yield Check("CPU", "warn", finding, "other programs are running: stop them, or expect slower steps")
-    elif ranks > cores and config.device != "cuda" and not torch.cuda.is_available():
-        yield Check("CPU", "warn", finding, "ranks share cores: use such a run to study the algorithm, not for speed")
-    else:
-        yield Check("CPU", "pass", finding)
-    if (free := read_available_memory()) is not None:
-        total = min(size for _, size, _ in host_limits())
-        finding = f"{format_bytes(free)} of {format_bytes(total)} are free"
-        is_low = free < 0.2 * total
-        yield Check("CPU memory", "warn" if is_low else "pass", finding, "stop other programs" if is_low else "")
 
 
 def read_available_memory() -> int | None:
@@ -118,40 +97,6 @@ def find_gpu_problems(state: dict[str, str], free_fraction: float) -> list[tuple
     if state.get("clocks_throttle_reasons.hw_slowdown") == "Active":
         problems.append((False, "its clock is reduced: check power and cooling"))
     return problems
-
-
-def check_data(config: TrainConfig) -> Check:
-    """Hash the files of the datasets that `TokenData` has not hashed, for at most HASH_SECONDS."""
-    deadline = time.monotonic() + HASH_SECONDS
-    hashed = total = count = 0
-    folders = [folder for folder, _ in find_mixture(config.dataset)]
-    for folder in folders:
-        meta = read_dataset_meta(folder)
-        files = sorted([*meta["splits"]["train"], *meta["splits"]["val"]], key=lambda each: each["tokens"])
-        sizes = [file["tokens"] * np.dtype(meta["dtype"]).itemsize for file in files]
-        total, count = total + sum(sizes), count + len(files)
-        for file, size in zip(files, sizes, strict=True):
-            if size > MAX_HASHED_BYTES:
-                digest = hash_until(folder / file["name"], deadline)
-                if digest is None:
-                    break
-                if digest != file["sha256"]:
-                    remedy = f"prepare it again: rm {folder}/meta.json && make data DATASET={folder.name}"
-                    return Check("data", "fail", f"the hash of {folder / file['name']} differs from meta.json", remedy)
-            hashed += size
-    names = " and ".join(folder.name for folder in folders)
-    return Check("data", "pass", f"{names}: {count} file(s), {format_bytes(hashed)} of {format_bytes(total)} hashed")
-
-
-def hash_until(path: Path, deadline: float) -> str | None:
-    """Return the hash of a file; None if the time is over."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(16 << 20):
-            if time.monotonic() > deadline:
-                return None
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def check_disk(config: TrainConfig, params: int) -> Check:

@@ -7,7 +7,6 @@ checkpoint, and the directory of the run.
 """
 
 import dataclasses
-import datetime
 import json
 import os
 import statistics
@@ -21,18 +20,11 @@ import torch.distributed as dist
 
 from bench.plan.run import find_gpu
 from bench.plan.speed import Gpu
-from nanoGPT.cli.program import report_errors
-from nanoGPT.dataset import TokenData
-from nanoGPT.distributed.process_group import join_process_group
-from nanoGPT.distributed.runtime import Runtime, create_runtime
-from nanoGPT.errors import ConfigError
+from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import unique_name
-from nanoGPT.job.exits import report_failure
-from nanoGPT.job.known_errors import explain_known_error
 from nanoGPT.job.parse import config_from_launcher
-from nanoGPT.job.run_description import describe_run
+from nanoGPT.job.start import report_job_errors, start
 from nanoGPT.memory.costs import ring_bytes
-from nanoGPT.train_config import TrainConfig
 from operate.checks import Check
 from operate.preflight.node import find_existing_parent
 from workshop.phases import load_config_class
@@ -158,9 +150,9 @@ def check_write_speed(run: Runtime, out_dir: Path, bytes_per_save: int) -> Check
     return Check("write speed", "pass", finding)
 
 
-def run_checks(run: Runtime, config: TrainConfig, bytes_per_save: int) -> list[Check]:
+def run_checks(run: Runtime, out_dir: Path, bytes_per_save: int) -> list[Check]:
     """Run all checks. Collective."""
-    folder = Path(run.call_on_rank0(lambda: str(find_existing_parent(Path(config.out_dir)).absolute())))
+    folder = Path(run.call_on_rank0(lambda: str(find_existing_parent(out_dir).absolute())))
     checks = []
     if run.world_size > 1:
         checks += [check_collectives(run), check_bandwidth(run, find_gpu()), check_slowest_rank(run)]
@@ -168,29 +160,16 @@ def run_checks(run: Runtime, config: TrainConfig, bytes_per_save: int) -> list[C
     return [*checks, check_write_speed(run, folder, bytes_per_save)]
 
 
-def main(package: str, results: Path, bytes_per_save: int, out_dir: str) -> None:
+def main(package: str, results: str, bytes_per_save: str, out_dir: str) -> int:
     """Join the other ranks, run the checks, and write them on rank 0."""
     config = config_from_launcher(load_config_class(package))
-    if config is None:
-        raise ConfigError("this program needs a launcher: run `make preflight`")
-    config = dataclasses.replace(config, out_dir=out_dir)
-    run = create_runtime(config.device, config.dtype, config.supports_mps)
-    if run.device.type == "cuda":
-        torch.cuda.set_device(run.device)
-    else:
-        torch.set_num_threads(1)
-    data = TokenData.from_config(config)
-    join_process_group(run, datetime.timedelta(minutes=2), describe_run(config, data, run))
-    checks = run_checks(run, config, bytes_per_save)
-    if run.is_main:
-        results.write_text(json.dumps([dataclasses.asdict(check) for check in checks]))
-    run.barrier()
-    os._exit(0)
+    assert config, "this program needs a launcher: run `make preflight`"
+    with start(config, reads_only=True) as (run, _):
+        checks = run_checks(run, Path(out_dir), int(bytes_per_save))
+        if run.is_main:
+            Path(results).write_text(json.dumps([dataclasses.asdict(check) for check in checks]))
+    return 0
 
 
 if __name__ == "__main__":
-    with report_errors():
-        try:
-            main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
-        except Exception as error:
-            os._exit(report_failure(1, explain_known_error(error) or f"{type(error).__name__}: {error}"))
+    os._exit(report_job_errors(lambda: main(*sys.argv[1:]), lambda error: None))

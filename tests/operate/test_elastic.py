@@ -4,18 +4,15 @@ import re
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 
 from nanoGPT.distributed.environment import ELASTIC_VARIABLE
-from nanoGPT.errors import ConfigError, LostConnection
+from nanoGPT.errors import LostConnection
 from nanoGPT.job import elastic
 from nanoGPT.job.elastic import count_usable_ranks
 from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.watchdog import list_children
-from operate.elastic import check_agreement
 from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats, kill_processes
 from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program, wait_until
 from tests.helpers.training import TINY, tiny, train
@@ -124,25 +121,6 @@ def test_an_error_that_would_repeat_stops_all_nodes(tmp_path):
             assert node.returncode == 3 and "error: the job was stopped: step" in output, output
     finally:
         store.kill()
-
-
-def test_a_job_without_nodes_starts_again_with_other_inputs(monkeypatch, tmp_path):
-    """A node that differs is refused while another node is alive. If none is left, its inputs become the job's.
-
-    If the run has a checkpoint, other flags need --init_from=resume: without it, those of the checkpoint would be used.
-    """
-    beats = [lambda: store.add("job beats", 1)]  # another node beats during the first wait
-    monkeypatch.setattr("operate.elastic.time", SimpleNamespace(sleep=lambda _: beats and beats.pop()()))
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    config = tiny("nanoGPT", tmp_path)
-    check_agreement(store, "job", {"--seed": 1}, config)
-    with pytest.raises(ConfigError, match="the nodes that train: --seed is 2 here and 1 there: start it with the same"):
-        check_agreement(store, "job", {"--seed": 2}, config)
-    check_agreement(store, "job", {"--seed": 2}, config)
-    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="started again with another value of --seed: add --init_from=resume"):
-        check_agreement(store, "job", {"--seed": 3}, config)
-    check_agreement(store, "job", {"--seed": 3}, tiny("nanoGPT", tmp_path, init_from="resume"))
 
 
 def test_a_run_never_has_two_writers(tmp_path, monkeypatch):

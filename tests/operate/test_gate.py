@@ -11,7 +11,6 @@ import pytest
 
 from bench.plan.run import RunPrediction
 from bench.suite.execution import Run
-from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
 from nanoGPT.prepare.synthetic import CHARACTERS, PROBABILITIES, compute_entropy_rate, generate_text
 from operate.gate import (
@@ -26,14 +25,14 @@ from operate.gate import (
 from tests.helpers.training import tiny, train_all
 
 STEPS = 40
-NAMES = ("checkpoints", "loss", "same curve as DDP", "state and communication", "memory", "speed")
+NAMES = ("loss", "same curve as DDP", "state and communication", "memory", "speed")
 PREDICTED = RunPrediction(step_seconds=0.1, forward_seconds=0.1, peak_bytes=10**6)
 
 
 def test_the_synthetic_text_has_the_entropy_that_it_promises():
     """Each character has four successors with the stated frequencies, and all characters are equally frequent."""
     text = generate_text(200_000)
-    assert text == generate_text(200_000)
+    assert compute_unigram_entropy("synthetic") == pytest.approx(math.log(32), abs=0.01)
     assert compute_entropy_rate() == pytest.approx(1.75 * math.log(2))
     for character in CHARACTERS[::8]:
         pairs = [b for a, b in zip(text, text[1:], strict=False) if a == character]
@@ -72,11 +71,6 @@ def test_a_good_run_passes(good_trial):
     assert check(good_trial, max_gb=1e-6)["memory"] == "fail"
 
 
-def flip_checkpoint(trial: Trial) -> None:
-    path = next(step_directories(trial.runs[1].out_dir)[0].glob("*.distcp"))
-    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-
-
 def change_loss(trial: Trial) -> None:
     trial.lines[1][3]["loss"] += 2e-5
 
@@ -101,7 +95,6 @@ def send_more(trial: Trial) -> None:
 @pytest.mark.parametrize(
     ("plant", "name"),
     [
-        (flip_checkpoint, "checkpoints"),
         (leak_tokens, "loss"),
         (stop_learning, "loss"),
         (change_loss, "same curve as DDP"),
@@ -151,8 +144,3 @@ def test_wrong_arguments_are_one_sentence(phase, words, message, tmp_path):
     """A wrong phase or flag stops the gate before it trains."""
     with pytest.raises(ConfigError, match=message):
         build_trials(GateConfig(phase), words, tmp_path)
-
-
-def test_the_entropy_of_frequencies_is_computed_from_the_data():
-    """The entropy of the synthetic data is that of 32 equally frequent characters."""
-    assert compute_unigram_entropy("synthetic") == pytest.approx(math.log(32), abs=0.01)

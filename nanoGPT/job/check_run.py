@@ -13,7 +13,7 @@ from nanoGPT.memory.device import check_parameters_fit, check_state_fits
 from nanoGPT.train_config import TrainConfig, validate
 
 
-def preflight(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:
+def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:
     """Check everything that can be checked before a process group starts and before any file is written.
 
     Returns:
