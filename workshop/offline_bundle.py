@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -84,6 +85,12 @@ def list_data_files() -> Iterator[Path]:
     yield from sorted((DOWNLOADS / "tiktoken").glob("*"))
 
 
+def set_time(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Set the time of a prepared file to now, so that make does not prepare it again."""
+    entry.mtime = int(time.time())
+    return entry
+
+
 def write_archive(to: Path, wheels: list[Path]) -> None:
     """Write the archive with the newest commit. An existing archive is replaced when the new one is complete.
 
@@ -98,7 +105,7 @@ def write_archive(to: Path, wheels: list[Path]) -> None:
             for path in wheels:
                 archive.add(path, f"{bundle}/wheels/{path.name}")
             for path in list_data_files():
-                archive.add(path, f"{bundle}/data/{path.relative_to(DATA)}")
+                archive.add(path, f"{TOP}/{path.relative_to(ROOT)}", filter=set_time)
             content = json.dumps(describe_platform(), indent=1).encode()
             entry = tarfile.TarInfo(f"{bundle}/bundle.json")
             entry.size = len(content)

@@ -7,13 +7,12 @@
     python3 workshop/set_up.py notebooks           # also install Jupyter
     python3 workshop/set_up.py book                # also install Sphinx, for make book
 
-If the directory `offline-bundle` exists, which `make offline-bundle` writes, nothing is downloaded: packages and data
-come from there. This program runs before anything is installed, so it imports only the standard library. It uses these
-files:
+If the directory `offline-bundle` exists, which is in the archive of `make offline-bundle`, nothing is downloaded. This
+program runs before anything is installed, so it imports only the standard library. It uses these files:
 
 .venv.lock            locked while a set-up is running; another set-up waits for it
 .venv/.unfinished     marker: exists while .venv is being changed; a set-up that finds it starts with an empty .venv
-offline-bundle/       wheels, prepared data, and the platform that they are for
+offline-bundle/       wheels, and the platform that they are for
 .venv/.core, ...      stamps, written last: the directory and the Python of .venv, which the Makefile compares
 """
 
@@ -183,20 +182,6 @@ def check_bundle() -> None:
         )
 
 
-def copy_bundled_data() -> None:
-    """Copy the datasets of the offline bundle that are not prepared yet. `meta.json` comes last: it marks the end.
-
-    The copies are newer than the programs that prepare the data, so make does not prepare them again.
-    """
-    for source in sorted((BUNDLE / "data").rglob("*"), key=lambda path: path.name == "meta.json"):
-        target = ROOT / "nanoGPT" / "data" / source.relative_to(BUNDLE / "data")
-        if source.is_file() and not target.with_name("meta.json").exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f".tmp-{target.name}")
-            shutil.copyfile(source, temporary)
-            os.replace(temporary, target)
-
-
 def clear_venv() -> None:
     """Delete everything in .venv except the marker. An existing marker is not written again: the disk may be full."""
     if not UNFINISHED.exists():
@@ -270,7 +255,6 @@ def set_up(goal: str, torch_build: str, lock: int) -> None:
         print(f".venv {problem}: creating it.", flush=True)
     if BUNDLE.is_dir():
         check_bundle()
-        copy_bundled_data()
         print(f"Using {BUNDLE.name}/: nothing is downloaded.", flush=True)
     print(GOALS[goal][1], flush=True)
     if goal == "core" and not has_torch() and not BUNDLE.is_dir():

@@ -1,13 +1,10 @@
-"""The files of `deploy/`: linters and schemas accept them, all that they name exists, and two nodes form one job."""
+"""The files of `deploy/`: linters and schemas accept them, all that they name exists, and a node resumes."""
 
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-from tests.helpers.programs import DEADLINE, await_steps, find_free_port, make_flags
+from tests.helpers.programs import DEADLINE, await_steps, make_flags
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses
 
@@ -94,32 +91,23 @@ def test_each_file_starts_the_launcher_for_its_node(tmp_path):
         assert f"--gpus={gpus} --nnodes=2 --node_rank=1 --master_addr={address} phase3_fsdp/train.py" in printed
 
 
-@contextlib.contextmanager
-def two_pods(out: Path, python: str, port: str, **fields: Any) -> Iterator[list[subprocess.Popen]]:
-    """Start the commands of the two pods of the Job on this machine, with small ranks on the CPU."""
-    nodes = []
-    for rank in range(2):
-        words, environment = pod_of(JOB["spec"], rank)
-        environment |= {"GPUS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OUT_DIR": str(out), "PY": python}
-        command, environment = [*words[:4], *make_flags(**fields)], {**os.environ, **environment}
-        with open(out.parent / f"node{rank}.txt", "a") as file:
-            nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
-    try:
-        yield nodes
-    finally:
-        for node in nodes:
-            node.terminate()  # its launcher and ranks end after it
+def test_a_node_resumes_after_an_eviction(tmp_path, python):
+    """If Kubernetes stops a pod, it exits with 75, so that the Job starts it again. Then the run resumes."""
+    out, fields = tmp_path / "run", {**FIELDS, "decay_lr": False}
+    words, environment = pod_of(JOB["spec"], 0)
+    environment |= {"NNODES": "1", "GPUS": "2", "MASTER_ADDR": "127.0.0.1", "OUT_DIR": str(out), "PY": python}
 
+    def start(**changes: int) -> subprocess.Popen:
+        command = [*words[:4], *make_flags(**{**fields, **changes})]
+        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment})
 
-def test_two_pods_form_one_job_and_resume_after_an_eviction(tmp_path, python):
-    """If Kubernetes stops one of two pods, both exit with 75, so that the Job starts them again. Then they resume."""
-    out, port, fields = tmp_path / "run", find_free_port(), {**FIELDS, "decay_lr": False}
-    with two_pods(out, python, port, **{**fields, "max_iters": 100_000, "eval_interval": 100_000}) as nodes:
-        await_steps(out, 2, nodes[0])
-        nodes[1].send_signal(signal.SIGTERM)  # to the first process of the pod only, as the kubelet does
-        assert [node.wait(DEADLINE) for node in nodes] == [75, 75], (tmp_path / "node0.txt").read_text()
+    with start(max_iters=100_000, eval_interval=100_000) as node:
+        await_steps(out, 2, node)
+        node.terminate()  # the first process of the pod only, as the kubelet does
+        assert node.wait(DEADLINE) == 75
     (checkpoint,) = (out / "checkpoints").glob("step-*")
-    fields["max_iters"] = int(checkpoint.name.removeprefix("step-")) + 2
-    with two_pods(out, python, port, **fields) as nodes:
-        assert [node.wait(DEADLINE) for node in nodes] == [0, 0], (tmp_path / "node0.txt").read_text()
-    assert gap(losses(out), train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **fields))) < 1e-5
+    fields |= {"max_iters": int(checkpoint.name.removeprefix("step-")) + 2}
+    with start() as node:
+        assert node.wait(DEADLINE) == 0
+    one = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "one", **fields))
+    assert gap(losses(out), one) < 1e-5

@@ -26,7 +26,7 @@ def test_the_archive_has_the_repository_the_wheels_and_the_data(tmp_path, monkey
         assert archive.getmember("sharded-nanogpt/phase3_fsdp/data").issym()
         platform = archive.extractfile("sharded-nanogpt/offline-bundle/bundle.json").read().decode()
     assert {"Makefile", "workshop/set_up.py", "docs/layout.md"} <= names
-    assert {f"offline-bundle/data/shakespeare_char/{name}" for name in ("meta.json", "train.bin", "val.bin")} <= names
+    assert {f"nanoGPT/data/shakespeare_char/{name}" for name in ("meta.json", "train.bin", "val.bin")} <= names
     assert {f"offline-bundle/wheels/{path.name}" for path in wheels} <= names
     assert all(value in platform for value in describe_platform().values())
     with pytest.raises(ConfigError, match="is a directory: give the path of a file"):
