@@ -6,9 +6,7 @@ for texts in read_batches(corpus, open_documents(corpus), first=0):
 """
 
 import atexit
-import functools
 import glob
-import os
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -51,27 +49,13 @@ def parquet_corpus(pattern: str) -> Corpus:
     Raises:
         ConfigError: no file matches, or one cannot be read.
     """
-    sizes = {path: size_of(Path(path)) for path in sorted(os.path.abspath(path) for path in glob.glob(pattern))}
-    paths = [path for path, size in sizes.items() if size is not None]
+    paths = [Path(path).absolute() for path in sorted(glob.glob(pattern))]
     if not paths:
         raise ConfigError(f"--input={pattern} matches no file: give a pattern such as 'folder/*.parquet'")
-    identity = {"files": [{"name": os.path.basename(path), "bytes": sizes[path]} for path in paths]}
-    arguments = {
-        "path": "parquet",
-        "data_files": [glob.escape(path) for path in paths],
-    }  # load_dataset reads paths as patterns
+    identity = {"files": [{"name": path.name, "bytes": size_of(path)} for path in paths]}
+    escaped_paths = [glob.escape(str(path)) for path in paths]  # load_dataset reads paths as patterns
+    arguments = {"path": "parquet", "data_files": escaped_paths}
     return Corpus(f"--input={pattern}", "check that every file is a complete parquet file", identity, arguments)
-
-
-def describe_error(error: Exception) -> str:
-    """Return the type of an error, and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-@functools.cache
-def wait_at_exit() -> None:
-    """Wait one second at exit for Arrow's threads, which may otherwise hang or abort Python (apache/arrow#45214)."""
-    atexit.register(time.sleep, 1)
 
 
 def open_documents(corpus: Corpus) -> Any:
@@ -86,7 +70,8 @@ def open_documents(corpus: Corpus) -> Any:
         raise ConfigError(
             "streaming documents needs the extra `web`: run `.venv/bin/pip install -e '.[web]'`"
         ) from None
-    wait_at_exit()
+    # Arrow's threads may hang or abort Python when it exits (apache/arrow#45214): wait for them.
+    atexit.register(time.sleep, 1)
     try:
         documents: Any = load_dataset(
             **corpus.arguments, columns=[COLUMN], batch_size=BATCH, split="train", streaming=True
@@ -94,7 +79,9 @@ def open_documents(corpus: Corpus) -> Any:
         # Read one row group at a time: Arrow reads ahead without a limit, so a file of 2 GB would be fully in memory.
         documents = documents.reshard()
     except Exception as error:  # any error of the network, the hub's client or the parquet reader
-        raise ConfigError(f"{corpus.label} cannot be opened ({describe_error(error)}): {corpus.advice}") from None
+        raise ConfigError(
+            f"{corpus.label} cannot be opened ({type(error).__name__}: {str(error)[:200]}): {corpus.advice}"
+        ) from None
     if "string" not in str(getattr((documents.features or {}).get(COLUMN), "dtype", "")):
         raise ConfigError(f"{corpus.label} has no column `{COLUMN}` of strings: use parquet files that have one")
     return documents
@@ -106,13 +93,11 @@ def read_batches(corpus: Corpus, documents: Any, first: int) -> Generator[list[s
     Raises:
         ConfigError: the corpus can no longer be read.
     """
-    document = first
     try:
         for batch in documents.skip(first).iter(BATCH):
             yield [text or "" for text in batch[COLUMN]]
-            document += len(batch[COLUMN])
     except Exception as error:
         raise ConfigError(
-            f"{corpus.label} cannot be read beyond document {document:,} ({describe_error(error)}): {corpus.advice}, "
+            f"{corpus.label} cannot be read to its end ({type(error).__name__}: {str(error)[:200]}): {corpus.advice}, "
             "then run the same command again; it keeps the complete shards"
         ) from None

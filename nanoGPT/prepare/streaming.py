@@ -1,15 +1,15 @@
-"""Prepare web text as GPT-2 tokens: stream documents with Hugging Face `datasets` into shard files of a fixed size.
+"""Prepare web text as GPT-2 tokens: stream documents with Hugging Face `datasets` into shard files.
 
 The first shard is the val split; the others are the train split. An end-of-text token precedes every document, so a
-model learns that the text before it does not matter. A document may begin in one shard and end in the next. Memory is
-needed for one shard, one batch of documents, and one row group of the parquet file. A run
-that is resumed after a kill continues after its last complete shard. Its files are identical to those of an
-uninterrupted run.
+model learns that the text before it does not matter. A shard ends with the document that fills it. Memory is needed for
+one shard, one batch of documents, and one row group of the parquet file. A run that is resumed after a kill continues
+after its last complete shard. Its files are identical to those of an uninterrupted run.
 """
 
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,15 +23,7 @@ from nanoGPT.dataset import TokenFile
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, read_json, size_of, write_atomically
 from nanoGPT.prepare.corpus import Corpus, open_documents, read_batches
-from nanoGPT.prepare.directory import (
-    META,
-    PROGRESS,
-    dataset_lock,
-    is_complete,
-    read_meta,
-    write_meta,
-    write_tokens,
-)
+from nanoGPT.prepare.directory import META, PROGRESS, dataset_lock, is_complete, read_meta, write_meta, write_tokens
 from nanoGPT.prepare.download import install_gpt2_vocabulary
 from nanoGPT.schema import Count, SchemaError
 from nanoGPT.tokenizer import Gpt2Tokenizer, make_gpt2_identity
@@ -39,45 +31,63 @@ from nanoGPT.tokenizer import Gpt2Tokenizer, make_gpt2_identity
 SHARD_TOKENS = 100_000_000
 VAL_TOKENS = 4_000_000  # about as many as in nanoGPT's val split of OpenWebText
 THREADS = min(8, os.cpu_count() or 1)
+DTYPE = np.dtype("<u2")
 
 
-def encode_documents(batches: Iterator[list[str]]) -> Iterator[np.ndarray]:
-    """Yield the tokens of each document as uint16, with the end-of-text token before them.
+class PartialSplits(TypedDict):
+    """The complete files of each split."""
 
-    `encode_ordinary_batch` encodes the text "<|endoftext|>" inside a document as ordinary characters.
-    """
-    tokenizer = Gpt2Tokenizer()
-    for texts in batches:
-        for ids in tokenizer.bpe.encode_ordinary_batch(texts, num_threads=THREADS):
-            yield np.array([tokenizer.end_of_text, *ids], dtype=np.uint16)
+    train: list[TokenFile]
+    val: list[TokenFile]
+
+
+class ProgressFields(TypedDict):
+    """The schema of progress.json."""
+
+    source: dict[str, Any]
+    splits: PartialSplits
+    document: Count
 
 
 @dataclass
 class StreamProgress:
-    """The content of progress.json: the complete shards, and the position in the stream where the next one begins."""
+    """The content of progress.json: the complete shards, and the document with which the next one begins."""
 
     source: dict[str, Any]  # the corpus's identity, shard_tokens and max_tokens, as in meta.json
     splits: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"train": [], "val": []})
-    document: int = 0  # index of the document in which the next shard begins
-    offset: int = 0  # number of tokens of this document in earlier shards, with its end-of-text token
+    document: int = 0
 
     @property
     def files(self) -> list[dict[str, Any]]:
         return [*self.splits["val"], *self.splits["train"]]
 
     @property
-    def tokens(self) -> int:
-        return sum(file["tokens"] for file in self.files)
+    def tokens_left(self) -> float:
+        """The number of tokens until max_tokens."""
+        return (self.source["max_tokens"] or math.inf) - sum(file["tokens"] for file in self.files)
 
-    def next_size(self) -> int:
-        """Return the number of tokens in the next shard; 0 if max_tokens is reached."""
-        size, limit = self.source["shard_tokens"], self.source["max_tokens"]
-        if not self.splits["val"]:
-            size = min(size, VAL_TOKENS)
-        return size if limit is None else min(size, limit - self.tokens)
+    @property
+    def next_size(self) -> float:
+        """The number of tokens after which the next shard ends."""
+        size = self.source["shard_tokens"] if self.splits["val"] else min(self.source["shard_tokens"], VAL_TOKENS)
+        return min(size, self.tokens_left)
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / PROGRESS, json.dumps(dataclasses.asdict(self)).encode())
+
+    def write_shard(self, folder: Path, content: bytearray, document: int) -> None:
+        """Write the next shard, and then the progress.
+
+        Args:
+            folder: directory of the dataset.
+            content: the tokens, as bytes.
+            document: the document with which the shard after this one begins.
+        """
+        ids = np.frombuffer(content, DTYPE)[: int(min(self.tokens_left, len(content)))]
+        split = "train" if self.splits["val"] else "val"
+        self.splits[split].append(write_tokens(folder, f"{split}_{len(self.files):06d}.bin", ids))
+        self.document = document
+        self.save(folder)
 
 
 def load_progress(folder: Path, source: dict[str, Any]) -> StreamProgress:
@@ -87,86 +97,18 @@ def load_progress(folder: Path, source: dict[str, Any]) -> StreamProgress:
         ConfigError: the earlier run had a different source or different flags, or a shard is incomplete.
     """
     path = folder / PROGRESS
-    restart = f"run `rm {path}` to start again"
     try:
         progress = StreamProgress(**read_json(path, ProgressFields))  # type: ignore[arg-type]
+        if progress.source != source:
+            raise SchemaError("it belongs to a different source or different flags")
+        for file in progress.files:
+            if size_of(folder / file["name"]) != file["tokens"] * DTYPE.itemsize:
+                raise SchemaError(f"{file['name']} does not have {file['tokens']:,} tokens")
+        return progress
     except ABSENT:
         return StreamProgress(source)
-    except SchemaError as error:
-        raise ConfigError(f"{path} is damaged ({str(error)[:200]}): {restart}") from None
-    if progress.source != source:
-        raise ConfigError(
-            f"{path} belongs to a different source or different flags: use those again to continue, or {restart}"
-        )
-    for file in progress.files:
-        shard, size = folder / file["name"], file["tokens"] * np.dtype(np.uint16).itemsize
-        if size_of(shard) != size:
-            raise ConfigError(f"{shard} does not have the {size:,} bytes that were written: {restart}")
-    return progress
-
-
-class TokenShardWriter:
-    """Packs tokens into shards. A full shard is written to the disk, and then the progress."""
-
-    def __init__(self, folder: Path, progress: StreamProgress) -> None:
-        self.folder, self.progress = folder, progress
-        self.document, self.offset = progress.document, progress.offset  # position of the next token in the stream
-        self.buffer = np.empty(progress.source["shard_tokens"], dtype=np.uint16)
-        self.size, self.space = 0, progress.next_size()  # tokens in the current shard, and tokens that still fit
-
-    def add(self, ids: np.ndarray) -> int:
-        """Append the next document, without its tokens in earlier shards, and return the number of appended tokens."""
-        start = self.offset
-        while self.space and self.offset < len(ids):
-            part = ids[self.offset : self.offset + self.space]
-            self.buffer[self.size : self.size + len(part)] = part
-            self.size, self.space, self.offset = self.size + len(part), self.space - len(part), self.offset + len(part)
-            if not self.space:
-                self.write_shard()
-        added, self.document, self.offset = self.offset - start, self.document + 1, 0
-        return added
-
-    def write_shard(self) -> None:
-        """Write the current shard and the progress. The first shard is the val split."""
-        split = "train" if self.progress.splits["val"] else "val"
-        name = f"{split}_{len(self.progress.files):06d}.bin"
-        self.progress.splits[split].append(write_tokens(self.folder, name, self.buffer[: self.size]))
-        self.progress.document, self.progress.offset = self.document, self.offset
-        self.progress.save(self.folder)
-        self.size, self.space = 0, self.progress.next_size()
-
-    def finish(self, label: str) -> None:
-        """Write the last shard, which may be shorter.
-
-        Raises:
-            ConfigError: the stream ended before the train split had a token.
-        """
-        if self.size and self.progress.splits["val"]:
-            self.write_shard()
-        if self.progress.splits["train"]:
-            return
-        (self.folder / PROGRESS).unlink(
-            missing_ok=True
-        )  # a second attempt with other flags must not fail because of it
-        count = self.progress.tokens + self.size
-        raise ConfigError(
-            f"{label} has only {count:,} tokens, too few for a val and a train split: "
-            f"use more text, or --shard_tokens={max(2, count // 10)}"
-        )
-
-
-def check_sizes(shard_tokens: int, max_tokens: int | None) -> None:
-    """Check that both splits can have tokens.
-
-    Raises:
-        ConfigError: a number is too small.
-    """
-    if shard_tokens < 2:
-        raise ConfigError(f"--shard_tokens={shard_tokens} is out of range: use 2 or more")
-    if max_tokens is not None and max_tokens <= (val := min(shard_tokens, VAL_TOKENS)):
-        raise ConfigError(
-            f"--max_tokens={max_tokens} leaves nothing to train on: use more than the {val:,} tokens of val"
-        )
+    except (SchemaError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be continued ({str(error)[:200]}): run `rm {path}` to start again") from None
 
 
 def is_prepared(folder: Path, source: dict[str, Any]) -> bool:
@@ -191,18 +133,47 @@ def is_prepared(folder: Path, source: dict[str, Any]) -> bool:
     return is_full
 
 
-def write_token_shards(folder: Path, corpus: Corpus, progress: StreamProgress, documents: Any) -> None:
-    """Stream, encode and write documents, from the position in `progress` to the end of the corpus or to max_tokens."""
-    writer = TokenShardWriter(folder, progress)
-    bar = tqdm(
-        total=progress.source["max_tokens"], initial=progress.tokens, unit=" tokens", unit_scale=True, disable=None
-    )
-    with bar, contextlib.closing(read_batches(corpus, documents, progress.document)) as batches:
-        for ids in encode_documents(batches) if writer.space else ():
-            bar.update(writer.add(ids))
-            if not writer.space:
-                break
-    writer.finish(corpus.label)
+def encode_documents(batches: Iterator[list[str]]) -> Iterator[bytes]:
+    """Yield the tokens of each document, as the bytes of uint16, with the end-of-text token before them.
+
+    `encode_ordinary_batch` encodes the text "<|endoftext|>" inside a document as ordinary characters.
+    """
+    tokenizer = Gpt2Tokenizer()
+    for texts in batches:
+        for ids in tokenizer.bpe.encode_ordinary_batch(texts, num_threads=THREADS):
+            yield np.array([tokenizer.end_of_text, *ids], DTYPE).tobytes()
+
+
+def write_token_shards(folder: Path, corpus: Corpus, progress: StreamProgress) -> None:
+    """Stream, encode and write documents, from `progress` to the end of the corpus or to max_tokens.
+
+    Raises:
+        ConfigError: the corpus cannot be read, or it ended before the train split had a token.
+    """
+    documents, document, content = open_documents(corpus), progress.document, bytearray()
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
+        stale.unlink(missing_ok=True)
+    with (
+        contextlib.closing(read_batches(corpus, documents, document)) as batches,
+        tqdm(unit=" tokens", unit_scale=True, disable=None) as bar,
+    ):
+        for ids in encode_documents(batches) if progress.tokens_left else ():
+            content += ids
+            document += 1
+            bar.update(len(ids) // DTYPE.itemsize)
+            if len(content) >= progress.next_size * DTYPE.itemsize:
+                progress.write_shard(folder, content, document)
+                content = bytearray()
+                if not progress.tokens_left:
+                    break
+    if content and progress.splits["val"]:
+        progress.write_shard(folder, content, document)
+    if not progress.splits["train"]:
+        (folder / PROGRESS).unlink(missing_ok=True)  # a second attempt with other flags must not fail because of it
+        raise ConfigError(
+            f"{corpus.label} has too few tokens for a val and a train split: use more text, or a smaller --shard_tokens"
+        )
 
 
 def prepare_stream(folder: Path, corpus: Corpus, shard_tokens: int, max_tokens: int | None = None) -> None:
@@ -217,43 +188,19 @@ def prepare_stream(folder: Path, corpus: Corpus, shard_tokens: int, max_tokens: 
     Raises:
         ConfigError: the dataset cannot be prepared; the message says what to do.
     """
-    check_sizes(shard_tokens, max_tokens)
+    if shard_tokens < 2 or (max_tokens is not None and max_tokens <= min(shard_tokens, VAL_TOKENS)):
+        raise ConfigError(
+            f"--shard_tokens={shard_tokens} and --max_tokens={max_tokens} leave nothing to train on: use shards of 2 "
+            f"tokens or more, and more tokens than the first shard, which is val"
+        )
     install_gpt2_vocabulary()
     source = {**corpus.identity, "shard_tokens": shard_tokens, "max_tokens": max_tokens}
     if not is_prepared(folder, source):
         with dataset_lock(folder):
             if not is_prepared(folder, source):  # another process may have prepared it meanwhile
-                prepare_shards(folder, corpus, source)
-                return
-    (folder / PROGRESS).unlink(missing_ok=True)  # it exists if a run was killed after it wrote meta.json
-    print(f"{folder.name}: already prepared")
-
-
-def prepare_shards(folder: Path, corpus: Corpus, source: dict[str, Any]) -> None:
-    """Write the missing shards, and then meta.json."""
-    progress = load_progress(folder, source)
-    documents = open_documents(corpus)
-    action = f"continuing in document {progress.document:,}" if progress.files else "streaming"
-    print(f"{folder.name}: GPT-2's vocabulary is installed; {action}")
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
-        stale.unlink(missing_ok=True)
-    write_token_shards(folder, corpus, progress, documents)
-    write_meta(folder, source, make_gpt2_identity(), progress.splits)
+                progress = load_progress(folder, source)
+                print(f"{folder.name}: reading documents from number {progress.document:,}")
+                write_token_shards(folder, corpus, progress)
+                write_meta(folder, source, make_gpt2_identity(), progress.splits)
     (folder / PROGRESS).unlink(missing_ok=True)
-
-
-class PartialSplits(TypedDict):
-    """The complete files of each split."""
-
-    train: list[TokenFile]
-    val: list[TokenFile]
-
-
-class ProgressFields(TypedDict):
-    """The schema of progress.json: the complete files, and the position in the stream."""
-
-    source: dict[str, Any]
-    splits: PartialSplits
-    document: Count
-    offset: Count
+    print(f"{folder.name}: prepared")
