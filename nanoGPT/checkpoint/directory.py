@@ -64,7 +64,6 @@ class CheckpointDirectory:
         self.run = run.with_own_group()  # an asynchronous save must not interfere with collectives of the training
         self.save_thread: threading.Thread | None = None
         self.failure: BaseException | None = None
-        self.layout: Any = None  # of the shards of the last save
         self.newer: list[Path] = []  # the checkpoints that are newer than --resume_step
         self.last_save = time.monotonic()  # or the start of the run
         self.own_tokens: set[str | None] = {run.token}  # of this run, and of the run that it resumes
@@ -267,15 +266,13 @@ class CheckpointDirectory:
     def _save(self, final: Path, step: int, write: Callable[[NewFiles], None], fields: Manifest) -> None:
         temporary = self.root / f".tmp-{final.name}"
         self._run_on_main(lambda: self._create_temporary(temporary), temporary)
-        new_files = NewFiles(temporary, self.run.group, self.run.report_progress, self.layout)
-        self.layout = None  # until the save has succeeded on all ranks
+        new_files = NewFiles(temporary, self.run.group, self.run.report_progress)
 
         def write_files() -> list[dict[str, Any]]:
             write(new_files)
             return new_files.records()
 
         records = self._run_on_all(write_files, temporary)
-        self.layout = new_files.layout
         files = sorted((file for each in records for file in each), key=lambda file: file["name"])
         environment = {"run": self.run.token, "world_size": self.run.world_size, "versions": collect_versions()}
         manifest = {**fields, **environment, "step": step, "files": files}

@@ -84,13 +84,11 @@ class NewFiles:
         folder: a new directory, the same on every rank.
         group: a process group with a CPU backend, of the ranks that write; None: the default group.
         report_progress: called at every write.
-        layout: of the shards of the last save of this run; see `nanoGPT.checkpoint.shard_writer`.
     """
 
     folder: Path
     group: dist.ProcessGroup | None = None
     report_progress: Callable[[], None] = lambda: None
-    layout: Any = None
 
     def __post_init__(self) -> None:
         self._files: dict[str, HashedFile] = {}
