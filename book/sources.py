@@ -24,7 +24,7 @@ DOCUMENTS = (
     "workshop/GUIDE.md",
 )
 NOTEBOOKS = "notebooks/*.ipynb"
-PICTURES = ("docs/images/*.png", "bench/results/*.png")
+PICTURES = ("docs/images/*.png",)
 # A link to a file, or code, in which nothing is a link. The alternative that begins first wins.
 LINK_OR_CODE = re.compile(
     r"(?<!!)\[(?P<label>[^\]\n]+)\]\((?!https?:|mailto:|#)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"

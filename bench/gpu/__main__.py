@@ -223,7 +223,9 @@ def write_report(tasks: list[Task], place: Place) -> None:
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     """Parse the command line, without tyro, which may be missing on a machine with a GPU."""
     parser = argparse.ArgumentParser("python -m bench.gpu", allow_abbrev=False)
-    parser.add_argument("--to", type=Path, required=True, help="directory of the results")
+    parser.add_argument(
+        "--to", type=lambda word: Path(word).expanduser(), required=True, help="directory of the results"
+    )
     parser.add_argument("--minutes", type=float, default=10**6, help="start nothing that may take longer than this")
     parser.add_argument("--only", default="", help="only tasks whose names begin with these words: check,times.loss")
     parser.add_argument("--retry", action="store_true", help="repeat what has failed or was skipped")

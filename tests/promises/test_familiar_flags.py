@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu.__main__ import parse_arguments
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
@@ -57,6 +58,7 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     assert config.dataset == "/home/me/a:3,/home/me/b:1"
     for start, expected in (("FILE:~/p.txt", "FILE:/home/me/p.txt"), ("~/p", "~/p"), ("a,~", "a,~")):
         assert command_line(SampleConfig, [f"--start={start}"]).start == expected
+    assert parse_arguments(["--to=~/gpu"]).to == Path("/home/me/gpu")
 
 
 def test_a_fraction_is_not_an_integer():
