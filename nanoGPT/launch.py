@@ -304,12 +304,12 @@ def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> Tra
     if meeting.node.node_rank == 0:
         from_files = read_config_files(config_class, arguments, trainer)
         config = parse(config_class, arguments, trainer, meeting.node.world_size, from_files)
-        meeting.open(config.timeout_minutes)
+        meeting.open(config.timeout)
         meeting.publish("config files", from_files)
         return config
     ranks = meeting.node.world_size
     config = parse(config_class, arguments, trainer, ranks, file_values={})  # reports a misspelt flag before they meet
-    meeting.open(config.timeout_minutes)
+    meeting.open(config.timeout)
     (from_node_0,) = meeting.fetch("config files", [0])
     if from_node_0 is None:
         (problem,) = meeting.fetch("error", [0])

@@ -195,31 +195,16 @@ class GPT(nn.Module):
         logits = self.compute_logits(x)  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
-    @torch.no_grad()
-    def count_correct(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Return how many of the (B, T) targets are the most probable next token, a scalar.
-
-        It computes the logits of one sequence at a time, (1, T, V), because those of all sequences need more memory.
-        """
-        features = self.compute_features(idx)  # (B, T, C)
-        correct = torch.zeros((), dtype=torch.int64, device=idx.device)
-        for x, y in zip(features, targets, strict=True):
-            correct += (self.compute_logits(x[None]).argmax(-1) == y).sum()
-        return correct
-
-    def compile_by_block(self, mode: str = "default") -> None:
+    def compile_by_block(self) -> None:
         """Compile the embedding, each block, and the head with the loss, as separate graphs.
 
         Between these graphs, hooks can start collectives and wait for them. One graph for the full model would return
         all gradients at its end. All blocks share the compiled code of one block.
-
-        Args:
-            mode: mode of torch.compile.
         """
         for block in self.blocks:
-            block.compile(mode=mode)
-        self.embed = torch.compile(self.embed, mode=mode)  # type: ignore[method-assign]
-        self.compute_loss = torch.compile(self.compute_loss, mode=mode)  # type: ignore[method-assign]
+            block.compile()
+        self.embed = torch.compile(self.embed)  # type: ignore[method-assign]
+        self.compute_loss = torch.compile(self.compute_loss)  # type: ignore[method-assign]
 
     @property
     def blocks(self) -> nn.ModuleList:

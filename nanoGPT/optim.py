@@ -1,8 +1,8 @@
 """The optimizers, their parameter groups, the learning rate schedule, the global gradient norm, and loss scaling."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,18 +84,16 @@ def count_multiplications(matrix: Tensor) -> int:
     return 2 * m * m * n + m * m * m
 
 
-@runtime_checkable
-class HasStateBytes(Protocol):
-    """An optimizer that can compute the size of its state on this rank."""
-
-    def expected_state_bytes(self) -> int:
-        """Return the bytes of optimizer state on this rank after the first step."""
-        ...
-
-
 def adamw_bytes(params: Iterable[Tensor]) -> int:
     """Return the bytes of AdamW's state on this rank: two moments in fp32 per element, and a step count per tensor."""
     return sum(8 * local_shard(p).numel() + 4 for p in params)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of optimizer state on this rank: from the optimizer if it can compute them, else AdamW's."""
+    if isinstance(optimizer, SharedOptimizer):
+        return optimizer.expected_state_bytes()
+    return adamw_bytes(p for group in optimizer.param_groups for p in group["params"])
 
 
 def muon_bytes(params: Iterable[Tensor]) -> int:
@@ -104,7 +102,11 @@ def muon_bytes(params: Iterable[Tensor]) -> int:
 
 
 class SharedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose parameter groups and state belong to other objects too, such as an inner optimizer."""
+    """An optimizer whose parameter groups and state belong to other objects too, such as an inner optimizer.
+
+    This is the interface by which the ledger, the memory tracker and the diagnostics read an optimizer of a phase. By
+    default, every rank has all gradients in full.
+    """
 
     has_all_groups = False
 
@@ -141,6 +143,26 @@ class SharedOptimizer(torch.optim.Optimizer):
         state.clear()
         state.update(self.state)
         self.param_groups, self.state = groups, state
+
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that store this rank's state, if it is not this one."""
+        return []
+
+    def expected_state_bytes(self) -> int:
+        """Return the bytes of optimizer state on this rank after the first step."""
+        return sum(optimizer_bytes(inner) for inner in self.inner_optimizers())
+
+    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with this rank's part of its averaged gradient."""
+        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            yield param, local_shard(param.grad)
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Return the buffers of gradients that stay allocated between steps."""
+        return []
+
+    def wait_for_params(self) -> None:
+        """Wait until every parameter is complete on this rank; return at once if `step` already waited."""
 
 
 class MuonWithAdamW(SharedOptimizer):

@@ -4,6 +4,7 @@ Each phase extends `TrainConfig` with its own fields. `nanoGPT/job/parse.py` cre
 """
 
 import dataclasses
+import datetime
 import importlib.util
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -69,8 +70,6 @@ class TrainConfig:
     """steps between evaluations"""
     eval_iters: int = 32
     """micro-batches per evaluation, in total over all ranks"""
-    eval_accuracy: bool = False
-    """also measure the token accuracy at evaluations, which then take twice as long"""
     log_interval: int = 10
     """steps between logged lines"""
     always_save_checkpoint: bool = False
@@ -95,8 +94,6 @@ class TrainConfig:
     """dtype of matrix products; auto: bfloat16 on a GPU that supports it, float16 on other GPUs, float32 elsewhere"""
     compile: bool = False
     """compile the model with torch.compile"""
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """mode of torch.compile, without those that record CUDA graphs: accumulated gradients would be overwritten"""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """backend of torch's attention; auto: cuDNN on Hopper and newer GPUs, if dropout is a multiple of 1/16; else flash
     there, and torch's choice on other devices"""
@@ -106,17 +103,10 @@ class TrainConfig:
     """random seed of initialization, batches and dropout"""
     # monitoring
     track: Literal["none", "tensorboard", "wandb"] = "none"
-    """log the metrics to this tool too; needs `pip install -e '.[track]'`"""
-    wandb_project: str | None = None
-    """with track=wandb: the project; None: the environment variable WANDB_PROJECT, or sharded-nanogpt"""
-    wandb_run_name: str | None = None
-    """with track=wandb: the name of the run; None: the environment variable WANDB_NAME, or the name of out_dir"""
-    wandb_group: str | None = None
-    """with track=wandb: the group of the run; None: the environment variable WANDB_RUN_GROUP, or no group"""
+    """log the metrics to this tool too; needs `pip install -e '.[track]'`. wandb reads the project, the name and the
+    group of the run from the environment variables WANDB_PROJECT, WANDB_NAME and WANDB_RUN_GROUP"""
     stall_seconds: float = 300.0
     """stop the job and write the stacks of all ranks if no rank makes progress for this many seconds"""
-    timeout_minutes: float = 30.0
-    """how long ranks wait for each other, at the start and in every collective, in minutes"""
     diagnostics_interval: int = 0
     """steps between two records of memory and norms in diagnostics/, each with a comparison of the ranks; 0: off"""
     ledger: bool = False
@@ -138,9 +128,19 @@ class TrainConfig:
         return 8 + self.moment_bytes
 
     @property
+    def timeout(self) -> datetime.timedelta:
+        """How long ranks wait for each other, at the start and in every collective: longer than until a stall."""
+        return max(MIN_TIMEOUT, 2 * datetime.timedelta(seconds=self.stall_seconds))
+
+    @property
     def moment_bytes(self) -> int:
         """Bytes of optimizer state per parameter. Muon stores 4 for a matrix of a block, and 8 for the rest."""
         return 4 if self.optimizer == "muon" else 8
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether matrix products run under autocast. FSDP casts the parameters instead."""
+        return True
 
     @property
     def supports_mps(self) -> bool:
@@ -199,9 +199,10 @@ MINIMUMS = {
     "keep_checkpoints": 3,
     "resume_step": 1,
     "seed": 0,
+    "stall_seconds": 1,
 }
 MAXIMUMS = {"n_layer": 10_000, "seed": 2**63 - 1, "min_lr": float("inf")}  # of the others: 2**31 - 1
-MAX_TIMEOUT_MINUTES = 60 * 24 * 30  # 30 days
+MIN_TIMEOUT = datetime.timedelta(minutes=30)  # of a collective
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -231,11 +232,6 @@ def validate(config: TrainConfig, world_size: int) -> None:
         raise ConfigError(
             f"--min_lr={config.min_lr:g} is above --learning_rate={config.learning_rate:g}, so the learning rate would "
             "rise: use a smaller --min_lr, or --decay_lr=False for a constant learning rate"
-        )
-    if config.stall_seconds > 60 * config.timeout_minutes:
-        raise ConfigError(
-            f"--stall_seconds={config.stall_seconds:g} is longer than --timeout_minutes={config.timeout_minutes:g}, "
-            "after which collectives fail: use a smaller --stall_seconds or a larger --timeout_minutes"
         )
     if config.track != "none" and importlib.util.find_spec(config.track) is None:
         raise ConfigError(
@@ -272,19 +268,12 @@ def check_ranges(config: TrainConfig) -> None:
             raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use a value in [0, 1)")
     if not config.out_dir:
         raise ConfigError("--out_dir= is empty: give a directory, or leave out the flag")
-    if not config.stall_seconds >= 1:
-        raise ConfigError(f"--stall_seconds={config.stall_seconds} is out of range: use 1 or more")
     if not 0 <= config.save_every_minutes < float("inf"):
         raise ConfigError(
             f"--save_every_minutes={config.save_every_minutes} is out of range: use a finite value from 0"
         )
-    for name in ("learning_rate", "stall_seconds", "timeout_minutes"):
-        if not 0 < getattr(config, name) < float("inf"):
-            raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use a finite value above 0")
-    if config.timeout_minutes > MAX_TIMEOUT_MINUTES:
-        raise ConfigError(
-            f"--timeout_minutes={config.timeout_minutes:g} is out of range: use {MAX_TIMEOUT_MINUTES} or less"
-        )
+    if not 0 < config.learning_rate < float("inf"):
+        raise ConfigError(f"--learning_rate={config.learning_rate} is out of range: use a finite value above 0")
     for name, value in vars(config).items():
         if isinstance(value, str) and not is_text(value):
             raise ConfigError(f"--{name}={value!r} is not valid UTF-8 text: use another value")

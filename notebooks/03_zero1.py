@@ -399,10 +399,11 @@ print("elements owned by each rank:", run_on_ranks(count_owned_elements, 4, conf
 # | flat | ? | ? | ? |
 
 # %%
+from nanoGPT import train as ddp
+from nanoGPT.train_config import TrainConfig, field_names
 from phase1_zero1.train import train
 
 BACKENDS = {
-    "DDP": {"use_zero1": False},
     "torch": {"zero1_backend": "torch"},
     "naive": {"zero1_backend": "naive"},
     "flat": {"zero1_backend": "flat"},
@@ -416,6 +417,15 @@ def train_on(ranks: int, **changes) -> Path:
     return Path(out_dir)
 
 
+# %%
+def train_ddp(ranks: int, **changes) -> Path:
+    """Train the baseline with the same configuration, and return the directory of the run."""
+    out_dir = tempfile.mkdtemp(dir=folder.name)
+    values = {name: getattr(config, name) for name in field_names(TrainConfig)}
+    run_on_ranks(ddp.train, ranks, TrainConfig(**{**values, "dropout": 0.2, "out_dir": out_dir, **changes}), show=False)
+    return Path(out_dir)
+
+
 # %% [markdown]
 # The first number of each formula is the model state per rank (bytes, in units of P), the second the communication per
 # rank (elements, in units of P(N-1)/N):
@@ -423,8 +433,9 @@ def train_on(ranks: int, **changes) -> Path:
 # %%
 from workshop.lessons.zero1 import print_backends
 
-baseline = losses(train_on(1, use_zero1=False))
-runs = {name: train_on(4, ledger=True, **changes) for name, changes in BACKENDS.items()}
+baseline = losses(train_ddp(1))
+runs = {"DDP": train_ddp(4, ledger=True)}
+runs |= {name: train_on(4, ledger=True, **changes) for name, changes in BACKENDS.items()}
 FORMULAS = {"DDP": (16, 2), "torch": (8 + 8 / 4, 3), "naive": (8 + 8 / 4, 3), "flat": (8 + 8 / 4, 2)}
 print_backends(runs, FORMULAS, baseline, P)
 

@@ -32,8 +32,9 @@ from torch.optim import AdamW
 from nanoGPT.dataset import TokenData
 from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
-from phase1_zero1.buckets import all_gather, reduce_scatter  # these work with old and new names in torch
+from nanoGPT.distributed.sharding import all_gather, reduce_scatter  # these work with old and new names in torch
 from phase3_fsdp.fsdp import FsdpConfig
+from phase3_fsdp.minimal import put_parameters_on_meta
 from workshop.lessons.fsdp import compute_max_difference
 from workshop.ranks import losses, run_on_ranks
 
@@ -232,7 +233,7 @@ assert difference < 1e-7
 
 # %%
 from nanoGPT.distributed.runtime import Runtime, create_runtime
-from phase3_fsdp.fsdp import init_context, init_shards, shard_model
+from phase3_fsdp.fsdp import init_shards, shard_model
 from workshop.lessons import fsdp_pictures
 from workshop.lessons.fsdp import count_local_elements, describe_layout
 from workshop.pictures import draw_memory_bars
@@ -241,7 +242,7 @@ from workshop.pictures import draw_memory_bars
 def build_sharded_model(config: FsdpConfig) -> tuple[GPT, Runtime]:
     """Return this rank's shards of the model with its initial weights, as the trainer builds it."""
     run = create_runtime(config.device, config.dtype)
-    with init_context(config, run):
+    with put_parameters_on_meta():
         model = GPT(shape)
     model = shard_model(model, config, run)
     init_shards(model, config, run)
@@ -380,24 +381,18 @@ fsdp_pictures.draw_similarity_of_rows({
 # so on. Then the *copy-out* copies each parameter out of the buffer, because the rows of a parameter must be
 # contiguous. For a short time a unit therefore takes twice its size.
 #
-# To *reshard* a unit means to free its full parameters and to keep only this rank's shard. Two options change this
-# pattern:
+# To *reshard* a unit means to free its full parameters and to keep only this rank's shard. With
+# `fsdp_reshard_after_forward=False`, the blocks stay unsharded from their forward to their backward pass.
 #
-# - `fsdp_reshard_after_forward=False` keeps the blocks unsharded from their forward to their backward pass.
-# - `fsdp_prefetch=2` all-gathers the next two blocks while the current block computes. On GPUs this hides the time of
-#   the communication.
-#
-# **Predict first:** there are four combinations of the two options. For each of them, sketch the gathered bytes during
-# a step of a model with 4 blocks. How high is each maximum, in blocks?
+# **Predict first:** sketch the gathered bytes during a step of a model with 4 blocks, with and without resharding. How
+# high is each maximum, in blocks?
 
 # %%
 from workshop.lessons.fsdp import measure_fsdp_steps, print_gathered_blocks
 
 VARIANTS = {
     "default": {},
-    "prefetch 2": {"fsdp_prefetch": 2},
     "no reshard": {"fsdp_reshard_after_forward": False},
-    "no reshard, prefetch 2": {"fsdp_reshard_after_forward": False, "fsdp_prefetch": 2},
 }
 
 
@@ -407,7 +402,7 @@ def measure_variants(config: FsdpConfig) -> dict[str, dict]:
 
 
 variants = run_on_ranks(measure_variants, 4, config)
-print_gathered_blocks(variants, expected_blocks=dict(zip(VARIANTS, (3, 4, 6, 6))))
+print_gathered_blocks(variants, expected_blocks=dict(zip(VARIANTS, (3, 6))))
 
 # %%
 fsdp_pictures.draw_gathered_bytes(variants)
@@ -430,8 +425,7 @@ fsdp_pictures.draw_gathered_bytes(variants)
 #
 # Without resharding after the forward pass, each block adds one block to the curve. When the backward pass starts, the
 # full model is there, and no block is all-gathered again. The maximum is 6 blocks: 4 unsharded blocks and 2 flat
-# buffers. Prefetching adds the buffers that arrive early: the maximum of the default rises by one block. Without
-# resharding the maximum stays the same, because all blocks are unsharded anyway.
+# buffers.
 #
 # ## d. Memory per rank
 #
@@ -659,14 +653,13 @@ if torch.__version__.startswith("2.13"):
 # Ranks 0 and 1 all-gather from each other, and so do ranks 2 and 3. Gradients are reduce-scattered within each pair.
 # Then rank 0 all-reduces its shard with rank 2, which stores the same shard, and rank 1 does so with rank 3.
 #
-# **Predict first:** sort the four configurations by communication volume per rank, and by memory per rank. Then assume
+# **Predict first:** sort the three configurations, and DDP, by communication volume per rank, and by memory per rank. Then assume
 # that each pair is one node with fast links inside. Sort them by the volume *between* the nodes.
 
 # %%
 from workshop.lessons.fsdp import print_costs, sum_sent_bytes
 
 OPTIONS = {
-    "DDP": {"use_fsdp": False},
     "default": {},
     "no reshard": {"fsdp_reshard_after_forward": False},
     "hybrid 2 x 2": {"fsdp_shard_size": "2"},
@@ -674,9 +667,7 @@ OPTIONS = {
 
 
 def measure_option(name: str) -> dict:
-    steps = 2 if name == "DDP" else 1  # DDP rebuilds its buckets in the second step, so use the third
-    changed_config = dataclasses.replace(config, **OPTIONS[name])
-    return measure_fsdp_steps(build_sharded_model, changed_config, micro_batches=2, steps=steps)
+    return measure_fsdp_steps(build_sharded_model, dataclasses.replace(config, **OPTIONS[name]), micro_batches=2)
 
 
 costs = run_on_ranks(lambda: {name: measure_option(name) for name in OPTIONS}, 4)[0]
@@ -688,8 +679,8 @@ print(f"default with M = 1, as in section (d): a rank sends {per_rank:.3f} P")
 assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 
 # %% [markdown]
-# DDP communicates least per rank and needs the most memory. Its volume does not depend on M, because it all-reduces
-# once per step. FSDP all-gathers for every micro-batch, so a few large micro-batches cost less communication than many
+# DDP communicates 2P(N-1)/N elements per rank and stores 16P bytes, as notebook 3 measured. Its volume does not depend
+# on M, because it all-reduces once per step. FSDP all-gathers for every micro-batch, so a few large micro-batches cost less communication than many
 # small ones. With M = 1 FSDP sends 1.5 times as much as DDP.
 #
 # - The default sends most and stores least.
@@ -711,12 +702,13 @@ assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 # **Predict first:** how large are the loss differences, and at which step do they start?
 
 # %%
+from nanoGPT import train as baseline
+from nanoGPT.train_config import TrainConfig, field_names
 from phase3_fsdp.train import train
 
 MANY_OPTIONS = {
     "fsdp_shard_size": "2",
     "fsdp_reshard_after_forward": False,
-    "fsdp_prefetch": 1,
     "fsdp_activation_checkpointing": "selective",
     "fsdp_sync_every_micro_batch": True,
 }
@@ -730,10 +722,19 @@ def train_on_ranks(ranks: int, **changes) -> dict[int, float]:
 
 
 # %%
+def train_baseline() -> dict[int, float]:
+    """Train the baseline with the same configuration in one process; return the loss of each step."""
+    out_dir = tempfile.mkdtemp(dir=folder.name)
+    values = {name: getattr(config, name) for name in field_names(TrainConfig)}
+    run_on_ranks(baseline.train, 1, TrainConfig(**{**values, "dropout": 0.2, "out_dir": out_dir}), show=False)
+    return losses(out_dir)
+
+
+# %%
 from workshop.lessons.fsdp import print_loss_curves
 
 curves = {
-    "one process, not sharded": train_on_ranks(1, use_fsdp=False),
+    "one process, not sharded": train_baseline(),
     **{f"FSDP, {number} rank{'s' * (number > 1)}": train_on_ranks(number) for number in (1, 4)},
     "FSDP, 4 ranks, many options": train_on_ranks(4, **MANY_OPTIONS),
 }
@@ -806,7 +807,7 @@ print_loss_curves(curves, baseline=curves["one process, not sharded"])
 #
 # </details>
 #
-# **2. One unit.** With `fsdp_wrap="size"` and `fsdp_min_num_params=10**9` no module is large enough to be a unit, so
+# **2. One unit.** With `fsdp_wrap="1e9"` no module is large enough to be a unit, so
 # the root is the only unit. Predict first, for 4 ranks and M = 2: what is the maximum of the gathered bytes, in units
 # of P? How many elements do the all-gathers have? Which option does this resemble, and what is the disadvantage?
 #
@@ -815,7 +816,7 @@ print_loss_curves(curves, baseline=curves["one process, not sharded"])
 # ```python
 # from workshop.lessons.fsdp import find_max_gathered_bytes
 #
-# one_unit = dataclasses.replace(config, fsdp_wrap="size", fsdp_min_num_params=10**9)
+# one_unit = dataclasses.replace(config, fsdp_wrap="1e9")
 # step = run_on_ranks(measure_fsdp_steps, 4, build_sharded_model, one_unit, 2)[0]["steps"][-1]
 # print(find_max_gathered_bytes(step) / P, step["communicated"]["all-gather", 4] / 4 / P)
 # ```

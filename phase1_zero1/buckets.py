@@ -22,11 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from nanoGPT.distributed.sharding import all_gather, reduce_scatter
 from nanoGPT.optim import adamw_bytes
-
-# torch 2.13 renamed both functions and warns about the old names; torch 2.11 has only the old names.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 ALIGN = 32  # elements; vectorized kernels and NCCL are faster on aligned slices
 

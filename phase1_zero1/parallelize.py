@@ -1,7 +1,7 @@
 """The functions that train.py calls: create the configured optimizer, and make the model data-parallel.
 
-`zero1_backend` is flat (`zero1.py`), naive (`naive.py`) or torch (ZeroRedundancyOptimizer with DDP). `use_zero1=False`
-is the baseline's DDP, where nothing is sharded. All four train with the same losses.
+`zero1_backend` is flat (`zero1.py`), naive (`naive.py`) or torch (ZeroRedundancyOptimizer with DDP). All three train
+with the same losses as the baseline.
 """
 
 from dataclasses import dataclass
@@ -9,28 +9,26 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
-from nanoGPT.distributed.ddp import fix_bucket_order
+from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT
-from nanoGPT.optim import configure_optimizer, param_groups
+from nanoGPT.optim import param_groups
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.muon import Zero1Muon
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.protocol import DataParallelOptimizer, DdpOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase1_zero1.zero2 import Zero2Muon, Zero2Optimizer
+from phase2_triton.apply import apply_resolved_kernels, resolve_kernels
 
 
 @dataclass
 class Zero1Config(TrainConfig):
     """GPT-2 training with ZeRO-1. The defaults are the baseline's, so that the loss curves can be compared."""
 
-    use_zero1: bool = True
-    """False: the baseline's DDP, without sharding"""
     zero_stage: int = 1
     """1: shard the optimizer state; 2: also shard the gradients, and reduce those of every micro-batch"""
     zero1_backend: Literal["flat", "naive", "torch"] = "flat"
@@ -42,46 +40,24 @@ class Zero1Config(TrainConfig):
     GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
 
     def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
-        if not self.use_zero1:
-            return super().min_gpu_state(world_size, local_world_size)
         sharded = self.moment_bytes + (4 if self.zero_stage == 2 else 0)
         return 8 + self.moment_bytes - sharded + sharded / world_size
 
     def check(self, world_size: int) -> None:
         if not self.zero1_bucket_mb > 0:
             raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} is out of range: use a number above 0")
-        resolve_kernels(self, "cuda")
+        resolve_kernels(self, self.kernels, "cuda")
         if self.zero_stage == 3:
             raise ConfigError("--zero_stage=3 also shards the parameters, which is FSDP: use `make phase3`")
         if self.zero_stage not in (1, 2):
             raise ConfigError(f"--zero_stage={self.zero_stage} does not exist: use 1 or 2")
-        if self.zero_stage == 2 and not (self.use_zero1 and self.zero1_backend == "flat"):
-            raise ConfigError("--zero_stage=2 needs flat buckets: use --zero1_backend=flat without --use_zero1=False")
-        if self.use_zero1 and self.optimizer == "muon" and self.zero1_backend != "flat":
-            raise ConfigError(
-                f"--zero1_backend={self.zero1_backend} does not shard Muon: use --zero1_backend=flat, or "
-                "--use_zero1=False"
-            )
-
-
-def resolve_kernels(config: Zero1Config, device_type: str) -> str:
-    """Return the names of the Triton kernels that the model uses on a device, in the format of `phase2_triton.apply`.
-
-    Raises:
-        ConfigError: a name is unknown; it is adamw, whose kernel cannot update shards; or it is not deterministic, and
-            `--deterministic=True` is set.
-    """
-    if config.kernels.lower() == "none":
-        return "none"
-    from phase2_triton.apply import resolve_model_kernels
-
-    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head, device_type, config.compile)
+        if self.zero1_backend != "flat" and (self.zero_stage == 2 or self.optimizer == "muon"):
+            option = "--zero_stage=2" if self.zero_stage == 2 else "--optimizer=muon"
+            raise ConfigError(f"{option} needs flat buckets: use --zero1_backend=flat, not {self.zero1_backend}")
 
 
 def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParallelOptimizer:
     """Return the configured optimizer for a model that is on its device and has its weights. Collective."""
-    if not config.use_zero1:
-        return DdpOptimizer(configure_optimizer(model, config))
     groups = param_groups(model, config.weight_decay)
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
     if config.zero1_backend == "naive":
@@ -98,27 +74,19 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParall
     return zero(groups, AdamW, bucket_mb=config.zero1_bucket_mb, **adamw)
 
 
-def data_parallel(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> nn.Module:
+def parallelize(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> nn.Module:
     """Return the module to call: the model with its kernels, in DDP if the optimizer does not average gradients."""
-    kernels = resolve_kernels(config, run.device.type)
-    if config.kernels.lower() != "none":
-        from phase2_triton.apply import apply_kernels
-
-        requested = "auto" if config.kernels.lower() == "auto" else kernels  # for auto, the lines give the reason
-        for line in apply_kernels(model, requested, run.device.type, config.compile):
-            run.print0(line)
+    kernels = apply_resolved_kernels(model, config, config.kernels, run)
+    if not optimizer.averages_gradients:
+        return data_parallel(model, config, run)
     if isinstance(optimizer, Zero1Optimizer):
         # Compiled code cannot wait for a collective in its middle. Kernels read the parameters of other modules.
         if not config.compile and kernels == "none":
             optimizer.gather_during_forward(model)
         elif config.compile and run.world_size > 1:
-            model.compile_by_block(config.compile_mode)
+            model.compile_by_block()
             return model
-    parallel_model: Any = torch.compile(model, mode=config.compile_mode) if config.compile else model
-    if run.world_size > 1 and not optimizer.averages_gradients:
-        parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
-        fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
-    return parallel_model
+    return torch.compile(model) if config.compile else model  # type: ignore[return-value]
 
 
 def set_gradient_sync(parallel_model: nn.Module, optimizer: DataParallelOptimizer, last: bool) -> None:

@@ -1,6 +1,5 @@
 """The optimizer interface that train.py uses with every backend, and its implementation for DDP's optimizers."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,11 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanoGPT.memory.costs import optimizer_bytes
 from nanoGPT.optim import SharedOptimizer
 
 
-class DataParallelOptimizer(SharedOptimizer, ABC):
+class DataParallelOptimizer(SharedOptimizer):
     """An optimizer on every rank of a data-parallel job. By default every rank has all gradients in full.
 
     Attributes:
@@ -32,29 +30,9 @@ class DataParallelOptimizer(SharedOptimizer, ABC):
         """The ranks whose gradient shards make up the full gradient; None if this rank has the full gradient."""
         return None
 
-    @abstractmethod
-    def inner_optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that store this rank's state."""
-
-    def expected_state_bytes(self) -> int:
-        """Return the bytes of optimizer state on this rank after a step."""
-        return sum(optimizer_bytes(inner) for inner in self.inner_optimizers())
-
     def reduce_gradients(self) -> list[Tensor]:
         """Return this rank's averaged gradients: those of its shards, or of all parameters. Collective."""
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-
-    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with this rank's part of its averaged gradient."""
-        for group in self.param_groups:
-            yield from ((param, param.grad) for param in group["params"] if param.grad is not None)
-
-    def gradient_buffers(self) -> list[Tensor]:
-        """Return the buffers of gradients that stay allocated between steps."""
-        return []
-
-    def wait_for_params(self) -> None:
-        """Wait until every parameter is complete on this rank; return at once if `step` already waited."""
 
     def local_state(self) -> Iterator[tuple[nn.Parameter, int, dict[str, Any]]]:
         """Yield this rank's state: a parameter, the offset of the state in the flattened parameter, and the state."""

@@ -26,7 +26,7 @@ from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm, learning_rate, set_learning_rate
 from phase1_zero1 import costs
 from phase1_zero1.parallelize import Zero1Config as Config
-from phase1_zero1.parallelize import data_parallel, set_gradient_sync, shard_optimizer
+from phase1_zero1.parallelize import parallelize, set_gradient_sync, shard_optimizer
 from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.sharded_checkpoint import load_shards, save_shards
 
@@ -88,7 +88,7 @@ def train(config: Config) -> None:
                     scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
                     best_val_loss = checkpoint.manifest["best_val_loss"]
                     run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-                parallel_model = data_parallel(model, optimizer, config, run)  # [zero1:parallel] without DDP
+                parallel_model = parallelize(model, optimizer, config, run)  # [zero1:parallel] without DDP
 
             def save(step: int) -> None:
                 fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
@@ -99,11 +99,11 @@ def train(config: Config) -> None:
             ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
             diagnostics = Diagnostics(config, run, model, optimizer)
             for step in range(first_step, config.max_iters + 1):
-                val_loss = val_accuracy = None
+                val_loss = None
                 is_last = step == config.max_iters or config.eval_only
                 if step % config.eval_interval == 0 or is_last:
                     with telemetry.untimed("evaluate", step):
-                        val_loss, val_accuracy = evaluate(parallel_model, data, config, run)
+                        val_loss = evaluate(parallel_model, data, config, run)
                     check_finite(step, val_loss)
                     has_improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
@@ -111,9 +111,7 @@ def train(config: Config) -> None:
                     if may_save and (has_improved or config.always_save_checkpoint or is_last):
                         save(step)
                 if is_last:
-                    telemetry.log(
-                        step, loss=None, lr=None, grad_norm=None, val_loss=val_loss, val_accuracy=val_accuracy
-                    )
+                    telemetry.log(step, loss=None, lr=None, grad_norm=None, val_loss=val_loss)
                     break
 
                 lr = learning_rate(step, config)
@@ -129,9 +127,7 @@ def train(config: Config) -> None:
                 if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
                     check_finite(step, mean_loss, None if scaler.is_enabled else norm.item())
-                    telemetry.log(
-                        step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss, val_accuracy=val_accuracy
-                    )
+                    telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
                 if should_save:
                     save(step + 1)
                 if should_stop:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, KVCache
 from nanoGPT.optim import configure_optimizer, param_groups
@@ -129,32 +130,37 @@ def parse_kernels(
     return frozenset(names)
 
 
-def resolve_model_kernels(kernels: str, n_embd: int, n_head: int, device_type: str, is_compiled: bool) -> str:
+def resolve_kernels(config: TrainConfig, kernels: str, device_type: str) -> str:
     """Return the kernels of a phase that shards its model or optimizer, in the format of `apply_kernels`.
 
     Args:
+        config: its `n_embd`, `n_head` and `compile` are used.
         kernels: a value of `--kernels` in such a phase: triton for all, auto, none, or a list.
-        n_embd: channels of the model.
-        n_head: its attention heads.
         device_type: the type of the device that the model runs on.
-        is_compiled: whether torch.compile compiles the model.
 
     Raises:
         ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards; or the heads are too wide.
     """
-    supported = ",".join(name for name in KERNELS if name != "adamw")
-    names = (
-        supported
-        if kernels.lower() == "triton"
-        else select_kernels(kernels, device_type, is_compiled, n_embd // n_head)
-    )
-    parsed = parse_kernels(names, f"triton, none, auto, or some of {supported}")
-    if names != kernels:  # kernels is auto, or triton, which has no AdamW
+    kernels, supported = kernels.strip().lower(), ",".join(name for name in KERNELS if name != "adamw")
+    names = select_kernels(kernels, device_type, config.compile, config.n_embd // config.n_head)
+    parsed = parse_kernels(supported if kernels == "triton" else names, f"triton, none, auto, or some of {supported}")
+    if kernels == "auto":
         parsed -= {"adamw"}
     if "adamw" in parsed:
         raise ConfigError(f"--kernels={kernels}: AdamW's kernel does not update shards: use --kernels={supported}")
-    TritonConfig(n_embd=n_embd, n_head=n_head, kernels=names).check(1)
-    return ",".join(sorted(parsed)) or "none"
+    resolved = ",".join(sorted(parsed)) or "none"
+    TritonConfig(n_embd=config.n_embd, n_head=config.n_head, kernels=resolved).check(1)
+    return resolved
+
+
+def apply_resolved_kernels(model: GPT, config: TrainConfig, kernels: str, run: Runtime) -> str:
+    """Change a model so that it computes with the kernels of `resolve_kernels`; print the changes, return the names."""
+    resolved = resolve_kernels(config, kernels, run.device.type)
+    if kernels.lower() != "none":
+        requested = "auto" if kernels.lower() == "auto" else resolved  # for auto, the lines give the reason
+        for line in apply_kernels(model, requested, run.device.type, config.compile):
+            run.print0(line)
+    return resolved
 
 
 class KernelLayerNorm(nn.LayerNorm):

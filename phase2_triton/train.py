@@ -16,7 +16,7 @@ from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.state import load_training_state, load_weights, manifest_fields, write_ckpt
 from nanoGPT.checkpoint.weights import read_starting_point
 from nanoGPT.dataset import TRAIN, TokenData, to_device
-from nanoGPT.distributed.ddp import fix_bucket_order
+from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
 from nanoGPT.evaluate import evaluate
@@ -93,13 +93,7 @@ def train(config: Config) -> None:
                     scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
                     best_val_loss = checkpoint.manifest["best_val_loss"]
                     run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-                parallel_model: torch.nn.Module = model
-                if config.compile:
-                    parallel_model = torch.compile(model, mode=config.compile_mode)  # type: ignore[assignment]
-                if run.world_size > 1:
-                    parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
-                    # DDP reorders its buckets after a backward pass. Do it now: a resumed run must round like this one.
-                    fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
+                parallel_model = data_parallel(model, config, run)
 
             def save(step: int) -> None:
                 fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
@@ -110,11 +104,11 @@ def train(config: Config) -> None:
             ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
             diagnostics = Diagnostics(config, run, model, optimizer)
             for step in range(first_step, config.max_iters + 1):
-                val_loss = val_accuracy = None
+                val_loss = None
                 is_last = step == config.max_iters or config.eval_only
                 if step % config.eval_interval == 0 or is_last:
                     with telemetry.untimed("evaluate", step):
-                        val_loss, val_accuracy = evaluate(parallel_model, data, config, run)
+                        val_loss = evaluate(parallel_model, data, config, run)
                     check_finite(step, val_loss)
                     has_improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
@@ -122,9 +116,7 @@ def train(config: Config) -> None:
                     if may_save and (has_improved or config.always_save_checkpoint or is_last):
                         save(step)
                 if is_last:
-                    telemetry.log(
-                        step, loss=None, lr=None, grad_norm=None, val_loss=val_loss, val_accuracy=val_accuracy
-                    )
+                    telemetry.log(step, loss=None, lr=None, grad_norm=None, val_loss=val_loss)
                     break
 
                 lr = learning_rate(step, config)
@@ -140,9 +132,7 @@ def train(config: Config) -> None:
                 if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
                     check_finite(step, mean_loss, None if scaler.is_enabled else norm.item())
-                    telemetry.log(
-                        step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss, val_accuracy=val_accuracy
-                    )
+                    telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
                 if should_save:
                     save(step + 1)
                 if should_stop:

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import assign_owners, local_shard
 from nanoGPT.memory.costs import Costs, optimizer_bytes, ring_bytes
-from nanoGPT.memory.costs import step_costs as ddp_costs
 from nanoGPT.model import GPT
 from nanoGPT.optim import count_multiplications, muon_groups
 from phase3_fsdp.fsdp import FsdpConfig
@@ -42,9 +41,6 @@ def step_costs(model: GPT, optimizer: Optimizer, config: FsdpConfig, run: Runtim
     Args:
         model: from `shard_model`.
     """
-    costs = ddp_costs(model, optimizer, config, run)
-    if not config.use_fsdp:
-        return costs
     params = [p for p in model.parameters() if isinstance(p, DTensor)]
     num_shards = params[0].device_mesh.size(-1)
     elements = sum(count_padded_elements(unit, num_shards) for unit in model.modules() if isinstance(unit, FSDPModule))
@@ -82,10 +78,6 @@ def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Collective
     """
     micro_batches = config.gradient_accumulation_steps // run.world_size
     traffic: CollectiveBytes = Counter()
-    if not config.use_fsdp:
-        if run.world_size > 1:
-            traffic["all-reduce", run.world_size] = 4 * sum(p.numel() for p in model.parameters())
-        return traffic
     mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     num_shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)
     reductions = micro_batches if config.fsdp_sync_every_micro_batch else 1
@@ -113,8 +105,6 @@ def muon_bytes_sent(model: GPT, config: FsdpConfig, mesh: DeviceMesh) -> int:
 
 def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
     """Return what rank 0 prints at the start: the units, its shards, and the communication of one step."""
-    if not config.use_fsdp:
-        return f"not sharded: each of {run.world_size} rank(s) stores the full model state"
     params = sum(p.numel() for p in model.parameters())
     traffic = expected_traffic(model, config, run)
     volume = sum(ring_bytes(kind, size, ranks) for (kind, ranks), size in traffic.items())

@@ -1,4 +1,4 @@
-"""Evaluate a model that is sharded over the ranks: its validation loss and token accuracy, or its answers to problems.
+"""Evaluate a model that is sharded over the ranks: its validation loss, or its answers to problems.
 
     torchrun --standalone --nproc_per_node=4 evaluate.py --out_dir=../out/my-run             # its newest checkpoint
     torchrun --standalone --nproc_per_node=8 evaluate.py --init_from=gpt2-xl --dataset=shakespeare --eval_iters=500
@@ -6,7 +6,7 @@
     python evaluate.py --problems=FILE --out_dir=DIR --help
 
 With `--problems` it starts its own ranks and generates answers: see `solve/`. The rest of this page is about the
-validation loss and the token accuracy.
+validation loss.
 
 The checkpoint can be of any phase, any optimizer and any number of ranks. The program creates no optimizer and loads no
 optimizer state: a rank stores 4P/N bytes of weights, and all-gathers units while they compute. It writes no files, so
@@ -26,6 +26,7 @@ from nanoGPT.evaluate import evaluate
 from nanoGPT.job.start import main, start
 from nanoGPT.model import GPT
 from phase3_fsdp import fsdp
+from phase3_fsdp.minimal import put_parameters_on_meta
 from phase3_fsdp.solve import command
 
 
@@ -49,7 +50,7 @@ Config = EvaluateConfig
 
 
 def evaluate_weights(config: EvaluateConfig) -> float:
-    """Return the mean loss over `eval_iters` micro-batches of validation tokens; print it with the token accuracy."""
+    """Return the mean loss over `eval_iters` micro-batches of validation tokens, and print it."""
     with start(config, reads_only=True) as (run, config):
         data = TokenData.from_config(config)
         source, checkpoint = config.init_from, None
@@ -59,14 +60,14 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         config, model_args, weights = read_starting_point(config, data, checkpoint, run, trains=False)
         if checkpoint:
             weights = read_full_state(checkpoint.path).model
-        with fsdp.init_context(config, run):
+        with put_parameters_on_meta():
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)
-        loss, accuracy = evaluate(model, data, replace(config, eval_accuracy=True), run)
+        loss = evaluate(model, data, config, run)
         tokens = config.eval_iters * data.batch_size * data.block_size
         quality = f"validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens"
-        run.print0(f"{source}: {quality}, token accuracy {accuracy:.4f}")
+        run.print0(f"{source}: {quality}")
         return loss
 
 

@@ -6,43 +6,33 @@ them after each (the root unit stays until its backward pass). After the backwar
 gradients. Just before the update, a rank stores 16P/N bytes of model state for P parameters in fp32 (ZeRO stage 3,
 Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
 
-    with init_context(config, run):
+    with put_parameters_on_meta():
         model = GPT(model_args)                        # names and shapes only, no memory
     model = shard_model(model, config, run)            # still no memory: parameters become sharded DTensors
     init_shards(model, config, run)                    # each rank allocates and fills its shards
 """
 
+import math
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from nanoGPT.distributed.ddp import fix_bucket_order
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard, row_range
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, draw_initial_rows
 from nanoGPT.train_config import TrainConfig
+from phase2_triton.apply import apply_resolved_kernels, resolve_kernels
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
-from phase3_fsdp.minimal import put_parameters_on_meta
 
-DEFAULT_MIN_NUM_PARAMS = 1_000_000  # minimum size of a unit with --fsdp_wrap=size
 SWITCHES = {"True": "full", "False": "none"}  # short forms of --fsdp_activation_checkpointing
 
 
@@ -50,12 +40,8 @@ SWITCHES = {"True": "full", "False": "none"}  # short forms of --fsdp_activation
 class FsdpConfig(TrainConfig):
     """GPT-2 training with FSDP. The defaults are the baseline's, so that the loss curves can be compared."""
 
-    use_fsdp: bool = True
-    """False: the baseline's DDP, without sharding"""
-    fsdp_wrap: Literal["auto", "block", "size"] = "auto"
-    """the units: every block, or modules of a minimum size; auto: by size if fsdp_min_num_params is given"""
-    fsdp_min_num_params: int | None = None
-    """minimum number of parameters of a unit, a module with submodules; None: 1,000,000 if fsdp_wrap is size"""
+    fsdp_wrap: str = "block"
+    """the units: block (every block), or the minimum number of parameters of a unit, a module with submodules: 1e6"""
     fsdp_reshard_after_forward: bool = True
     """False: a unit stays unsharded from its forward pass to its backward pass; less communication, more memory"""
     fsdp_shard_size: str = "all"
@@ -67,8 +53,6 @@ class FsdpConfig(TrainConfig):
     recompute"""
     fsdp_sync_every_micro_batch: bool = False
     """reduce-scatter gradients after every micro-batch: more communication, no unsharded gradients in between"""
-    fsdp_prefetch: int = 0
-    """number of units to all-gather ahead of the unit that computes; 0: torch's default prefetching"""
     kernels: str = "none"
     """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
     GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
@@ -76,20 +60,15 @@ class FsdpConfig(TrainConfig):
     """write checkpoints from a copy while training continues"""
 
     def __post_init__(self) -> None:
-        if (self.fsdp_wrap, self.fsdp_min_num_params) == ("block", DEFAULT_MIN_NUM_PARAMS):  # as in older checkpoints
-            self.fsdp_wrap, self.fsdp_min_num_params = "auto", None
+        self.fsdp_wrap = "block" if self.fsdp_wrap == "auto" else self.fsdp_wrap  # as in older checkpoints
         mode = self.fsdp_activation_checkpointing
         self.fsdp_activation_checkpointing = SWITCHES.get(mode, mode)
 
     def check(self, world_size: int) -> None:
-        for name, minimum in (("fsdp_min_num_params", 1), ("fsdp_prefetch", 0)):
-            if (value := getattr(self, name)) is not None and value < minimum:
-                raise ConfigError(f"--{name}={value} is out of range: use {minimum} or more")
         select_checkpointed_blocks(self.fsdp_activation_checkpointing, self.n_layer)
-        resolve_kernels(self, "cuda")
-        if not self.use_fsdp:
-            self._check_ddp()
-            return
+        resolve_kernels(self, self.kernels, "cuda")
+        if self.fsdp_wrap != "block" and not 1 <= self.min_num_params < math.inf:
+            raise ConfigError(f"--fsdp_wrap={self.fsdp_wrap} is invalid: use block, or a number of parameters from 1")
         size = self.fsdp_shard_size
         sizes = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         if size not in ("all", "node", *sizes):
@@ -97,64 +76,33 @@ class FsdpConfig(TrainConfig):
                 f"--fsdp_shard_size={size} does not divide {world_size} rank(s): use --fsdp_shard_size=all, node or "
                 f"{' or '.join(sizes)} (also if the value comes from a checkpoint)"
             )
-        if self.fsdp_wrap == "block" and self.fsdp_min_num_params is not None:
-            raise ConfigError(
-                f"--fsdp_min_num_params={self.fsdp_min_num_params} has no effect on blocks: remove --fsdp_wrap=block"
-            )
 
     @property
-    def wraps_by_size(self) -> bool:
-        """Whether the units are modules of a minimum size, and not blocks."""
-        return self.fsdp_wrap == "size" or (self.fsdp_wrap == "auto" and self.fsdp_min_num_params is not None)
+    def min_num_params(self) -> float:
+        """The minimum number of parameters of a unit, or NaN with --fsdp_wrap=block."""
+        try:
+            return float(self.fsdp_wrap)
+        except ValueError:
+            return math.nan
 
     @property
     def supports_mps(self) -> bool:
-        return not self.use_fsdp
+        return False
+
+    @property
+    def uses_autocast(self) -> bool:
+        return False  # FSDP casts parameters before the all-gather, which halves its bytes in bf16
 
     def ranks_per_replica(self, world_size: int, local_world_size: int) -> int:
         """Return the number of ranks over which one copy of the model is sharded."""
         return {"all": world_size, "node": local_world_size}.get(self.fsdp_shard_size) or int(self.fsdp_shard_size)
 
     def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
-        if not self.use_fsdp:
-            return 1.0
         return 0.0 if on_gpu and self.fsdp_cpu_offload else 1 / self.ranks_per_replica(world_size, local_world_size)
 
     def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
         full_state = super().min_gpu_state(world_size, local_world_size)
         return full_state * self.local_param_fraction(world_size, local_world_size, on_gpu=True)
-
-    def _check_ddp(self) -> None:
-        default = FsdpConfig()
-        names = ("fsdp_wrap", "fsdp_min_num_params", "fsdp_reshard_after_forward", "fsdp_shard_size")
-        for name in (*names, "fsdp_cpu_offload", "fsdp_sync_every_micro_batch", "fsdp_prefetch"):
-            if getattr(self, name) != getattr(default, name):
-                raise ConfigError(
-                    f"--{name}={getattr(self, name)} needs FSDP: use --{name}={getattr(default, name)}, or remove "
-                    "--use_fsdp=False"
-                )
-
-
-def resolve_kernels(config: FsdpConfig, device_type: str) -> str:
-    """Return the names of the Triton kernels that the model uses on a device, in the format of `phase2_triton.apply`.
-
-    Raises:
-        ConfigError: a name is unknown; it is adamw, whose kernel cannot update shards; or it is not deterministic, and
-            `--deterministic=True` is set.
-    """
-    if config.kernels.lower() == "none":
-        return "none"
-    from phase2_triton.apply import resolve_model_kernels
-
-    return resolve_model_kernels(config.kernels, config.n_embd, config.n_head, device_type, config.compile)
-
-
-def init_context(config: FsdpConfig, run: Runtime) -> AbstractContextManager[Any]:
-    """Return the context in which to build the model: with FSDP, its parameters have shapes but no memory.
-
-    Buffers have their values: a checkpoint restores only those that are persistent.
-    """
-    return put_parameters_on_meta() if config.use_fsdp else run.device
 
 
 def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
@@ -162,37 +110,36 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
 
     The order matters. Kernels replace the forwards of modules, so they come first. Activation checkpointing wraps the
     forward of a block. Compilation compiles that wrapped forward, so no graph contains a collective. Sharding a block
-    comes after these, so that its hooks all-gather the parameters before the compiled code runs. Inner units come
-    before outer ones, because `fully_shard` takes all parameters that belong to no unit yet. The root comes last. It
-    takes the embeddings, the final LayerNorm and the head. The head is tied to the token embedding, so the two must be
-    in the same unit.
+    comes after these, so that its hooks all-gather the parameters before the compiled code runs.
 
     Args:
-        model: built in `init_context`; its parameters need no values yet.
+        model: built in `put_parameters_on_meta`; its parameters need no values yet.
         config: all options of `FsdpConfig` apply.
         run: this rank's Runtime.
 
     Returns:
-        The same object. Its parameters are DTensors sharded in dimension 0; with `use_fsdp=False` plain tensors.
+        The same object. Its parameters are DTensors sharded in dimension 0.
 
     Raises:
         ConfigError: `fsdp_shard_size=node`, and the nodes have different numbers of ranks.
     """
-    kernels = resolve_kernels(config, run.device.type)
-    if config.kernels.lower() != "none":
-        from phase2_triton.apply import apply_kernels
-
-        requested = "auto" if config.kernels.lower() == "auto" else kernels  # for auto, the lines give the reason
-        for line in apply_kernels(model, requested, run.device.type, config.compile):
-            run.print0(line)
+    apply_resolved_kernels(model, config, config.kernels, run)
     checkpoint_activations(model, config.fsdp_activation_checkpointing)
-    if not config.use_fsdp:
-        return model
     if config.compile:
-        model.compile_by_block(config.compile_mode)
+        model.compile_by_block()
     if config.fsdp_cpu_offload and run.device.type == "cuda":
         torch.set_num_threads(count_update_threads(len(os.sched_getaffinity(0)), run.local_world_size))
-    run.uses_autocast = False  # FSDP casts parameters before the all-gather, which halves its bytes in bf16
+    shard_units(model, config, run)
+    return model
+
+
+def shard_units(model: GPT, config: FsdpConfig, run: Runtime) -> None:
+    """Call `fully_shard` on every unit, then on the root.
+
+    Inner units come before outer ones, because `fully_shard` takes all parameters that belong to no unit yet. The root
+    comes last. It takes the embeddings, the final LayerNorm and the head. The head is tied to the token embedding, so
+    the two must be in the same unit.
+    """
     shard_options: dict[str, Any] = {
         "mesh": create_mesh(config, run),
         "mp_policy": MixedPrecisionPolicy(param_dtype=run.dtype, reduce_dtype=torch.float32),
@@ -204,9 +151,6 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
         fully_shard(unit, reshard_after_forward=config.fsdp_reshard_after_forward, **shard_options)
     fully_shard(model, **shard_options)  # FSDP keeps the root unsharded: its backward pass is next
     # END SOLUTION
-    register_fsdp_forward_method(model, "count_correct")  # it all-gathers parameters, as a forward pass does
-    set_prefetching([model, *units], config.fsdp_prefetch)
-    return model
 
 
 def count_update_threads(cores: int, local_world_size: int) -> int:
@@ -238,15 +182,14 @@ def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
 def find_units(model: GPT, config: FsdpConfig) -> list[nn.Module]:
     """Return the modules that FSDP all-gathers and frees as units, in execution order, without the root.
 
-    With wrapping by size, the search starts at the leaves. A module with submodules becomes a unit if it has at least
-    `fsdp_min_num_params` parameters that belong to no unit inside it (as in torch's `size_based_auto_wrap_policy`). A
+    With a minimum size, the search starts at the leaves. A module with submodules becomes a unit if it has at least
+    `fsdp_wrap` parameters that belong to no unit inside it (as in torch's `size_based_auto_wrap_policy`). A
     single layer is never a unit, because kernels read the weights of a layer from the module around it. A checkpointed
     block contains no units, because the recomputation would all-gather them once more.
     """
-    if not config.wraps_by_size:
+    if config.fsdp_wrap == "block":
         return list(model.blocks)
     units: list[nn.Module] = []
-    min_num_params = config.fsdp_min_num_params or DEFAULT_MIN_NUM_PARAMS
     checkpointed = [
         model.blocks[i] for i in select_checkpointed_blocks(config.fsdp_activation_checkpointing, len(model.blocks))
     ]
@@ -256,21 +199,13 @@ def find_units(model: GPT, config: FsdpConfig) -> list[nn.Module]:
         unassigned = sum(p.numel() for p in module.parameters(recurse=not children))
         unassigned += sum(map(count_unassigned, children))
         can_be_unit = not isinstance(module, nn.ModuleDict | nn.ModuleList | GPT) and any(module.children())
-        if can_be_unit and unassigned >= min_num_params:
+        if can_be_unit and unassigned >= config.min_num_params:
             units.append(module)
             return 0
         return unassigned
 
     count_unassigned(model)
     return [module for module in model.modules() if module in units]
-
-
-def set_prefetching(units: list[nn.Module], ahead: int) -> None:
-    """Let each unit prefetch the next `ahead` units in the forward pass, and the previous ones in the backward pass."""
-    for i, unit in enumerate(units if ahead else []):
-        assert isinstance(unit, FSDPModule)
-        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])  # type: ignore[arg-type]
-        unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -343,19 +278,6 @@ def copy_own_rows(target: Tensor, full: Tensor) -> None:
     local_shard(target).copy_(full)
 
 
-def data_parallel(model: GPT, config: FsdpConfig, run: Runtime) -> nn.Module:
-    """Return the module to call: the sharded model itself, or with `use_fsdp=False` the model in DDP."""
-    if config.use_fsdp:
-        return model
-    parallel_model: nn.Module = model
-    if config.compile:
-        parallel_model = torch.compile(model, mode=config.compile_mode)  # type: ignore[assignment]
-    if run.world_size > 1:
-        parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
-        fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
-    return parallel_model
-
-
 def set_gradient_sync(parallel_model: nn.Module, config: FsdpConfig, last: bool) -> None:
     """Set whether the next backward reduces gradients; call it before each micro-batch.
 
@@ -363,11 +285,9 @@ def set_gradient_sync(parallel_model: nn.Module, config: FsdpConfig, last: bool)
     `fsdp_sync_every_micro_batch` every micro-batch reduces, and a rank accumulates shards. In both cases, the gradient
     shards are all-reduced between the replicas once per step.
     """
-    if isinstance(parallel_model, FSDPModule):
-        parallel_model.set_requires_gradient_sync(last or config.fsdp_sync_every_micro_batch)
-        parallel_model.set_requires_all_reduce(last)
-    elif isinstance(parallel_model, DDP):
-        parallel_model.require_backward_grad_sync = last
+    assert isinstance(parallel_model, FSDPModule)
+    parallel_model.set_requires_gradient_sync(last or config.fsdp_sync_every_micro_batch)
+    parallel_model.set_requires_all_reduce(last)
 
 
 def local_grads(parallel_model: nn.Module) -> list[Tensor]:

@@ -37,7 +37,7 @@ ROUND_BYTES = 64 * 2**20  # maximum bytes of full bf16 updates per owner and rou
 
 def configure_optimizer(model: GPT, config: FsdpConfig) -> Optimizer:
     """Return the optimizer of a model from `shard_model`. Its state is sharded like the parameters."""
-    if config.use_fsdp and config.optimizer == "muon":
+    if config.optimizer == "muon":
         return configure_muon(model, config, ShardedMuon)
     return configure_unsharded_optimizer(model, config)
 

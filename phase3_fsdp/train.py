@@ -26,6 +26,7 @@ from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm, learning_rate, set_learning_rate
 from phase3_fsdp import costs, fsdp
 from phase3_fsdp.fsdp import FsdpConfig as Config
+from phase3_fsdp.minimal import put_parameters_on_meta
 from phase3_fsdp.muon import configure_optimizer
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
 
@@ -74,7 +75,7 @@ def train(config: Config) -> None:
         with Telemetry(config, run, first_step, model_args.flops_per_token()) as telemetry:
             with telemetry.untimed("build", first_step):
                 # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
-                with fsdp.init_context(config, run):  # [fsdp:shard] names and shapes only, no memory yet
+                with put_parameters_on_meta():  # [fsdp:shard] names and shapes only, no memory yet
                     model = GPT(model_args)
                 model = fsdp.shard_model(model, config, run)
                 fsdp.init_shards(model, config, run, weights)  # each rank fills its shards, one parameter at a time
@@ -87,7 +88,7 @@ def train(config: Config) -> None:
                     scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
                     best_val_loss = checkpoint.manifest["best_val_loss"]
                     run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-                parallel_model = fsdp.data_parallel(model, config, run)  # [fsdp:parallel] DDP only if use_fsdp is False
+                parallel_model = model  # [fsdp:parallel] without DDP: FSDP averages the gradients
                 writer = ShardWriter(model, optimizer)
                 copy = writer.copy if config.async_save else None  # [fsdp:save] training continues during the save
 
@@ -100,11 +101,11 @@ def train(config: Config) -> None:
             ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
             diagnostics = Diagnostics(config, run, model, optimizer)
             for step in range(first_step, config.max_iters + 1):
-                val_loss = val_accuracy = None
+                val_loss = None
                 is_last = step == config.max_iters or config.eval_only
                 if step % config.eval_interval == 0 or is_last:
                     with telemetry.untimed("evaluate", step):
-                        val_loss, val_accuracy = evaluate(parallel_model, data, config, run)
+                        val_loss = evaluate(parallel_model, data, config, run)
                     check_finite(step, val_loss)
                     has_improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
@@ -112,9 +113,7 @@ def train(config: Config) -> None:
                     if may_save and (has_improved or config.always_save_checkpoint or is_last):
                         save(step)
                 if is_last:
-                    telemetry.log(
-                        step, loss=None, lr=None, grad_norm=None, val_loss=val_loss, val_accuracy=val_accuracy
-                    )
+                    telemetry.log(step, loss=None, lr=None, grad_norm=None, val_loss=val_loss)
                     break
 
                 lr = learning_rate(step, config)
@@ -130,9 +129,7 @@ def train(config: Config) -> None:
                 if saves_next or step % config.log_interval == 0 or val_loss is not None:
                     mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
                     check_finite(step, mean_loss, None if scaler.is_enabled else norm.item())
-                    telemetry.log(
-                        step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss, val_accuracy=val_accuracy
-                    )
+                    telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
                 if should_save:
                     save(step + 1)
                 if should_stop:

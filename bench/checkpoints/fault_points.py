@@ -22,7 +22,8 @@ from nanoGPT.checkpoint.state import allocate_state
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
-from phase3_fsdp.fsdp import FsdpConfig, init_context, init_shards, shard_model
+from phase3_fsdp.fsdp import FsdpConfig, init_shards, shard_model
+from phase3_fsdp.minimal import put_parameters_on_meta
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards, training_state
 from workshop.ranks import run_on_ranks, start_ranks
 
@@ -48,7 +49,7 @@ class Saver:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         run = Runtime(rank, rank, world_size, world_size, CPU, torch.float32)
         config = FsdpConfig(n_layer=1, n_embd=16, n_head=2, block_size=8, out_dir=out_dir, async_save=is_async)
-        with init_context(config, run):
+        with put_parameters_on_meta():
             self.model = GPT(GPTConfig(1, 2, 16, 8, False, 75))
         self.model = shard_model(self.model, config, run)
         init_shards(self.model, config, run)

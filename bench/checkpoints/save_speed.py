@@ -31,7 +31,8 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
-from phase3_fsdp.fsdp import FsdpConfig, init_context, init_shards, shard_model
+from phase3_fsdp.fsdp import FsdpConfig, init_shards, shard_model
+from phase3_fsdp.minimal import put_parameters_on_meta
 from phase3_fsdp.sharded_checkpoint import ShardWriter, training_state
 from workshop.ranks import run_on_ranks
 
@@ -44,7 +45,7 @@ def measure(folder: str, rounds: int, shape: GPTConfig) -> tuple[int, Samples]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     run = Runtime(rank, rank, ranks, ranks, torch.device("cpu"), torch.float32)
     config = FsdpConfig()
-    with init_context(config, run):
+    with put_parameters_on_meta():
         model = GPT(shape)
     model = shard_model(model, config, run)
     init_shards(model, config, run)

@@ -5,7 +5,7 @@ from typing import Any
 
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
-from phase2_triton.apply import resolve_model_kernels
+from phase2_triton.apply import resolve_kernels
 
 Row = tuple[str, dict[str, Any]]  # a phase, and its options that differ from the defaults
 
@@ -32,5 +32,6 @@ def select_auto_kernels(row: Row, shape: GPTConfig, device_type: str = "cuda", i
     phase, options = row
     if options.get("kernels", "none").lower() != "auto":
         return row
-    kernels = resolve_model_kernels("auto", shape.n_embd, shape.n_head, device_type, is_compiled)
+    config = TrainConfig(n_embd=shape.n_embd, n_head=shape.n_head, compile=is_compiled)
+    kernels = resolve_kernels(config, "auto", device_type)
     return phase, {**options, "kernels": kernels}

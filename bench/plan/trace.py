@@ -44,7 +44,7 @@ from nanoGPT.memory.costs import Costs
 from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.metrics.ledger import CollectiveCounter, StepCosts
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import clip_grads, configure_optimizer, grad_norm
+from nanoGPT.optim import SharedOptimizer, clip_grads, configure_optimizer, grad_norm
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1 import parallelize as zero1
 from phase1_zero1 import zero1 as zero1_optimizer
@@ -53,6 +53,7 @@ from phase2_triton import apply as triton
 from phase2_triton.kernels import checks, linear_cross_entropy
 from phase2_triton.kernels.core import record_launches
 from phase3_fsdp import fsdp, muon
+from phase3_fsdp.minimal import put_parameters_on_meta
 
 CPU = torch.device("cpu")
 
@@ -156,7 +157,7 @@ def set_up_zero1(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime) -> T
     """Set up phase 1."""
     model = GPT(shape)
     optimizer = zero1.shard_optimizer(model, config, run)
-    parallel_model = zero1.data_parallel(model, optimizer, config, run) if optimizer.averages_gradients else model
+    parallel_model = zero1.parallelize(model, optimizer, config, run) if optimizer.averages_gradients else model
     return TrainingSetup(
         parallel_model,
         optimizer,
@@ -168,7 +169,7 @@ def set_up_zero1(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime) -> T
 
 def set_up_fsdp(config: fsdp.FsdpConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
     """Set up phase 3."""
-    with fsdp.init_context(config, run):
+    with put_parameters_on_meta():
         model = GPT(shape)
     model = fsdp.shard_model(model, config, run)
     model.to_empty(device="cpu")
@@ -184,9 +185,9 @@ def set_up_fsdp(config: fsdp.FsdpConfig, shape: GPTConfig, run: Runtime) -> Trai
 
 def set_up_training(config: TrainConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
     """Set up the phase that the configuration belongs to."""
-    if isinstance(config, zero1.Zero1Config) and config.use_zero1:
+    if isinstance(config, zero1.Zero1Config):
         return set_up_zero1(config, shape, run)
-    if isinstance(config, fsdp.FsdpConfig) and config.use_fsdp:
+    if isinstance(config, fsdp.FsdpConfig):
         return set_up_fsdp(config, shape, run)
     return set_up_replicated(config, shape, run)
 
@@ -254,7 +255,8 @@ MEMORY_STAGES = ("last forward", "head", "last backward", "middle", "first backw
 
 def allocate_optimizer_state(optimizer: Optimizer) -> None:
     """Allocate the state of an optimizer, as its first step does."""
-    for inner in optimizer.inner_optimizers() if hasattr(optimizer, "inner_optimizers") else [optimizer]:
+    inner_optimizers = optimizer.inner_optimizers() if isinstance(optimizer, SharedOptimizer) else []
+    for inner in inner_optimizers or [optimizer]:
         allocate_state(inner)
 
 
@@ -297,7 +299,7 @@ def trace(
         only_update: trace only the update, with gradients of zeros.
     """
     dtype = DTYPES.get(config.dtype, torch.float32)
-    run = Runtime(0, 0, ranks, ranks, CPU, dtype)
+    run = Runtime(0, 0, ranks, ranks, CPU, dtype, uses_autocast=config.uses_autocast)
     micro_batches = min(2, config.gradient_accumulation_steps // ranks)  # every later micro-batch equals the second
     with (
         suppress_output(),

@@ -217,7 +217,8 @@ def execute(run: Run, slurm: bool = False) -> dict[str, Any]:
         run.save()
         command, begin = build_command(run, slurm), time.time()
         write_status(run.directory, "running")
-        environment = {**os.environ, **({} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": "1"})}
+        names = {"WANDB_RUN_GROUP": run.directory.parent.name, "WANDB_NAME": run.directory.name}
+        environment = {"OMP_NUM_THREADS": "1", **names, **os.environ}
         with open(run.directory / "log.txt", "a") as log:
             log_start = log.tell()
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment, pass_fds=(lock,))

@@ -95,7 +95,6 @@ METRICS = {
     "gpu_hours": Metric("GPU-hours per billion tokens", compute_gpu_hours, min_steps=2),
     "loss": Metric("nats per token", last_of("loss")),
     "val_loss": Metric("nats per token", last_of("val_loss")),
-    "val_accuracy": Metric("fraction of tokens", last_of("val_accuracy"), needs="eval_accuracy"),
     "peak_bytes": Metric("bytes per rank", read_peak_bytes, min_steps=3, needs="ledger"),
     "steps_to_loss": Metric("steps", count_steps_to_loss, needs_target=True),
     "seconds_to_loss": Metric("seconds of training", sum_seconds_to_loss, needs_target=True),

@@ -73,9 +73,6 @@ def build_runs(suite: Suite, out_dir: Path, device: str) -> list[Run]:
             continue  # the variant is left out for a phase without its fields
         shared = {name: value for name, value in suite.config.items() if name in known[phase]}
         values = {**shared, **changes, "seed": seed, **({"device": device} if device != "auto" else {})}
-        if values.get("track") == "wandb":
-            names = {"wandb_group": suite.name, "wandb_run_name": f"{phase}-{ranks}-{variant}-{seed}"}
-            values = {**names, **values}
         try:
             runs.append(build_run(suite, phase, ranks, variant, values, out_dir))
         except ConfigError as error:

@@ -22,7 +22,8 @@ from nanoGPT.metrics.ledger import COLLECTIVES
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
 from phase3_fsdp.costs import expected_traffic
-from phase3_fsdp.fsdp import FsdpConfig, init_context, init_shards, shard_model
+from phase3_fsdp.fsdp import FsdpConfig, init_shards, shard_model
+from phase3_fsdp.minimal import put_parameters_on_meta
 from workshop.ranks import run_on_ranks
 
 RANKS = 4
@@ -43,7 +44,6 @@ ROOT_UNIT = "root"
 SWITCHES: dict[str, tuple[Any, ...]] = {  # values of the options; the first one of each is the default
     "fsdp_activation_checkpointing": ("none", "full"),
     "fsdp_reshard_after_forward": (True, False),
-    "fsdp_prefetch": (0, 2),
 }
 MARK = re.compile(r"FSDP::(\w+)(?: \((?:transformer\.)?(.*)\))?")
 
@@ -152,7 +152,7 @@ def run_step(options: dict[str, Any]) -> dict[str, Any]:
     run = create_runtime(config.device, config.dtype)
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     vocab_size = data.tokenizer["vocab_size"]
-    with init_context(config, run):
+    with put_parameters_on_meta():
         model = GPT(GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": vocab_size}))
     model = shard_model(model, config, run)
     init_shards(model, config, run)

@@ -5,9 +5,8 @@ Explorers.fsdp_step = function (root, samples) {
   const { runs, units, categories, switches, ranks } = samples;
   checkRuns();
   const colors = ["#4c78a8", "#e45756", "#b279a2", "#f2a93b", "#54a24b", "#9d9d9d"];
-  const names = { fsdp_activation_checkpointing: "activation checkpointing", fsdp_reshard_after_forward: "reshard after forward",
-    fsdp_prefetch: "units to prefetch" };
-  const words = { true: "on", false: "off", 0: "torch's default" };
+  const names = { fsdp_activation_checkpointing: "activation checkpointing", fsdp_reshard_after_forward: "reshard after forward" };
+  const words = { true: "on", false: "off" };
   const format = (value) => words[value] ?? String(value);
   const defaults = Object.fromEntries(Object.entries(switches).map(([name, [first]]) => [name, first]));
   const sum = (values) => values.reduce((total, value) => total + value, 0);

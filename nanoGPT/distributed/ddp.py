@@ -1,9 +1,28 @@
-"""The order in which DDP adds the gradients of the ranks."""
+"""DDP, and the order in which it adds the gradients of the ranks."""
+
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from nanoGPT.distributed.runtime import Runtime
+
+
+def data_parallel(model: nn.Module, config: Any, run: Runtime) -> nn.Module:
+    """Return the module to call: the model, compiled if the configuration says so, and in DDP on several ranks.
+
+    Collective: DDP reorders its buckets after a backward pass. That happens here, because a resumed run must round like
+    an uninterrupted one.
+
+    Args:
+        config: its `compile`, `batch_size` and `block_size` are used.
+    """
+    parallel_model: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+    if run.world_size > 1:
+        parallel_model = DDP(parallel_model, gradient_as_bucket_view=True)
+        fix_bucket_order(parallel_model, config.batch_size, config.block_size, run)
+    return parallel_model
 
 
 def fix_bucket_order(model: DDP, batch_size: int, block_size: int, run: Runtime) -> None:

@@ -93,7 +93,7 @@ def open_store(run: Runtime, timeout: datetime.timedelta) -> Iterator[dist.Store
     except dist.DistStoreError as error:
         raise LostConnection(
             f"not all of the {run.world_size} ranks have connected within {timeout} ({str(error).splitlines()[0]}): "
-            "start every node, or use a larger --timeout_minutes"
+            "start every node"
         ) from None
 
 

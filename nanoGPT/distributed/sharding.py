@@ -3,10 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Param = TypeVar("Param", bound=Tensor)
+
+# torch 2.13 renamed both functions and warns about the old names; torch 2.11 has only the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -98,18 +98,18 @@ class Rendezvous:
         self.store: dist.Store | None = None
         self.deadline = time.monotonic()
 
-    def open(self, minutes: float) -> None:
+    def open(self, timeout: datetime.timedelta) -> None:
         """Start the store on node 0; on other nodes, wait for it and connect.
 
         Args:
-            minutes: how long this and later calls wait for a missing node, counted from now.
+            timeout: how long this and later calls wait for a missing node, counted from now.
 
         Raises:
             ConfigError: node 0 did not start its store in time.
         """
         if self.node.nnodes == 1:
             return
-        self.deadline = time.monotonic() + 60 * minutes
+        self.deadline = time.monotonic() + timeout.total_seconds()
         endpoint = f"{self.node.master_addr}:{master_port()}"
         print(f"node {self.node.node_rank} of {self.node.nnodes}: rendezvous at {endpoint}", flush=True)
         self._connect()
@@ -195,9 +195,7 @@ class Rendezvous:
                 now = time.monotonic()
                 names = f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
                 if now > self.deadline:
-                    raise ConfigError(
-                        f"{names} did not connect: start the same command there, or raise --timeout_minutes"
-                    )
+                    raise ConfigError(f"{names} did not connect: start the same command there")
                 if now > next_reminder:
                     print(f"still waiting for {names}", flush=True)
                     next_reminder = now + REMINDER_SECONDS

@@ -30,6 +30,8 @@ RUN_FIELDS = {"out_dir", "resume_step", "eval_only"}  # apply to one start of a 
 NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what to use instead
     "backend": "leave it out: the backend follows the device, which --device selects",
     "wandb_log": "use --track=wandb instead",
+    "wandb_project": "set the environment variable WANDB_PROJECT instead",
+    "wandb_run_name": "set the environment variable WANDB_NAME instead",
 }
 # For the package of each trainer, the name of its phase in a manifest.
 PHASE_OF_PACKAGE = {"nanoGPT": "baseline", "phase1_zero1": "zero1", "phase2_triton": "triton", "phase3_fsdp": "fsdp"}
@@ -183,8 +185,8 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
         raise ConfigError(f"config file {path} does not run: {type(error).__name__}: {error}") from None
     values = {name: value for name, value in namespace.items() if not name.startswith("_")}
     values = {k: v for k, v in values.items() if not (isinstance(v, types.ModuleType) or callable(v))}
-    if not values.get("wandb_log", True):
-        del values["wandb_log"]
+    if not values.get("wandb_log", True):  # the names of its run have no effect either
+        values = {k: v for k, v in values.items() if k not in ("wandb_log", "wandb_project", "wandb_run_name")}
     for name in values:
         if name in NANOGPT_FLAGS:
             raise ConfigError(f"config file {path} sets {name}, a flag of nanoGPT: {NANOGPT_FLAGS[name]}")

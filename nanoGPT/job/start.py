@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import os
 import sys
 import threading
@@ -65,7 +64,7 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
     """
     exclude_spare_ranks(config)
     run = create_runtime(config.device, config.dtype, config.supports_mps)
-    run.timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    run.timeout, run.uses_autocast = config.timeout, config.uses_autocast
     attention = choose_attention(config.attention, config.deterministic, run.device, run.dtype, config.dropout)
     run.reasons["attention"] = attention.reason
     data = check_run(config, run.world_size, run.local_world_size)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
-from nanoGPT.optim import HasStateBytes, adamw_bytes
+from nanoGPT.optim import optimizer_bytes
 from nanoGPT.train_config import TrainConfig
 
 
@@ -70,10 +70,3 @@ def step_costs(model: nn.Module, optimizer: Optimizer, config: TrainConfig, run:
     state = {"parameters": size, "gradients": size, "optimizer_state": optimizer_bytes(optimizer)}
     traffic = Counter({("all-reduce", run.world_size): size} if run.world_size > 1 else {})
     return Costs(state, traffic)
-
-
-def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of optimizer state on this rank: from the optimizer if it can compute them, else AdamW's."""
-    if isinstance(optimizer, HasStateBytes):
-        return optimizer.expected_state_bytes()
-    return adamw_bytes(p for group in optimizer.param_groups for p in group["params"])

@@ -32,9 +32,7 @@ MIN_BYTES = 2**20  # smaller amounts are not mentioned
 # it, with another value.
 ACTIVATION_FLAGS = {"fsdp_activation_checkpointing": "full"}
 SHARDING_FLAGS = {
-    "use_zero1": True,
     "zero_stage": 2,
-    "use_fsdp": True,
     "fsdp_shard_size": "all",
     "fsdp_sync_every_micro_batch": True,
 }

@@ -33,6 +33,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanoGPT.optim import SharedOptimizer
+
 Totals = dict[str, int]  # bytes by category
 
 # parameters        of this rank; the shards if they are sharded
@@ -211,7 +213,7 @@ class MemoryTracker(TorchDispatchMode):
             self._count_tensor(param, "gathered" if is_fsdp and not isinstance(param, DTensor) else "parameters")
             if param.grad is not None:
                 self._count_tensor(param.grad, "gradients")
-        for buffer in getattr(self.optimizer, "gradient_buffers", list)():
+        for buffer in self.optimizer.gradient_buffers() if isinstance(self.optimizer, SharedOptimizer) else []:
             self._count_tensor(buffer, "gradients")
         if self.optimizer is not None:
             self._count_optimizer_state()

@@ -19,7 +19,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.errors import DivergedRanks, NonFiniteLoss
 from nanoGPT.memory.device import process_bytes
+from nanoGPT.optim import SharedOptimizer
 from nanoGPT.train_config import TrainConfig
 
 CHUNK = 1 << 20  # elements of a tensor that a hash or a norm reads at a time
@@ -150,7 +151,8 @@ class Diagnostics:
 
     def _read_gradients(self, *_: Any) -> None:
         """Read the norm of this rank's part of each gradient."""
-        if hasattr(self.optimizer, "local_gradients"):
+        pairs: Iterable[tuple[Any, Tensor]]
+        if isinstance(self.optimizer, SharedOptimizer):
             pairs = self.optimizer.local_gradients()
         else:
             pairs = ((p, local_shard(p.grad)) for p in self.model.parameters() if p.grad is not None)
@@ -170,7 +172,7 @@ class Diagnostics:
         """
         if not self.is_due(step):
             return
-        if hasattr(self.optimizer, "wait_for_params"):
+        if isinstance(self.optimizer, SharedOptimizer):
             self.optimizer.wait_for_params()
         values = self._measure(step, loss_sum.item(), norm.item())
         names = ("local_loss", "grad_norm", "parameters", "replica")

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.memory.costs import Costs, ring_bytes, storage_bytes
 from nanoGPT.memory.tracker import MemoryTracker, tensors_in
+from nanoGPT.optim import SharedOptimizer
 from nanoGPT.train_config import TrainConfig
 
 StepCosts = Callable[[Any, Any, Any, Runtime], Costs]  # its arguments: model, optimizer, configuration and Runtime
@@ -129,7 +130,7 @@ class Ledger:
             torch.cuda.reset_peak_memory_stats(self.run.device)
 
     def _count_gradients(self, *_: Any) -> None:
-        shards = self.optimizer.inner_optimizers() if hasattr(self.optimizer, "inner_optimizers") else []
+        shards = self.optimizer.inner_optimizers() if isinstance(self.optimizer, SharedOptimizer) else []
         groups = [{"params": list(self.model.parameters())}, *(g for inner in shards for g in inner.param_groups)]
         grads = [p.grad for group in groups for p in group["params"]]
         self.gradient_bytes = storage_bytes(grad for grad in grads if grad is not None)

@@ -219,8 +219,6 @@ class Telemetry:
             "peak_memory_bytes": read_peak_memory(self.run.device),
             **more,
         }
-        if line.get("val_accuracy") is None:  # a field of runs that measure it
-            line.pop("val_accuracy", None)
         if not self.config.eval_only:
             self._write_metrics(line)
         if self.tracker:
@@ -247,8 +245,6 @@ def format_line(line: dict[str, Any]) -> str:
         words.append(f"loss {line['loss']:.4f}")
     if line.get("val_loss") is not None:
         words.append(f"val loss {line['val_loss']:.4f}")
-    if line.get("val_accuracy") is not None:
-        words.append(f"val accuracy {line['val_accuracy']:.2%}")
     if line["grad_norm"] is not None:
         words.append(f"grad norm {line['grad_norm']:.3f}")
     if line["tokens_per_second"] is not None:

@@ -50,9 +50,8 @@ class Tracker:
             import wandb
 
             self.writer = wandb.init(
-                project=config.wandb_project or os.environ.get("WANDB_PROJECT") or "sharded-nanogpt",
-                name=config.wandb_run_name or os.environ.get("WANDB_NAME") or Path(config.out_dir).resolve().name,
-                group=config.wandb_group,
+                project=os.environ.get("WANDB_PROJECT", "sharded-nanogpt"),
+                name=os.environ.get("WANDB_NAME", Path(config.out_dir).resolve().name),
                 id=choose_wandb_run_id(config, first_step),
                 resume="allow",
                 dir=config.out_dir,

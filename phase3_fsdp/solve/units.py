@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from nanoGPT.distributed.runtime import Runtime
-from phase3_fsdp.fsdp import DEFAULT_MIN_NUM_PARAMS
 
 T = TypeVar("T")
-MIN_PARAMS = DEFAULT_MIN_NUM_PARAMS  # of a unit that is a part of a layer
+MIN_PARAMS = 1_000_000  # of a unit that is a part of a layer
 
 
 def find_units(layer: nn.Module) -> dict[nn.Module, int]:

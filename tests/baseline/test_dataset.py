@@ -10,7 +10,6 @@ import random
 import re
 import resource
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -139,37 +138,8 @@ def test_a_dataset_of_another_source_is_never_overwritten(conflict, tmp_path, mo
     assert json.loads((folder / "meta.json").read_text())["tokenizer"]["name"] == arguments[2]
 
 
-@pytest.mark.parametrize("name", [".downloads", ".hidden.txt"])
-def test_a_hidden_text_file_is_refused(name, tmp_path, monkeypatch):
-    """A file whose dataset would be a hidden directory, such as the directory of downloads, is refused."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path / "data")
-    (tmp_path / "data" / ".downloads").mkdir(parents=True)
-    (tmp_path / name).write_text(POEM)
-    for tokenizer in ("gpt2", "char"):
-        with pytest.raises(ConfigError, match="would become the hidden dataset .*: rename the file"):
-            prepare.prepare_text("shakespeare", str(tmp_path / name), tokenizer)
-    assert [path.name for path in (tmp_path / "data").rglob("*")] == [".downloads"]
-
-
-def test_an_empty_input_flag_is_refused(tmp_path, monkeypatch):
-    """--input= without a value is refused. Only without the flag does the built-in text of the dataset apply."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path)
-    with pytest.raises(ConfigError, match="--input= cannot be read"):
-        prepare.prepare_text("shakespeare_char", "", "char")
-    assert list(tmp_path.iterdir()) == []
-
-
-TOKENIZER = '"tokenizer": {"name": "char", "vocab_size": 1, "sha256": "", "characters": "a"}'
 UNREADABLE = {
     "json": ("{", "line 1 column 2"),
-    "deep": ("[" * 200_000, "nested too deeply"),
-    "list": ("[]", r"\$ is a list: must be an object"),
-    "dtype": (f'{{"source": {{}}, {TOKENIZER}, "dtype": "O", "splits": {{}}}}', r"\$\.dtype is 'O'"),
-    "tokens": (
-        f'{{"source": {{}}, {TOKENIZER}, "dtype": "uint16", "splits": {{"train": [{{"name": "a.bin", '
-        '"tokens": "1", "sha256": ""}], "val": []}}',
-        r"\$\.splits\.train\[0\]\.tokens is a string",
-    ),
     "fifo": (None, "not a regular file"),
     "error": (None, "symbolic links"),
 }
@@ -194,21 +164,6 @@ def test_an_unreadable_meta_json_is_kept(damage, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=rf"meta.json (does not describe a dataset|cannot be read) \(.*{message}"):
         prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
     assert os.path.lexists(meta) and (text is None or meta.read_text() == text)
-
-
-def test_a_file_with_a_read_error_is_not_treated_as_missing(tmp_path, monkeypatch):
-    """If the size of a .bin file cannot be read, the dataset is not prepared again."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path)
-    (tmp_path / "poem.txt").write_text(POEM)
-    prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
-    (tmp_path / "poem_char" / "val.bin").unlink()
-    (tmp_path / "poem_char" / "val.bin").symlink_to("val.bin")  # ELOOP
-    before = (tmp_path / "poem_char" / "train.bin").stat().st_ino
-    monkeypatch.setattr("nanoGPT.files.RETRY_DELAYS", ())
-    with pytest.raises(ConfigError, match="val.bin cannot be read"):
-        prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
-    assert (tmp_path / "poem_char" / "train.bin").stat().st_ino == before
-    assert (tmp_path / "poem_char" / "meta.json").exists()
 
 
 def test_concurrent_preparations_prepare_a_text_once(tmp_path, monkeypatch, capsys):
@@ -477,29 +432,6 @@ def test_every_window_can_be_drawn(base, tmp_path):
     data = TokenData(str(tmp_path), 4, 50, 1)
     starts = {int(x) for step in range(20) for x in data.batch("train", TRAIN, step, 0)[0][:, 0]}
     assert starts == set(range(base, base + 16))
-
-
-def test_memory_does_not_grow_with_the_dataset(tmp_path):
-    """Reading 2,000 batches of a sparse file of 20 GB does not increase the memory of the process."""
-    code = f"""
-import resource, sys
-from nanoGPT.dataset import TokenData, TRAIN
-data = TokenData({str(tmp_path)!r}, 1024, 8, 1)
-for step in range(50): data.batch("train", TRAIN, step, 0)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for step in range(2000): data.batch("train", TRAIN, step, 0)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-    count = 10_000_000_000
-    with open(tmp_path / "train.bin", "wb") as file:
-        file.truncate(2 * count)
-    val = prepare.write_tokens(tmp_path, "val.bin", np.zeros(5000, dtype=np.uint16))
-    train = {"name": "train.bin", "tokens": count, "sha256": "not checked at this size"}
-    identity = {"name": "char", "vocab_size": 2, "sha256": "", "characters": ""}
-    prepare.write_meta(tmp_path, {}, identity, {"train": [train], "val": [val]})
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    growth = int(result.stdout) * (1 if sys.platform == "darwin" else 1024)
-    assert growth < 8 << 20, f"memory grew by {growth:,} bytes"
 
 
 def test_an_unknown_character_is_named():

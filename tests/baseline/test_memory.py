@@ -18,7 +18,8 @@ from nanoGPT.memory.tracker import CATEGORIES, MemoryTracker
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.activation_bytes import activation_bytes, saved_activations, saved_activations_outside_blocks
 from phase3_fsdp.activation_checkpointing import checkpoint_activations
-from phase3_fsdp.fsdp import FsdpConfig, init_context, init_shards, shard_model
+from phase3_fsdp.fsdp import FsdpConfig, init_shards, shard_model
+from phase3_fsdp.minimal import put_parameters_on_meta
 from workshop.ranks import run_on_ranks
 
 # All sizes of SMALL_SHAPE are divisible by 4 ranks, so that FSDP adds no padding.
@@ -80,7 +81,7 @@ def measure_peaks(mode: str) -> tuple[int, int]:
     run = Runtime(0, 0, 2, 1, torch.device("cpu"), torch.float32)
     peaks = []
     for _ in range(2):
-        with init_context(config, run):
+        with put_parameters_on_meta():
             model = GPT(SMALL_SHAPE)
         model = shard_model(model, config, run)
         init_shards(model, config, run)
@@ -204,7 +205,7 @@ def create_sharded_model(shape: GPTConfig, **options: Any) -> GPT:
     config = FsdpConfig(device="cpu", **options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     run = Runtime(rank, rank, ranks, ranks, torch.device("cpu"), torch.float32)
-    with init_context(config, run):
+    with put_parameters_on_meta():
         model = GPT(shape)
     shard_model(model, config, run)
     init_shards(model, config, run)

@@ -33,7 +33,7 @@ def runs(tmp_path_factory) -> Path:
     The compiled model is trained on one rank, because each rank compiles it.
     """
     folder = tmp_path_factory.mktemp("runs")
-    fields = {"eval_accuracy": True, "max_iters": 4, "eval_interval": 2, "dropout": 0.0, "learning_rate": 1e-2}
+    fields = {"max_iters": 4, "eval_interval": 2, "dropout": 0.0, "learning_rate": 1e-2}
     fields |= {"gradient_accumulation_steps": 2, "n_layer": 1}
     on_two = [(phase, tiny(phase, folder / phase, **fields, **options)) for phase, options in PHASES.items()]
     on_two.append(("phase3_fsdp", tiny("phase3_fsdp", folder / "env", max_iters=1)))
@@ -55,20 +55,6 @@ def test_every_line_of_metrics_has_every_field(runs):
         assert line["peak_memory_bytes"] > 50 << 20
         assert (line["val_loss"] is not None) == (line["step"] % 5 == 0)
     assert lines[-1]["loss"] is None and lines[-1]["val_loss"] > 0 and lines[-1]["tokens_per_second"] is None
-
-
-def test_every_trainer_measures_the_same_token_accuracy(runs):
-    """With eval_accuracy, evaluations log the token accuracy. It is the same in every phase, also compiled."""
-    accuracies = [read_accuracy(runs / name) for name in (*PHASES, "compiled")]
-    assert accuracies[0].keys() == {0, 2, 4} and accuracies[0][4] > accuracies[0][0]
-    assert all(each == accuracies[0] for each in accuracies)
-
-
-def read_accuracy(run: Path) -> dict[int, float]:
-    """Return the token accuracy by step. Lines without an evaluation do not have it."""
-    lines = read_lines(run)
-    assert all(("val_accuracy" in line) == (line["val_loss"] is not None) for line in lines)
-    return {line["step"]: line["val_accuracy"] for line in lines if "val_accuracy" in line}
 
 
 def test_env_describes_the_run(runs):

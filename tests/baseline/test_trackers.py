@@ -9,7 +9,7 @@ from nanoGPT.metrics.trackers import choose_wandb_run_id
 from tests.helpers.programs import assert_refused, make_flags, run_program
 from tests.helpers.training import TINY, tiny
 
-NAMES = {"wandb_project": "our-project", "wandb_run_name": "our-run", "wandb_group": "our-group"}
+NAMES = {"WANDB_PROJECT": "our-project", "WANDB_NAME": "our-run", "WANDB_RUN_GROUP": "our-group"}
 
 
 def read_offline_runs(out: Path) -> dict[str, list[bytes]]:
@@ -21,11 +21,11 @@ def read_offline_runs(out: Path) -> dict[str, list[bytes]]:
 
 
 def test_a_resumed_run_continues_its_wandb_run(tmp_path):
-    """The run has the project, the name and the group of its flags. After a resume, it has the same id."""
+    """The run has the project, the name and the group of the environment. After a resume, it has the same id."""
     out = tmp_path / "run"
-    fields = {**TINY, **NAMES, "out_dir": out, "track": "wandb", "max_iters": 3}
+    fields = {**TINY, "out_dir": out, "track": "wandb", "max_iters": 3}
     for changes in ({}, {"init_from": "resume", "max_iters": 6}):
-        outcome = run_program("nanoGPT/train.py", *make_flags(**{**fields, **changes}), WANDB_MODE="offline")
+        outcome = run_program("nanoGPT/train.py", *make_flags(**{**fields, **changes}), WANDB_MODE="offline", **NAMES)
         assert outcome.code == 0 and "--track=wandb failed" not in outcome.output, outcome.output
     ((run_id, starts),) = read_offline_runs(out).items()
     assert (out / "wandb_run_id").read_text().strip() == run_id and len(starts) == 2

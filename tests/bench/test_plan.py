@@ -81,7 +81,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
     "baseline": {"optimizer": ["adamw", "muon"]},
     "phase1": {"zero1_backend": ["flat"], "zero1_bucket_mb": [0.05, 25.0], "zero_stage": [1, 2]},
     "phase3": {
-        "fsdp_wrap": ["block", "block", "size"],
+        "fsdp_wrap": ["block", "block", "2000"],
         "fsdp_reshard_after_forward": [True, False],
         "fsdp_shard_size": ["all", "2"],
         "fsdp_activation_checkpointing": ["none", "selective", "full"],
@@ -98,7 +98,6 @@ def draw_configuration(seed: int) -> tuple[str, int, dict[str, Any]]:
     fields = {name: draw.choice(values) for name, values in CHOICES[phase].items()}
     fields |= {"n_layer": draw.choice([1, 2, 3]), "n_embd": draw.choice([32, 64]), "block_size": draw.choice([16, 32])}
     fields |= {"batch_size": draw.choice([1, 3]), "dtype": draw.choice(["float32", "bfloat16"])}
-    fields |= {"fsdp_min_num_params": 2000} if fields.get("fsdp_wrap") == "size" else {}
     return phase, draw.choice([2, 4]), fields
 
 

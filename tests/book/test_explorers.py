@@ -75,7 +75,7 @@ def test_the_fsdp_page_shows_the_recorded_steps(site, page):
     samples = open_explorer(page, site, "fsdp_step")
     assert "bytes with reshard after forward: off." in page.locator(".verdict").inner_text()
     labels = {"fsdp_activation_checkpointing": ".activation-checkpointing"}
-    labels |= {"fsdp_reshard_after_forward": ".reshard-after-forward", "fsdp_prefetch": ".units-to-prefetch"}
+    labels |= {"fsdp_reshard_after_forward": ".reshard-after-forward"}
     runs = samples["runs"][::3]  # these have every value of every switch
     choices = [{labels[name]: str(value).lower() for name, value in run["options"].items()} for run in runs]
     for run, steps in zip(runs, read_steps(page, [".total", ".volume"], *choices), strict=True):

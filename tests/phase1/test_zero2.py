@@ -157,7 +157,6 @@ def test_a_run_can_change_its_stage(tmp_path):
         (["--zero_stage=3"], ["--zero_stage=3", "make phase3"]),
         (["--zero_stage=0"], ["--zero_stage=0", "use 1 or 2"]),
         (["--zero_stage=2", "--zero1_backend=torch"], ["--zero_stage=2", "--zero1_backend=flat"]),
-        (["--zero_stage=2", "--use_zero1=False"], ["--zero_stage=2", "--use_zero1=False"]),
     ],
 )
 def test_other_stages_are_refused(flags, words, tmp_path):

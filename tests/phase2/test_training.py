@@ -19,13 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, GPTConfig
+from nanoGPT.train_config import TrainConfig
 from phase2_triton.apply import (
     KERNELS,
     TritonConfig,
     apply_kernels,
     kernel_optimizer,
     parse_kernels,
-    resolve_model_kernels,
+    resolve_kernels,
     select_kernels,
 )
 from phase2_triton.changes import find_change, hash_method
@@ -160,7 +161,7 @@ def test_auto_selects_by_device_and_compilation(device_type, is_compiled, head_s
     Phases 1 and 3 get the same kernels without adamw. The line that is printed names the kernels of the model.
     """
     assert parse_kernels(select_kernels(" Auto ", device_type, is_compiled, head_size)) == expected
-    sharded = resolve_model_kernels("auto", 2 * head_size, 2, device_type, is_compiled)
+    sharded = resolve_kernels(TrainConfig(n_embd=2 * head_size, n_head=2, compile=is_compiled), "auto", device_type)
     assert parse_kernels(sharded) == expected - {"adamw"}
     net = make_model(n_embd=2 * head_size, n_layer=1)
     line, *_ = apply_kernels(net, "auto", device_type, is_compiled)

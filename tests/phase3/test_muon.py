@@ -35,9 +35,8 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (4, {}),
     (8, {}),
     (4, {"fsdp_shard_size": "2"}),
-    (2, {"fsdp_min_num_params": 4_000, "fsdp_activation_checkpointing": "full"}),
+    (2, {"fsdp_wrap": "4000", "fsdp_activation_checkpointing": "full"}),
     (2, {"fsdp_cpu_offload": True}),
-    (2, {"use_fsdp": False}),
 ]
 RunsByRanks = Callable[[int], dict[str, Path]]
 
@@ -83,12 +82,12 @@ def test_it_trains_like_one_rank(ranks, options, runs, device, need_ranks):
     ledger = json.loads((run / "ledger.json").read_text())
     assert matches_formula(ledger)
     matrices = 2 * 12 * 32**2
-    params, replicas = ledger["parameters"], 2 if "fsdp_shard_size" in options or "use_fsdp" in options else 1
+    params, replicas = ledger["parameters"], 2 if "fsdp_shard_size" in options else 1
     moments = 4 * matrices + 8 * (params - matrices)
     total = sum(rank["state_bytes"]["optimizer_state"] for rank in ledger["ranks"]) / replicas
     assert moments < total <= moments + 4 * 8 * ranks  # a step count of 4 bytes for each of AdamW's tensors
     sent = [row for row in ledger["ranks"][0]["collectives"] if row["kind"] == "all-to-all"]
-    if ranks == 1 or "use_fsdp" in options:
+    if ranks == 1:
         assert sent == []
     else:
         shards = ranks // replicas

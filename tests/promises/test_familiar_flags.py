@@ -36,13 +36,15 @@ def read_run_files(out: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--fsdp_min_num_params=1e6"], {"fsdp_min_num_params": 1_000_000, "wraps_by_size": True}),
+        (["--fsdp_wrap=1e6"], {"min_num_params": 1_000_000}),
+        (["--fsdp_wrap", "250000"], {"min_num_params": 250_000}),
+        (["--fsdp_wrap=auto"], {"fsdp_wrap": "block"}),
         (["--fsdp_activation_checkpointing=True"], {"fsdp_activation_checkpointing": "full"}),
         (["--max_iters=1e3"], {"max_iters": 1000}),
     ],
 )
 def test_short_forms_of_flags(words, expected):
-    """A minimum size alone selects wrapping by size, integers accept 1e6, and checkpointing accepts True and False."""
+    """Numbers accept 1e6, checkpointing accepts True and False, and the units of older checkpoints are blocks."""
     config = parse(FsdpConfig, ["--device=cpu", *words], ROOT / "phase3_fsdp" / "train.py")
     config.check(4)
     assert {name: getattr(config, name) for name in expected} == expected
@@ -68,12 +70,15 @@ def test_a_fraction_is_not_an_integer():
             parse(TrainConfig, [f"--max_iters={value}"], TRAINER)
 
 
-@pytest.mark.parametrize("name", ["backend", "wandb_log"])
+@pytest.mark.parametrize("name", ["backend", "wandb_log", "wandb_project"])
 def test_flags_of_nanogpt_are_explained(name, tmp_path):
     """A flag of nanoGPT that does not exist here is one sentence with the replacement, also in a config file."""
     (tmp_path / "theirs.py").write_text(f"{name} = 'nccl'\n")
     for words in ([f"--{name}=x"], [str(tmp_path / "theirs.py")]):
-        with pytest.raises(ConfigError, match=f"{name}.* a flag of nanoGPT: (leave it out|use --track=wandb)"):
+        with pytest.raises(
+            ConfigError,
+            match=f"{name}.* a flag of nanoGPT: (leave it out|use --track=wandb|set)",
+        ):
             parse(TrainConfig, words, TRAINER)
 
 

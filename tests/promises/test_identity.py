@@ -286,7 +286,7 @@ def test_config_files_of_nanogpt_work(tmp_path):
     file = tmp_path / "c.py"
     file.write_text(NANOGPT_CONFIG)
     config = parse(TrainConfig, [str(file), "--device=cpu"], TRAINER)
-    assert (config.max_iters, config.warmup_iters, config.wandb_project) == (10, 1, "shakespeare")
+    assert (config.max_iters, config.warmup_iters, config.out_dir) == (10, 1, "out-shakespeare")
     for text, words in (
         ("wandb_log = True", "wandb_log.*--track=wandb"),
         ("gpus = 2", "sets gpus, which is not a field; names of helpers begin with _"),

@@ -156,7 +156,7 @@ def test_resume_at_the_same_ranks_is_exact(runs, tmp_path, device, need_ranks):
 def test_a_checkpoint_saved_at_8_ranks_opens_on_every_mesh(runs, reference, tmp_path, device, need_ranks):
     """A run saved on 8 ranks continues on other ranks and meshes with the losses of one uninterrupted process.
 
-    One copy of it continues on 2, 4 and 1 ranks. Another one continues without FSDP on 2 ranks, with hybrid shards of 2
+    One copy of it continues on 2, 4 and 1 ranks. Another one continues with ZeRO-1 on 2 ranks, with hybrid shards of 2
     on 4 ranks, and in the baseline. The state of the optimizer is resharded, too. The export in the Hugging Face format
     contains the final weights.
     """
@@ -164,7 +164,7 @@ def test_a_checkpoint_saved_at_8_ranks_opens_on_every_mesh(runs, reference, tmp_
     shards, meshes = (shutil.copytree(runs(8) / "one step", tmp_path / name) for name in ("shards", "meshes"))
     options = {**STEPS, "device": device, "dtype": "float32", "compile": False, "init_from": "resume"}
     for steps, ranks, phase, fields in (
-        (2, 2, "phase3_fsdp", {"use_fsdp": False}),
+        (2, 2, "phase1_zero1", {}),
         (3, 4, "phase3_fsdp", {"fsdp_shard_size": "2", "async_save": True}),
         (4, 1, "nanoGPT", {}),
     ):

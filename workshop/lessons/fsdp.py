@@ -21,7 +21,7 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer, grad_norm
 from phase3_fsdp.activation_bytes import saved_activations
 from phase3_fsdp.costs import count_padded_elements, describe_sharding, expected_traffic, own_params
-from phase3_fsdp.fsdp import FsdpConfig, data_parallel, local_grads, set_gradient_sync, shard_group
+from phase3_fsdp.fsdp import FsdpConfig, local_grads, set_gradient_sync, shard_group
 from workshop.lessons.loss_curves import compute_max_loss_difference
 
 Step = Mapping[str, Any]  # what measure_fsdp_steps measured in one step
@@ -92,10 +92,8 @@ def measure_fsdp_steps(
     ranks = dist.get_world_size()
     config = dataclasses.replace(config, gradient_accumulation_steps=ranks * micro_batches)
     model, run = build_model(config)
-    parallel_model = data_parallel(model, config, run)
     optimizer = configure_optimizer(model, config)
-    modules = (model, parallel_model, optimizer)
-    results = [measure_fsdp_step(*modules, config, micro_batches, step) for step in range(1 + steps)]
+    results = [measure_fsdp_step(model, optimizer, config, micro_batches, step) for step in range(1 + steps)]
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return {
         "bytes": [4 * count_padded_elements(unit, ranks) for unit in units],
@@ -104,21 +102,19 @@ def measure_fsdp_steps(
     }
 
 
-def measure_fsdp_step(
-    model: GPT, parallel_model: nn.Module, optimizer: Any, config: FsdpConfig, micro_batches: int, step: int
-) -> dict[str, Any]:
+def measure_fsdp_step(model: GPT, optimizer: Any, config: FsdpConfig, micro_batches: int, step: int) -> dict[str, Any]:
     """Run one step, and return its marks, communication and memory, as in `measure_fsdp_steps`."""
     rank, ranks, marks = dist.get_rank(), dist.get_world_size(), Marks()
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     with CollectiveCounter() as traffic, MemoryTracker(model, optimizer) as memory:
         handles = record_blocks(model, memory, marks)
         for i in range(micro_batches):
-            set_gradient_sync(parallel_model, config, i == micro_batches - 1)
-            loss = parallel_model(*data.batch("train", TRAIN, step, i * ranks + rank))
+            set_gradient_sync(model, config, i == micro_batches - 1)
+            loss = model(*data.batch("train", TRAIN, step, i * ranks + rank))
             (loss / micro_batches).backward()
             marks.append(("backward ends", None, memory.timeline[-1][0]))
             del loss
-        grad_norm(local_grads(parallel_model), shard_group(parallel_model))
+        grad_norm(local_grads(model), shard_group(model))
         before_update = memory.snapshot()
         optimizer.step()
         optimizer.zero_grad()
@@ -263,7 +259,7 @@ def print_costs(costs: Mapping[str, Mapping[str, Any]], P: int) -> None:
         state, gathered = sum_state_bytes(step["before_update"]) / P, find_max_gathered_bytes(step) / P
         print(f"{name:14}{gather:11.3f}{scatter:16.3f}{reduce:12.3f}{per_rank:13.3f}{per_node:11.3f}", end="")
         print(f"{state:15.2f}{gathered:16.2f}")
-        assert abs(state - 16 / {"DDP": 1, "hybrid 2 x 2": 2}.get(name, 4)) < 0.01
+        assert abs(state - 16 / (2 if name == "hybrid 2 x 2" else 4)) < 0.01
 
 
 def sum_sent_bytes(volumes: Mapping[tuple[str, int], int]) -> float:

@@ -45,15 +45,14 @@ EXERCISES = [
         title="Reduce gradients only when it is needed",
         targets=("phase3_fsdp.fsdp:set_gradient_sync",),
         task="""A rank runs several micro-batches per step. By default only the last one reduces the gradients, and
-        the ones before accumulate full gradients; fsdp_sync_every_micro_batch trades communication for memory. Set
-        this for a model in FSDP and for one in DDP. With hybrid sharding, the gradients are
-        all-reduced between the replicas once per step in both cases.""",
+        the ones before accumulate full gradients; fsdp_sync_every_micro_batch trades communication for memory. With
+        hybrid sharding, the gradients are all-reduced between the replicas once per step in both cases.""",
         minutes=10,
         difficulty="medium",
         ranks=4,
         check=check_gradient_sync,
         nudge="FSDPModule has one method for the reduce-scatter, and one for the all-reduce between replicas.",
-        idea="set_requires_gradient_sync, set_requires_all_reduce; DDP has the attribute require_backward_grad_sync.",
+        idea="set_requires_gradient_sync, set_requires_all_reduce.",
         line="parallel_model.set_requires_gradient_sync",
         mistakes=(
             plant_mistake(
