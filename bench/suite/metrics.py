@@ -124,6 +124,6 @@ def explain_missing_metrics(run: Run, names: list[str], target_loss: float = 0.0
     """Return why a run does not have all metrics; an empty string if it has."""
     status = read_status(run.directory)
     if status["state"] != "done":
-        return f"{status['state']}: {status['reason']}"
+        return ": ".join(filter(None, [status["state"], status["reason"]]))
     missing = [name for name in names if read_metric(run, name, target_loss) is None]
     return f"its files cannot be read, or have no {' and no '.join(missing)}" if missing else ""
