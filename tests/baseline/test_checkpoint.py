@@ -21,14 +21,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nanoGPT import files
 from nanoGPT.checkpoint import shard_writer
+from nanoGPT.checkpoint import verify as verify_module
+from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify_files
 from nanoGPT.checkpoint.shard_writer import write_shards
 from nanoGPT.checkpoint.shards import SafeReader, read_shards
 from nanoGPT.checkpoint.state import read_full_state
 from nanoGPT.checkpoint.writer import NewFiles
-from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.errors import ConfigError, PeerFailed, SaveError
+from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import CPU, MANIFEST_FIELDS, list_names, make_directory, write_bytes
 from tests.helpers.programs import DEADLINE, assert_refused, run_program, wait_until
@@ -668,3 +671,66 @@ def test_the_plan_of_a_save_is_made_once(tmp_path):
     read = {"a": torch.empty(4, 3), "c": torch.empty(3)}
     read_shards(tmp_path / "other", read, no_dist=True)
     assert read["a"][3, 0] == 21 and read["c"].tolist() == [1, 1, 1]
+
+
+def test_a_run_does_not_start_if_the_checkpoints_cannot_be_listed(tmp_path, monkeypatch):
+    """If the checkpoint directory cannot be listed, no new run starts in it: there may be checkpoints."""
+
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    make_directory(tmp_path).save(1, write_bytes(b"one"), {})
+    monkeypatch.setattr(files, "RETRY_DELAYS", ())
+    monkeypatch.setattr(os, "listdir", fail)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_out_dir(tmp_path, resume=False)
+
+
+def test_a_checkpoint_deleted_during_verification_is_not_reported_as_damaged(tmp_path, monkeypatch, capsys):
+    """While a run trains, verification reports a checkpoint that the run deletes as deleted, and exits with code 0. An
+    export then uses the new newest checkpoint."""
+    directory = make_directory(tmp_path)
+    for step in (1, 2):
+        directory.save(step, write_bytes(b"x"), MANIFEST_FIELDS)
+    real_verify = verify_module.verify_files
+
+    def verify(path, *args):
+        if path.name == "step-00000001":  # as the training run may do during the verification
+            shutil.rmtree(path)
+            directory.save(3, write_bytes(b"x"), MANIFEST_FIELDS)
+        real_verify(path, *args)
+
+    monkeypatch.setattr(verify_module, "verify_files", verify)
+    verify_module.main(str(tmp_path))
+    output = capsys.readouterr().out
+    assert "step-00000002: complete" in output and "step-00000001: deleted while it was read" in output
+    (newest,) = (tmp_path / "checkpoints").glob("step-00000003")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
+    monkeypatch.setattr(weights_module, "verify_files", lambda path, *_: delete_and_replace(path, directory))
+    assert weights_module.find_checkpoint(tmp_path).step == 4 and not newest.exists()
+
+
+def find_where_rank_1_sees_nothing(folder: str) -> str:
+    """Return the error for a damaged checkpoint that only rank 0 sees."""
+    run = create_runtime("cpu", "float32")
+    weights_module.is_present = lambda path: run.is_main and path.exists()  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as failure:
+        weights_module.find_checkpoint(Path(folder), run)
+    return str(failure.value)
+
+
+def test_ranks_without_a_shared_directory_do_not_search_forever(tmp_path):
+    """If a rank does not see a checkpoint that rank 0 sees, all ranks end with an error."""
+    checkpoint = make_directory(tmp_path).save(1, write_bytes(b"x"), MANIFEST_FIELDS)
+    (checkpoint / "payload").write_bytes(b"y")
+    errors = run_on_ranks(find_where_rank_1_sees_nothing, 2, str(tmp_path))
+    assert errors == [f"ranks [1] do not see {checkpoint}: use a directory that all nodes share"] * 2
+
+
+def delete_and_replace(path: Path, directory: CheckpointDirectory) -> None:
+    """Save a newer checkpoint and delete this one, as a training run may do while its newest checkpoint is verified."""
+    if path.name == "step-00000003":
+        directory.save(4, write_bytes(b"x"), MANIFEST_FIELDS)
+        directory.drain()
+        shutil.rmtree(path)
+        raise DamagedCheckpoint("payload is missing")

@@ -464,3 +464,18 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffTo be\r\nor not".encode() * 20)
     text = prepare.read_text(str(tmp_path / "a.txt"))
     assert text.startswith("To be\nor not") and "\r" not in text
+
+
+def test_a_file_with_a_read_error_is_not_treated_as_missing(tmp_path, monkeypatch):
+    """If the size of a .bin file cannot be read, the dataset is not prepared again."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    (tmp_path / "poem.txt").write_text(POEM)
+    prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
+    (tmp_path / "poem_char" / "val.bin").unlink()
+    (tmp_path / "poem_char" / "val.bin").symlink_to("val.bin")  # ELOOP
+    before = (tmp_path / "poem_char" / "train.bin").stat().st_ino
+    monkeypatch.setattr("nanoGPT.files.RETRY_DELAYS", ())
+    with pytest.raises(ConfigError, match="val.bin cannot be read"):
+        prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
+    assert (tmp_path / "poem_char" / "train.bin").stat().st_ino == before
+    assert (tmp_path / "poem_char" / "meta.json").exists()

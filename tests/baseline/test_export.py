@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,13 @@ import pytest
 import torch
 
 from nanoGPT import export, launch, sample
+from nanoGPT.checkpoint import manifest as manifest_module
+from nanoGPT.checkpoint import weights as weights_module
 from nanoGPT.checkpoint.hugging_face import read_hf, write_hf
+from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
 from nanoGPT.checkpoint.state import read_ckpt, read_full_state
 from nanoGPT.checkpoint.weights import find_checkpoint, read_weights
+from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
@@ -22,7 +28,7 @@ from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import MANIFEST_FIELDS, make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train, train_all
-from workshop.ranks import losses
+from workshop.ranks import losses, run_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -331,3 +337,40 @@ try:
 except (RuntimeError, MemoryError):
     print("the full state does not fit into memory")
 """
+
+
+def read_weights_on_two_ranks(out_dir: str) -> tuple[list[float], list[str]]:
+    """Read the weights of a run as --init_from does. Rank 1 fails if it lists the checkpoints itself.
+
+    Returns:
+        A parameter, and the files that this rank has hashed.
+    """
+    run, hashed, sha256_of = create_runtime("cpu", "auto"), [], manifest_module.sha256_of
+    if run.rank == 1:
+        weights_module.read_manifests = lambda folder: sys.exit(f"rank 1 lists {folder}")
+    manifest_module.sha256_of = lambda path: hashed.append(f"{path.parent.name}/{path.name}") or sha256_of(path)
+    _, weights, _ = read_weights(out_dir, run)
+    return weights["transformer.ln_f.weight"].tolist(), hashed
+
+
+def test_ranks_select_the_same_weights_to_start_from(runs, tmp_path):
+    """Only rank 0 lists the checkpoints of --init_from, so all ranks read the same one, even if that run saves
+    meanwhile. The ranks divide the files to hash. If one of them finds damage, all use the previous checkpoint."""
+    (first, hashed), (second, others) = run_on_ranks(read_weights_on_two_ranks, 2, str(runs["phase3_fsdp"]), show=False)
+    newest = newest_checkpoint(runs["phase3_fsdp"])
+    assert first == second and len(first) > 1
+    files = [f"{newest.name}/{file.name}" for file in newest.iterdir() if file.name != "manifest.json"]
+    assert sorted(hashed + others) == sorted(files) and abs(len(hashed) - len(others)) <= 1
+    shutil.copytree(runs["phase3_fsdp"] / "checkpoints", tmp_path / "checkpoints")
+    newer = tmp_path / "checkpoints" / newest.name
+    older = newer.with_name("step-00000001")
+    newer.rename(older)
+    fields = read_manifest(newest)
+    (older / "manifest.json").write_text(serialize_manifest({**fields, "step": 1}))
+    shutil.copytree(newest, newer)
+    damaged = newer / fields["files"][1]["name"]  # rank 1 hashes it
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    again = run_on_ranks(read_weights_on_two_ranks, 2, str(tmp_path), show=False)
+    assert [weights for weights, _ in again] == [first, first]
+    assert {name.split("/")[0] for _, hashed in again for name in hashed} == {newest.name, older.name}
