@@ -21,7 +21,7 @@ from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.solve import costs, gpt
 from phase3_fsdp.solve.generation import Generator, Sampling, Task
-from workshop.lessons.generating_text import draw_weights_per_rank
+from workshop.pictures import draw_who_holds_what
 from workshop.ranks import run_on_ranks
 
 # %%
@@ -40,7 +40,10 @@ def create_model() -> GPT:
     return model.eval()
 
 
-draw_weights_per_rank()
+draw_who_holds_what(
+    {"at rest": ["0.", ".1"], "while FSDP computes": ["01", "01"], "while tensor parallelism computes": ["0.", ".1"]},
+    "The two halves of a layer's weight on two ranks",
+)
 
 # %% [markdown]
 # ## a. What one token costs
