@@ -3,7 +3,6 @@
     heartbeat/rank{r}.json      step, stage, progress counters, current line of the main thread, process ids, time;
                                 whether the main thread waits for other ranks or for its GPU (else it computes), and
                                 the number of stages that the GPU has reached
-    heartbeat/rank{r}.jsonl     all heartbeats of the run, one per line; only with --diagnostics_interval
 
 The main thread reports its progress (`Runtime.enter_stage`, `Runtime.report_progress`). A separate thread writes the
 heartbeat and reads the heartbeats of the other ranks (`nanoGPT.job.watchdog`). If no rank makes progress, this thread
@@ -151,7 +150,6 @@ class HeartbeatThread:
         stall_seconds: see `StallDetector`.
         stack_file: the open file for this rank's stacks.
         trainer: package of the trainer, such as "phase3_fsdp".
-        keeps_history: whether to append every heartbeat to heartbeat/rank{r}.jsonl.
 
     Attributes:
         beats, waiting_beats: number of heartbeats, and of those in which the main thread waited for other ranks. If one
@@ -165,9 +163,8 @@ class HeartbeatThread:
         stall_seconds: float,
         stack_file: IO[str],
         trainer: str,
-        keeps_history: bool = False,
     ) -> None:
-        self.run, self.stack_file, self.keeps_history = run, stack_file, keeps_history
+        self.run, self.stack_file = run, stack_file
         backend = dist.get_backend() if dist.is_initialized() else "none"
         self.names = {"trainer": trainer, "backend": backend, "device": run.device.type}
         self.beats = self.waiting_beats = 0
@@ -207,9 +204,6 @@ class HeartbeatThread:
         self.detector.record(self.run.rank, heartbeat)
         with contextlib.suppress(OSError):  # a full disk must not stop a run that has nothing to save yet
             replace_json(self.file, heartbeat)
-            if self.keeps_history:
-                with open(self.file.with_suffix(".jsonl"), "a") as history:
-                    history.write(json.dumps(heartbeat) + "\n")
 
     def _run(self) -> None:
         if self.run.device.type == "cuda":

@@ -98,11 +98,8 @@ class Telemetry:
         except OSError as error:
             message = f"{error.filename} is not writable ({error.strerror}): move it away"
             raise ConfigError(message, on_one_rank=True) from None
-        keeps_history = config.diagnostics_interval > 0
         trainer = type(config).__module__.partition(".")[0]
-        self.heartbeat = HeartbeatThread(
-            run, self.out_dir, config.stall_seconds, self.stack_file, trainer, keeps_history
-        )
+        self.heartbeat = HeartbeatThread(run, self.out_dir, config.stall_seconds, self.stack_file, trainer)
         self.tracker = Tracker(config, run, first_step) if run.is_main and config.track != "none" else None
 
     def _open_files(self, first_step: int) -> None:

@@ -38,18 +38,6 @@ def describe_resume(evidence: Evidence) -> str:
     return f"--init_from=resume --out_dir={evidence.folder} continues after {newest} updates; {lost} step(s) are lost"
 
 
-def describe_start(evidence: Evidence) -> str:
-    """Return the slowest rank's seconds to the first recorded batch and step; "" without diagnostics."""
-    parts = []
-    for name in ("batch", "step"):
-        seconds = {rank: each.get(f"first_{name}_seconds") for rank, each in evidence.summaries.items()}
-        known = {rank: value for rank, value in seconds.items() if isinstance(value, (int, float))}
-        if known:
-            slowest = max(known, key=lambda rank: known[rank])
-            parts.append(f"first recorded {name} after {known[slowest]:.1f} s (rank {slowest})")
-    return ", ".join(parts)
-
-
 def describe_kernels(evidence: Evidence) -> str:
     """Return how many modules use each Triton kernel, and how many there are; "" if no kernel was chosen."""
     kernels = evidence.environment.get("config", {}).get("kernels", "none")
@@ -75,7 +63,6 @@ def format_report(evidence: Evidence, cause: Cause) -> str:
     rows = [("run", f"{evidence.folder}, {ranks} rank(s), step {last} of {config.get('max_iters', '?')}")]
     if evidence.log:
         rows.append(("log", evidence.log[-1][:300]))
-    rows += [("start", start)] if (start := describe_start(evidence)) else []
     rows += [("kernels", kernels)] if (kernels := describe_kernels(evidence)) else []
     rows.append(("cause", cause.text))
     rows += [("evidence", line) for line in cause.evidence]

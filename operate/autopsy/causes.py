@@ -13,7 +13,7 @@ from operate.autopsy.evidence import Evidence
 MIN_BEATS = 6  # heartbeats of each rank, one per second, to decide which rank is slow
 MIN_OTHERS_WAITING = 0.4  # fraction of heartbeats in which the other ranks wait for a straggler, at least
 MAX_OWN_WAITING = 0.5  # of a straggler, as a fraction of the smallest waiting of the others
-MAX_CHANCE = 0.001  # probability that equally fast ranks differ as much, so that a short run is not blamed
+MIN_DEVIATION = 3.1  # of two fractions of waiting heartbeats, in standard errors, so that a short run is not blamed
 MIN_LEAK_RECORDS = 12  # records of memory
 MIN_LEAK = 0.05  # growth in the second half of a run, as a fraction of the memory at its start
 
@@ -233,28 +233,6 @@ def find_leak(evidence: Evidence) -> Cause | None:
     return None
 
 
-def log_comb(n: int, k: int) -> float:
-    """Return the logarithm of the number of ways to choose k of n."""
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-
-
-def probability_of_chance(few: tuple[int, int], many: tuple[int, int]) -> float:
-    """Return the probability that two ranks that wait equally often differ as much as these (Fisher's exact test).
-
-    Args:
-        few, many: for each rank, the number of heartbeats in which it waited, and of all its heartbeats.
-    """
-    waiting, beats = few[0] + many[0], few[1] + many[1]
-    probability = 0.0
-    for k in range(few[0], max(0, waiting - many[1]) - 1, -1):
-        ways = log_comb(few[1], k) + log_comb(many[1], waiting - k)
-        term = math.exp(ways - log_comb(beats, waiting))
-        probability += term
-        if term <= 1e-9 * probability:  # the terms decrease, and a run of days has many
-            break
-    return probability
-
-
 def find_straggler(evidence: Evidence) -> Cause | None:
     """Find a rank that rarely waits, while all others wait for it."""
     beats = {rank: each for rank, each in evidence.heartbeats.items() if each.get("beats", 0) >= MIN_BEATS}
@@ -265,8 +243,10 @@ def find_straggler(evidence: Evidence) -> Cause | None:
     others = [fraction for rank, fraction in waiting.items() if rank != slowest]
     if min(others) < MIN_OTHERS_WAITING or waiting[slowest] > MAX_OWN_WAITING * min(others):
         return None
-    counts = [(beats[rank]["waiting_beats"], beats[rank]["beats"]) for rank in (slowest, next_slowest)]
-    if probability_of_chance(*counts) > MAX_CHANCE:
+    pair = [beats[rank] for rank in (slowest, next_slowest)]
+    mean = sum(each["waiting_beats"] for each in pair) / sum(each["beats"] for each in pair)
+    error = math.sqrt(mean * (1 - mean) * sum(1 / each["beats"] for each in pair))  # of equally fast ranks
+    if waiting[next_slowest] - waiting[slowest] < MIN_DEVIATION * error:
         return None
     return Cause(
         "straggler",

@@ -1,7 +1,6 @@
 """The files that a run writes about itself: metrics, environment, heartbeats and stack traces."""
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +36,6 @@ def runs(tmp_path_factory) -> Path:
     fields |= {"gradient_accumulation_steps": 2, "n_layer": 1}
     on_two = [(phase, tiny(phase, folder / phase, **fields, **options)) for phase, options in PHASES.items()]
     on_two.append(("phase3_fsdp", tiny("phase3_fsdp", folder / "env", max_iters=1)))
-    on_two.append(("nanoGPT", tiny("nanoGPT", folder / "heartbeat", max_iters=3)))
     train_all(2, on_two)
     compiled = tiny("phase3_fsdp", folder / "compiled", **fields, compile=True)
     train_all(1, [("nanoGPT", tiny("nanoGPT", folder / "metrics")), ("phase3_fsdp", compiled)])
@@ -67,15 +65,6 @@ def test_env_describes_the_run(runs):
         "dtype": "torch.float32 (the default on cpu)",
     }
     assert env["versions"]["torch"] == torch.__version__ and env["hardware"]
-
-
-def test_a_heartbeat_has_step_and_stage(runs):
-    """The heartbeat file of every rank has its step, its stage and the time."""
-    begin = (runs / "heartbeat" / "env.json").stat().st_mtime
-    for rank in range(2):
-        heartbeat = json.loads((runs / "heartbeat" / "heartbeat" / f"rank{rank}.json").read_text())
-        assert heartbeat["step"] == 3 and heartbeat["stage"] in ("evaluate", "save")
-        assert begin <= heartbeat["time"] <= time.time()
 
 
 def test_a_resume_reads_only_complete_lines_of_earlier_steps(tmp_path):
