@@ -43,7 +43,7 @@ from nanoGPT.job.log import append_to_log
 from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
-from nanoGPT.job.rank_logs import copy_output, split_by_rank
+from nanoGPT.job.rank_logs import copy_output
 from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.job.watchdog import StallDetector, list_children, watch_children
 from nanoGPT.model import GPTConfig
@@ -231,8 +231,8 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
     received_signals: list[int] = []
     forward_signals(received_signals)
     try:
-        with split_by_rank(config.out_dir, reads_only=config.eval_only):
-            elastic_launch(copy_output(configure_agent(place, logs), logs), sys.executable)(*command)
+        folder = logs if config.eval_only else f"{config.out_dir}/logs"  # an evaluation writes nothing into out_dir
+        elastic_launch(copy_output(configure_agent(place, logs), folder), sys.executable)(*command)
         return 0
     except ChildFailedError as error:
         if sentence := watch.verdict():

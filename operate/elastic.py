@@ -53,7 +53,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.check_run import check_run
 from nanoGPT.job.elastic import STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
 from nanoGPT.job.parse import parse
-from nanoGPT.job.rank_logs import copy_output, split_by_rank
+from nanoGPT.job.rank_logs import copy_output
 from nanoGPT.job.run_description import describe_inputs
 from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
@@ -278,7 +278,7 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     register_rendezvous(NodeMonitor(host, port, job, clean_up))
     leave_after_signal(clean_up)
     try:
-        train_in_rounds(build_launch_config(elastic, job, logs), logs, command, config)
+        train_in_rounds(build_launch_config(elastic, job, logs), command, config)
     finally:
         clean_up()
     with contextlib.suppress(dist.DistError):
@@ -287,12 +287,11 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     return 0
 
 
-def train_in_rounds(settings: LaunchConfig, logs: str, command: list[str], config: TrainConfig) -> None:
+def train_in_rounds(settings: LaunchConfig, command: list[str], config: TrainConfig) -> None:
     """Start the ranks of this node again and again, until the run has completed its steps.
 
     Args:
         settings: of the elastic agent.
-        logs: a temporary directory for the output of the ranks.
         command: the trainer and its arguments.
         config: of the run.
 
@@ -301,8 +300,7 @@ def train_in_rounds(settings: LaunchConfig, logs: str, command: list[str], confi
     """
     while not has_finished(config):
         try:
-            with split_by_rank(config.out_dir):
-                elastic_launch(copy_output(settings, logs), sys.executable)(*command)
+            elastic_launch(copy_output(settings, f"{config.out_dir}/logs"), sys.executable)(*command)
         except ChildFailedError:
             raise ConfigError(
                 f"the ranks of this node have failed {MAX_RESTARTS} times: run `make autopsy "

@@ -168,20 +168,14 @@ def describe_first_non_finite(record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def describe_output(evidence: Evidence, rank: int) -> list[str]:
-    """Return the last line that a rank has printed, if there is one."""
-    line = evidence.output.get(rank, "").strip()
-    return [f"rank {rank} printed last: {line[:200]}"] if line else []
-
-
 def find_error(evidence: Evidence) -> Cause | None:
     """Find the first rank that raised an exception or was killed."""
     if match := re.search(r"rank (\d+): it was killed by (\w+)", evidence.exit_line):
         beat = evidence.heartbeats.get(int(match[1]), {})
-        remedy = "search dmesg for the out-of-memory killer, read the log of the batch system, and resume"
+        remedy = "search dmesg for the out-of-memory killer, read logs/ and the log of the batch system, and resume"
         text = f"rank {match[1]} was killed by {match[2]}"
         lines = [describe_heartbeat(int(match[1]), beat)] if beat else []
-        return Cause("killed", text, [*lines, *describe_output(evidence, int(match[1]))], remedy)
+        return Cause("killed", text, lines, remedy)
     rank, text = evidence.root_failure or (None, "")
     if rank is None:
         match = re.search(r"exit code \d+: rank (\d+): (.*)", evidence.exit_line)
@@ -194,8 +188,7 @@ def find_error(evidence: Evidence) -> Cause | None:
         if re.search(pattern, text):
             return Cause("error", f"rank {rank}: {cause}", lines, remedy)
     place = f" at {location}" if location else ""
-    lines = [*lines[1:], *describe_output(evidence, rank)]
-    return Cause("error", f"rank {rank} failed first{place}: {text[:200]}", lines, "fix this error, and resume")
+    return Cause("error", f"rank {rank} failed first{place}: {text[:200]}", lines[1:], "fix this error, and resume")
 
 
 def find_damage(evidence: Evidence) -> Cause | None:

@@ -1,7 +1,6 @@
 """Read everything that a run has left in its directory."""
 
 import contextlib
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +10,8 @@ from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_d
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
 from nanoGPT.job.heartbeat_files import read_json
 from nanoGPT.job.log import LOG
-from nanoGPT.job.rank_logs import FOLDER
 from operate.run_files import read_by_rank, read_heartbeats, read_json_lines
 
-TIME_LENGTH = len("2026-01-31 12:00:00 ")
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
 
@@ -25,7 +22,6 @@ class Evidence:
     Attributes:
         folder: the run's directory.
         log: the lines of log.txt since the run last started.
-        output: the last line that each rank has printed, without the time.
         heartbeats: the last heartbeat of each rank.
         verdict: the message of the watchdog; empty if the run did not hang.
         records: the lines of diagnostics/rank{r}.jsonl of each rank.
@@ -40,7 +36,6 @@ class Evidence:
 
     folder: Path
     log: list[str] = field(default_factory=list)
-    output: dict[int, str] = field(default_factory=dict)
     heartbeats: dict[int, dict[str, Any]] = field(default_factory=dict)
     verdict: str = ""
     records: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
@@ -97,12 +92,11 @@ def read_evidence(folder: Path) -> Evidence:
     Raises:
         ConfigError: it is not the directory of a run.
     """
-    evidence, last_end = Evidence(folder), ""
+    evidence = Evidence(folder)
     with contextlib.suppress(OSError):
         lines = (folder / LOG).read_text(errors="replace").splitlines()
         starts = [i for i, line in enumerate(lines) if ": started at step" in line]
         evidence.log = lines[starts[-1] :] if starts else lines
-        last_end = lines[starts[-1] - 1][:TIME_LENGTH] if starts and starts[-1] else ""
     evidence.heartbeats = read_heartbeats(folder)
     if not evidence.log and not evidence.heartbeats and not (folder / "metrics.jsonl").exists():
         raise ConfigError(f"{folder} is not the directory of a run: give RUN=out/... with a metrics.jsonl or a log.txt")
@@ -117,26 +111,12 @@ def read_evidence(folder: Path) -> Evidence:
         for backend, dump in read_json(path).items():
             if isinstance(dump, dict) and "entries" in dump:
                 evidence.collectives.setdefault(backend, {})[rank] = dump["entries"]
-    for rank, path in read_by_rank(folder / FOLDER, "rank*.txt").items():
-        evidence.output[rank] = read_last_line(path, last_end)
     for rank, path in read_by_rank(folder / "stacks", "rank*.txt").items():
         evidence.stacks[rank] = path.read_text(errors="replace")[-20_000:]
     evidence.metrics = read_json_lines(folder / "metrics.jsonl")
     evidence.environment = read_json(folder / "env.json")
     read_checkpoints(evidence)
     return evidence
-
-
-def read_last_line(path: Path, since: str) -> str:
-    """Return the last line of a file of `nanoGPT.job.rank_logs`; empty if the line is not newer than a time.
-
-    Args:
-        since: a time, as at the start of the lines.
-    """
-    with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
-        lines = file.read().decode(errors="replace").splitlines()
-    return lines[-1][TIME_LENGTH:] if lines and lines[-1][:TIME_LENGTH] > since else ""
 
 
 def read_checkpoints(evidence: Evidence) -> None:

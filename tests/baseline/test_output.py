@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from nanoGPT.cli.program import report_errors
-from nanoGPT.job.rank_logs import MARK, RankStream
 from nanoGPT.metrics.hardware import read_git_commit
 from tests.helpers.programs import DEADLINE, Program, await_steps, run_program
 from tests.helpers.training import ROOT, TINY
@@ -117,16 +115,3 @@ def test_a_failing_tracker_does_not_stop_the_run(init, tmp_path):
     assert outcome.code == 0, outcome.output
     assert outcome.output.count("--track=wandb failed (ConnectionError: no network)") == 1
     assert list_checkpoints(tmp_path / "run")[-1] == "step-00000006"
-
-
-def test_the_lines_of_each_rank_are_copied(tmp_path):
-    """The console gets all lines without marks; each rank's file gets its lines. A part of a line gets no new time."""
-    console = io.StringIO()
-    stream = RankStream(console, tmp_path)
-    for text in (f"{MARK}0{MARK}one\n", "of the launcher\n", f"{MARK}12{MARK}tw", f"{MARK}12{MARK}o\n"):
-        stream.write(text)
-    RankStream(console, tmp_path / "deleted").write(f"{MARK}0{MARK}three\n")
-    assert console.getvalue() == "one\nof the launcher\ntwo\nthree\n"
-    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert files.keys() == {"rank0.txt", "rank12.txt"}
-    assert re.fullmatch(r"[\d-]{10} [\d:]{8} two\n", files["rank12.txt"]) and files["rank0.txt"].endswith(" one\n")

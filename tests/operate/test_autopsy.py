@@ -74,8 +74,6 @@ def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):
         program = launch(out, 2, phase="nanoGPT")
         await_steps(out, 3, program)
         if folder == "killed":
-            with open(out / "logs" / "rank1.txt", "a") as log:
-                log.write("2026-01-31 12:00:00 NCCL WARN no memory\n")
             heartbeat = json.loads((out / "heartbeat" / "rank1.json").read_text())
             os.kill(heartbeat["pid"], signal.SIGKILL)
         else:
@@ -83,7 +81,6 @@ def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):
         program.communicate()
     cause = find_cause(read_evidence(tmp_path / "killed"))
     assert (cause.kind, cause.text) == ("killed", "rank 1 was killed by SIGKILL")
-    assert cause.evidence[-1] == "rank 1 printed last: NCCL WARN no memory"
     stopped = find_cause(read_evidence(tmp_path / "stopped"))
     assert (stopped.kind, stopped.text) == ("none", "no fault: the run was stopped by a signal")
 
