@@ -173,7 +173,7 @@ torture: .venv/.dev  ## kill saves at every point and at 500 random moments, and
 	@OMP_NUM_THREADS=1 $(PY) -m bench.checkpoints.torture $(ARGS)
 tables: .venv/.dev  ## write the committed results into the tables of the documents
 	@$(PY) -m bench.tables $(ARGS)
-book: .venv/.book  ## build the site from the documents, notebooks and results: out/book/index.html
+book: .venv/.book  ## build the site from the documents and notebooks: out/book/index.html
 	@$(PY) -m book $(ARGS)
 book-serve: book  ## build the site, and serve it on http://127.0.0.1:8000 (ARGS= is for the build)
 	@$(PY) -m http.server --bind 127.0.0.1 --directory out/book 8000

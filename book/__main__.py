@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 from book.explorers import render_explorer
-from book.results import write_result_pages
 from book.sources import ROOT, append_contents, copy_documents, list_sources, replace_blocks
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
@@ -34,7 +33,7 @@ def build_book(repository: str = "", to: Path = OUT) -> int:
         0.
 
     Raises:
-        ConfigError: Sphinx is missing, or a document, recording or result is damaged.
+        ConfigError: Sphinx is missing, or a document or a recording is damaged.
     """
     begin = time.monotonic()
     if to.exists() and not (to / ".buildinfo").exists() and any(to.iterdir()):
@@ -57,7 +56,6 @@ def write_sources(folder: Path, repository: str) -> None:
     """Write everything that Sphinx reads into a new directory."""
     folder.mkdir(parents=True)
     copy_documents(folder, repository)
-    write_result_pages(folder / "results", repository)
     for path in (folder / "book" / "pages").glob("*.md"):
         replace_blocks(path, render_explorer)
     append_contents(folder)

@@ -38,7 +38,6 @@ CHAPTERS = (
     ("Notebooks", (NOTEBOOKS,)),
     ("Phases", ("phase*/IMPLEMENTATION.md",)),
     ("Documents", ("docs/*.md", "workshop/GUIDE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    ("Measurements", ("results/index.md",)),
 )
 
 
