@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from workshop import collectives
 from workshop.collective_times import fit_latency_and_bandwidth, measure_all_reduces, predict_seconds
-from workshop.lessons.collective_pictures import draw_fits, draw_sent_bytes, draw_traces
+from workshop.lessons.collective_pictures import draw_fits, draw_traces
 from workshop.lessons.collectives import count_bytes_of_sends, print_fits, print_sent_bytes, trace_reduce_scatter
 from workshop.ranks import RankFailed, run_on_ranks
 
@@ -159,10 +159,11 @@ print_sent_bytes(measured, n=4 * LENGTH)
 # An all-reduce sends exactly as much as a reduce-scatter and an all-gather together, because it consists of the two.
 # This is why ZeRO-1 costs no additional communication: it puts the update of the shards between the two.
 #
-# **Predict first:** in the next figure, at which N does the simple version send more than the ring?
+# **Predict first:** from which N on does the simple version send more than the ring?
 
 # %%
-draw_sent_bytes(measured, n=4 * LENGTH)
+for N in (2, 3, 4, 16):
+    print(f"{N:2} ranks: on rank 0 {N - 1:2} n bytes, ring {2 * (N - 1) / N:.2f} n bytes")
 
 # %% [markdown]
 # With two ranks both versions send n bytes. From three ranks on, the ring sends less.

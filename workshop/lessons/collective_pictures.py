@@ -1,4 +1,4 @@
-"""Pictures of notebook 2: the chunks of a ring, the volume of an all-reduce, and its time."""
+"""Pictures of notebook 2: the chunks of a ring, and the time of an all-reduce."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,21 +29,6 @@ def draw_traces(traces: Sequence[Trace]) -> None:
         axes.set_yticks([i + 0.5 for i in range(ranks)], [f"rank {i}" for i in range(ranks)])
         axes.grid(False)
     figure.suptitle("The chunk that each rank sends in each step, and the ranks whose values it contains")
-    figure.tight_layout()
-    plt.show()
-
-
-def draw_sent_bytes(measured: Mapping[int, Sequence[Mapping[str, int]]], n: int) -> None:
-    """Draw the volume of both all-reduces against the number of ranks: the formulas, and the measured points."""
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    Ns = range(2, 17)
-    axes.plot(Ns, [N - 1 for N in Ns], color="#d1495b", label="on rank 0: N - 1")
-    axes.plot(Ns, [2 * (N - 1) / N for N in Ns], color="#00798c", label="ring: 2(N-1)/N")
-    for name, color in (("on rank 0", "#d1495b"), ("all-reduce", "#00798c")):
-        points = [max(result[name] for result in results) / n for results in measured.values()]
-        axes.plot(list(measured), points, "o", color=color, label="measured")
-    axes.set(xlabel="ranks", ylabel="sent by one rank (n bytes)", title="All-reduce: formula and measurement")
-    axes.legend()
     figure.tight_layout()
     plt.show()
 
