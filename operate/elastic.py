@@ -205,17 +205,17 @@ def wait_for_rank(pid: int) -> int:
     return 0
 
 
-def register_rendezvous(monitor: NodeMonitor) -> None:
+def register_rendezvous(monitor: NodeMonitor, is_finished: Callable[[], bool]) -> None:
     """Register RENDEZVOUS, the rendezvous c10d of torch with two changes.
 
-    It reports every round to the monitor. A node that fails does not close the rendezvous, so the job continues on the
-    other nodes.
+    It reports every round to the monitor. A node closes the rendezvous only if the run has completed its steps, not if
+    the node fails, so the job continues on the other nodes.
     """
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters.backend = "c10d"
         handler = rendezvous_handler_registry.create_handler(parameters)
-        join = handler.next_rendezvous
+        join, close = handler.next_rendezvous, handler.shutdown
 
         def next_rendezvous() -> RendezvousInfo:
             monitor.enter_round(0)
@@ -224,7 +224,7 @@ def register_rendezvous(monitor: NodeMonitor) -> None:
             return info
 
         handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
-        handler.shutdown = lambda: True  # type: ignore[method-assign]
+        handler.shutdown = lambda: not is_finished() or close()  # type: ignore[method-assign]
         return handler
 
     rendezvous_handler_registry.register(RENDEZVOUS, create)
@@ -275,7 +275,7 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     def clean_up() -> None:
         shutil.rmtree(logs, ignore_errors=True)
 
-    register_rendezvous(NodeMonitor(host, port, job, clean_up))
+    register_rendezvous(NodeMonitor(host, port, job, clean_up), lambda: has_finished(config))
     leave_after_signal(clean_up)
     try:
         train_in_rounds(build_launch_config(elastic, job, logs), command, config)

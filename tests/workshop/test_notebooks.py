@@ -1,6 +1,5 @@
 """The notebooks run, and the committed notebooks match their scripts."""
 
-import ast
 import re
 import tempfile
 from pathlib import Path
@@ -18,8 +17,6 @@ SCRIPTS = notebooks.list_scripts()
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|private|var)\b|" + re.escape(tempfile.gettempdir()))
 # `make notebooks` and the slow tests run all of them.
 QUICK = ("00_start_here", "02_collectives", "08_generating_text")
-MAX_CELL_LINES = 15
-UNDIVIDED = {("05_triton_attention", "attention_kernel")}  # one Triton kernel, and exercise tiles.4 strips its body
 each_notebook = pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
 
 
@@ -32,25 +29,6 @@ def get_text(output: NotebookNode) -> str:
     texts = [output.get("text", "")]
     texts += [str(content) for kind, content in output.get("data", {}).items() if not kind.startswith("image/")]
     return "\n".join(texts)
-
-
-def count_code_lines(source: str) -> int:
-    """Return the number of lines of a cell that contain code: not blank, not a comment, and not in a docstring."""
-    ignored: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-            ignored.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    lines = enumerate(source.splitlines(), start=1)
-    return sum(bool(line.strip()) and not line.strip().startswith("#") and i not in ignored for i, line in lines)
-
-
-@each_notebook
-def test_cells_are_short(script: Path) -> None:
-    """A code cell has at most 15 lines of code. Blank lines, comments and docstrings do not count."""
-    sources = [cell.source for cell in read_script(script).cells if cell.cell_type == "code"]
-    long_cells = [source for source in sources if count_code_lines(source) > MAX_CELL_LINES]
-    undivided = [name for stem, name in UNDIVIDED if stem == script.stem]
-    assert [source for source in long_cells if not any(f"def {name}(" in source for name in undivided)] == []
 
 
 @each_notebook
