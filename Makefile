@@ -38,17 +38,14 @@ PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespe
 
 PREPARABLE = $(subst $() ,$(COMMA) ,$(sort $(notdir $(patsubst %/prepare.py,%,$(wildcard nanoGPT/data/*/prepare.py)))))
 
-.PHONY: help setup data baseline phase1 phase2 phase3 sample evaluate verify-checkpoint test test-fast lint notebooks jupyter diff1 diff2 diff3
-.PHONY: exercise check hint solution exercises
-.PHONY: elastic rendezvous preflight gate autopsy watch plot fault plan profile suite matrix bench bench-kernels bench-fsdp bench-save torture tables clean copy check-ptx gpu
-.PHONY: book book-serve record
-.PHONY: doctor student offline-bundle slides diffs
+.PHONY: help setup data doctor notebooks exercise check hint solution diff baseline phase1 phase2 phase3 sample
+.PHONY: evaluate copy preflight elastic watch plot autopsy fault gate plan profile matrix suite bench gpu test
+.PHONY: test-fast check-ptx lint book clean
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
 	@echo "multiple nodes: run the same command on each node, with NNODES=2 NODE_RANK=0 MASTER_ADDR=host"
-	@echo
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+	@awk -F ':.*## ' '/^##@/ {print "\n" substr($$0, 5)} /^[a-z0-9-]+:.*##/ {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The stamp .venv/.core names the directory and the Python that .venv was created for. If either has changed, or if a
 # set-up was interrupted, the stamp depends on the missing target stale-venv, and make runs the set-up again.
@@ -73,11 +70,38 @@ nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .v
 	@test -e $@ || { echo "error: $< has written no meta.json, which names the tokenizer and the files: prepare your own text with nanoGPT/data/shakespeare_char/prepare.py --input=FILE" >&2; exit 2; }
 	@touch -c $@
 
+BENCH_ := bench.trainer.throughput
+BENCH_throughput := bench.trainer.throughput
+BENCH_fsdp := bench.sharding.fsdp_options
+BENCH_kernels := bench.kernels
+BENCH_save := bench.checkpoints.save_speed
+BENCH_torture := bench.checkpoints.torture
+
+##@ start
 setup: .venv/.core  ## create .venv and install the project into it; TORCH=cpu selects the CPU build of PyTorch
 data: $(PREPARED)  ## prepare Shakespeare (as characters and as GPT-2 tokens), synthetic text, and DATASET
 	@$(if $(DATASET),test -e $(call QUOTED,nanoGPT/data/$(DATASET)/meta.json) -o -e $(call QUOTED,$(DATASET)/meta.json) || for name in $(patsubst %,"%",$(DATASETS)); do \
 			test -e "nanoGPT/data/$$name/meta.json" -o -e "$$name/meta.json" || { \
 			echo "error: there is no prepared dataset $$name: choose $(PREPARABLE)$(COMMA) or prepare your own text with nanoGPT/data/shakespeare_char/prepare.py --input=FILE" >&2; exit 2; }; done)
+doctor:  ## check this machine and the environment; each problem has a remedy; also runs before make setup
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { echo "$(PYTHON) is missing or older than Python 3.9: install Python 3.11, and run make doctor PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m operate.doctor
+
+##@ learn
+notebooks: .venv/.notebooks data  ## install Jupyter and open the notebooks
+	@.venv/bin/jupyter lab notebooks $(ARGS)
+exercise: .venv/.core  ## write exercise N=zero1.5 into work/, for you to solve; without N, list the exercises
+	@$(PY) -m workshop.exercises exercise --name=$(N)
+check: .venv/.core data  ## check your answer to exercise N=zero1.5 on real ranks, and explain what is wrong; takes seconds
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises check --name=$(N)
+hint: .venv/.core  ## print a hint for exercise N=zero1.5; LEVEL=1: a nudge, 2: the idea, 3: the line
+	@$(PY) -m workshop.exercises hint --name=$(N) --level=$(LEVEL)
+solution: .venv/.core  ## print the repository's own code for exercise N=zero1.5
+	@$(PY) -m workshop.exercises solution --name=$(N)
+diff: .venv/.core  ## show what PHASE=phase3 changes in the baseline's train.py, hunk by hunk
+	@$(PY) -m workshop.diff $(or $(firstword $(wildcard $(PHASE)_*)),$(PHASE))
+
+##@ run
 baseline: .venv/.core data  ## train the baseline: one process, or DDP on GPUS ranks
 	@$(LAUNCH) nanoGPT/train.py $(FLAGS)
 phase1: .venv/.core data  ## train with ZeRO-1: sharded optimizer state
@@ -88,97 +112,55 @@ phase3: .venv/.core data  ## train with FSDP: sharded parameters, gradients and 
 	@$(LAUNCH) phase3_fsdp/train.py $(FLAGS)
 sample: .venv/.core  ## generate text from the newest run under out/, or from ARGS=--out_dir=DIR
 	@$(PY) -m nanoGPT.sample $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
-verify-checkpoint: .venv/.core  ## read and verify every checkpoint of ARGS=--out_dir=DIR
-	@$(PY) -m nanoGPT.checkpoint.verify $(ARGS)
+evaluate: .venv/.core data  ## solve problems with the model of the newest run, or of ARGS=--out_dir=DIR, on GPUS ranks
+	@$(PY) phase3_fsdp/evaluate.py --gpus=$(GPUS) $(if $(DEVICE),--device=$(DEVICE)) \
+		$(if $(findstring --problems,$(ARGS)),,--problems=arc-generated) $(ARGS)
+copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports into a standalone directory TO=DIR
+	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to="$(TO)"
+
+##@ operate
+preflight: .venv/.pytest data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
+	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
+elastic: .venv/.core data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
+	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)
+watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
+	@$(PY) -m operate.watch $(if $(RUN),$(call QUOTED,--run=$(RUN)))
+plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b in one figure, and print a summary
+	@$(PY) -m operate.plot $(if $(RUN),$(call QUOTED,--run=$(RUN))) $(ARGS)
+autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
+	@$(PY) -m operate.autopsy $(if $(RUN),$(call QUOTED,--run=$(RUN))) $(ARGS)
+fault: .venv/.core data  ## start a run with a planted fault, NAME=hang; without NAME, list the faults
+	@$(PY) -m workshop.faults $(if $(NAME),--name=$(NAME))
+gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare losses, memory and speed
+	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
+
+##@ measure
+plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for every phase; needs no GPU
+	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
+profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, memory, most expensive operators
+	@OMP_NUM_THREADS=1 $(PY) -m bench.trainer.profile_step $(PHASE) $(GPUS) $(ARGS)
+matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
+	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
+	@$(PY) -m bench.tables
+suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimizers or seeds; resumes after a kill
+	@OMP_NUM_THREADS=1 $(PY) -m bench.suite --suite=$(SUITE) $(ARGS)
+bench: .venv/.dev data  ## measure NAME=throughput, fsdp (all pairs of options), kernels, save, or torture (kills of saves)
+	@test -n "$(BENCH_$(NAME))" || { echo "error: NAME=$(NAME) is not a benchmark: choose throughput, fsdp, kernels, save or torture" >&2; exit 2; }
+	@OMP_NUM_THREADS=1 $(PY) -m $(BENCH_$(NAME)) $(ARGS)
+gpu: .venv/.dev data  ## measure everything that needs a GPU, into TO=DIR; repeat it until nothing is left
+	@$(PY) -m bench.gpu --to="$(or $(TO),out/gpu)" $(ARGS)
+
+##@ develop
 test: .venv/.dev data  ## run the tests (DEVICE=cuda: on GPUs)
 	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 test-fast: .venv/.dev data  ## run only the fast tests, which start no processes; under a minute
 	@$(PY) -m pytest -m "not slow and not ranks and not heavy" $(ARGS)
 check-ptx: .venv/.pytest  ## compile all kernels, and torch.compile's code, for GPUs; needs no GPU
 	@$(PY) -m pytest tests/phase2/test_machine_code.py -m "slow or not slow" $(ARGS)
-gpu: .venv/.dev data  ## measure everything that needs a GPU, into TO=DIR; repeat it until nothing is left
-	@$(PY) -m bench.gpu --to="$(or $(TO),out/gpu)" $(ARGS)
 lint: .venv/.dev  ## run ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
-notebooks: .venv/.dev data  ## run every notebook script and write its .ipynb
-	@$(PY) -m workshop.notebooks $(ARGS)
-jupyter: .venv/.notebooks data  ## install Jupyter and open the notebooks
-	@.venv/bin/jupyter lab notebooks $(ARGS)
-student: .venv/.notebooks data  ## write the notebooks for students into TO=DIR: without outputs, with cells for their code
-	@$(PY) -m workshop.student --to="$(TO)"
-offline-bundle: .venv/.notebooks .venv/.pytest data  ## write an archive that sets up laptops without a network: repository, wheels, data
-	@$(PY) -m workshop.offline_bundle $(if $(TO),--to="$(TO)")
-exercise: .venv/.core  ## write exercise N=zero1.5 into work/, for you to solve; without N, list the exercises
-	@$(PY) -m workshop.exercises exercise --name=$(N)
-check: .venv/.core data  ## check your answer to exercise N=zero1.5 on real ranks, and explain what is wrong; takes seconds
-	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises check --name=$(N)
-hint: .venv/.core  ## print a hint for exercise N=zero1.5; LEVEL=1: a nudge, 2: the idea, 3: the line
-	@$(PY) -m workshop.exercises hint --name=$(N) --level=$(LEVEL)
-solution: .venv/.core  ## print the repository's own code for exercise N=zero1.5
-	@$(PY) -m workshop.exercises solution --name=$(N)
-exercises: .venv/.core data  ## test all exercises: solutions pass, stubs fail, wrong answers are explained; N=zero1: a chapter
-	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises prove --name=$(N)
-elastic: .venv/.core data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
-	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)
-rendezvous: .venv/.core  ## serve the store of make elastic on PORT=29400
-	@$(PY) -m operate.elastic serve --port=$(PORT)
-preflight: .venv/.pytest data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
-	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
-gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare losses, memory and speed
-	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
-autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
-	@$(PY) -m operate.autopsy $(if $(RUN),$(call QUOTED,--run=$(RUN))) $(ARGS)
-doctor:  ## check this machine and the environment; each problem has a remedy; also runs before make setup
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { echo "$(PYTHON) is missing or older than Python 3.9: install Python 3.11, and run make doctor PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) -m operate.doctor
-watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
-	@$(PY) -m operate.watch $(if $(RUN),$(call QUOTED,--run=$(RUN)))
-plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b in one figure, and print a summary
-	@$(PY) -m operate.plot $(if $(RUN),$(call QUOTED,--run=$(RUN))) $(ARGS)
-fault: .venv/.core data  ## start a run with a planted fault, NAME=hang; without NAME, list the faults
-	@$(PY) -m workshop.faults $(if $(NAME),--name=$(NAME))
-evaluate: .venv/.core data  ## solve problems with the model of the newest run, or of ARGS=--out_dir=DIR, on GPUS ranks
-	@$(PY) phase3_fsdp/evaluate.py --gpus=$(GPUS) $(if $(DEVICE),--device=$(DEVICE)) \
-		$(if $(findstring --problems,$(ARGS)),,--problems=arc-generated) $(ARGS)
-copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports into a standalone directory TO=DIR
-	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to="$(TO)"
-diff1: .venv/.core  ## show what phase 1 changes in the baseline's train.py, hunk by hunk
-	@$(PY) -m workshop.diff phase1_zero1
-diff2: .venv/.core  ## show what phase 2 changes in the baseline's train.py, hunk by hunk
-	@$(PY) -m workshop.diff phase2_triton
-diff3: .venv/.core  ## show what phase 3 changes in the baseline's train.py, hunk by hunk
-	@$(PY) -m workshop.diff phase3_fsdp
-diffs: .venv/.core  ## write what all phases change in train.py, side by side, into out/diffs.html
-	@$(PY) -m workshop.diff_page $(if $(TO),--to="$(TO)")
-slides: .venv/.notebooks  ## write slides from the notebooks' questions, pictures and lists to take home: out/slides.html
-	@$(PY) -m workshop.slides $(if $(TO),--to="$(TO)")
-plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for every phase; needs no GPU
-	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
-profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, memory, most expensive operators
-	@OMP_NUM_THREADS=1 $(PY) -m bench.trainer.profile_step $(PHASE) $(GPUS) $(ARGS)
-suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimizers or seeds; resumes after a kill
-	@OMP_NUM_THREADS=1 $(PY) -m bench.suite --suite=$(SUITE) $(ARGS)
-matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
-	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
-	@$(PY) -m bench.tables
-bench: .venv/.dev data  ## measure the throughput of every phase
-	@OMP_NUM_THREADS=1 $(PY) -m bench.trainer.throughput $(ARGS)
-bench-kernels: .venv/.dev data  ## measure every kernel; without a GPU: small sizes, interpreted
-	@OMP_NUM_THREADS=1 $(PY) -m bench.kernels $(ARGS)
-bench-fsdp: .venv/.dev data  ## run FSDP with every pair of option values: losses, communication, state; 20 minutes
-	@OMP_NUM_THREADS=1 $(PY) -m bench.sharding.fsdp_options $(ARGS)
-bench-save: .venv/.dev  ## measure a verified save, synchronous and asynchronous, against a bare dcp.save
-	@OMP_NUM_THREADS=1 $(PY) -m bench.checkpoints.save_speed $(ARGS)
-torture: .venv/.dev  ## kill saves at every point and at 500 random moments, and check that every saved step loads
-	@OMP_NUM_THREADS=1 $(PY) -m bench.checkpoints.torture $(ARGS)
-tables: .venv/.dev  ## write the committed results into the tables of the documents
-	@$(PY) -m bench.tables $(ARGS)
 book: .venv/.book  ## build the site from the documents and notebooks: out/book/index.html
 	@$(PY) -m book $(ARGS)
-book-serve: book  ## build the site, and serve it on http://127.0.0.1:8000 (ARGS= is for the build)
-	@$(PY) -m http.server --bind 127.0.0.1 --directory out/book 8000
-record: .venv/.core data  ## record the runs behind the interactive pages of the book; NAME=ring: only this one
-	@OMP_NUM_THREADS=1 $(PY) -m book.recordings $(if $(NAME),--name=$(NAME)) $(ARGS)
 clean:  ## delete caches; keep prepared data, .venv and out/
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	@find . \( -path ./.venv -o -path ./out \) -prune -o -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,5 @@
-"""Build the book: `make book`, then open out/book/index.html or run `make book-serve`.
+"""Build the book: `make book`, then open out/book/index.html or run
+`python -m http.server --directory out/book`.
 
     python -m book                                    # write out/book
     python -m book --repository=https://host/name     # also link to the repository: source files and "edit this page"

@@ -22,7 +22,7 @@ def render_explorer(name: str) -> str:
     """
     path = RECORDINGS / f"{name}.json"
     if not path.exists():
-        raise ConfigError(f"there is no recording {path}: run make record NAME={name}")
+        raise ConfigError(f"there is no recording {path}: run .venv/bin/python -m book.recordings --name={name}")
     result = read_result(path)
     data = json.dumps(result, separators=(",", ":")).replace("</", "<\\/")
     return (

@@ -103,7 +103,9 @@ def copy_documents(folder: Path, repository: str) -> None:
                     cell["source"] = rewrite_links("".join(cell["source"]), path, repository)
         except (ValueError, KeyError, TypeError):
             name = path.relative_to(ROOT)
-            raise ConfigError(f"{name} is not a notebook: restore it from git, or run make notebooks") from None
+            raise ConfigError(
+                f"{name} is not a notebook: restore it from git, or run .venv/bin/python -m workshop.notebooks"
+            ) from None
         write_page(folder / page_of(path), json.dumps(notebook))
     for path in list_sources(*PICTURES):
         target = folder / page_of(path)

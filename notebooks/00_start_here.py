@@ -8,15 +8,15 @@
 # You start real ranks, make a prediction and compare it with a measurement, and read how a program explains a wrong
 # answer.
 #
-# If you read this in a browser and nothing is installed yet, run these two commands in the repository. `make jupyter`
+# If you read this in a browser and nothing is installed yet, run these two commands in the repository. `make notebooks`
 # creates `.venv`, installs everything into it, prepares the data, and opens the notebooks:
 #
 # ```bash
 # make setup TORCH=cpu      # without an NVIDIA GPU; it is a smaller download
-# make jupyter
+# make notebooks
 # ```
 #
-# **In VS Code:** run `make jupyter` once, stop it with Ctrl+C, open the directory of the repository and a notebook,
+# **In VS Code:** run `make notebooks` once, stop it with Ctrl+C, open the directory of the repository and a notebook,
 # and select the Python of `.venv` as the kernel.
 #
 # **Without a laptop: Google Colab.** Put the repository on GitHub, replace OWNER and NAME by your own, and open

@@ -15,7 +15,7 @@
 # - **All of this can be checked on a laptop.**
 #
 # Speed cannot be checked on a laptop. Sections (a) and (i) therefore compute an upper limit for the speed. On a machine
-# with a GPU, `make bench-kernels` measures the speed itself.
+# with a GPU, `make bench NAME=kernels` measures the speed itself.
 #
 # Normally Triton compiles kernels for a GPU. With `TRITON_INTERPRET=1` it runs them on the CPU with NumPy instead, and
 # you can put `print` into a kernel. Open `phase2_triton/kernels/layernorm.py` and `cross_entropy.py` next to this page.
@@ -979,7 +979,7 @@ draw_roofline(points, h100, ALTERNATIVES)
 
 # %% [markdown]
 # **These limits are computed from a data sheet.** No kernel ran on an H100 for this figure, and no real kernel reaches
-# the peak of a data sheet. On a GPU, `make bench-kernels` first measures the memory bandwidth and the matrix rate of
+# the peak of a data sheet. On a GPU, `make bench NAME=kernels` first measures the memory bandwidth and the matrix rate of
 # that GPU. Then it measures each kernel and torch's version of it, and draws the same plot from the measurements.
 #
 # Upward triangles are forward passes, and downward triangles are backward passes. Circles are both passes together, or

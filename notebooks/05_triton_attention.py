@@ -296,7 +296,7 @@ assert out.item() == 64
 # | what | why | how this repository checks it |
 # |---|---|---|
 # | races | programs run one after the other | no kernel writes where another one writes; sums go through partial results in a fixed order |
-# | speed | NumPy computes | bytes and FLOPs by formula; `make bench-kernels` on a GPU |
+# | speed | NumPy computes | bytes and FLOPs by formula; `make bench NAME=kernels` on a GPU |
 # | registers and spills | there are none | compiled ahead of time for real architectures (notebook 4, section h) |
 # | tensor cores | products are computed in fp32 | the machine code is searched for their instructions |
 # | serialized `wgmma` | on an H100, `wgmma` instructions overlap, unless ptxas makes each one wait for the one before it. With Triton 3.6 it does so in the backward pass of attention (dk and dv) with three stages, and not with two | [`make check-ptx`](../docs/measuring.md#compiled-code-will-it-run-on-a-gpu) reads ptxas's warnings |

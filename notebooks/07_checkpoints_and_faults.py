@@ -402,7 +402,7 @@ assert list(loaded_steps.values()) == [2, 2, 2, 3]
 checkpoint_pictures.draw_stages(loaded_steps)
 
 # %% [markdown]
-# `make torture` kills a rank at all ten points, in synchronous and in asynchronous saves. It then kills at 500 random
+# `make bench NAME=torture` kills a rank at all ten points, in synchronous and in asynchronous saves. It then kills at 500 random
 # moments.
 #
 # ## e. Save on eight ranks, load on two

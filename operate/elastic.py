@@ -1,10 +1,10 @@
 """Train on a number of nodes that may change: if a node dies, joins or leaves, the job continues on the other nodes.
 
-    make rendezvous PORT=29400                                                # once, on a machine that stays up
+    python -m operate.elastic serve --port=29400                              # once, on a machine that stays up
     make elastic PHASE=phase3 GPUS=8 NODES=1:4 STORE=10.0.0.1:29400 ARGS=--out_dir=/shared/run      # on each node
 
-The nodes meet through a key-value store. It runs in its own process (`make rendezvous`), so that it does not die with a
-node. torch's elastic agent starts the ranks on each node. If a node dies, the agents of the other nodes restart their
+The nodes meet through a key-value store. It runs in its own process, so that it does not die with a node. torch's
+elastic agent starts the ranks on each node. If a node dies, the agents of the other nodes restart their
 ranks, and the ranks resume from the newest checkpoint. If a node joins, or leaves after SIGTERM, the ranks save before
 they restart, so no step is lost. The global batch stays the same, so the loss curve does not depend on the number of
 ranks. The job trains on the largest number of ranks that divides `gradient_accumulation_steps`. The remaining ranks are
@@ -76,7 +76,7 @@ class ElasticConfig:
     nodes: str = "1:1"
     """smallest and largest number of nodes, such as 1:4"""
     store: str = "127.0.0.1:29400"
-    """host and port of the store that `make rendezvous` serves"""
+    """host and port of the store that `operate.elastic serve` serves"""
 
     def parse_nodes(self) -> tuple[int, int]:
         """Return the smallest and the largest number of nodes.
@@ -163,7 +163,7 @@ def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> N
     if parts:
         raise ConfigError(
             f"this node differs from the nodes that train: {'; '.join(parts)}: start it with the same command, code "
-            "and data; to continue the job with other ones, start `make rendezvous` again, and the nodes with "
+            "and data; to continue the job with other ones, start the store again, and the nodes with "
             "--init_from=resume"
         )
 

@@ -39,7 +39,10 @@ def connect(host: str, port: int) -> dist.TCPStore:
         ConfigError: no process serves it.
     """
     if not is_served(host, port):
-        raise ConfigError(f"STORE={host}:{port} does not answer: start `make rendezvous PORT={port}` on {host} first")
+        raise ConfigError(
+            f"STORE={host}:{port} does not answer: start the store on {host} first, with "
+            f"`.venv/bin/python -m operate.elastic serve --port={port}`"
+        )
     return dist.TCPStore(host, port, None, is_master=False, timeout=TIMEOUT)
 
 
@@ -130,7 +133,7 @@ class NodeMonitor:
         self._end(
             1,
             f"the store at {self.host}:{self.port} is lost: check the network of this node, and start the node again; "
-            "if the store has ended, start `make rendezvous` again, and the nodes with --init_from=resume",
+            "if the store has ended, start it again, and the nodes with --init_from=resume",
         )
 
     def _end(self, code: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Write what the phases change in the baseline's train.py as one HTML page, side by side: `make diffs`
+"""Write what the phases change in the baseline's train.py as one HTML page, side by side: `workshop.diff_page`
 
 Below each diff are the sentences of IMPLEMENTATION.md that explain its changes. The key `c` covers the changed lines of
 the phase. The page is one file and needs no network.

@@ -1,4 +1,4 @@
-"""Run the notebook scripts and write an .ipynb next to each script: `make notebooks`.
+"""Run the notebook scripts and write an .ipynb next to each script: `workshop.notebooks`.
 
     python -m workshop.notebooks                     # every notebooks/*.py
     python -m workshop.notebooks 01_one_process      # only this notebook

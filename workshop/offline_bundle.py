@@ -1,11 +1,11 @@
 """Write one archive that sets up laptops without a network: this repository, wheels of all packages, prepared data.
 
-    make offline-bundle                                             # write out/offline-bundle.tar; needs a network
+    .venv/bin/python -m workshop.offline_bundle                   # write out/offline-bundle.tar; needs a network
     tar xf offline-bundle.tar && cd sharded-nanogpt && make setup   # on each laptop, without a network
 
 `pip download` gets the wheels of the versions in .venv, so laptops get exactly what was tested here, also the CPU build
 of PyTorch. They fit machines with the same operating system, processor and minor version of Python: make one archive
-for each. The archive has the packages for `make setup`, `make jupyter` and `make preflight`.
+for each. The archive has the packages for `make setup`, `make notebooks` and `make preflight`.
 """
 
 import io

@@ -7,7 +7,7 @@
     python3 workshop/set_up.py notebooks           # also install Jupyter
     python3 workshop/set_up.py book                # also install Sphinx, for make book
 
-If the directory `offline-bundle` exists, which is in the archive of `make offline-bundle`, nothing is downloaded. This
+If the directory `offline-bundle` exists (from the archive of `workshop.offline_bundle`), nothing is downloaded. This
 program runs before anything is installed, so it imports only the standard library. It uses these files:
 
 .venv.lock            locked while a set-up is running; another set-up waits for it

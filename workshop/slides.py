@@ -1,4 +1,4 @@
-"""Write slides from the notebooks: their questions, their pictures and their lists to take home. `make slides`
+"""Write slides from the notebooks: their questions, their pictures and their lists to take home. `workshop.slides`
 
 The slides are one HTML file without scripts and without links to other files, so it works from a USB stick. Each slide
 fills the window. The space bar and Page Up move by one slide, and printing gives one slide per page. A question always
@@ -62,7 +62,9 @@ def read_parts(path: Path) -> list[Part]:
     try:
         cells = nbformat.read(path, as_version=4).cells
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): restore it from git, or run make notebooks") from None
+        raise ConfigError(
+            f"{path} cannot be read ({error}): restore it from git, or run .venv/bin/python -m workshop.notebooks"
+        ) from None
     parts: list[Part] = []
     for cell in cells:
         parts += split_blocks(cell.source) if cell.cell_type == "markdown" else [("code", "")]

@@ -1,6 +1,6 @@
 """Write notebooks for students: without outputs, and with `# your code` cells in place of the lesson's answers.
 
-    make student TO=../my-course
+    .venv/bin/python -m workshop.student --to=../my-course
 
 The notebooks come from the same scripts as those in `notebooks/`. A header such as `# %% answer="gather_rows"` marks
 functions or classes of a cell that students write themselves. In the student's notebook, a stub replaces them, and the

@@ -1,7 +1,7 @@
 """Compare a verified checkpoint with a bare `dcp.save` of the same bytes, and with an asynchronous save.
 
-    make bench-save                      # two ranks, 0.5 GB, fifteen saves of each kind in turn
-    make bench-save ARGS=--write         # also write bench/results/save-speed-<hardware>.json
+    make bench NAME=save                      # two ranks, 0.5 GB, fifteen saves of each kind in turn
+    make bench NAME=save ARGS=--write         # also write bench/results/save-speed-<hardware>.json
 
 The bare save writes the shards and calls fsync, nothing else. This repository's save also hashes the shards while it
 writes them, writes a manifest and the LATEST file, flushes the directories and renames. It deletes old checkpoints
@@ -115,7 +115,7 @@ def main(ranks: int = 2, rounds: int = 15, n_layer: int = 12, n_embd: int = 512,
     print(f"an asynchronous save stops training for {medians['stop_s'] / medians['ours_s']:.1%} of a synchronous save")
     if write:
         settings = {
-            "command": "make bench-save ARGS=--write",
+            "command": "make bench NAME=save ARGS=--write",
             "ranks": ranks,
             "rounds": rounds,
             "bytes": size,

@@ -1,8 +1,8 @@
 """Test whether sharded checkpoints survive kills. This test trains nothing, it only saves.
 
-    make torture                          # every point of a save, then 500 kills at random moments
-    make torture ARGS="--kills=20"        # only 20 kills at random moments
-    make torture ARGS=--write             # also write bench/results/torture-<hardware>.json
+    make bench NAME=torture                          # every point of a save, then 500 kills at random moments
+    make bench NAME=torture ARGS="--kills=20"        # only 20 kills at random moments
+    make bench NAME=torture ARGS=--write             # also write bench/results/torture-<hardware>.json
 
 Two ranks save a small model, sharded by FSDP, again and again. Before each save, they set every number of the model to
 the number of the step. A kill is a SIGKILL of one rank, at a named point of a save or at a random moment. The other
@@ -88,7 +88,7 @@ def main(kills: int = 500, seed: int = 1, write: bool = False) -> None:
     last_step = kill_at_random_moments(kills, seed)
     print(f"{kills} kills at random moments: every saved step loaded, {last_step} in total")
     if write:
-        settings = {"command": f"make torture ARGS='--kills={kills} --write'", "ranks": RANKS, "seed": seed}
+        settings = {"command": f"make bench NAME=torture ARGS='--kills={kills} --write'", "ranks": RANKS, "seed": seed}
         samples = {"sweep": rows, "kills": kills, "last_step": last_step}
         print(f"wrote {write_result('torture', CPU, settings, samples)}")
 

@@ -1,4 +1,4 @@
-"""Run `python -m bench.kernels`, the command of `make bench-kernels`."""
+"""Run `python -m bench.kernels`, the command of `make bench NAME=kernels`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The cases that `make bench-kernels` measures: each kernel and torch's implementations, on the same tensors.
+"""The cases that `make bench NAME=kernels` measures: each kernel and torch's implementations, on the same tensors.
 
 On a GPU the shapes are those of GPT-2, 124M to 1.5B, with 16,384 tokens in bfloat16. In the interpreter the tensors are
 small and fp32: the same code runs, but its times do not predict a GPU's, and the result is labeled as interpreted.

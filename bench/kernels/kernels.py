@@ -1,4 +1,4 @@
-"""Compare each kernel with torch's implementations in time, bytes, FLOPs and memory: `make bench-kernels`.
+"""Compare each kernel with torch's implementations in time, bytes, FLOPs and memory: `make bench NAME=kernels`.
 
     python -m bench.kernels                                        # print; on a CPU small sizes, interpreted
     python -m bench.kernels --kernels=attention,loss --widths=124M # only these kernels and sizes

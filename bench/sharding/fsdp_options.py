@@ -1,7 +1,7 @@
 """Combine the options of FSDP on 1 to 8 ranks; compare losses with the baseline and communication with the formula.
 
-    make bench-fsdp                     # 50 steps per row; 20 minutes on 2 cores that also ran other work
-    make bench-fsdp ARGS=--write        # also write bench/results/fsdp-options-<hardware>.json
+    make bench NAME=fsdp                     # 50 steps per row; 20 minutes on 2 cores that also ran other work
+    make bench NAME=fsdp ARGS=--write        # also write bench/results/fsdp-options-<hardware>.json
 
 The rows do not contain every combination of all options. They contain every pair of values of every two options (a
 covering array of strength 2), because most faults depend on at most two options (Kuhn, Wallace and Gallo 2004).
@@ -173,7 +173,7 @@ def main(steps: int = 50, write: bool = False) -> None:
             rows.append(run_row(row, Path(folder) / str(i), steps))
             print(json.dumps(rows[-1]), flush=True)
     if write:
-        settings = {"command": "make bench-fsdp ARGS=--write", "steps": steps, "model": SMALL}
+        settings = {"command": "make bench NAME=fsdp ARGS=--write", "steps": steps, "model": SMALL}
         print(f"wrote {write_result('fsdp-options', torch.device('cpu'), settings, {'rows': rows})}")
 
 

@@ -1,4 +1,4 @@
-"""The command `python -m bench.tables`, which `make tables` runs."""
+"""The command `python -m bench.tables`."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""The runs behind the interactive pages, recorded as JSON files in `docs/data/` (`make record`)."""
+"""The runs behind the interactive pages, recorded as JSON files in `docs/data/` (`python -m book.recordings`)."""

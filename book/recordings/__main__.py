@@ -1,4 +1,4 @@
-"""Record the runs behind the interactive pages: `make record`.
+"""Record the runs behind the interactive pages: `python -m book.recordings`.
 
     python -m book.recordings                    # every recording
     python -m book.recordings --name=ring        # only this one
@@ -51,7 +51,7 @@ def write_recordings(name: str = "") -> int:
             "format": FORMAT,
             "name": each,
             **describe_origin(torch.device("cpu")),
-            "settings": {"command": f"make record NAME={each}"},
+            "settings": {"command": f".venv/bin/python -m book.recordings --name={each}"},
             "samples": RECORDERS[each](),
         }
         content = json.dumps(recording, separators=(",", ":")).encode() + b"\n"

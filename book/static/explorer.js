@@ -87,7 +87,7 @@ function startExplorer(root) {
     Explorers[name](live, recording.samples);
   } catch (error) {
     live.replaceChildren(make("p", { class: "error", role: "alert" },
-      `The recording of this page is damaged (${error.message}): run "make record NAME=${name}" and "make book".`));
+      `The recording of this page is damaged (${error.message}): run ".venv/bin/python -m book.recordings --name=${name}" and "make book".`));
   }
 }
 

@@ -230,7 +230,7 @@ def test_each_file_is_verified_by_one_rank(tmp_path):
 
 
 def test_verify_checkpoint_reports_complete_and_damaged_checkpoints(tmp_path):
-    """`make verify-checkpoint` prints the state of each checkpoint. It fails if one is damaged or none exists."""
+    """`nanoGPT.checkpoint.verify` prints the state of each checkpoint. It fails if one is damaged or none exists."""
     directory = make_directory(tmp_path)
     first, _ = (directory.save(step, write_bytes(b"one"), {"phase": "test"}) for step in (1, 2))
     directory.drain()

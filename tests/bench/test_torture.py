@@ -1,4 +1,4 @@
-"""After a kill at any point of a sharded save, only complete checkpoints open (`make torture`)."""
+"""After a kill at any point of a sharded save, only complete checkpoints open (`make bench NAME=torture`)."""
 
 import time
 from pathlib import Path

@@ -173,4 +173,4 @@ def test_pages_work_for_everyone(name, site, page):
         error = page.locator(".explorer .error").inner_text()
     finally:
         damaged.unlink()
-    assert "is damaged" in error and re.search(f'"make record NAME={name}"', error)
+    assert "is damaged" in error and re.search(f'".venv/bin/python -m book.recordings --name={name}"', error)

@@ -23,7 +23,7 @@ def test_a_recording_is_small_and_names_its_origin(name):
     content = (FOLDER / f"{name}.json").read_bytes()
     recording = json.loads(content)
     assert len(content) <= MAX_BYTES
-    assert recording["settings"]["command"] == f"make record NAME={name}"
+    assert recording["settings"]["command"] == f".venv/bin/python -m book.recordings --name={name}"
     assert len(recording["git_commit"]) == 40 and recording["hardware"] and recording["versions"]["torch"]
     assert "at commit" not in describe_recording({**recording, "git_commit": None})
 
@@ -62,7 +62,7 @@ def test_the_recorded_collectives_match_the_formulas():
             assert [run["end"][rank][rank] for rank in range(ranks)] == [everything] * ranks
         else:
             assert run["end"] == [contents.get(kind, [2**ring.SOURCE] * ranks)] * ranks
-    assert samples["gloo"] == ring.read_gloo_bytes(), "run make record NAME=ring"
+    assert samples["gloo"] == ring.read_gloo_bytes(), "run .venv/bin/python -m book.recordings --name=ring"
 
 
 OPTIONS = fsdp_step.list_options()
@@ -151,5 +151,5 @@ def test_unusable_recordings_are_reported(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--name=rung is unknown; did you mean ring"):
         write_recordings("rung")
     monkeypatch.setattr("book.explorers.RECORDINGS", tmp_path)
-    with pytest.raises(ConfigError, match="run make record NAME=ring"):
+    with pytest.raises(ConfigError, match="run .venv/bin/python -m book.recordings --name=ring"):
         render_explorer("ring")

@@ -56,7 +56,7 @@ def test_every_option_with_every_other(ranks, tmp_path):
     """In each row of a covering array of all options, losses match the baseline's.
 
     Communication matches the formula exactly. The state is 16 bytes for each element that a rank stores. Only
-    `make bench-fsdp` also combines the options with compilation.
+    `make bench NAME=fsdp` also combines the options with compilation.
     """
     # One short sequence and one head, because the interpreter runs kernels once for each of their blocks.
     model = {**TINY, "batch_size": 1, "block_size": 8, "n_head": 1}

@@ -8,7 +8,9 @@ from workshop.exercises.registry import EXERCISES
 from workshop.notebooks import list_scripts
 
 GUIDE = (ROOT / "workshop" / "GUIDE.md").read_text()
-PHASE_OF_DIFF = {"diff1": "phase1_zero1", "diff2": "phase2_triton", "diff3": "phase3_fsdp"}
+PHASE_OF_DIFF = {
+    f"diff PHASE=phase{i}": name for i, name in enumerate(("phase1_zero1", "phase2_triton", "phase3_fsdp"), start=1)
+}
 
 
 def find_section(title: str) -> str:

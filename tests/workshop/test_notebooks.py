@@ -15,7 +15,7 @@ from workshop.notebooks import execute, find_differences, read_script
 
 SCRIPTS = notebooks.list_scripts()
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|private|var)\b|" + re.escape(tempfile.gettempdir()))
-# `make notebooks` and the slow tests run all of them.
+# `.venv/bin/python -m workshop.notebooks` and the slow tests run all of them.
 QUICK = ("00_start_here", "02_collectives", "08_generating_text")
 each_notebook = pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
 
@@ -38,7 +38,7 @@ def test_the_committed_notebook_is_complete(script: Path) -> None:
     It has no errors and no absolute paths.
     """
     differences = find_differences(script, script.with_suffix(".ipynb"))
-    assert not differences, f"{differences}: run `make notebooks` and commit what it writes"
+    assert not differences, f"{differences}: run `.venv/bin/python -m workshop.notebooks` and commit what it writes"
     notebook = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(notebook)
     code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -90,7 +90,7 @@ def test_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_failing_cell_is_shown_and_keeps_the_old_notebook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If a cell raises, `make notebooks` prints the traceback and returns 1. The .ipynb does not change."""
+    """If a cell raises, `workshop.notebooks` prints the traceback and returns 1. The .ipynb does not change."""
     (tmp_path / "a.py").write_text("# %%\n1 / 0\n")
     (tmp_path / "a.ipynb").write_text("old")
     monkeypatch.setattr(notebooks, "FOLDER", tmp_path)

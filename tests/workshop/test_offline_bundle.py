@@ -1,4 +1,4 @@
-"""`make offline-bundle`: an archive with the repository, wheels and data. test_setup.py installs from a bundle."""
+"""`workshop.offline_bundle`: an archive with the repository, wheels and data. test_setup.py installs from a bundle."""
 
 import tarfile
 

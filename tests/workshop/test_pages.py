@@ -1,4 +1,4 @@
-"""`make slides` and `make diffs`: complete pages in one file each, without links to other files."""
+"""`workshop.slides` and `workshop.diff_page`: complete pages in one file each, without links to other files."""
 
 import html
 import re

@@ -1,4 +1,4 @@
-"""`make student`: notebooks without outputs and answers, which run from the first cell to the last."""
+"""`workshop.student`: notebooks without outputs and answers, which run from the first cell to the last."""
 
 from pathlib import Path
 
