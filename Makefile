@@ -40,7 +40,7 @@ PREPARABLE = $(subst $() ,$(COMMA) ,$(sort $(notdir $(patsubst %/prepare.py,%,$(
 
 .PHONY: help setup data doctor notebooks exercise check hint solution diff baseline phase1 phase2 phase3 sample
 .PHONY: evaluate copy preflight elastic watch plot autopsy fault gate plan profile matrix suite bench gpu test
-.PHONY: test-fast check-ptx lint book clean
+.PHONY: exercises test-fast check-ptx lint book
 
 help:  ## list the targets
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
@@ -155,12 +155,11 @@ test: .venv/.dev data  ## run the tests (DEVICE=cuda: on GPUs)
 	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 test-fast: .venv/.dev data  ## run only the fast tests, which start no processes; under a minute
 	@$(PY) -m pytest -m "not slow and not ranks and not heavy" $(ARGS)
+exercises: .venv/.core data  ## test all exercises: solutions pass, stubs fail, wrong answers are explained; N=zero1: a chapter
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises prove --name=$(N)
 check-ptx: .venv/.pytest  ## compile all kernels, and torch.compile's code, for GPUs; needs no GPU
 	@$(PY) -m pytest tests/phase2/test_machine_code.py -m "slow or not slow" $(ARGS)
 lint: .venv/.dev  ## run ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
 book: .venv/.book  ## build the site from the documents and notebooks: out/book/index.html
 	@$(PY) -m book $(ARGS)
-clean:  ## delete caches; keep prepared data, .venv and out/
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache *.egg-info
-	@find . \( -path ./.venv -o -path ./out \) -prune -o -name __pycache__ -prune -exec rm -rf {} +

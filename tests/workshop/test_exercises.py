@@ -17,7 +17,7 @@ from workshop.exercises.proving import prove_exercise
 from workshop.exercises.registry import CHAPTERS, EXERCISES, find_exercise
 from workshop.exercises.stubs import STUB, apply_mistake, find_hint_line, find_target, render_code, render_file
 
-# One of each kind; `workshop.exercises prove` proves all. The others run with `make test ARGS='-m slow'`.
+# One of each kind; `make exercises` proves all. The others run with `make test ARGS='-m slow'`.
 QUICK = (
     "baseline.2",
     "zero1.5",

@@ -184,15 +184,3 @@ def test_what_make_did_not_create_is_never_deleted(project, tmp_path):
     assert (project / ".venv/bin/python").exists()
     outcome = make(project, "setup", "PYTHON=/bin/false")
     assert outcome.code == 2 and "/bin/false is missing or older than Python 3.11: run make setup" in outcome.output
-
-
-def test_clean_deletes_only_caches(project):
-    """`make clean` deletes caches, but nothing below .venv and out/, which other programs may use."""
-    kept, deleted = (
-        [".venv/lib/__pycache__", "out/run/__pycache__", "nanoGPT/data"],
-        ["nanoGPT/__pycache__", "x.egg-info"],
-    )
-    for name in (*deleted, *kept):
-        (project / name).mkdir(parents=True)
-    assert make(project, "clean") == Outcome(0, "")
-    assert [name for name in (*kept, *deleted) if (project / name).exists()] == kept

@@ -5,7 +5,7 @@ make exercise N=zero1.5        # write the task and a stub into work/zero1_5.py
 make check N=zero1.5           # run your code on real ranks, and explain what is wrong
 make hint N=zero1.5 LEVEL=1    # a nudge; LEVEL=2: the idea; LEVEL=3: the decisive line
 make solution N=zero1.5        # print the repository's own code
-python -m workshop.exercises prove  # test that all solutions pass, and that wrong answers are explained
+make exercises                 # test that all solutions pass, and that wrong answers are explained
 """
 
 import sys
