@@ -123,10 +123,10 @@ def test_flags_are_divided_between_the_gate_and_the_trainer(tmp_path, monkeypatc
     words = ["config/train_gpt2.py", "--max_gb", "3", "--n_layer=2", "--gpus=4", "--dropout=0.1"]
     assert split_flags(words) == (["--max_gb=3", "--gpus=4"], ["config/train_gpt2.py", "--n_layer=2", "--dropout=0.1"])
     monkeypatch.chdir(tmp_path)
-    synthetic, real = build_trials(GateConfig("phase3", 4), ["--device=cpu", "--fsdp_wrap=size"], Path("out"))
+    synthetic, real = build_trials(GateConfig("phase3", 4), ["--device=cpu", "--fsdp_wrap=1000000"], Path("out"))
     assert [synthetic.config.dataset, real.config.dataset] == ["synthetic", "shakespeare_char"]
     baseline, phase = real.runs
-    assert "--fsdp_wrap=size" in phase.words and not any(word.startswith("--fsdp") for word in baseline.words)
+    assert "--fsdp_wrap=1000000" in phase.words and not any(word.startswith("--fsdp") for word in baseline.words)
     assert {*baseline.words} < {*phase.words}
     same = build_trials(GateConfig("phase3", 2), ["--device=cpu", "--dataset=synthetic"], Path("out"))
     assert len({run.directory for trial in same for run in trial.runs}) == 4

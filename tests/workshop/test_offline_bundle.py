@@ -5,7 +5,7 @@ import tarfile
 import pytest
 
 from nanoGPT.errors import ConfigError
-from tests.workshop.test_setup import write_wheel
+from tests.helpers.wheels import write_wheel
 from workshop.offline_bundle import download_wheels, list_requirements, make_bundle, write_archive
 from workshop.set_up import describe_platform
 

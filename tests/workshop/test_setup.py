@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.programs import DEADLINE, Outcome, assert_refused
 from tests.helpers.training import ROOT
+from tests.helpers.wheels import write_wheel
 from workshop.set_up import describe_platform
 
 PROJECT = """
@@ -31,18 +31,6 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
 """
 WAITING = "Another make is setting up .venv: waiting for it to finish."
 UNFINISHED = ".venv is unfinished: creating it."
-
-
-def write_wheel(folder: Path, name: str, *requirements: str) -> None:
-    """Write the wheel of a package with many modules, which pip needs a moment to install."""
-    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as wheel:
-        for module in ("__init__", *(f"module{i}" for i in range(300))):
-            wheel.writestr(f"{name}/{module}.py", "")
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", "Provides-Extra: dev"]
-        lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
-        wheel.writestr(f"{name}-1.dist-info/METADATA", "\n".join(lines) + "\n")
-        wheel.writestr(f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{name}-1.dist-info/RECORD", "")
 
 
 def set_requirements(project: Path, *requirements: str) -> None:
