@@ -2,19 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bench.matrix.cells import matches_formula
 from nanoGPT.model import GPT, GPTConfig
-from phase1_zero1.zero2 import Zero2Bucket, Zero2Optimizer
+from phase1_zero1.zero2 import Zero2Optimizer
 from tests.helpers.marks import mark_slow
-from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train
-from workshop.ranks import losses, run_on_ranks
+from workshop.ranks import run_on_ranks
 
 # Every rank has several micro-batches per step.
 STEPS = {"max_iters": 3, "lr_decay_iters": 3, "eval_interval": 3, "dtype": "float32", "compile": False}
@@ -91,74 +88,3 @@ def test_at_most_three_buckets_have_full_gradients():
     """One bucket is filling and two are being reduced. After a backward pass no full gradient is left."""
     for sizes, largest in run_on_ranks(record_gradient_buffers, 2):
         assert 0 < max(sizes) <= 3 * largest
-
-
-def run_backward_after_the_reduction() -> str:
-    """Return the error of a backward pass between `clip_grad_norm_` and `step`."""
-    model = torch.nn.Linear(8, 8)
-    optimizer = Zero2Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.clip_grad_norm_(1.0)
-    try:
-        model(torch.ones(2, 8)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_backward_pass_after_the_reduction_is_an_error():
-    """Its gradients would be added to gradients that are already clipped."""
-    for text in run_on_ranks(run_backward_after_the_reduction, 2):
-        assert "call step() or zero_grad() first" in text
-
-
-def count_adds() -> int:
-    """Return how often a bucket adds an average while a backward pass still runs."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)))
-    optimizer = Zero2Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=2e-4)
-    in_backward = []
-    original = Zero2Bucket.add_average
-
-    def add_average(bucket: Zero2Bucket) -> None:
-        in_backward.append(model[0].weight.grad is None and torch._C._current_graph_task_id() != -1)
-        original(bucket)
-
-    Zero2Bucket.add_average = add_average  # type: ignore[method-assign]
-    try:
-        model(torch.ones(2, 8) * (1 + dist.get_rank())).sum().backward()
-    finally:
-        Zero2Bucket.add_average = original  # type: ignore[method-assign]
-    assert len(in_backward) == len(optimizer.buckets)
-    return sum(in_backward)
-
-
-def test_gradients_are_freed_during_the_backward_pass():
-    """A bucket is averaged and freed while autograd computes the gradients of earlier layers."""
-    assert min(run_on_ranks(count_adds, 2)) >= 3
-
-
-def test_a_run_can_change_its_stage(tmp_path):
-    """A checkpoint of ZeRO-1 on 4 ranks resumes with ZeRO-2 on 2 ranks, and its checkpoint in the baseline."""
-    steps: dict[str, Any] = {**STEPS, "max_iters": 4, "lr_decay_iters": 4}
-    uninterrupted = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **steps))
-    out_dir = tmp_path / "resumed"
-    first = {**steps, "max_iters": 1}
-    train("phase1_zero1", 4, tiny("phase1_zero1", out_dir, **first))
-    second = {**steps, "max_iters": 2, "init_from": "resume", "zero_stage": 2}
-    train("phase1_zero1", 2, tiny("phase1_zero1", out_dir, **second))
-    train("nanoGPT", 1, tiny("nanoGPT", out_dir, init_from="resume", **steps))
-    assert gap(uninterrupted, losses(out_dir)) <= 1e-6
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--zero_stage=3"], ["--zero_stage=3", "make phase3"]),
-        (["--zero_stage=0"], ["--zero_stage=0", "use 1 or 2"]),
-        (["--zero_stage=2", "--zero1_backend=torch"], ["--zero_stage=2", "--zero1_backend=flat"]),
-    ],
-)
-def test_other_stages_are_refused(flags, words, tmp_path):
-    """A stage that does not exist, or that a backend does not have, is refused with one sentence."""
-    assert_refused(run_program("phase1_zero1/train.py", f"--out_dir={tmp_path}", "--device=cpu", *flags), *words)
