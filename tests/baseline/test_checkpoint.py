@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import itertools
-import json
 import os
 import random
 import shutil
@@ -41,13 +40,16 @@ from workshop.ranks import losses, run_on_ranks, start_ranks
 
 def test_a_saved_checkpoint_is_the_newest(tmp_path):
     """A saved checkpoint is the newest one. Its manifest has its step, and the name and size of each file; LATEST has
-    its name."""
+    its name. The temporary directory of a save that was killed is deleted."""
     directory = make_directory(tmp_path)
+    (tmp_path / "checkpoints" / ".tmp-step-00000004").mkdir()
+    (tmp_path / "checkpoints" / ".tmp-step-00000004" / "part").write_bytes(b"x")
     directory.save(5, write_bytes(b"five"), {"phase": "test"})
     checkpoint = directory.find_newest()
     assert checkpoint.step == 5 and (checkpoint.path / "payload").read_bytes() == b"five"
     assert [(f["name"], f["size"]) for f in checkpoint.manifest["files"]] == [("payload", 4)]
     assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step-00000005\n"
+    assert list_names(tmp_path) == ["LATEST", "step-00000005"]
 
 
 def test_an_asynchronous_save_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
@@ -182,17 +184,9 @@ def test_directories_that_no_save_wrote_are_not_checkpoints(tmp_path):
     assert list_names(tmp_path) == [".bad-step-00000009", "LATEST", *remaining]
 
 
-@pytest.fixture(scope="module")
-def sharded_checkpoint(tmp_path_factory) -> Path:
-    """Return the checkpoint of a run of phase 3 on 2 ranks. Tests must not change it."""
-    run = tmp_path_factory.mktemp("checkpoint") / "run"
-    train("phase3_fsdp", 2, tiny("phase3_fsdp", run, max_iters=1, gradient_accumulation_steps=2, eval_iters=1))
-    return run / "checkpoints" / "step-00000001"
-
-
-def test_a_stray_file_is_not_part_of_a_checkpoint(sharded_checkpoint, tmp_path):
+def test_a_stray_file_is_not_part_of_a_checkpoint(tmp_path):
     """A ckpt.pt that a user put next to verified shards is not opened instead of them."""
-    shutil.copytree(sharded_checkpoint, tmp_path / "checkpoints" / sharded_checkpoint.name)
+    train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path, max_iters=1, gradient_accumulation_steps=2, eval_iters=1))
     path = make_directory(tmp_path).find_newest().path
     (path / "ckpt.pt").write_bytes(b"garbage")
     assert read_full_state(path).model["transformer.wpe.weight"].shape == (16, 32)
@@ -209,24 +203,6 @@ def test_a_checkpoint_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", lambda path, to: (calls.append("rename"), rename(path, to))[1])
     make_directory(tmp_path).save(1, write_bytes(b"x"), {})
     assert calls == ["payload", "manifest.json", ".tmp-step-00000001", "rename", "checkpoints", ".tmp-LATEST"]
-
-
-def test_each_file_is_verified_by_one_rank(tmp_path):
-    """Two ranks verify a checkpoint of five files. Each file is hashed by exactly one of them."""
-
-    def write(to: NewFiles) -> None:
-        for i in range(5):
-            with to.open(f"part{i}") as file:
-                file.write(b"x")
-
-    path = make_directory(tmp_path).save(1, write, {})
-    manifest = read_manifest(path)
-    for i in range(5):
-        (path / f"part{i}").write_bytes(b"y")
-        with pytest.raises(DamagedCheckpoint, match=f"hash of part{i} differs"):
-            verify_files(path, manifest, i % 2, 2)
-        verify_files(path, manifest, 1 - i % 2, 2)
-        (path / f"part{i}").write_bytes(b"x")
 
 
 def test_verify_checkpoint_reports_complete_and_damaged_checkpoints(tmp_path):
@@ -257,22 +233,6 @@ def test_a_damaged_step_can_be_saved_again(tmp_path):
     directory.save(2, write_bytes(b"two"), {})
     assert directory.find_newest().step == 2
     assert {".bad-step-00000002", ".bad-step-00000002.2"} <= set(list_names(tmp_path))
-
-
-def test_a_failed_save_keeps_the_previous_checkpoint(tmp_path):
-    """A failed write, for example on a full disk, raises SaveError. No file of the new step remains, and the previous
-    checkpoint is unchanged."""
-    directory = make_directory(tmp_path)
-    directory.save(1, write_bytes(b"one"), {})
-
-    def fail(to: NewFiles) -> None:
-        (to.folder / "part").write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(SaveError, match="step-00000002 was not saved"):
-        directory.save(2, fail, {})
-    assert list_names(tmp_path) == ["LATEST", "step-00000001"]
-    assert directory.find_newest().step == 1
 
 
 def train_until_save_error(configs: dict[str, TrainConfig]) -> dict[str, str]:
@@ -310,27 +270,30 @@ def test_a_disk_that_fills_during_a_save_keeps_the_previous_checkpoint(tmp_path)
 
 
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path):
-    """If one of four ranks cannot write, all four raise SaveError, and the directory is unchanged."""
-    (tmp_path / "run").mkdir()
-    assert run_on_ranks(save_while_rank_2_fails, 4, str(tmp_path / "run"), show=False) == [True] * 4
-    assert list_names(tmp_path / "run") == []
+    """If one of four ranks cannot write, all four raise SaveError. No file of the new step remains, and the previous
+    checkpoint is unchanged."""
+    assert run_on_ranks(save_while_rank_2_fails, 4, str(tmp_path), show=False) == [True] * 4
+    assert list_names(tmp_path) == ["LATEST", "step-00000001"]
+    assert make_directory(tmp_path).find_newest().step == 1
 
 
 def save_while_rank_2_fails(out: str) -> bool:
-    """Save a checkpoint for which rank 2 raises an error; return whether the SaveError names rank 2."""
-    import torch.distributed as dist
-
+    """Save a second checkpoint for which rank 2 raises an error; return whether the SaveError names rank 2."""
     rank = dist.get_rank()
     directory = CheckpointDirectory(out, Runtime(rank, rank, 4, 4, CPU, torch.float32), 3)
 
     def write(to: NewFiles) -> None:
-        if rank == 2:
-            raise OSError(errno.EIO, "planted")
         with to.open(f"rank{rank}") as file:
             file.write(b"x")
 
+    def fail_on_rank_2(to: NewFiles) -> None:
+        write(to)
+        if rank == 2:
+            raise OSError(errno.EIO, "planted")
+
+    directory.save(1, write, {})
     try:
-        directory.save(1, write, {})
+        directory.save(2, fail_on_rank_2, {})
     except SaveError as error:
         return "rank 2" in str(error)
     return False
@@ -346,31 +309,8 @@ def test_a_file_system_that_ranks_do_not_share_is_refused(tmp_path):
 
 def open_directory_per_rank(root: str) -> None:
     """Open a checkpoint directory that only this rank sees."""
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     CheckpointDirectory(f"{root}/{rank}", Runtime(rank, rank, 2, 2, CPU, torch.float32), 3)
-
-
-def test_a_resume_skips_a_checkpoint_with_a_flipped_bit(tmp_path):
-    """In every phase with its own checkpoints: if a bit of the largest file of the newest checkpoint is flipped, a
-    resume uses the previous checkpoint, and the losses are identical."""
-    phases = ("nanoGPT", "phase1_zero1", "phase3_fsdp")
-    steps = {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 2, "gradient_accumulation_steps": 2, "eval_iters": 2}
-
-    def make_cells(name: str, **options) -> list[tuple[str, TrainConfig]]:
-        return [(phase, tiny(phase, tmp_path / phase / name, **{**steps, **options})) for phase in phases]
-
-    expected = train_all(2, make_cells("uninterrupted") + make_cells("resumed", max_iters=4))[: len(phases)]
-    damaged = [sorted((tmp_path / phase / "resumed" / "checkpoints").glob("step-*"))[-1] for phase in phases]
-    for newest in damaged:
-        target = max(newest.iterdir(), key=lambda path: path.stat().st_size)
-        content = bytearray(target.read_bytes())
-        content[len(content) // 2] ^= 1
-        target.write_bytes(content)
-    resumed = train_all(2, make_cells("resumed", init_from="resume"))
-    assert all((newest.parent / f".bad-{newest.name}").is_dir() for newest in damaged)
-    assert resumed == expected
 
 
 @pytest.mark.parametrize(
@@ -462,25 +402,6 @@ def wait_for_new_checkpoint(out: Path, saved: int, processes: list) -> None:
     wait_until(has_saved)
 
 
-def test_stale_temporary_directories_are_deleted(tmp_path):
-    """The next save deletes the temporary directory of a save that was killed."""
-    directory = make_directory(tmp_path)
-    (tmp_path / "checkpoints" / ".tmp-step-00000007").mkdir()
-    (tmp_path / "checkpoints" / ".tmp-step-00000007" / "part").write_bytes(b"x")
-    directory.save(8, write_bytes(b"x"), {})
-    assert list_names(tmp_path) == ["LATEST", "step-00000008"]
-
-
-def test_the_manifest_describes_the_run(sharded_checkpoint):
-    """The manifest has the phase, world size, configuration, model, data, tokenizer and versions."""
-    manifest = json.loads((sharded_checkpoint / "manifest.json").read_text())
-    assert manifest["phase"] == "fsdp" and manifest["world_size"] == 2 and manifest["step"] == 1
-    assert manifest["config"]["n_embd"] == manifest["model_args"]["n_embd"] == 32
-    assert manifest["data"]["tokenizer"]["name"] == "char" and "train.bin" in manifest["data"]["files"]
-    assert manifest["versions"]["torch"] == torch.__version__
-    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == {file["name"] for file in manifest["files"]}
-
-
 def test_a_saved_step_is_not_overwritten(tmp_path):
     """A second save of the same step does not change the checkpoint."""
     directory = make_directory(tmp_path)
@@ -517,44 +438,55 @@ def fail_reads(monkeypatch, name: str, times: int, number: int) -> None:
 
 @pytest.mark.parametrize(("name", "number"), [("manifest.json", errno.ESTALE), ("payload", errno.EACCES)])
 def test_a_read_error_does_not_mark_a_checkpoint_as_damaged(name, number, tmp_path, monkeypatch):
-    """If a manifest or a payload cannot be read, the resume stops with one error. No checkpoint is renamed."""
+    """If a read fails three times, the fourth one is used. If a manifest or a payload cannot be read, the resume stops
+    with one error. No checkpoint is renamed."""
     directory = make_directory(tmp_path)
     directory.save(1, write_bytes(b"one"), {})
     directory.save(2, write_bytes(b"two"), {})
+    fail_reads(monkeypatch, name, 2, number)
+    if number == errno.ESTALE:  # a transient error
+        assert directory.find_newest().step == 2
     fail_reads(monkeypatch, name, 100, number)
     with pytest.raises(ConfigError, match=f"{name} cannot be read .*nothing was changed"):
         directory.find_newest()
     assert list_names(tmp_path) == ["LATEST", "step-00000001", "step-00000002"]
 
 
-def test_a_transient_read_error_is_retried(tmp_path, monkeypatch):
-    """If a read fails twice and then succeeds, the newest checkpoint is used."""
-    directory = make_directory(tmp_path)
-    directory.save(1, write_bytes(b"one"), {})
-    directory.save(2, write_bytes(b"two"), {})
-    fail_reads(monkeypatch, "manifest.json", 2, errno.ESTALE)
-    assert directory.find_newest().step == 2
+def find_newest_with_damage(out: str) -> tuple[int, str]:
+    """Save two checkpoints, damage a file of the second one, and find the newest. Then let rank 1 fail to read.
 
-
-def find_newest_while_rank_1_cannot_read(out: str) -> str:
-    """Return the error message of this rank when rank 1 cannot read the manifest."""
+    Returns:
+        The step that this rank has found, and its error message when rank 1 cannot read the manifest.
+    """
     run = Runtime(dist.get_rank(), 0, 2, 2, CPU, torch.float32)
     directory = CheckpointDirectory(out, run, 3)
-    directory.save(1, write_bytes(b"one") if run.is_main else (lambda to: None), {})
+
+    def write(to: NewFiles) -> None:
+        with to.open(f"rank{run.rank}") as file:
+            file.write(b"x")
+
+    for step in (1, 2):
+        directory.save(step, write, {})
+    dist.barrier()
+    if run.is_main:
+        (Path(out) / "checkpoints" / "step-00000002" / "rank1").write_bytes(b"y")  # rank 1 verifies it
+    dist.barrier()
+    step = directory.find_newest().step
     if not run.is_main:
         os.open = lambda path, *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))  # type: ignore
         files.RETRY_DELAYS = ()  # type: ignore[assignment]
     try:
         directory.find_newest()
     except ConfigError as error:
-        return str(error)
-    return ""
+        return step, str(error)
+    return step, ""
 
 
-def test_a_rank_that_cannot_read_stops_the_resume_on_all_ranks(tmp_path):
-    """If one rank cannot read the manifest, no rank waits for it. All ranks raise the same error."""
-    first, second = run_on_ranks(find_newest_while_rank_1_cannot_read, 2, str(tmp_path), show=False)
-    assert first == second and "cannot be read (Input/output error)" in first
+def test_all_ranks_find_the_same_checkpoint_or_raise(tmp_path):
+    """If one rank finds damage, all ranks use the previous checkpoint. If one cannot read the manifest, no rank waits
+    for it: all raise the same error."""
+    first, second = run_on_ranks(find_newest_with_damage, 2, str(tmp_path), show=False)
+    assert first == second and first[0] == 1 and "cannot be read (Input/output error)" in first[1]
 
 
 def read_and_delete(folder: str) -> list[str]:

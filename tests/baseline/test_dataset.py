@@ -11,6 +11,7 @@ import re
 import resource
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +31,10 @@ from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE
-from tests.helpers.training import ROOT, tiny
+from tests.helpers.training import tiny
 from workshop.ranks import run_on_ranks
 
 POEM = "the quick brown fox jumps over the lazy dog\n" * 50
-
-
-def test_shakespeare_has_the_pinned_hash():
-    """The text that is extracted from the downloaded package has the pinned hash and contains no Markdown."""
-    text = prepare.load_shakespeare()
-    assert hashlib.sha256(text.encode()).hexdigest() == prepare.SHAKESPEARE_SHA256
-    assert "HAMLET:\nTo be, or not to be: that is the question:\n" in text
-    assert not set("*_#[]\\") & set(text)
 
 
 def test_markdown_is_stripped():
@@ -66,11 +59,9 @@ def test_gpt2_token_ids_match_the_published_ones():
 
 
 def test_meta_pkl_decodes_as_in_nanogpt():
-    """meta.pkl has the fields that nanoGPT's sample.py reads. This project never unpickles it."""
+    """meta.pkl has the fields that nanoGPT's sample.py reads."""
     meta = pickle.loads((DATA / "shakespeare_char" / "meta.pkl").read_bytes())
     assert "".join(meta["itos"][meta["stoi"][c]] for c in "To be") == "To be" and meta["vocab_size"] == 75
-    for source in ROOT.glob("nanoGPT/*.py"):
-        assert "pickle.load(" not in source.read_text() and "pickle.loads(" not in source.read_text()
 
 
 def test_a_text_file_becomes_a_dataset(tmp_path, monkeypatch):
@@ -138,32 +129,29 @@ def test_a_dataset_of_another_source_is_never_overwritten(conflict, tmp_path, mo
     assert json.loads((folder / "meta.json").read_text())["tokenizer"]["name"] == arguments[2]
 
 
-UNREADABLE = {
-    "json": ("{", "line 1 column 2"),
-    "fifo": (None, "not a regular file"),
-    "error": (None, "symbolic links"),
+UNREADABLE: dict[tuple[str, str], Callable[[Path], object]] = {
+    ("meta.json", "does not describe a dataset .*line 1 column 2"): lambda path: path.write_text("{"),
+    ("meta.json", "does not describe a dataset .*not a regular file"): os.mkfifo,
+    ("meta.json", "cannot be read .*symbolic links"): lambda path: path.symlink_to(path.name),  # ELOOP
+    ("val.bin", "cannot be read"): lambda path: path.symlink_to(path.name),
 }
 
 
 @pytest.mark.parametrize("damage", UNREADABLE)
-def test_an_unreadable_meta_json_is_kept(damage, tmp_path, monkeypatch):
-    """A meta.json that is damaged or raises an error of the file system is neither deleted nor replaced, because it may
-    describe a valid dataset."""
+def test_an_unreadable_file_is_kept(damage, tmp_path, monkeypatch):
+    """A file that is damaged or raises an error of the file system is neither deleted nor replaced, because it may
+    belong to a valid dataset."""
     monkeypatch.setattr(prepare, "DATA", tmp_path)
+    monkeypatch.setattr("nanoGPT.files.RETRY_DELAYS", ())
     (tmp_path / "poem.txt").write_text(POEM)
     prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
-    meta, (text, message) = tmp_path / "poem_char" / "meta.json", UNREADABLE[damage]
-    meta.unlink()
-    if text:
-        meta.write_text(text)
-    elif damage == "fifo":
-        os.mkfifo(meta)
-    else:
-        meta.symlink_to("meta.json")  # ELOOP
-        monkeypatch.setattr("nanoGPT.files.RETRY_DELAYS", ())
-    with pytest.raises(ConfigError, match=rf"meta.json (does not describe a dataset|cannot be read) \(.*{message}"):
+    (name, message), folder = damage, tmp_path / "poem_char"
+    (folder / name).unlink()
+    UNREADABLE[damage](folder / name)
+    before = {path.name: path.lstat().st_ino for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match=f"{name} {message}"):
         prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
-    assert os.path.lexists(meta) and (text is None or meta.read_text() == text)
+    assert {path.name: path.lstat().st_ino for path in folder.iterdir()} == before
 
 
 def test_concurrent_preparations_prepare_a_text_once(tmp_path, monkeypatch, capsys):
@@ -368,9 +356,7 @@ def test_the_sequences_of_the_next_step_are_read_ahead(sampling, tmp_path, monke
 BAD_MIXTURES = {
     "A:1,shakespear:1": "no dataset shakespear; did you mean shakespeare",
     "A:0,B:1": "the weight 0 for .*/a: use a number from",
-    "A:-1,B:1": "the weight -1",
     "A:1e9,B:1": "the weight 1e9",
-    "A:1234567,B:1": "the weight 1234567",
     "A:1,B": "no weight for .*/b: write .*/b:1",
     "A:1,,B:1": "contains an empty name",
     "A:1,A:2": "contains the dataset a twice",
@@ -434,12 +420,6 @@ def test_every_window_can_be_drawn(base, tmp_path):
     assert starts == set(range(base, base + 16))
 
 
-def test_an_unknown_character_is_named():
-    """Encoding a character that is not in the vocabulary raises an error that names it."""
-    with pytest.raises(ConfigError, match="'é' is not in this model's vocabulary"):
-        CharTokenizer("abc").encode("abcé")
-
-
 def test_large_vocabularies_use_four_bytes_per_token():
     """Token ids of a vocabulary above 65,536 are stored as uint32."""
     assert [prepare.choose_token_dtype(n) for n in (75, 65536, 65537)] == ["uint16", "uint16", "uint32"]
@@ -464,18 +444,3 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffTo be\r\nor not".encode() * 20)
     text = prepare.read_text(str(tmp_path / "a.txt"))
     assert text.startswith("To be\nor not") and "\r" not in text
-
-
-def test_a_file_with_a_read_error_is_not_treated_as_missing(tmp_path, monkeypatch):
-    """If the size of a .bin file cannot be read, the dataset is not prepared again."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path)
-    (tmp_path / "poem.txt").write_text(POEM)
-    prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
-    (tmp_path / "poem_char" / "val.bin").unlink()
-    (tmp_path / "poem_char" / "val.bin").symlink_to("val.bin")  # ELOOP
-    before = (tmp_path / "poem_char" / "train.bin").stat().st_ino
-    monkeypatch.setattr("nanoGPT.files.RETRY_DELAYS", ())
-    with pytest.raises(ConfigError, match="val.bin cannot be read"):
-        prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
-    assert (tmp_path / "poem_char" / "train.bin").stat().st_ino == before
-    assert (tmp_path / "poem_char" / "meta.json").exists()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanoGPT.checkpoint.hugging_face import read_hf, write_hf
 from nanoGPT.checkpoint.state import FullState, load_weights, read_ckpt, save_ckpt
 from nanoGPT.checkpoint.weights import read_weights
 from nanoGPT.checkpoint.writer import NewFiles
@@ -77,9 +78,12 @@ def assert_directory_refused(folder: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
 def test_known_activations_have_the_logits_of_transformers(activation, tmp_path):
-    """Both names of the tanh GELU, and the exact GELU, have the same logits as in transformers."""
+    """Both names of the tanh GELU, and the exact GELU, have the logits of transformers, also after an export."""
     expected = save_model(tmp_path, activation_function=activation)
     torch.testing.assert_close(compute_logits(tmp_path), expected, atol=1e-4, rtol=1e-5)
+    (tmp_path / "again").mkdir()
+    write_hf(tmp_path / "again", *read_hf(tmp_path), SHAPE["vocab_size"])
+    assert torch.equal(compute_logits(tmp_path / "again"), compute_logits(tmp_path))
 
 
 def test_openais_names_and_masks_are_accepted(tmp_path):
