@@ -25,7 +25,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
-from nanoGPT.sampling.mixture import parse_mixture, take_turns
+from nanoGPT.sampling.mixture import parse_mixture
 from nanoGPT.sampling.permutation import permute
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
 from nanoGPT.train_config import TrainConfig
@@ -240,9 +240,10 @@ def test_batches_of_recorded_runs_stay_the_same():
 def write_dataset(folder: Path, first: int, *lengths: int, vocab_size: int = 6000) -> str:
     """Write a dataset whose train split has files of these lengths, with the tokens first, first + 1, ..."""
     folder.mkdir()
-    splits: dict = {"train": [], "val": [prepare.write_tokens(folder, "val.bin", np.full(20, first, np.uint16))]}
+    dtype = prepare.choose_token_dtype(vocab_size)
+    splits: dict = {"train": [], "val": [prepare.write_tokens(folder, "val.bin", np.full(20, first, dtype))]}
     for i, length in enumerate(lengths):
-        tokens = np.arange(first, first + length).astype(np.uint16)
+        tokens = np.arange(first, first + length).astype(dtype)
         splits["train"].append(prepare.write_tokens(folder, f"train{i}.bin", tokens))
         first += length
     identity = {"name": "char", "vocab_size": vocab_size, "sha256": "", "characters": ""}
@@ -323,10 +324,7 @@ def test_a_mixture_follows_its_weights(sampling, tmp_path):
     """Datasets occur in proportion to their weights in both splits. In epochs, each dataset has its own epochs, whose
     lengths differ."""
     a, b = write_dataset(tmp_path / "a", 0, 41), write_dataset(tmp_path / "b", 1000, 17)  # 10 and 4 windows
-    assert [take_turns(i, (3, 1, 2))[0] for i in range(12)].count(1) == 2
     data = TokenData(f"{b}:0.2,{a}:0.6", 4, 40, 1, sampling)
-    assert data.identity["weights"] == {"a": 3, "b": 1}
-    assert set(data.identity["files"]) == {f"{name}/{file}.bin" for name in "ab" for file in ("train0", "val")}
     starts = np.concatenate([data.batch("train", TRAIN, step, 0)[0][:, 0].numpy() for step in range(20)])
     share = (starts >= 1000).mean()
     assert share == 0.25 if sampling == "epoch" else 0.2 < share < 0.3
@@ -337,20 +335,15 @@ def test_a_mixture_follows_its_weights(sampling, tmp_path):
             assert all(len(set(part[i : i + count])) == count for i in range(0, len(part), count))
 
 
-@pytest.mark.parametrize("sampling", ["random", "epoch"])
-def test_the_sequences_of_the_next_step_are_read_ahead(sampling, tmp_path, monkeypatch):
+def test_the_sequences_of_the_next_step_are_read_ahead(tmp_path, monkeypatch):
     """A training batch announces exactly the sequences that the same micro-batch of the next step reads."""
     announced, read, original = [], [], Split.read
-    monkeypatch.setattr(Split, "read_ahead", lambda split, *window: announced.append((id(split), *window)))
-    monkeypatch.setattr(
-        Split, "read", lambda split, *window: read.append((id(split), *window)) or original(split, *window)
-    )
-    a, b = write_dataset(tmp_path / "a", 0, 41), write_dataset(tmp_path / "b", 1000, 17)
-    data = TokenData(f"{a}:3,{b}:1", 4, 5, 1, sampling, micro_batches=2)
-    for step in range(3):
+    monkeypatch.setattr(Split, "read_ahead", lambda _, *window: announced.append(window))
+    monkeypatch.setattr(Split, "read", lambda split, *window: read.append(window) or original(split, *window))
+    data = TokenData(write_dataset(tmp_path / "a", 0, 41), 4, 5, 1, micro_batches=2)
+    for step in range(2):
         data.batch("train", TRAIN, step, 1)
-        data.batch("val", EVALUATE, 0, 0)
-    assert announced[:10] == [*read[10:15], *read[20:25]] and len(announced) == 15
+    assert announced[:5] == read[5:]
 
 
 BAD_MIXTURES = {
@@ -400,11 +393,9 @@ def test_a_resume_with_another_mixture_is_refused(tmp_path):
 def test_a_file_that_is_truncated_during_a_run_is_an_error(tmp_path):
     """A batch beyond the new end of a truncated file raises an error with the file's name. It never contains made-up
     tokens."""
-    splits = {s: [prepare.write_tokens(tmp_path, f"{s}.bin", np.zeros(400, dtype=np.uint16))] for s in ("train", "val")}
-    prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": 1, "sha256": "", "characters": "a"}, splits)
-    data = TokenData(str(tmp_path), 4, 50, 1)
-    os.truncate(tmp_path / "train.bin", 100)
-    with pytest.raises(ConfigError, match="train.bin was truncated"):
+    data = TokenData(write_dataset(tmp_path / "a", 0, 400), 4, 50, 1)
+    os.truncate(tmp_path / "a" / "train0.bin", 100)
+    with pytest.raises(ConfigError, match="train0.bin was truncated"):
         data.batch("train", TRAIN, 0, 0)
 
 
@@ -412,10 +403,7 @@ def test_a_file_that_is_truncated_during_a_run_is_an_error(tmp_path):
 def test_every_window_can_be_drawn(base, tmp_path):
     """Over many batches, every window of a short text appears, including the first and the last, and none beyond the
     text. This holds for 2 and for 4 bytes per token."""
-    tokens = (base + np.arange(20)).astype(prepare.choose_token_dtype(base + 20))
-    splits = {s: [prepare.write_tokens(tmp_path, f"{s}.bin", tokens)] for s in ("train", "val")}
-    prepare.write_meta(tmp_path, {}, {"name": "char", "vocab_size": base + 20, "sha256": "", "characters": ""}, splits)
-    data = TokenData(str(tmp_path), 4, 50, 1)
+    data = TokenData(write_dataset(tmp_path / "a", base, 20, vocab_size=base + 20), 4, 50, 1)
     starts = {int(x) for step in range(20) for x in data.batch("train", TRAIN, step, 0)[0][:, 0]}
     assert starts == set(range(base, base + 16))
 

@@ -60,16 +60,23 @@ def test_every_storage_is_counted_once_in_its_category():
     assert sum(memory.peak.values()) == max(sum(totals.values()) for _, totals in memory.timeline)
 
 
+def create_sharded_model(shape: GPTConfig, **options: Any) -> GPT:
+    """Return this rank's shards of a model, created as the trainer creates it."""
+    config = FsdpConfig(device="cpu", **options)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    run = Runtime(rank, rank, ranks, ranks, torch.device("cpu"), torch.float32)
+    with put_parameters_on_meta():
+        model = GPT(shape)
+    shard_model(model, config, run)
+    init_shards(model, config, run)
+    return model
+
+
 def measure_peaks(mode: str) -> tuple[int, int]:
     """Return the peak memory of a step of FSDP on this rank, as counted by MemoryTracker and by torch's MemTracker."""
-    config = FsdpConfig(device="cpu", fsdp_activation_checkpointing=mode)
-    run = Runtime(0, 0, 2, 1, torch.device("cpu"), torch.float32)
     peaks = []
     for _ in range(2):
-        with put_parameters_on_meta():
-            model = GPT(SMALL_SHAPE)
-        model = shard_model(model, config, run)
-        init_shards(model, config, run)
+        model = create_sharded_model(SMALL_SHAPE, fsdp_activation_checkpointing=mode)
         optimizer, x = torch.optim.AdamW(model.parameters()), random_tokens(SMALL_SHAPE, 2, 16)
         if not peaks:
             peaks.append(sum(run_step(model, optimizer, x).peak.values()))
@@ -169,18 +176,6 @@ def test_checkpointing_saves_the_predicted_memory(shape, batch_size, tokens, dro
     for mode in MODES:
         saved = predicted - activation_bytes(shape, batch_size, tokens, dtype, mode)
         assert measured - activations_after_forward(shape, dtype, mode, x) == pytest.approx(saved, abs=64), mode
-
-
-def create_sharded_model(shape: GPTConfig, **options: Any) -> GPT:
-    """Return this rank's shards of a model, created as the trainer creates it."""
-    config = FsdpConfig(device="cpu", **options)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    run = Runtime(rank, rank, ranks, ranks, torch.device("cpu"), torch.float32)
-    with put_parameters_on_meta():
-        model = GPT(shape)
-    shard_model(model, config, run)
-    init_shards(model, config, run)
-    return model
 
 
 def measure_fsdp_step(reshard: bool) -> dict[str, Any]:

@@ -28,13 +28,11 @@ def create_small_model(**changes) -> GPT:
     ("name", "shape", "millions"),
     [
         ("gpt2", (12, 12, 768), 124.44),
-        ("gpt2-medium", (24, 16, 1024), 354.82),
-        ("gpt2-large", (36, 20, 1280), 774.03),
         ("gpt2-xl", (48, 25, 1600), 1557.61),
     ],
 )
 def test_parameter_counts_match_gpt2(name, shape, millions):
-    """The four sizes of GPT-2 have the published numbers of parameters."""
+    """The smallest and the largest GPT-2 have the published numbers of parameters."""
     with torch.device("meta"):
         model = GPT(GPTConfig(*shape, vocab_size=50257))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
