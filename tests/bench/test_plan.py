@@ -286,8 +286,6 @@ def test_the_tables_use_the_right_units():
     speed = {"step_seconds": 2.0, "waiting_seconds": 0.5, "tokens_per_second": 1e3, "mfu": 0.4, "days": 3, "cost": 9}
     row["speed"] = {"compiled": speed, "eager": {**speed, "tokens_per_second": 900.0}}
     assert " ".join(format_speed_row(row).split()) == "128+ 2,000 25% 1,000 40% 900 3.00 9"
-    large = {"phase": "phase3", "options": {}, "total_bytes": 120, "state_bytes": {"parameters": 100}}
-    assert "needs 14 GPUs" in explain_nothing_fits({"rows": [large], "gpus": 4, "usable_bytes": 30})
 
 
 @pytest.mark.heavy
@@ -298,9 +296,8 @@ def test_a_plan_is_consistent(capsys, monkeypatch):
     main(replace(config, json=True))
     plan = json.loads(capsys.readouterr().out)
     rows, text = select_rows(16), format_plan(plan)
-    names = [format_name({"phase": phase, "options": options}) for phase, options in rows]
-    assert len(rows) == len(ROWS) + 1 and all(name in text for name in names)
-    assert [format_name(row) for row in plan["rows"]] == names and select_rows(12) == select_rows(8) == ROWS
+    assert len(rows) == len(ROWS) + 1 and all(format_name(row) in text for row in plan["rows"])
+    assert [(row["phase"], row["options"]) for row in plan["rows"]] == rows
     assert "Simplest row that fits: baseline." in text and "12.4 GiB usable per GPU" in text  # 0.92 x 14.6 - 1
     assert plan["rows"][0]["sent_bytes_per_step"] == round(2 * 4 * plan["parameters"] * 15 / 16)
     for row in plan["rows"]:
@@ -323,10 +320,6 @@ def test_a_shape_that_no_kernel_supports_is_reported_in_its_row():
         and not rows[0]["fits"]
     )
     assert "cannot run: causal_attention: heads have 256 channels" in format_memory_table(rows)[1] and rows[1]["fits"]
-    plan = {"rows": rows, "gpus": 1, "usable_bytes": 1e12}
-    assert recommend(plan) == "Simplest row that fits: baseline."
-    rows[1].update(fits=False, phase="phase3")
-    assert "Nothing fits: phase3 comes closest" in recommend(plan)
 
 
 def test_the_fastest_row_is_named_only_if_it_is_clearly_faster():
@@ -402,8 +395,6 @@ def test_a_step_waits_for_exposed_communication():
     assert added == pytest.approx(4 * 2e9 / 8 / PCIE_BANDWIDTH)
     assert offloaded[1]["backward"].seconds > once["backward"].seconds > every["forward"].seconds > 0
     assert once["forward"].seconds == 0 and once["backward"].min_exposed < once["backward"].seconds / 5
-    eager, compiled = (estimate("phase1", is_compiled)[1]["forward"] for is_compiled in (False, True))
-    assert eager.exposed_seconds(1e9) < compiled.exposed_seconds(1e9) == compiled.seconds
     # Python needs 7 microseconds per kernel of an eager step.
     short_parts, kernels = dict.fromkeys(parts, 0.001), {"forward": 0, "backward": 1000, "update": 10}
     assert apply_launch_bound(short_parts, kernels) == {**short_parts, "backward": pytest.approx(1000 * 7e-6)}
@@ -425,12 +416,8 @@ def test_the_time_of_a_collective_depends_on_its_links():
     ("words", "message"),
     [
         (["--gpu=h1000"], "unknown.*h100"),
-        (["--model=gpt3"], "unknown.*gpt2"),
         (["--gpus=2000"], "--gpus=2000 is out of range: use a value from 1 to 1024"),
         (["--n_embd=30"], "not a multiple of --n_head"),
-        (["--batch_size=200"], "from 1 to 128"),
-        (["--tokens=nan"], "above 0"),
-        (["--link=0"], "--link=0 is out of range"),
         (["--price=2"], "needs --tokens"),
     ],
 )
@@ -441,10 +428,9 @@ def test_wrong_requests_are_refused_with_one_sentence(words, message):
 
 
 def test_links_can_be_given():
-    """`--link` and `--network` are in GB/s and replace those of the GPU."""
+    """`--link` is in GB/s and replaces that of the GPU; `--network` stays."""
     gpu = resolve_gpu(PlanConfig(gpu="l40s", link=64.0))
     assert (gpu.link, gpu.network) == (64e9, GPUS["l40s"].network)
-    assert resolve_gpu(PlanConfig(gpu="l40s", network=50.0)).network == 50e9
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(1.0, 9), (0.999, 8), (1e-6, 0)])
@@ -455,5 +441,3 @@ def test_the_search_finds_the_largest_model(fraction, expected, monkeypatch):
     monkeypatch.setattr(planner, "usable_bytes", lambda _: fraction * needed[9])
     job = Job(make_shape(1, 8), H100, 1)
     assert find_largest(("baseline", {}), job, 1, InlineExecutor()) == expected
-    monkeypatch.setattr(planner, "HOST_GIB", 8 * needed[5] / 2**30)
-    assert find_largest(("phase3", {"fsdp_cpu_offload": True}), job, 1, InlineExecutor()) == min(5, expected)
