@@ -6,9 +6,14 @@ This is the public JSON format (Chollet 2019, https://github.com/fchollet/ARC-AG
 of colors 0 to 9. `generate_task` makes small tasks in the same format, whose answers are known.
 """
 
+import itertools
 import random
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Annotated, Any, NotRequired, TypeAlias, TypedDict
+
+from msgspec import Meta
+
+from nanoGPT.schema import SchemaError, check_schema
 
 Grid: TypeAlias = list[list[int]]
 Pair: TypeAlias = tuple[Grid, Grid]
@@ -18,51 +23,43 @@ MAX_SIDE = 30  # rows and columns of a grid
 ARROW = ":"  # between an input grid and its output grid
 
 
-class InvalidProblem(ValueError):
-    """A problem that cannot be used. The message says what is wrong with it."""
+Row = Annotated[list[Annotated[int, Meta(ge=0, lt=COLORS)]], Meta(min_length=1, max_length=MAX_SIDE)]
+Rows = Annotated[list[Row], Meta(min_length=1, max_length=MAX_SIDE)]
 
 
-def check_grid(value: Any, name: str) -> Grid:
-    """Return a grid that was read from JSON.
+class TrainPair(TypedDict):
+    """A pair of grids that shows the rule."""
 
-    Args:
-        value: any JSON value.
-        name: where it stands in the task, for the message.
+    input: Rows
+    output: Rows
 
-    Raises:
-        InvalidProblem: it is not a list of 1 to 30 equally long rows of 1 to 30 colors.
-    """
-    if not isinstance(value, list) or not 1 <= len(value) <= MAX_SIDE:
-        raise InvalidProblem(f"{name} is not a list of 1 to {MAX_SIDE} rows")
-    for row in value:
-        if not isinstance(row, list) or not 1 <= len(row) <= MAX_SIDE or len(row) != len(value[0]):
-            raise InvalidProblem(f"{name} has rows of different or invalid lengths")
-        if any(type(cell) is not int or not 0 <= cell < COLORS for cell in row):
-            raise InvalidProblem(f"{name} has a cell that is not a color from 0 to {COLORS - 1}")
-    return value
+
+class TestPair(TypedDict):
+    """A grid to complete, and its answer if it is known."""
+
+    input: Rows
+    output: NotRequired[Rows]
+
+
+class ArcTask(TypedDict):
+    """A task in the public format."""
+
+    train: Annotated[list[TrainPair], Meta(min_length=1)]
+    test: Annotated[list[TestPair], Meta(min_length=1)]
 
 
 def read_task(task: Any) -> tuple[list[Pair], list[tuple[Grid, Grid | None]]]:
     """Return the training pairs and the tests of a task. A test without an output has None.
 
     Raises:
-        InvalidProblem: the task has another format.
+        SchemaError: the task has another format.
     """
-    if not isinstance(task, dict) or not isinstance(task.get("train"), list) or not isinstance(task.get("test"), list):
-        raise InvalidProblem("it has no lists `train` and `test`")
-    if not task["train"] or not task["test"]:
-        raise InvalidProblem("its list `train` or `test` is empty")
-    pairs, tests = [], []
-    for part in ("train", "test"):
-        for i, pair in enumerate(task[part]):
-            name = f"{part}[{i}]"
-            if not isinstance(pair, dict) or "input" not in pair or (part == "train" and "output" not in pair):
-                raise InvalidProblem(f"{name} is not a pair of `input` and `output`")
-            grids = [check_grid(pair[key], f"{name}.{key}") for key in ("input", "output") if key in pair]
-            if part == "train":
-                pairs.append((grids[0], grids[1]))
-            else:
-                tests.append((grids[0], grids[1] if len(grids) > 1 else None))
+    check_schema(task, ArcTask)
+    pairs = [(pair["input"], pair["output"]) for pair in task["train"]]
+    tests = [(pair["input"], pair.get("output")) for pair in task["test"]]
+    for grid in filter(None, itertools.chain(*pairs, *tests)):
+        if len({len(row) for row in grid}) > 1:
+            raise SchemaError("a grid has rows of different lengths")
     return pairs, tests
 
 

@@ -151,8 +151,6 @@ class Evaluation:
         fields: dict[str, Any] = dict(attempts[0])
         if len(attempts) > 1:
             fields["attempts"] = attempts
-        if isinstance(problem, ArcProblem):
-            fields["test"] = problem.test
         return {**fields, "wanted": problem.wanted}
 
     def _report_stop(self) -> int:

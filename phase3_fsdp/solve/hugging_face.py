@@ -21,6 +21,7 @@ from phase3_fsdp.solve.costs import ModelSize, Spread
 from phase3_fsdp.solve.generation import LanguageModel
 from phase3_fsdp.solve.identity import digest_files
 from phase3_fsdp.solve.prompts import TextCodec
+from phase3_fsdp.solve.tensor_parallel import check_heads
 from phase3_fsdp.solve.units import find_ends, find_units, shard_for_generation
 
 try:
@@ -184,11 +185,7 @@ def check_plan(model: nn.Module, folder: Path, size: ModelSize, ranks: int) -> N
     """
     if not size.kv_heads:
         raise ConfigError(f"{folder} has no tensor-parallel plan that this program supports: use --spread=fsdp")
-    if size.kv_heads % ranks:
-        raise ConfigError(
-            f"--spread=tp divides the {size.kv_heads} key heads of the model among the ranks, but there are {ranks}: "
-            "use --spread=fsdp, or a number of ranks that divides the heads"
-        )
+    check_heads(size.kv_heads, ranks)
     if name := find_indivisible(model, ranks):
         raise ConfigError(
             f"--spread=tp cannot divide {name} of the model among {ranks} ranks: use --spread=fsdp, or another number "

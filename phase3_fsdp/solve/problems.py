@@ -14,16 +14,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from msgspec import Meta
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import read_document
+from nanoGPT.schema import SchemaError, check_schema
 from phase3_fsdp.solve import arc
-from phase3_fsdp.solve.arc import Grid, InvalidProblem, Pair
+from phase3_fsdp.solve.arc import Grid, Pair
 
 GENERATED = "arc-generated"
 SUFFIXES = (".json", ".jsonl")
-MATCHES = ("exact", "normalized", "numeric")
+
+
+class Line(TypedDict):
+    """A line of JSON with a problem."""
+
+    prompt: Annotated[str, Meta(min_length=1)]
+    answer: Annotated[str, Meta(min_length=1)] | int | float
+    match: NotRequired[Literal["exact", "normalized", "numeric"]]
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,7 @@ def read_problems(source: str, max_characters: int, report: Report) -> Iterator[
         for place, make in makers:
             try:
                 problems = make()
-            except (ValueError, RecursionError) as error:  # InvalidProblem and JSONDecodeError are ValueErrors
+            except (ValueError, RecursionError) as error:  # SchemaError and JSONDecodeError are ValueErrors
                 report(ConfigError(f"{place} is not a problem: {str(error)[:200]}: correct it, or use --skip_bad=True"))
                 continue
             yield from problems
@@ -159,7 +169,7 @@ def make_arc_problems(name: str, task: Any) -> list[Problem]:
     """Return one problem for each test of an ARC task.
 
     Raises:
-        InvalidProblem: it is not an ARC task.
+        SchemaError: it is not an ARC task.
     """
     pairs, tests = arc.read_task(task)
     return [
@@ -172,32 +182,12 @@ def make_line_problem(name: str, line: str) -> list[Problem]:
     """Return the problem in a line of JSON, `{"prompt": ..., "answer": ...}`. A field `id` replaces the name.
 
     Raises:
-        InvalidProblem, JSONDecodeError: it is no problem.
+        SchemaError, ValueError: it is no problem.
     """
     row = json.loads(line)
-    if not isinstance(row, dict):
-        raise InvalidProblem("the line is not a JSON object")
-    name = str(row.get("id", name))
-    name.encode()
-    match = row.get("match", "normalized")
-    if match not in MATCHES:
-        raise InvalidProblem(f"`match` is {match!r}: use {', '.join(MATCHES)}")
-    wanted = check_text(row, "answer")
-    if match == "numeric" and not is_match(wanted, wanted, match):
-        raise InvalidProblem("`match` is numeric, and `answer` has no number")
-    return [TextProblem(name, check_text(row, "prompt"), wanted, match)]
-
-
-def check_text(row: dict[str, Any], name: str) -> str:
-    """Return a field of a problem that must be a text, or a number for an answer.
-
-    Raises:
-        InvalidProblem: it is missing, empty or something else.
-    """
-    value = row.get(name)
-    if name == "answer" and type(value) in (int, float):
-        return str(value)
-    if not isinstance(value, str) or not value:
-        raise InvalidProblem(f"`{name}` is missing, empty or not a text")
-    value.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
-    return value
+    check_schema(row, Line)
+    problem = TextProblem(str(row.get("id", name)), row["prompt"], str(row["answer"]), row.get("match", "normalized"))
+    "".join((problem.id, problem.prompt, problem.wanted)).encode()  # UnicodeEncodeError for half of a surrogate pair
+    if problem.match == "numeric" and not problem.score(problem.wanted, "")["is_right"]:
+        raise SchemaError("`match` is numeric, and `answer` has no number")
+    return [problem]

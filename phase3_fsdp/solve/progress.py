@@ -59,7 +59,8 @@ class Progress:
             return
         try:
             saved = json.loads(path.read_text())
-            different = find_differences(saved, settings)
+            # A model is compared by its weights, not by its path.
+            different = [name for name in settings if name != "model" and saved.get(name) != settings[name]]
         except (ValueError, AttributeError, TypeError):
             raise ConfigError(f"{path} is damaged: use another directory as --to") from None
         if different:
@@ -86,11 +87,6 @@ class Progress:
         """Close the files, and let another run use the directory."""
         self.file.close()
         self.lock.close()
-
-
-def find_differences(saved: dict[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings that are not the saved ones. A model is compared by its weights, not by its path."""
-    return [name for name in settings if name != "model" and saved.get(name) != settings[name]]
 
 
 def lock_directory(folder: Path) -> DirectoryLock:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from nanoGPT.checkpoint.state import EMBEDDING
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPT
 
 COLUMN_PARALLEL = ("attn.c_attn", "mlp.c_fc")
 ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj")
@@ -38,15 +38,15 @@ class VocabParallelEmbedding(nn.Embedding):
         return x
 
 
-def check_heads(shape: GPTConfig, ranks: int) -> None:
+def check_heads(heads: int, ranks: int) -> None:
     """Check that the heads can be divided among the ranks.
 
     Raises:
         ConfigError: they cannot.
     """
-    if shape.n_head % ranks:
+    if heads % ranks:
         raise ConfigError(
-            f"--spread=tp divides the {shape.n_head} heads of the model among the ranks, but there are {ranks}: use "
+            f"--spread=tp divides the {heads} heads of the model among the ranks, but there are {ranks}: use "
             "--spread=fsdp, or a number of ranks that divides the heads"
         )
 
@@ -61,7 +61,7 @@ def parallelize(model: GPT, rank: int, ranks: int) -> None:
     Raises:
         ConfigError: the number of ranks does not divide the heads.
     """
-    check_heads(model.config, ranks)
+    check_heads(model.config.n_head, ranks)
     vocab_size = model.config.vocab_size
     for name, full in list(model.named_parameters()):
         path, _, kind = name.rpartition(".")

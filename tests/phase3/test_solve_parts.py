@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from nanoGPT.errors import ConfigError
+from nanoGPT.schema import SchemaError
 from nanoGPT.tokenizer import CharTokenizer
 from phase3_fsdp.solve import arc, report
-from phase3_fsdp.solve.arc import InvalidProblem
 from phase3_fsdp.solve.identity import digest_files
-from phase3_fsdp.solve.problems import ArcProblem, TextProblem, is_match, make_line_problem, read_problems
+from phase3_fsdp.solve.problems import ArcProblem, TextProblem, is_match, read_problems
 from phase3_fsdp.solve.progress import Progress, read_lines
 from phase3_fsdp.solve.prompts import HARMONY, OwnCodec, Prompter, choose_symbols
 from phase3_fsdp.solve.settings import SolveConfig
@@ -76,15 +76,15 @@ def test_a_grid_is_found_in_an_answer_with_other_text():
 @pytest.mark.parametrize(
     "task, message",
     [
-        ([], "no lists `train` and `test`"),
-        ({**TASK, "train": [{"input": [[1]]}]}, "train[0] is not a pair"),
-        ({**TASK, "test": [{"input": [[1], [1, 2]]}]}, "test[0].input has rows of different"),
-        ({**TASK, "test": [{"input": [[10]]}]}, "not a color"),
+        ([], "Expected `object`, got `array`"),
+        ({**TASK, "train": [{"input": [[1]]}]}, "missing required field `output` - at `$.train[0]`"),
+        ({**TASK, "test": [{"input": [[1], [1, 2]]}]}, "rows of different lengths"),
+        ({**TASK, "test": [{"input": [[10]]}]}, "at `$.test[0].input[0][0]`"),
     ],
 )
 def test_a_malformed_task_is_named(task, message):
     """The message says which part of an ARC task is wrong."""
-    with pytest.raises(InvalidProblem) as error:
+    with pytest.raises(SchemaError) as error:
         arc.read_task(task)
     assert message in str(error.value)
 
@@ -97,6 +97,7 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         {"prompt": "2 + 2 =", "answer": 4, "match": "numeric"},
         {"prompt": "The sky is", "answer": "blue", "id": "sky"},
         {"prompt": 3, "answer": "x"},
+        {"prompt": "a", "answer": "b", "match": "fuzzy"},
     ]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n", encoding="utf-8-sig")
     refusals: list[ConfigError] = []
@@ -104,19 +105,13 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
     assert [each.id for each in found] == ["a-0", "a-1", "t1", "c-0001", "sky"]
     assert [type(each) for each in found[-3:]] == [ArcProblem, TextProblem, TextProblem]
     messages = [str(each) for each in refusals]
-    assert "b.json, task t2 is not a problem: it has no lists" in messages[0]
-    assert "c.jsonl, line 3 is not a problem: `prompt` is missing, empty or not a text" in messages[1]
-    assert "c.jsonl, line 4 is not a problem" in messages[2] and "--skip_bad=True" in messages[2]
+    assert "b.json, task t2 is not a problem: Object missing required field `train`" in messages[0]
+    assert "c.jsonl, line 3 is not a problem: Expected `str`, got `int` - at `$.prompt`" in messages[1]
+    assert "c.jsonl, line 4 is not a problem: Invalid enum value 'fuzzy' - at `$.match`" in messages[2]
+    assert "c.jsonl, line 5 is not a problem" in messages[3] and "--skip_bad=True" in messages[3]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="has no file"):
         list(read_problems(str(tmp_path / "empty"), 100, refusals.append))
-
-
-@pytest.mark.parametrize("row", [[1], {"prompt": "a", "answer": "b", "match": "fuzzy"}, {"prompt": "a"}])
-def test_a_malformed_line_is_refused(row):
-    """A line needs a prompt and an answer, and a known way to compare them."""
-    with pytest.raises(InvalidProblem):
-        make_line_problem("x", json.dumps(row))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +248,7 @@ def test_a_model_is_identified_by_the_content_of_its_files(tmp_path):
 
 def test_the_report_shows_failures_first():
     """The wrong answer comes first, with the expected grid; speed, memory and channels are listed."""
-    common = {"tokens": 3, "seconds": 0.5, "is_right": True, "cell_accuracy": 1.0, "test": [[1]], "wanted": [[2, 4]]}
+    common = {"tokens": 3, "seconds": 0.5, "is_right": True, "cell_accuracy": 1.0, "wanted": [[2, 4]]}
     lines = [
         {**common, "id": "right", "answer": "24", "grid": [[2, 4]]},
         {**common, "id": "wrong", "answer": "no", "grid": None, "is_right": False, "cell_accuracy": 0.0},
