@@ -25,13 +25,11 @@ from nanoGPT.job.signals import listen_for_signals, stop_with_launcher
 from nanoGPT.job.start import report_job_errors
 from nanoGPT.launch import configure_agent, explain_exit, find_root_cause, forward_signals
 from nanoGPT.sample import choose_run
-from phase3_fsdp.solve.evaluation import Evaluation
+from phase3_fsdp.solve.evaluation import CONTINUE, Evaluation
 from phase3_fsdp.solve.models import open_model
 from phase3_fsdp.solve.prompts import Prompter
 from phase3_fsdp.solve.settings import SolveConfig, validate
 from phase3_fsdp.solve.tasks import select_problems, write_tasks
-
-CONTINUE = "run the same command again; it continues with the problems that are not finished"
 
 # ---- start ranks
 

@@ -9,10 +9,10 @@ one token for each sequence.
     offload        A b + cache                       all-gather   (P + R) b (N-1)/N, after a copy of (P + R) b / N
     tp             about P b / N + cache / N         2 L + 1 all-reduces of slots x C, all-gather of slots x V
 
-`units.py` has the units of FSDP, and explains A: a unit counts twice while it computes, and once while it is on its
-way. With offload, R is all-gathered for the embedding and again for the head. `fully_shard` pads rows to a multiple of
-N, which makes P slightly larger. The cache of a sequence of T tokens has 2 L T C_kv b bytes, where C_kv is the number
-of key channels.
+`units.py` has the units of FSDP, and explains A: a unit counts twice while it computes, and with fsdp the one before
+it once. With offload, R is all-gathered for the embedding and again for the head. `fully_shard` pads rows to a multiple
+of N, which makes P slightly larger. The cache of a sequence of T tokens has 2 L T C_kv b bytes, where C_kv is the
+number of key channels.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from torch import nn
 
 from nanoGPT.memory.costs import ring_bytes
 from nanoGPT.model import Block, GPTConfig
-from phase3_fsdp.solve.units import find_units, frees_buffers_early, list_prefetched
+from phase3_fsdp.solve.units import find_units
 
 Spread = Literal["fsdp", "offload", "tp"]
 SPREADS: tuple[Spread, ...] = ("fsdp", "offload", "tp")
@@ -147,7 +147,7 @@ def predict(spread: Spread, size: ModelSize, ranks: int, slots: int, tokens: int
     if ranks == 1 and not is_offloaded:
         return SpreadCosts(weights, 0.0, cache, 0.0, 0.0, 0.0)
     root = size.root - sum(size.ends)
-    gathered = itemsize * (find_gathered_peak(size, ranks, is_offloaded) + (0 if is_offloaded else root))
+    gathered = itemsize * (find_gathered_peak(size, is_offloaded) + (0 if is_offloaded else root))
     moved = weights + (itemsize * root if is_offloaded else 0)
     network, shard = ring_bytes("all-gather", moved, ranks), weights / ranks
     if is_offloaded:
@@ -155,29 +155,19 @@ def predict(spread: Spread, size: ModelSize, ranks: int, slots: int, tokens: int
     return SpreadCosts(shard, gathered, cache, 0.0, network, 0.0)
 
 
-def find_gathered_peak(size: ModelSize, ranks: int, is_offloaded: bool) -> int:
+def find_gathered_peak(size: ModelSize, is_offloaded: bool) -> int:
     """Return the most parameters that FSDP has all-gathered at a time, in parameters and flat buffers.
 
     Follow one forward pass of `units.py`. One rank needs no flat buffers, but has a second copy of a parameter while it
     copies it from CPU memory.
     """
     peak = 2 * max(size.root - sum(size.ends), *size.ends, 0)
-    if ranks == 1:
-        units = ((layer[0] if number else 0) + 2 * unit for layer in size.units for number, unit in enumerate(layer))
-        return max(peak, *units)
-    buffers: dict[tuple[int, int], int] = {}  # by (layer, unit)
     copied = 0  # the buffer that FSDP frees when the next unit has been copied
-    places = [[(i, j) for j in range(len(layer))] for i, layer in enumerate(size.units)]
-    for layer, following in zip(places, [*places[1:], []], strict=True):
-        for place, prefetched in zip(layer, list_prefetched(layer, following), strict=True):
-            unit = size.units[place[0]][place[1]]
-            params = unit + (size.units[place[0]][0] if place[1] else 0)  # with the rest of its layer
-            buffers[place] = unit
-            peak = max(peak, params + sum(buffers.values()) + copied)
-            copied = 0 if is_offloaded and frees_buffers_early(layer, following) else buffers[place]
-            del buffers[place]
-            buffers |= {(i, j): size.units[i][j] for i, j in prefetched}
-            peak = max(peak, params + sum(buffers.values()) + copied)
+    for layer in size.units:
+        for number, unit in enumerate(layer):
+            rest = layer[0] if number else 0  # of the layer
+            peak = max(peak, rest + 2 * unit + copied)
+            copied = 0 if is_offloaded else unit
     return peak
 
 

@@ -24,6 +24,8 @@ from phase3_fsdp.solve.prompts import Prompter, choose_symbols
 from phase3_fsdp.solve.settings import SolveConfig
 from phase3_fsdp.solve.tasks import compute_digest
 
+CONTINUE = "run the same command again; it continues with the problems that are not finished"
+
 
 class Evaluation:
     """One run over a list of problems, on every rank. Rank 0 writes the files.
@@ -79,7 +81,8 @@ class Evaluation:
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=bool(results))
             seconds = time.perf_counter() - begin
             if generator.should_stop:
-                return self._report_stop()
+                self.run.print0(f"stopped by a signal: {CONTINUE}")
+                return 0
         memory = self.run.gather(read_peak_memory(self.run.device))
         if self.run.is_main:
             self._write_result(tokens, seconds, memory)
@@ -152,15 +155,6 @@ class Evaluation:
         if len(attempts) > 1:
             fields["attempts"] = attempts
         return {**fields, "wanted": problem.wanted}
-
-    def _report_stop(self) -> int:
-        finished = f"{self._count_finished()} of {len(self.work)} problems are finished"
-        self.run.print0(f"stopped by a signal: {finished}; the same command continues with the others")
-        return 0
-
-    def _count_finished(self) -> int:
-        lines = self.progress.lines if self.progress else {}
-        return sum(problem.id in lines for problem, _ in self.work.values())
 
     def _write_result(self, tokens: int, seconds: float, memory: list[int]) -> None:
         """Write the result and the report, and print the scores."""

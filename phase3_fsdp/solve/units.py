@@ -6,12 +6,12 @@ embedding and the head are units as well. If they share one parameter (tied weig
 with offload the root is freed while the layers run.
 
 FSDP all-gathers a unit into a flat buffer, copies it into the parameters, and frees the buffer when the next unit has
-been copied. So a rank has a unit twice, and the flat buffer of the next unit. With offload, all of this is at most
-twice the size of the largest layer, where the embedding and the head count as layers.
+been copied. So a rank has a unit twice, and the flat buffer of the unit before. With offload, FSDP frees a buffer as
+soon as it is copied: a rank has at most twice the largest layer, where the embedding and the head count as layers.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from nanoGPT.distributed.runtime import Runtime
 
-T = TypeVar("T")
 MIN_PARAMS = 1_000_000  # of a unit that is a part of a layer
 
 
@@ -69,15 +68,15 @@ def shard_for_generation(model: nn.Module, layers: Sequence[nn.Module], is_offlo
         "mp_policy": MixedPrecisionPolicy(param_dtype=run.dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(run.device.type != "cpu") if is_offloaded else OffloadPolicy(),
     }
-    ends, units = find_ends(model), [list(find_units(layer)) for layer in layers]
-    for unit in (*ends, *(unit for each in units for unit in reversed(each))):  # inner units first
+    units = [unit for layer in layers for unit in reversed(find_units(layer))]  # inner units first
+    for unit in (*find_ends(model), *units):
         fully_shard(unit, reshard_after_forward=True, **options)
     fully_shard(model, **options)
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_forward(True, recurse=False)  # without a backward pass, nothing needs the root afterwards
-    set_prefetching(units)
     if is_offloaded:
-        set_early_frees(model, units)
+        # FSDP then copies on the stream that computes, and frees a flat buffer as soon as it is copied.
+        model._set_unshard_async_op(True)
         free_root_between(model, layers[0], layers[-1])
 
 
@@ -92,44 +91,3 @@ def free_root_between(model: FSDPModule, first: nn.Module, last: nn.Module) -> N
 
     first.register_forward_pre_hook(free, prepend=True)  # before FSDP all-gathers the layer
     last.register_forward_hook(all_gather)
-
-
-def set_prefetching(units: Sequence[Sequence[nn.Module]]) -> None:
-    """Let each unit start the all-gathers of `list_prefetched` before it computes.
-
-    Args:
-        units: of each layer, in execution order; the first one is the layer itself.
-    """
-    for layer, following in zip(units, [*units[1:], []], strict=True):
-        for unit, prefetched in zip(layer, list_prefetched(layer, following), strict=True):
-            assert isinstance(unit, FSDPModule)
-            unit.set_modules_to_forward_prefetch(prefetched)  # type: ignore[arg-type]
-
-
-def list_prefetched(layer: Sequence[T], following: Sequence[T]) -> list[list[T]]:
-    """Return what each unit of a layer prefetches: the next large part, with what is left of the layer of that part.
-
-    Args:
-        layer: its units, or anything else with one entry per unit; the first one is the layer itself.
-        following: the same for the next layer; empty for the last one.
-    """
-    return [*([part] for part in layer[1:]), list(following[:2])]
-
-
-def frees_buffers_early(layer: Sequence[Any], following: Sequence[Any]) -> bool:
-    """Return whether a layer frees its flat buffers at once if memory matters most.
-
-    It must if it has no two large parts, or if the head comes next, which can be larger than a layer.
-    """
-    return len(layer) < 3 or not following
-
-
-def set_early_frees(model: FSDPModule, units: Sequence[Sequence[nn.Module]]) -> None:
-    """Free flat buffers as soon as they are copied, where a rank would otherwise have more than two layers.
-
-    FSDP then copies on the stream that computes, so a copy from CPU memory does not overlap with computation.
-    """
-    model._set_unshard_async_op(True)
-    for layer, following in zip(units, [*units[1:], []], strict=True):
-        assert isinstance(layer[0], FSDPModule)
-        layer[0]._set_unshard_async_op(frees_buffers_early(layer, following))

@@ -122,7 +122,6 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         ("The  answer.", "answer", "normalized", True),
         ("so it is 1,024.0", "1024", "numeric", True),
         ("2 or 3", "2", "numeric", False),
-        ("none", "2", "numeric", False),
         ("", "A", "normalized", False),
     ],
 )
@@ -190,7 +189,7 @@ def test_pass_at_k_is_the_fraction_of_choices_with_a_right_attempt():
 
     The scores have the powers of two and the number of attempts.
     """
-    for attempts, right in ((1, 0), (1, 1), (5, 2), (6, 0), (6, 3), (6, 6)):
+    for attempts, right in ((1, 0), (5, 2), (6, 6)):
         marks = [number < right for number in range(attempts)]
         for k in range(1, attempts + 1):
             choices = [any(choice) for choice in itertools.combinations(marks, k)]
