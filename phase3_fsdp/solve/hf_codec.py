@@ -1,10 +1,10 @@
 """The tokenizer of a Hugging Face model, as `TextCodec`."""
 
-import json
+import contextlib
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from nanoGPT.errors import ConfigError
 
@@ -20,10 +20,14 @@ class HfCodec:
                 f"{folder} has no tokenizer that transformers can read ({str(error)[:200]}): copy the tokenizer's files"
             ) from None
         self.ids = len(self.tokenizer)
-        ends = getattr(config, "eos_token_id", None)  # some models have several
-        ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
-        ends += read_generation_ends(folder)
-        self.ends = frozenset(end for end in ends if end is not None)
+        ends = {self.tokenizer.eos_token_id}
+        sources = [config]
+        with contextlib.suppress(OSError):  # chat models have this file
+            sources.append(GenerationConfig.from_pretrained(folder))
+        for source in sources:
+            ids = getattr(source, "eos_token_id", None)  # some models have several
+            ends |= set(ids if isinstance(ids, list) else [ids])
+        self.ends = frozenset(ends - {None})
         begin = self.tokenizer.bos_token_id
         self.prefix = [begin] if begin is not None and self.tokenizer.encode("a")[:1] == [begin] else []
 
@@ -49,12 +53,3 @@ class HfCodec:
         """Return the ids of special tokens; the dictionary lacks those that the tokenizer lacks."""
         vocabulary = self.tokenizer.get_vocab()
         return {name: vocabulary[name] for name in names if name in vocabulary}
-
-
-def read_generation_ends(folder: Path) -> list[int]:
-    """Return the ids that end a text by generation_config.json, which chat models have; empty without the file."""
-    try:
-        ends = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return []
-    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]

@@ -14,18 +14,17 @@ import pytest
 import torch
 
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.errors import ConfigError
 from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.solve import costs, gpt, units
-from phase3_fsdp.solve.command import parse, solve
 from phase3_fsdp.solve.generation import Generator, Sampling, Task
 from phase3_fsdp.solve.models import open_model
 from phase3_fsdp.solve.progress import Progress, lock_directory
 from tests.helpers.loading import measure_loading
 from tests.helpers.programs import Program
+from tests.helpers.solving import solve_each, solve_quietly
 from tests.helpers.training import tiny, train
 from workshop.ranks import run_on_ranks
 
@@ -165,18 +164,6 @@ def trained(tmp_path_factory) -> Path:
     fields = {"max_iters": 2, "gradient_accumulation_steps": 2, "eval_iters": 1}
     train("nanoGPT", 1, tiny("nanoGPT", folder, block_size=64, n_head=4, dropout=0.0, **fields))
     return folder
-
-
-def solve_quietly(arguments: list[str]) -> "int | str":
-    """Solve on this rank; return the exit code, or the sentence of a ConfigError."""
-    try:
-        return solve(parse([*arguments, "--device=cpu"]))
-    except ConfigError as error:
-        return str(error)
-
-
-def solve_each(commands: list[list[str]]) -> list["int | str"]:
-    return [solve_quietly(arguments) for arguments in commands]
 
 
 def read_result(folder: Path) -> dict:

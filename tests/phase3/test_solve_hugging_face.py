@@ -11,15 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.errors import ConfigError
 from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.tokenizer import CharTokenizer
 from phase3_fsdp.solve import costs, units
-from phase3_fsdp.solve.command import parse, solve
 from phase3_fsdp.solve.generation import Generator, Sampling, Task
 from tests.helpers.forking import fork_ranks_from_this_process
 from tests.helpers.loading import measure_loading
+from tests.helpers.solving import solve_each
 from workshop.ranks import run_on_ranks
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # 96
@@ -186,17 +185,6 @@ def test_packed_experts_are_unpacked(models, monkeypatch):
         rows = torch.stack([row for _, row in hf_files.read_rows(files, name, 1, 3, folder, part)]).float()
         assert torch.equal(rows, part.take(wanted[1:3]) if part else wanted[1:3])
         assert sizes[-2:] == [[16 * scales_of_part, scales_of_part]] * 2
-
-
-def solve_each(commands: list[list[str]]) -> list["int | str"]:
-    """Solve one command after the other on this rank; return each exit code, or the sentence of a ConfigError."""
-    outcomes: list[int | str] = []
-    for arguments in commands:
-        try:
-            outcomes.append(solve(parse([*arguments, "--device=cpu"])))
-        except ConfigError as error:
-            outcomes.append(str(error))
-    return outcomes
 
 
 def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
