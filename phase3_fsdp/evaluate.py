@@ -13,10 +13,11 @@ optimizer state: a rank stores 4P/N bytes of weights, and all-gathers units whil
 you can evaluate a run while it is training.
 """
 
-import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from nanoGPT.checkpoint.state import read_full_state
 from nanoGPT.checkpoint.weights import find_checkpoint, read_starting_point
@@ -66,7 +67,8 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)
         loss = evaluate(model, data, config, run)
         tokens = config.eval_iters * data.batch_size * data.block_size
-        quality = f"validation loss {loss:.6f}, perplexity {math.exp(loss):.3f}, over {tokens:,} tokens"
+        perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # inf for a loss above 709, where math.exp raises
+        quality = f"validation loss {loss:.6f}, perplexity {perplexity:.3f}, over {tokens:,} tokens"
         run.print0(f"{source}: {quality}")
         return loss
 
