@@ -46,7 +46,7 @@ def test_everything_that_the_files_name_exists():
     commands = re.findall(r"(?:^ *|&& |\[|cache/pip )make ((?:[\w./-]+(?:=\S*)? ?)+)", code, re.MULTILINE)
     words = {word for command in commands for word in command.split() if not word.startswith("-")}
     targets = {word for word in words if "=" not in word}
-    assert {"setup", "data", "jupyter", "phase3"} <= targets
+    assert {"setup", "data", "notebooks", "phase3"} <= targets
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE)
     for name in {word.split("=")[0] for word in words if "=" in word}:
         assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), name
