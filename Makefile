@@ -110,10 +110,10 @@ phase2: .venv/.core data  ## train with Triton kernels
 	@$(LAUNCH) phase2_triton/train.py $(FLAGS)
 phase3: .venv/.core data  ## train with FSDP: sharded parameters, gradients and optimizer state
 	@$(LAUNCH) phase3_fsdp/train.py $(FLAGS)
-sample: .venv/.core  ## generate text from the newest run under out/, or from ARGS=--out_dir=DIR
-	@$(PY) -m nanoGPT.sample $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
-evaluate: .venv/.core data  ## solve problems with the model of the newest run, or of ARGS=--out_dir=DIR, on GPUS ranks
-	@$(PY) phase3_fsdp/evaluate.py --gpus=$(GPUS) $(if $(DEVICE),--device=$(DEVICE)) \
+sample: .venv/.core  ## generate text from RUN=out/...; without RUN, from the newest run
+	@$(PY) -m nanoGPT.sample $(if $(RUN),$(call QUOTED,--out_dir=$(RUN))) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
+evaluate: .venv/.core data  ## solve problems with the model of RUN=out/... on GPUS ranks; without RUN, of the newest run
+	@$(PY) phase3_fsdp/evaluate.py --gpus=$(GPUS) $(if $(RUN),$(call QUOTED,--out_dir=$(RUN))) $(if $(DEVICE),--device=$(DEVICE)) \
 		$(if $(findstring --problems,$(ARGS)),,--problems=arc-generated) $(ARGS)
 copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports into a standalone directory TO=DIR
 	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to="$(TO)"

@@ -56,6 +56,9 @@ MAX_SAMPLED_PARAMS = 2 * 10**9  # of the model of which a sample is printed afte
 # them. Allocations of more than 32 MiB are still returned. Other C libraries ignore this variable.
 MALLOC_TUNABLES = "glibc.malloc.trim_threshold=1073741824:glibc.malloc.mmap_threshold=33554432:glibc.malloc.hugetlb=1"
 
+# Of another job that this process may belong to. One process would wait for the ranks of that job.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], Path, list[str]]:
     """Split a command line into the launcher's arguments, the trainer, and the trainer's arguments.
@@ -327,7 +330,8 @@ def run_one_rank(command: list[str], config: TrainConfig, watch: StallDetector) 
 
     The process has one thread per core.
     """
-    environment = {"GLIBC_TUNABLES": MALLOC_TUNABLES, **os.environ, **config_to_env(config)}
+    inherited = {name: os.environ[name] for name in os.environ if name not in RANK_VARIABLES}
+    environment = {"GLIBC_TUNABLES": MALLOC_TUNABLES, **inherited, **config_to_env(config)}
     environment["NANOGPT_PARENT"] = str(os.getpid())
     received_signals: list[int] = []
     forward_signals(received_signals)

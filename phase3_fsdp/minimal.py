@@ -83,12 +83,14 @@ def build_sharded_model(
     if names := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(f"compute the buffers {', '.join(names)} without parameters, which have no values in `build`")
     for param in model.parameters():
-        param.data = param.contiguous()  # FSDP supports no other memory format
+        is_low = param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
+        param.data = (param.float() if is_low else param).contiguous()  # FSDP supports no other memory format
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in find_units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # the root unit has the parameters that no other unit has
+    # The root unit has the parameters that no other unit has. By default, it would stay unsharded after an evaluation.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device=device)
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -121,18 +123,27 @@ def train_step(
 
     Raises:
         TypeError: the model is not sharded.
-        ValueError: the ranks have other numbers of micro-batches, or other parameters have gradients.
+        ValueError: the ranks have other numbers of micro-batches, or other parameters have gradients; or the optimizer
+            has a parameter that is not in the model.
+        RuntimeError: an earlier step failed. FSDP may still have its gradients, also after `zero_grad`.
     """
     if not isinstance(model, FSDPModule):
         raise TypeError("train_step needs the model that build_sharded_model has returned")
+    if getattr(model, "step_has_failed", False):
+        raise RuntimeError("an earlier step failed: build the model again, and load a checkpoint")
+    parameters = set(model.parameters())
+    if any(param not in parameters for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError("the optimizer has a parameter that is not in the model: create it from model.parameters()")
     device = next(model.parameters()).device
     check_same_on_all_ranks("numbers of micro-batches", [len(micro_batches)], device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    model.step_has_failed = True  # type: ignore[assignment]
     for i, micro_batch in enumerate(micro_batches):
         model.set_requires_gradient_sync(i == len(micro_batches) - 1)  # reduce gradients in the last backward pass only
         loss = model(*micro_batch)
         loss_sum += loss.detach()
         (loss / len(micro_batches)).backward()
+    model.step_has_failed = False  # type: ignore[assignment]
     check_same_on_all_ranks("parameters with a gradient", [int(p.grad is not None) for p in model.parameters()], device)
     # The gradients are DTensors, so this all-reduces the sum of squares.
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)

@@ -447,6 +447,22 @@ def use_ranks_differently(folder: str) -> None:
         minimal.save(folder, model, optimizer, 3)
     with pytest.raises(TypeError, match="the model that build_sharded_model has returned"):
         minimal.train_step(torch.compile(model), optimizer, batches(0), 0)
+    with pytest.raises(ValueError, match="the optimizer has a parameter that is not in the model"):
+        minimal.train_step(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), batches(0), 0)
+    with torch.no_grad():
+        before = model(*batches(0)[0])
+        for param in model.parameters():
+            param.zero_()  # of the shards, after an evaluation
+        assert model(*batches(0)[0]) == model.noise.mean() != before
+    failing = make()
+    with pytest.raises(IndexError):
+        minimal.train_step(failing, torch.optim.SGD(failing.parameters(), lr=0.1), batches(0) + batches(5), 0)
+    with pytest.raises(RuntimeError, match="an earlier step failed: build the model again"):
+        minimal.train_step(failing, torch.optim.SGD(failing.parameters(), lr=0.1), batches(0), 0)
+    low = minimal.build_sharded_model(
+        lambda: NoisyLayers().bfloat16(), lambda _: [], lambda _, full: full.fill_(1.0), device
+    )
+    assert {param.dtype for param in low.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match="different numbers of micro-batches"):
         minimal.train_step(model, optimizer, batches(0, count=1 + rank), 0)
     with pytest.raises(ValueError, match="different parameters with a gradient"):
