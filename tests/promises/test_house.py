@@ -32,17 +32,6 @@ def test_the_diff_contract_rejects_violations():
     assert "hunks" in find_problems([tagged] * (MAX_HUNKS + 1))[0]
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_every_hunk_is_printed_with_its_line(phase, capsys):
-    """Every hunk is printed with the line number in the phase's train.py at which its added lines begin."""
-    lines = (ROOT / phase / "train.py").read_text().splitlines()
-    assert diff.main(phase, write=False) == 0
-    output = capsys.readouterr().out
-    for hunk in find_hunks(phase):
-        assert lines[hunk.line - 1 :][: len(hunk.added)] == hunk.added
-        assert f"{phase}/train.py:{hunk.line}\n{hunk.text()}\n" in output
-
-
 def test_write_updates_the_diff_and_a_violation_returns_1(tmp_path, monkeypatch, capsys):
     """Only --write updates stale diff blocks. A change without a tag returns exit code 1 and prints one error."""
     folder = tmp_path / "phase1_zero1"
