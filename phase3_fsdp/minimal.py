@@ -95,7 +95,7 @@ def build_sharded_model(
     model.to_empty(device=device)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         buffer.copy_(buffers[name])
-        dist.broadcast(buffer, src=0)  # `build` may draw random values
+        copy_from_rank_0(buffer)  # `build` may draw random values
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
         full = torch.full(param.shape, torch.nan, device=device)
@@ -105,6 +105,13 @@ def build_sharded_model(
         own = distribute_tensor(full, mesh, param.placements, src_data_rank=None)  # None: without communication
         param.to_local().copy_(own.to_local())
     return model
+
+
+def copy_from_rank_0(buffer: Tensor) -> None:
+    """Replace a buffer of every rank by that of rank 0. Collective."""
+    value = buffer.contiguous()
+    dist.broadcast(value, src=0)
+    buffer.copy_(value)
 
 
 def train_step(
@@ -169,7 +176,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return the shards of all parameters, and the persistent buffers, as `model.<name>`. Tied ones appear once."""
-    persistent = model.state_dict().keys()  # this also reshards the root unit, which an evaluation leaves unsharded
+    persistent = model.state_dict().keys()
     buffers = {name.replace("_checkpoint_wrapped_module.", ""): buffer for name, buffer in model.named_buffers()}
     state = {f"model.{name}": param.detach() for param, name in parameter_names(model).items()}
     return state | {f"model.{name}": buffer for name, buffer in buffers.items() if name in persistent}
@@ -194,7 +201,7 @@ def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
         options |= {names[param]: values for param in group["params"]}
     check_new(path)
     for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+        copy_from_rank_0(buffer)
     dcp.save(state | {"options": tuple(options.items()), "step": step}, checkpoint_id=path)  # DCP would flatten a dict
 
 

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -415,6 +414,7 @@ class NoisyLayers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(2, 1) for _ in range(2))
         self.register_buffer("noise", torch.randn(2))
+        self.register_buffer("transposed", torch.randn(2, 3).t())
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
         return (self.layers[branch](x) + self.noise).mean()
@@ -425,8 +425,8 @@ def use_ranks_differently(folder: str) -> None:
     rank, device = dist.get_rank(), minimal.join_ranks()
     torch.manual_seed(rank)
 
-    def make(fill: Callable[[str, Tensor], object] = lambda _, full: full.fill_(1.0)) -> nn.Module:
-        return minimal.build_sharded_model(NoisyLayers, lambda _: [], fill, device)
+    def make(fill=lambda _, full: full.fill_(1.0), build=NoisyLayers) -> nn.Module:
+        return minimal.build_sharded_model(build, lambda _: [], fill, device)
 
     def batches(branch: int, count: int = 1) -> list[tuple[Tensor, ...]]:
         return [(torch.ones(3, 2), torch.tensor(branch))] * count
@@ -459,9 +459,7 @@ def use_ranks_differently(folder: str) -> None:
         minimal.train_step(failing, torch.optim.SGD(failing.parameters(), lr=0.1), batches(0) + batches(5), 0)
     with pytest.raises(RuntimeError, match="an earlier step failed: build the model again"):
         minimal.train_step(failing, torch.optim.SGD(failing.parameters(), lr=0.1), batches(0), 0)
-    low = minimal.build_sharded_model(
-        lambda: NoisyLayers().bfloat16(), lambda _: [], lambda _, full: full.fill_(1.0), device
-    )
+    low = make(build=lambda: NoisyLayers().bfloat16())
     assert {param.dtype for param in low.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match="different numbers of micro-batches"):
         minimal.train_step(model, optimizer, batches(0, count=1 + rank), 0)
