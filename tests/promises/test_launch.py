@@ -127,7 +127,8 @@ def test_ranks_end_with_their_launcher(ranks, tmp_path):
     process.kill()
     wait_until(lambda: all(is_gone(pid) for pid in pids))
     assert process.returncode == -signal.SIGKILL and len(step_directories(tmp_path)) == 1
-    assert "stopped by the end of its launcher" in (tmp_path / "log.txt").read_text()
+    log = (tmp_path / "log.txt").read_text()  # the other rank may have noticed it first
+    assert "stopped by the end of its launcher" in log or "stopped by a signal to another rank" in log
 
 
 def assert_ended_early(code: int, output: str, number: signal.Signals) -> None:

@@ -1,5 +1,6 @@
 """`make setup` recovers from every interruption. The tests use real environments and pip, with a tiny project."""
 
+import contextlib
 import json
 import os
 import signal
@@ -79,9 +80,12 @@ def make(project: Path, *words: str, **environment: str) -> Outcome:
 def stop_make(project: Path, pattern: str, number: signal.Signals, *words: str) -> str:
     """Start make, send a signal to all its processes as soon as it has written a path in .venv. Return its output."""
     begin, process = time.time(), start_make(project, *words)
-    while not any(path.lstat().st_ctime > begin for path in project.glob(f".venv/{pattern}")):
+    has_begun = False
+    while not has_begun:
         assert process.poll() is None, process.communicate()
         time.sleep(0.001)
+        with contextlib.suppress(FileNotFoundError):  # make may delete an unfinished .venv at the same time
+            has_begun = any(path.lstat().st_ctime > begin for path in project.glob(f".venv/{pattern}"))
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode != 0, output
