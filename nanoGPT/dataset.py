@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from nanoGPT.errors import ConfigError, did_you_mean
-from nanoGPT.files import DATA, is_present, open_regular, read_json, retry_reads, sha256_of, size_of
+from nanoGPT.files import DATA, is_present, open_regular, retry_reads, sha256_of, size_of
 from nanoGPT.sampling.mixture import draw_in_epochs, draw_random, parse_mixture
-from nanoGPT.schema import Count, FileName, Meta, SchemaError, Sha256
+from nanoGPT.schema import Count, FileName, Meta, SchemaError, Sha256, read_json
 from nanoGPT.tokenizer import TokenizerIdentity, check_tokenizer
 from nanoGPT.train_config import TrainConfig
 

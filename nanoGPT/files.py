@@ -5,6 +5,7 @@ file system, is retried for a few seconds. If it persists, the program stops wit
 non-blocking mode, so that a FIFO with the name of a file cannot hang a run.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -15,10 +16,9 @@ import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.schema import SchemaError, check_schema
 
 PACKAGE = Path(__file__).resolve().parent
 DATA = PACKAGE / "data"
@@ -99,22 +99,28 @@ def read_document(path: Path) -> str:
     return retry_reads(path, read).decode("utf-8-sig")  # without a byte order mark
 
 
-def read_json(path: Path, schema: type[T]) -> T:
-    """Read a JSON file and check it against a schema.
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the file is missing or damaged, as while another process replaces it."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def replace_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file, without waiting for the disk. Create its directory at the first write, or if it was deleted.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: the path is absent.
-        SchemaError: the path is not a regular file, or the file is not JSON or does not match the schema.
-        ConfigError: the file could not be read.
+        OSError: the file cannot be written.
     """
+    temporary = path.with_suffix(".tmp")
+    text = json.dumps(content) + "\n"
     try:
-        return check_schema(json.loads(read_document(path)), schema)
-    except SchemaError:
-        raise
-    except RecursionError:
-        raise SchemaError("it is nested too deeply") from None
-    except ValueError as error:  # NotAFile, not UTF-8 or not JSON
-        raise SchemaError(str(error)) from None
+        temporary.write_text(text)
+    except FileNotFoundError:
+        path.parent.mkdir(exist_ok=True)
+        temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def size_of(path: Path) -> int | None:

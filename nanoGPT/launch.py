@@ -35,6 +35,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
+from nanoGPT.distributed.environment import RANK_VARIABLES
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
 from nanoGPT.job.check_run import check_run
 from nanoGPT.job.credentials import check_credentials
@@ -55,9 +56,6 @@ MAX_SAMPLED_PARAMS = 2 * 10**9  # of the model of which a sample is printed afte
 # pages that are zeroed one by one. Ranks keep up to 1 GiB of freed memory instead, in huge pages where the kernel has
 # them. Allocations of more than 32 MiB are still returned. Other C libraries ignore this variable.
 MALLOC_TUNABLES = "glibc.malloc.trim_threshold=1073741824:glibc.malloc.mmap_threshold=33554432:glibc.malloc.hugetlb=1"
-
-# Of another job that this process may belong to. One process would wait for the ranks of that job.
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], Path, list[str]]:
@@ -330,6 +328,7 @@ def run_one_rank(command: list[str], config: TrainConfig, watch: StallDetector) 
 
     The process has one thread per core.
     """
+    # The variables of another job, to which this process may belong, would make the trainer wait for that job's ranks.
     inherited = {name: os.environ[name] for name in os.environ if name not in RANK_VARIABLES}
     environment = {"GLIBC_TUNABLES": MALLOC_TUNABLES, **inherited, **config_to_env(config)}
     environment["NANOGPT_PARENT"] = str(os.getpid())

@@ -12,10 +12,14 @@ A document that does not match, for example because the disk is damaged or the f
 the place of the problem. Keys that are not in the schema are ignored.
 """
 
+import json
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from nanoGPT.files import read_document
 
 T = TypeVar("T")
 
@@ -44,3 +48,21 @@ def check_schema(value: T, schema: type) -> T:
     except (msgspec.ValidationError, RecursionError) as error:
         raise SchemaError(str(error)) from None
     return value
+
+
+def read_json(path: Path, schema: type[T]) -> T:
+    """Read a JSON file and check it against a schema.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: the path is absent.
+        SchemaError: the path is not a regular file, or the file is not JSON or does not match the schema.
+        ConfigError: the file could not be read.
+    """
+    try:
+        return check_schema(json.loads(read_document(path)), schema)
+    except SchemaError:
+        raise
+    except RecursionError:
+        raise SchemaError("it is nested too deeply") from None
+    except ValueError as error:  # NotAFile, not UTF-8 or not JSON
+        raise SchemaError(str(error)) from None

@@ -20,7 +20,7 @@ from rich.table import Table
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.heartbeat_files import read_json
+from nanoGPT.files import read_json_object
 from operate.run_files import find_newest_run, read_json_lines
 
 if TYPE_CHECKING:  # matplotlib is slow to import, and only a drawing needs it
@@ -82,7 +82,7 @@ def summarize(runs: dict[str, Lines]) -> Table:
     )
     for name, lines in runs.items():
         columns = {key: select_values(lines, key, factor)[1] for key, _, factor in PANELS}
-        ranks = read_json(Path(name) / "env.json").get("world_size", "?")
+        ranks = read_json_object(Path(name) / "env.json").get("world_size", "?")
         loss, best = (
             columns["loss"] and f"{columns['loss'][-1]:.4f}",
             columns["val_loss"] and f"{min(columns['val_loss']):.4f}",

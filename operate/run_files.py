@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.heartbeat_files import read_json
+from nanoGPT.files import read_json_object
 
 
 def find_newest_run() -> Path:
@@ -47,6 +47,6 @@ def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
     later times, because a clock was wrong.
     """
     files = read_by_rank(folder / "heartbeat", "rank*.json")
-    beats = {rank: beat for rank, path in files.items() if "time" in (beat := read_json(path))}
+    beats = {rank: beat for rank, path in files.items() if "time" in (beat := read_json_object(path))}
     newest = max(beats.values(), key=lambda beat: beat["time"], default={})
     return {rank: beat for rank, beat in beats.items() if beat.get("run") == beats.get(0, newest).get("run")}

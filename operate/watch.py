@@ -22,7 +22,7 @@ from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.command_line import command_line
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.heartbeat_files import read_json
+from nanoGPT.files import read_json_object
 from operate.run_files import find_newest_run, read_heartbeats, read_json_lines
 
 PERIOD = 1.0  # seconds between two updates
@@ -90,7 +90,7 @@ def describe_checkpoints(folder: Path) -> Text:
 
 def render(folder: Path) -> Panel:
     """Return a panel with the current state of a run."""
-    environment = read_json(folder / "env.json")
+    environment = read_json_object(folder / "env.json")
     max_iters = environment.get("config", {}).get("max_iters")
     lines = read_json_lines(folder / "metrics.jsonl")
     parts = (describe_metrics(lines, max_iters), Text(), describe_ranks(folder, time.time()), Text())

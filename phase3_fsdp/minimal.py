@@ -138,9 +138,7 @@ def train_step(
         raise TypeError("train_step needs the model that build_sharded_model has returned")
     if getattr(model, "step_has_failed", False):
         raise RuntimeError("an earlier step failed: build the model again, and load a checkpoint")
-    parameters = set(model.parameters())
-    if any(param not in parameters for group in optimizer.param_groups for param in group["params"]):
-        raise ValueError("the optimizer has a parameter that is not in the model: create it from model.parameters()")
+    check_parameters(model, optimizer)
     device = next(model.parameters()).device
     check_same_on_all_ranks("numbers of micro-batches", [len(micro_batches)], device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -192,7 +190,8 @@ def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
     """
     state, options = model_state(model), dict[str, dict[str, Any]]()
     names = {param: f"optimizer.{name}" for param, name in parameter_names(model).items()}
-    check_optimizer(names, optimizer)
+    check_parameters(model, optimizer)
+    check_state(names, optimizer)
     for param, items in optimizer.state.items():
         state |= {f"{names[param]}.{item}": value for item, value in items.items()}
     for group in optimizer.param_groups:
@@ -211,16 +210,18 @@ def check_new(path: str) -> None:
         raise FileExistsError(f"{path} is a file or has a checkpoint: choose a new directory, such as step-100")
 
 
-def check_optimizer(names: dict[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
-    """Check that the state of an optimizer can be saved by the names of the model's parameters.
-
-    Raises:
-        ValueError: a parameter is not in the model, or an item of its state is a list, a tuple or a dict.
-    """
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError if the optimizer has a parameter that is not in the model."""
+    known = set(model.parameters())
     for param in [param for group in optimizer.param_groups for param in group["params"]]:
-        if param not in names:
+        if param not in known:
             raise ValueError(f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in the model")
-        for item, value in optimizer.state.get(param, {}).items():
+
+
+def check_state(names: dict[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError if an item of the optimizer's state is a list, a tuple or a dict, or has a dot in its name."""
+    for param, items in optimizer.state.items():
+        for item, value in items.items():
             if "." in item or isinstance(value, list | tuple | dict):
                 raise ValueError(
                     f"{names[param]}.{item} is nested: store a tensor or a number under a name without dots"
@@ -241,7 +242,8 @@ def load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         raise ValueError(f"the model and {path} differ in the names or shapes of {', '.join(differ)}")
     dcp.load(progress, checkpoint_id=path)
     names = {param: f"optimizer.{name}" for param, name in parameter_names(model).items()}
-    check_optimizer(names, optimizer)
+    check_parameters(model, optimizer)
+    check_state(names, optimizer)
     options = dict(progress["options"])
     for group in optimizer.param_groups:
         params = {names[param]: param for param in group["params"] if names[param] in options}

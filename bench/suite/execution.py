@@ -21,9 +21,9 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import ABSENT, read_json
+from nanoGPT.files import ABSENT
 from nanoGPT.job.signals import handle_stop_signals
-from nanoGPT.schema import Meta, SchemaError
+from nanoGPT.schema import Meta, SchemaError, read_json
 from workshop.imports import ROOT
 from workshop.phases import PHASES
 

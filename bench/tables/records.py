@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanoGPT.checkpoint.manifest import collect_versions
+from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.errors import ConfigError
 from nanoGPT.metrics.hardware import describe_hardware, read_git_commit
 

@@ -32,7 +32,6 @@ from nanoGPT.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
     choose_step,
-    collect_versions,
     find_best,
     read_manifest,
     serialize_manifest,
@@ -40,6 +39,7 @@ from nanoGPT.checkpoint.manifest import (
     verify_files,
 )
 from nanoGPT.checkpoint.writer import NewFiles, fsync_path, write_and_sync
+from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, PeerFailed, SaveError
 from nanoGPT.files import is_present, remove, size_of, unique_name

@@ -6,14 +6,11 @@ Nothing is repaired. If a checkpoint fails the verification, the reason is repor
 import contextlib
 import hashlib
 import json
-import platform
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
-
-import torch
 
 from nanoGPT.dataset import DataIdentity
 from nanoGPT.errors import ConfigError
@@ -236,8 +233,3 @@ def verify_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int 
             raise DamagedCheckpoint(f"{file['name']} is missing") from None
         if digest != file["sha256"]:
             raise DamagedCheckpoint(f"the hash of {file['name']} differs from the one in the manifest")
-
-
-def collect_versions() -> dict[str, str]:
-    """Return the versions of Python and torch."""
-    return {"python": platform.python_version(), "torch": torch.__version__}

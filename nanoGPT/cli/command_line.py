@@ -6,8 +6,6 @@ import os
 import types
 from typing import Any, get_args, get_origin, get_type_hints
 
-import msgspec
-
 from nanoGPT.errors import ConfigError, did_you_mean
 
 
@@ -76,6 +74,8 @@ def read_value(name: str, text: str, kind: Any) -> Any:
     """
     if text == "None" and types.NoneType in get_args(kind):
         return None
+    import msgspec  # here, because a GPU machine without it can still run the kernels
+
     values = (text,) if get_origin(kind) is tuple else text
     try:
         return msgspec.convert(values, kind, strict=False, dec_hook=lambda path, value: path(value))

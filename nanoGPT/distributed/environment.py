@@ -1,9 +1,13 @@
-"""Environment variables of torchrun: the address where the ranks meet, and whether torchrun may restart the ranks."""
+"""The environment of a process: the variables that torchrun sets, and the versions of Python and torch."""
 
 import os
+import platform
+
+import torch
 
 from nanoGPT.errors import ConfigError
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 ELASTIC_VARIABLE = "NANOGPT_ELASTIC"  # set by `make elastic`: the address of its store, and the name of the job
 
 
@@ -82,3 +86,8 @@ def read_launched_ranks(micro_batches: int) -> tuple[int, int]:
             f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
         )
     return rank, ranks
+
+
+def collect_versions() -> dict[str, str]:
+    """Return the versions of Python and torch."""
+    return {"python": platform.python_version(), "torch": torch.__version__}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.distributed.device_progress import DeviceProgress, watch_device
+from nanoGPT.distributed.environment import RANK_VARIABLES
 from nanoGPT.distributed.requests import RequestClock
 from nanoGPT.errors import ConfigError
 
@@ -280,8 +281,7 @@ def create_runtime(device: str, dtype: str, supports_mps: bool = True) -> Runtim
     Raises:
         ConfigError: the environment, the device or the dtype cannot be used.
     """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    values = {name: os.environ[name] for name in names if name in os.environ}
+    values = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
     if not all(value.isascii() and value.isdigit() for value in values.values()) or ("RANK" in values) != (
         "WORLD_SIZE" in values
     ):

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from nanoGPT.distributed.process_group import dump_collectives
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
+from nanoGPT.files import replace_json
 from nanoGPT.job.exits import write_error_file
-from nanoGPT.job.heartbeat_files import replace_json
 from nanoGPT.job.watchdog import GRACE_SECONDS, StallDetector, dump_and_kill, is_child_of
 
 # A frame in one of these files means that the thread compiles or that a debugger runs: both may take any amount of

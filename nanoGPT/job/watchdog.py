@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoGPT.job.heartbeat_files import read_json
+from nanoGPT.files import read_json_object
 
 # A change of one of these fields of a heartbeat is progress. The host can queue work that keeps a GPU busy for minutes,
 # so the stages that the GPU has reached count too.
@@ -125,7 +125,8 @@ class StallDetector:
 
     def read_heartbeats(self) -> None:
         """Read and record the heartbeats of this start of the job."""
-        found = {rank: read_json(self.out_dir / "heartbeat" / f"rank{rank}.json") for rank in range(self.world_size)}
+        folder = self.out_dir / "heartbeat"
+        found = {rank: read_json_object(folder / f"rank{rank}.json") for rank in range(self.world_size)}
         if self.rank is None:
             tokens = [each["run"] for each in found.values() if each and is_child_of(each, os.getpid())]
             if tokens and tokens[0] != self.token:

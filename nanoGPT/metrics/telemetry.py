@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanoGPT.checkpoint.manifest import collect_versions
+from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, OutOfMemory
 from nanoGPT.files import write_atomically

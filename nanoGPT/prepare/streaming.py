@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from nanoGPT.dataset import TokenFile
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import ABSENT, read_json, size_of, write_atomically
+from nanoGPT.files import ABSENT, size_of, write_atomically
 from nanoGPT.prepare.corpus import Corpus, open_documents, read_batches
 from nanoGPT.prepare.directory import META, PROGRESS, dataset_lock, is_complete, read_meta, write_meta, write_tokens
 from nanoGPT.prepare.download import install_gpt2_vocabulary
-from nanoGPT.schema import Count, SchemaError
+from nanoGPT.schema import Count, SchemaError, read_json
 from nanoGPT.tokenizer import Gpt2Tokenizer, make_gpt2_identity
 
 SHARD_TOKENS = 100_000_000

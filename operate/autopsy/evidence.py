@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
-from nanoGPT.job.heartbeat_files import read_json
+from nanoGPT.files import read_json_object
 from nanoGPT.job.log import LOG
 from operate.run_files import read_by_rank, read_heartbeats, read_json_lines
 
@@ -106,15 +106,15 @@ def read_evidence(folder: Path) -> Evidence:
     for rank, path in read_by_rank(folder / "diagnostics", "rank*.jsonl").items():
         evidence.records[rank] = read_json_lines(path)
     for rank, path in read_by_rank(folder / "diagnostics", "rank*.json").items():
-        evidence.summaries[rank] = read_json(path)
+        evidence.summaries[rank] = read_json_object(path)
     for rank, path in read_by_rank(folder / "stacks", "collectives-rank*.json").items():
-        for backend, dump in read_json(path).items():
+        for backend, dump in read_json_object(path).items():
             if isinstance(dump, dict) and "entries" in dump:
                 evidence.collectives.setdefault(backend, {})[rank] = dump["entries"]
     for rank, path in read_by_rank(folder / "stacks", "rank*.txt").items():
         evidence.stacks[rank] = path.read_text(errors="replace")[-20_000:]
     evidence.metrics = read_json_lines(folder / "metrics.jsonl")
-    evidence.environment = read_json(folder / "env.json")
+    evidence.environment = read_json_object(folder / "env.json")
     read_checkpoints(evidence)
     return evidence
 

@@ -402,8 +402,6 @@ def save_checkpointed_blocks(folder: str) -> list[float]:
     optimizer.state[saved[1].weight]["nested"] = [1]
     with pytest.raises(ValueError, match="optimizer.1.weight.nested is nested"):
         minimal.save(folder, saved, optimizer, 0)
-    with pytest.raises(ValueError, match="a parameter of shape .* that is not in the model"):
-        minimal.save(folder, saved, torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.0), 0)
     return [loaded[0].weight.full_tensor().mean().item(), *norms]
 
 
@@ -447,7 +445,7 @@ def use_ranks_differently(folder: str) -> None:
         minimal.save(folder, model, optimizer, 3)
     with pytest.raises(TypeError, match="the model that build_sharded_model has returned"):
         minimal.train_step(torch.compile(model), optimizer, batches(0), 0)
-    with pytest.raises(ValueError, match="the optimizer has a parameter that is not in the model"):
+    with pytest.raises(ValueError, match="the optimizer has a parameter of shape .* that is not in the model"):
         minimal.train_step(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), batches(0), 0)
     with torch.no_grad():
         before = model(*batches(0)[0])
@@ -480,6 +478,6 @@ class Mean(nn.Module):
 
 def test_checkpointed_blocks_are_saved(tmp_path):
     """A block with activation checkpointing is saved under the name that it has without. Gradients that the optimizer
-    does not have are cleared in each step, and a state or a parameter that cannot be saved is refused."""
+    does not have are cleared in each step, and a state that cannot be saved is refused."""
     for weight, first, second in run_on_ranks(save_checkpointed_blocks, 2, str(tmp_path / "saved")):
         assert weight == 1.0 and first == second

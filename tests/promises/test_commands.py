@@ -208,7 +208,9 @@ def test_defaults_and_configuration_files_work_on_every_number_of_ranks(phase, d
         flags, trainer = [*words, f"--device={device}"], ROOT / phase / "train.py"
         config, config_of_16 = (parse(CONFIGS[phase], flags, trainer, ranks) for ranks in (8, 16))
         for ranks in RANKS:  # the defaults are the same on 1, 2, 4 and 8 ranks
-            validate(config_of_16 if ranks == 16 else config, ranks)
+            chosen = config_of_16 if ranks == 16 else config
+            validate(chosen, ranks)
+            assert chosen.gradient_accumulation_steps % ranks == 0
 
 
 def test_tokens_per_step_match_the_documents():
