@@ -1,7 +1,6 @@
 """The program behind `evaluate.py --problems=...`: start the ranks, and solve the problems on each of them."""
 
 import dataclasses
-import datetime
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ from nanoGPT.job.signals import listen_for_signals, stop_with_launcher
 from nanoGPT.job.start import report_job_errors
 from nanoGPT.launch import configure_agent, explain_exit, find_root_cause, forward_signals
 from nanoGPT.sample import choose_run
+from nanoGPT.train_config import MIN_TIMEOUT
 from phase3_fsdp.solve.evaluation import CONTINUE, Evaluation
 from phase3_fsdp.solve.models import open_model
 from phase3_fsdp.solve.prompts import Prompter
@@ -117,7 +117,7 @@ def solve(config: SolveConfig) -> int:
     }
     description |= {f"the version of {name}": find_version(name) for name in ("torch", "transformers")}
     if not torch.distributed.is_initialized():
-        join_process_group(run, datetime.timedelta(minutes=config.timeout_minutes), description)
+        join_process_group(run, MIN_TIMEOUT, description)
     listen_for_signals(run)
     model = open_model(config.out_dir, run, config.resume_step)
     prompter = Prompter(config.prompt, model.codec, config.stop)

@@ -53,8 +53,6 @@ class SolveConfig:
     """auto | cpu | cuda | mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of weights and cache; auto: bfloat16 on a GPU that supports it, float16 on other GPUs, float32 elsewhere"""
-    timeout_minutes: float = 30.0
-    """how long ranks wait for each other, in minutes"""
 
 
 def validate(config: SolveConfig) -> None:
@@ -70,8 +68,6 @@ def validate(config: SolveConfig) -> None:
         raise ConfigError(f"--temperature={config.temperature} is out of range: use a value in [0, 1e9)")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"--seed={config.seed} is out of range: use a value in [0, 2**63)")
-    if not 0 < config.timeout_minutes < 1e6:
-        raise ConfigError(f"--timeout_minutes={config.timeout_minutes} is out of range: use a positive number")
     if config.attempts > 1 and config.temperature == 0:
         raise ConfigError(
             f"--attempts={config.attempts} with --temperature=0 gives the same answer every time: use --temperature=0.7"
