@@ -180,8 +180,6 @@ def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> t
         name = signal.Signals(received_signals[0]).name
         return 128 + received_signals[0], f"{name} arrived before training had begun, so there was nothing to save"
     name = signal.Signals(-exit_code).name
-    if name == "SIGSEGV" and os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
-        return 128 - exit_code, "it was killed by SIGSEGV, as DDP is with TORCH_DISTRIBUTED_DEBUG=DETAIL: use INFO"
     return 128 - exit_code, f"it was killed by {name}: resume with --init_from=resume if there is a checkpoint"
 
 
