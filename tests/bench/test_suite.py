@@ -148,7 +148,7 @@ def test_the_state_of_a_run_reports_how_it_ended(tmp_path):
 def test_a_run_is_executed_only_once(tmp_path, monkeypatch):
     """A finished run is not repeated, a run in use is refused, and a signal is passed on to the run."""
     run = make_run(tmp_path)
-    stub = f"trap 'exit 0' TERM; until [ -e {tmp_path}/waits ]; do sleep 0.1; done; kill -INT $PPID"
+    stub = f"trap 'exit 0' TERM; until [ -e {tmp_path}/waits ]; do sleep 0.1; done; kill -TERM $PPID"
     stub += "; while :; do sleep 0.1; done"
     wait = subprocess.Popen.wait  # `execute` calls it when its handlers of signals are set
     monkeypatch.setattr(subprocess.Popen, "wait", lambda *words: ((tmp_path / "waits").touch(), wait(*words))[1])
