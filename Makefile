@@ -28,7 +28,7 @@ LEVEL ?= 1
 ARGS ?=
 
 PY := .venv/bin/python
-LAUNCH = $(PY) -m nanoGPT.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR)
+LAUNCH = $(PY) -m operate.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR)
 QUOTED = '$(subst ','\'',$(1))'
 FLAGS = $(CONFIG) $(if $(DATASET),$(call QUOTED,--dataset=$(DATASET))) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 TRAINER = $(or $(filter nanoGPT%,$(PHASE:baseline=nanoGPT)),$(firstword $(wildcard $(PHASE)_*)),$(PHASE))/train.py
@@ -162,4 +162,4 @@ check-ptx: .venv/.pytest  ## compile all kernels, and torch.compile's code, for 
 lint: .venv/.dev  ## run ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude notebooks . && $(PY) -m mypy
 book: .venv/.book  ## build the site from the documents and notebooks: out/book/index.html
-	@$(PY) -m book $(ARGS)
+	@$(PY) -m workshop.site $(ARGS)

@@ -14,14 +14,14 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
+from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.checkpoint.hugging_face import write_hf
-from nanoGPT.checkpoint.state import read_full_state, save_ckpt
-from nanoGPT.checkpoint.weights import find_checkpoint, tokenizer_rows
-from nanoGPT.checkpoint.writer import NewFiles
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.checkpoint.starting_point import find_checkpoint, tokenizer_rows
+from nanoGPT.checkpoint.training_state import read_full_state, save_ckpt
+from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
+from nanoGPT.program import report_errors
 from nanoGPT.tokenizer import load_tokenizer
 from nanoGPT.train_config import StepChoice
 

@@ -49,8 +49,8 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.files import PACKAGE
-from nanoGPT.memory.costs import ring_bytes
-from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.costs import ring_bytes
+from measure.ledger import CollectiveCounter
 from workshop.exercises.checking import check_file
 from workshop.exercises.registry import CHAPTERS, find_exercise
 from workshop.pictures import draw_who_holds_what

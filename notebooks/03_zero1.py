@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.memory.costs import storage_bytes
+from nanoGPT.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
 from phase1_zero1.naive import NaiveZero1Optimizer
@@ -291,7 +291,7 @@ def compute_gradients(model: GPT, optimizer, data: TokenData, config: Zero1Confi
 # the gradients before the optimizer runs:
 
 # %%
-from nanoGPT.metrics.ledger import CollectiveCounter
+from measure.ledger import CollectiveCounter
 
 
 def train_by_hand(config: Zero1Config, make_optimizer, before_step=lambda *_: None, steps: int = 8) -> dict:
@@ -338,7 +338,7 @@ assert compute_max_param_difference(naive_results[0], adamw_results[0]) == 0
 # parameters can differ more than the losses, because AdamW amplifies rounding where a gradient is close to zero.
 #
 # Now we measure the communication. In the ring algorithm of notebook 2, a rank sends 2n(N-1)/N bytes for an all-reduce
-# of n bytes, and n(N-1)/N bytes for a broadcast. The runs above used `nanoGPT.metrics.ledger.CollectiveCounter` in
+# of n bytes, and n(N-1)/N bytes for a broadcast. The runs above used `measure.ledger.CollectiveCounter` in
 # every step. It records each collective call with its tensor size, and computes the communication volume with these
 # formulas.
 #

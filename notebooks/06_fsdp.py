@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 from nanoGPT.dataset import TokenData
-from nanoGPT.metrics.ledger import CollectiveCounter
+from measure.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.distributed.sharding import all_gather, reduce_scatter  # these work with old and new names in torch
 from phase3_fsdp.fsdp import FsdpConfig
@@ -373,7 +373,7 @@ fsdp_pictures.draw_similarity_of_rows({
 # In this section you follow the memory for unsharded weights through one step, and you learn what resharding and
 # prefetching change.
 #
-# `nanoGPT.memory.tracker.MemoryTracker` records every tensor that is created, resized or freed, and assigns its bytes
+# `measure.tracker.MemoryTracker` records every tensor that is created, resized or freed, and assigns its bytes
 # to a category. This section shows the category *gathered* on one rank. It contains the full parameters, and the flat
 # buffers in which they arrive.
 #

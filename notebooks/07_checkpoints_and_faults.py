@@ -521,7 +521,7 @@ checkpoint_pictures.draw_timelines(timelines)
 # %%
 import threading
 
-from nanoGPT.checkpoint.writer import HashedFile
+from nanoGPT.checkpoint.hashed_files import HashedFile
 
 
 def pause_write(partly_written: threading.Event, may_continue: threading.Event) -> None:

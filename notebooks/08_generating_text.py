@@ -9,18 +9,18 @@
 # training. **Is FSDP also a good way to generate text?**
 #
 # You will measure what one generated token costs with FSDP and with tensor parallelism. Then you give FSDP more
-# sequences at a time, and break tensor parallelism on purpose. Keep `phase3_fsdp/solve/tensor_parallel.py` and
-# `phase3_fsdp/solve/generation.py` open next to this notebook. No GPU is needed.
+# sequences at a time, and break tensor parallelism on purpose. Keep `evaluation/tensor_parallel.py` and
+# `evaluation/generation.py` open next to this notebook. No GPU is needed.
 
 # %%
 import torch
 
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.memory.costs import storage_bytes
-from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.costs import storage_bytes
+from measure.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
-from phase3_fsdp.solve import costs, gpt
-from phase3_fsdp.solve.generation import Generator, Sampling, Task
+from evaluation import costs, gpt
+from evaluation.generation import Generator, Sampling, Task
 from workshop.pictures import draw_who_holds_what
 from workshop.ranks import run_on_ranks
 
@@ -81,7 +81,7 @@ for spread in ("fsdp", "tp"):
 # FSDP moves half of the model for every token: P x 4 x 1/2 bytes. Tensor parallelism moves 2 L + 1 vectors of C numbers
 # (one for the embedding, whose rows are divided as well) and the logits. Both ways store almost the same weights.
 #
-# The formulas are in `phase3_fsdp/solve/costs.py`, and the ledger counts exactly these bytes. They also give the memory
+# The formulas are in `evaluation/costs.py`, and the ledger counts exactly these bytes. They also give the memory
 # and the communication of the model with 20 billion parameters, in bfloat16:
 
 # %%

@@ -193,7 +193,7 @@ draw_memory_bars(
 # one does ZeRO-1 shrink more?
 
 # %%
-from nanoGPT.memory.costs import storage_bytes
+from nanoGPT.costs import storage_bytes
 from phase1_zero1.zero1 import Zero1Optimizer
 
 

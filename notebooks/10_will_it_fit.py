@@ -25,7 +25,7 @@ import torch
 
 from bench.plan.plan import MODELS
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.memory.tracker import MemoryTracker
+from measure.tracker import MemoryTracker
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw
 from phase3_fsdp.activation_bytes import activation_bytes, saved_activations
@@ -329,7 +329,7 @@ for job, (shape, batch_size) in JOBS.items():
 # **Predict first:** for 20 billion parameters, how many sequences of 2,048 tokens have a cache as large as the weights?
 
 # %%
-from phase3_fsdp.solve.costs import cache_bytes, measure_gpt
+from evaluation.costs import cache_bytes, measure_gpt
 
 size = measure_gpt(make_shape("20b"))
 weights, cache = 2 * size.params, cache_bytes(size, 2048, itemsize=2)

@@ -17,7 +17,7 @@
 # - **It sends activations instead of weights: 4 L B T C numbers per micro-batch are reduced.**
 # - **In a pipeline of N ranks with M micro-batches, each rank is idle in N - 1 of M + N - 1 time slots.**
 #
-# Open `nanoGPT/model.py` and `phase3_fsdp/solve/tensor_parallel.py` next to this page. You need no GPU.
+# Open `nanoGPT/model.py` and `evaluation/tensor_parallel.py` next to this page. You need no GPU.
 
 # %%
 import dataclasses
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.memory.costs import ring_bytes, storage_bytes
-from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.costs import ring_bytes, storage_bytes
+from measure.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
 from workshop import collectives
@@ -117,7 +117,7 @@ class SumOverRanks(torch.autograd.Function):
 # column-parallel layers, and g after the row-parallel layers. The embeddings and LayerNorms stay full on every rank.
 
 # %%
-from phase3_fsdp.solve.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL, take_part
+from evaluation.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL, take_part
 
 
 def divide_model(model: GPT, reduces_backward: bool = True) -> None:

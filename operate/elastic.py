@@ -44,21 +44,21 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.check_run import check_run
+from nanoGPT.command_line import command_line
 from nanoGPT.distributed.environment import ELASTIC_VARIABLE
 from nanoGPT.distributed.network import source_address
 from nanoGPT.distributed.process_group import is_served
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.check_run import check_run
-from nanoGPT.job.elastic import STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
-from nanoGPT.job.parse import parse
-from nanoGPT.job.rank_logs import copy_output
-from nanoGPT.job.run_description import describe_inputs
-from nanoGPT.job.signals import handle_stop_signals
-from nanoGPT.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
+from nanoGPT.parse import parse
+from nanoGPT.program import report_errors
+from nanoGPT.signals import handle_stop_signals
 from nanoGPT.train_config import TrainConfig
+from operate.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from operate.node_monitor import NodeMonitor, connect, kill_processes
+from operate.rank_logs import copy_output
+from operate.restart import STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
+from operate.run_description import describe_inputs
 
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 1, 5  # a node that is silent for the product of both counts as lost

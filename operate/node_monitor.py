@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from nanoGPT.distributed.process_group import is_served
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.elastic import STOP_KEY
-from nanoGPT.launch import list_rank_processes
+from operate.launch import list_rank_processes
+from operate.restart import STOP_KEY
 
 LEASE_SECONDS, LOST_SECONDS = 15.0, 20.0
 BEAT_SECONDS = 1.0  # between two beats

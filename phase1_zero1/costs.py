@@ -16,8 +16,8 @@ from collections import Counter
 
 from torch import nn
 
+from nanoGPT.costs import Costs
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.memory.costs import Costs
 from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from nanoGPT.checkpoint.dcp_writer import write_shards
+from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.checkpoint.manifest import list_files
-from nanoGPT.checkpoint.shard_writer import write_shards
 from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
-from nanoGPT.checkpoint.state import FullState, allocate_state, check_parameters, load_weights, read_full_state
-from nanoGPT.checkpoint.writer import NewFiles
+from nanoGPT.checkpoint.training_state import FullState, allocate_state, check_parameters, load_weights, read_full_state
 from phase1_zero1.protocol import DataParallelOptimizer
 
 

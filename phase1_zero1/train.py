@@ -11,19 +11,19 @@ A run has max_iters updates, in steps 0 to max_iters - 1. It ends with an evalua
 
 import torch
 
+from measure.diagnostics import Diagnostics
+from measure.ledger import Ledger
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.state import load_weights, manifest_fields
-from nanoGPT.checkpoint.weights import read_starting_point
+from nanoGPT.checkpoint.starting_point import read_starting_point
+from nanoGPT.checkpoint.training_state import load_weights, manifest_fields
 from nanoGPT.dataset import TRAIN, TokenData, to_device
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
 from nanoGPT.evaluate import evaluate
-from nanoGPT.job.start import main, start
-from nanoGPT.metrics.diagnostics import Diagnostics
-from nanoGPT.metrics.ledger import Ledger
-from nanoGPT.metrics.telemetry import Telemetry
+from nanoGPT.log import Telemetry
 from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.start import main, start
 from phase1_zero1 import costs
 from phase1_zero1.parallelize import Zero1Config as Config
 from phase1_zero1.parallelize import parallelize, set_gradient_sync, shard_optimizer

@@ -25,9 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from nanoGPT.costs import Costs, optimizer_bytes, ring_bytes
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import assign_owners, local_shard
-from nanoGPT.memory.costs import Costs, optimizer_bytes, ring_bytes
 from nanoGPT.model import GPT
 from nanoGPT.optim import count_multiplications, muon_groups
 from phase3_fsdp.fsdp import FsdpConfig

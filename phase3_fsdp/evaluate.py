@@ -5,7 +5,7 @@
     python evaluate.py --problems=arc-generated --out_dir=../out/my-run                      # solves problems
     python evaluate.py --problems=FILE --out_dir=DIR --help
 
-With `--problems` it starts its own ranks and generates answers: see `solve/`. The rest of this page is about the
+With `--problems` it starts its own ranks and generates answers: see `evaluation/`. The rest of this page is about the
 validation loss.
 
 The checkpoint can be of any phase, any optimizer and any number of ranks. The program creates no optimizer and loads no
@@ -19,16 +19,16 @@ from pathlib import Path
 
 import torch
 
-from nanoGPT.checkpoint.state import read_full_state
-from nanoGPT.checkpoint.weights import find_checkpoint, read_starting_point
+from evaluation import command
+from nanoGPT.checkpoint.starting_point import find_checkpoint, read_starting_point
+from nanoGPT.checkpoint.training_state import read_full_state
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.evaluate import evaluate
-from nanoGPT.job.start import main, start
 from nanoGPT.model import GPT
+from nanoGPT.start import main, start
 from phase3_fsdp import fsdp
 from phase3_fsdp.minimal import put_parameters_on_meta
-from phase3_fsdp.solve import command
 
 
 @dataclass

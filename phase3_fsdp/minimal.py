@@ -331,8 +331,8 @@ def main(
 
 
 if __name__ == "__main__":
-    from nanoGPT.cli.command_line import command_line
-    from nanoGPT.cli.program import report_errors
+    from nanoGPT.command_line import command_line
+    from nanoGPT.program import report_errors
 
     with report_errors():
         command_line(main, sys.argv[1:])

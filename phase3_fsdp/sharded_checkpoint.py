@@ -1,7 +1,7 @@
 """Sharded checkpoints: every rank writes its shards, and any number of ranks can read them.
 
 The keys contain parameter names, and the values are DTensors. torch's Distributed Checkpoint (DCP) asks a DTensor which
-part of the full tensor it stores. `nanoGPT.checkpoint.shard_writer` writes the files, and `nanoGPT.checkpoint.shards`
+part of the full tensor it stores. `nanoGPT.checkpoint.dcp_writer` writes the files, and `nanoGPT.checkpoint.shards`
 reads them.
 """
 
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from nanoGPT.checkpoint.dcp_writer import write_shards
+from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.checkpoint.manifest import list_files
-from nanoGPT.checkpoint.shard_writer import write_shards
 from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
-from nanoGPT.checkpoint.state import (
+from nanoGPT.checkpoint.training_state import (
     FullState,
     allocate_state,
     check_parameters,
@@ -23,7 +24,6 @@ from nanoGPT.checkpoint.state import (
     optimizer_state_by_name,
     read_full_state,
 )
-from nanoGPT.checkpoint.writer import NewFiles
 from nanoGPT.distributed.sharding import local_shard
 from phase3_fsdp.fsdp import copy_own_rows
 

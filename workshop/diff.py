@@ -14,7 +14,7 @@ import re
 import sys
 from dataclasses import dataclass
 
-from nanoGPT.cli.program import report_errors
+from nanoGPT.program import report_errors
 from workshop.imports import ROOT
 from workshop.phases import find_package
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.command_line import command_line
 from nanoGPT.files import write_atomically
+from nanoGPT.program import report_errors
 from workshop.diff import BASELINE, BLOCK, ROOT, TAG, find_hunks
 from workshop.phases import PHASES
 

@@ -26,15 +26,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError, did_you_mean
-from nanoGPT.job.nodes import NodeConfig
-from nanoGPT.job.start import main as run_trainer_program
-from nanoGPT.launch import run_ranks, start_watchdog
 from nanoGPT.model import Block
 from nanoGPT.optim import grad_norm
+from nanoGPT.program import report_errors
+from nanoGPT.start import main as run_trainer_program
 from nanoGPT.train_config import TrainConfig
+from operate.launch import run_ranks, start_watchdog
+from operate.nodes import NodeConfig
 from workshop.imports import ROOT
 from workshop.phases import load_config_class
 

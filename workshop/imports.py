@@ -15,7 +15,8 @@ PACKAGES = (
     "workshop",
     "bench",
     "operate",
-    "book",
+    "measure",
+    "evaluation",
     "tests",
     "notebooks",
 )

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.checkpoint import directory as checkpoint
-from nanoGPT.checkpoint import writer
+from nanoGPT.checkpoint import hashed_files as writer
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.state import allocate_state
+from nanoGPT.checkpoint.training_state import allocate_state
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer

@@ -24,13 +24,13 @@ import torch.distributed.checkpoint as dcp
 
 from bench.tables.records import write_result
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.state import allocate_state
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.checkpoint.training_state import allocate_state
+from nanoGPT.command_line import command_line
+from nanoGPT.costs import storage_bytes
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.memory.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
+from nanoGPT.program import report_errors
 from phase3_fsdp.fsdp import FsdpConfig, init_shards, shard_model
 from phase3_fsdp.minimal import put_parameters_on_meta
 from phase3_fsdp.sharded_checkpoint import ShardWriter, training_state

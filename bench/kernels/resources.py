@@ -26,8 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.kernels.machine_code import inspect_machine_code
-from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
+from nanoGPT.program import report_errors
 from phase2_triton.kernels import (
     adamw,
     attention,

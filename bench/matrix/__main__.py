@@ -3,8 +3,8 @@
 import sys
 
 from bench.matrix.matrix import main
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.command_line import command_line
+from nanoGPT.program import report_errors
 
 if __name__ == "__main__":
     with report_errors():

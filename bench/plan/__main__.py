@@ -10,8 +10,8 @@ if __name__ == "__main__":  # start the fork server first: it imports torch whil
 
 from bench.plan import largest, plan
 from bench.plan.plan import PlanConfig
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.command_line import command_line
+from nanoGPT.program import report_errors
 
 if __name__ == "__main__":
     with report_errors():

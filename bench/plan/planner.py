@@ -25,9 +25,9 @@ from bench.plan.speed import (
     step_seconds,
 )
 from bench.plan.trace import MEMORY_STAGES, trace
+from measure.tracker import CATEGORIES, STATE, Totals
+from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import DTYPES
-from nanoGPT.memory.costs import ring_bytes
-from nanoGPT.memory.tracker import CATEGORIES, STATE, Totals
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.apply import parse_kernels

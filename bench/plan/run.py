@@ -17,7 +17,7 @@ import torch
 from bench.plan.options import phase_options, select_auto_kernels
 from bench.plan.planner import Job, estimate_step, find_peak, loss_workspace, summarize_trace
 from bench.plan.speed import GIB, GPUS, Gpu
-from nanoGPT.checkpoint.weights import tokenizer_rows
+from nanoGPT.checkpoint.starting_point import tokenizer_rows
 from nanoGPT.dataset import TokenData
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from nanoGPT.memory.costs import ring_bytes
-from nanoGPT.memory.tracker import tensors_in
-from nanoGPT.metrics.hardware import PEAK_FLOPS
+from measure.tracker import tensors_in
+from nanoGPT.costs import ring_bytes
+from nanoGPT.hardware import PEAK_FLOPS
 from phase2_triton.kernels import attention, linear_cross_entropy
 
 GIB = 2**30
@@ -235,7 +235,7 @@ def collective_seconds(
     """Return the seconds of `calls` ring collectives.
 
     Args:
-        kind: a kind of `nanoGPT.metrics.ledger.COLLECTIVES`.
+        kind: a kind of `measure.ledger.COLLECTIVES`.
         tensor_bytes: bytes of the full tensors, of all calls together.
         ranks: number of ranks in the group; they fill one node after another.
         one_per_node: each rank is on a separate node instead. The other GPUs of its node communicate as much at the

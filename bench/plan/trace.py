@@ -5,7 +5,7 @@
     sum(traced.memory.peak.values())        # peak memory of rank 0 in bytes
 
 The phase's own code runs one step on fake tensors, which have shapes and no data. The process group uses torch's "fake"
-backend, which communicates nothing. `nanoGPT/memory/tracker.py` counts the fake tensors like real ones, and `speed.py`
+backend, which communicates nothing. `measure/tracker.py` counts the fake tensors like real ones, and `speed.py`
 estimates the time of their operators.
 
 Two things differ from a real run. DDP does not accept fake tensors, so the plain model replaces it, with a buffer for
@@ -34,15 +34,15 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-import nanoGPT.memory.costs
+import nanoGPT.costs
 import phase1_zero1.costs
 import phase3_fsdp.costs
 from bench.plan.speed import GPUS, Gpu, Roofline
-from nanoGPT.checkpoint.state import allocate_state
+from measure.ledger import CollectiveCounter, StepCosts
+from measure.tracker import MemoryTracker
+from nanoGPT.checkpoint.training_state import allocate_state
+from nanoGPT.costs import Costs
 from nanoGPT.distributed.runtime import DTYPES, Runtime
-from nanoGPT.memory.costs import Costs
-from nanoGPT.memory.tracker import MemoryTracker
-from nanoGPT.metrics.ledger import CollectiveCounter, StepCosts
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import SharedOptimizer, clip_grads, configure_optimizer, grad_norm
 from nanoGPT.train_config import TrainConfig
@@ -272,7 +272,7 @@ def select_step_costs(config: TrainConfig) -> StepCosts:
     """Return the cost formula of the phase that the configuration belongs to."""
     if isinstance(config, zero1.Zero1Config):
         return phase1_zero1.costs.step_costs
-    return phase3_fsdp.costs.step_costs if isinstance(config, fsdp.FsdpConfig) else nanoGPT.memory.costs.step_costs
+    return phase3_fsdp.costs.step_costs if isinstance(config, fsdp.FsdpConfig) else nanoGPT.costs.step_costs
 
 
 @dataclass

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.cli.program import report_errors
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT
-from nanoGPT.job.signals import handle_stop_signals
+from nanoGPT.program import report_errors
 from nanoGPT.schema import Meta, SchemaError, read_json
+from nanoGPT.signals import handle_stop_signals
 from workshop.imports import ROOT
 from workshop.phases import PHASES
 
-SLURM = "deploy/slurm.sh"
+SLURM = "operate/deploy/slurm.sh"
 STATES = ("pending", "running", "done", "oom", "timeout", "failed")
 # Exit codes of a launcher that a signal stops before training begins.
 SIGNAL_EXIT_CODES = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}
@@ -182,7 +182,7 @@ def build_command(run: Run, slurm: bool = False) -> list[str]:
         return ["env", *environment, "bash", SLURM, *run.words]
     flags = [*run.words, f"--out_dir={run.out_dir.resolve()}"]
     flags += ["--init_from=resume"] if run.out_dir.exists() else []
-    return [sys.executable, "-m", "nanoGPT.launch", f"--gpus={run.ranks}", trainer, *flags]
+    return [sys.executable, "-m", "operate.launch", f"--gpus={run.ranks}", trainer, *flags]
 
 
 def ranks_per_node(run: Run) -> int:

@@ -24,11 +24,11 @@ import torch
 
 from bench.tables.records import write_result
 from bench.tables.tables import find_fast_step
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.command_line import command_line
 from nanoGPT.dataset import find_dataset
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import PACKAGE
+from nanoGPT.program import report_errors
 from workshop.phases import find_package
 
 HOW_TO_GET_ONE = "get one with `git clone https://github.com/karpathy/nanoGPT`"
@@ -117,7 +117,7 @@ def run_ours(options: Options, flags: dict[str, Any], dataset: Path) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         out_dir = Path(folder) / "run"
         words = [f"--{name}={value}" for name, value in {**flags, "dataset": dataset, "out_dir": out_dir}.items()]
-        command = [sys.executable, "-m", "nanoGPT.launch", "--gpus=1", str(trainer), *words]
+        command = [sys.executable, "-m", "operate.launch", "--gpus=1", str(trainer), *words]
         run(command, PACKAGE.parent, options.phase)
         lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["loss"] is not None]

@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from nanoGPT.cli.program import report_errors
+from measure.ledger import Ledger
+from measure.tracker import CATEGORIES, MemoryTracker
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.parse import parse
-from nanoGPT.memory.tracker import CATEGORIES, MemoryTracker
-from nanoGPT.metrics.ledger import Ledger
+from nanoGPT.parse import parse
+from nanoGPT.program import report_errors
 from nanoGPT.train_config import TrainConfig, validate
 from workshop.imports import ROOT
 from workshop.phases import find_package, load_config_class

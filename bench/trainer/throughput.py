@@ -25,8 +25,8 @@ import torch
 from bench.matrix.cells import make_config, run_cell
 from bench.plan.models import MODELS
 from bench.tables.records import write_result
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.command_line import command_line
+from nanoGPT.program import report_errors
 from workshop.ranks import RankFailed
 
 WARMUP = 5  # steps, including the step that the ledger records

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from nanoGPT.checkpoint.hashed_files import NewFiles, fsync_path, write_and_sync
 from nanoGPT.checkpoint.manifest import (
     Checkpoint,
     DamagedCheckpoint,
@@ -38,7 +39,6 @@ from nanoGPT.checkpoint.manifest import (
     step_directories,
     verify_files,
 )
-from nanoGPT.checkpoint.writer import NewFiles, fsync_path, write_and_sync
 from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, PeerFailed, SaveError

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanoGPT.checkpoint.state import EMBEDDING, HEAD, LazyTensors, are_tied
+from nanoGPT.checkpoint.training_state import EMBEDDING, HEAD, LazyTensors, are_tied
 from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.files import ABSENT, is_present, list_directory, read_document, retry_reads, size_of
 from nanoGPT.model import GPTConfig

@@ -1,4 +1,4 @@
-"""Read sharded checkpoints, which any number of ranks have written (`nanoGPT.checkpoint.shard_writer`).
+"""Read sharded checkpoints, which any number of ranks have written (`nanoGPT.checkpoint.dcp_writer`).
 
 PyTorch's distributed checkpoint (DCP) writes one file per rank, and an index with the file and position of every slice
 of every tensor. These files are the payload of `nanoGPT.checkpoint.directory`, which adds what DCP lacks: hashes, and

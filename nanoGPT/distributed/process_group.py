@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
-from nanoGPT.distributed.agreement import find_disagreement
 from nanoGPT.distributed.environment import agent_has_store, master_address, may_restart
 from nanoGPT.distributed.network import choose_interface
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
+from operate.agreement import find_disagreement
 
 CONNECT_TIMEOUT = datetime.timedelta(seconds=30)  # of one attempt to connect to a store
 RECORDED_COLLECTIVES = "500"  # per rank, by torch's flight recorder
@@ -32,7 +32,7 @@ def join_process_group(run: Runtime, timeout: datetime.timedelta, description: d
     Args:
         run: this rank's Runtime.
         timeout: how long to wait for the other ranks, here and in every collective.
-        description: what this rank is about to run (`nanoGPT.distributed.agreement`).
+        description: what this rank is about to run (`operate.agreement`).
 
     Raises:
         ConfigError: the ranks do not agree, or the port is in use.

@@ -1,6 +1,6 @@
 """The Runtime of a rank: its rank and world size, its device and dtype, and small collectives.
 
-A rank is one process. torchrun and `nanoGPT.launch` pass rank and world size in environment variables. Without them
+A rank is one process. torchrun and `operate.launch` pass rank and world size in environment variables. Without them
 the process is rank 0 of 1. Every run has a process group, even with one rank, so that all code can rely on it.
 """
 
@@ -16,10 +16,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from nanoGPT.distributed.device_progress import DeviceProgress, watch_device
 from nanoGPT.distributed.environment import RANK_VARIABLES
 from nanoGPT.distributed.requests import RequestClock
 from nanoGPT.errors import ConfigError
+from operate.device_progress import DeviceProgress, watch_device
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Progress:
 
 
 class DirectoryOwner(Protocol):
-    """The interface of the lock on a run's directory (`nanoGPT/job/out_dir.py`), for code that writes into it."""
+    """The interface of the lock on a run's directory (`nanoGPT/out_dir.py`), for code that writes into it."""
 
     def is_ours(self) -> bool:
         """Return whether the directory at this path is still the one that this process has locked."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoGPT.job.known_errors import KNOWN_ERRORS
 from operate.autopsy.evidence import Evidence
+from operate.known_errors import KNOWN_ERRORS
 
 MIN_BEATS = 6  # heartbeats of each rank, one per second, to decide which rank is slow
 MIN_OTHERS_WAITING = 0.4  # fraction of heartbeats in which the other ranks wait for a straggler, at least

@@ -22,16 +22,16 @@ from pathlib import Path
 import torch
 
 from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from nanoGPT.check_run import check_run
+from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.check_run import check_run
-from nanoGPT.job.credentials import check_credentials
-from nanoGPT.job.nodes import NodeConfig, Rendezvous, check_node_config
-from nanoGPT.launch import read_config, run_one_rank, run_ranks, split_arguments, start_watchdog
 from nanoGPT.model import GPTConfig
+from nanoGPT.program import report_errors
 from nanoGPT.train_config import TrainConfig
 from operate.checks import Check, format_check, has_failed, summarize
+from operate.credentials import check_credentials
+from operate.launch import read_config, run_one_rank, run_ranks, split_arguments, start_watchdog
+from operate.nodes import NodeConfig, Rendezvous, check_node_config
 from operate.preflight import node
 from workshop.phases import PHASES
 

@@ -15,7 +15,7 @@ import torch
 from bench.plan.planner import usable_bytes
 from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
-from nanoGPT.memory.device import format_bytes, host_limits
+from measure.memory_limits import format_bytes, host_limits
 from nanoGPT.train_config import TrainConfig
 from operate.checks import Check
 from workshop.imports import ROOT

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from bench.plan.run import find_gpu
 from bench.plan.speed import Gpu
+from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import unique_name
-from nanoGPT.job.parse import config_from_launcher
-from nanoGPT.job.start import report_job_errors, start
-from nanoGPT.memory.costs import ring_bytes
+from nanoGPT.parse import config_from_launcher
+from nanoGPT.start import report_job_errors, start
 from operate.checks import Check
 from operate.preflight.node import find_existing_parent
 from workshop.phases import load_config_class

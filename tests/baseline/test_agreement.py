@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from measure.ledger import CollectiveCounter
 from nanoGPT.dataset import TokenData
-from nanoGPT.distributed.agreement import find_disagreement
 from nanoGPT.distributed.requests import RequestClock
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.files import DATA, sha256_of
-from nanoGPT.job import run_description
-from nanoGPT.job.parse import config_from_launcher
-from nanoGPT.job.run_description import describe_run
-from nanoGPT.launch import config_to_env
-from nanoGPT.metrics.ledger import CollectiveCounter
+from nanoGPT.parse import config_from_launcher
+from operate import run_description
+from operate.agreement import find_disagreement
+from operate.launch import config_to_env
+from operate.run_description import describe_run
 from tests.helpers.programs import Program, assert_refused, find_free_port, run_program
 from tests.helpers.training import CONFIGS, TINY, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
@@ -33,7 +33,7 @@ def start_nodes(trainer: str, flags_per_node: list[list[str]]) -> list[Program]:
     environment = {"MASTER_PORT": find_free_port(), "OMP_NUM_THREADS": "1"}
     base = [f"--nnodes={len(flags_per_node)}", "--gpus=1", "--master_addr=127.0.0.1"]
     return [
-        Program("nanoGPT.launch", *base, f"--node_rank={node}", trainer, *node_flags, **environment)
+        Program("operate.launch", *base, f"--node_rank={node}", trainer, *node_flags, **environment)
         for node, node_flags in enumerate(flags_per_node)
     ]
 
@@ -87,7 +87,7 @@ def test_a_config_file_is_executed_once(tmp_path):
     assert [code for code, _ in collect_outcomes(start_nodes("nanoGPT/train.py", flags_per_node))] == [0, 0]
     assert count.read_text() == "executed\n"
     two_ranks = ["--gpus=2", "nanoGPT/train.py", str(file), *make_run_flags(tmp_path / "two", max_iters=1)]
-    assert run_program("nanoGPT.launch", *two_ranks).code == 0 and count.read_text() == "executed\n" * 2
+    assert run_program("operate.launch", *two_ranks).code == 0 and count.read_text() == "executed\n" * 2
 
 
 def train_with_different_seeds(out: str) -> None:
@@ -185,7 +185,7 @@ def test_a_node_that_does_not_connect_is_named(tmp_path):
     """After the timeout, the waiting node names the node that did not connect, and exits with code 2."""
     words = ["--nnodes=2", "--node_rank=0", "--master_addr=127.0.0.1", "--gpus=1", "nanoGPT/train.py"]
     program = tmp_path / "impatient.py"
-    program.write_text(SHORT_TIMEOUT.format(run="runpy.run_module('nanoGPT.launch', run_name='__main__')"))
+    program.write_text(SHORT_TIMEOUT.format(run="runpy.run_module('operate.launch', run_name='__main__')"))
     flags = make_run_flags(tmp_path, stall_seconds=1)
     ((code, errors),) = collect_outcomes([Program(str(program), *words, *flags, MASTER_PORT=find_free_port())])
     assert code == 2 and "node 1 did not connect" in errors[0]

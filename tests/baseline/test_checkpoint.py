@@ -19,18 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from nanoGPT import files
-from nanoGPT.checkpoint import shard_writer
+from nanoGPT.checkpoint import dcp_writer as shard_writer
+from nanoGPT.checkpoint import starting_point as weights_module
 from nanoGPT.checkpoint import verify as verify_module
-from nanoGPT.checkpoint import weights as weights_module
+from nanoGPT.checkpoint.dcp_writer import write_shards
 from nanoGPT.checkpoint.directory import CheckpointDirectory
+from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify_files
-from nanoGPT.checkpoint.shard_writer import write_shards
 from nanoGPT.checkpoint.shards import SafeReader, read_shards
-from nanoGPT.checkpoint.state import read_full_state
-from nanoGPT.checkpoint.writer import NewFiles
+from nanoGPT.checkpoint.training_state import read_full_state
 from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.errors import ConfigError, PeerFailed, SaveError
-from nanoGPT.job.out_dir import check_out_dir
+from nanoGPT.out_dir import check_out_dir
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import CPU, MANIFEST_FIELDS, list_names, make_directory, write_bytes
 from tests.helpers.programs import DEADLINE, assert_refused, run_program, wait_until
@@ -356,7 +356,7 @@ def train_with_held_saves(phase: str, config: TrainConfig, gate: Path) -> None:
 @pytest.mark.parametrize(("phase", "extra_fields"), [("nanoGPT", {}), ("phase3_fsdp", {"async_save": True})])
 def test_a_notice_during_a_save_loses_no_checkpoint(phase, extra_fields, tmp_path):
     """After SIGTERM during a save, the ranks complete it, save once more, and exit in the time that
-    deploy/kubernetes.yaml gives them. If SIGKILL arrives earlier, the run resumes from the checkpoint before it."""
+    operate/deploy/kubernetes.yaml gives them. If SIGKILL arrives earlier, the run resumes from the previous one."""
     out, saved = tmp_path / "run", 0
     fields = {**extra_fields, "gradient_accumulation_steps": 2, "max_iters": 100_000, "eval_interval": 1}
     for is_killed in (True, False):

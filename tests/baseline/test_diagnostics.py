@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from measure import diagnostics
+from measure.diagnostics import Diagnostics, compute_digest
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.metrics import diagnostics
-from nanoGPT.metrics.diagnostics import Diagnostics, compute_digest
 from nanoGPT.model import GPT, GPTConfig
 from operate.autopsy.__main__ import KERNEL_CLASSES, describe_kernels
 from operate.autopsy.evidence import Evidence

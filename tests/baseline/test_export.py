@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from nanoGPT import export, launch, sample
+from nanoGPT import export, sample
 from nanoGPT.checkpoint import manifest as manifest_module
-from nanoGPT.checkpoint import weights as weights_module
+from nanoGPT.checkpoint import starting_point as weights_module
 from nanoGPT.checkpoint.hugging_face import write_hf
 from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
-from nanoGPT.checkpoint.state import read_ckpt, read_full_state
-from nanoGPT.checkpoint.weights import find_checkpoint, read_weights
+from nanoGPT.checkpoint.starting_point import find_checkpoint, read_weights
+from nanoGPT.checkpoint.training_state import read_ckpt, read_full_state
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
@@ -25,6 +25,7 @@ from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.sample import SampleConfig, choose_run
 from nanoGPT.tokenizer import load_tokenizer, make_char_identity
 from nanoGPT.train_config import TrainConfig
+from operate import launch
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train, train_all
 from workshop.ranks import losses, run_on_ranks
@@ -47,7 +48,7 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def compute_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torch.Tensor) -> torch.Tensor:
-    from nanoGPT.checkpoint.state import load_weights
+    from nanoGPT.checkpoint.training_state import load_weights
 
     model = GPT(shape)
     load_weights(model, weights)
@@ -208,7 +209,7 @@ def test_a_text_without_a_newline_can_be_trained_on_and_sampled_from(tmp_path):
     write_meta(tmp_path, {}, make_char_identity("xyz"), splits)
     words = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=8", "--max_iters=1", "--eval_iters=1"]
     out, device = f"--out_dir={tmp_path / 'run'}", "--device=cpu"
-    outcome = run_program("nanoGPT.launch", "nanoGPT/train.py", out, device, f"--dataset={tmp_path}", *words)
+    outcome = run_program("operate.launch", "nanoGPT/train.py", out, device, f"--dataset={tmp_path}", *words)
     assert outcome.code == 0 and "\nx" in outcome.output.partition("A sample from")[2], outcome
 
 
@@ -268,7 +269,7 @@ EXPORT_WITH_MEMORY_LIMIT = """
 import re, resource, sys
 from pathlib import Path
 from nanoGPT.export import main
-from nanoGPT.checkpoint.state import read_full_state
+from nanoGPT.checkpoint.training_state import read_full_state
 
 run, to, payload = sys.argv[1:]
 now = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.checkpoint.hugging_face import read_hf, write_hf
-from nanoGPT.checkpoint.state import FullState, load_weights, read_ckpt, save_ckpt
-from nanoGPT.checkpoint.weights import read_weights
-from nanoGPT.checkpoint.writer import NewFiles
+from nanoGPT.checkpoint.starting_point import read_weights
+from nanoGPT.checkpoint.training_state import FullState, load_weights, read_ckpt, save_ckpt
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig

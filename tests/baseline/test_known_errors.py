@@ -2,14 +2,14 @@
 
 import pytest
 
-from nanoGPT.job.known_errors import explain_known_error
+from operate.known_errors import explain_known_error
 from tests.helpers.programs import run_program
 from tests.helpers.training import ROOT
 
 FAILING_PROGRAM = """
 import resource
 import torch
-from nanoGPT.job.start import main
+from nanoGPT.start import main
 from nanoGPT.train_config import TrainConfig
 
 def train(config):

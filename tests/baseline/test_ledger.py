@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bench.matrix.cells import matches_formula
+from measure.ledger import Ledger, add_expected_bytes, format_report
+from nanoGPT.costs import ring_bytes, step_costs
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.memory.costs import ring_bytes, step_costs
-from nanoGPT.metrics.ledger import Ledger, add_expected_bytes, format_report
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import tiny, train_all

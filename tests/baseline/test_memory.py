@@ -11,8 +11,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import nanoGPT.model
 from bench.matrix.cells import make_config
 from bench.plan.trace import fake_process_group, trace
+from measure.tracker import CATEGORIES, MemoryTracker
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.memory.tracker import CATEGORIES, MemoryTracker
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.activation_bytes import activation_bytes
 from phase3_fsdp.activation_checkpointing import checkpoint_activations

@@ -12,7 +12,7 @@ import torch
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import read_manifest
 from nanoGPT.errors import ConfigError, SaveError
-from nanoGPT.job.out_dir import DirectoryLock, check_out_dir
+from nanoGPT.out_dir import DirectoryLock, check_out_dir
 from tests.helpers.checkpoints import CPU, OneRank, list_names, write_bytes
 from tests.helpers.training import tiny
 from workshop.ranks import losses, run_on_ranks
@@ -51,7 +51,7 @@ def test_a_run_never_writes_into_the_directory_of_another_run(change, tmp_path):
 def delete_while_training(out: str) -> None:
     """Train, and delete the run's directory as soon as step 3 is logged."""
     from nanoGPT import train
-    from nanoGPT.metrics.telemetry import Telemetry
+    from nanoGPT.log import Telemetry
 
     real_log = Telemetry.log
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, is_out_of_memory
-from nanoGPT.memory.device import (
+from measure.memory_limits import (
     check_parameters_fit,
     check_state_fits,
     control_group_limits,
     format_bytes,
     host_limits,
 )
-from nanoGPT.memory.out_of_memory import MemoryReport, list_flags
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
+from operate.out_of_memory import MemoryReport, list_flags
 from phase1_zero1.parallelize import Zero1Config
 from phase2_triton.apply import TritonConfig
 from phase3_fsdp.evaluate import EvaluateConfig
@@ -149,7 +149,7 @@ def test_out_of_memory_errors_are_recognized(error):
 MEMORY_LIMITED_TRAINING = """
 import ctypes, importlib, re, resource, sys
 from pathlib import Path
-from nanoGPT.job import start
+from nanoGPT import start
 from nanoGPT.optim import LossScaler
 
 phase, owner, name, number = sys.argv[1:5]

@@ -18,15 +18,15 @@ import torch
 
 from nanoGPT.checkpoint.manifest import serialize_manifest
 from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
-from nanoGPT.checkpoint.state import load_training_state
-from nanoGPT.checkpoint.weights import read_weights
+from nanoGPT.checkpoint.starting_point import read_weights
+from nanoGPT.checkpoint.training_state import load_training_state
 from nanoGPT.dataset import TRAIN, TokenData, TokenFile
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
 from nanoGPT.files import sha256_of
-from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
+from nanoGPT.parse import parse
 from nanoGPT.prepare.directory import write_tokens
 from nanoGPT.prepare.streaming import StreamProgress, load_progress
 from nanoGPT.schema import SchemaError, check_schema

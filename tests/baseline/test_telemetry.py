@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanoGPT import log as telemetry
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.metrics import telemetry
-from nanoGPT.metrics.telemetry import Telemetry, count_tokens, read_lines_before
+from nanoGPT.log import Telemetry, count_tokens, read_lines_before
 from tests.helpers.training import tiny, train, train_all
 from workshop.ranks import RankFailed, run_on_ranks
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoGPT.metrics.trackers import choose_wandb_run_id
+from operate.trackers import choose_wandb_run_id
 from tests.helpers.programs import assert_refused, make_flags, run_program
 from tests.helpers.training import TINY, tiny
 
@@ -46,7 +46,7 @@ def test_only_a_resumed_run_continues_a_wandb_run(tmp_path):
     assert len({first, second, third}) == 3 and choose_wandb_run_id(config, 5) == third
 
 
-@pytest.mark.parametrize("words", [["nanoGPT.launch", "--gpus=2", "nanoGPT/train.py"], ["nanoGPT/train.py"]])
+@pytest.mark.parametrize("words", [["operate.launch", "--gpus=2", "nanoGPT/train.py"], ["nanoGPT/train.py"]])
 def test_missing_credentials_are_one_sentence_before_the_run(words, tmp_path):
     """Without a login, a key or the offline mode, no rank starts, and nothing is written."""
     variables = {"WANDB_MODE": "", "WANDB_API_KEY": "", "WANDB_IDENTITY_TOKEN_FILE": "", "HOME": str(tmp_path)}

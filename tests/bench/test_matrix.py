@@ -21,8 +21,8 @@ from bench.matrix.matrix import (
     main,
     make_row,
 )
+from nanoGPT.costs import ring_bytes
 from nanoGPT.errors import ConfigError
-from nanoGPT.memory.costs import ring_bytes
 from tests.helpers.training import train_all
 from workshop.phases import find_package
 from workshop.ranks import RankFailed

@@ -62,11 +62,11 @@ from bench.plan.speed import (
     step_seconds,
 )
 from bench.plan.trace import MEMORY_STAGES, trace
-from nanoGPT.cli.command_line import command_line
-from nanoGPT.cli.program import report_errors
+from measure.tracker import STATE
+from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
-from nanoGPT.memory.tracker import STATE
 from nanoGPT.model import GPTConfig
+from nanoGPT.program import report_errors
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels import attention
 from tests.helpers.marks import mark_slow

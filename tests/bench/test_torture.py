@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from bench.checkpoints.fault_points import POINTS_OF_EVERY_RANK, POINTS_OF_RANK_0, Saver, kill_at_every_point
 from bench.checkpoints.torture import kill_at_random_moments
+from nanoGPT.checkpoint.hashed_files import HashedFile
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.checkpoint.writer import HashedFile
 from nanoGPT.errors import SaveError
 from tests.helpers.marks import mark_slow
 from workshop.ranks import run_on_ranks

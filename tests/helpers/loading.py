@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from nanoGPT.memory.costs import storage_bytes
-from nanoGPT.memory.device import process_bytes
-from phase3_fsdp.solve.generation import LanguageModel
+from evaluation.generation import LanguageModel
+from measure.memory_limits import process_bytes
+from nanoGPT.costs import storage_bytes
 
 KEEP_NOTHING = (-3, 2**16)  # M_MMAP_THRESHOLD: glibc returns larger blocks to the system as soon as they are freed
 

@@ -16,7 +16,7 @@ from tests.helpers.programs import Program
 from workshop import ranks
 
 PROCESS_STARTERS: list[Any] = [Program, ranks.start_ranks, subprocess]
-SEARCHED_PACKAGES = ("tests.", "workshop.", "bench.", "operate.", "book.")
+SEARCHED_PACKAGES = ("tests.", "workshop.", "bench.", "operate.", "measure.", "evaluation.")
 
 
 def mark_slow(*cases: Any) -> list[Any]:

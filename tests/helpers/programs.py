@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from nanoGPT.job.watchdog import list_children
+from operate.watchdog import list_children
 from tests.helpers.forking import CAN_FORK_RANKS, fork_rank_server, prepare_fork
 from tests.helpers.training import ROOT, TINY
 from workshop.ranks import PRELOADED, without_main_module
@@ -284,10 +284,10 @@ def make_flags(**fields) -> list[str]:
 
 
 def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", new_interpreters: bool = False, **fields) -> Program:
-    """Start `python -m nanoGPT.launch` with ranks that train until the test stops them."""
+    """Start `python -m operate.launch` with ranks that train until the test stops them."""
     words = make_flags(**{**LONG_RUN, **fields, "out_dir": out, "device": "cpu"})
     trainer = f"{phase}/train.py"
-    return Program("nanoGPT.launch", f"--gpus={ranks}", trainer, *words, new_interpreters=new_interpreters)
+    return Program("operate.launch", f"--gpus={ranks}", trainer, *words, new_interpreters=new_interpreters)
 
 
 def wait_until(is_true: Callable[[], object], seconds: float = DEADLINE) -> None:

@@ -1,6 +1,6 @@
 """Run a program of the repository whose ranks train slowly after a few steps.
 
-    Program("tests.helpers.slow_steps", "nanoGPT.launch", "--gpus=2", "nanoGPT/train.py")
+    Program("tests.helpers.slow_steps", "operate.launch", "--gpus=2", "nanoGPT/train.py")
 
 A test that waits for a job, for example until a node has joined, then does not pay for hundreds of training steps. The
 ranks are forked from the program, so they inherit the changed method.

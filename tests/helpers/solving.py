@@ -1,7 +1,7 @@
 """Solve problems on the ranks of a test."""
 
+from evaluation.command import parse, solve
 from nanoGPT.errors import ConfigError
-from phase3_fsdp.solve.command import parse, solve
 
 
 def solve_quietly(arguments: list[str]) -> "int | str":

@@ -1,4 +1,4 @@
-"""The files of `deploy/`: linters and schemas accept them, all that they name exists, and a node resumes."""
+"""The files of `operate/deploy/`: linters and schemas accept them, all that they name exists, and a node resumes."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.helpers.programs import DEADLINE, await_steps, make_flags
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses
 
-DEPLOY = ROOT / "deploy"
+DEPLOY = ROOT / "operate" / "deploy"
 FIELDS = {**TINY, "n_layer": 1, "eval_iters": 1, "gradient_accumulation_steps": 2, "compile": False}
 COMPOSE_SCHEMA = Path(check_jsonschema.__file__).parent / "builtin_schemas" / "vendor" / "compose-spec.json"
 SERVICE, JOB = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.matrix.cells import matches_formula
-from nanoGPT.checkpoint.writer import NewFiles
+from measure.ledger import tensors_in
+from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.metrics.ledger import tensors_in
 from nanoGPT.model import GPT, GPTConfig
 from phase1_zero1.buckets import ALIGN
 from phase1_zero1.parallelize import parallelize, shard_optimizer

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.sharding import local_shard
-from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_muon, param_groups
 from phase1_zero1.buckets import ELEMENTWISE

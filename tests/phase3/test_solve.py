@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from evaluation import costs, gpt, units
+from evaluation.generation import Generator, Sampling, Task
+from evaluation.models import open_model
+from evaluation.progress import Progress, lock_directory
+from measure.ledger import CollectiveCounter
+from measure.tracker import MemoryTracker
+from nanoGPT.costs import storage_bytes
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.memory.costs import storage_bytes
-from nanoGPT.memory.tracker import MemoryTracker
-from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
-from phase3_fsdp.solve import costs, gpt, units
-from phase3_fsdp.solve.generation import Generator, Sampling, Task
-from phase3_fsdp.solve.models import open_model
-from phase3_fsdp.solve.progress import Progress, lock_directory
 from tests.helpers.loading import measure_loading
 from tests.helpers.programs import Program
 from tests.helpers.solving import solve_each, solve_quietly

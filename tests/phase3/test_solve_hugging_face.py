@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from evaluation import costs, units
+from evaluation.generation import Generator, Sampling, Task
+from measure.tracker import MemoryTracker
+from nanoGPT.costs import storage_bytes
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.memory.costs import storage_bytes
-from nanoGPT.memory.tracker import MemoryTracker
 from nanoGPT.tokenizer import CharTokenizer
-from phase3_fsdp.solve import costs, units
-from phase3_fsdp.solve.generation import Generator, Sampling, Task
 from tests.helpers.forking import fork_ranks_from_this_process
 from tests.helpers.loading import measure_loading
 from tests.helpers.solving import solve_each
@@ -96,7 +96,7 @@ def compute_with_transformers(folder: Path) -> Expected:
 
 def compare_with_transformers(folder: Path, expected: Expected) -> list[tuple[str, bool, float, float]]:
     """Return for each way: whether greedy tokens equal those of transformers, a difference, and bytes of weights."""
-    from phase3_fsdp.solve.hugging_face import OpenedHf
+    from evaluation.hugging_face import OpenedHf
 
     run, found = create_runtime("cpu", "float32"), []
     wanted, logits = expected
@@ -120,7 +120,7 @@ def compare_with_transformers(folder: Path, expected: Expected) -> list[tuple[st
 
 def measure_loading_each_way(folder: Path, ways: tuple[costs.Spread, ...]) -> list[tuple[int, int]]:
     """Return the bytes of this rank's part of a model, and the memory that loading it needs, in each way."""
-    from phase3_fsdp.solve.hugging_face import OpenedHf
+    from evaluation.hugging_face import OpenedHf
 
     run, opened = create_runtime("cpu", "float32"), OpenedHf(folder)
     return [measure_loading(lambda way=way: opened.load(way, run)) for way in ways]  # type: ignore[misc]
@@ -163,8 +163,8 @@ def check_loading(loading: list[tuple[int, int]], ranks: int) -> None:
 def test_packed_experts_are_unpacked(models, monkeypatch):
     """Rows of 4-bit experts are the numbers of the MXFP4 format: a table of 16 values, times a power of two. With
     tensor parallelism, a rank reads only the bytes of its part of each expert, rounded up to 32 numbers."""
-    from phase3_fsdp.solve import hf_files
-    from phase3_fsdp.solve.hf_tensor_parallel import Part
+    from evaluation import hf_files
+    from evaluation.hf_tensor_parallel import Part
 
     name, folder = "model.layers.0.mlp.experts.down_proj", models
     blocks = torch.randint(0, 256, (4, 6, 2, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from evaluation import arc, report
+from evaluation.identity import digest_files
+from evaluation.problems import ArcProblem, TextProblem, is_match, read_problems
+from evaluation.progress import Progress, read_lines
+from evaluation.prompts import HARMONY, OwnCodec, Prompter, choose_symbols
+from evaluation.settings import SolveConfig
+from evaluation.tasks import write_tasks
 from nanoGPT.errors import ConfigError
 from nanoGPT.schema import SchemaError
 from nanoGPT.tokenizer import CharTokenizer
-from phase3_fsdp.solve import arc, report
-from phase3_fsdp.solve.identity import digest_files
-from phase3_fsdp.solve.problems import ArcProblem, TextProblem, is_match, read_problems
-from phase3_fsdp.solve.progress import Progress, read_lines
-from phase3_fsdp.solve.prompts import HARMONY, OwnCodec, Prompter, choose_symbols
-from phase3_fsdp.solve.settings import SolveConfig
-from phase3_fsdp.solve.tasks import write_tasks
 
 TASK = {"train": [{"input": [[0, 1], [2, 3]], "output": [[1, 0], [3, 2]]}], "test": [{"input": [[4, 5]]}]}
 LETTERS = "abcdefghij"

@@ -18,7 +18,7 @@ import torch
 from bench.plan.plan import PlanConfig
 from nanoGPT import export
 from nanoGPT.checkpoint.shards import SafeReader
-from nanoGPT.cli.command_line import command_line
+from nanoGPT.command_line import command_line
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError
@@ -293,7 +293,7 @@ def test_a_port_in_use_is_named(tmp_path):
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
-        words = ["nanoGPT.launch", "--gpus=1", "--nnodes=2", "nanoGPT/train.py", f"--out_dir={tmp_path}"]
+        words = ["operate.launch", "--gpus=1", "--nnodes=2", "nanoGPT/train.py", f"--out_dir={tmp_path}"]
         port = str(listener.getsockname()[1])
         assert_refused(run_program(*words, MASTER_PORT=port), f"port {port} is in use", "MASTER_PORT")
 
@@ -321,7 +321,7 @@ def test_a_port_in_use_under_torchrun_is_named(tmp_path):
 def test_the_launcher_refuses_wrong_arguments(words, message):
     """An unknown master, a wrong node rank, a missing trainer, or ranks that do not divide the micro-batches, are
     refused before any rank starts."""
-    outcome = run_program("nanoGPT.launch", *words)
+    outcome = run_program("operate.launch", *words)
     assert_refused(outcome, message)
     assert "rank(s)" not in outcome.output
 

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-import nanoGPT.cli.command_line
+import nanoGPT.command_line
+from evaluation import settings as solve
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.nodes import NodeConfig
-from nanoGPT.job.parse import parse
-from nanoGPT.launch import split_arguments
+from nanoGPT.parse import parse
 from nanoGPT.train_config import TrainConfig, validate
-from phase3_fsdp.solve import settings as solve
+from operate.launch import split_arguments
+from operate.nodes import NodeConfig
 from tests.helpers.repository import list_files
 from tests.helpers.training import CONFIGS, ROOT
 
@@ -38,7 +38,7 @@ SETUP_VARIABLES = (
     "CONFIG",
 )  # without an effect if everything is set up, or checked below
 SENTINEL = "some-value"
-PARSE = nanoGPT.cli.command_line.command_line
+PARSE = nanoGPT.command_line.command_line
 
 
 class Parsed(Exception):
@@ -115,7 +115,7 @@ def check_python(words: list[str], home: Path) -> None:
     """Check a command of Python: a script or a module, and its flags."""
     if words[0] != "-m":
         check_script(words[0], words[1:], 1, home)
-    elif words[1] == "nanoGPT.launch":
+    elif words[1] == "operate.launch":
         options, trainer, flags = split_arguments(words[2:])
         node: NodeConfig = PARSE(NodeConfig, options)
         assert 0 <= node.node_rank < node.nnodes
@@ -152,9 +152,9 @@ def check_module(module: str, flags: list[str]) -> None:
     if not flags or "--help" in flags or "command_line(" not in Path(main.origin).read_text():
         return  # a sentence may name a program without its arguments
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nanoGPT.cli.command_line, "command_line", parse_only)
+        patch.setattr(nanoGPT.command_line, "command_line", parse_only)
         patch.setattr(sys, "argv", [module, *flags])
-        patch.setattr("nanoGPT.cli.program.report_errors", lambda **_options: contextlib.nullcontext())
+        patch.setattr("nanoGPT.program.report_errors", lambda **_options: contextlib.nullcontext())
         with pytest.raises(Parsed):
             runpy.run_module(module, run_name="__main__")
 
@@ -235,5 +235,5 @@ def test_make_refuses_an_unknown_dataset(names):
 def test_names_with_spaces_and_quotes_reach_the_trainer(name):
     """A dataset with any name can be given to make: the shell passes it on as one word."""
     output = run_make("baseline", f"DATASET={name.replace('$', '$$')}")
-    line = next(line for line in output.splitlines() if "nanoGPT.launch" in line)
+    line = next(line for line in output.splitlines() if "operate.launch" in line)
     assert f"--dataset={name}" in shlex.split(line)

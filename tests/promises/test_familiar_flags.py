@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.__main__ import parse_arguments
-from nanoGPT.cli.command_line import command_line
+from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.parse import parse
 from nanoGPT.optim import learning_rate
+from nanoGPT.parse import parse
 from nanoGPT.sample import SampleConfig
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.fsdp import FsdpConfig

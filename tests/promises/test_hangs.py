@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from nanoGPT.dataset import TokenData
-from nanoGPT.distributed.device_progress import DeviceProgress
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
-from nanoGPT.job.heartbeat import HeartbeatThread, inspect_threads
-from nanoGPT.job.watchdog import StallDetector
+from operate.device_progress import DeviceProgress
+from operate.heartbeat import HeartbeatThread, inspect_threads
+from operate.watchdog import StallDetector
 from tests.helpers.programs import DEADLINE, LONG_RUN, Program, make_flags, wait_until
 from tests.helpers.training import call_train, tiny
 from workshop.ranks import start_ranks
@@ -258,7 +258,7 @@ if __name__ == "__main__" or "RANK" in os.environ:
 
     TokenData.batch = batch
     if __name__ == "__main__":
-        runpy.run_module("nanoGPT.launch", run_name="__main__", alter_sys=True)
+        runpy.run_module("operate.launch", run_name="__main__", alter_sys=True)
 """
 
 

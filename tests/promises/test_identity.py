@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from nanoGPT import export, sample
-from nanoGPT.checkpoint import weights as weights_module
+from nanoGPT.checkpoint import starting_point as weights_module
 from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer, write_hf
 from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
-from nanoGPT.checkpoint.weights import read_starting_point, read_weights
+from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.parse import find_run_to_resume, parse
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import learning_rate
+from nanoGPT.parse import find_run_to_resume, parse
 from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.tokenizer import load_tokenizer, make_char_identity, make_gpt2_identity
 from nanoGPT.train_config import TrainConfig

@@ -20,7 +20,7 @@ LAYERS = [
     ["nanoGPT.job"],
     ["nanoGPT.metrics"],
     ["nanoGPT.evaluate", "nanoGPT.sample", "nanoGPT.export"],
-    ["nanoGPT.train", "nanoGPT.launch", "nanoGPT.data"],
+    ["nanoGPT.train", "operate.launch", "nanoGPT.data"],
     ["phase1_zero1", "phase2_triton", "phase3_fsdp"],
     ["workshop"],
     ["bench"],

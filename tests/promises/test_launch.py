@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from nanoGPT import launch as launch_module
 from nanoGPT.checkpoint.manifest import serialize_manifest, step_directories
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, NonFiniteLoss
-from nanoGPT.job.elastic import enter_out_dir, resume_after_restart
-from nanoGPT.job.nodes import NodeConfig
-from nanoGPT.job.signals import STOP_SIGNALS, listen_for_signals
-from nanoGPT.job.start import start
-from nanoGPT.job.watchdog import list_children
-from nanoGPT.launch import find_root_cause
+from nanoGPT.signals import STOP_SIGNALS, listen_for_signals
+from nanoGPT.start import start
 from nanoGPT.train_config import TrainConfig
+from operate import launch as launch_module
+from operate.launch import find_root_cause
+from operate.nodes import NodeConfig
+from operate.restart import enter_out_dir, resume_after_restart
+from operate.watchdog import list_children
 from tests.helpers.programs import (
     LONG_RUN,
     Program,
@@ -75,7 +75,7 @@ def test_a_job_trains_and_writes_a_sample(tmp_path, monkeypatch):
 def test_sigterm_ends_a_launcher_that_waits_for_other_nodes(tmp_path):
     """SIGTERM ends a launcher that waits for the launcher of another node."""
     port = find_free_port()
-    process = Program("nanoGPT.launch", "--nnodes=2", "nanoGPT/train.py", f"--out_dir={tmp_path}", MASTER_PORT=port)
+    process = Program("operate.launch", "--nnodes=2", "nanoGPT/train.py", f"--out_dir={tmp_path}", MASTER_PORT=port)
     wait_until(lambda: f"rendezvous at 127.0.0.1:{port}" in process.output())
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
@@ -89,7 +89,7 @@ def test_a_signal_saves_and_resumes(tmp_path):
     """
     fields = {**LONG_RUN, "max_iters": 300, "n_layer": 1, "gradient_accumulation_steps": 2, "eval_iters": 1}
     words = ["--gpus=2", "phase3_fsdp/train.py", *make_flags(**{**fields, "out_dir": tmp_path / "cut"})]
-    process = Program("tests.helpers.slow_steps", "nanoGPT.launch", *words)
+    process = Program("tests.helpers.slow_steps", "operate.launch", *words)
     await_steps(tmp_path / "cut", 3, process)
     process.send_signal(signal.SIGUSR2)
     output, _ = process.communicate()
@@ -350,7 +350,7 @@ def test_signals_end_a_run(monkeypatch):
         signal.raise_signal(signal.SIGHUP)
         assert run.stop_signal is None and run.can_stop
         assert not ctrl_c_interrupts() and not ctrl_c_interrupts() and run.stop_signal == "SIGINT"
-        monkeypatch.setattr("nanoGPT.job.signals.time.monotonic", lambda: now + 60)
+        monkeypatch.setattr("nanoGPT.signals.time.monotonic", lambda: now + 60)
         signal.raise_signal(signal.SIGTERM)
         assert ctrl_c_interrupts()
     finally:
@@ -360,7 +360,7 @@ def test_signals_end_a_run(monkeypatch):
 
 FAILING_TRAINER = """
 import sys
-from nanoGPT.job.start import main
+from nanoGPT.start import main
 from nanoGPT.train_config import TrainConfig
 from nanoGPT.errors import ConfigError, NonFiniteLoss, PeerFailed, SaveError
 

@@ -87,7 +87,7 @@ def test_two_hosts_form_one_job(one_process, tmp_path, monkeypatch):
         for rank, (host, master) in enumerate(zip(hosts, ("master", "10.77.0.1"), strict=True)):
             words = ["--gpus=1", "--nnodes=2", f"--node_rank={rank}", f"--master_addr={master}"]
             open_output = partial(enter_host, host, tmp_path / host)
-            nodes.append(Program("nanoGPT.launch", *words, "phase3_fsdp/train.py", *fields, open_output=open_output))
+            nodes.append(Program("operate.launch", *words, "phase3_fsdp/train.py", *fields, open_output=open_output))
         codes = [node.wait() for node in nodes]
     assert codes == [0, 0], [(tmp_path / host).read_text() for host in hosts]
     assert gap(losses(tmp_path / "run"), one_process) < 1e-5

@@ -67,7 +67,7 @@ def test_the_copy_contains_only_needed_modules(tmp_path):
     copy_phase("phase1", tmp_path / "copy")
     files = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*.py")}
     needed = {"train.py", "phase1_zero1/zero1.py", "nanoGPT/optim.py", "phase2_triton/kernels/gelu.py"}  # for --kernels
-    assert needed <= files and not {"nanoGPT/launch.py", "nanoGPT/train.py"} & files
+    assert needed <= files and not {"operate/launch.py", "nanoGPT/train.py"} & files
     assert not any(file.startswith(("phase3", "bench", "workshop")) for file in files)
     assert "torch>=2.11" in (tmp_path / "copy" / "requirements.txt").read_text().splitlines()
     assert (tmp_path / "copy" / "config" / "train_gpt2_large.py").is_file()

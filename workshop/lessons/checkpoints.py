@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from measure.ledger import Ledger
 from nanoGPT.checkpoint.directory import CheckpointDirectory
+from nanoGPT.checkpoint.hashed_files import HashedFile
 from nanoGPT.checkpoint.shards import SafeReader, read_index
-from nanoGPT.checkpoint.writer import HashedFile
-from nanoGPT.metrics.ledger import Ledger
 from phase3_fsdp.sharded_checkpoint import ShardWriter
 from workshop.ranks import run_on_ranks, start_ranks
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoGPT.memory.costs import ring_bytes
+from nanoGPT.costs import ring_bytes
 from workshop import collectives
 
 Trace = Sequence[tuple[int, int]]  # for each step: the chunk that a rank sends, and the ranks in it as bits

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from measure.ledger import CollectiveCounter
+from measure.tracker import STATE, MemoryTracker
+from nanoGPT.costs import ring_bytes
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.memory.costs import ring_bytes
-from nanoGPT.memory.tracker import STATE, MemoryTracker
-from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer, grad_norm
 from phase3_fsdp.activation_bytes import saved_activations

@@ -56,7 +56,7 @@ EXERCISES = [
     Exercise(
         name="memory.3",
         title="Predict the volume of a collective",
-        targets=("nanoGPT.memory.costs:ring_bytes",),
+        targets=("nanoGPT.costs:ring_bytes",),
         task="""The ledger and the planner compare strategies by the bytes that a rank sends with the ring
         algorithm. Return them for a full tensor of `tensor_bytes` bytes. For a
         broadcast, return the mean over the ranks: N - 1 ranks send the full tensor, and the last rank sends nothing.

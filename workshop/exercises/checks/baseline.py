@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import LossScaler, configure_optimizer
 from nanoGPT.train_config import TrainConfig

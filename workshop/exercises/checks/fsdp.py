@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.metrics.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp import activation_checkpointing, fsdp
 from phase3_fsdp.fsdp import FsdpConfig

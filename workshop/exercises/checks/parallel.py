@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from nanoGPT.metrics.ledger import CollectiveCounter
+from evaluation import tensor_parallel
+from evaluation.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
+from measure.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import grad_norm
-from phase3_fsdp.solve import tensor_parallel
-from phase3_fsdp.solve.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
 from workshop.exercises.checks.collectives import count_sent_bytes
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import collect_traffic, draw_normal, is_close

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from nanoGPT.metrics.ledger import CollectiveCounter
+from measure.ledger import CollectiveCounter
 from phase1_zero1.buckets import ALIGN, Bucket
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.zero1 import Zero1Optimizer

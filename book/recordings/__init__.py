@@ -1,1 +1,0 @@
-"""The runs behind the interactive pages, recorded as JSON files in `docs/data/` (`python -m book.recordings`)."""

@@ -1,0 +1,193 @@
+"""Problems that a model solves, and how an answer is scored.
+
+    ArcProblem     a grid to complete: exact match, and the fraction of equal cells
+    TextProblem    a prompt and its answer: equal, equal after normalization, or equal as a number
+
+A file of problems is an ARC task, a JSON object of ARC tasks by name, or JSON lines. A directory stands for its files
+in the order of their names.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from msgspec import Meta
+
+from evaluation import arc
+from evaluation.arc import Grid, Pair
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import read_document
+from nanoGPT.schema import SchemaError, check_schema
+
+GENERATED = "arc-generated"
+SUFFIXES = (".json", ".jsonl")
+
+
+class Line(TypedDict):
+    """A line of JSON with a problem."""
+
+    prompt: Annotated[str, Meta(min_length=1)]
+    answer: Annotated[str, Meta(min_length=1)] | int | float
+    match: NotRequired[Literal["exact", "normalized", "numeric"]]
+
+
+@dataclass(frozen=True)
+class ArcProblem:
+    """An ARC task with one of its tests. `wanted` is None if the answer is unknown."""
+
+    id: str
+    pairs: list[Pair]
+    test: Grid
+    wanted: Grid | None
+
+    def format_prompt(self, symbols: str) -> str:
+        """Return the text up to the place where the answer begins; `symbols` are the characters of the colors."""
+        return arc.format_task(self.pairs, self.test, symbols)
+
+    def score(self, text: str, symbols: str) -> dict[str, Any]:
+        """Return the grid in an answer, whether it is right, and the fraction of equal cells."""
+        grid = arc.parse_grid(text, symbols)
+        result: dict[str, Any] = {"grid": grid}
+        if self.wanted is not None:
+            result |= {"is_right": grid == self.wanted, "cell_accuracy": arc.count_equal_cells(grid, self.wanted)}
+        return result
+
+
+@dataclass(frozen=True)
+class TextProblem:
+    """A prompt with a known answer. `match` is how they are compared: exact, normalized or numeric."""
+
+    id: str
+    prompt: str
+    wanted: str
+    match: str
+
+    def format_prompt(self, symbols: str) -> str:
+        return self.prompt
+
+    def score(self, text: str, symbols: str) -> dict[str, Any]:
+        """Return whether an answer is right."""
+        return {"is_right": is_match(text, self.wanted, self.match)}
+
+
+Problem = ArcProblem | TextProblem
+
+
+def is_match(text: str, wanted: str, match: str) -> bool:
+    """Return whether an answer equals the wanted one.
+
+    Args:
+        text: the answer of a model.
+        wanted: the right answer.
+        match: exact (without space around it), normalized (without case, punctuation and articles), or numeric (the
+            last number in the answer).
+    """
+    if match == "exact":
+        return text.strip() == wanted.strip()
+    if match == "normalized" and normalize(wanted):  # "A" would be an article
+        return normalize(text) == normalize(wanted)
+    if match == "normalized":
+        return text.strip().lower() == wanted.strip().lower()
+    numbers = [re.findall(r"-?\d+(?:\.\d+)?", each.replace(",", "")) for each in (text, wanted)]
+    return bool(numbers[0]) and bool(numbers[1]) and float(numbers[0][-1]) == float(numbers[1][-1])
+
+
+def normalize(text: str) -> str:
+    """Return a text without case, punctuation, articles and extra space, as SQuAD's evaluation does."""
+    words = re.sub(r"[^\w\s]", "", text.lower()).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+Report = Callable[[ConfigError], None]  # is called with what is wrong with a problem, and raises it or not
+
+
+def read_problems(source: str, max_characters: int, report: Report) -> Iterator[Problem]:
+    """Yield the problems of a file or directory in order, without malformed ones.
+
+    Args:
+        source: a file, a directory, or `arc-generated`.
+        max_characters: size of generated tasks, from the context of the model.
+        report: is called for each malformed problem.
+
+    Raises:
+        ConfigError: the source does not exist, or has no problems.
+    """
+    if source == GENERATED:
+        for index in itertools.count():
+            yield from make_arc_problems(*arc.generate_task(index, max_characters))
+    for file in list_problem_files(source):
+        try:
+            makers = list_makers(file)
+        except (OSError, ValueError, RecursionError, ConfigError) as error:
+            report(ConfigError(f"{file} cannot be read ({str(error)[:200]}): correct it, or use --skip_bad=True"))
+            continue
+        for place, make in makers:
+            try:
+                problems = make()
+            except (ValueError, RecursionError) as error:  # SchemaError and JSONDecodeError are ValueErrors
+                report(ConfigError(f"{place} is not a problem: {str(error)[:200]}: correct it, or use --skip_bad=True"))
+                continue
+            yield from problems
+
+
+def list_problem_files(source: str) -> list[Path]:
+    """Return the files of problems that `--problems` names.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if files := sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES):
+            return files
+        raise ConfigError(f"--problems={source} has no file that ends in {', '.join(SUFFIXES)}: use another directory")
+    if not path.is_file():
+        raise ConfigError(f"--problems={source} does not exist: give a file, a directory or {GENERATED}")
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--problems={source} does not end in {', '.join(SUFFIXES)}: give a file of problems")
+    return [path]
+
+
+def list_makers(file: Path) -> list[tuple[str, Callable[[], list[Problem]]]]:
+    """Return the place of each problem, or of each ARC task, in a file, and a function that returns its problems."""
+    text = read_document(file)
+    if file.suffix == ".json":
+        content = json.loads(text)
+        is_task = not isinstance(content, dict) or "train" in content or "test" in content
+        tasks = {file.stem: content} if is_task else content
+        return [(f"{file}, task {name}", partial(make_arc_problems, name, task)) for name, task in tasks.items()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    return [(f"{file}, line {n}", partial(make_line_problem, f"{file.stem}-{n:04d}", line)) for n, line in lines]
+
+
+def make_arc_problems(name: str, task: Any) -> list[Problem]:
+    """Return one problem for each test of an ARC task.
+
+    Raises:
+        SchemaError: it is not an ARC task.
+    """
+    pairs, tests = arc.read_task(task)
+    return [
+        ArcProblem(name if len(tests) == 1 else f"{name}-{i}", pairs, test, wanted)
+        for i, (test, wanted) in enumerate(tests)
+    ]
+
+
+def make_line_problem(name: str, line: str) -> list[Problem]:
+    """Return the problem in a line of JSON, `{"prompt": ..., "answer": ...}`. A field `id` replaces the name.
+
+    Raises:
+        SchemaError, ValueError: it is no problem.
+    """
+    row = json.loads(line)
+    check_schema(row, Line)
+    problem = TextProblem(str(row.get("id", name)), row["prompt"], str(row["answer"]), row.get("match", "normalized"))
+    "".join((problem.id, problem.prompt, problem.wanted)).encode()  # UnicodeEncodeError for half of a surrogate pair
+    if problem.match == "numeric" and not problem.score(problem.wanted, "")["is_right"]:
+        raise SchemaError("`match` is numeric, and `answer` has no number")
+    return [problem]

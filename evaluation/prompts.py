@@ -1,0 +1,201 @@
+"""The text that a model gets for a problem, and the answer in the text that it generates.
+
+    plain       the problem itself; the model continues it, as a model without instruction tuning does
+    chat        the chat template of the model's tokenizer
+    harmony     the format of gpt-oss: the model first writes to the channel `analysis`, then to `final`
+
+A Harmony message is `<|channel|>NAME<|message|>TEXT`, and ends with `<|end|>`, `<|call|>` or `<|return|>`
+(https://github.com/openai/harmony).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from evaluation.arc import COLORS
+from evaluation.problems import ArcProblem, Problem
+from nanoGPT.errors import ConfigError
+from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer
+
+PromptForm = Literal["plain", "chat", "harmony"]
+
+INSTRUCTIONS = (
+    "Each example below shows an input grid, a line with a colon, and its output grid. Each symbol is a color. "
+    "Find the rule. Then write the output grid of the last input, one row per line, and nothing after it.\n\n"
+)
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+
+
+class TextCodec(Protocol):
+    """A model's tokenizer, as problems need it.
+
+    Attributes:
+        ids: number of token ids; larger ids of the model are padding, which is never sampled.
+        ends: ids that end a text.
+        prefix: ids that the model expects before every prompt, such as a BOS token; may be empty.
+    """
+
+    ids: int
+    ends: frozenset[int]
+    prefix: list[int]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def encode_chat(self, message: str) -> list[int]:
+        """Return the ids of a user's message in the chat template, up to where the model answers."""
+        ...
+
+    def find_special(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Return the ids of special tokens; the dictionary lacks those that the tokenizer lacks."""
+        ...
+
+
+class OwnCodec:
+    """The tokenizer of one of this project's datasets. It has no chat template and no tokens of Harmony."""
+
+    def __init__(self, tokenizer: Tokenizer, ids: int) -> None:
+        self.tokenizer, self.ids = tokenizer, ids
+        self.prefix: list[int] = []
+        self.ends = frozenset([tokenizer.end_of_text] if isinstance(tokenizer, Gpt2Tokenizer) else [])
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def encode_chat(self, message: str) -> list[int]:
+        raise ConfigError(
+            "--prompt=chat needs a tokenizer with a chat template, which this model lacks: use --prompt=plain"
+        )
+
+    def find_special(self, names: tuple[str, ...]) -> dict[str, int]:
+        return {}
+
+
+def choose_symbols(codec: TextCodec) -> str:
+    """Return the characters that stand for the colors of ARC: the digits, or letters if the vocabulary has no digits.
+
+    Raises:
+        ConfigError: the vocabulary has neither.
+    """
+    characters = codec.tokenizer.characters if isinstance(getattr(codec, "tokenizer", None), CharTokenizer) else None  # type: ignore[attr-defined]
+    for symbols in ("0123456789", "abcdefghij"):
+        if characters is None or set(symbols) <= set(characters):
+            return symbols
+    raise ConfigError(
+        f"the vocabulary has neither the digits nor the letters a to j, which stand for the {COLORS} colors of ARC: "
+        "use a model with another tokenizer"
+    )
+
+
+@dataclass
+class Answer:
+    """What a model has answered.
+
+    Attributes:
+        text: the answer alone, without stop strings and special tokens.
+        details: for Harmony, how the tokens are distributed over the channels.
+    """
+
+    text: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Prompter:
+    """Writes prompts in one form, and finds the answer in the generated tokens.
+
+    Args:
+        form: plain, chat or harmony.
+        codec: the model's tokenizer.
+        stops: texts that end every answer; empty: a blank line for ARC tasks in plain form, and nothing otherwise.
+
+    Raises:
+        ConfigError: the tokenizer does not support the form.
+    """
+
+    def __init__(self, form: PromptForm, codec: TextCodec, stops: Sequence[str] = ()) -> None:
+        self.form, self.codec, self.stops = form, codec, tuple(stops)
+        self.special = codec.find_special((*HARMONY, "<|call|>"))
+        if form == "harmony" and (missing := [name for name in HARMONY if name not in self.special]):
+            raise ConfigError(
+                f"--prompt=harmony needs the token {missing[0]}, which this model's tokenizer lacks: use --prompt=plain"
+            )
+        if form == "chat":
+            codec.encode_chat("test")
+        self.ends = codec.ends
+        if form == "harmony":
+            self.ends = frozenset({self.special[name] for name in ("<|return|>", "<|call|>") if name in self.special})
+
+    def write(self, problem: Problem, symbols: str) -> list[int]:
+        """Return the token ids of the prompt of a problem."""
+        text = problem.format_prompt(symbols)
+        if self.form == "plain":
+            return self.codec.prefix + self.codec.encode(text)
+        message = (INSTRUCTIONS if isinstance(problem, ArcProblem) else "") + text
+        if self.form == "chat":
+            return self.codec.encode_chat(message)
+        parts: list[str | int] = []
+        for role, content in (("system", "Reasoning: medium\n\n# Valid channels: analysis, final."), ("user", message)):
+            parts += ["<|start|>", role, "<|message|>", content, "<|end|>"]
+        ids: list[int] = []
+        for part in [*parts, "<|start|>", "assistant"]:
+            ids += [self.special[part]] if part in self.special else self.codec.encode(str(part))
+        return ids
+
+    def find_stops(self, problem: Problem) -> tuple[str, ...]:
+        """Return the texts that end the answer to a problem; empty if only a special token does."""
+        if not self.stops and self.form == "plain" and isinstance(problem, ArcProblem):
+            return ("\n\n",)
+        return self.stops
+
+    def read(self, ids: list[int], problem: Problem) -> Answer:
+        """Return the answer in the generated token ids."""
+        if self.form == "harmony":
+            return self._read_harmony(ids)
+        text = self.codec.decode([i for i in ids if i not in self.ends])
+        return Answer(cut_text(text, self.find_stops(problem)))
+
+    def _read_harmony(self, ids: list[int]) -> Answer:
+        """Return the text of the channel `final`, and the number of tokens in each channel.
+
+        details: `final_position`, the token at which `final` began (None: never); `channel_switches`; `channel_tokens`.
+        """
+        names = {number: name for name, number in self.special.items()}
+        channels: list[tuple[str, list[int]]] = []
+        header: list[int] | None = None  # the tokens after <|channel|>
+        is_open, final_position = False, None
+        for position, token in enumerate(ids):
+            name = names.get(token)
+            if name == "<|channel|>":
+                header, is_open = [], False
+            elif name == "<|message|>" and header is not None:
+                channel = (self.codec.decode(header).split() or [""])[0]
+                channels.append((channel, []))
+                final_position = position + 1 if channel == "final" and final_position is None else final_position
+                header, is_open = None, True
+            elif name in HARMONY_ENDS:
+                is_open = False
+            elif header is not None:
+                header.append(token)
+            elif is_open:
+                channels[-1][1].append(token)
+        tokens: Counter[str] = Counter()
+        for channel, content in channels:
+            tokens[channel] += len(content)
+        order = [channel for channel, _ in channels]
+        switches = sum(a != b for a, b in zip(order, order[1:], strict=False))
+        text = self.codec.decode([token for channel, content in channels if channel == "final" for token in content])
+        return Answer(
+            cut_text(text, self.stops),
+            {"final_position": final_position, "channel_switches": switches, "channel_tokens": dict(tokens)},
+        )
+
+
+def cut_text(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first of the texts that end it."""
+    return text[: min((position for stop in stops if (position := text.find(stop)) >= 0), default=len(text))]

@@ -1,0 +1,348 @@
+"""Start a trainer on one or more ranks. If a rank fails, print one sentence and return the exit code of that rank.
+
+    python -m operate.launch --gpus=4 nanoGPT/train.py --dropout=0.2
+    python -m operate.launch --gpus=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 phase3_fsdp/train.py    # node 0
+
+`make baseline`, `make phase1`, `make phase2` and `make phase3` call this program. It checks the configuration before
+any rank starts. It starts and monitors the ranks with torch's elastic agent, as torchrun does. It forwards signals
+to the ranks. After training it prints a sample of text from the newest checkpoint. Plain `torchrun`
+with the same train.py works too, but without these services.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from shlex import quote
+from types import ModuleType
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # let Ctrl-C stop the slow import of torch without a traceback
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from nanoGPT.check_run import check_run
+from nanoGPT.checkpoint.manifest import read_manifests
+from nanoGPT.command_line import command_line
+from nanoGPT.distributed.environment import RANK_VARIABLES
+from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
+from nanoGPT.model import GPTConfig
+from nanoGPT.out_dir import check_out_dir
+from nanoGPT.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
+from nanoGPT.program import report_errors
+from nanoGPT.run_log import append_to_log
+from nanoGPT.signals import handle_stop_signals
+from nanoGPT.train_config import TrainConfig
+from operate.credentials import check_credentials
+from operate.nodes import NodeConfig, Rendezvous, check_node_config, master_port
+from operate.rank_logs import copy_output
+from operate.restart import has_finished
+from operate.watchdog import StallDetector, list_children, watch_children
+
+MAX_SAMPLED_PARAMS = 2 * 10**9  # of the model of which a sample is printed after a run
+
+# glibc returns freed memory to the kernel after each backward pass, and the next forward pass gets it back in 4 KiB
+# pages that are zeroed one by one. Ranks keep up to 1 GiB of freed memory instead, in huge pages where the kernel has
+# them. Allocations of more than 32 MiB are still returned. Other C libraries ignore this variable.
+MALLOC_TUNABLES = "glibc.malloc.trim_threshold=1073741824:glibc.malloc.mmap_threshold=33554432:glibc.malloc.hugetlb=1"
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], Path, list[str]]:
+    """Split a command line into the launcher's arguments, the trainer, and the trainer's arguments.
+
+    Raises:
+        ConfigError: there is no trainer.
+    """
+    for i, argument in enumerate(arguments):
+        if not argument.startswith("-"):
+            return arguments[:i], Path(argument), arguments[i + 1 :]
+    raise ConfigError("no trainer is given: name the trainer to start, such as nanoGPT/train.py")
+
+
+def load_trainer(path: Path) -> ModuleType:
+    """Import a train.py by its package name, and return the module.
+
+    Raises:
+        ConfigError: it is not a trainer of this repository.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: give nanoGPT/train.py or the train.py of a phase")
+    spec = importlib.util.find_spec(f"{path.resolve().parent.name}.train")
+    if spec is None or spec.origin is None or not os.path.samefile(spec.origin, path):
+        raise ConfigError(
+            f"{path} is not a trainer of this repository: give nanoGPT/train.py or the train.py of a phase"
+        )
+    return importlib.import_module(spec.name)
+
+
+def choose_out_dir(config: TrainConfig, place: NodeConfig) -> str:
+    """Return the output directory of the run. If the configuration names none, create a new one under out/.
+
+    With multiple nodes the name does not contain the time, so that every node computes the same name.
+
+    Raises:
+        ConfigError: the directory cannot be created.
+    """
+    if config.out_dir != "out" or config.init_from == "resume":
+        return config.out_dir
+    name = package_of(type(config))
+    if place.nnodes > 1:
+        return f"out/{name}-{place.nnodes}nodes"
+    for count in range(1000):
+        out_dir = Path("out") / (time.strftime(f"{name}-%Y%m%d-%H%M%S") + (f"-{count}" if count else ""))
+        try:
+            out_dir.mkdir(parents=True)
+            return str(out_dir)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"{out_dir} cannot be created ({error.strerror}): use --out_dir with a directory that you can write"
+            ) from None
+    raise ConfigError("no free name under out/: choose a directory with --out_dir")
+
+
+def list_rank_processes() -> list[int]:
+    """Return the process ids of the ranks on this node."""
+    return list_children(os.getpid())
+
+
+def forward_signals(received_signals: list[int]) -> None:
+    """Forward signals to the ranks: STOP_SIGNALS, so that they save and exit, and SIGQUIT, so that they write stacks.
+
+    If there are no ranks yet, exit at once.
+
+    The first SIGINT is forwarded as SIGTERM, so that a rank that is still importing torch exits without a traceback.
+
+    Args:
+        received_signals: the number of every signal that arrives is appended to this list.
+    """
+
+    has_forwarded: list[bool] = []
+
+    def forward(number: int, _frame: object) -> None:
+        received_signals.append(number)
+        pids = list_rank_processes()
+        if not pids:
+            if has_forwarded:  # the ranks have saved and ended; schedulers repeat their signals
+                return
+            raise SystemExit(128 + number)
+        has_forwarded.append(True)
+        forwarded_number = signal.SIGTERM if received_signals == [signal.SIGINT] else number
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, forwarded_number)
+
+    handle_stop_signals(forward)
+    signal.signal(signal.SIGQUIT, forward)
+
+
+def find_root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed first, and its failure. The other ranks failed because they lost this rank.
+
+    It is a rank that was killed; if there is none, the earliest rank whose message is not that of a lost connection.
+    """
+
+    def sort_key(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
+        _, failure = item
+        if failure.exitcode == -signal.SIGABRT:  # NCCL's watchdog aborts a rank whose peer does not answer
+            return 2, failure.timestamp
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return 0, failure.timestamp
+        is_consequence = any(words in failure.message for words in (*LOST_PEER_MESSAGES, "Signal 15"))
+        return (3 if is_consequence else 1), failure.timestamp
+
+    return min(failures.items(), key=sort_key)
+
+
+def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> tuple[int, str]:
+    """Return the exit code of a failed rank as a shell would report it, and the reason.
+
+    Args:
+        exit_code: of the process; minus the signal's number if a signal killed it.
+        message: the reason that the rank reported.
+        received_signals: the signals that the launcher has received.
+    """
+    if exit_code >= 0:
+        return exit_code, message
+    if received_signals and -exit_code in (received_signals[0], signal.SIGTERM):
+        name = signal.Signals(received_signals[0]).name
+        return 128 + received_signals[0], f"{name} arrived before training had begun, so there was nothing to save"
+    name = signal.Signals(-exit_code).name
+    return 128 - exit_code, f"it was killed by {name}: resume with --init_from=resume if there is a checkpoint"
+
+
+def start_watchdog(config: TrainConfig, place: NodeConfig) -> StallDetector:
+    """Start a thread that stops ranks that hang. It waits 10 seconds longer than the watchdogs of the ranks."""
+    watch = StallDetector(Path(config.out_dir), place.world_size, config.stall_seconds + 10)
+    threading.Thread(target=watch_children, args=(watch, list_rank_processes), daemon=True).start()
+    return watch
+
+
+def configure_agent(place: NodeConfig, logs: str) -> LaunchConfig:
+    """Return the configuration of torch's elastic agent for the ranks of this node, and silence the agent's log.
+
+    Args:
+        place: the ranks of this node.
+        logs: a temporary directory for the agent's logs.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    is_single_node = place.nnodes == 1
+    return LaunchConfig(
+        min_nodes=place.nnodes,
+        max_nodes=place.nnodes,
+        nproc_per_node=place.gpus,
+        logs_specs=DefaultLogsSpecs(logs),
+        run_id=f"nanogpt-{os.getpid()}" if is_single_node else "nanogpt",
+        rdzv_backend="c10d" if is_single_node else "static",
+        rdzv_endpoint="127.0.0.1:0" if is_single_node else f"{place.master_addr}:{master_port()}",
+        rdzv_configs={} if is_single_node else {"rank": place.node_rank},
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="",  # else the agent would replace the handlers of forward_signals
+        local_addr="127.0.0.1" if is_single_node else None,
+    )
+
+
+def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch: StallDetector, logs: str) -> int:
+    """Start the ranks of this node, wait for them, and return the exit code of the job.
+
+    Args:
+        place: the ranks of this node.
+        command: the trainer and its arguments.
+        config: the configuration, which the ranks get through their environment.
+        watch: the watchdog.
+        logs: a temporary directory for the logs of the elastic agent.
+    """
+    defaults = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": MALLOC_TUNABLES}
+    os.environ |= {**defaults, **os.environ, "NANOGPT_LAUNCHER": str(os.getpid()), **config_to_env(config)}
+    received_signals: list[int] = []
+    forward_signals(received_signals)
+    try:
+        folder = logs if config.eval_only else f"{config.out_dir}/logs"  # an evaluation writes nothing into out_dir
+        elastic_launch(copy_output(configure_agent(place, logs), folder), sys.executable)(*command)
+        return 0
+    except ChildFailedError as error:
+        if sentence := watch.verdict():
+            return report_exit(config, STALLED, sentence)
+        rank, failure = find_root_cause(error.failures)
+        code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
+        return report_exit(config, code, f"rank {rank}: {reason}")
+
+
+def report_exit(config: TrainConfig, code: int, reason: str) -> int:
+    """Print why the run failed, append it to log.txt, and return the exit code."""
+    print(f"error: {reason}", file=sys.stderr)
+    append_to_log(config.out_dir, "launcher", f"exit code {code}: {reason}")
+    return code
+
+
+def show_sample(config: TrainConfig) -> None:
+    """Print a sample of text from the trained model. A failure here does not change the exit code of the run.
+
+    A model with more than MAX_SAMPLED_PARAMS parameters is skipped, because one process would have to load it.
+    """
+    from nanoGPT import sample
+
+    command = f"make sample ARGS={quote(f'--out_dir={quote(config.out_dir)}')}"
+    try:
+        manifest = next((manifest for _, manifest in read_manifests(Path(config.out_dir))), None)
+        params = GPTConfig.from_dict(manifest["model_args"]).count_params() if manifest else 0
+        if params > MAX_SAMPLED_PARAMS:
+            print(f"\nno sample: the model has more than {MAX_SAMPLED_PARAMS:,} parameters; for a sample: {command}")
+            return
+        print(f"\nA sample from {config.out_dir} (more: {command}):\n", flush=True)
+        sample.main(sample.SampleConfig(out_dir=config.out_dir, max_new_tokens=300, device=config.device))
+    except (Exception, SystemExit) as error:  # the handler of a signal raises SystemExit
+        print(f"no sample: {error}", flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Check the configuration, run the trainer, print a sample, and return the exit code."""
+    arguments, trainer, trainer_arguments = split_arguments(arguments)
+    place = command_line(NodeConfig, arguments)
+    check_node_config(place)
+    meeting = Rendezvous(place)
+    with meeting.share_errors():
+        config = read_config(trainer, trainer_arguments, meeting)
+        check_run(config, place.world_size, place.gpus)
+        if place.node_rank == 0:
+            check_credentials(config)
+        config = dataclasses.replace(config, out_dir=choose_out_dir(config, place))
+        check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
+    command = [str(trainer), *trainer_arguments]
+    watch = start_watchdog(config, place)
+    with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
+        if place.world_size == 1:
+            code = run_one_rank(command, config, watch)
+        else:
+            code = run_ranks(place, command, config, watch, logs)
+    if code == 0 and place.node_rank == 0 and has_finished(config):
+        show_sample(config)
+    return code
+
+
+def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> TrainConfig:
+    """Parse the trainer's arguments. Config files are executed on node 0 only; the other nodes receive their values.
+
+    Raises:
+        ConfigError: an argument is invalid on this node, or a config file is invalid on node 0.
+    """
+    config_class: type[TrainConfig] = load_trainer(trainer).Config
+    if meeting.node.node_rank == 0:
+        from_files = read_config_files(config_class, arguments, trainer)
+        config = parse(config_class, arguments, trainer, meeting.node.world_size, from_files)
+        meeting.open(config.timeout)
+        meeting.publish("config files", from_files)
+        return config
+    ranks = meeting.node.world_size
+    config = parse(config_class, arguments, trainer, ranks, file_values={})  # reports a misspelt flag before they meet
+    meeting.open(config.timeout)
+    (from_node_0,) = meeting.fetch("config files", [0])
+    if from_node_0 is None:
+        (problem,) = meeting.fetch("error", [0])
+        raise ConfigError(f"node 0 cannot start: {problem}")
+    return parse(config_class, arguments, trainer, ranks, from_node_0)
+
+
+def config_to_env(config: TrainConfig) -> dict[str, str]:
+    """Return the environment variable that passes a configuration to the ranks."""
+    return {CONFIG_VARIABLE: json.dumps(dataclasses.asdict(config))}
+
+
+def run_one_rank(command: list[str], config: TrainConfig, watch: StallDetector) -> int:
+    """Run the trainer as one process without the elastic agent, forward signals to it, and return the exit code.
+
+    The process has one thread per core.
+    """
+    # The variables of another job, to which this process may belong, would make the trainer wait for that job's ranks.
+    inherited = {name: os.environ[name] for name in os.environ if name not in RANK_VARIABLES}
+    environment = {"GLIBC_TUNABLES": MALLOC_TUNABLES, **inherited, **config_to_env(config)}
+    environment["NANOGPT_PARENT"] = str(os.getpid())
+    received_signals: list[int] = []
+    forward_signals(received_signals)
+    code = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True).wait()
+    if code < 0:
+        code, reason = explain_exit(code, "", received_signals)
+        sentence = watch.verdict()
+        code = report_exit(config, STALLED if sentence else code, sentence or f"rank 0: {reason}")
+    elif code > 0:  # the rank has printed the reason
+        append_to_log(config.out_dir, "launcher", f"exit code {code}")
+    return code
+
+
+if __name__ == "__main__":
+    with report_errors():
+        code = main(sys.argv[1:])
+    os._exit(code)  # a normal exit would spend 0.6 s on the cleanup of torch's modules
