@@ -261,7 +261,7 @@ class Generator:
         """Return the new results of all ranks, and the number of free slots of each group. Collective."""
         free = self.slots - len(self.active) - len(self.waiting)
         results, self.finished = self.finished, []
-        mine = torch.tensor([free, len(results), self.runtime.stop_signal is not None])
+        mine = torch.tensor([free, len(results), self.runtime.stop_reason is not None])
         counts = mine[None].repeat(self.runtime.world_size, 1)
         if self.runtime.world_size > 1:
             dist.all_gather(list(counts.unbind()), mine, group=self.runtime.group)

@@ -103,29 +103,32 @@ def compute_rms(tensor: Tensor) -> float:
 
 
 class Diagnostics:
-    """The diagnostics of one rank. Off if `config.diagnostics_interval` is 0.
+    """The diagnostics of one rank.
 
     Args:
         config, run: of this rank.
+        interval: steps between two records.
         model: its parameters are full tensors or DTensors.
         optimizer: its gradients are read just before the update.
     """
 
-    def __init__(self, config: TrainConfig, run: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.config, self.run, self.model, self.optimizer = config, run, model, optimizer
+    def __init__(
+        self, config: TrainConfig, run: Runtime, interval: int, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.config, self.run, self.interval, self.model, self.optimizer = config, run, interval, model, optimizer
         self.folder = Path(config.out_dir) / "diagnostics"
         self.has_written_summary = False
         self.memory_at_start = read_memory(run.device)
         self.names = {param: name for name, param in model.named_parameters()}
         self.gradients: dict[str, float] = {}
         self.activations: dict[str, float] = {}
-        self.records_allocations = config.diagnostics_interval > 0 and run.device.type == "cuda"
+        self.records_allocations = run.device.type == "cuda"
         if self.records_allocations:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ALLOCATIONS)
 
     def is_due(self, step: int) -> bool:
         """Return whether this step is recorded."""
-        return self.config.diagnostics_interval > 0 and step % self.config.diagnostics_interval == 0
+        return step % self.interval == 0
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:

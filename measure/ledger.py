@@ -80,11 +80,11 @@ class CollectiveCounter(TorchDispatchMode):
 class Ledger:
     """The measured costs of one training step, compared with the formula. It prints them and writes `ledger.json`.
 
-    On a GPU, the allocator's peak is reset before and after the step; telemetry reads the same peak. The measured step
+    On a GPU, the allocator's peak is reset before and after the step; the log reads the same peak. The measured step
     of a compiled model runs in eager mode.
 
     Args:
-        config: if its field `ledger` is False, nothing is measured. `ledger.json` is written into its out_dir.
+        config: of the run. `ledger.json` is written into its out_dir.
         run: this rank's Runtime.
         step: the step to measure. It is the third step of a run, because the first steps also allocate memory.
         model, optimizer: their bytes are counted; gradients are counted just before the update.
@@ -103,13 +103,13 @@ class Ledger:
         self.config, self.run, self.step, self.model, self.optimizer = config, run, step, model, optimizer
         self.step_costs = step_costs
         self.gradient_bytes: int | None = None
-        if config.ledger and step >= config.max_iters:
+        if step >= config.max_iters:
             run.print0(f"--ledger measures step {step}, and this run ends before it: use a larger --max_iters")
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
         """Measure the step that runs in the context, if it is the step to measure. Collective on that step."""
-        if not self.config.ledger or step != self.step:
+        if step != self.step:
             yield
             return
         self.gradient_bytes = None

@@ -13,6 +13,9 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
@@ -63,6 +66,23 @@ def process_bytes() -> int | None:
         match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
         return int(match[1]) * 1024 if match else None
     return None
+
+
+def check_memory(config: TrainConfig, device: torch.device, world_size: int, local_world_size: int) -> None:
+    """Check that the model state of a new or resumed run fits into the memory of this node and of its GPUs.
+
+    Raises:
+        ConfigError: it cannot fit.
+    """
+    if config.init_from not in ("scratch", "resume"):
+        return
+    rows = TokenData.from_config(config).tokenizer["vocab_size"]
+    is_on_cpu = device.type == "cpu" or config.min_gpu_state(world_size, local_world_size) == 0  # CPU offload
+    if is_on_cpu:
+        check_parameters_fit(config, rows, world_size, local_world_size)
+    if device.type == "cuda":
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+        check_state_fits(config, rows, world_size, local_world_size, gpu_bytes)
 
 
 def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, local_world_size: int) -> None:

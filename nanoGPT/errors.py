@@ -1,4 +1,4 @@
-"""The exceptions of this project, and the exit codes of its programs.
+"""The exceptions of this project, the exit codes of its programs, and how a rank reports why it exits.
 
 0      the run is complete, or a checkpoint was saved after a signal
 1      any other failure
@@ -8,8 +8,14 @@
 130    stopped by Ctrl-C, and nothing was saved
 """
 
+import contextlib
 import difflib
+import json
 import math
+import os
+import sys
+import time
+from pathlib import Path
 
 STALLED = 4  # exit code
 MAX_MESSAGE_LENGTH, MAX_QUOTE = 1500, 600  # characters
@@ -72,8 +78,8 @@ class DivergedRanks(Exception):
     """Ranks that must have the same values have different ones. Every rank raises it at the same step. Exit code 1."""
 
 
-class OutOfMemory(Exception):
-    """Memory ran out during a run. The message is the sentence for the user. Exit code 1."""
+class ExplainedError(Exception):
+    """An error that an observer of the run explains. The message is the sentence for the user. Exit code 1."""
 
 
 class PeerFailed(Exception):
@@ -135,3 +141,33 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = error_messages(error)
     has_class = any(isinstance(each, MemoryError | torch.OutOfMemoryError) for each in list_causes(error))
     return has_class or any(message in text for message in OUT_OF_MEMORY_MESSAGES)
+
+
+def report_failure(code: int, message: str, is_same_on_all_ranks: bool = False) -> int:
+    """Report to the user and to the launcher why this rank exits, and return the exit code.
+
+    If every rank fails with the same error, only the first rank of each node prints it. The other ranks wait for a
+    second, so that no launcher stops the first rank before it has printed the message.
+    """
+    if write_error_file(message):
+        return code
+    rank, is_first_of_node = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_same_on_all_ranks:
+        print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
+    elif is_first_of_node:
+        print(f"error: {message}", file=sys.stderr)
+    else:
+        time.sleep(1)
+    return code
+
+
+def write_error_file(message: str) -> bool:
+    """Write why this rank exits into the error file of torch's elastic agent.
+
+    Returns:
+        Whether `operate.launch` has started this rank, and will print the message.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    return "NANOGPT_LAUNCHER" in os.environ

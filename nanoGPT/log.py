@@ -1,36 +1,28 @@
-"""Write the metrics, the environment, the heartbeats and the stacks of a run into out_dir.
+"""Write what a run leaves in out_dir, and print its metrics.
 
-    metrics.jsonl            one JSON object per logged step; a resumed run removes the lines that it will write again
-    env.json                 versions, hardware, git commit, configuration, and the reason for each automatic choice
-    log.txt                  when the run started and ended, and which rank failed with which error
-    heartbeat/rank{r}.json   step, stage of the step and time of each rank, updated every second
-    stacks/rank{r}.txt       the stacks of all threads: on SIGQUIT, on a crash, and when the job is stopped in a hang
+    metrics.jsonl   one JSON object per logged step; a resumed run removes the lines that it will write again
+    log.txt         when the run started and ended, and which rank failed with which error
+    env.json        versions, hardware, git commit, configuration, and the reason for each automatic choice
 
 Rank 0 also prints each logged line. If standard error is a terminal, it shows a progress bar below these lines.
 """
 
 import contextlib
 import dataclasses
-import faulthandler
 import json
-import signal
+import math
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
-from types import TracebackType
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from measure.diagnostics import replace_non_finite
 from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, OutOfMemory
+from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
 from nanoGPT.hardware import (
     describe_hardware,
@@ -40,12 +32,22 @@ from nanoGPT.hardware import (
     read_gpu_driver,
     read_peak_memory,
 )
-from nanoGPT.run_log import append_to_log
+from nanoGPT.observers import Observer
 from nanoGPT.train_config import TrainConfig
-from operate.heartbeat import HeartbeatThread, write_collectives
-from operate.out_of_memory import MemoryReport
-from operate.run_description import PACKAGES, find_version
-from operate.trackers import Tracker
+
+
+def append_to_log(out_dir: str | Path, source: str, text: str) -> None:
+    """Append one line with the time. Lines of several processes do not mix, because each is written at once.
+
+    Args:
+        out_dir: the run's directory.
+        source: who writes, such as "rank 0" or "launcher".
+        text: line breaks are replaced by spaces.
+    """
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {source}: {' '.join(text.split())}\n"
+    with contextlib.suppress(OSError):  # a full disk must not hide the original error
+        with open(Path(out_dir) / "log.txt", "ab", buffering=0) as file:
+            file.write(line.encode("utf-8", "replace"))
 
 
 def read_lines_before(path: Path, step: int) -> list[dict[str, Any]]:
@@ -75,56 +77,57 @@ def count_tokens(out_dir: Path, lines: list[dict[str, Any]], first_step: int, to
         return first_step * tokens_per_step
 
 
-class Telemetry:
-    """The metrics, heartbeats and stacks of a run. It is a context manager around building the model and training it.
+class Log(Observer):
+    """The files of a run that training writes, and its printed lines. It is the first observer of the run.
 
     Args:
         config: this rank's configuration.
         run: this rank's Runtime.
         first_step: the first step of this run; lines of an earlier run from this step on are removed.
         flops_per_token: FLOPs per token of the forward and backward pass, for MFU.
+
+    Raises:
+        ConfigError: a file is not writable. Every rank raises it.
     """
 
     def __init__(self, config: TrainConfig, run: Runtime, first_step: int, flops_per_token: int) -> None:
-        self.config, self.run, self.out_dir = config, run, Path(config.out_dir)
+        super().__init__(config)
+        self.run, self.out_dir = run, Path(config.out_dir)
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
         self.flops_per_token, self.peak_flops = flops_per_token, find_peak_flops(run)
-        run.enter_stage("start", first_step)
         self.first_step = self.next_step = first_step
-        self.clock = time.perf_counter()
-        self.memory_report = MemoryReport(config, run)
-        try:
-            self._open_files(first_step)
-        except OSError as error:
-            message = f"{error.filename} is not writable ({error.strerror}): move it away"
-            raise ConfigError(message, on_one_rank=True) from None
-        trainer = type(config).__module__.partition(".")[0]
-        self.heartbeat = HeartbeatThread(run, self.out_dir, config.stall_seconds, self.stack_file, trainer)
-        self.tracker = Tracker(config, run, first_step) if run.is_main and config.track != "none" else None
+        self.clock, self.seconds, self.is_timed = time.perf_counter(), 0.0, False  # of the steps since the last line
+        self.tokens_before = run.call_on_rank0(self._open_files)
+        # tqdm's default lock is shared by all processes, and leaks if ranks are forked.
+        tqdm.set_lock(threading.RLock())
+        is_shown = run.is_main and sys.stderr.isatty()
+        self.bar = tqdm(total=config.max_iters, initial=first_step, unit="step", disable=not is_shown)
+        run.observers.members.insert(0, self)
 
-    def _open_files(self, first_step: int) -> None:
-        for folder in ("heartbeat", "stacks"):
-            (self.out_dir / folder).mkdir(exist_ok=True)
-        self.stack_file = open(self.out_dir / "stacks" / f"rank{self.run.rank}.txt", "a")
-        if self.run.is_main:
-            self._open_metrics(first_step)
-
-    def _open_metrics(self, first_step: int) -> None:
-        tokens = f"{self.tokens_per_step:,} tokens per step, on any number of ranks"
+    def _open_files(self) -> int:
+        """Open the files on rank 0. Return the tokens of all earlier steps."""
         path = self.out_dir / "metrics.jsonl"
-        lines = read_lines_before(path, first_step)
-        self.tokens_before = count_tokens(self.out_dir, lines, first_step, self.tokens_per_step)
-        if self.config.eval_only:  # the files describe the run that trains
-            self.run.print0(tokens)
-            return
-        self.run.print0(f"{tokens}; writing to {self.out_dir}")
-        steps = f"started at step {first_step} of {self.config.max_iters}"
-        append_to_log(self.out_dir, "rank 0", f"{steps}, {type(self.config).__name__}, {self.run.world_size} rank(s)")
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
-        self.metrics = open(path, "a", buffering=1)
-        environment = {
+        tokens = f"{self.tokens_per_step:,} tokens per step, on any number of ranks"
+        try:
+            lines = read_lines_before(path, self.first_step)
+            tokens_before = count_tokens(self.out_dir, lines, self.first_step, self.tokens_per_step)
+            if self.config.eval_only:  # the files describe the run that trains
+                self.run.print0(tokens)
+                return tokens_before
+            self.run.print0(f"{tokens}; writing to {self.out_dir}")
+            steps = f"started at step {self.first_step} of {self.config.max_iters}"
+            append_to_log(self.out_dir, "rank 0", f"{steps}, {type(self.config).__name__}, {self.run.world_size} rank(s)")
+            write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+            self.metrics = open(path, "a", buffering=1)
+            (self.out_dir / "env.json").write_text(json.dumps(self._describe_environment(), indent=1) + "\n")
+            return tokens_before
+        except OSError as error:
+            raise ConfigError(f"{error.filename} is not writable ({error.strerror}): move it away") from None
+
+    def _describe_environment(self) -> dict[str, Any]:
+        return {
             "command": sys.argv,
-            "versions": {**collect_versions(), **{name: find_version(name) for name in PACKAGES}},
+            "versions": collect_versions(),
             "environment": read_environment(),
             "hardware": describe_hardware(self.run.device),
             "driver": read_gpu_driver(),
@@ -134,93 +137,50 @@ class Telemetry:
             "chosen": self.run.reasons,
             "tokens_per_step": self.tokens_per_step,
         }
-        (self.out_dir / "env.json").write_text(json.dumps(environment, indent=1) + "\n")
 
-    def __enter__(self) -> "Telemetry":
-        faulthandler.enable(self.stack_file)
-        faulthandler.register(signal.SIGQUIT, self.stack_file)
-        self.heartbeat.start()
-        # tqdm's default lock is shared by all processes, and leaks if ranks are forked.
-        tqdm.set_lock(threading.RLock())
-        self.bar = tqdm(
-            total=self.config.max_iters,
-            initial=self.run.progress.step,
-            unit="step",
-            disable=not (self.run.is_main and sys.stderr.isatty()),
-        )
-        self.clock = time.perf_counter()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if error is None:
-                self.run.finish()  # with the heartbeat, so that the watchdog sees an asynchronous save that hangs
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            self.heartbeat.close()
-            self.bar.close()
-            progress = self.run.progress
-            if error is not None:
-                text = f"failed in step {progress.step}, {progress.stage}: {type(error).__name__}: {error}"
-                append_to_log(self.out_dir, f"rank {self.run.rank}", text)
-                with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
-                    self.stack_file.write("".join(traceback.format_exception(error)))
-                    self.stack_file.flush()
-                with contextlib.suppress(Exception):  # nor must torch's recorder
-                    write_collectives(self.out_dir, self.run.rank)
-            elif self.run.is_main:
-                signal_name = self.run.stop_signal or "a signal to another rank"
-                text = f"stopped by {signal_name}" if self.run.is_stopping else "ended"
-                append_to_log(self.out_dir, "rank 0", f"{text} in step {progress.step}")
-                if self.run.is_stopping:
-                    directory = quote(self.config.out_dir)
-                    self.run.print0(f"stopped by a signal; resume with --init_from=resume --out_dir={directory}")
-            if self.tracker:
-                self.tracker.close()
-        if error is not None and (sentence := self.memory_report.explain(error)):
-            raise OutOfMemory(sentence) from error
-
-    def watch_memory(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Name the memory of this model and optimizer in the error if memory runs out."""
-        self.memory_report.model, self.memory_report.optimizer = model, optimizer
-
-    @contextlib.contextmanager
-    def untimed(self, stage: str, step: int) -> Iterator[None]:
-        """Enter a stage whose time is not part of that of training steps: building the model, evaluations, saves."""
-        self.run.enter_stage(stage, step)
-        start = time.perf_counter()
-        yield
-        self.clock += time.perf_counter() - start
-
-    def log(self, step: int, loss: float | None, lr: float | None, grad_norm: float | None, **more: Any) -> None:
-        """Write and print one line of metrics on rank 0. `step_ms` is the mean since the previous line."""
+    def enter_stage(self, stage: str, step: int) -> None:
+        """Measure the time of training steps: of micro-batches and updates, without evaluations and saves."""
         now = time.perf_counter()
-        steps, seconds = max(1, step + 1 - self.next_step), now - self.clock
-        self.next_step, self.clock = step + 1, now
-        if not self.run.is_main:
-            return
-        has_trained = loss is not None  # False for a line of an evaluation alone
+        self.seconds += now - self.clock if self.is_timed else 0.0
+        self.clock, self.is_timed = now, stage == "update" or stage.startswith("micro-batch")
+
+    def write(
+        self, step: int, loss: float | None, lr: float | None, grad_norm: float | None, val_loss: float | None
+    ) -> None:
+        """Log one line of metrics, and show it to all observers. `step_ms` is the mean since the previous line.
+
+        Args:
+            step: of the line.
+            loss, lr, grad_norm: of the training step; None for a line of an evaluation alone.
+            val_loss: of the evaluation before this step; None without one.
+        """
+        self.enter_stage("log", step)
+        steps, seconds = max(1, step + 1 - self.next_step), self.seconds
+        self.next_step, self.seconds = step + 1, 0.0
+        has_trained = loss is not None
         rate = self.tokens_per_step * steps / seconds if has_trained else None
         mfu = rate * self.flops_per_token / self.run.world_size / self.peak_flops if rate and self.peak_flops else None
         line = {
             "step": step,
             "loss": loss,
             "lr": lr,
-            "grad_norm": replace_non_finite(grad_norm),
+            "grad_norm": grad_norm if math.isfinite(grad_norm or 0.0) else None,
             "tokens": self.tokens_before + (step + has_trained - self.first_step) * self.tokens_per_step,
             "tokens_per_second": rate,
             "step_ms": 1000 * seconds / steps if has_trained else None,
             "mfu": mfu,
             "peak_memory_bytes": read_peak_memory(self.run.device),
-            **more,
+            "val_loss": val_loss,
         }
+        self.run.observers.log(line)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Write and print a line on rank 0."""
+        if not self.run.is_main:
+            return
         if not self.config.eval_only:
             self._write_metrics(line)
-        if self.tracker:
-            self.tracker.log(line)
-        self.bar.update(min(step + 1, self.config.max_iters) - self.bar.n)
+        self.bar.update(min(line["step"] + 1, self.config.max_iters) - self.bar.n)
         tqdm.write(format_line(line), file=sys.stdout)
         sys.stdout.flush()
 
@@ -233,6 +193,20 @@ class Telemetry:
             self.metrics.write(json.dumps(line) + "\n")
         except OSError as error:  # the disk is full: continue, because a user may free space before the next save
             self.run.print0(f"step {line['step']} is missing in metrics.jsonl ({error.strerror}): free some space")
+
+    def end(self, error: BaseException | None) -> None:
+        """Write into log.txt how the run ended, and print how to go on with a run that was stopped."""
+        self.bar.close()
+        progress = self.run.progress
+        if error is not None:
+            text = f"failed in step {progress.step}, {progress.stage}: {type(error).__name__}: {error}"
+            append_to_log(self.out_dir, f"rank {self.run.rank}", text)
+        elif self.run.is_main:
+            reason = self.run.stop_reason or "a request of another rank"
+            text = f"stopped by {reason}" if self.run.is_stopping else "ended"
+            append_to_log(self.out_dir, "rank 0", f"{text} in step {progress.step}")
+            if self.run.is_stopping:
+                self.run.print0(f"{text}; resume with --init_from=resume --out_dir={quote(self.config.out_dir)}")
 
 
 def format_line(line: dict[str, Any]) -> str:

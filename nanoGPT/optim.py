@@ -197,24 +197,6 @@ def configure_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Op
     return configure_muon(model, config) if config.optimizer == "muon" else configure_adamw(model, config)
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the learning rate of a step: linear warm-up, then cosine decay to min_lr; constant without decay_lr."""
-    if not config.decay_lr:
-        return config.learning_rate
-    if step < config.warmup_iters:
-        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
-    decay_steps = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
-    if step >= decay_steps:
-        return config.min_lr
-    progress = (step - config.warmup_iters) / (decay_steps - config.warmup_iters)  # of the decay, from 0 to 1
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.learning_rate - config.min_lr)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def grad_norm(grads: Sequence[Tensor], sharded_over: dist.ProcessGroup | None = None) -> Tensor:
     """Return the global 2-norm of the gradients, accumulated in fp64.
 

@@ -5,8 +5,44 @@ import os
 from pathlib import Path
 
 from nanoGPT.checkpoint.manifest import step_directories
+from nanoGPT.distributed.environment import environment_number
+from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, is_present, retry_reads, unique_name
+from nanoGPT.train_config import TrainConfig
+
+
+def choose_out_dir(config: TrainConfig, package: str) -> str:
+    """Return the directory of a run that no launcher has named: a new one under out/, unless the flags name one.
+
+    The ranks of a node compute the same name without communication, from the process id of their agent. If torchrun
+    restarts them, they get the same name again. Nodes compute it from their number.
+    """
+    if config.out_dir != TrainConfig.out_dir or config.init_from == "resume":
+        return config.out_dir
+    ranks, local_ranks = environment_number("WORLD_SIZE") or 1, environment_number("LOCAL_WORLD_SIZE") or 1
+    if local_ranks < ranks:
+        return f"{config.out_dir}/{package}-{ranks // local_ranks}nodes"
+    name = f"{config.out_dir}/{package}-{os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else os.getpid()}"
+    if environment_number("TORCHELASTIC_RESTART_COUNT"):
+        return name
+    return next(each for each in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not step_directories(Path(each)))
+
+
+def enter_out_dir(run: Runtime, config: TrainConfig) -> None:
+    """Check the directory of the run, and lock it on rank 0 until this process ends. Collective.
+
+    Raises:
+        ConfigError: the run cannot use it, or another run does. Every rank raises it.
+    """
+
+    def lock() -> str:
+        check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
+        run.lock = DirectoryLock(Path(config.out_dir))
+        return run.lock.warning
+
+    if warning := run.call_on_rank0(lock):
+        run.print0(warning)
 
 
 def check_out_dir(out_dir: Path, resume: bool) -> None:

@@ -23,18 +23,17 @@ from nanoGPT.checkpoint.starting_point import read_weights
 from nanoGPT.command_line import command_line, join_flag_values
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
+from nanoGPT.observers import add_flags, find_shell
 from nanoGPT.schema import SchemaError, check_schema
 from nanoGPT.train_config import GPU_DEFAULTS, C, StepChoice, TrainConfig, cpu_defaults, field_names
 
-RUN_FIELDS = {"out_dir", "resume_step", "eval_only"}  # apply to one start of a run, and are not resumed
+RUN_FIELDS = {"out_dir", "resume_step", "eval_only", "observers"}  # apply to one start of a run, and are not resumed
 NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what to use instead
     "backend": "leave it out: the backend follows the device, which --device selects",
     "wandb_log": "use --track=wandb instead",
     "wandb_project": "set the environment variable WANDB_PROJECT instead",
     "wandb_run_name": "set the environment variable WANDB_NAME instead",
 }
-# For the package of each trainer, the name of its phase in a manifest.
-PHASE_OF_PACKAGE = {"nanoGPT": "baseline", "phase1_zero1": "zero1", "phase2_triton": "triton", "phase3_fsdp": "fsdp"}
 CONFIG_VARIABLE = "NANOGPT_CONFIG"  # environment variable with the configuration as JSON
 
 
@@ -48,7 +47,7 @@ def parse(
     """Build the configuration of a run from config files and flags.
 
     Args:
-        config_class: `TrainConfig` or a phase's extension of it.
+        config_class: `TrainConfig` or a phase's extension of it. The observers add their flags.
         argv: the command-line arguments: config files and `--key=value` flags.
         trainer: the train.py that runs; config files are also looked up in its directory.
         world_size: number of ranks. The defaults are the same on 1, 2, 4 and 8 ranks.
@@ -62,6 +61,7 @@ def parse(
     check_names(flags)
     if file_values is None:
         file_values = read_config_files(config_class, argv, trainer)
+    config_class = add_flags(config_class, find_observers(flags, file_values))
     given = {name_of_flag(flag) for flag in flags} | file_values.keys()
     defaults = GPU_DEFAULTS if uses_gpu(flags, file_values) else cpu_defaults(config_class, world_size)
     config = parse_flags(config_class, {**defaults, **file_values}, flags)
@@ -109,18 +109,13 @@ def package_of(config_class: type[TrainConfig]) -> str:
 
 
 def find_run_to_resume(config_class: type[TrainConfig], out_dir: str) -> str:
-    """Return the directory to resume from: out_dir; if that is the default, the newest run of the trainer's phase.
+    """Return the directory to resume from: out_dir; if that is the default, the trainer's newest run.
 
-    The directories of runs without an out_dir are named `out/<package>-<time>`. Plain torchrun uses `out` for its first
-    run, of any phase.
+    The directories of runs without an out_dir are named `out/<package>-<suffix>` (`choose_out_dir`).
     """
     if out_dir != TrainConfig.out_dir:
         return out_dir
-    folder, name = Path(out_dir), package_of(config_class)
-    runs = [*folder.glob(f"{name}-*")]
-    if any(manifest.get("phase") == PHASE_OF_PACKAGE.get(name) for _, manifest in read_manifests(folder)):
-        runs.append(folder)
-    return str(find_newest_run(runs) or out_dir)
+    return str(find_newest_run(Path(out_dir).glob(f"{package_of(config_class)}-*")) or out_dir)
 
 
 def check_names(flags: list[str]) -> None:
@@ -145,16 +140,21 @@ def is_config_file(word: str) -> bool:
 
 def read_config_files(config_class: type, argv: list[str], trainer: Path) -> dict[str, object]:
     """Execute the config files of a command line and return the values that they set. Later files take precedence."""
-    values: dict[str, object] = {}
-    for name in filter(is_config_file, join_flag_values(argv)):
-        values |= read_config_file(config_class, find_config_file(name, trainer))
-    return values
+    words = join_flag_values(argv)
+    files = {path: execute(path) for path in (find_config_file(word, trainer) for word in filter(is_config_file, words))}
+    together: dict[str, object] = {name: value for values in files.values() for name, value in values.items()}
+    config_class = add_flags(config_class, find_observers(words, together))
+    for path, values in files.items():
+        together |= check_file_values(config_class, path, values)
+    return together
 
 
 def config_from_launcher(config_class: type[C]) -> C | None:
-    """Return the configuration that `operate.launch` passes in the environment; None without this launcher."""
-    text = os.environ.get(CONFIG_VARIABLE)
-    return config_class(**json.loads(text)) if text else None
+    """Return the configuration that a launcher passes in the environment; None without such a launcher."""
+    if not (text := os.environ.get(CONFIG_VARIABLE)):
+        return None
+    values = json.loads(text)
+    return add_flags(config_class, values["observers"])(**values)
 
 
 def find_config_file(name: str, trainer: Path) -> Path:
@@ -170,13 +170,13 @@ def find_config_file(name: str, trainer: Path) -> Path:
     raise ConfigError(f"there is no config file {name}{did_you_mean(name, known)} (available: {', '.join(known)})")
 
 
-def read_config_file(config_class: type, path: Path) -> dict[str, object]:
+def execute(path: Path) -> dict[str, object]:
     """Execute a config file, which consists of `name = value` lines, and return the values that it sets.
 
     Modules, functions and classes are no settings. Names that begin with an underscore are left to the file.
 
     Raises:
-        ConfigError: the file fails, or sets a name that is not a field: a misspelled setting must not be ignored.
+        ConfigError: the file fails.
     """
     namespace: dict[str, object] = {"__file__": str(path)}
     try:
@@ -187,6 +187,15 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
     values = {k: v for k, v in values.items() if not (isinstance(v, types.ModuleType) or callable(v))}
     if not values.get("wandb_log", True):  # the names of its run have no effect either
         values = {k: v for k, v in values.items() if k not in ("wandb_log", "wandb_project", "wandb_run_name")}
+    return values
+
+
+def check_file_values(config_class: type, path: Path, values: dict[str, object]) -> dict[str, object]:
+    """Return the values that a config file sets, in the types of their fields.
+
+    Raises:
+        ConfigError: a name is not a field, because a misspelled setting must not be ignored, or a value is invalid.
+    """
     for name in values:
         if name in NANOGPT_FLAGS:
             raise ConfigError(f"config file {path} sets {name}, a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
@@ -202,12 +211,21 @@ def read_config_file(config_class: type, path: Path) -> dict[str, object]:
     return {name: getattr(parsed, name) for name in values}
 
 
+def find_value(name: str, flags: list[str], file_values: Mapping[str, object]) -> object | None:
+    """Return the value of a field before the flags are parsed; None if neither a flag nor a config file sets it."""
+    values = [flag.split("=", 1)[1] for flag in flags if flag.startswith(f"--{name}=")]
+    return values[-1] if values else file_values.get(name)
+
+
+def find_observers(flags: list[str], file_values: Mapping[str, object]) -> str:
+    """Return the names of the observers' modules, whose flags the parser must know."""
+    names = find_value("observers", flags, file_values)
+    return find_shell() if names is None else str(names)
+
+
 def uses_gpu(flags: list[str], file_values: Mapping[str, object]) -> bool:
     """Return whether this run uses a GPU."""
-    device = str(file_values.get("device", "auto"))
-    for flag in flags:
-        if flag.startswith("--device="):
-            device = flag.split("=", 1)[1]
+    device = str(find_value("device", flags, file_values) or "auto")
     if device == "auto":
         import torch
 

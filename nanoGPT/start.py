@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,43 +12,55 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanoGPT.check_run import check_run
+from nanoGPT.checkpoint.hugging_face import PRETRAINED
+from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.algorithms import choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group
-from nanoGPT.distributed.runtime import Runtime, create_runtime
+from nanoGPT.distributed.runtime import Runtime, create_runtime, pick_device, pick_dtype
 from nanoGPT.errors import (
     LOST_PEER_MESSAGES,
     ConfigError,
     DivergedRanks,
-    LostConnection,
+    ExplainedError,
     NonFiniteLoss,
-    OutOfMemory,
     PeerFailed,
     SaveError,
+    did_you_mean,
+    report_failure,
 )
-from nanoGPT.exits import report_failure
-from nanoGPT.parse import config_from_launcher, parse
-from nanoGPT.program import unbreakable_output
-from nanoGPT.signals import listen_for_signals, stop_with_launcher
-from nanoGPT.train_config import C, TrainConfig
-from operate.agreement import find_disagreement
-from operate.credentials import check_credentials
-from operate.known_errors import explain_known_error
-from operate.out_of_memory import explain_memory_error
-from operate.restart import (
-    choose_free_out_dir,
-    enter_out_dir,
-    exclude_spare_ranks,
-    exit_code_of_success,
-    resume_after_restart,
-    stop_elastic_job,
-)
-from operate.run_description import describe_run
+from nanoGPT.observers import Observer, Observers, find_modules
+from nanoGPT.out_dir import choose_out_dir, enter_out_dir
+from nanoGPT.parse import config_from_launcher, package_of, parse
+from nanoGPT.signals import listen_for_signals
+from nanoGPT.train_config import TrainConfig, validate
+
+
+def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:
+    """Check everything that can be checked before a process group starts and before any file is written.
+
+    Returns:
+        The run's data.
+
+    Raises:
+        ConfigError: the run cannot work; the message says what to do.
+    """
+    validate(config, world_size)
+    device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
+    dtype, _ = pick_dtype(config.dtype, device)
+    choose_attention(config.attention, config.deterministic, device, dtype, config.dropout)
+    is_known = config.init_from in ("scratch", "resume", *PRETRAINED)
+    if not is_known and not (config.init_from and Path(config.init_from).is_dir()):
+        suggestion = did_you_mean(config.init_from, ["scratch", "resume", *PRETRAINED])
+        raise ConfigError(
+            f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory"
+            f"{suggestion}"
+        )
+    return TokenData.from_config(config)
 
 
 @contextlib.contextmanager
-def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
+def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
     """Check the configuration, join the process group and listen for signals. At the end, wait for all ranks.
 
     The process group is not destroyed: if a gloo group is destroyed while DDP still refers to it, it can wait forever
@@ -57,47 +68,42 @@ def start(config: C, reads_only: bool = False) -> Iterator[tuple[Runtime, C]]:
 
     Args:
         config: this rank's configuration.
-        reads_only: write nothing into out_dir, because another run may be using it.
+        reads_only: write nothing into out_dir, because another run may be using it, and let nobody observe the run.
 
     Yields:
-        This rank's Runtime, and the configuration. If torchrun has restarted the job, this is the saved configuration.
+        This rank's Runtime.
     """
-    exclude_spare_ranks(config)
-    run = create_runtime(config.device, config.dtype, config.supports_mps)
-    run.timeout, run.uses_autocast = config.timeout, config.uses_autocast
-    attention = choose_attention(config.attention, config.deterministic, run.device, run.dtype, config.dropout)
-    run.reasons["attention"] = attention.reason
-    data = check_run(config, run.world_size, run.local_world_size)
-    if run.is_main and not reads_only:
-        check_credentials(config)
-    if not reads_only:
-        config = dataclasses.replace(config, out_dir=choose_free_out_dir(run, config))
-    lock = None if reads_only else enter_out_dir(run, config)
-    description = describe_run(config, data, run)
-    del data  # it keeps every file open, and the trainer opens the files again
-    if run.device.type == "cuda":
-        torch.cuda.set_device(run.device)
-    elif run.world_size > 1:
-        torch.set_num_threads(1)  # ranks share the cores
-    if "TORCHELASTIC_RUN_ID" in os.environ or "NANOGPT_PARENT" in os.environ:
-        threading.Thread(target=stop_with_launcher, args=(os.getppid(), run), daemon=True).start()
-    if dist.is_initialized():  # a notebook or a test may have created the group already
-        if disagreement := find_disagreement(run.gather(description)):
-            raise ConfigError(disagreement)
-    else:
-        join_process_group(run, run.timeout, description)
-    if not reads_only:
-        config = resume_after_restart(run, config, lock)
-        listen_for_signals(run)  # an evaluation has nothing to save, so a signal may end it at once
-    run.print0(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
+    observers = Observer(config) if reads_only else Observers(config)
     try:
+        run = create_runtime(config.device, config.dtype, config.supports_mps)
+        run.timeout, run.uses_autocast = config.timeout, config.uses_autocast
+        attention = choose_attention(config.attention, config.deterministic, run.device, run.dtype, config.dropout)
+        run.reasons["attention"] = attention.reason
+        check_run(config, run.world_size, run.local_world_size)
+        if run.device.type == "cuda":
+            torch.cuda.set_device(run.device)
+        elif run.world_size > 1:
+            torch.set_num_threads(1)  # ranks share the cores
+        if not dist.is_initialized():  # a notebook or a test may have created the group already
+            join_process_group(run)
+        if not reads_only:
+            enter_out_dir(run, config)
+            listen_for_signals(run)  # an evaluation has nothing to save, so a signal may end it at once
+        run.observers = observers
+        observers.start(run)
+        run.print0(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
         with use_algorithms(attention, config.deterministic):
-            yield run, config
-    except (DivergedRanks, NonFiniteLoss):
-        run.finish()  # all ranks raise this at the same step, and a save in progress is of an earlier step
+            yield run
+        run.finish()
+        run.barrier()
+    except BaseException as error:
+        if isinstance(error, DivergedRanks | NonFiniteLoss):
+            run.finish()  # all ranks raise this at the same step, and a save in progress is of an earlier step
+        observers.end(error)
+        if sentence := observers.explain(error):
+            raise ExplainedError(sentence) from error
         raise
-    run.finish()
-    run.barrier()
+    observers.end(None)
 
 
 def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> None:
@@ -108,57 +114,52 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
         config_class: the class of the configuration.
         trainer: the trainer's `__file__`; config files are looked up in its directory.
     """
-    with unbreakable_output():
-        code = run_trainer(train, config_class, trainer)
-    os._exit(code)  # do not wait for other threads, nor for the process group after a failure
 
-
-def run_trainer(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> int:
-    """Parse the command line and train. Report an error in one sentence, and return the exit code."""
-
-    def parse_and_train() -> int:
-        world_size = environment_number("WORLD_SIZE") or 1
-        config = config_from_launcher(config_class) or parse(config_class, sys.argv[1:], Path(trainer), world_size)
+    def parse_and_train() -> None:
+        config = config_from_launcher(config_class)
+        if config is None:
+            config = parse(config_class, sys.argv[1:], Path(trainer), environment_number("WORLD_SIZE") or 1)
+            config = dataclasses.replace(config, out_dir=choose_out_dir(config, package_of(config_class)))
+        for module in find_modules(config.observers):
+            config = module.Observer.configure(config)
         train(config)
-        return exit_code_of_success(config)
 
-    return report_job_errors(parse_and_train)
+    os._exit(report_job_errors(parse_and_train))  # do not wait for other threads, nor for the process group
 
 
 def report_job_errors(
-    job: Callable[[], int],
-    explain: Callable[[BaseException], str | None] = explain_memory_error,
+    job: Callable[[], int | None],
+    explain: Callable[[BaseException], str | None] = lambda error: None,
     remedy: str = "resume from the last checkpoint",
 ) -> int:
     """Run this rank's job. Report an error in one sentence, and return the exit code.
 
     Args:
-        job: returns the exit code of success.
+        job: what this rank does; it may return an exit code.
         explain: returns a sentence for an error that has no other explanation, or None.
         remedy: what to do after Ctrl-C has stopped the job at once.
     """
+    code = 0
     try:
-        code = job()
+        code = job() or 0
     except ConfigError as error:
         code = report_failure(2, str(error), is_same_on_all_ranks=not error.on_one_rank)
-        if not isinstance(error, LostConnection):
-            stop_elastic_job(code, str(error))
     except NonFiniteLoss as error:
         code = report_failure(3, str(error), is_same_on_all_ranks=True)
-        stop_elastic_job(code, str(error))
     except (DivergedRanks, SaveError) as error:
         code = report_failure(1, str(error), is_same_on_all_ranks=True)
-    except OutOfMemory as error:
+    except ExplainedError as error:
         code = report_failure(1, str(error))
     except KeyboardInterrupt:
         code = report_failure(130, f"interrupted before the step was complete: {remedy}")
     except SystemExit:
         raise  # --help
     except BaseException as error:
-        sentence = explain_known_error(error) or explain(error)
+        sentence = explain(error)
         if sentence is None:
             if not isinstance(error, PeerFailed) and not any(words in str(error) for words in LOST_PEER_MESSAGES):
                 traceback.print_exc()
             sentence = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         code = report_failure(1, sentence)
+    sys.stdout.flush()
     return code

@@ -4,18 +4,17 @@ Each phase extends `TrainConfig` with its own fields. `nanoGPT/parse.py` creates
 """
 
 import dataclasses
-import datetime
-import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from nanoGPT.errors import ConfigError
+from nanoGPT.observers import Flags, find_shell
 
 StepChoice = int | Literal["best"] | None  # a checkpoint of a run; None: the newest
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Flags):
     """GPT-2 training. The defaults depend on the device: a small character model on a CPU, GPT-2 124M on a GPU."""
 
     # data
@@ -101,23 +100,8 @@ class TrainConfig:
     """use only deterministic algorithms, so that a run on the same GPUs repeats to the last digit; slower"""
     seed: int = 1337
     """random seed of initialization, batches and dropout"""
-    # monitoring
-    track: Literal["none", "tensorboard", "wandb"] = "none"
-    """log the metrics to this tool too; needs `pip install -e '.[track]'`. wandb reads the project, the name and the
-    group of the run from the environment variables WANDB_PROJECT, WANDB_NAME and WANDB_RUN_GROUP"""
-    stall_seconds: float = 300.0
-    """stop the job and write the stacks of all ranks if no rank makes progress for this many seconds"""
-    diagnostics_interval: int = 0
-    """steps between two records of memory and norms in diagnostics/, each with a comparison of the ranks; 0: off"""
-    ledger: bool = False
-    """measure the collectives and the memory of one step, print them and write ledger.json"""
-
-    def check(self, world_size: int) -> None:
-        """Check combinations of values that only one phase has. Called before any rank starts.
-
-        Raises:
-            ConfigError: a combination is not supported.
-        """
+    observers: str = field(default_factory=find_shell)
+    """modules that observe the run, such as operate,measure,my_metrics; they may add flags; empty: none"""
 
     def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
         """Return the fraction of all parameters that a rank stores in GPU memory, or in CPU memory."""
@@ -126,11 +110,6 @@ class TrainConfig:
     def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
         """Return the bytes of model state per parameter that a rank stores in GPU memory just before an update."""
         return 8 + self.moment_bytes
-
-    @property
-    def timeout(self) -> datetime.timedelta:
-        """How long ranks wait for each other, at the start and in every collective: longer than until a stall."""
-        return max(MIN_TIMEOUT, 2 * datetime.timedelta(seconds=self.stall_seconds))
 
     @property
     def moment_bytes(self) -> int:
@@ -195,14 +174,11 @@ MINIMUMS = {
     "eval_interval": 1,
     "eval_iters": 1,
     "log_interval": 1,
-    "diagnostics_interval": 0,
     "keep_checkpoints": 3,
     "resume_step": 1,
     "seed": 0,
-    "stall_seconds": 1,
 }
 MAXIMUMS = {"n_layer": 10_000, "seed": 2**63 - 1, "min_lr": float("inf")}  # of the others: 2**31 - 1
-MIN_TIMEOUT = datetime.timedelta(minutes=30)  # of a collective
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -232,10 +208,6 @@ def validate(config: TrainConfig, world_size: int) -> None:
         raise ConfigError(
             f"--min_lr={config.min_lr:g} is above --learning_rate={config.learning_rate:g}, so the learning rate would "
             "rise: use a smaller --min_lr, or --decay_lr=False for a constant learning rate"
-        )
-    if config.track != "none" and importlib.util.find_spec(config.track) is None:
-        raise ConfigError(
-            f"--track={config.track} needs a package that is not installed: run `.venv/bin/pip install -e '.[track]'`"
         )
     if config.n_embd % config.n_head:
         raise ConfigError(f"--n_embd={config.n_embd} is not divisible by --n_head={config.n_head}: change one of them")

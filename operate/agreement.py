@@ -3,6 +3,23 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError
+
+
+def check_agreement(run: Runtime, description: Mapping[str, Any]) -> None:
+    """Check that all ranks are about to run the same. Collective.
+
+    Args:
+        run: this rank's Runtime.
+        description: what this rank is about to run, from `describe_run`.
+
+    Raises:
+        ConfigError: the ranks do not agree. Every rank raises it.
+    """
+    if disagreement := find_disagreement(run.gather(description)):
+        raise ConfigError(disagreement)
+
 
 def find_disagreement(descriptions: list[Mapping[str, Any]]) -> str | None:
     """Compare the descriptions of all ranks.

@@ -5,17 +5,16 @@ import os
 from urllib.parse import urlsplit
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.train_config import TrainConfig
 
 WANDB_REMEDY = "run `.venv/bin/wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline"
 
 
-def has_credentials(config: TrainConfig) -> bool:
-    """Return whether the run's tracker needs no credentials or has them.
+def has_credentials(track: str) -> bool:
+    """Return whether a tracker, a value of --track, needs no credentials or has them.
 
     Weights & Biases takes them from an environment variable or from the file that `wandb login` writes.
     """
-    if config.track != "wandb" or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+    if track != "wandb" or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
@@ -26,11 +25,11 @@ def has_credentials(config: TrainConfig) -> bool:
         return False
 
 
-def check_credentials(config: TrainConfig) -> None:
-    """Check that the run's tracker has credentials. Only the node and the rank that log the metrics need them.
+def check_credentials(track: str) -> None:
+    """Check that a tracker, a value of --track, has credentials. Only the node and the rank that log the metrics need them.
 
     Raises:
         ConfigError: they are missing.
     """
-    if not has_credentials(config):
-        raise ConfigError(f"--track={config.track} has no credentials: {WANDB_REMEDY}", on_one_rank=True)
+    if not has_credentials(track):
+        raise ConfigError(f"--track={track} has no credentials: {WANDB_REMEDY}", on_one_rank=True)

@@ -47,7 +47,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from nanoGPT.check_run import check_run
 from nanoGPT.command_line import command_line
 from nanoGPT.distributed.environment import ELASTIC_VARIABLE
-from nanoGPT.distributed.network import source_address
+from nanoGPT.distributed.process_group import source_address
 from nanoGPT.distributed.process_group import is_served
 from nanoGPT.errors import ConfigError
 from nanoGPT.parse import parse

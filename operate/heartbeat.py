@@ -28,12 +28,12 @@ from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as distributed_c10d
 
-from nanoGPT.distributed.process_group import dump_collectives
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import STALLED
-from nanoGPT.exits import write_error_file
+from nanoGPT.errors import STALLED, write_error_file
 from nanoGPT.files import replace_json
+from operate.device_progress import DeviceProgress
 from operate.watchdog import GRACE_SECONDS, StallDetector, dump_and_kill, is_child_of
 
 # A frame in one of these files means that the thread compiles or that a debugger runs: both may take any amount of
@@ -136,6 +136,21 @@ def inspect_threads() -> dict[str, Any]:
     }
 
 
+def dump_collectives() -> dict[str, Any]:
+    """Return the last collectives of this rank by backend, from torch's flight recorders: shapes, states and times.
+
+    A rank whose last collective has a smaller `collective_seq_id` than that of the others is the one they wait for.
+    A run on GPUs uses both backends: gloo for signals and saves. The main thread may be waiting in a collective: this
+    function does not use the process group.
+    """
+    recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    return {
+        backend: json.loads(getattr(distributed_c10d, name)())
+        for backend, name in recorders.items()
+        if hasattr(distributed_c10d, name)  # a build of torch without CUDA has no NCCL
+    }
+
+
 def write_collectives(out_dir: Path, rank: int) -> None:
     """Write the last collectives of a rank into stacks/collectives-rank{r}.json."""
     (out_dir / "stacks" / f"collectives-rank{rank}.json").write_text(json.dumps(dump_collectives()))
@@ -150,6 +165,7 @@ class HeartbeatThread:
         stall_seconds: see `StallDetector`.
         stack_file: the open file for this rank's stacks.
         trainer: package of the trainer, such as "phase3_fsdp".
+        device_progress: counts the stages that the GPU has reached; None on a CPU.
 
     Attributes:
         beats, waiting_beats: number of heartbeats, and of those in which the main thread waited for other ranks. If one
@@ -163,8 +179,9 @@ class HeartbeatThread:
         stall_seconds: float,
         stack_file: IO[str],
         trainer: str,
+        device_progress: DeviceProgress | None = None,
     ) -> None:
-        self.run, self.stack_file = run, stack_file
+        self.run, self.stack_file, self.device_progress = run, stack_file, device_progress
         backend = dist.get_backend() if dist.is_initialized() else "none"
         self.names = {"trainer": trainer, "backend": backend, "device": run.device.type}
         self.beats = self.waiting_beats = 0
@@ -192,7 +209,7 @@ class HeartbeatThread:
         activity = inspect_threads()
         if activity.pop("is_exempt") or self.run.progress.stage == "build":
             self.run.report_progress()
-        device = self.run.device_progress
+        device = self.device_progress
         activity["waits_for_device"] = activity.pop("reads_device") and device is not None
         activity["device_stages"] = device.count_reached() if device else None
         process = {"run": self.run.token, "host": socket.gethostname(), "pid": os.getpid(), "parent": os.getppid()}

@@ -41,7 +41,7 @@ from nanoGPT.model import GPTConfig
 from nanoGPT.out_dir import check_out_dir
 from nanoGPT.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
 from nanoGPT.program import report_errors
-from nanoGPT.run_log import append_to_log
+from nanoGPT.log import append_to_log
 from nanoGPT.signals import handle_stop_signals
 from nanoGPT.train_config import TrainConfig
 from operate.credentials import check_credentials

@@ -25,9 +25,9 @@ PACKAGES = ("torch", "numpy", "triton")
 NOT_COMPARED = ("out_dir",)  # CheckpointDirectory checks with a file that all ranks share this directory
 
 
-def describe_run(config: TrainConfig, data: TokenData, run: Runtime) -> dict[str, Any]:
+def describe_run(config: TrainConfig, run: Runtime) -> dict[str, Any]:
     """Return a description of this rank's run as JSON types. Each item must be equal on all ranks."""
-    return describe_inputs(config, data) | {
+    return describe_inputs(config, TokenData.from_config(config)) | {
         "the device": run.device.type,
         "the dtype": str(run.dtype).removeprefix("torch."),
         "the weights to start from": describe_starting_point(config.init_from),

@@ -36,12 +36,13 @@ class Tracker:
 
     Args:
         config: this rank's configuration.
+        kind: tensorboard or wandb.
         run: this rank's Runtime.
         first_step: the first step of this run; 0 unless it resumes.
     """
 
-    def __init__(self, config: TrainConfig, run: Runtime, first_step: int) -> None:
-        self.kind, self.run = config.track, run
+    def __init__(self, config: TrainConfig, kind: str, run: Runtime, first_step: int) -> None:
+        self.kind, self.run = kind, run
         self.writer: Any = None
         self._attempt(lambda: self._open(config, first_step))
 

@@ -9,23 +9,21 @@ A run has max_iters updates, in steps 0 to max_iters - 1. It ends with an evalua
 `step-N` is saved after N updates. `--help` lists all flags.
 """
 
+import math
+
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from measure.diagnostics import Diagnostics
-from measure.ledger import Ledger
-from nanoGPT import costs
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.starting_point import read_starting_point
 from nanoGPT.checkpoint.training_state import load_training_state, load_weights, manifest_fields, write_ckpt
-from nanoGPT.dataset import TRAIN, TokenData, to_device
+from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
-from nanoGPT.evaluate import evaluate
-from nanoGPT.log import Telemetry
+from nanoGPT.log import Log
 from nanoGPT.model import GPT
-from nanoGPT.optim import LossScaler, clip_grads, grad_norm, learning_rate, set_learning_rate
+from nanoGPT.optim import LossScaler, clip_grads, grad_norm
 from nanoGPT.start import main, start
 from phase2_triton.apply import TritonConfig as Config
 from phase2_triton.apply import apply_kernels, kernel_optimizer
@@ -65,78 +63,119 @@ def train_step(
     return loss_sum, norm
 
 
+def learning_rate(step: int, config: Config) -> float:
+    """Return the learning rate of a step: linear warm-up, then cosine decay to min_lr; constant without decay_lr."""
+    if not config.decay_lr:
+        return config.learning_rate
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+    decay_steps = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
+    if step >= decay_steps:
+        return config.min_lr
+    progress = (step - config.warmup_iters) / (decay_steps - config.warmup_iters)  # of the decay, from 0 to 1
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.learning_rate - config.min_lr)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, data: TokenData, step: int, config: Config, run: Runtime) -> float:
+    """Return the mean validation loss over `eval_iters` micro-batches, the same ones each time. Collective.
+
+    The micro-batches are divided among the ranks. In the last round some ranks may have none left. They still run the
+    model, because a sharded model needs all ranks, but they do not count the loss.
+
+    Args:
+        model: takes (x, y) and returns the loss. It is in training mode again on return.
+        data: the data; the validation split is used.
+        step: number of completed updates.
+        config: only `eval_iters` is used.
+        run: this rank's Runtime.
+    """
+    model.eval()
+    total = run.new_loss_sum()
+    for first in range(0, config.eval_iters, run.world_size):
+        index = first + run.rank
+        run.enter_stage(f"evaluation, micro-batch {index}", step)
+        x, y = to_device(data.batch("val", EVALUATE, 0, index), run.device)
+        with run.autocast():
+            loss = model(x, y)
+        if index < config.eval_iters:
+            total += loss
+    model.train()
+    return run.sum(total).item() / config.eval_iters
+
+
 def train(config: Config) -> None:
     """Start as `init_from` says, train until step `max_iters`, evaluate, log and save. Collective."""
-    with start(config) as (run, config):
+    with start(config) as run:
         data = TokenData.from_config(config)
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints, reads_only=config.eval_only)
         checkpoint = checkpoints.find_newest(config.resume_step) if config.init_from == "resume" else None
-        config, model_args, weights = read_starting_point(config, data, checkpoint, run)
+        model_args, weights = read_starting_point(config, data, checkpoint, run)
         first_step = checkpoint.step if checkpoint else 0
-        with Telemetry(config, run, first_step, model_args.flops_per_token()) as telemetry:
-            with telemetry.untimed("build", first_step):
-                # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
-                model = GPT(model_args)
-                model.init_weights(config.seed)
-                if weights:
-                    load_weights(model, weights)
-                model.to(run.device)
-                # [triton:apply] parameter names stay the same
-                for line in apply_kernels(model, config.kernels, is_compiled=config.compile):
-                    run.print0(line)
-                optimizer = kernel_optimizer(model, config)  # [triton:apply] TritonAdamW if --kernels includes adamw
-                run.print0(f"the optimizer is {type(optimizer).__name__}")
-                scaler = LossScaler(run.dtype == torch.float16)
-                best_val_loss = float("inf")
-                if checkpoint:
-                    load_training_state(checkpoint.path, model, optimizer)
-                    scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
-                    best_val_loss = checkpoint.manifest["best_val_loss"]
-                    run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
-                parallel_model = data_parallel(model, config, run)
+        log = Log(config, run, first_step, model_args.flops_per_token())
 
-            def save(step: int) -> None:
-                fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
-                with telemetry.untimed("save", step):
-                    checkpoints.save(step, lambda files: write_ckpt(files, run, model, optimizer, step, fields), fields)
+        # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
+        run.enter_stage("build", first_step)
+        model = GPT(model_args)
+        model.init_weights(config.seed)
+        if weights:
+            load_weights(model, weights)
+        model.to(run.device)
+        # [triton:apply] parameter names stay the same
+        for line in apply_kernels(model, config.kernels, is_compiled=config.compile):
+            run.print0(line)
+        optimizer = kernel_optimizer(model, config)  # [triton:apply] TritonAdamW if --kernels includes adamw
+        run.print0(f"the optimizer is {type(optimizer).__name__}")
+        scaler = LossScaler(run.dtype == torch.float16)
+        best_val_loss = float("inf")
+        if checkpoint:
+            load_training_state(checkpoint.path, model, optimizer)
+            scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
+            best_val_loss = checkpoint.manifest["best_val_loss"]
+            run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
+        parallel_model = data_parallel(model, config, run)
 
-            telemetry.watch_memory(model, optimizer)
-            ledger = Ledger(config, run, first_step + 2, model, optimizer, costs.step_costs)  # measures the third step
-            diagnostics = Diagnostics(config, run, model, optimizer)
-            for step in range(first_step, config.max_iters + 1):
-                val_loss = None
-                is_last = step == config.max_iters or config.eval_only
-                if step % config.eval_interval == 0 or is_last:
-                    with telemetry.untimed("evaluate", step):
-                        val_loss = evaluate(parallel_model, data, config, run)
-                    check_finite(step, val_loss)
-                    has_improved = val_loss < best_val_loss
-                    best_val_loss = min(val_loss, best_val_loss)
-                    may_save = step > 0 and not config.eval_only
-                    if may_save and (has_improved or config.always_save_checkpoint or is_last):
-                        save(step)
-                if is_last:
-                    telemetry.log(step, loss=None, lr=None, grad_norm=None, val_loss=val_loss)
-                    break
+        def save(step: int) -> None:
+            fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
+            run.enter_stage("save", step)
+            path = checkpoints.save(step, lambda files: write_ckpt(files, run, model, optimizer, step, fields), fields)
+            run.observers.save(step, path)
 
-                lr = learning_rate(step, config)
-                set_learning_rate(optimizer, lr)
-                with ledger.watch(step), diagnostics.watch(step):
-                    loss_sum, norm = train_step(parallel_model, optimizer, scaler, data, step, config, run)
-                diagnostics.record(step, loss_sum, norm)
+        run.observers.build(model, optimizer, first_step)
+        for step in range(first_step, config.max_iters + 1):
+            val_loss = None
+            is_last = step == config.max_iters or config.eval_only
+            if step % config.eval_interval == 0 or is_last:
+                val_loss = evaluate(parallel_model, data, step, config, run)
+                check_finite(step, val_loss)
+                has_improved = val_loss < best_val_loss
+                best_val_loss = min(val_loss, best_val_loss)
+                may_save = step > 0 and not config.eval_only
+                if may_save and (has_improved or config.always_save_checkpoint or is_last):
+                    save(step)
+            if is_last:
+                log.write(step, loss=None, lr=None, grad_norm=None, val_loss=val_loss)
+                break
 
-                # If a rank has received a signal or a save is due, all ranks stop or save after the same step.
-                should_stop, should_save = run.exchange_requests(checkpoints.is_save_due(config.save_every_minutes))
-                # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
-                saves_next = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or should_save
-                if saves_next or step % config.log_interval == 0 or val_loss is not None:
-                    mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
-                    check_finite(step, mean_loss, None if scaler.is_enabled else norm.item())
-                    telemetry.log(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
-                if should_save:
-                    save(step + 1)
-                if should_stop:
-                    break
+            lr = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            run.observers.begin_step(step)
+            loss_sum, norm = train_step(parallel_model, optimizer, scaler, data, step, config, run)
+            run.observers.end_step(step, loss_sum, norm)
+
+            # After a signal to one rank, or if a save is due, all ranks stop or save after the same step.
+            should_stop, should_save = run.exchange_requests(checkpoints.is_save_due(config.save_every_minutes))
+            # Reading the loss waits for the GPU, so read it only before a possible save and for a logged line.
+            saves_next = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_iters or should_save
+            if saves_next or step % config.log_interval == 0 or val_loss is not None:
+                mean_loss = run.sum(loss_sum).item() / config.gradient_accumulation_steps
+                check_finite(step, mean_loss, None if scaler.is_enabled else norm.item())
+                log.write(step, loss=mean_loss, lr=lr, grad_norm=norm.item(), val_loss=val_loss)
+            if should_save:
+                save(step + 1)
+            if should_stop:
+                break
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """The environment of a process: the variables that torchrun sets, and the versions of Python and torch."""
 
+import contextlib
 import os
 import platform
+from importlib import metadata
 
 import torch
 
 from nanoGPT.errors import ConfigError
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-ELASTIC_VARIABLE = "NANOGPT_ELASTIC"  # set by `make elastic`: the address of its store, and the name of the job
 
 
 def master_address() -> tuple[str, int]:
@@ -35,27 +36,6 @@ def port_number(port: str, variable: str = "MASTER_PORT") -> int:
     if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigError(f"{variable}={port} is not a port: use a number from 1 to 65535, the same on every node")
     return int(port)
-
-
-def agent_has_store() -> bool:
-    """Return whether torchrun's agent on the node of rank 0 serves the store. Otherwise rank 0 serves it."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def may_restart() -> bool:
-    """Return whether torchrun may restart the ranks (`--max-restarts`). This start may then be a restart."""
-    return environment_number("TORCHELASTIC_MAX_RESTARTS") > 0
-
-
-def read_elastic_job() -> tuple[str, int, str] | None:
-    """Return the host and the port of an elastic job's store, and the name of the job; None for other jobs.
-
-    Raises:
-        ConfigError: the port is not a number from 1 to 65535.
-    """
-    address, _, job = os.environ.get(ELASTIC_VARIABLE, "").partition(" ")
-    host, _, port = address.rpartition(":")
-    return (host, port_number(port, ELASTIC_VARIABLE), job) if job else None
 
 
 def environment_number(name: str) -> int:
@@ -89,5 +69,9 @@ def read_launched_ranks(micro_batches: int) -> tuple[int, int]:
 
 
 def collect_versions() -> dict[str, str]:
-    """Return the versions of Python and torch."""
-    return {"python": platform.python_version(), "torch": torch.__version__}
+    """Return the versions of Python and of the packages that compute."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("numpy", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions

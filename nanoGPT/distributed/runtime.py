@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -17,13 +18,53 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.distributed.environment import RANK_VARIABLES
-from nanoGPT.distributed.requests import RequestClock
 from nanoGPT.errors import ConfigError
-from operate.device_progress import DeviceProgress, watch_device
+from nanoGPT.observers import Observer, Observers
 
 T = TypeVar("T")
 
+PERIOD_SECONDS = 1.0  # between two exchanges of requests to stop or to save
+MAX_STEPS = 32  # a bound for the delay of a request if steps suddenly become slow
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class RequestClock:
+    """Counts steps until the next exchange of requests. All ranks have the same count.
+
+    Ranks receive a signal at different moments, but all of them must stop after the same step. They agree with one
+    small all-reduce. An exchange after every step would delay short steps. The ranks exchange the time of a step, too. Each of them computes the next count from the time of the slowest rank.
+
+    Args:
+        read_clock: returns seconds; a test may pass its own clock.
+    """
+
+    def __init__(self, read_clock: Callable[[], float] = time.monotonic) -> None:
+        self.read_clock, self.last_exchange = read_clock, read_clock()
+        self.steps = 1  # between the last exchange and the next one
+        self.steps_left = 1
+
+    def is_due(self) -> bool:
+        """Count a step. Return whether the ranks exchange their requests after it; the same on all ranks."""
+        self.steps_left -= 1
+        return self.steps_left == 0
+
+    def microseconds_per_step(self) -> int:
+        """Return the mean time of a step of this rank since the last exchange, and begin a new period."""
+        now = self.read_clock()
+        seconds, self.last_exchange = now - self.last_exchange, now
+        return round(1e6 * seconds / self.steps)
+
+    def schedule(self, microseconds_per_step: int) -> None:
+        """Set the number of steps until the next exchange: as many as take PERIOD_SECONDS, at most MAX_STEPS.
+
+        The number at most doubles, because the first steps of a run are often not typical.
+
+        Args:
+            microseconds_per_step: of the slowest rank.
+        """
+        steps = int(1e6 * PERIOD_SECONDS / max(microseconds_per_step, 1))
+        self.steps = self.steps_left = max(1, min(steps, 2 * self.steps, MAX_STEPS))
 
 
 @dataclass
@@ -60,9 +101,10 @@ class Runtime:
 
     Attributes:
         reasons: why each automatic choice was made.
-        stop_signal: name of the signal that asked this rank to stop; None if there was none.
-        can_stop: whether this rank listens for such signals.
-        is_stopping: whether any rank got such a signal, as of the last `exchange_requests`.
+        stop_reason: why this rank shall stop, such as the name of a signal; None if it shall not.
+        wants_save: whether this rank shall save soon.
+        is_stopping: whether any rank shall stop, as of the last `exchange_requests`.
+        observers: the observers of the run.
         lock: the lock on out_dir; only on rank 0, while the run uses the directory.
         uses_autocast: False if parameters are cast instead, as FSDP does.
         group: the process group of `any` and `gather`; None: the default group.
@@ -70,7 +112,6 @@ class Runtime:
         timeout: how long a collective of `group` may take; None: torch's default.
         token: random identity of this start of the job, the same on all ranks.
         progress: shared with the Runtimes that `with_own_group` returns.
-        device_progress: the stages that the GPU has reached; None on a CPU.
         request_clock: counts steps until the next exchange in `exchange_requests`.
     """
 
@@ -81,9 +122,10 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype
     reasons: dict[str, str] = field(default_factory=dict)
-    stop_signal: str | None = None
-    can_stop: bool = False
+    stop_reason: str | None = None
+    wants_save: bool = False
     is_stopping: bool = False
+    observers: Observer = field(default_factory=lambda: Observers(None))
     lock: DirectoryOwner | None = None
     uses_autocast: bool = True
     group: dist.ProcessGroup | None = None
@@ -91,7 +133,6 @@ class Runtime:
     timeout: datetime.timedelta | None = None
     token: str = field(default_factory=lambda: os.urandom(4).hex())
     progress: Progress = field(default_factory=Progress)
-    device_progress: DeviceProgress | None = None
     request_clock: RequestClock = field(default_factory=RequestClock)
 
     @property
@@ -167,17 +208,12 @@ class Runtime:
         return dataclasses.replace(self, group=group)
 
     def enter_stage(self, stage: str, step: int | None = None) -> None:
-        """Record that this rank begins a stage of a step. Every rank makes these calls in the same order.
-
-        If no rank makes progress for `stall_seconds`, the watchdog stops the job and names the rank that is furthest
-        behind.
-        """
+        """Record that this rank begins a stage of a step. Every rank makes these calls in the same order."""
         progress = self.progress
         progress.step = progress.step if step is None else step
         progress.stage = stage
         progress.stages_entered += 1
-        if self.device_progress:
-            self.device_progress.record(progress.stages_entered)
+        self.observers.enter_stage(stage, progress.step)
 
     def report_progress(self) -> None:
         """Record progress within a stage, such as a part of a file written. Any rank and any thread may call it."""
@@ -188,18 +224,27 @@ class Runtime:
         if self.is_main:
             print(line, flush=True)
 
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to save and to stop. A signal handler or an observer calls it, on any rank."""
+        self.stop_reason = self.stop_reason or reason
+
+    def request_save(self) -> None:
+        """Ask all ranks to save a checkpoint. An observer calls it, on any rank."""
+        self.wants_save = True
+
     def exchange_requests(self, is_save_due: bool) -> tuple[bool, bool]:
         """Return whether training should stop, and whether it should save. Call it after every step, on all ranks.
 
-        The result is the same on all ranks. Training stops if any rank has received a signal. It saves before it
-        stops, and if a save is due on any rank. The ranks communicate about once a second (`RequestClock`), so a
-        signal may take effect a few steps later.
+        The result is the same on all ranks. Training stops if a signal or an observer has asked any rank to stop. It
+        saves before it stops, and if a save is due on any rank. The ranks communicate about once a second
+        (`RequestClock`), so a request may take effect a few steps later.
         """
         if not (self.world_size == 1 or self.request_clock.is_due()):
             return False, False
         time_of_step = self.request_clock.microseconds_per_step()
-        stops, saves, slowest = self.max(self.stop_signal is not None, is_save_due, time_of_step)
+        stops, saves, slowest = self.max(self.stop_reason is not None, is_save_due or self.wants_save, time_of_step)
         self.request_clock.schedule(slowest)
+        self.wants_save = False
         self.is_stopping = bool(stops)
         return self.is_stopping, bool(stops or saves)
 
@@ -299,9 +344,7 @@ def create_runtime(device: str, dtype: str, supports_mps: bool = True) -> Runtim
     torch_device, device_reason = pick_device(device, local_rank, local_world_size, world_size, supports_mps)
     torch_dtype, dtype_reason = pick_dtype(dtype, torch_device)
     reasons = {"device": f"{torch_device.type} ({device_reason})", "dtype": f"{torch_dtype} ({dtype_reason})"}
-    run = Runtime(rank, local_rank, world_size, local_world_size, torch_device, torch_dtype, reasons)
-    run.device_progress = watch_device(torch_device)
-    return run
+    return Runtime(rank, local_rank, world_size, local_world_size, torch_device, torch_dtype, reasons)
 
 
 def reseed(device: torch.device, seed: int, step: int, micro_batch: int) -> None:

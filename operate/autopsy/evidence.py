@@ -9,7 +9,6 @@ from typing import Any
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
 from nanoGPT.files import read_json_object
-from nanoGPT.run_log import LOG
 from operate.run_files import read_by_rank, read_heartbeats, read_json_lines
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
@@ -94,7 +93,7 @@ def read_evidence(folder: Path) -> Evidence:
     """
     evidence = Evidence(folder)
     with contextlib.suppress(OSError):
-        lines = (folder / LOG).read_text(errors="replace").splitlines()
+        lines = (folder / "log.txt").read_text(errors="replace").splitlines()
         starts = [i for i, line in enumerate(lines) if ": started at step" in line]
         evidence.log = lines[starts[-1] :] if starts else lines
     evidence.heartbeats = read_heartbeats(folder)

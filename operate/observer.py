@@ -1,0 +1,152 @@
+"""Watch a run: heartbeats and a watchdog, stacks, restarts, trackers, and errors that are explained in one sentence.
+
+    heartbeat/rank{r}.json   step, stage of the step and time of each rank, updated every second
+    stacks/rank{r}.txt       the stacks of all threads: on SIGQUIT, on a crash, and when the job is stopped in a hang
+"""
+
+import contextlib
+import faulthandler
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from measure.memory_limits import check_memory
+from nanoGPT import observers
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError, LostConnection
+from nanoGPT.program import open_dropping_stream
+from nanoGPT.train_config import C
+from operate.agreement import check_agreement
+from operate.credentials import check_credentials
+from operate.device_progress import DeviceProgress, watch_device
+from operate.heartbeat import HeartbeatThread, write_collectives
+from operate.known_errors import explain_known_error
+from operate.out_of_memory import MemoryReport, explain_memory_error
+from operate.restart import (
+    end_elastic_job,
+    exclude_spare_ranks,
+    record_job,
+    resume_after_restart,
+    watch_launcher,
+)
+from operate.run_description import describe_run
+from operate.trackers import Tracker
+
+RECORDED_COLLECTIVES = "500"  # per rank, by torch's flight recorder
+
+
+@dataclass
+class Flags(observers.Flags):
+    """The flags of this observer."""
+
+    track: Literal["none", "tensorboard", "wandb"] = "none"
+    """log the metrics to this tool too; needs `pip install -e '.[track]'`. wandb reads the project, the name and the
+    group of the run from the environment variables WANDB_PROJECT, WANDB_NAME and WANDB_RUN_GROUP"""
+    stall_seconds: float = 300.0
+    """stop the job and write the stacks of all ranks if no rank makes progress for this many seconds"""
+
+    def check(self, world_size: int) -> None:
+        if not 1 <= self.stall_seconds < 2**31:
+            raise ConfigError(f"--stall_seconds={self.stall_seconds} is out of range: use 1 or more, up to {2**31 - 1}")
+        if self.track != "none" and importlib.util.find_spec(self.track) is None:
+            raise ConfigError(
+                f"--track={self.track} needs a package that is not installed: run `.venv/bin/pip install -e '.[track]'`"
+            )
+        super().check(world_size)
+
+    @property
+    def timeout(self) -> timedelta:
+        """Ranks wait longer for each other than until a stall, which the watchdog reports better."""
+        return max(super().timeout, 2 * timedelta(seconds=self.stall_seconds))
+
+
+class Observer(observers.Observer):
+    """Watches this rank, and ends the process if the job hangs."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.flags, self.out_dir = self.read_flags(Flags), Path(config.out_dir)
+        self.heartbeat: HeartbeatThread | None = None
+        self.device_progress: DeviceProgress | None = None
+        self.tracker: Tracker | None = None
+        self.memory_report: MemoryReport | None = None
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)  # torch reads it at the first collective
+
+    @classmethod
+    def configure(cls, config: C) -> C:
+        """Let the process survive a closed terminal, end with its launcher, and continue a job that was restarted."""
+        sys.stdout, sys.stderr = open_dropping_stream(sys.stdout, 1), open_dropping_stream(sys.stderr, 2)
+        watch_launcher()
+        exclude_spare_ranks(config)
+        try:
+            return resume_after_restart(config)
+        except ConfigError as error:
+            if not isinstance(error, LostConnection):
+                end_elastic_job(config, error)
+            raise
+
+    def start(self, run: Runtime) -> None:
+        """Compare the ranks, and begin to write heartbeats."""
+        super().start(run)
+        check_memory(self.config, run.device, run.world_size, run.local_world_size)
+        run.call_on_rank0(lambda: check_credentials(self.flags.track))
+        check_agreement(run, describe_run(self.config, run))
+        record_job(run, self.out_dir)
+        self.device_progress, self.memory_report = watch_device(run.device), MemoryReport(self.config, run)
+        try:
+            for folder in ("heartbeat", "stacks"):
+                (self.out_dir / folder).mkdir(exist_ok=True)
+            self.stack_file = open(self.out_dir / "stacks" / f"rank{run.rank}.txt", "a")
+        except OSError as error:
+            message = f"{error.filename} is not writable ({error.strerror}): move it away"
+            raise ConfigError(message, on_one_rank=True) from None
+        faulthandler.enable(self.stack_file)
+        faulthandler.register(signal.SIGQUIT, self.stack_file)
+        trainer, limit = type(self.config).__module__.partition(".")[0], self.flags.stall_seconds
+        self.heartbeat = HeartbeatThread(run, self.out_dir, limit, self.stack_file, trainer, self.device_progress)
+        self.heartbeat.start()
+
+    def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
+        """Name the memory of the model in an out-of-memory error, and connect to the tracker."""
+        if self.memory_report:
+            self.memory_report.model, self.memory_report.optimizer = model, optimizer
+        if self.run.is_main and self.flags.track != "none":
+            self.tracker = Tracker(self.config, self.flags.track, self.run, first_step)
+
+    def enter_stage(self, stage: str, step: int) -> None:
+        """Count the stages that the GPU reaches."""
+        if self.device_progress:
+            self.device_progress.record(self.run.progress.stages_entered)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Send a line of metrics to the tracker."""
+        if self.tracker:
+            self.tracker.log(line)
+
+    def explain(self, error: BaseException) -> str | None:
+        """Return a sentence for an error that the user can fix."""
+        explain_memory = self.memory_report.explain if self.memory_report else explain_memory_error
+        return explain_known_error(error) or explain_memory(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """Stop the heartbeats. After an error, write the stack and the last collectives."""
+        if self.heartbeat:
+            self.heartbeat.close()
+            if error is not None:
+                with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
+                    self.stack_file.write("".join(traceback.format_exception(error)))
+                    self.stack_file.flush()
+                with contextlib.suppress(Exception):  # nor must torch's recorder
+                    write_collectives(self.out_dir, self.run.rank)
+        if self.tracker:
+            self.tracker.close()
+        end_elastic_job(self.config, error)
