@@ -9,6 +9,7 @@ these classes. Parameter names and the state dict stay the same, so any checkpoi
 Triton cannot run on the device, the model does not change, and one line gives the reason.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -155,7 +156,8 @@ def resolve_kernels(config: TrainConfig, kernels: str, device_type: str) -> str:
 
 def apply_resolved_kernels(model: GPT, config: TrainConfig, kernels: str, run: Runtime) -> str:
     """Change a model so that it computes with the kernels of `resolve_kernels`; print the changes, return the names."""
-    resolved = resolve_kernels(config, kernels, run.device.type)
+    shaped = dataclasses.replace(config, n_head=model.config.n_head, n_embd=model.config.n_embd)
+    resolved = resolve_kernels(shaped, kernels, run.device.type)
     if kernels.lower() != "none":
         requested = "auto" if kernels.lower() == "auto" else resolved  # for auto, the lines give the reason
         for line in apply_kernels(model, requested, run.device.type, config.compile):

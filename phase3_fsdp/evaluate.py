@@ -58,7 +58,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         if source == "resume":
             checkpoint = find_checkpoint(Path(config.out_dir), run, config.resume_step)
             source = str(checkpoint.path)
-        config, model_args, weights = read_starting_point(config, data, checkpoint, run, trains=False)
+        model_args, weights = read_starting_point(config, data, checkpoint, run, trains=False)
         if checkpoint:
             weights = read_full_state(checkpoint.path).model
         with put_parameters_on_meta():

@@ -35,7 +35,7 @@ from nanoGPT.files import is_present, size_of
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.schema import SchemaError, check_schema
 from nanoGPT.tokenizer import GPT2_VOCAB, TokenizerIdentity, check_tokenizer, make_gpt2_identity
-from nanoGPT.train_config import C, StepChoice
+from nanoGPT.train_config import StepChoice, TrainConfig
 
 PADDED_VOCAB = 50304
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -61,9 +61,9 @@ def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
 
 
 def read_starting_point(
-    config: C, data: TokenData, checkpoint: Checkpoint | None, run: Runtime, trains: bool = True
-) -> tuple[C, GPTConfig, Mapping[str, Tensor] | None]:
-    """Return the configuration and the weights that a run starts from. Collective.
+    config: TrainConfig, data: TokenData, checkpoint: Checkpoint | None, run: Runtime, trains: bool = True
+) -> tuple[GPTConfig, Mapping[str, Tensor] | None]:
+    """Return the shape of the model and the weights that a run starts from. Collective.
 
     Args:
         config: the configuration of the run.
@@ -73,8 +73,8 @@ def read_starting_point(
         trains: whether the run continues the training of the checkpoint. If False, it only evaluates the weights.
 
     Returns:
-        The configuration with the actual shape of the model, the configuration of the model, and the weights. The
-        weights are None if they are initialized randomly (scratch), or loaded with the optimizer (resume).
+        The configuration of the model, and the weights. The weights are None if they are initialized randomly
+        (scratch), or loaded with the optimizer (resume).
 
     Raises:
         ConfigError: the shape, context length or tokenizer of the weights does not match the configuration.
@@ -113,7 +113,7 @@ def read_starting_point(
             f"{data.tokenizer['vocab_size']}: use {remedy}"
         )
     shape.dropout = config.dropout
-    return dataclasses.replace(config, **{name: getattr(shape, name) for name in SHAPE}), shape, weights
+    return shape, weights
 
 
 def is_run(folder: Path) -> bool:

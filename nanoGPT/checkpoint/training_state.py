@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoGPT.checkpoint.checks import SHAPE
 from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.checkpoint.manifest import list_files
 from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
@@ -70,10 +71,14 @@ def manifest_fields(
     best_val_loss: float,
     scaler: LossScaler,
 ) -> dict[str, Any]:
-    """Return the fields of a training run's manifest, in addition to the fields of every manifest."""
+    """Return the fields of a training run's manifest, in addition to the fields of every manifest.
+
+    The configuration in the manifest has the shape of the model, which may be that of given weights (`init_from`).
+    """
+    shape = {name: getattr(model_args, name) for name in SHAPE}
     return {
         "phase": phase,
-        "config": dataclasses.asdict(config),
+        "config": {**dataclasses.asdict(config), **shape},
         "model_args": dataclasses.asdict(model_args),
         "data": data.identity,
         "best_val_loss": best_val_loss,

@@ -58,7 +58,7 @@ KNOWN = ("run", "one checkpoint", "hf", "ckpt")
 def start_from(config: TrainConfig) -> GPTConfig:
     """Read what a run starts from, and return the shape of its model."""
     run = create_runtime("cpu", "float32")
-    return read_starting_point(config, TokenData.from_config(config), None, run)[1]
+    return read_starting_point(config, TokenData.from_config(config), None, run)[0]
 
 
 @pytest.mark.parametrize("name", KNOWN)
