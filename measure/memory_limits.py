@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.runtime import pick_device
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
@@ -68,7 +69,7 @@ def process_bytes() -> int | None:
     return None
 
 
-def check_memory(config: TrainConfig, device: torch.device, world_size: int, local_world_size: int) -> None:
+def check_memory(config: TrainConfig, world_size: int, local_world_size: int) -> None:
     """Check that the model state of a new or resumed run fits into the memory of this node and of its GPUs.
 
     Raises:
@@ -76,6 +77,7 @@ def check_memory(config: TrainConfig, device: torch.device, world_size: int, loc
     """
     if config.init_from not in ("scratch", "resume"):
         return
+    device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
     rows = TokenData.from_config(config).tokenizer["vocab_size"]
     is_on_cpu = device.type == "cpu" or config.min_gpu_state(world_size, local_world_size) == 0  # CPU offload
     if is_on_cpu:

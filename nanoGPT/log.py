@@ -116,7 +116,9 @@ class Log(Observer):
                 return tokens_before
             self.run.print0(f"{tokens}; writing to {self.out_dir}")
             steps = f"started at step {self.first_step} of {self.config.max_iters}"
-            append_to_log(self.out_dir, "rank 0", f"{steps}, {type(self.config).__name__}, {self.run.world_size} rank(s)")
+            append_to_log(
+                self.out_dir, "rank 0", f"{steps}, {type(self.config).__name__}, {self.run.world_size} rank(s)"
+            )
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
             self.metrics = open(path, "a", buffering=1)
             (self.out_dir / "env.json").write_text(json.dumps(self._describe_environment(), indent=1) + "\n")

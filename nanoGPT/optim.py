@@ -1,6 +1,5 @@
 """The optimizers, their parameter groups, the learning rate schedule, the global gradient norm, and loss scaling."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

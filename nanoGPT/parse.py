@@ -141,7 +141,9 @@ def is_config_file(word: str) -> bool:
 def read_config_files(config_class: type, argv: list[str], trainer: Path) -> dict[str, object]:
     """Execute the config files of a command line and return the values that they set. Later files take precedence."""
     words = join_flag_values(argv)
-    files = {path: execute(path) for path in (find_config_file(word, trainer) for word in filter(is_config_file, words))}
+    files = {
+        path: execute(path) for path in (find_config_file(word, trainer) for word in filter(is_config_file, words))
+    }
     together: dict[str, object] = {name: value for values in files.values() for name, value in values.items()}
     config_class = add_flags(config_class, find_observers(words, together))
     for path, values in files.items():

@@ -26,7 +26,7 @@ def has_credentials(track: str) -> bool:
 
 
 def check_credentials(track: str) -> None:
-    """Check that a tracker, a value of --track, has credentials. Only the node and the rank that log the metrics need them.
+    """Check that a tracker, a value of --track, has credentials. Only the rank that logs the metrics needs them.
 
     Raises:
         ConfigError: they are missing.

@@ -44,21 +44,21 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.check_run import check_run
+from measure.memory_limits import check_memory
 from nanoGPT.command_line import command_line
-from nanoGPT.distributed.environment import ELASTIC_VARIABLE
 from nanoGPT.distributed.process_group import source_address
-from nanoGPT.distributed.process_group import is_served
 from nanoGPT.errors import ConfigError
 from nanoGPT.parse import parse
 from nanoGPT.program import report_errors
 from nanoGPT.signals import handle_stop_signals
+from nanoGPT.start import check_run
 from nanoGPT.train_config import TrainConfig
 from operate.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from operate.node_monitor import NodeMonitor, connect, kill_processes
 from operate.rank_logs import copy_output
-from operate.restart import STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
+from operate.restart import ELASTIC_VARIABLE, STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
 from operate.run_description import describe_inputs
+from operate.store import is_served
 
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 1, 5  # a node that is silent for the product of both counts as lost
@@ -326,7 +326,9 @@ def main(arguments: list[str]) -> int:
     if config.eval_only:
         raise ConfigError("--eval_only does not work in an elastic job: use make baseline, phase1, phase2 or phase3")
     for nodes in range(low, high + 1):
-        data = check_run(config, count_usable_ranks(config, nodes * elastic.gpus), elastic.gpus)
+        ranks = count_usable_ranks(config, nodes * elastic.gpus)
+        data = check_run(config, ranks, elastic.gpus)
+        check_memory(config, ranks, elastic.gpus)
     inputs = describe_inputs(config, data) | {"GPUS": elastic.gpus}
     return take_part(elastic, [str(trainer), *trainer_arguments], config, inputs)
 

@@ -31,12 +31,12 @@ from bench.matrix.cells import matches_formula
 from bench.plan.plan import check_amount
 from bench.plan.run import RunPrediction, detect_hardware, find_gpu, predict_run
 from bench.suite.execution import Run, execute
-from nanoGPT.check_run import check_run
 from nanoGPT.command_line import command_line, join_flag_values
 from nanoGPT.dataset import find_mixture, read_dataset_meta
 from nanoGPT.errors import ConfigError
 from nanoGPT.parse import is_config_file, parse
 from nanoGPT.program import report_errors
+from nanoGPT.start import check_run
 from nanoGPT.train_config import TrainConfig, field_names
 from operate.checks import Check, format_check, has_failed, summarize
 from workshop.imports import ROOT

@@ -32,20 +32,22 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nanoGPT.check_run import check_run
+from measure.memory_limits import check_memory
 from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.command_line import command_line
 from nanoGPT.distributed.environment import RANK_VARIABLES
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
+from nanoGPT.log import append_to_log
 from nanoGPT.model import GPTConfig
 from nanoGPT.out_dir import check_out_dir
 from nanoGPT.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
 from nanoGPT.program import report_errors
-from nanoGPT.log import append_to_log
 from nanoGPT.signals import handle_stop_signals
+from nanoGPT.start import check_run
 from nanoGPT.train_config import TrainConfig
 from operate.credentials import check_credentials
 from operate.nodes import NodeConfig, Rendezvous, check_node_config, master_port
+from operate.observer import Observer
 from operate.rank_logs import copy_output
 from operate.restart import has_finished
 from operate.watchdog import StallDetector, list_children, watch_children
@@ -183,9 +185,9 @@ def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> t
     return 128 - exit_code, f"it was killed by {name}: resume with --init_from=resume if there is a checkpoint"
 
 
-def start_watchdog(config: TrainConfig, place: NodeConfig) -> StallDetector:
+def start_watchdog(config: TrainConfig, place: NodeConfig, stall_seconds: float) -> StallDetector:
     """Start a thread that stops ranks that hang. It waits 10 seconds longer than the watchdogs of the ranks."""
-    watch = StallDetector(Path(config.out_dir), place.world_size, config.stall_seconds + 10)
+    watch = StallDetector(Path(config.out_dir), place.world_size, stall_seconds + 10)
     threading.Thread(target=watch_children, args=(watch, list_rank_processes), daemon=True).start()
     return watch
 
@@ -277,12 +279,14 @@ def main(arguments: list[str]) -> int:
     with meeting.share_errors():
         config = read_config(trainer, trainer_arguments, meeting)
         check_run(config, place.world_size, place.gpus)
+        check_memory(config, place.world_size, place.gpus)
+        flags = Observer(config).flags
         if place.node_rank == 0:
-            check_credentials(config)
+            check_credentials(flags.track)
         config = dataclasses.replace(config, out_dir=choose_out_dir(config, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_arguments]
-    watch = start_watchdog(config, place)
+    watch = start_watchdog(config, place, flags.stall_seconds)
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         if place.world_size == 1:
             code = run_one_rank(command, config, watch)

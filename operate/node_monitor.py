@@ -21,10 +21,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from nanoGPT.distributed.process_group import is_served
 from nanoGPT.errors import ConfigError
 from operate.launch import list_rank_processes
 from operate.restart import STOP_KEY
+from operate.store import is_served
 
 LEASE_SECONDS, LOST_SECONDS = 15.0, 20.0
 BEAT_SECONDS = 1.0  # between two beats

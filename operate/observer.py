@@ -1,7 +1,7 @@
 """Watch a run: heartbeats and a watchdog, stacks, restarts, trackers, and errors that are explained in one sentence.
 
-    heartbeat/rank{r}.json   step, stage of the step and time of each rank, updated every second
-    stacks/rank{r}.txt       the stacks of all threads: on SIGQUIT, on a crash, and when the job is stopped in a hang
+heartbeat/rank{r}.json   step, stage of the step and time of each rank, updated every second
+stacks/rank{r}.txt       the stacks of all threads: on SIGQUIT, on a crash, and when the job is stopped in a hang
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class Observer(observers.Observer):
     def start(self, run: Runtime) -> None:
         """Compare the ranks, and begin to write heartbeats."""
         super().start(run)
-        check_memory(self.config, run.device, run.world_size, run.local_world_size)
+        check_memory(self.config, run.world_size, run.local_world_size)
         run.call_on_rank0(lambda: check_credentials(self.flags.track))
         check_agreement(run, describe_run(self.config, run))
         record_job(run, self.out_dir)

@@ -24,11 +24,11 @@ from nanoGPT.checkpoint.starting_point import find_checkpoint, read_starting_poi
 from nanoGPT.checkpoint.training_state import read_full_state
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
-from nanoGPT.evaluate import evaluate
 from nanoGPT.model import GPT
 from nanoGPT.start import main, start
 from phase3_fsdp import fsdp
 from phase3_fsdp.minimal import put_parameters_on_meta
+from phase3_fsdp.train import evaluate
 
 
 @dataclass
@@ -52,7 +52,7 @@ Config = EvaluateConfig
 
 def evaluate_weights(config: EvaluateConfig) -> float:
     """Return the mean loss over `eval_iters` micro-batches of validation tokens, and print it."""
-    with start(config, reads_only=True) as (run, config):
+    with start(config, reads_only=True) as run:
         data = TokenData.from_config(config)
         source, checkpoint = config.init_from, None
         if source == "resume":
@@ -65,7 +65,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
             model = GPT(model_args)
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)
-        loss = evaluate(model, data, config, run)
+        loss = evaluate(model, data, 0, config, run)
         tokens = config.eval_iters * data.batch_size * data.block_size
         perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # inf for a loss above 709, where math.exp raises
         quality = f"validation loss {loss:.6f}, perplexity {perplexity:.3f}, over {tokens:,} tokens"

@@ -3,6 +3,7 @@
 import importlib
 
 from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.observers import add_flags, find_shell
 from nanoGPT.train_config import TrainConfig
 
 PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
@@ -26,10 +27,9 @@ def find_package(phase: str) -> str:
 
 
 def load_config_class(phase: str) -> type[TrainConfig]:
-    """Return the class of a phase's configuration.
+    """Return the class of a phase's configuration, with the flags of the shell.
 
     Raises:
         ConfigError: the phase is unknown.
     """
-    config_class: type[TrainConfig] = importlib.import_module(f"{find_package(phase)}.train").Config
-    return config_class
+    return add_flags(importlib.import_module(f"{find_package(phase)}.train").Config, find_shell())

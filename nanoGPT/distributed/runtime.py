@@ -33,7 +33,8 @@ class RequestClock:
     """Counts steps until the next exchange of requests. All ranks have the same count.
 
     Ranks receive a signal at different moments, but all of them must stop after the same step. They agree with one
-    small all-reduce. An exchange after every step would delay short steps. The ranks exchange the time of a step, too. Each of them computes the next count from the time of the slowest rank.
+    small all-reduce. An exchange after every step would delay short steps. The ranks exchange the time of a step, too.
+    Each of them computes the next count from the time of the slowest rank.
 
     Args:
         read_clock: returns seconds; a test may pass its own clock.

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
-from nanoGPT.check_run import check_run
 from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
 from nanoGPT.program import report_errors
+from nanoGPT.start import check_run
 from nanoGPT.train_config import TrainConfig
 from operate.checks import Check, format_check, has_failed, summarize
 from operate.credentials import check_credentials

@@ -8,8 +8,7 @@ import pytest
 
 from measure.ledger import CollectiveCounter
 from nanoGPT.dataset import TokenData
-from nanoGPT.distributed.requests import RequestClock
-from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.distributed.runtime import RequestClock, create_runtime
 from nanoGPT.files import DATA, sha256_of
 from nanoGPT.parse import config_from_launcher
 from operate import run_description

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.files import PACKAGE
+from nanoGPT.observers import add_flags, find_shell
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.parallelize import Zero1Config
 from phase2_triton.apply import TritonConfig
@@ -42,7 +43,7 @@ TINY: dict[str, Any] = {
 
 def tiny(phase: str, out_dir: Path, **changes: Any) -> TrainConfig:
     """Return a configuration that trains in about a second. `changes` replace its fields."""
-    return CONFIGS[phase](**{**TINY, "out_dir": str(out_dir), **changes})
+    return add_flags(CONFIGS[phase], find_shell())(**{**TINY, "out_dir": str(out_dir), **changes})
 
 
 def call_train(phase: str, config: TrainConfig) -> None:

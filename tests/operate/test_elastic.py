@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from nanoGPT.distributed.environment import ELASTIC_VARIABLE
 from nanoGPT.errors import LostConnection
 from nanoGPT.out_dir import DirectoryLock
 from operate import restart as elastic
 from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats, kill_processes
-from operate.restart import count_usable_ranks
+from operate.restart import ELASTIC_VARIABLE, count_usable_ranks
 from operate.watchdog import list_children
 from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program, wait_until
 from tests.helpers.training import TINY, tiny, train
