@@ -113,8 +113,7 @@ phase3: .venv/.core data  ## train with FSDP: sharded parameters, gradients and 
 sample: .venv/.core  ## generate text from RUN=out/...; without RUN, from the newest run
 	@$(PY) -m nanoGPT.sample $(if $(RUN),$(call QUOTED,--out_dir=$(RUN))) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 evaluate: .venv/.core data  ## solve problems with the model of RUN=out/... on GPUS ranks; without RUN, of the newest run
-	@$(PY) phase3_fsdp/evaluate.py --gpus=$(GPUS) $(if $(RUN),$(call QUOTED,--out_dir=$(RUN))) $(if $(DEVICE),--device=$(DEVICE)) \
-		$(if $(findstring --problems,$(ARGS)),,--problems=arc-generated) $(ARGS)
+	@$(PY) -m evaluation --gpus=$(GPUS) $(if $(RUN),$(call QUOTED,--out_dir=$(RUN))) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports into a standalone directory TO=DIR
 	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to="$(TO)"
 

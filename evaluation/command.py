@@ -1,4 +1,4 @@
-"""The program behind `evaluate.py --problems=...`: start the ranks, and solve the problems on each of them."""
+"""The program `python -m evaluation`: start the ranks, and solve the problems on each of them."""
 
 import dataclasses
 import os
@@ -34,12 +34,11 @@ from operate.run_description import describe_starting_point, digest_code, find_v
 # ---- start ranks
 
 
-def main(arguments: list[str], program: str) -> None:
+def main(arguments: list[str]) -> None:
     """Run as a program: as a rank if torchrun or this program has started it, else start the ranks.
 
     Args:
         arguments: the command line without the program's name.
-        program: path of the program that the ranks run.
     """
     if "RANK" in os.environ:
         with unbreakable_output():
@@ -51,7 +50,7 @@ def main(arguments: list[str], program: str) -> None:
         if ranks == 1:
             code = report_job_errors(lambda: solve(config), explain_memory, CONTINUE)
         else:
-            code = start_ranks(ranks, [program, *arguments])
+            code = start_ranks(ranks, arguments)
     os._exit(code)
 
 
@@ -70,14 +69,15 @@ def parse(arguments: list[str]) -> SolveConfig:
     return dataclasses.replace(config, to=to)
 
 
-def start_ranks(ranks: int, command: list[str]) -> int:
+def start_ranks(ranks: int, arguments: list[str]) -> int:
     """Start ranks on this machine, wait for them, and return the exit code. If a rank fails, print one sentence."""
     os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid())}
     received_signals: list[int] = []
     forward_signals(received_signals)
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         try:
-            elastic_launch(configure_agent(NodeConfig(gpus=ranks), logs), sys.executable)(*command)
+            agent = configure_agent(NodeConfig(gpus=ranks), logs)
+            elastic_launch(agent, sys.executable)("-m", "evaluation", *arguments)
             return 0
         except ChildFailedError as error:
             rank, failure = find_root_cause(error.failures)

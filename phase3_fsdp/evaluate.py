@@ -1,25 +1,18 @@
-"""Evaluate a model that is sharded over the ranks: its validation loss, or its answers to problems.
+"""Compute the validation loss of a model that is sharded over the ranks.
 
     torchrun --standalone --nproc_per_node=4 evaluate.py --out_dir=../out/my-run             # its newest checkpoint
     torchrun --standalone --nproc_per_node=8 evaluate.py --init_from=gpt2-xl --dataset=shakespeare --eval_iters=500
-    python evaluate.py --problems=arc-generated --out_dir=../out/my-run                      # solves problems
-    python evaluate.py --problems=FILE --out_dir=DIR --help
-
-With `--problems` it starts its own ranks and generates answers: see `evaluation/`. The rest of this page is about the
-validation loss.
 
 The checkpoint can be of any phase, any optimizer and any number of ranks. The program creates no optimizer and loads no
 optimizer state: a rank stores 4P/N bytes of weights, and all-gathers units while they compute. It writes no files, so
 you can evaluate a run while it is training.
 """
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from evaluation import command
 from nanoGPT.checkpoint.starting_point import find_checkpoint, read_starting_point
 from nanoGPT.checkpoint.training_state import read_full_state
 from nanoGPT.dataset import TokenData
@@ -74,6 +67,4 @@ def evaluate_weights(config: EvaluateConfig) -> float:
 
 
 if __name__ == "__main__":
-    if any(argument.startswith("--problems") for argument in sys.argv):
-        command.main(sys.argv[1:], __file__)
     main(evaluate_weights, Config, __file__)

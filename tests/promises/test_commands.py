@@ -84,6 +84,9 @@ def check_command(text: str, home: Path) -> None:
         options = get_args_parser().parse_args(words)
         ranks = parse_min_max_nnodes(options.nnodes)[1] * int(options.nproc_per_node)
         check_script(options.training_script, options.training_script_args, ranks, home)
+    elif program.endswith("torchrun") and "-m" in words:
+        options = get_args_parser().parse_args(words)
+        check_python(["-m", options.training_script, *options.training_script_args], home)
     elif not program.endswith("torchrun"):
         check_python(words, home)
 
@@ -120,6 +123,8 @@ def check_python(words: list[str], home: Path) -> None:
         node: NodeConfig = PARSE(NodeConfig, options)
         assert 0 <= node.node_rank < node.nnodes
         check_script(str(trainer), flags, node.world_size, home)
+    elif words[1] == "evaluation":
+        solve.validate(PARSE(solve.SolveConfig, [word for word in words[2:] if word != "--help"]))
     elif words[1] not in WITHOUT_PARSER:
         check_module(words[1], words[2:])
 
@@ -134,9 +139,6 @@ def check_script(name: str, flags: list[str], ranks: int, home: Path) -> None:
 
 def check_trainer(trainer: Path, flags: list[str], ranks: int) -> None:
     """Check a configuration with the defaults for the CPU and for a GPU, or for the device that the command names."""
-    if any(word.startswith("--problems") for word in flags):
-        solve.validate(PARSE(solve.SolveConfig, [word for word in flags if word != "--help"]))
-        return
     config_class = importlib.import_module(f"{trainer.parent.name}.{trainer.stem}").Config
     names_device = "--help" in flags or any(word.startswith("--device") for word in flags)
     for device in [[]] if names_device else [["--device=cpu"], ["--device=cuda"]]:

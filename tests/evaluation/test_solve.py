@@ -1,4 +1,4 @@
-"""`evaluate.py --problems` on real ranks: the same answers in every way, its costs, kills, and what bad input gets."""
+"""`python -m evaluation` on real ranks: the same answers in every way, its costs, kills, and what bad input gets."""
 
 import functools
 import itertools
@@ -263,7 +263,7 @@ def test_a_killed_run_continues_with_the_next_problem(trained, tmp_path, ranks):
     open_output = functools.partial(open_output_and_pause, str(tmp_path / "output"))
     for number in (signal.SIGKILL, signal.SIGUSR1):
         begin = count_lines(tmp_path / "to")
-        program = Program("phase3_fsdp/evaluate.py", *words, open_output=open_output)
+        program = Program("evaluation", *words, open_output=open_output)
         while count_lines(tmp_path / "to") < begin + 3:
             assert program.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.01)
@@ -271,7 +271,7 @@ def test_a_killed_run_continues_with_the_next_problem(trained, tmp_path, ranks):
         code = program.wait()
         lock_directory(tmp_path / "to").file.close()  # the ranks of a killed launcher have exited
         assert count_lines(tmp_path / "to") < 40 and code == (0 if number == signal.SIGUSR1 else -number)
-    finished = Program("phase3_fsdp/evaluate.py", *words)
+    finished = Program("evaluation", *words)
     assert finished.wait() == 0, finished.output()
     lines = [json.loads(line) for line in next(tmp_path.glob("to/progress_*")).read_text().splitlines()]
     assert sorted(line["number"] for line in lines) == list(range(40))

@@ -1,4 +1,4 @@
-"""The parts of `evaluate.py --problems`: reading problems, prompts, scores, progress files and the report."""
+"""The parts of `python -m evaluation`: reading problems, prompts, scores, progress files and the report."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""`evaluate.py --problems` with models of Hugging Face: random ones of four architectures, without a download."""
+"""`python -m evaluation` with models of Hugging Face: random ones of four architectures, without a download."""
 
 import json
 import shutil
