@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,15 @@ from nanoGPT.command_line import command_line
 from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, is_out_of_memory
+from nanoGPT.observers import Flags
 from nanoGPT.program import report_errors, unbreakable_output
 from nanoGPT.sample import choose_run
-from nanoGPT.signals import listen_for_signals, stop_with_launcher
+from nanoGPT.signals import listen_for_signals
 from nanoGPT.start import report_job_errors
-from nanoGPT.train_config import MIN_TIMEOUT
+from operate.agreement import check_agreement
 from operate.launch import configure_agent, explain_exit, find_root_cause, forward_signals
 from operate.nodes import NodeConfig
+from operate.restart import watch_launcher
 from operate.run_description import describe_starting_point, digest_code, find_version
 
 # ---- start ranks
@@ -105,8 +106,7 @@ def solve(config: SolveConfig) -> int:
         torch.cuda.set_device(run.device)
     elif run.world_size > 1:
         torch.set_num_threads(1)  # ranks share the cores
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=stop_with_launcher, args=(os.getppid(), run), daemon=True).start()
+    watch_launcher()
     assert config.out_dir is not None
     description: dict[str, Any] = {f"--{name}": value for name, value in dataclasses.asdict(config).items()}
     description |= {
@@ -117,7 +117,9 @@ def solve(config: SolveConfig) -> int:
     }
     description |= {f"the version of {name}": find_version(name) for name in ("torch", "transformers")}
     if not torch.distributed.is_initialized():
-        join_process_group(run, MIN_TIMEOUT, description)
+        run.timeout = Flags().timeout
+        join_process_group(run)
+        check_agreement(run, description)
     listen_for_signals(run)
     model = open_model(config.out_dir, run, config.resume_step)
     prompter = Prompter(config.prompt, model.codec, config.stop)

@@ -39,7 +39,7 @@ class Observer(observers.Observer):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.flags = self.read_flags(Flags)
+        self.flags = observers.read_flags(config, Flags)
         self.ledger: Ledger | None = None
         self.diagnostics: Diagnostics | None = None
         self.step = contextlib.ExitStack()
@@ -56,8 +56,10 @@ class Observer(observers.Observer):
 
     def begin_step(self, step: int) -> None:
         """Count the collectives and the memory of the step, and read its gradients and activations."""
-        for measurement in filter(None, (self.ledger, self.diagnostics)):
-            self.step.enter_context(measurement.watch(step))
+        if self.ledger:
+            self.step.enter_context(self.ledger.watch(step))
+        if self.diagnostics:
+            self.step.enter_context(self.diagnostics.watch(step))
 
     def end_step(self, step: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
         """Write what was measured in the step, and compare the ranks."""

@@ -13,7 +13,7 @@ import datetime
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -60,11 +60,6 @@ class Observer:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-
-    def read_flags(self, flags_class: type[F]) -> F:
-        """Return the flags of this observer; their defaults if the configuration was created without them."""
-        names = [field.name for field in dataclasses.fields(flags_class) if hasattr(self.config, field.name)]
-        return flags_class(**{name: getattr(self.config, name) for name in names})
 
     @classmethod
     def configure(cls, config: Any) -> Any:
@@ -153,7 +148,7 @@ def find_shell() -> str:
     return ",".join(name for name in SHELL if importlib.util.find_spec(name))
 
 
-@lru_cache
+@cache
 def find_modules(names: str) -> list[ModuleType]:
     """Return the modules of the observers in a value of `--observers`.
 
@@ -175,7 +170,12 @@ def find_modules(names: str) -> list[ModuleType]:
     return modules
 
 
-@lru_cache
+def read_flags(config: Any, flags_class: type[F]) -> F:
+    """Return the flags of an observer; their defaults if the configuration was created without them."""
+    names = [field.name for field in dataclasses.fields(flags_class) if hasattr(config, field.name)]
+    return flags_class(**{name: getattr(config, name) for name in names})
+
+
 def add_flags(config_class: type[F], names: str) -> type[F]:
     """Return the configuration class of a trainer with the flags of its observers.
 
@@ -186,6 +186,12 @@ def add_flags(config_class: type[F], names: str) -> type[F]:
     Raises:
         ConfigError: two of them have a flag of the same name.
     """
+    return create_class(getattr(config_class, "trainer_class", config_class), names)
+
+
+@cache
+def create_class(config_class: Any, names: str) -> Any:
+    """Return the class for `add_flags`, the same at every call."""
     parts = [module.Flags for module in find_modules(names) if hasattr(module, "Flags")]
     owners: dict[str, type] = {}
     for part in (config_class, *parts):
@@ -194,13 +200,18 @@ def add_flags(config_class: type[F], names: str) -> type[F]:
                 raise ConfigError(f"--observers={names}: --{field.name} exists already, so rename it in {part}")
     if not parts:
         return config_class
-    namespace = {"parts": (config_class, names), "__reduce__": reduce_config, "__module__": config_class.__module__}
+    namespace = {
+        "trainer_class": config_class,
+        "observer_names": names,
+        "__reduce__": reduce_config,
+        "__module__": config_class.__module__,
+    }
     return dataclasses.make_dataclass(config_class.__name__, [], bases=(*parts, config_class), namespace=namespace)
 
 
 def reduce_config(config: Any) -> tuple[Any, ...]:
     """Return how to pickle a configuration whose class `add_flags` has created."""
-    return create_config, (*config.parts, vars(config))
+    return create_config, (config.trainer_class, config.observer_names, vars(config))
 
 
 def create_config(config_class: type[F], names: str, values: dict[str, Any]) -> F:

@@ -29,7 +29,7 @@ from nanoGPT.errors import (
     did_you_mean,
     report_failure,
 )
-from nanoGPT.observers import Observer, Observers, find_modules
+from nanoGPT.observers import Observers, find_modules
 from nanoGPT.out_dir import choose_out_dir, enter_out_dir
 from nanoGPT.parse import config_from_launcher, package_of, parse
 from nanoGPT.signals import listen_for_signals
@@ -73,7 +73,7 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
     Yields:
         This rank's Runtime.
     """
-    observers = Observer(config) if reads_only else Observers(config)
+    observers = Observers(None if reads_only else config)
     try:
         run = create_runtime(config.device, config.dtype, config.supports_mps)
         run.timeout, run.uses_autocast = config.timeout, config.uses_autocast

@@ -47,7 +47,7 @@ from nanoGPT.start import check_run
 from nanoGPT.train_config import TrainConfig
 from operate.credentials import check_credentials
 from operate.nodes import NodeConfig, Rendezvous, check_node_config, master_port
-from operate.observer import Observer
+from operate.observer import read_flags
 from operate.rank_logs import copy_output
 from operate.restart import has_finished
 from operate.watchdog import StallDetector, list_children, watch_children
@@ -185,9 +185,9 @@ def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> t
     return 128 - exit_code, f"it was killed by {name}: resume with --init_from=resume if there is a checkpoint"
 
 
-def start_watchdog(config: TrainConfig, place: NodeConfig, stall_seconds: float) -> StallDetector:
+def start_watchdog(config: TrainConfig, place: NodeConfig) -> StallDetector:
     """Start a thread that stops ranks that hang. It waits 10 seconds longer than the watchdogs of the ranks."""
-    watch = StallDetector(Path(config.out_dir), place.world_size, stall_seconds + 10)
+    watch = StallDetector(Path(config.out_dir), place.world_size, read_flags(config).stall_seconds + 10)
     threading.Thread(target=watch_children, args=(watch, list_rank_processes), daemon=True).start()
     return watch
 
@@ -280,13 +280,12 @@ def main(arguments: list[str]) -> int:
         config = read_config(trainer, trainer_arguments, meeting)
         check_run(config, place.world_size, place.gpus)
         check_memory(config, place.world_size, place.gpus)
-        flags = Observer(config).flags
         if place.node_rank == 0:
-            check_credentials(flags.track)
+            check_credentials(read_flags(config).track)
         config = dataclasses.replace(config, out_dir=choose_out_dir(config, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_arguments]
-    watch = start_watchdog(config, place, flags.stall_seconds)
+    watch = start_watchdog(config, place)
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         if place.world_size == 1:
             code = run_one_rank(command, config, watch)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from measure.memory_limits import check_memory
 from nanoGPT import observers
+from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
 from nanoGPT.program import open_dropping_stream
@@ -69,12 +70,17 @@ class Flags(observers.Flags):
         return max(super().timeout, 2 * timedelta(seconds=self.stall_seconds))
 
 
+def read_flags(config: Any) -> Flags:
+    """Return the flags of this observer in a configuration."""
+    return observers.read_flags(config, Flags)
+
+
 class Observer(observers.Observer):
     """Watches this rank, and ends the process if the job hangs."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.flags, self.out_dir = self.read_flags(Flags), Path(config.out_dir)
+        self.flags, self.out_dir = read_flags(config), Path(config.out_dir)
         self.heartbeat: HeartbeatThread | None = None
         self.device_progress: DeviceProgress | None = None
         self.tracker: Tracker | None = None
@@ -83,9 +89,13 @@ class Observer(observers.Observer):
 
     @classmethod
     def configure(cls, config: C) -> C:
-        """Let the process survive a closed terminal, end with its launcher, and continue a job that was restarted."""
+        """Check memory and credentials, prepare to outlive the terminal, and continue a job that was restarted."""
         sys.stdout, sys.stderr = open_dropping_stream(sys.stdout, 1), open_dropping_stream(sys.stderr, 2)
         watch_launcher()
+        ranks, local_ranks = environment_number("WORLD_SIZE") or 1, environment_number("LOCAL_WORLD_SIZE") or 1
+        check_memory(config, ranks, local_ranks)
+        if environment_number("RANK") == 0:
+            check_credentials(read_flags(config).track)
         exclude_spare_ranks(config)
         try:
             return resume_after_restart(config)
@@ -97,8 +107,6 @@ class Observer(observers.Observer):
     def start(self, run: Runtime) -> None:
         """Compare the ranks, and begin to write heartbeats."""
         super().start(run)
-        check_memory(self.config, run.world_size, run.local_world_size)
-        run.call_on_rank0(lambda: check_credentials(self.flags.track))
         check_agreement(run, describe_run(self.config, run))
         record_job(run, self.out_dir)
         self.device_progress, self.memory_report = watch_device(run.device), MemoryReport(self.config, run)

@@ -41,9 +41,16 @@ def read_elastic_job() -> tuple[str, int, str] | None:
 
 
 def name_job() -> str:
-    """Return the name of the elastic job, or the agent of torchrun that has started this rank."""
-    job = read_elastic_job()
-    return job[2] if job else f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
+    """Return the name of the elastic job, or of the agent of torchrun that has started this rank.
+
+    The start time of the agent distinguishes it from that of another job, which has the same process id in a container.
+    """
+    if job := read_elastic_job():
+        return job[2]
+    agent, started = os.getppid(), ""
+    with contextlib.suppress(OSError):  # only Linux has /proc
+        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {agent} {started}"
 
 
 def read_job_lines(out_dir: Path) -> list[str]:
@@ -155,7 +162,7 @@ def end_elastic_job(config: TrainConfig, error: BaseException | None) -> None:
         return
     if error is None and not has_finished(config):
         os._exit(UNFINISHED)
-    code = {ConfigError: 2, NonFiniteLoss: 3}.get(type(error))  # type: ignore[arg-type]
+    code = {ConfigError: 2, NonFiniteLoss: 3}.get(type(error))
     if code:
         with contextlib.suppress(dist.DistError):
             store = dist.TCPStore(job[0], job[1], None, is_master=False, timeout=STORE_TIMEOUT)

@@ -12,14 +12,14 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nanoGPT.distributed.environment import RANK_VARIABLES
 from nanoGPT.errors import ConfigError
-from nanoGPT.observers import Observer, Observers
+from nanoGPT.observers import Observers
 
 T = TypeVar("T")
 
@@ -84,18 +84,6 @@ class Progress:
     progress_reports: int = 0
 
 
-class DirectoryOwner(Protocol):
-    """The interface of the lock on a run's directory (`nanoGPT/out_dir.py`), for code that writes into it."""
-
-    def is_ours(self) -> bool:
-        """Return whether the directory at this path is still the one that this process has locked."""
-        ...
-
-    def ensure_directory(self) -> str | None:
-        """Create the directory again if it was moved, and return a message for the user; None if it was not moved."""
-        ...
-
-
 @dataclass
 class Runtime:
     """One rank of the job: its position, its device and dtype, and small collectives.
@@ -106,7 +94,7 @@ class Runtime:
         wants_save: whether this rank shall save soon.
         is_stopping: whether any rank shall stop, as of the last `exchange_requests`.
         observers: the observers of the run.
-        lock: the lock on out_dir; only on rank 0, while the run uses the directory.
+        lock: the `DirectoryLock` on out_dir; only on rank 0, while the run uses the directory.
         uses_autocast: False if parameters are cast instead, as FSDP does.
         group: the process group of `any` and `gather`; None: the default group.
         end_callbacks: called on every rank when training has ended.
@@ -126,8 +114,8 @@ class Runtime:
     stop_reason: str | None = None
     wants_save: bool = False
     is_stopping: bool = False
-    observers: Observer = field(default_factory=lambda: Observers(None))
-    lock: DirectoryOwner | None = None
+    observers: Observers = field(default_factory=lambda: Observers(None))
+    lock: Any = None
     uses_autocast: bool = True
     group: dist.ProcessGroup | None = None
     end_callbacks: list[Callable[[], None]] = field(default_factory=list)

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
+from measure.memory_limits import check_memory
 from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
@@ -32,6 +33,7 @@ from operate.checks import Check, format_check, has_failed, summarize
 from operate.credentials import check_credentials
 from operate.launch import read_config, run_one_rank, run_ranks, split_arguments, start_watchdog
 from operate.nodes import NodeConfig, Rendezvous, check_node_config
+from operate.observer import read_flags
 from operate.preflight import node
 from workshop.phases import PHASES
 
@@ -84,8 +86,9 @@ def main(arguments: list[str]) -> int:
     with meeting.share_errors():
         config = read_config(trainer, trainer_arguments, meeting)
         check_run(config, place.world_size, place.gpus)
+        check_memory(config, place.world_size, place.gpus)
         if place.node_rank == 0:
-            check_credentials(config)
+            check_credentials(read_flags(config).track)
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
     for check in check_node(config, place, phase, shape.count_params()):
         report(check)

@@ -164,7 +164,7 @@ def main(package: str, results: str, bytes_per_save: str, out_dir: str) -> int:
     """Join the other ranks, run the checks, and write them on rank 0."""
     config = config_from_launcher(load_config_class(package))
     assert config, "this program needs a launcher: run `make preflight`"
-    with start(config, reads_only=True) as (run, _):
+    with start(config, reads_only=True) as run:
         checks = run_checks(run, Path(out_dir), int(bytes_per_save))
         if run.is_main:
             Path(results).write_text(json.dumps([dataclasses.asdict(check) for check in checks]))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from measure.ledger import CollectiveCounter
-from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import RequestClock, create_runtime
 from nanoGPT.files import DATA, sha256_of
 from nanoGPT.parse import config_from_launcher
@@ -105,8 +104,7 @@ def test_ranks_of_a_notebook_are_compared(tmp_path):
 
 def describe_tiny_run(phase: str = "nanoGPT", **fields) -> dict[str, object]:
     config = tiny(phase, Path("out"), **fields)
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
-    return describe_run(config, data, create_runtime(config.device, config.dtype))
+    return describe_run(config, create_runtime(config.device, config.dtype))
 
 
 def test_every_difference_between_ranks_is_named(tmp_path, monkeypatch):
@@ -174,8 +172,8 @@ def test_a_wrong_launcher_environment_is_refused(environment, message, tmp_path,
 # A rank that cannot start waits until the other ranks have read its error. Here there are none: keep the wait short.
 SHORT_TIMEOUT = """
 import datetime, runpy
-from nanoGPT import train_config
-train_config.MIN_TIMEOUT = datetime.timedelta(seconds=1.2)
+from nanoGPT import observers
+observers.Flags.timeout = property(lambda self: datetime.timedelta(seconds=1.2))
 {run}
 """
 
@@ -226,7 +224,7 @@ def stop_on_a_signal(signal_step: int) -> tuple[list[int], int]:
     for step in range(100):
         now += 0.2 if run.rank == 1 else 0.01
         if step == signal_step and run.rank == 1:
-            run.stop_signal = "SIGTERM"
+            run.request_stop("SIGTERM")
         with CollectiveCounter() as traffic:
             should_stop, should_save = run.exchange_requests(run.rank == 0 and step == 11)
         exchanges += [step] if traffic.rows else []

@@ -8,6 +8,7 @@ import torch
 
 from measure import diagnostics
 from measure.diagnostics import Diagnostics, compute_digest
+from measure.observer import Observer
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.model import GPT, GPTConfig
 from operate.autopsy.__main__ import KERNEL_CLASSES, describe_kernels
@@ -99,9 +100,9 @@ def test_the_summary_counts_the_modules_with_kernels(tmp_path):
     """The summary has the number of modules of each class. The autopsy prints how many use each kernel of phase 2."""
     model = GPT(GPTConfig(2, 2, 32, 8, False, 16))
     apply_kernels(model, "gelu", "cpu")
-    config = CONFIGS["phase2_triton"](out_dir=str(tmp_path), diagnostics_interval=1)
+    config = CONFIGS["phase2_triton"](out_dir=str(tmp_path))
     optimizer = torch.optim.AdamW(model.parameters())
-    recorder = Diagnostics(config, create_runtime("cpu", "float32"), model, optimizer)
+    recorder = Diagnostics(config, create_runtime("cpu", "float32"), 1, model, optimizer)
     recorder.record(0, torch.zeros(()), torch.zeros(()))
     summary = json.loads((tmp_path / "diagnostics" / "rank0.json").read_text())
     assert summary["modules"]["KernelMLP"] == summary["modules"]["CausalSelfAttention"] == 2
@@ -119,8 +120,10 @@ def test_without_the_flag_nothing_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnostics, "compute_digest", None)
     model = GPT(GPTConfig(1, 1, 8, 8, False, 16))
     optimizer = torch.optim.AdamW(model.parameters())
-    off = Diagnostics(CONFIGS["nanoGPT"](out_dir=str(tmp_path)), create_runtime("cpu", "float32"), model, optimizer)
-    with off.watch(0):
-        assert not optimizer._optimizer_step_pre_hooks and not model.blocks[0]._forward_hooks
-    off.record(0, torch.zeros(()), torch.zeros(()))
+    off = Observer(CONFIGS["nanoGPT"](out_dir=str(tmp_path)))
+    off.start(create_runtime("cpu", "float32"))
+    off.build(model, optimizer, 0)
+    off.begin_step(0)
+    assert not optimizer._optimizer_step_pre_hooks and not model.blocks[0]._forward_hooks
+    off.end_step(0, torch.zeros(()), torch.zeros(()))
     assert list(tmp_path.iterdir()) == []

@@ -9,18 +9,19 @@ from tests.helpers.training import ROOT
 FAILING_PROGRAM = """
 import resource
 import torch
-from nanoGPT.start import main
+from nanoGPT.start import main, start
 from nanoGPT.train_config import TrainConfig
 
 def train(config):
-    {body}
+    with start(config):
+        {body}
 
 main(train, TrainConfig, {trainer!r})
 """
 OPEN_TOO_MANY_FILES = "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)); torch.zeros(3).share_memory_()"
 COMPILE_FUNCTION = """import torch._inductor.config
-    torch._inductor.config.cpp.cxx = (None, "/bin/false")
-    torch.compile(lambda x: (x.sin() + 1).cos())(torch.ones(1000))"""
+        torch._inductor.config.cpp.cxx = (None, "/bin/false")
+        torch.compile(lambda x: (x.sin() + 1).cos())(torch.ones(1000))"""
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,8 @@ def test_a_real_system_error_is_reported_in_one_line(body, advice, tmp_path):
     what to do."""
     program = tmp_path / "program.py"
     program.write_text(FAILING_PROGRAM.format(body=body, trainer=str(ROOT / "nanoGPT" / "train.py")))
-    outcome = run_program(str(program), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
+    flags = ["--device=cpu", f"--out_dir={tmp_path / 'run'}"]
+    outcome = run_program(str(program), *flags, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
     assert outcome.code == 1 and "Traceback" not in outcome.output, outcome
     (error_line,) = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
     assert advice in error_line, error_line

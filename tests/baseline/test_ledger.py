@@ -12,10 +12,10 @@ import torch
 
 from bench.matrix.cells import matches_formula
 from measure.ledger import Ledger, add_expected_bytes, format_report
+from measure.observer import Flags
 from nanoGPT.costs import ring_bytes, step_costs
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import tiny, train_all
 from workshop.ranks import losses
 
@@ -187,5 +187,5 @@ def test_steps_after_the_measured_one_are_compiled(tmp_path):
 
 def test_the_ledger_is_off_by_default(runs):
     """A run without --ledger writes no ledger.json, and its losses are identical to those of a run with --ledger."""
-    assert not TrainConfig().ledger and not (runs(2) / "off" / "ledger.json").exists()
+    assert not Flags().ledger and not (runs(2) / "off" / "ledger.json").exists()
     assert losses(runs(2) / "off") == losses(runs(2) / "fsdp")

@@ -11,7 +11,8 @@ from nanoGPT.checkpoint.training_state import load_weights
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime, reseed
 from nanoGPT.model import GPT, GPTConfig, draw_initial_rows, sample_tokens
-from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, learning_rate, param_groups
+from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, param_groups
+from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 
 SMALL_SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, vocab_size=75)

@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,16 +52,16 @@ def test_a_run_never_writes_into_the_directory_of_another_run(change, tmp_path):
 def delete_while_training(out: str) -> None:
     """Train, and delete the run's directory as soon as step 3 is logged."""
     from nanoGPT import train
-    from nanoGPT.log import Telemetry
+    from nanoGPT.log import Log
 
-    real_log = Telemetry.log
+    real_log = Log.log
 
-    def log_and_delete(self: Telemetry, step: int, *args: object, **kwargs: object) -> None:
-        real_log(self, step, *args, **kwargs)  # type: ignore[arg-type]
-        if step == 3:
+    def log_and_delete(self: Log, line: dict[str, Any]) -> None:
+        real_log(self, line)
+        if line["step"] == 3:
             shutil.rmtree(out)
 
-    Telemetry.log = log_and_delete  # type: ignore[method-assign, assignment]
+    Log.log = log_and_delete  # type: ignore[method-assign]
     train.train(tiny("nanoGPT", Path(out), max_iters=8, always_save_checkpoint=True))
 
 

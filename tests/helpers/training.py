@@ -6,20 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.files import PACKAGE
-from nanoGPT.observers import add_flags, find_shell
 from nanoGPT.train_config import TrainConfig
-from phase1_zero1.parallelize import Zero1Config
-from phase2_triton.apply import TritonConfig
-from phase3_fsdp.fsdp import FsdpConfig
+from workshop.phases import load_config_class
 from workshop.ranks import losses, run_on_ranks
 
 ROOT = PACKAGE.parent
-CONFIGS: dict[str, type[TrainConfig]] = {
-    "nanoGPT": TrainConfig,
-    "phase1_zero1": Zero1Config,
-    "phase2_triton": TritonConfig,
-    "phase3_fsdp": FsdpConfig,
-}
+PACKAGES = ("nanoGPT", "phase1_zero1", "phase2_triton", "phase3_fsdp")
+CONFIGS: dict[str, type[TrainConfig]] = {package: load_config_class(package) for package in PACKAGES}
 TINY: dict[str, Any] = {
     "dataset": "shakespeare_char",
     "device": "cpu",
@@ -43,7 +36,7 @@ TINY: dict[str, Any] = {
 
 def tiny(phase: str, out_dir: Path, **changes: Any) -> TrainConfig:
     """Return a configuration that trains in about a second. `changes` replace its fields."""
-    return add_flags(CONFIGS[phase], find_shell())(**{**TINY, "out_dir": str(out_dir), **changes})
+    return CONFIGS[phase](**{**TINY, "out_dir": str(out_dir), **changes})
 
 
 def call_train(phase: str, config: TrainConfig) -> None:

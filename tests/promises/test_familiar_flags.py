@@ -10,9 +10,9 @@ import pytest
 from bench.gpu.__main__ import parse_arguments
 from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
-from nanoGPT.optim import learning_rate
 from nanoGPT.parse import parse
 from nanoGPT.sample import SampleConfig
+from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import Program, make_flags

@@ -19,10 +19,10 @@ from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import learning_rate
 from nanoGPT.parse import find_run_to_resume, parse
 from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.tokenizer import load_tokenizer, make_char_identity, make_gpt2_identity
+from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.evaluate import EvaluateConfig
 from phase3_fsdp.fsdp import FsdpConfig

@@ -13,13 +13,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from nanoGPT.checkpoint.manifest import serialize_manifest, step_directories
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, NonFiniteLoss
+from nanoGPT.out_dir import enter_out_dir
 from nanoGPT.signals import STOP_SIGNALS, listen_for_signals
 from nanoGPT.start import start
 from nanoGPT.train_config import TrainConfig
 from operate import launch as launch_module
 from operate.launch import find_root_cause
 from operate.nodes import NodeConfig
-from operate.restart import enter_out_dir, resume_after_restart
+from operate.restart import record_job, resume_after_restart
 from operate.watchdog import list_children
 from tests.helpers.programs import (
     LONG_RUN,
@@ -128,7 +129,7 @@ def test_ranks_end_with_their_launcher(ranks, tmp_path):
     wait_until(lambda: all(is_gone(pid) for pid in pids))
     assert process.returncode == -signal.SIGKILL and len(step_directories(tmp_path)) == 1
     log = (tmp_path / "log.txt").read_text()  # the other rank may have noticed it first
-    assert "stopped by the end of its launcher" in log or "stopped by a signal to another rank" in log
+    assert "stopped by SIGTERM" in log or "stopped by a request of another rank" in log
 
 
 def assert_ended_early(code: int, output: str, number: signal.Signals) -> None:
@@ -205,23 +206,20 @@ def test_a_run_continues_after_torchrun_restarts_it(tmp_path):
     assert losses(tmp_path / "cut") == train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "whole", **fields))
 
 
-def start_again(
-    out: Path, counts: tuple[int, int], agent: str = "this job", **fields
-) -> tuple[str, int, int | None] | str:
+def start_again(out: Path, agent: str = "this job", **fields) -> tuple[str, int, int | None] | str:
     """Start a rank as torchrun with restarts does. Return its init_from, n_layer and resume_step, or the error message.
 
     Args:
-        counts: torchrun's restart count on each of the two ranks.
         agent: the run id of torchrun.
         fields: of the configuration.
     """
     os.environ |= {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": agent}
-    config = tiny("nanoGPT", out, **fields)
+    config = resume_after_restart(tiny("nanoGPT", out, **fields))
     run = create_runtime(config.device, config.dtype)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[run.rank])
+    run.barrier()
     try:
-        lock = enter_out_dir(run, config)
-        config = resume_after_restart(run, config, lock)
+        enter_out_dir(run, config)
+        record_job(run, out)
         return config.init_from, config.n_layer, config.resume_step
     except ConfigError as error:
         return str(error)
@@ -232,11 +230,11 @@ def start_again(
 
 
 def start_repeatedly(out: Path) -> list[tuple[str, int, int | None] | str]:
-    """Start a rank ten times: twice without a checkpoint, then with a checkpoint of a model with 12 layers.
+    """Start a rank six times: twice without a checkpoint, then with a checkpoint of a model with 12 layers.
 
-    Before the seventh start, the checkpoint becomes one that the job itself has saved.
+    Before the fifth start, the checkpoint becomes one that the job itself has saved.
     """
-    results = [start_again(out, (0, 0)), start_again(out, (0, 1))]
+    results = [start_again(out), start_again(out)]
     folder = out / "checkpoints" / "step-00000004"
     if os.environ["RANK"] == "0":
         folder.mkdir(parents=True)
@@ -244,25 +242,24 @@ def start_repeatedly(out: Path) -> list[tuple[str, int, int | None] | str]:
         files = [{"name": "ckpt.pt", "size": 1, "sha256": ""}]
         manifest = {"config": config, "step": 4, "world_size": 2, "versions": {}, "files": files}
         (folder / "manifest.json").write_text(serialize_manifest(manifest))
-    results += [start_again(out, (0, 1)), start_again(out, (2, 2))]
-    results += [start_again(out, (n, n), init_from="resume", resume_step=4) for n in (0, 1)]
+    results += [start_again(out), start_again(out, init_from="resume", resume_step=4)]
     if os.environ["RANK"] == "0":
-        own_token = (out / ".lock").read_text().splitlines()[-1].split()[0]
+        own_token = (out / ".lock").read_text().splitlines()[-1]
         (folder / "manifest.json").write_text(serialize_manifest({**manifest, "run": own_token}))
-    results += [start_again(out, (2, 2), init_from="resume", resume_step=step) for step in (4, 2)]
-    return [*results, start_again(out, (0, 0)), start_again(out, (1, 1), "another job")]
+    results.append(start_again(out, init_from="resume", resume_step=4))
+    return [*results, start_again(out, "another job")]
 
 
 def test_only_a_restart_by_torchrun_resumes_automatically(tmp_path):
-    """If torchrun has restarted any rank and a checkpoint exists, all ranks resume from the newest checkpoint.
+    """If torchrun has restarted the job and a checkpoint exists, all ranks resume from the newest checkpoint.
 
-    No other start resumes automatically, and no start uses --resume_step after a start with it has saved a checkpoint.
+    Another job does not resume automatically. --resume_step counts until the job has saved a checkpoint of its own.
     """
     results, others = run_on_ranks(start_repeatedly, 2, tmp_path, show=False)
     assert results == others
-    assert results[:4] == [("scratch", 2, None)] * 2 + [("resume", 12, None)] * 2
-    assert results[4:8] == [("resume", 2, 4), ("resume", 2, 4), ("resume", 2, None), ("resume", 2, 2)]
-    assert len(results[8:]) == 2 and all("contains checkpoints up to step-00000004" in error for error in results[8:])
+    assert results[:2] == [("scratch", 2, None)] * 2
+    assert results[2:5] == [("resume", 12, None), ("resume", 2, 4), ("resume", 2, None)]
+    assert len(results) == 6 and "contains checkpoints up to step-00000004" in results[5]
 
 
 def test_each_run_has_a_new_directory(tmp_path, monkeypatch):
@@ -348,8 +345,8 @@ def test_signals_end_a_run(monkeypatch):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         listen_for_signals(run)
         signal.raise_signal(signal.SIGHUP)
-        assert run.stop_signal is None and run.can_stop
-        assert not ctrl_c_interrupts() and not ctrl_c_interrupts() and run.stop_signal == "SIGINT"
+        assert run.stop_reason is None
+        assert not ctrl_c_interrupts() and not ctrl_c_interrupts() and run.stop_reason == "SIGINT"
         monkeypatch.setattr("nanoGPT.signals.time.monotonic", lambda: now + 60)
         signal.raise_signal(signal.SIGTERM)
         assert ctrl_c_interrupts()
@@ -360,12 +357,13 @@ def test_signals_end_a_run(monkeypatch):
 
 FAILING_TRAINER = """
 import sys
-from nanoGPT.start import main
+from nanoGPT.start import main, start
 from nanoGPT.train_config import TrainConfig
 from nanoGPT.errors import ConfigError, NonFiniteLoss, PeerFailed, SaveError
 
 def train(config):
-    raise {error}
+    with start(config):
+        raise {error}
 
 main(train, TrainConfig, {trainer!r})
 """
@@ -387,7 +385,7 @@ def test_every_error_has_its_exit_code(error, code, tmp_path):
     """Every error has its exit code and one sentence. Only an unexpected error prints a traceback."""
     program = tmp_path / "program.py"
     program.write_text(FAILING_TRAINER.format(error=error, trainer=str(ROOT / "nanoGPT" / "train.py")))
-    outcome = run_program(str(program))
+    outcome = run_program(str(program), f"--out_dir={tmp_path}", "--device=cpu")
     assert outcome.code == code and outcome.output.count("error: ") == 1, outcome
     assert ("Traceback" in outcome.output) == error.startswith("ValueError")
 
@@ -395,7 +393,7 @@ def test_every_error_has_its_exit_code(error, code, tmp_path):
 def raise_non_finite_loss(out: str) -> list[str]:
     calls: list[str] = []
     try:
-        with start(tiny("nanoGPT", Path(out))) as (run, _):
+        with start(tiny("nanoGPT", Path(out))) as run:
             run.end_callbacks.append(lambda: calls.append("saved"))
             raise NonFiniteLoss("step 3")
     except NonFiniteLoss:

@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import Any
 
 from phase1_zero1 import train as trainer
-from phase1_zero1.parallelize import Zero1Config
 from workshop.exercises.exercise import Exercise, Mistake, expect, plant_mistake
 from workshop.exercises.measuring import shared_folder
+from workshop.phases import load_config_class
 
 SETTINGS: dict[str, Any] = {
     "dataset": "shakespeare_char",
@@ -70,7 +70,7 @@ def train_small() -> dict[str, Any]:
     """Train a small model with phase 1 on all ranks, and return its metrics by step and rank 0's ledger."""
     with shared_folder() as folder:
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer.train(Zero1Config(**SETTINGS, out_dir=str(folder)))
+            trainer.train(load_config_class("phase1")(**SETTINGS, out_dir=str(folder)))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         ledger = json.loads((folder / "ledger.json").read_text())
     return {"metrics": {line["step"]: line for line in lines}, "collectives": ledger["ranks"][0]["collectives"]}

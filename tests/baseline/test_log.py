@@ -2,15 +2,15 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanoGPT import log as telemetry
+from nanoGPT import log as log_module
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.log import Telemetry, count_tokens, read_lines_before
-from tests.helpers.training import tiny, train, train_all
+from nanoGPT.log import Log, count_tokens, read_lines_before
+from nanoGPT.observers import Observer
+from tests.helpers.training import call_train, tiny, train, train_all
 from workshop.ranks import RankFailed, run_on_ranks
 
 ONE_RANK = (0, 0, 1, 1, torch.device("cpu"), torch.float32)
@@ -90,37 +90,46 @@ def test_tokens_are_counted_on_after_a_resume_with_another_batch(tmp_path):
 
 
 def log_with_a_fake_clock(out: str) -> None:
-    """Log on rank 0 of two, with a peak of 512 FLOP/s per rank and 6 FLOPs per token: an evaluation of 10 s, then two
-    steps of 3 s."""
+    """Log with a peak of 256 FLOP/s and 6 FLOPs per token: an evaluation of 10 s, then two steps of 3 s."""
     now = [0.0]
-    telemetry.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
-    with Telemetry(tiny("nanoGPT", out), Runtime(0, 0, 2, 2, *ONE_RANK[4:]), 0, 6) as run_telemetry:
-        run_telemetry.peak_flops = 512.0
-        with run_telemetry.untimed("evaluate", 0):
-            now[0] += 10
-        now[0] += 6
-        run_telemetry.log(1, 3.0, 1e-3, float("inf"))
+    log_module.time.perf_counter = lambda: now[0]  # type: ignore[method-assign]
+    run = Runtime(*ONE_RANK)
+    log = Log(tiny("nanoGPT", out), run, 0, 6)
+    log.peak_flops = 256.0
+    for stage, seconds in [("evaluation, micro-batch 0", 10), ("micro-batch 0", 2), ("update", 4)]:
+        run.enter_stage(stage, 0)
+        now[0] += seconds
+    log.write(1, 3.0, 1e-3, float("inf"), None)
 
 
 def test_rates_are_averaged_over_the_steps_since_the_last_line(tmp_path):
-    """Rates do not include the time of evaluations. MFU refers to the peak of all ranks, and an infinite norm is
-    written as null."""
+    """Rates do not include the time of evaluations. An infinite norm is written as null."""
     run_on_ranks(log_with_a_fake_clock, 1, str(tmp_path), show=False)
     (line,) = read_lines(tmp_path)
     assert line["step_ms"] == 3000 and line["tokens_per_second"] == pytest.approx(256 / 3)
-    assert line["mfu"] == pytest.approx(0.5) and line["grad_norm"] is None
+    assert line["mfu"] == pytest.approx(2) and line["grad_norm"] is None
 
 
-def raise_inside_telemetry(out: str) -> None:
-    with Telemetry(tiny("nanoGPT", out), Runtime(*ONE_RANK), 0, 1):
+class Crash(Observer):
+    """Fails in the first step."""
+
+    def begin_step(self, step: int) -> None:
         raise ValueError("planted")
 
 
+def crash(out: str) -> None:
+    from operate import observer
+
+    observer.Observer.begin_step = Crash.begin_step  # type: ignore[method-assign]
+    call_train("nanoGPT", tiny("nanoGPT", Path(out), n_layer=1, eval_iters=1))
+
+
 def test_a_crash_writes_its_stack_trace(tmp_path):
-    """An exception inside the training loop is written into the rank's stacks file."""
+    """An exception inside the training loop is written into the rank's stacks file, and ends the log."""
     with pytest.raises(RankFailed, match="planted"):
-        run_on_ranks(raise_inside_telemetry, 1, str(tmp_path), show=False)
+        run_on_ranks(crash, 1, str(tmp_path), show=False)
     assert "ValueError: planted" in (tmp_path / "stacks" / "rank0.txt").read_text()
+    assert "failed in step 0" in (tmp_path / "log.txt").read_text().splitlines()[-1]
 
 
 def test_tracking_writes_tensorboard_events(tmp_path):
