@@ -186,7 +186,8 @@ def add_flags(config_class: type[F], names: str) -> type[F]:
     Raises:
         ConfigError: two of them have a flag of the same name.
     """
-    return create_class(getattr(config_class, "trainer_class", config_class), names)
+    trainer_class: Any = config_class
+    return create_class(getattr(trainer_class, "trainer_class", trainer_class), names)
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nanoGPT.distributed.environment import master_address
+from nanoGPT.distributed.environment import environment_number, master_address
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
 
@@ -40,7 +40,8 @@ def join_process_group(run: Runtime) -> None:
     address, port = master_address()
     choose_interface(run)
     try:
-        dist.init_process_group(backend, rank=run.rank, world_size=run.world_size, **options)
+        store = open_store(run)
+        dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free port") from None
@@ -53,6 +54,19 @@ def join_process_group(run: Runtime) -> None:
             f"not all of the {run.world_size} ranks have connected within {run.timeout} "
             f"({str(error).splitlines()[0]}): start every node"
         ) from None
+
+
+def open_store(run: Runtime) -> dist.Store:
+    """Connect to the store through which the ranks meet, at MASTER_ADDR and MASTER_PORT.
+
+    torchrun's agent keeps its store through all restarts (torch 2.13), with the addresses of ranks that have exited.
+    Therefore each start uses its own prefix.
+    """
+    store, _, _ = next(dist.rendezvous("env://", run.rank, run.world_size, timeout=run.timeout))
+    store.set_timeout(run.timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # rank 0 serves a new store
+        return store
+    return dist.PrefixStore(f"start {environment_number('TORCHELASTIC_RESTART_COUNT')}", store)
 
 
 def choose_interface(run: Runtime) -> None:

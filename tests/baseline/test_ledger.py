@@ -16,6 +16,7 @@ from measure.observer import Flags
 from nanoGPT.costs import ring_bytes, step_costs
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import tiny, train_all
 from workshop.ranks import losses
 

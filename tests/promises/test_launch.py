@@ -214,8 +214,9 @@ def start_again(out: Path, agent: str = "this job", **fields) -> tuple[str, int,
         fields: of the configuration.
     """
     os.environ |= {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": agent}
+    run = create_runtime("cpu", "float32")
+    run.barrier()
     config = resume_after_restart(tiny("nanoGPT", out, **fields))
-    run = create_runtime(config.device, config.dtype)
     run.barrier()
     try:
         enter_out_dir(run, config)

@@ -70,7 +70,8 @@ def train_small() -> dict[str, Any]:
     """Train a small model with phase 1 on all ranks, and return its metrics by step and rank 0's ledger."""
     with shared_folder() as folder:
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer.train(load_config_class("phase1")(**SETTINGS, out_dir=str(folder)))
+            config: Any = load_config_class("phase1")(**SETTINGS, out_dir=str(folder))
+            trainer.train(config)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         ledger = json.loads((folder / "ledger.json").read_text())
     return {"metrics": {line["step"]: line for line in lines}, "collectives": ledger["ranks"][0]["collectives"]}

@@ -1,0 +1,128 @@
+"""`--observers`: modules of a user observe a run and stop it, and a run without the shell has the same losses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nanoGPT.observers import Observer, find_shell
+from tests.helpers.programs import assert_refused, make_flags, run_program
+from tests.helpers.training import ROOT, TINY, tiny, train
+from workshop.ranks import losses, run_on_ranks
+
+BLOCK = re.compile(r"```python\n# (\w+)\.py\n(.*?)```", re.DOTALL)
+EXAMPLES = dict(BLOCK.findall((ROOT / "docs" / "observers.md").read_text()))
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch) -> Path:
+    """Write the examples of the guide as modules that the ranks find, and return their folder."""
+    for name, source in EXAMPLES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def launch(ranks: int, out: Path, **fields: object) -> str:
+    """Train phase 3 with the launcher of torch, and return what it printed."""
+    words = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    flags = make_flags(**{**TINY, "n_layer": 1, "out_dir": out, **fields})
+    outcome = run_program(*words, "phase3_fsdp/train.py", *flags)
+    assert outcome.code == 0, outcome.output
+    return outcome.output
+
+
+def test_the_examples_of_the_guide_work(modules):
+    """On two ranks, the three observers of docs/observers.md write metrics, evaluate and stop the run
+    early. The run saves before it stops."""
+    assert list(EXAMPLES) == ["my_metrics", "my_evaluation", "my_early_stopping"]
+    fields = {"max_iters": 2000, "eval_interval": 1, "learning_rate": 1e-9, "min_lr": 1e-9, "weight_decay": 0.0}
+    names = ",".join(EXAMPLES)
+    output = launch(2, modules / "run", observers=names, second_interval=2, save_every_minutes=0.0, **fields)
+    lines = [json.loads(line) for line in (modules / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = (modules / "run" / "metrics.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == [str(line["step"]) for line in lines if line["loss"] is not None]
+    assert re.search(r"step 2: loss \d\.\d{4} on shakespeare_char", output)
+    assert "stopped by early stopping; resume with --init_from=resume" in output and len(lines) < 100
+    assert (modules / "run" / "checkpoints" / f"step-{lines[-1]['step'] + 1:08d}").is_dir()
+
+
+def test_flags_of_an_observer_are_checked(modules):
+    """An invalid value, a flag of an observer that does not observe the run, and an unknown module are one error."""
+    flags = make_flags(**{**TINY, "out_dir": modules / "run"})
+    for more, phrase in [
+        (["--observers=my_evaluation", "--second_interval=0"], "--second_interval=0 is out of range"),
+        (["--observers=my_metrics", "--second_interval=5"], "unknown flag --second_interval"),
+        (["--observers=my_metric"], "my_metric is no module with a class Observer"),
+        (["--observers="], ""),
+    ]:
+        outcome = run_program("nanoGPT/train.py", *flags, *more, "--max_iters=1")
+        if phrase:
+            assert_refused(outcome, phrase)
+        else:
+            assert outcome.code == 0
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
+def test_a_run_without_observers_has_the_same_losses(phase, tmp_path):
+    """Without observers a run logs, saves and resumes, to the losses of a run with the shell. It leaves only the files
+    of the core."""
+    watched = train(phase, 2, tiny(phase, tmp_path / "watched", max_iters=6))
+    for more in ({"max_iters": 4}, {"max_iters": 6, "init_from": "resume"}):
+        train(phase, 2, tiny(phase, tmp_path / "alone", observers="", **more))
+    assert losses(tmp_path / "alone") == watched
+    names = {path.name for path in (tmp_path / "alone").iterdir()}
+    assert names == {"checkpoints", "metrics.jsonl", "log.txt", "env.json", ".lock"}
+
+
+def test_flags_with_the_same_name_are_refused(modules):
+    """Two observers must not have a flag of the same name."""
+    flags = make_flags(**{**TINY, "out_dir": modules / "run", "observers": "measure,my_ledger"})
+    (modules / "my_ledger.py").write_text((ROOT / "measure" / "observer.py").read_text())
+    assert_refused(run_program("nanoGPT/train.py", *flags), "--ledger exists already")
+
+
+class Recorder(Observer):
+    """Records the calls of its methods."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__(None)
+        self.calls = calls
+
+    def build(self, *args: object) -> None:
+        self.calls.append("build")
+
+    def begin_step(self, step: int) -> None:
+        self.calls.append(f"begin {step}")
+
+    def end_step(self, step: int, *args: object) -> None:
+        self.calls.append(f"end {step}")
+
+    def log(self, line: dict[str, object]) -> None:
+        self.calls.append(f"log {line['step']}")
+
+    def save(self, step: int, path: Path) -> None:
+        self.calls.append(f"save {step}")
+        assert path.name == f"step-{step:08d}"
+
+    def end(self, error: BaseException | None) -> None:
+        self.calls.append(f"end {type(error).__name__}")
+
+
+def record_calls(out: str) -> list[str]:
+    import nanoGPT.train
+    from operate import observer
+
+    calls: list[str] = []
+    observer.Observer = lambda config: Recorder(calls)  # type: ignore[misc, assignment]
+    nanoGPT.train.train(tiny("nanoGPT", Path(out), max_iters=2, eval_interval=1, observers="operate.observer"))
+    return calls
+
+
+def test_all_ranks_see_the_same_moments(tmp_path):
+    """Both ranks call the methods in the same order: build, then log, save, begin and end of each step, and the end."""
+    one, two = run_on_ranks(record_calls, 2, str(tmp_path), show=False)
+    assert one == two
+    steps = ["begin 0", "end 0", "log 0", "save 1", "begin 1", "end 1", "log 1", "save 2", "log 2"]
+    assert one == ["build", *steps, "end NoneType"] and find_shell() == "operate,measure"
