@@ -85,7 +85,7 @@ data: $(PREPARED)  ## prepare Shakespeare (as characters and as GPT-2 tokens), s
 			echo "error: there is no prepared dataset $$name: choose $(PREPARABLE)$(COMMA) or prepare your own text with nanoGPT/data/shakespeare_char/prepare.py --input=FILE" >&2; exit 2; }; done)
 doctor:  ## check this machine and the environment; each problem has a remedy; also runs before make setup
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { echo "$(PYTHON) is missing or older than Python 3.9: install Python 3.11, and run make doctor PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) -m operate.doctor
+	@$(PYTHON) -m workshop.doctor
 
 ##@ learn
 notebooks: .venv/.notebooks data  ## install Jupyter and open the notebooks
@@ -119,7 +119,7 @@ copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports int
 
 ##@ operate
 preflight: .venv/.pytest data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
-	@$(PY) -m operate.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
+	@$(PY) -m bench.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
 elastic: .venv/.core data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
 	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)
 watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
@@ -131,7 +131,7 @@ autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to 
 fault: .venv/.core data  ## start a run with a planted fault, NAME=hang; without NAME, list the faults
 	@$(PY) -m workshop.faults $(if $(NAME),--name=$(NAME))
 gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare losses, memory and speed
-	@$(PY) -m operate.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
+	@$(PY) -m bench.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
 
 ##@ measure
 plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for every phase; needs no GPU

@@ -206,7 +206,7 @@ import json
 
 from bench.matrix.cells import make_config
 from bench.plan.trace import trace
-from workshop.phases import PHASES
+from bench.phases import PHASES
 
 
 def trace_memory(phase: str, options: dict) -> dict[str, int]:

@@ -54,9 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     import torch._inductor.config
 
+    from operate import ranks
     from tests.helpers.forking import start_rank_server
     from tests.helpers.programs import DEADLINE
-    from workshop import ranks
 
     torch.set_num_threads(1)  # several tests run at a time, and many of them start ranks
     ranks.DEFAULT_TIMEOUT = DEADLINE

@@ -15,12 +15,12 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from bench.phases import find_package
 from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from nanoGPT.program import report_errors
 from workshop.imports import ROOT, find_modules, find_needed_modules
-from workshop.phases import find_package
 
 MAX_DATASET_BYTES = 64 << 20
 

@@ -14,9 +14,9 @@ import re
 import sys
 from dataclasses import dataclass
 
+from bench.phases import find_package
 from nanoGPT.program import report_errors
 from workshop.imports import ROOT
-from workshop.phases import find_package
 
 BASELINE = ROOT / "nanoGPT" / "train.py"
 MAX_ADDED, MAX_HUNKS = 60, 8

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bench.phases import load_config_class
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError, did_you_mean
@@ -36,7 +37,6 @@ from nanoGPT.train_config import TrainConfig
 from operate.launch import run_ranks, start_watchdog
 from operate.nodes import NodeConfig
 from workshop.imports import ROOT
-from workshop.phases import load_config_class
 
 FAULT_STEP = 4  # the step in which a fault begins
 SMALL_CONFIG: dict[str, Any] = {

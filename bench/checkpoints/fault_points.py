@@ -22,10 +22,10 @@ from nanoGPT.checkpoint.training_state import allocate_state
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
+from operate.ranks import run_on_ranks, start_ranks
 from phase3_fsdp.fsdp import FsdpConfig, init_shards, shard_model
 from phase3_fsdp.minimal import put_parameters_on_meta
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards, training_state
-from workshop.ranks import run_on_ranks, start_ranks
 
 # The points at which any rank can be killed, then those that only rank 0 reaches.
 POINTS_OF_EVERY_RANK = ("before it opens a file", "while it writes a file", "after it closes a file")

@@ -31,10 +31,10 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
 from nanoGPT.program import report_errors
+from operate.ranks import run_on_ranks
 from phase3_fsdp.fsdp import FsdpConfig, init_shards, shard_model
 from phase3_fsdp.minimal import put_parameters_on_meta
 from phase3_fsdp.sharded_checkpoint import ShardWriter, training_state
-from workshop.ranks import run_on_ranks
 
 Samples = dict[str, list[float]]
 

@@ -22,7 +22,7 @@ from bench.tables.records import write_result
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.command_line import command_line
 from nanoGPT.program import report_errors
-from workshop.ranks import collect, run_on_ranks, start_ranks
+from operate.ranks import collect, run_on_ranks, start_ranks
 
 
 def save_forever(out_dir: str, is_async: bool) -> None:

@@ -112,8 +112,8 @@ def tune_tiles(place: Place) -> dict[str, Any]:
 
 def train(place: Place, phase: str, model: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Train GPT-2 in this process without a checkpoint or an evaluation, and return losses, times and memory."""
+    from bench.phases import find_package
     from nanoGPT.checkpoint.directory import CheckpointDirectory
-    from workshop.phases import find_package
 
     trainer = importlib.import_module(f"{find_package(phase)}.train")
     out_dir = place.folder / f"run-{os.getpid()}"

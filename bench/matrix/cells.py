@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from bench.phases import find_package, load_config_class
 from nanoGPT.train_config import TrainConfig
-from workshop.phases import find_package, load_config_class
-from workshop.ranks import losses, run_on_ranks
+from operate.ranks import losses, run_on_ranks
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from bench.plan.trace import trace
 from bench.tables.records import RESULTS, write_result
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
-from workshop.ranks import RankFailed
+from operate.ranks import RankFailed
 
 MODEL: dict[str, Any] = {
     "dataset": "shakespeare_char",

@@ -36,7 +36,7 @@ from bench.plan.report import format_plan
 from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
-from workshop.ranks import PRELOADED
+from operate.ranks import PRELOADED
 
 FULL_CHECKPOINTING = {"fsdp_activation_checkpointing": "full"}
 ROWS: list[Row] = [

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
+from bench.phases import PHASES, ROOT
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT
 from nanoGPT.program import report_errors
 from nanoGPT.schema import Meta, SchemaError, read_json
 from nanoGPT.signals import handle_stop_signals
-from workshop.imports import ROOT
-from workshop.phases import PHASES
 
 SLURM = "operate/deploy/slurm.sh"
 STATES = ("pending", "running", "done", "oom", "timeout", "failed")

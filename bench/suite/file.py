@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
+from bench.phases import PHASES
 from bench.suite.metrics import METRICS
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import is_present, read_document
 from nanoGPT.schema import Meta, SchemaError, check_schema
-from workshop.phases import PHASES
 
 SUITES = Path(__file__).resolve().parent / "suites"
 RESERVED_FIELDS = {"seed", "out_dir", "init_from", "device"}

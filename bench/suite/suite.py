@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from bench.phases import PHASES, load_config_class
 from bench.suite.execution import FINISHED_STATES, ROOT, Run, execute, read_status
 from bench.suite.file import Suite, list_fields, load_suite
 from bench.suite.metrics import METRICS, explain_missing_metrics
@@ -27,7 +28,6 @@ from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.parse import parse
 from nanoGPT.train_config import validate
-from workshop.phases import PHASES, load_config_class
 
 
 @dataclass

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from bench.phases import ROOT
 from bench.tables.records import format_table, hardware_of, read_results
 from nanoGPT.errors import ConfigError
 from phase3_fsdp.fsdp import FsdpConfig
-from workshop.imports import ROOT
 
 DOCUMENTS = ["README.md", "docs/results.md", "phase2_triton/IMPLEMENTATION.md"]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bench.phases import find_package
 from bench.tables.records import write_result
 from bench.tables.tables import find_fast_step
 from nanoGPT.command_line import command_line
@@ -29,7 +30,6 @@ from nanoGPT.dataset import find_dataset
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import PACKAGE
 from nanoGPT.program import report_errors
-from workshop.phases import find_package
 
 HOW_TO_GET_ONE = "get one with `git clone https://github.com/karpathy/nanoGPT`"
 WARMUP = 5  # steps that are not timed

@@ -32,15 +32,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
+from bench.phases import ROOT, find_package, load_config_class
 from measure.ledger import Ledger
 from measure.tracker import CATEGORIES, MemoryTracker
 from nanoGPT.errors import ConfigError
 from nanoGPT.parse import parse
 from nanoGPT.program import report_errors
 from nanoGPT.train_config import TrainConfig, validate
-from workshop.imports import ROOT
-from workshop.phases import find_package, load_config_class
-from workshop.ranks import RankFailed, run_on_ranks
+from operate.ranks import RankFailed, run_on_ranks
 
 # The profiler records steps FIRST to LAST. The memory tracker records MEMORY_STEP, which comes last: after a step under
 # the tracker, torch runs a compiled model without compilation.

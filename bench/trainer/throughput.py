@@ -27,7 +27,7 @@ from bench.plan.models import MODELS
 from bench.tables.records import write_result
 from nanoGPT.command_line import command_line
 from nanoGPT.program import report_errors
-from workshop.ranks import RankFailed
+from operate.ranks import RankFailed
 
 WARMUP = 5  # steps, including the step that the ledger records
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")

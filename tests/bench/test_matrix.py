@@ -21,10 +21,10 @@ from bench.matrix.matrix import (
     main,
     make_row,
 )
+from bench.phases import find_package
 from nanoGPT.costs import ring_bytes
 from nanoGPT.errors import ConfigError
 from tests.helpers.training import train_all
-from workshop.phases import find_package
 from workshop.ranks import RankFailed
 
 SMALL = {**MODEL, "n_layer": 2, "n_embd": 32, "block_size": 16, "device": "cpu", "max_iters": 4}

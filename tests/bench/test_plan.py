@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bench.matrix.cells import make_config, run_cell
+from bench.phases import find_package
 from bench.plan import largest, planner
 from bench.plan.largest import find_largest, make_shape
 from bench.plan.plan import (
@@ -72,7 +73,6 @@ from phase2_triton.kernels import attention
 from tests.helpers.marks import mark_slow
 from tests.helpers.programs import run_with_compiled_kernels
 from tests.helpers.training import train_all
-from workshop.phases import find_package
 
 SMALL = GPTConfig(2, 2, 32, 16, False, 80)
 H100 = GPUS["h100"]

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from workshop.ranks import PRELOADED
+from operate.ranks import PRELOADED
 
 CAN_FORK_RANKS = sys.platform == "linux" and torch.cuda.device_count() == 0  # a forked process cannot use CUDA
 

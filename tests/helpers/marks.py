@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from operate import ranks
 from tests.helpers.programs import Program
-from workshop import ranks
 
 PROCESS_STARTERS: list[Any] = [Program, ranks.start_ranks, subprocess]
 SEARCHED_PACKAGES = ("tests.", "workshop.", "bench.", "operate.", "measure.", "evaluation.")

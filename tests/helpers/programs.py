@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from operate.ranks import PRELOADED, without_main_module
 from operate.watchdog import list_children
 from tests.helpers.forking import CAN_FORK_RANKS, fork_rank_server, prepare_fork
 from tests.helpers.training import ROOT, TINY
-from workshop.ranks import PRELOADED, without_main_module
 
 DEADLINE = 1200.0  # seconds; only a failing test waits so long, even on a busy machine
 LONG_RUN = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}

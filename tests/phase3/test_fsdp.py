@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from bench.phases import PHASES
 from bench.sharding.fsdp_options import (
     MAX_LOSS_DIFFERENCE,
     TINY,
@@ -44,7 +45,6 @@ from phase3_fsdp.minimal import put_parameters_on_meta
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
 from tests.helpers.marks import mark_slow
 from tests.helpers.training import ROOT, gap, tiny, train, train_all
-from workshop.phases import PHASES
 from workshop.ranks import RankFailed, run_on_ranks
 
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)

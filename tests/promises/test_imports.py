@@ -10,23 +10,15 @@ from workshop.imports import ROOT, find_imports, find_modules, module_name
 
 # From the bottom to the top. A module may import from its own layer and from those below it.
 LAYERS = [
-    ["nanoGPT.errors", "nanoGPT.schema", "nanoGPT.files", "nanoGPT.model", "nanoGPT.cli"],
+    ["nanoGPT.errors", "nanoGPT.model"],
     ["nanoGPT.distributed"],
-    ["nanoGPT.train_config"],
-    ["nanoGPT.optim", "nanoGPT.tokenizer"],
-    ["nanoGPT.dataset", "nanoGPT.sampling", "nanoGPT.prepare"],
-    ["nanoGPT.memory"],
-    ["nanoGPT.checkpoint"],
-    ["nanoGPT.job"],
-    ["nanoGPT.metrics"],
-    ["nanoGPT.evaluate", "nanoGPT.sample", "nanoGPT.export"],
-    ["nanoGPT.train", "operate.launch", "nanoGPT.data"],
+    ["nanoGPT"],
     ["phase1_zero1", "phase2_triton", "phase3_fsdp"],
-    ["workshop"],
-    ["bench"],
+    ["measure"],
     ["operate"],
-    ["book"],
-    ["tests", "notebooks"],
+    ["bench", "evaluation"],
+    ["workshop"],
+    ["notebooks", "tests"],
 ]
 SHARED_MODULE = "phase2_triton.apply"  # the only module of a phase that other phases may import, for --kernels
 MAX_TOP_LEVEL_MODULES = 14  # that a student sees in nanoGPT/
@@ -42,10 +34,10 @@ def read_imports(name: str) -> set[str]:
 
 
 def find_layer(name: str) -> int:
-    """Return the layer number of a module. The empty package `nanoGPT` itself is in layer 0."""
-    matches = [i for i, layer in enumerate(LAYERS) for part in layer if name == part or name.startswith(f"{part}.")]
-    assert matches or name == "nanoGPT", f"{name} belongs to no layer: add it to LAYERS"
-    return matches[0] if matches else 0
+    """Return the layer number of a module: that of the longest name in LAYERS that contains it."""
+    matches = [(part, i) for i, layer in enumerate(LAYERS) for part in layer if f"{name}.".startswith(f"{part}.")]
+    assert matches, f"{name} belongs to no layer: add it to LAYERS"
+    return max(matches, key=lambda match: len(match[0]))[1]
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from bench.phases import PHASES
 from nanoGPT.errors import ConfigError
 from tests.helpers.marks import mark_slow
 from tests.helpers.programs import Program, make_flags
 from tests.helpers.training import TINY, tiny, train
 from workshop.copy_phase import copy_phase
-from workshop.phases import PHASES
 from workshop.ranks import losses
 
 # Python runs this before the program. It removes the editable installation of this repository. At exit, it records all

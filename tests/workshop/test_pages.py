@@ -5,10 +5,10 @@ import re
 
 import nbformat
 
+from bench.phases import PHASES
 from workshop import diff_page
 from workshop.diff import BASELINE, ROOT, find_hunks
 from workshop.notebooks import list_scripts
-from workshop.phases import PHASES
 from workshop.slides import QUESTION, make_slides, split_blocks, write_slides
 
 PHASE_PACKAGES = [package for name, package in PHASES.items() if name != "baseline"]

@@ -87,7 +87,7 @@ def fail():
     raise AssertionError("torch.cuda.is_available() was called by an import")
 
 torch.cuda.is_available = fail
-from workshop.ranks import PRELOADED
+from operate.ranks import PRELOADED
 for name in PRELOADED:
     __import__(name)
 print("phases imported:", sum(name.endswith(".train") for name in PRELOADED))

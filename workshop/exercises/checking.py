@@ -20,11 +20,11 @@ from types import ModuleType
 
 import torch.distributed as dist
 
+from operate.ranks import PRELOADED, RankFailed, run_on_ranks
 from workshop.exercises.exercise import Exercise, WrongAnswer
 from workshop.exercises.registry import find_exercise
 from workshop.exercises.stubs import STUB, STUB_MESSAGE
 from workshop.imports import PACKAGES, ROOT
-from workshop.ranks import PRELOADED, RankFailed, run_on_ranks
 
 REPORT = "report of the check: "  # begins the report of a rank in the traceback that the parent process receives
 STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\w+)')

@@ -27,7 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.checks import Check, format_check, has_failed, summarize
 from bench.matrix.cells import matches_formula
+from bench.phases import PHASES, ROOT, find_package, load_config_class
 from bench.plan.plan import check_amount
 from bench.plan.run import RunPrediction, detect_hardware, find_gpu, predict_run
 from bench.suite.execution import Run, execute
@@ -38,9 +40,6 @@ from nanoGPT.parse import is_config_file, parse
 from nanoGPT.program import report_errors
 from nanoGPT.start import check_run
 from nanoGPT.train_config import TrainConfig, field_names
-from operate.checks import Check, format_check, has_failed, summarize
-from workshop.imports import ROOT
-from workshop.phases import PHASES, find_package, load_config_class
 
 SYNTHETIC_STEPS, REAL_STEPS = 200, 300
 EARLY_STEPS = 20  # up to this step, two curves differ only by rounding; later, small differences grow

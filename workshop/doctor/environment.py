@@ -1,6 +1,6 @@
 """Check .venv: packages, PyTorch, GPUs, Triton, real ranks and settings.
 
-.venv/bin/python -m operate.doctor.environment     # `make doctor` starts it; it prints one check per line, as JSON
+.venv/bin/python -m workshop.doctor.environment     # `make doctor` starts it; it prints one check per line, as JSON
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from operate.checks import Check
-from operate.preflight.node import check_gpus, check_settings
-from workshop.ranks import RankFailed, collect, start_ranks
+from bench.checks import Check
+from bench.preflight.node import check_gpus, check_settings
+from operate.ranks import RankFailed, collect, start_ranks
 
 RANKS, RANK_SECONDS = 2, 60.0
 SHOWN = ("torch", "triton", "numpy", "jupyterlab")

@@ -1,6 +1,6 @@
 """Check this machine and the environment, and print a remedy below each problem: `make doctor`.
 
-    python3 -m operate.doctor
+    python3 -m workshop.doctor
 
 The program needs only Python: it also runs before `make setup`. If .venv exists, it also checks the packages, PyTorch,
 GPUs, Triton, Jupyter and two real ranks, unless a set-up of .venv was interrupted. `make preflight` checks a
@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from operate.checks import Check, format_check, has_failed, summarize
-from operate.doctor.machine import ROOT, VENV_PYTHON, check_machine
+from bench.checks import Check, format_check, has_failed, summarize
+from workshop.doctor.machine import ROOT, VENV_PYTHON, check_machine
 
 SUBJECT_WIDTH = 12
 BASIC = ("environment", "GPU driver")  # if one of these checks fails, those of the packages would fail or hang
@@ -26,7 +26,7 @@ BASIC = ("environment", "GPU driver")  # if one of these checks fails, those of 
 
 def check_packages() -> Iterator[Check]:
     """Yield the checks of .venv, which its own Python runs. It prints its errors itself."""
-    command = [str(VENV_PYTHON), "-m", "operate.doctor.environment"]
+    command = [str(VENV_PYTHON), "-m", "workshop.doctor.environment"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout
         for line in program.stdout:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from bench.checks import Check, format_check, has_failed, summarize
+from bench.preflight import node, ranks
 from nanoGPT.distributed.runtime import create_runtime
-from operate.checks import Check, format_check, has_failed, summarize
-from operate.preflight import node, ranks
 from tests.helpers.programs import assert_refused, make_flags, run_program
 from tests.helpers.training import TINY, tiny
 from workshop.ranks import run_on_ranks
@@ -96,7 +96,7 @@ def test_the_table_has_a_remedy_below_each_problem():
 def test_the_command_prints_every_check(tmp_path):
     """The command checks the node, starts two ranks, prints one row for each check, and leaves nothing behind."""
     words = make_flags(**{**SMALL, "out_dir": tmp_path / "run"})
-    outcome = run_program("operate.preflight", "--gpus=2", "phase3_fsdp/train.py", *words, PYTEST_ADDOPTS=NO_TESTS)
+    outcome = run_program("bench.preflight", "--gpus=2", "phase3_fsdp/train.py", *words, PYTEST_ADDOPTS=NO_TESTS)
     assert outcome.code == 0, outcome.output
     subjects = ["configuration", "settings", "disk", "plan", "tests"]
     subjects += ["collectives", "bandwidth", "slowest rank", "shared directory", "write speed"]
@@ -113,7 +113,7 @@ def test_the_tests_of_the_command_exist():
 
 def test_a_failed_check_fails_the_command(tmp_path):
     """A wrong flag, a tracker without credentials, or a failed test stops the command with exit code 2."""
-    command = ["operate.preflight", "nanoGPT/train.py", *make_flags(**{**SMALL, "out_dir": tmp_path / "run"})]
+    command = ["bench.preflight", "nanoGPT/train.py", *make_flags(**{**SMALL, "out_dir": tmp_path / "run"})]
     assert_refused(run_program(*command, "--dropout=2"), "--dropout=2.0 is out of range")
     environment = {"HOME": str(tmp_path), "WANDB_MODE": "", "WANDB_API_KEY": ""}
     assert_refused(run_program(*command, "--track=wandb", **environment), "--track=wandb")

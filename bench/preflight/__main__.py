@@ -21,7 +21,10 @@ from pathlib import Path
 
 import torch
 
+from bench.checks import Check, format_check, has_failed, summarize
+from bench.phases import PHASES
 from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
+from bench.preflight import node
 from measure.memory_limits import check_memory
 from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
@@ -29,13 +32,10 @@ from nanoGPT.model import GPTConfig
 from nanoGPT.program import report_errors
 from nanoGPT.start import check_run
 from nanoGPT.train_config import TrainConfig
-from operate.checks import Check, format_check, has_failed, summarize
 from operate.credentials import check_credentials
 from operate.launch import read_config, run_one_rank, run_ranks, split_arguments, start_watchdog
 from operate.nodes import NodeConfig, Rendezvous, check_node_config
 from operate.observer import read_flags
-from operate.preflight import node
-from workshop.phases import PHASES
 
 SUBJECT_WIDTH = 16
 
@@ -57,7 +57,7 @@ def check_ranks(config: TrainConfig, place: NodeConfig, package: str, params: in
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = Path(folder) / "checks.json"
         size = str(estimate_checkpoint_bytes(params, config))
-        command = ["-m", "operate.preflight.ranks", package, str(results), size, config.out_dir]
+        command = ["-m", "bench.preflight.ranks", package, str(results), size, config.out_dir]
         config = dataclasses.replace(config, out_dir=folder)  # the launcher's log does not belong to a run
         watch = start_watchdog(config, place)
         if place.world_size == 1:

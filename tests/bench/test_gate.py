@@ -9,11 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.plan.run import RunPrediction
-from bench.suite.execution import Run
-from nanoGPT.errors import ConfigError
-from nanoGPT.prepare.synthetic import CHARACTERS, PROBABILITIES, compute_entropy_rate, generate_text
-from operate.gate import (
+from bench.gate import (
     GateConfig,
     Trial,
     build_trials,
@@ -22,6 +18,10 @@ from operate.gate import (
     execute_trial,
     split_flags,
 )
+from bench.plan.run import RunPrediction
+from bench.suite.execution import Run
+from nanoGPT.errors import ConfigError
+from nanoGPT.prepare.synthetic import CHARACTERS, PROBABILITIES, compute_entropy_rate, generate_text
 from tests.helpers.training import tiny, train_all
 
 STEPS = 40
@@ -113,7 +113,7 @@ def test_a_planted_fault_fails_its_check(plant, name, good_trial, tmp_path):
 
 def test_a_run_that_failed_is_one_check(good_trial, monkeypatch):
     """If a run does not finish, the gate reports one failed check with the reason."""
-    monkeypatch.setattr("operate.gate.execute", lambda run: {"state": "oom", "reason": "rank 1: out of memory"})
+    monkeypatch.setattr("bench.gate.execute", lambda run: {"state": "oom", "reason": "rank 1: out of memory"})
     failed = execute_trial(Trial("synthetic", good_trial.config, good_trial.runs))
     assert failed and (failed.result, failed.finding) == ("fail", "baseline: oom: rank 1: out of memory")
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
+from bench.checks import Check
+from bench.phases import ROOT
 from bench.plan.planner import usable_bytes
 from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
 from measure.memory_limits import format_bytes, host_limits
 from nanoGPT.train_config import TrainConfig
-from operate.checks import Check
-from workshop.imports import ROOT
 
 MIN_FREE_GPU_MEMORY = 0.95  # fraction of a GPU's memory that must be free
 MAX_TEMPERATURE, MAX_UTILIZATION = 80, 10  # degrees Celsius and percent of an idle GPU

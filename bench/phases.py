@@ -1,11 +1,13 @@
-"""The names of the phases: each phase on the command line, and its package."""
+"""The directory of the repository, and the package of each phase on the command line."""
 
 import importlib
 
 from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.files import PACKAGE
 from nanoGPT.observers import add_flags, find_shell
 from nanoGPT.train_config import TrainConfig
 
+ROOT = PACKAGE.parent
 PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
 
 

@@ -5,20 +5,20 @@ import shutil
 import subprocess
 import sys
 
-from operate.checks import Check
-from operate.doctor import __main__ as doctor
-from operate.doctor import machine
+from bench.checks import Check
 from tests.helpers.programs import run_program
 from tests.helpers.training import ROOT
+from workshop.doctor import __main__ as doctor
+from workshop.doctor import machine
 
 
 def test_a_fresh_clone_is_checked_without_packages(tmp_path):
     """Without any installed package, the doctor checks the machine and names the commands for what is missing."""
-    for name in ("operate/doctor", "workshop"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("operate/__init__.py", "operate/checks.py"):
+    shutil.copytree(ROOT / "workshop", tmp_path / "workshop", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "bench").mkdir()
+    for name in ("bench/__init__.py", "bench/checks.py"):
         shutil.copy(ROOT / name, tmp_path / name)
-    done = subprocess.run([sys.executable, "-S", "-m", "operate.doctor"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-S", "-m", "workshop.doctor"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "-> run make setup (without a GPU: TORCH=cpu)" in done.stdout and "-> run make data" in done.stdout
     assert "pass  loopback" in done.stdout and "packages" not in done.stdout
@@ -26,7 +26,7 @@ def test_a_fresh_clone_is_checked_without_packages(tmp_path):
 
 def test_the_environment_is_checked_with_real_ranks_and_kernels():
     """In this environment, two ranks all-reduce, a Triton kernel runs, and no check fails."""
-    outcome = run_program("operate.doctor.environment")
+    outcome = run_program("workshop.doctor.environment")
     checks = {check.subject: check for check in (Check(**json.loads(line)) for line in outcome.output.splitlines())}
     assert outcome.code == 0 and {"packages", "PyTorch", "Triton", "ranks", "settings"} <= checks.keys()
     assert all(check.result != "fail" for check in checks.values()), checks

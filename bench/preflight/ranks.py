@@ -1,6 +1,6 @@
 """Check what needs all ranks: collectives, their speed, and the file system that the nodes share.
 
-python -m operate.preflight.ranks phase3_fsdp RESULTS BYTES OUT_DIR     # `operate.preflight` starts it on every rank
+python -m bench.preflight.ranks phase3_fsdp RESULTS BYTES OUT_DIR     # `bench.preflight` starts it on every rank
 
 The arguments are the package of the trainer, the file into which rank 0 writes the checks as JSON, the size of a
 checkpoint, and the directory of the run.
@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench.checks import Check
+from bench.phases import load_config_class
 from bench.plan.run import find_gpu
 from bench.plan.speed import Gpu
+from bench.preflight.node import find_existing_parent
 from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import unique_name
 from nanoGPT.parse import config_from_launcher
 from nanoGPT.start import report_job_errors, start
-from operate.checks import Check
-from operate.preflight.node import find_existing_parent
-from workshop.phases import load_config_class
 
 LARGE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # of an all-reduce that measures the bandwidth
 SMALL_REPEATS, LARGE_REPEATS = 30, 5

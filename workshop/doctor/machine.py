@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from operate.checks import Check
+from bench.checks import Check
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
