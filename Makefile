@@ -70,11 +70,8 @@ nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .v
 	@test -e $@ || { echo "error: $< has written no meta.json, which names the tokenizer and the files: prepare your own text with nanoGPT/data/shakespeare_char/prepare.py --input=FILE" >&2; exit 2; }
 	@touch -c $@
 
-BENCH_ := bench.trainer.throughput
-BENCH_throughput := bench.trainer.throughput
 BENCH_fsdp := bench.sharding.fsdp_options
 BENCH_kernels := bench.kernels
-BENCH_save := bench.checkpoints.save_speed
 BENCH_torture := bench.checkpoints.torture
 
 ##@ start
@@ -143,8 +140,8 @@ matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every op
 	@$(PY) -m bench.tables
 suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimizers or seeds; resumes after a kill
 	@OMP_NUM_THREADS=1 $(PY) -m bench.suite --suite=$(SUITE) $(ARGS)
-bench: .venv/.dev data  ## measure NAME=throughput, fsdp (all pairs of options), kernels, save, or torture (kills of saves)
-	@test -n "$(BENCH_$(NAME))" || { echo "error: NAME=$(NAME) is not a benchmark: choose throughput, fsdp, kernels, save or torture" >&2; exit 2; }
+bench: .venv/.dev data  ## measure NAME=fsdp (all pairs of options), kernels, or torture (kills of saves)
+	@test -n "$(BENCH_$(NAME))" || { echo "error: NAME=$(NAME) is not a benchmark: choose fsdp, kernels or torture" >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(PY) -m $(BENCH_$(NAME)) $(ARGS)
 gpu: .venv/.dev data  ## measure everything that needs a GPU, into TO=DIR; repeat it until nothing is left
 	@$(PY) -m bench.gpu --to="$(or $(TO),out/gpu)" $(ARGS)

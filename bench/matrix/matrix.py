@@ -2,30 +2,24 @@
 
     make matrix                          # about two minutes on 2 cores; on a GPU machine, as many ranks as GPUs
     make matrix ARGS="--steps=50"        # longer runs
-    make matrix ARGS="--model=gpt2 --steps=4"    # GPT-2 124M in every phase, without options
 
 Each cell of the matrix trains the same small model. It measures the max loss difference from the baseline, the model
 state and the communication volume per rank (compared with the formula), peak memory and time. The command prints one
 row after each cell. At the end it writes bench/results/matrix-<hardware>.json, and `make matrix` updates the tables
 of the documents. When ranks share cores, the times show only what a phase adds to a step, not what it saves.
-
-GPT-2 124M trains on few tokens, and its result is gpt2-matrix-<hardware>.json. Cells are skipped if the planner
-predicts that all ranks together need more memory than this machine has.
 """
 
-import os
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from bench.matrix.cells import RunResult, make_config, matches_formula, run_cell
-from bench.plan.trace import trace
-from bench.tables.records import RESULTS, write_result
+from bench.phases import PHASES
+from bench.tables.records import write_result
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPTConfig
 from operate.ranks import RankFailed
 
 MODEL: dict[str, Any] = {
@@ -43,12 +37,6 @@ MODEL: dict[str, Any] = {
     "dtype": "float32",
     "compile": False,
 }
-GPT2 = {"dataset": "shakespeare", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 16, "batch_size": 1}
-MODELS: dict[str, dict[str, Any]] = {
-    "small": MODEL,
-    "gpt2": {**MODEL, **GPT2, "learning_rate": 6e-4, "min_lr": 6e-5},
-}
-PROCESS_BYTES = 400e6  # memory of a rank's process without its tensors
 MAX_LOSS_DIFFERENCE = {"float32": 1e-5, "bfloat16": 1e-2}
 RANKS = (1, 2, 4, 8)
 
@@ -83,25 +71,10 @@ OPTIONS = [
 ]
 
 
-def list_cells(max_ranks: int, model: str = "small", is_interpreted: bool = False) -> list[Cell]:
-    """Return all cells with at most `max_ranks` ranks. The first one is the baseline on one rank.
-
-    If kernels are interpreted, phase 2 trains GPT-2 with the GELU kernel only: the interpreted AdamW kernel alone
-    would take a minute for GPT-2's parameters.
-    """
-    options_of_phase = {"phase2": {"kernels": "gelu"}} if model == "gpt2" and is_interpreted else {}
-    phases = ("baseline", "phase1", "phase2", "phase3")
-    plain = [Cell(phase, n, options_of_phase.get(phase, {})) for phase in phases for n in RANKS]
-    options = OPTIONS if model == "small" else []
-    return [cell for cell in [*plain, *options] if cell.ranks <= max_ranks]
-
-
-def fits_in_memory(cell: Cell, fields: dict[str, Any]) -> bool:
-    """Return whether all ranks of a cell together fit in the memory of this machine, as the planner predicts."""
-    phase = "baseline" if cell.phase == "phase2" else cell.phase  # phase 2 adds only small workspaces
-    peak = trace(make_config(phase, Path(), **fields), GPTConfig.from_dict(fields), cell.ranks).memory.peak
-    needed = cell.ranks * (sum(peak.values()) + PROCESS_BYTES)
-    return needed < 0.9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def list_cells(max_ranks: int) -> list[Cell]:
+    """Return all cells with at most `max_ranks` ranks. The first one is the baseline on one rank."""
+    plain = [Cell(phase, n) for phase in PHASES for n in RANKS]
+    return [cell for cell in [*plain, *OPTIONS] if cell.ranks <= max_ranks]
 
 
 def make_row(cell: Cell, result: RunResult, reference: RunResult) -> dict[str, Any]:
@@ -151,12 +124,11 @@ def find_faults(cell: Cell, row: dict[str, Any]) -> list[str]:
     return faults + ([] if row["as_expected"] else ["model state or communication volume does not match the formula"])
 
 
-def main(steps: int = 10, model: Literal["small", "gpt2"] = "small") -> list[str]:
+def main(steps: int = 10) -> list[str]:
     """Run every cell.
 
     Args:
         steps: training steps of each run.
-        model: small runs every phase and every option; gpt2 (124M) runs every phase without options.
 
     Returns:
         One sentence for each fault.
@@ -166,14 +138,11 @@ def main(steps: int = 10, model: Literal["small", "gpt2"] = "small") -> list[str
     if steps < 4:
         raise ConfigError(f"--steps={steps} leaves no step to measure: use 4 or more")
     rows, faults, reference = [], [], None
-    shared = {**MODELS[model], "device": device.type, "max_iters": steps}
+    shared = {**MODEL, "device": device.type, "max_iters": steps}
     print(HEADER)
-    for cell in list_cells(gpus or max(RANKS), model, is_interpreted=not gpus):
+    for cell in list_cells(gpus or max(RANKS)):
         start = f"{cell.name:<44} {cell.ranks:>5}"
         fields = {**shared, **cell.options}
-        if model == "gpt2" and not gpus and not fits_in_memory(cell, shared):
-            print(f"{start}  skipped: {cell.ranks} ranks need more memory than this machine has", flush=True)
-            continue
         try:
             with tempfile.TemporaryDirectory() as folder:
                 result = run_cell(cell.phase, cell.ranks, make_config(cell.phase, Path(folder) / "run", **fields))
@@ -187,13 +156,6 @@ def main(steps: int = 10, model: Literal["small", "gpt2"] = "small") -> list[str
         rows.append(make_row(cell, result, reference))
         faults += [f"{cell.name} on {cell.ranks} rank(s): {fault}" for fault in find_faults(cell, rows[-1])]
         print(format_row(cell, rows[-1]), flush=True)
-    write_report(device, model, steps, rows)
+    settings = {"command": "make matrix", "steps": steps, "model": MODEL}
+    print(f"wrote {write_result('matrix', device, settings, {'rows': rows})}")
     return faults
-
-
-def write_report(device: torch.device, model: str, steps: int, rows: list[dict[str, Any]]) -> None:
-    """Write the result file."""
-    command = "make matrix" if model == "small" else f'make matrix ARGS="--model={model} --steps={steps}"'
-    settings = {"command": command, "steps": steps, "model": MODELS[model]}
-    path = write_result("matrix" if model == "small" else f"{model}-matrix", device, settings, {"rows": rows})
-    print(f"wrote {path.relative_to(RESULTS.parent.parent)}")

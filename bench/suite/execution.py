@@ -3,7 +3,6 @@
 python -m bench.suite.execution out/suites/scaling/phase1-4-plain-1337-3f2a9c     # execute the run.json there
 """
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -16,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Any
 
 from bench.phases import PHASES, ROOT
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import ABSENT
+from nanoGPT.files import ABSENT, write_atomically
 from nanoGPT.program import report_errors
-from nanoGPT.schema import Meta, SchemaError, read_json
 from nanoGPT.signals import handle_stop_signals
 
 SLURM = "operate/deploy/slurm.sh"
@@ -65,30 +63,8 @@ class Run:
     def save(self) -> None:
         """Write run.json, which `read_run` reads."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        values = {**dataclasses.asdict(self), "directory": str(self.directory)}
+        values = {name: value for name, value in vars(self).items() if name != "directory"}
         (self.directory / "run.json").write_text(json.dumps(values, indent=1) + "\n")
-
-
-class RunFile(TypedDict):
-    """Schema of run.json: the fields of a Run."""
-
-    directory: str
-    phase: str
-    ranks: Annotated[int, Meta(ge=1, le=2**20)]
-    variant: str
-    seed: int
-    words: list[str]
-    minutes: Annotated[float, Meta(gt=0)]
-    steps: Annotated[int, Meta(ge=1)]
-
-
-class StatusFile(TypedDict):
-    """Schema of status.json."""
-
-    state: str
-    reason: NotRequired[str]
-    seconds: NotRequired[float]
-    time: NotRequired[str]
 
 
 def read_run(directory: Path) -> Run:
@@ -98,26 +74,23 @@ def read_run(directory: Path) -> Run:
         ConfigError: run.json is missing or malformed.
     """
     try:
-        values: dict[str, Any] = {**read_json(directory / "run.json", RunFile)}
-        if values["phase"] not in PHASES:
-            raise SchemaError(f"{values['phase']!r} in run.json is not a phase")
-    except (*ABSENT, SchemaError) as error:
+        return Run(directory, **json.loads((directory / "run.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{directory} does not contain a run of a suite: {error}") from None
-    return Run(**{**values, "directory": directory})
 
 
 def read_status(directory: Path) -> dict[str, Any]:
     """Return a run's status; pending if status.json is missing or malformed.
 
     Raises:
-        ConfigError: status.json exists, but cannot be read.
+        OSError: status.json exists, but cannot be read.
     """
     try:
-        status: dict[str, Any] = {**read_json(directory / "status.json", StatusFile)}
-    except (*ABSENT, SchemaError):
-        status = {}
-    pending = {"state": "pending", "reason": "", "seconds": 0.0}
-    return {**pending, **status} if status.get("state") in STATES else pending
+        status = json.loads((directory / "status.json").read_text())
+    except (*ABSENT, ValueError):
+        status = None
+    is_valid = isinstance(status, dict) and status.get("state") in STATES
+    return {"state": "pending", "reason": "", "seconds": 0.0} | (status if is_valid else {})
 
 
 def write_status(directory: Path, state: str, reason: str = "", seconds: float = 0.0) -> dict[str, Any]:
@@ -125,9 +98,7 @@ def write_status(directory: Path, state: str, reason: str = "", seconds: float =
     assert state in STATES
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     status = {"state": state, "reason": reason, "seconds": seconds, "time": now}
-    temporary = directory / ".status.json"
-    temporary.write_text(json.dumps(status, indent=1) + "\n")
-    temporary.replace(directory / "status.json")
+    write_atomically(directory / "status.json", json.dumps(status, indent=1).encode() + b"\n")
     return status
 
 

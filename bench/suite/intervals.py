@@ -23,16 +23,16 @@ def t_quantile(degrees: int) -> float:
 
 
 def half_width(values: list[float]) -> float | None:
-    """Return half the width of the 95% confidence interval of a mean; None for fewer than two or infinite values."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
+    """Return half the width of the 95% confidence interval of a mean; None for fewer than two values."""
+    if len(values) < 2:
         return None
     return t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def paired_differences(values: Mapping[int, float | None], reference: Mapping[int, float | None]) -> list[float]:
-    """Return the differences from a reference for each seed that both have. A seed with an infinite value is left out.
+    """Return the differences from a reference for each seed that both have.
 
     Runs with the same seed train on the same batches, so their differences vary less than their values.
     """
     pairs = [(value, reference.get(seed)) for seed, value in values.items()]
-    return [a - b for a, b in pairs if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)]
+    return [a - b for a, b in pairs if a is not None and b is not None]

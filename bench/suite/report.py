@@ -6,7 +6,6 @@ difference is paired: it compares runs with the same seed, which train on the sa
 """
 
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,7 @@ HEADER += ["reference", "not measured"]
 
 
 def summarize_values(values: dict[int, float | None]) -> Row:
-    """Return the mean of the measured values, and half the width of its 95% interval.
-
-    The mean is infinite if a run did not reach the target loss, and None if nothing was measured.
-    """
+    """Return the mean of the measured values, None if there are none, and half the width of its 95% interval."""
     measured = [value for value in values.values() if value is not None]
     mean = statistics.fmean(measured) if measured else None
     return {"values": values, "mean": mean, "interval": half_width(measured)}
@@ -40,15 +36,15 @@ def find_reference(row: Row, rows: list[Row]) -> Row | None:
     return None if reference is row else reference
 
 
-def group_runs(runs: list[Run], metric: str, target_loss: float = 0.0) -> list[Row]:
+def group_runs(runs: list[Run], metric: str) -> list[Row]:
     """Return a row per phase, rank count and variant: the value of each seed, statistics, and a comparison."""
     groups: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.phase, run.ranks, run.variant), []).append(run)
     rows: list[Row] = []
     for (phase, ranks, variant), members in groups.items():
-        values = {run.seed: read_metric(run, metric, target_loss) for run in members}
-        faults = {run.seed: explain_missing_metrics(run, [metric], target_loss) for run in members}
+        values = {run.seed: read_metric(run, metric) for run in members}
+        faults = {run.seed: explain_missing_metrics(run, [metric]) for run in members}
         row = {"phase": phase, "ranks": ranks, "variant": variant, **summarize_values(values)}
         rows.append({**row, "faults": {seed: fault for seed, fault in faults.items() if fault}})
     for row in rows:
@@ -62,30 +58,19 @@ def group_runs(runs: list[Run], metric: str, target_loss: float = 0.0) -> list[R
 
 def write_report(suite: Suite, runs: list[Run], directory: Path) -> Path:
     """Write results.json and report.md into a suite's directory. Return the path of report.md."""
-    rows = {metric: group_runs(runs, metric, suite.target_loss) for metric in suite.metrics}
+    rows = {metric: group_runs(runs, metric) for metric in suite.metrics}
     environments = collect_environments(runs)
-    result = {"name": suite.name, "target_loss": suite.target_loss or None, "environments": environments}
+    result = {"name": suite.name, "environments": environments, "metrics": rows}
     directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**result, "metrics": replace_infinity(rows)}, indent=1)
-    (directory / "results.json").write_text(text + "\n")
+    (directory / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     hardware = dict.fromkeys(f"{each['hardware']}, torch {each['versions']['torch']}" for each in environments)
     source = f"Measured on {' and '.join(hardware)}." if hardware else "No run is done yet."
     parts = [f"# {suite.name}\n\n{suite.about} {source} Intervals are over the seeds.\n"]
     for metric in suite.metrics:
-        target = f" to a validation loss of {suite.target_loss:g}" if METRICS[metric].needs_target else ""
-        parts.append(f"## {metric} ({METRICS[metric].unit}){target}\n\n{format_rows(rows[metric])}")
+        parts.append(f"## {metric} ({METRICS[metric].unit})\n\n{format_rows(rows[metric])}")
     path = directory / "report.md"
     path.write_text("\n".join(parts))
     return path
-
-
-def replace_infinity(value: Any) -> Any:
-    """Return a copy of a JSON value in which null stands for infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: replace_infinity(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [replace_infinity(each) for each in value]
-    return None if isinstance(value, float) and math.isinf(value) else value
 
 
 def collect_environments(runs: list[Run]) -> list[dict[str, Any]]:
@@ -115,7 +100,7 @@ def format_row(row: Row) -> list[str]:
 
     def show(name: str, sign: str = "") -> str:
         value = row[name]
-        return "-" if value is None else "not reached" if math.isinf(value) else f"{sign}{value:{decimals}}"
+        return "-" if value is None else f"{sign}{value:{decimals}}"
 
     faults = "; ".join(f"seed {seed}, {fault}" for seed, fault in row["faults"].items())
     plus = "+" if (row["difference"] or 0) > 0 else ""

@@ -131,7 +131,7 @@ def main(config: SuiteConfig) -> int:
     if not config.report and not run_missing(possible, config.retry):
         print("stopped: run the same command again to continue")
         return 0
-    faults = {run.name: explain_missing_metrics(run, suite.metrics, suite.target_loss) for run in possible}
+    faults = {run.name: explain_missing_metrics(run, suite.metrics) for run in possible}
     print(f"wrote {write_report(suite, possible, directory)}")
     for name, fault in faults.items():
         if fault:

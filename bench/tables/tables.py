@@ -143,7 +143,7 @@ TABLES = {
     "matrix": Table(("matrix",), (*MATRIX, TOKENS_PER_SECOND)),
     "gpt2_matrix": Table(("gpt2-matrix",), (*MATRIX, TOKENS_PER_SECOND)),
     "throughput": Table(
-        ("throughput", "gpu-throughput"),
+        ("gpu-throughput",),
         (
             Column("model", "size"),
             Column("trainer", lambda row: " ".join([TRAINERS[row["phase"]], row.get("kernels", "")]).strip()),
@@ -178,15 +178,6 @@ TABLES = {
             ),
         ),
         lambda samples: [row for row in samples["rows"] if row.get("use_fsdp", True)],  # without DDP in phase 3
-    ),
-    "save_speed": Table(
-        ("save-speed",),
-        (
-            Column("`dcp.save` and fsync (s)", "bare_s", ".2f"),
-            Column("verified save (s)", "ours_s", ".2f"),
-            Column("training pause of an asynchronous save (s)", "stop_s", ".2f"),
-        ),
-        lambda samples: [samples],
     ),
     "torture": Table(
         ("torture",),
@@ -238,7 +229,7 @@ def render_table(name: str) -> str:
             f"table {name} cannot be generated: its results in bench/results are damaged ({type(error).__name__}: "
             f"{error}); measure again, or restore them from git"
         ) from None
-    if not text and name not in ("kernels", "gpu"):
+    if not text and name not in ("kernels", "gpu", "throughput"):
         raise ConfigError(f"table {name} has no results in bench/results: measure again, or restore them from git")
     return text or NOT_MEASURED
 

@@ -9,7 +9,6 @@ from bench.kernels import tune
 from bench.kernels.cases import CASE_BUILDERS, build_cases
 from bench.kernels.kernels import Stopwatch, measure
 from bench.tables import records, tables
-from bench.trainer import throughput
 from nanoGPT.checkpoint.manifest import serialize_manifest
 from nanoGPT.errors import ConfigError
 from nanoGPT.hardware import PEAK_FLOPS, describe_hardware, find_peak_flops
@@ -124,18 +123,3 @@ def test_every_kernel_is_measured(name, device):
             for i in (0, -1):  # a result and a gradient
                 wrong = [2 * result if i % len(reference) == j else result for j, result in enumerate(reference)]
                 assert not tune.is_correct(case, wrong)
-
-
-def test_the_throughput_of_a_phase_is_measured(tmp_path):
-    """A row contains the times of all steps after the warmup, the peak memory, and the error of a failed run.
-
-    The peak memory is the maximum over all ranks. On a CPU, there is no MFU.
-    """
-    fields = {"max_iters": throughput.WARMUP + 4, "device": "cpu", "n_layer": 1, "n_embd": 32, "n_head": 2}
-    row = throughput.measure(("tiny", "phase1", 2, fields), False, tmp_path / "run")
-    assert len(row["step_ms"]) == 4 and row["mfu"] is None and row["failed"] is None
-    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
-    peaks = [sum(rank["memory"]["peak"].values()) for rank in ledger["ranks"]]
-    assert row["peak_bytes"] == max(peaks) > 10 * row["parameters"] and "phase1" in throughput.format_row(row)
-    failed_row = throughput.measure(("tiny", "phase3", 2, {**fields, "dataset": "none"}), False, tmp_path / "broken")
-    assert "none" in failed_row["failed"] and failed_row["failed"] in throughput.format_row(failed_row)

@@ -190,28 +190,14 @@ def test_a_run_without_a_checkpoint_starts_from_scratch(tmp_path):
 
 
 def test_metrics_have_the_right_values(tmp_path):
-    """Metrics are the median without the first line, the last loss, the maximum memory and the way to a loss.
-
-    Expected values are computed by hand. A loss that is never reached is infinite, and null in results.json.
-    """
+    """Metrics are the median without the first line, the last loss and the maximum memory, or None."""
     run = make_run(tmp_path, eval_interval=10)
     lines = [{"step": 0, "val_loss": 4.0, "step_ms": 500.0}, {"step": 9, "val_loss": None, "step_ms": 100.0}]
     lines += [{"step": 10, "val_loss": 2.0, "step_ms": 300.0}, {"step": 20, "val_loss": 1.0, "step_ms": None}]
     write_files(run, lines, json.dumps({"ranks": [{"memory": {"peak": {"a": n, "other": 1}}} for n in (3, 6, 4)]}))
     assert [read_metric(run, metric) for metric in ("step_ms", "val_loss", "peak_bytes")] == [200, 1, 7]
-    assert read_metric(run, "steps_to_loss", 2.5) == 10 and read_metric(run, "steps_to_loss", 0.5) == math.inf
-    assert read_metric(run, "seconds_to_loss", 2.5) == pytest.approx(0.5 + 9 * 0.1)
-    suite = make_suite(metrics=["steps_to_loss"], target_loss=0.5)
-    assert "| not reached |" in write_report(suite, [run], tmp_path).read_text()
-    (row,) = json.loads((tmp_path / "results.json").read_text())["metrics"]["steps_to_loss"]
-    assert row["mean"] is None and row["values"] == {"1337": None} and row["faults"] == {}
     write_files(run, [{"step": 4, "val_loss": math.nan}], "[]")
     assert read_metric(run, "val_loss") is None and read_metric(run, "peak_bytes") is None
-    runs = [dataclasses.replace(run, ranks=ranks, directory=tmp_path / str(ranks)) for ranks in (1, 2)]
-    for each, rate in zip(runs, (1e6, 1.9e6), strict=True):
-        write_files(each, [{"tokens_per_second": 1.0}, {"tokens_per_second": rate}])
-    hours = [row["mean"] for row in group_runs(runs, "gpu_hours")]
-    assert hours == pytest.approx([1e3 / 3600, 2e3 / 1.9 / 3600])
 
 
 def test_intervals_over_seeds():
@@ -219,9 +205,9 @@ def test_intervals_over_seeds():
     for degrees, expected in ((1, 12.7062), (10, 2.2281), (31, 2.0395)):
         assert t_quantile(degrees) == pytest.approx(expected, abs=3e-4)
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / math.sqrt(3))
-    assert half_width([1.0]) is None and half_width([1.0, math.inf]) is None
-    reference = {1: 10.0, 2: 20.0, 3: 30.0, 4: None, 5: math.inf}
-    differences = paired_differences({1: 11.0, 2: 21.0, 3: 31.5, 4: 1.0, 5: 1.0, 6: 1.0}, reference)
+    assert half_width([1.0]) is None
+    reference = {1: 10.0, 2: 20.0, 3: 30.0, 4: None}
+    differences = paired_differences({1: 11.0, 2: 21.0, 3: 31.5, 4: 1.0, 6: 1.0}, reference)
     assert differences == [1.0, 1.0, 1.5]
 
 
@@ -298,9 +284,9 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, python):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("phasse = 1\n" + SUITE, "phasse is not a field of a suite; did you mean phases"),
+        ("phasse = 1\n" + SUITE, "Object contains unknown field `phasse`"),
         (SUITE.replace("[1]\nmetrics", "[0]\nmetrics"), "Expected `int` >= 1 - at `$.ranks[0]`"),
-        (SUITE.replace("seeds = [1, 2]", "seeds = [1, 1]"), "seeds has 1 more than once"),
+        (SUITE.replace("seeds = [1, 2]", "seeds = [1, 1]"), "seeds has a value more than once"),
         (SUITE + "seed = 3\n", "seed is set by the suite"),
         (SUITE.replace("val_loss", "peak_bytes"), "peak_bytes needs ledger: add ledger = true"),
         (SUITE + "n_layers = 3\n", "n_layers is not a field of the configuration; did you mean n_layer"),
@@ -323,8 +309,7 @@ def test_a_wrong_request_is_refused_with_one_sentence(tmp_path):
     """Unknown suites and invalid file names are refused; a damaged status counts as pending."""
     with pytest.raises(ConfigError, match="no suite scalling; did you mean scaling"):
         load_suite("scalling")
-    for name, message in (("...toml", "invalid name"), ("scaling.toml", "rename the file")):
-        with pytest.raises(ConfigError, match=message):
-            load_suite(str(write_suite(tmp_path).rename(tmp_path / name)))
+    with pytest.raises(ConfigError, match=r"matching regex .* at `\$.name`"):
+        load_suite(str(write_suite(tmp_path).rename(tmp_path / "...toml")))
     (tmp_path / "status.json").write_text('{"sta')
     assert read_status(tmp_path)["state"] == "pending"
