@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
+from evaluation.tensor_parallel import take_part
 from evaluation.units import find_units
 from nanoGPT.costs import ring_bytes
-from nanoGPT.model import Block, GPTConfig
+from nanoGPT.model import GPT, GPTConfig
 
 Spread = Literal["fsdp", "offload", "tp"]
 SPREADS: tuple[Spread, ...] = ("fsdp", "offload", "tp")
@@ -64,31 +64,21 @@ class ModelSize:
 
 def measure_gpt(shape: GPTConfig) -> ModelSize:
     """Return the sizes of a GPT."""
-    C = shape.n_embd
-    block = (shape.count_params() - GPTConfig.count_params(_remove_layers(shape))) // shape.n_layer
-    norms = shape.n_layer * (2 * C + (2 * C + 2 * C if shape.bias else 0))  # LayerNorms, and biases of both c_proj
-    replicated = norms + shape.block_size * C + C + (C if shape.bias else 0)
+    with torch.device("meta"):
+        model = GPT(shape)
+    layers = tuple(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+    params = dict(model.named_parameters())
+    full = [param.numel() for name, param in params.items() if take_part(param, name, 1, 2).numel() == param.numel()]
     return ModelSize(
-        (block,) * shape.n_layer,
-        shape.count_params() - block * shape.n_layer,
-        replicated,
-        C,
-        C,
+        layers,
+        sum(param.numel() for param in params.values()) - sum(layers),
+        sum(full),
+        shape.n_embd,
+        shape.n_embd,
         shape.n_head,
         shape.vocab_size,
-        (measure_block(shape),) * shape.n_layer,
+        tuple(tuple(find_units(block).values()) for block in model.blocks),
     )
-
-
-def measure_block(shape: GPTConfig) -> tuple[int, ...]:
-    """Return the parameters of the units of FSDP in a block of a GPT."""
-    with torch.device("meta"):
-        block: nn.Module = Block(shape)
-    return tuple(find_units(block).values())
-
-
-def _remove_layers(shape: GPTConfig) -> GPTConfig:
-    return GPTConfig(0, shape.n_head, shape.n_embd, shape.block_size, shape.bias, shape.vocab_size)
 
 
 def cache_bytes(size: ModelSize, tokens: int, itemsize: int) -> int:

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from evaluation import costs, report
+from evaluation import costs
 from evaluation.generation import Generator, Result, Sampling, Task
 from evaluation.models import OpenedModel
 from evaluation.problems import ArcProblem, Problem
 from evaluation.progress import Progress
 from evaluation.prompts import Prompter, choose_symbols
+from evaluation.scores import summarize
 from evaluation.settings import SolveConfig
 from evaluation.tasks import compute_digest
-from measure.memory_limits import host_limits, process_bytes
+from measure.memory_limits import host_limits
 from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
@@ -143,25 +144,22 @@ class Evaluation:
         line |= self._score_attempts(problem, results)
         line["tokens"] = sum(len(result.ids) for result in results)
         line["seconds"] = round(sum(result.seconds for result in results), 3)
-        line["memory_bytes"] = read_memory(self.run)
         self.progress.add(line)
 
     def _score_attempts(self, problem: Problem, results: list[Result]) -> dict[str, Any]:
-        attempts = []
-        for result in results:
-            answer = self.prompter.read(result.ids, problem)
-            attempts.append({"answer": answer.text, **problem.score(answer.text, self.symbols), **answer.details})
+        answers = [self.prompter.read(result.ids, problem) for result in results]
+        attempts = [{"answer": answer, **problem.score(answer, self.symbols)} for answer in answers]
         fields: dict[str, Any] = dict(attempts[0])
         if len(attempts) > 1:
             fields["attempts"] = attempts
         return {**fields, "wanted": problem.wanted}
 
     def _write_result(self, tokens: int, seconds: float, memory: list[int]) -> None:
-        """Write the result and the report, and print the scores."""
+        """Write the result, and print the scores."""
         assert self.progress is not None
         lines = [self.progress.lines[problem.id] for problem, _ in self.work.values()]
         result: dict[str, Any] = {
-            "scores": report.summarize(lines),
+            "scores": summarize(lines),
             "problems": lines,
             "settings": self._settings(),
             "configuration": dataclasses.asdict(self.config),
@@ -175,20 +173,13 @@ class Evaluation:
             "versions": collect_versions(),
             "commit": read_git_commit(),
         }
-        suffix = self.progress.new_suffix()
-        path = self.folder / f"result_{suffix}.json"
-        write_atomically(self.folder / f"report_{suffix}.md", report.format_markdown(result).encode())
+        path = self.folder / f"result_{self.progress.new_suffix()}.json"
         write_atomically(path, (json.dumps(result, indent=1) + "\n").encode())
         shown = {name: value for name, value in result["scores"].items() if name != "pass_at"}
         shown |= {f"pass@{k}": value for k, value in result["scores"].get("pass_at", {}).items()}
         print(", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
         print(f"result: {path}", flush=True)
         self.progress.close()
-
-
-def read_memory(run: Runtime) -> int | None:
-    """Return the bytes that this process uses now: of torch's allocator on a GPU, else resident memory."""
-    return torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else process_bytes()
 
 
 def read_device_bytes(run: Runtime) -> float:

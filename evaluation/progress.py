@@ -2,7 +2,7 @@
 
     settings.json                         what the answers depend on; another model or prompt is refused
     progress_phase3_<time>.jsonl          one line per finished problem, synchronized to the disk before the next one
-    result_phase3_<time>.json             everything, when all problems are finished; and a report, .md
+    result_phase3_<time>.json             everything, when all problems are finished
 
 A run that was killed continues with the same command: it skips the problems that have a line.
 """

@@ -8,10 +8,8 @@ A Harmony message is `<|channel|>NAME<|message|>TEXT`, and ends with `<|end|>`, 
 (https://github.com/openai/harmony).
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from evaluation.arc import COLORS
 from evaluation.problems import ArcProblem, Problem
@@ -93,19 +91,6 @@ def choose_symbols(codec: TextCodec) -> str:
     )
 
 
-@dataclass
-class Answer:
-    """What a model has answered.
-
-    Attributes:
-        text: the answer alone, without stop strings and special tokens.
-        details: for Harmony, how the tokens are distributed over the channels.
-    """
-
-    text: str
-    details: dict[str, Any] = field(default_factory=dict)
-
-
 class Prompter:
     """Writes prompts in one form, and finds the answer in the generated tokens.
 
@@ -153,47 +138,30 @@ class Prompter:
             return ("\n\n",)
         return self.stops
 
-    def read(self, ids: list[int], problem: Problem) -> Answer:
-        """Return the answer in the generated token ids."""
+    def read(self, ids: list[int], problem: Problem) -> str:
+        """Return the answer in the generated token ids, without stop texts and special tokens."""
         if self.form == "harmony":
-            return self._read_harmony(ids)
-        text = self.codec.decode([i for i in ids if i not in self.ends])
-        return Answer(cut_text(text, self.find_stops(problem)))
+            return cut_text(self.codec.decode(self._select_final(ids)), self.stops)
+        return cut_text(self.codec.decode([i for i in ids if i not in self.ends]), self.find_stops(problem))
 
-    def _read_harmony(self, ids: list[int]) -> Answer:
-        """Return the text of the channel `final`, and the number of tokens in each channel.
-
-        details: `final_position`, the token at which `final` began (None: never); `channel_switches`; `channel_tokens`.
-        """
+    def _select_final(self, ids: list[int]) -> list[int]:
+        """Return the ids of the text in the channel `final`."""
         names = {number: name for name, number in self.special.items()}
-        channels: list[tuple[str, list[int]]] = []
         header: list[int] | None = None  # the tokens after <|channel|>
-        is_open, final_position = False, None
-        for position, token in enumerate(ids):
+        channel, final = "", list[int]()
+        for token in ids:
             name = names.get(token)
             if name == "<|channel|>":
-                header, is_open = [], False
+                header, channel = [], ""
             elif name == "<|message|>" and header is not None:
-                channel = (self.codec.decode(header).split() or [""])[0]
-                channels.append((channel, []))
-                final_position = position + 1 if channel == "final" and final_position is None else final_position
-                header, is_open = None, True
+                channel, header = (self.codec.decode(header).split() or [""])[0], None
             elif name in HARMONY_ENDS:
-                is_open = False
+                channel = ""
             elif header is not None:
                 header.append(token)
-            elif is_open:
-                channels[-1][1].append(token)
-        tokens: Counter[str] = Counter()
-        for channel, content in channels:
-            tokens[channel] += len(content)
-        order = [channel for channel, _ in channels]
-        switches = sum(a != b for a, b in zip(order, order[1:], strict=False))
-        text = self.codec.decode([token for channel, content in channels if channel == "final" for token in content])
-        return Answer(
-            cut_text(text, self.stops),
-            {"final_position": final_position, "channel_switches": switches, "channel_tokens": dict(tokens)},
-        )
+            elif channel == "final":
+                final.append(token)
+        return final
 
 
 def cut_text(text: str, stops: Sequence[str]) -> str:

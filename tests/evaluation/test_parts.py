@@ -1,4 +1,4 @@
-"""The parts of `python -m evaluation`: reading problems, prompts, scores, progress files and the report."""
+"""The parts of `python -m evaluation`: reading problems, prompts, scores and progress files."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evaluation import arc, report
+from evaluation import arc, scores
 from evaluation.identity import digest_files
 from evaluation.problems import ArcProblem, TextProblem, is_match, read_problems
 from evaluation.progress import Progress, read_lines
@@ -138,28 +138,19 @@ def test_colors_are_digits_or_letters():
         choose_symbols(OwnCodec(CharTokenizer("xyz"), 3))
 
 
-def test_harmony_channels_are_counted():
-    """`final` is the answer; the token at which it began, the switches and the tokens per channel are reported."""
+def test_the_final_channel_of_harmony_is_the_answer():
+    """Other channels do not count. A text of `--stop` ends the answer, and without the channel it is empty."""
     codec = WordCodec()
     prompter, problem = Prompter("harmony", codec), TextProblem("x", "2+2?", "4", "exact")
     prompt = codec.decode(prompter.write(problem, ""))
     assert prompt.endswith("<|start|>user<|message|>2+2?<|end|><|start|>assistant")
-    ids = codec.encode_all("<|channel|>", "analysis", "<|message|>", "easy", "<|end|>", "<|start|>", "assistant")
-    before_final = len(ids)
-    ids += codec.encode_all("<|channel|>", "final", "<|message|>", "4", "<|return|>")
-    answer = prompter.read(ids, problem)
-    assert answer.text == "4" and problem.score(answer.text, "")["is_right"]
-    assert answer.details == {
-        "final_position": before_final + len("final") + 2,
-        "channel_switches": 1,
-        "channel_tokens": {"analysis": 4, "final": 1},
-    }
-    stopped = Prompter("harmony", codec, ["END", "STOP"]).read([*ids[:-1], *codec.encode("STOP END")], problem)
-    assert (
-        stopped.text == "4" and prompter.read(codec.encode_all("<|channel|>", "  ", "<|message|>"), problem).text == ""
-    )
-    cut = prompter.read(ids[:before_final], problem)
-    assert cut.text == "" and cut.details["final_position"] is None and cut.details["channel_switches"] == 0
+    analysis = codec.encode_all("<|channel|>", "analysis", "<|message|>", "easy", "<|end|>", "<|start|>", "assistant")
+    final = codec.encode_all("<|channel|>", "final", "<|message|>", "4")
+    assert prompter.read([*analysis, *final, *codec.encode_all("<|return|>")], problem) == "4"
+    stopped = Prompter("harmony", codec, ["END", "STOP"])
+    assert stopped.read([*analysis, *final, *codec.encode("STOP END")], problem) == "4"
+    for ids in (analysis, codec.encode_all("<|channel|>", "  ", "<|message|>")):
+        assert prompter.read(ids, problem) == ""
 
 
 def test_the_first_of_several_texts_ends_an_answer():
@@ -170,7 +161,7 @@ def test_the_first_of_several_texts_ends_an_answer():
     (task,) = write_tasks(0, problem, prompter, model, SolveConfig(tokens=20))
     ended = [task.has_ended(codec.encode(text)) for text in ("4", "4EN", "4END", "4\n")]
     assert ended == [False, False, True, True]
-    assert prompter.read(codec.encode("4\n5END"), problem).text == "4"
+    assert prompter.read(codec.encode("4\n5END"), problem) == "4"
 
 
 def test_a_tokenizer_without_the_prompt_form_is_refused():
@@ -193,12 +184,12 @@ def test_pass_at_k_is_the_fraction_of_choices_with_a_right_attempt():
         marks = [number < right for number in range(attempts)]
         for k in range(1, attempts + 1):
             choices = [any(choice) for choice in itertools.combinations(marks, k)]
-            assert report.estimate_pass_at(attempts, right, k) == pytest.approx(sum(choices) / len(choices))
+            assert scores.estimate_pass_at(attempts, right, k) == pytest.approx(sum(choices) / len(choices))
     lines = [
         {"is_right": True, "attempts": [{"is_right": each} for each in (True, False, False, True, False)]},
         {"is_right": False, "attempts": [{"is_right": False}] * 5},
     ]
-    summary = report.summarize(lines)
+    summary = scores.summarize(lines)
     assert summary["pass_at"] == {k: pytest.approx(each) for k, each in zip("1245", (0.2, 0.35, 0.5, 0.5), strict=True)}
     assert summary["accuracy"] == 0.5
 
@@ -243,23 +234,3 @@ def test_a_model_is_identified_by_the_content_of_its_files(tmp_path):
         digests.append(digest_files(str(tmp_path / name)))
     assert digests[0] == digests[1] and len({*digests}) == 3
     assert digest_files("gpt2") == "gpt2"
-
-
-def test_the_report_shows_failures_first():
-    """The wrong answer comes first, with the expected grid; speed, memory and channels are listed."""
-    common = {"tokens": 3, "seconds": 0.5, "is_right": True, "cell_accuracy": 1.0, "wanted": [[2, 4]]}
-    lines = [
-        {**common, "id": "right", "answer": "24", "grid": [[2, 4]]},
-        {**common, "id": "wrong", "answer": "no", "grid": None, "is_right": False, "cell_accuracy": 0.0},
-    ]
-    result = {"problems": lines, "scores": report.summarize(lines), "settings": {"model": "m"}, "tokens": 6}
-    lines[0] |= {"final_position": 3, "channel_switches": 1, "channel_tokens": {"analysis": 2, "final": 1}}
-    lines[1] |= {"final_position": None, "channel_switches": 0, "channel_tokens": {}}
-    result |= {"ranks": 2, "spread": "tp", "hardware": "CPU", "peak_memory_bytes": [3e6, 5e6]}
-    result |= {"seconds_of_last_start": 2.0, "tokens_of_last_start": 5}
-    text = report.format_markdown(result)
-    assert "final began at token 3; channel switches: 1; tokens: analysis 2, final 1" in text
-    assert "final began never within 3 tokens" in text
-    assert "- tokens per second: 2.5" in text and "- peak memory per rank (MB): 3, 5" in text
-    assert text.index("| wrong | wrong |") < text.index("| right | right |") and "right: 1 (50.0%)" in text
-    assert "expected:\n\n```\n24\n```" in text

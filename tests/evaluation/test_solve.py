@@ -184,9 +184,8 @@ def test_answers_of_a_run_do_not_depend_on_ranks(trained, tmp_path):
     assert read_answers(folders[0]) == read_answers(folders[1])
     result = read_result(folders[1])
     assert [line["number"] for line in result["problems"]] == list(range(5)) and result["ranks"] == 2
-    assert all(line["tokens"] > 0 and line["seconds"] > 0 and line["memory_bytes"] > 0 for line in result["problems"])
+    assert all(line["tokens"] > 0 and line["seconds"] > 0 for line in result["problems"])
     assert {"accuracy", "cell_accuracy"} <= result["scores"].keys() and len(result["peak_memory_bytes"]) == 2
-    assert next(folders[1].glob("report_*")).suffix == ".md"
     before = next(folders[0].glob("progress_*")).read_bytes()
     assert run_on_ranks(solve_quietly, 1, [*base, f"--to={folders[0]}"], show=False) == [0]  # nothing is left to do
     assert next(folders[0].glob("progress_*")).read_bytes() == before
