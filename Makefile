@@ -115,7 +115,7 @@ copy: .venv/.core data  ## copy PHASE=phase3 and the modules that it imports int
 	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to="$(TO)"
 
 ##@ operate
-preflight: .venv/.pytest data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
+preflight: .venv/.core data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
 	@$(PY) -m bench.preflight --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR) $(TRAINER) $(FLAGS)
 elastic: .venv/.core data  ## train PHASE=phase3 as one node of an elastic job with NODES=1:4 nodes, which meet at STORE=host:port
 	@$(PY) -m operate.elastic --gpus=$(GPUS) --nodes=$(NODES) --store=$(STORE) $(TRAINER) $(FLAGS)
@@ -133,7 +133,7 @@ gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare loss
 ##@ measure
 plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for every phase; needs no GPU
 	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
-profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, memory, most expensive operators
+profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, most expensive operators
 	@OMP_NUM_THREADS=1 $(PY) -m bench.trainer.profile_step $(PHASE) $(GPUS) $(ARGS)
 matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)

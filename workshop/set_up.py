@@ -2,7 +2,7 @@
 
     python3 workshop/set_up.py core                # install the packages for training
     python3 workshop/set_up.py core --torch=cpu    # the same, with the CPU build of PyTorch (smaller download on Linux)
-    python3 workshop/set_up.py pytest              # also install pytest, for make preflight
+    python3 workshop/set_up.py pytest              # also install pytest, for make check-ptx
     python3 workshop/set_up.py dev                 # also install the packages for the tests
     python3 workshop/set_up.py notebooks           # also install Jupyter
     python3 workshop/set_up.py book                # also install Sphinx, for make book

@@ -5,9 +5,9 @@
     make preflight PHASE=phase3 GPUS=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1      # on each node
 
 The command takes the flags of the training command. On this node, it checks the configuration, the credentials of the
-tracker, the data, the GPUs, the disk, the settings and the plan, and runs a few tests. Then it starts the ranks,
-which check collectives, their bandwidth, slow ranks, the shared directory and the speed of the disk. On several nodes,
-each node prints its own checks, and node 0 also prints those of the ranks. The command leaves no files behind.
+tracker, the data, the GPUs, the disk, the settings and the plan. Then it starts the ranks, which check collectives,
+their bandwidth, slow ranks, the shared directory and the speed of the disk. On several nodes, each node prints its own
+checks, and node 0 also prints those of the ranks. The command leaves no files behind.
 
 The exit code is 2 if a check fails. Otherwise it is 0, even if there are warnings.
 """
@@ -49,7 +49,6 @@ def check_node(config: TrainConfig, place: NodeConfig, phase: str, params: int) 
     yield from node.check_settings(on_gpu, place.nnodes > 1)
     yield node.check_disk(config, params)
     yield node.check_plan(config, phase, place.world_size, place.gpus)
-    yield node.run_tests(on_gpu)
 
 
 def check_ranks(config: TrainConfig, place: NodeConfig, package: str, params: int) -> list[Check]:

@@ -4,8 +4,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ from pathlib import Path
 import torch
 
 from bench.checks import Check
-from bench.phases import ROOT
 from bench.plan.planner import usable_bytes
 from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run
 from bench.plan.speed import GIB, GPUS
@@ -30,13 +27,6 @@ GPU_FIELDS = (  # the first one identifies the GPU, also with CUDA_VISIBLE_DEVIC
     "ecc.errors.uncorrected.volatile.total",
     "clocks_throttle_reasons.hw_slowdown",
 )
-TESTS = (  # what a long run relies on most
-    "tests/promises/test_one_curve.py::test_resume_at_the_same_ranks_is_exact",
-    "tests/promises/test_one_curve.py::test_a_loss_that_is_not_finite_stops_every_rank",
-    "tests/baseline/test_checkpoint.py::test_an_incomplete_checkpoint_is_skipped",
-    "tests/baseline/test_ledger.py::test_fsdp_matches_the_formula",
-)
-TEST_TIMEOUT = 300.0  # seconds
 
 
 def read_available_memory() -> int | None:
@@ -155,18 +145,3 @@ def check_settings(on_gpu: bool, is_multi_node: bool) -> Iterator[Check]:
     problems |= {f"{name}=1 slows a run down: unset it": on_gpu and os.environ.get(name) == "1" for name in slow}
     advice = "; ".join(text for text, is_found in problems.items() if is_found)
     yield Check("settings", "warn" if advice else "pass", f"ulimit -n {files}", advice)
-
-
-def run_tests(on_gpu: bool) -> Check:
-    """Run TESTS: exact resumption, damaged checkpoints, losses that are not finite, and the ledger."""
-    command = [sys.executable, "-m", "pytest", *TESTS]
-    command += ["--device=cuda"] if on_gpu else []
-    begin = time.monotonic()
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return Check("tests", "fail", f"not finished after {TEST_TIMEOUT:g} s", "run `make test` to find the slow test")
-    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]
-    if done.returncode:
-        return Check("tests", "fail", last, f"run `{' '.join(command[1:])}` and read its output")
-    return Check("tests", "pass", f"{last.split(' in ')[0].strip('= ')} in {time.monotonic() - begin:.0f} s")

@@ -1,4 +1,4 @@
-"""Profile the time and the memory of a training step: torch's profiler records two steps of a phase's trainer.
+"""Profile the time of a training step: torch's profiler records two steps of a phase's trainer.
 
     make profile PHASE=phase3 GPUS=2
     make profile PHASE=phase1 GPUS=4 ARGS="--batch_size=4 --dropout=0.2"     # any field of the configuration
@@ -7,7 +7,6 @@ The command writes into out/profile/PHASE-GPUS:
 
 - rank0.json.gz, rank1.json.gz, ...: a trace of every rank, which Perfetto (ui.perfetto.dev) opens
 - timeline.png: computation and communication of rank 0, and how much communication overlaps with computation
-- memory.png: memory of rank 0 by category
 - operators.txt: the ten operators that take longest
 
 On a GPU, the timeline shows kernels. Without a GPU, it shows the operators that compute in the thread of the training
@@ -34,16 +33,13 @@ from torch.autograd import DeviceType
 
 from bench.phases import ROOT, find_package, load_config_class
 from measure.ledger import Ledger
-from measure.tracker import CATEGORIES, MemoryTracker
 from nanoGPT.errors import ConfigError
 from nanoGPT.parse import parse
 from nanoGPT.program import report_errors
 from nanoGPT.train_config import TrainConfig, validate
 from operate.ranks import RankFailed, run_on_ranks
 
-# The profiler records steps FIRST to LAST. The memory tracker records MEMORY_STEP, which comes last: after a step under
-# the tracker, torch runs a compiled model without compilation.
-FIRST, LAST, MEMORY_STEP = 2, 3, 4
+FIRST, LAST = 2, 3  # steps that the profiler records
 FIXED_FIELDS = {"max_iters", "log_interval", "eval_iters", "out_dir", "init_from", "ledger"}
 Spans = list[tuple[float, float]]  # begin and end, ms
 COMMUNICATION = ("gloo:", "nccl")
@@ -61,26 +57,20 @@ COMPUTATION = (
 
 
 def profile_on_rank(package: str, config: TrainConfig, folder: Path) -> None:
-    """Train a few steps on this rank, and write the profiler's trace; on rank 0 also timeline, memory and operators."""
+    """Train a few steps on this rank, and write the profiler's trace; on rank 0 also timeline and operators."""
     with open(folder / f"rank{os.environ.get('RANK', 0)}.err", "w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())  # the profiler logs its start and stop to stderr
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if config.device.startswith("cuda") else []
     profiler = torch.profiler.profile(activities=activities)
-    memory_records: list[MemoryTracker] = []
 
     @contextlib.contextmanager
     def watch(ledger: Ledger, step: int) -> Iterator[None]:
         if step == FIRST:
             wait_for_collectives()
             profiler.start()
-        if step == MEMORY_STEP:
-            with MemoryTracker(ledger.model, ledger.optimizer, ledger.run.device) as memory:
-                yield
-            memory_records.append(memory)
-        else:
-            with torch.profiler.record_function(f"step {step}"):
-                yield
+        with torch.profiler.record_function(f"step {step}"):
+            yield
         if step == LAST:
             wait_for_collectives()
             profiler.stop()
@@ -93,8 +83,7 @@ def profile_on_rank(package: str, config: TrainConfig, folder: Path) -> None:
         sort = "self_device_time_total" if len(activities) > 1 else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=sort, row_limit=10, max_name_column_width=60)
         (folder / "operators.txt").write_text(table)
-        timeline = {"spans": collect_spans(profiler.events()), "memory": memory_records[0].timeline}
-        (folder / "timeline.json").write_text(json.dumps(timeline))
+        (folder / "timeline.json").write_text(json.dumps(collect_spans(profiler.events())))
 
 
 def wait_for_collectives() -> None:
@@ -224,20 +213,6 @@ def draw_timeline(spans: dict[str, list[tuple[str, float, float]]], summary: dic
     figure.savefig(path)
 
 
-def draw_memory(timeline: list[tuple[int, dict[str, int]]], path: Path) -> None:
-    """Draw memory by category, stacked, over the operators of a step."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    axes = figure.subplots()
-    events = [event for event, _ in timeline]
-    stacks = [[totals[name] / 1e6 for _, totals in timeline] for name in CATEGORIES]
-    axes.stackplot(events, stacks, labels=CATEGORIES, step="post")
-    axes.set(xlabel="operators of the step, in order", ylabel="memory of rank 0 (MB)", xlim=(events[0], events[-1]))
-    axes.legend(fontsize="small", reverse=True, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path)
-
-
 def parse_request(words: list[str]) -> tuple[str, int, TrainConfig]:
     """Return the phase, the number of ranks and the configuration of a command line.
 
@@ -255,7 +230,7 @@ def parse_request(words: list[str]) -> tuple[str, int, TrainConfig]:
         raise ConfigError(f"{fixed_flags[0]} cannot be used here: make profile sets {names}; leave it out")
     folder = Path("out") / "profile" / f"{phase}-{ranks}"
     trainer = ROOT / package / "train.py"
-    fixed = [f"--max_iters={MEMORY_STEP + 1}", "--log_interval=1", "--eval_iters=8", f"--out_dir={folder / 'run'}"]
+    fixed = [f"--max_iters={LAST + 1}", "--log_interval=1", "--eval_iters=8", f"--out_dir={folder / 'run'}"]
     config = parse(load_config_class(phase), [*rest, *fixed], trainer, int(ranks))
     validate(config, int(ranks))
     if config.device.startswith("cuda") and not torch.cuda.is_available():
@@ -281,12 +256,12 @@ def main(words: list[str]) -> None:
     print((folder / "operators.txt").read_text())
     print(
         f"{format_summary(summary)}\n"
-        f"wrote {folder}: timeline.png, memory.png, operators.txt, and rank*.json.gz: open these in ui.perfetto.dev"
+        f"wrote {folder}: timeline.png, operators.txt, and rank*.json.gz: open these in ui.perfetto.dev"
     )
 
 
 def profile_into(folder: Path, package: str, ranks: int, config: TrainConfig) -> dict[str, float]:
-    """Profile on real ranks, draw the figures, and return the summary.
+    """Profile on real ranks, draw the timeline, and return the summary.
 
     Raises:
         ConfigError: a rank failed; the message is the last line of its error.
@@ -298,10 +273,9 @@ def profile_into(folder: Path, package: str, ranks: int, config: TrainConfig) ->
     except RankFailed as failure:
         last_line = str(failure).strip().splitlines()[-1]
         raise ConfigError(last_line.removeprefix("nanoGPT.errors.ConfigError: ")) from None
-    timeline = json.loads((folder / "timeline.json").read_text())
-    summary = summarize(timeline["spans"])
-    draw_timeline(timeline["spans"], summary, folder / "timeline.png")
-    draw_memory(timeline["memory"], folder / "memory.png")
+    spans = json.loads((folder / "timeline.json").read_text())
+    summary = summarize(spans)
+    draw_timeline(spans, summary, folder / "timeline.png")
     return summary
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from bench.gate import (
     split_flags,
 )
 from bench.plan.run import RunPrediction
+from bench.plan.speed import GPUS
 from bench.suite.execution import Run
 from nanoGPT.errors import ConfigError
 from nanoGPT.prepare.synthetic import CHARACTERS, PROBABILITIES, compute_entropy_rate, generate_text
@@ -57,18 +59,19 @@ def good_trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     return Trial("synthetic", cells[1][1], runs, lines)  # type: ignore[arg-type]
 
 
-def check(trial: Trial, **options: float) -> dict[str, str]:
+def check(trial: Trial, predicted: RunPrediction = PREDICTED) -> dict[str, str]:
     """Return the result of each check by its name."""
-    checks = check_trial(trial, GateConfig("phase3", 2, **options), PREDICTED)  # type: ignore[arg-type]
+    checks = check_trial(trial, predicted)
     return {each.subject.partition(": ")[2]: each.result for each in checks}
 
 
-def test_a_good_run_passes(good_trial):
-    """All checks pass. The speed on a CPU has no limit, unless one is given. The limits of the user are used."""
+def test_a_good_run_passes(good_trial, monkeypatch):
+    """All checks pass. The speed has no limit on a CPU. A run that needs more memory or time than predicted fails."""
     assert check(good_trial) == {name: "skip" if name == "speed" else "pass" for name in NAMES}
-    assert check(good_trial, min_tokens_per_second=1.0)["speed"] == "pass"
-    assert check(good_trial, min_tokens_per_second=1e12)["speed"] == "fail"
-    assert check(good_trial, max_gb=1e-6)["memory"] == "fail"
+    monkeypatch.setattr("bench.gate.find_gpu", lambda: GPUS["t4"])
+    assert check(good_trial, replace(PREDICTED, step_seconds=1e3))["speed"] == "pass"
+    worse = check(good_trial, RunPrediction(step_seconds=1e-9, forward_seconds=1.0, peak_bytes=1000))
+    assert [name for name, result in worse.items() if result == "fail"] == ["memory", "speed"]
 
 
 def change_loss(trial: Trial) -> None:
@@ -120,8 +123,11 @@ def test_a_run_that_failed_is_one_check(good_trial, monkeypatch):
 
 def test_flags_are_divided_between_the_gate_and_the_trainer(tmp_path, monkeypatch):
     """The gate takes its own flags. The runs of the trial get all others as explicit values."""
-    words = ["config/train_gpt2.py", "--max_gb", "3", "--n_layer=2", "--gpus=4", "--dropout=0.1"]
-    assert split_flags(words) == (["--max_gb=3", "--gpus=4"], ["config/train_gpt2.py", "--n_layer=2", "--dropout=0.1"])
+    words = ["config/train_gpt2.py", "--phase", "phase1", "--n_layer=2", "--gpus=4"]
+    assert split_flags(words) == (
+        ["--phase=phase1", "--gpus=4"],
+        ["config/train_gpt2.py", "--n_layer=2"],
+    )
     monkeypatch.chdir(tmp_path)
     synthetic, real = build_trials(GateConfig("phase3", 4), ["--device=cpu", "--fsdp_wrap=1000000"], Path("out"))
     assert [synthetic.config.dataset, real.config.dataset] == ["synthetic", "shakespeare_char"]

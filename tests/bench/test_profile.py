@@ -9,8 +9,6 @@ import pytest
 from torch.autograd import DeviceType
 
 from bench.trainer.profile_step import (
-    LAST,
-    MEMORY_STEP,
     collect_spans,
     format_summary,
     intersect,
@@ -73,18 +71,15 @@ def test_waiting_does_not_count_as_computation(on_gpu):
     summary = summarize(collect_spans(make_events(on_gpu)))
     assert summary["computation_ms"] == (2.0 if on_gpu else 3.0) and summary["communication_ms"] == 6.0
     assert summary["overlap"] == pytest.approx((1 if on_gpu else 2) / 6) and summary["step_ms"] == 10.0
-    assert LAST < MEMORY_STEP, (
-        "memory is profiled last, because torch does not recompile code that ran under a dispatch mode"
-    )
 
 
 def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
-    """With two ranks and small buckets, some communication overlaps. The traces open, and the figures are drawn."""
+    """With two ranks and small buckets, some communication overlaps. The traces open, and the figure is drawn."""
     monkeypatch.chdir(tmp_path)
     main(["phase1", "2", "--device=cpu", "--zero1_bucket_mb=0.1", "--n_layer=6"])
     output = capsys.readouterr().out
     folder = tmp_path / "out" / "profile" / "phase1-2"
-    summary = summarize(json.loads((folder / "timeline.json").read_text())["spans"])
+    summary = summarize(json.loads((folder / "timeline.json").read_text()))
     assert 0 < summary["overlap"] <= 1 and summary["communication_ms"] > 0
     assert summary["computation_ms"] <= summary["step_ms"]
     assert format_summary(summary) in output and "aten::mm" in output
@@ -93,7 +88,7 @@ def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
             each.get("name") for each in json.loads(gzip.open(folder / f"rank{rank}.json.gz").read())["traceEvents"]
         }
         assert {"step 2", "step 3", "aten::mm"} <= names and any(str(name).startswith("gloo:") for name in names)
-    assert (folder / "timeline.png").stat().st_size > 5000 and (folder / "memory.png").stat().st_size > 5000
+    assert (folder / "timeline.png").stat().st_size > 5000
     with pytest.raises(ConfigError, match="^there is no dataset nope"):
         main(["phase1", "2", "--device=cpu", "--dataset=nope"])
     assert [path.name for path in folder.parent.iterdir()] == ["phase1-2"] and (folder / "timeline.json").exists()
