@@ -60,7 +60,7 @@ class Task:
     words: tuple[str, ...] = ()
 
 
-def list_tasks(is_dry: bool, nanogpt: str | None) -> list[Task]:
+def list_tasks(is_dry: bool) -> list[Task]:
     """Return all tasks, in order of worth."""
     checked = [kernel for kernel in CASE_BUILDERS if kernel != "adamw"]  # the curves of phase 2 check AdamW
     tasks = [Task(f"check.{kernel}", 60, (kernel,)) for kernel in checked]
@@ -76,11 +76,8 @@ def list_tasks(is_dry: bool, nanogpt: str | None) -> list[Task]:
     tasks.append(Task("options.muon", 150, ("phase3", "gpt2", {"optimizer": "muon"})))
     tasks.append(Task("options.zero_2", 150, ("phase1", "gpt2", {"zero_stage": 2})))
     tasks += list_throughput("gpt2-xl", 330)
-    if nanogpt:
-        words = ("-m", "bench.trainer.against_nanogpt", f"--nanogpt={nanogpt}", "--compile=True", "--write")
-        tasks.append(Task("nanogpt", 450, words=words))
     if not is_dry:
-        profiler = ("-m", "bench.trainer.profile_step")
+        profiler = ("-m", "bench.profile_step")
         tasks += [Task(f"profile.{phase}", 150, words=(*profiler, phase, "1")) for phase in ("baseline", "phase3")]
         tasks += [Task(f"sanitizer.{tool}", 300, (tool,)) for tool in ("memcheck", "racecheck")]
         tests = ("-m", "pytest", "--device=cuda", "-m", "gpu and not slow", "-n", "2", "--timeout=300")
@@ -230,7 +227,6 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="only tasks whose names begin with these words: check,times.loss")
     parser.add_argument("--retry", action="store_true", help="repeat what has failed or was skipped")
     parser.add_argument("--dry_run", action="store_true", help="run small versions on the CPU")
-    parser.add_argument("--nanogpt", help="checkout of nanoGPT, to compare it with the baseline")
     parser.add_argument("--report", action="store_true", help="write the results into bench/results and the documents")
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)  # the process of one task
     return parser.parse_args(words)
@@ -242,7 +238,7 @@ def main(words: list[str]) -> int:
     if options.task:
         return run_here(Task(**options.task), place)
     prefixes = tuple(options.only.split(","))
-    tasks = [task for task in list_tasks(options.dry_run, options.nanogpt) if task.name.startswith(prefixes)]
+    tasks = [task for task in list_tasks(options.dry_run) if task.name.startswith(prefixes)]
     if not tasks:
         raise ConfigError(f"--only={options.only} names no task: use beginnings of names, such as check,times.loss")
     if options.report:

@@ -30,14 +30,15 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from bench.plan.models import MODELS
-from bench.plan.options import Row
-from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, exit_with_parent, usable_bytes
-from bench.plan.report import format_plan
+from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, Row, exit_with_parent, usable_bytes
+from bench.plan.report import format_largest, format_plan
 from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig
 from operate.ranks import PRELOADED
 
+HEAD_SIZE = 128  # of the models among which --largest searches, which are similar to the larger GPT-3 models
+MAX_BLOCKS = 256  # of these models: 3.3e12 parameters
 FULL_CHECKPOINTING = {"fsdp_activation_checkpointing": "full"}
 ROWS: list[Row] = [
     ("baseline", {}),
@@ -222,7 +223,46 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned}
 
 
+def make_shape(k: int, block_size: int) -> GPTConfig:
+    """Return the shape with k blocks and k heads."""
+    return GPTConfig(k, k, HEAD_SIZE * k, block_size, False, 50304)
+
+
+def find_largest(row: Row, job: Job, batch_size: int, pool: Executor) -> int:
+    """Return the largest k whose model fits, or 0. With CPU offload, its model state must also fit in host memory."""
+    good, bad = 0, MAX_BLOCKS + 1
+    while bad - good > 1:
+        k = (good + bad) // 2
+        shape = make_shape(k, job.shape.block_size)
+        if Planner(replace(job, shape=shape), pool).fits(row, batch_size):
+            good = k
+        else:
+            bad = k
+    return good
+
+
+def find_all_largest(config: PlanConfig) -> dict[str, Any]:
+    """Return the largest model of every row of a plan: k blocks, k heads and 128 k channels.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    job = describe_job(config)
+    rows = [row for row in select_rows(config.gpus) if "fsdp_reshard_after_forward" not in row[1]]
+    with ThreadPoolExecutor(len(rows)) as threads, start_workers() as pool:
+        sizes = list(threads.map(lambda row: find_largest(row, job, config.batch_size, pool), rows))
+    counts = [make_shape(k, config.block_size).count_params() if k else 0 for k in sizes]
+    found = [
+        {"phase": phase, "options": options, "k": k, "parameters": count}
+        for (phase, options), k, count in zip(rows, sizes, counts, strict=True)
+    ]
+    names = ("gpu", "gpus", "batch_size", "block_size", "optimizer", "dtype")
+    request = {name: getattr(config, name) for name in names}
+    return {**request, "usable_bytes": round(usable_bytes(job.gpu)), "rows": found}
+
+
 def main(config: PlanConfig) -> None:
-    """Make the plan and print it."""
-    result = plan(config)
-    print(json.dumps(result, indent=1) if config.json else format_plan(result))
+    """Make the plan, or find the largest models, and print the result."""
+    result = find_all_largest(config) if config.largest else plan(config)
+    text = format_largest(result) if config.largest else format_plan(result)
+    print(json.dumps(result, indent=1) if config.json else text)

@@ -1,6 +1,5 @@
 """Predict memory and time of one phase: trace models with a few blocks and extrapolate to the full model."""
 
-import math
 import multiprocessing
 import os
 import signal
@@ -12,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.matrix.cells import make_config
-from bench.plan.options import Row, select_auto_kernels
 from bench.plan.speed import (
     GIB,
     GPUS_PER_NODE,
     STAGES,
-    Communication,
-    CommunicationByStage,
     Gpu,
     apply_launch_bound,
-    collective_seconds,
+    estimate_communication,
     step_seconds,
 )
 from bench.plan.trace import MEMORY_STAGES, trace
@@ -30,20 +26,37 @@ from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import DTYPES
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
-from phase2_triton.apply import parse_kernels
+from phase2_triton.apply import parse_kernels, resolve_kernels
 from phase2_triton.kernels import linear_cross_entropy
 from phase2_triton.kernels.core import KernelError
-from phase3_fsdp import muon
 
+Row = tuple[str, dict[str, Any]]  # a phase, and its options that differ from the defaults
 Numbers = Mapping[Any, float]
 TRACED_LAYERS = (3, 4)  # number of blocks in the two traced models
 MAX_BATCH_SIZE = 128  # the planner tries no larger micro-batch
-BUCKET_BYTES = 25e6  # bucket size of DDP and phase 1
-SCALAR_BYTES = 2**16  # a smaller collective carries a norm, or one byte per parameter tensor, and is a single call
-# CPU offload: bytes/s from the host to a GPU, bytes/s of the host memory that all GPUs of a node share, and bytes per
-# parameter that AdamW reads and writes in host memory.
-PCIE_BANDWIDTH, HOST_BANDWIDTH, ADAMW_BYTES = 25e9, 200e9, 28
+# CPU offload: bytes/s of the host memory that all GPUs of a node share, and bytes per parameter that AdamW reads and
+# writes in host memory.
+HOST_BANDWIDTH, ADAMW_BYTES = 200e9, 28
 HOST_GIB = 2048  # host memory for 8 GPUs, as in a DGX H100
+
+
+def select_auto_kernels(row: Row, shape: GPTConfig, device_type: str = "cuda", is_compiled: bool = False) -> Row:
+    """Return the row with the kernels that `--kernels=auto` selects; a trace runs on fake devices, and needs a list.
+
+    The list is without adamw, which changes neither memory nor communication.
+
+    Args:
+        row: a phase and its options.
+        shape: of the model.
+        device_type: the device that the plan is for.
+        is_compiled: whether torch.compile compiles the model.
+    """
+    phase, options = row
+    if options.get("kernels", "none").lower() != "auto":
+        return row
+    config = TrainConfig(n_embd=shape.n_embd, n_head=shape.n_head, compile=is_compiled)
+    kernels = resolve_kernels(config, "auto", device_type)
+    return phase, {**options, "kernels": kernels}
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -181,59 +194,6 @@ def find_peak(stages: Mapping[str, Numbers], workspace: int, row: Row) -> Number
     return max(head, *totals, key=lambda each: sum(each.values()))
 
 
-def estimate_communication(
-    row: Row,
-    traffic: Numbers,
-    params: int,
-    units: int,
-    micro_batches: int,
-    gpu: Gpu,
-    compiled: bool,
-    bytes_per_param: int = 2,
-) -> tuple[CommunicationByStage, CommunicationByStage]:
-    """Return the communication of each micro-batch, and the communication that happens once per step.
-
-    Phase 3 all-gathers parameters in every forward pass, and again in the backward pass if the forward pass has freed
-    them. It reduces gradients in the last backward pass. Phase 1 all-gathers the updated parameters during the first
-    forward pass of the next step, or before it if the model is compiled. With ZeRO-2, phase 1 reduces gradients in
-    every backward pass, and so does phase 3 with fsdp_sync_every_micro_batch.
-
-    Args:
-        units: FSDP units of the model; each is one all-gather.
-        bytes_per_param: in the dtype of the all-gathers.
-    """
-    phase, options = row
-    every, once = ({"forward": Communication(), "backward": Communication()} for _ in range(2))
-    for (kind, ranks), size in traffic.items():
-        calls = 1 if size < SCALAR_BYTES else units if phase == "phase3" else math.ceil(size / BUCKET_BYTES)
-        if kind == "all-gather" and phase == "phase3":
-            forward = min(bytes_per_param * params, size / micro_batches)
-            for stage, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
-                seconds = collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0
-                every[stage] += Communication(seconds, seconds / calls)
-        elif kind == "all-to-all":  # Muon's; assume that none overlaps with computation
-            seconds = collective_seconds(gpu, kind, size, ranks, 1 + math.ceil(size / muon.ROUND_BYTES))
-            once["backward"] += Communication(seconds, seconds)
-        elif options.get("fsdp_sync_every_micro_batch") and kind == "reduce-scatter":
-            seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls)
-            every["backward"] += Communication(seconds, seconds / calls)
-        elif options.get("zero_stage") == 2 and kind in ("reduce-scatter", "reduce"):
-            seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls / micro_batches)
-            every["backward"] += Communication(seconds, seconds / calls * micro_batches)
-        else:
-            is_across_replicas = kind == "all-reduce" and "fsdp_shard_size" in options and size >= SCALAR_BYTES
-            seconds = collective_seconds(gpu, kind, size, ranks, calls, one_per_node=is_across_replicas)
-            stage = "forward" if kind in ("all-gather", "broadcast") else "backward"
-            is_overlapped = phase != "phase1" or stage == "backward" or not compiled
-            once[stage] += Communication(seconds, seconds / calls if is_overlapped else seconds)
-    if options.get("fsdp_cpu_offload"):  # copy shards to the GPU before each all-gather, and gradient shards back
-        shards = next((ranks for kind, ranks in traffic if kind == "reduce-scatter"), 1)
-        copy_seconds = 4 * params / shards / PCIE_BANDWIDTH
-        for stages, stage in ((every, "forward"), (every, "backward"), (once, "backward")):
-            stages[stage] += Communication(copy_seconds, copy_seconds / units)
-    return every, once
-
-
 def estimate_step(
     row: Row, job: Job, seconds: Numbers, kernels: Numbers | None, traffic: Numbers
 ) -> tuple[dict[str, float], float]:
@@ -345,17 +305,15 @@ class Planner:
 
     def estimate_speed(self, row: Row, batch_size: int, compiled: bool) -> dict[str, float]:
         """Return seconds per step, the part of them in which the GPU waits, tokens/s of all GPUs, and MFU."""
-        n_layer, gpu, gpus, micro_batches = self.shape.n_layer, self.job.gpu, self.job.gpus, self.job.micro_batches
+        gpu, gpus, micro_batches = self.job.gpu, self.job.gpus, self.job.micro_batches
         roofline = self.extrapolate("compiled" if compiled else "eager", row, batch_size)
         kernels = None if compiled else self.extrapolate("kernels", row, batch_size)
         traffic = self.extrapolate("traffic", row, batch_size)
         stages, seconds = estimate_step(row, self.job, roofline, kernels, traffic)
         compute_seconds = step_seconds(stages, {}, {}, micro_batches)
         tokens = batch_size * self.shape.block_size * micro_batches * gpus
-        flops = 6 * (self.params - self.shape.block_size * self.shape.n_embd)
-        flops += 12 * n_layer * self.shape.n_embd * self.shape.block_size
         rate = tokens / seconds
-        mfu = rate * flops / gpus / gpu.with_dtype(self.job.dtype).peak
+        mfu = rate * self.shape.flops_per_token() / gpus / gpu.with_dtype(self.job.dtype).peak
         waiting = seconds - compute_seconds
         return {"step_seconds": seconds, "waiting_seconds": waiting, "tokens_per_second": rate, "mfu": mfu}
 

@@ -1,10 +1,18 @@
-"""Format a plan as text."""
+"""Format a plan, or the largest models, as text."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from bench.plan.speed import ATTENTION_EFFICIENCY, GIB, LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
+from bench.plan.planner import HOST_GIB
+from bench.plan.speed import (
+    ATTENTION_EFFICIENCY,
+    GIB,
+    GPUS_PER_NODE,
+    LINK_EFFICIENCY,
+    MATMUL_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+)
 
 MAX_SPEED_ERROR = 0.25  # expected error of a predicted speed: docs/results.md compares it with published runs
 COLUMN_WIDTHS = {"gradients": 10, "gathered": 9, "activations": 12, "other": 8}
@@ -145,3 +153,22 @@ def explain_nothing_fits(result: dict[str, Any]) -> str:
         text = f"Nothing fits: {format_name(closest)} comes closest. Use a smaller --block_size or --batch_size, "
         text += "or more GPUs."
     return f"{text} --largest=True finds the largest model that fits."
+
+
+def format_largest(found: dict[str, Any]) -> str:
+    """Return the lines that `make plan ARGS=--largest=True` prints."""
+    names = [format_name(row) for row in found["rows"]]
+    width = max(map(len, names)) + 2
+    space = f"{found['usable_bytes'] / GIB:.1f} GiB usable per GPU"
+    lines = [
+        f"The largest GPT on {found['gpus']:,} x {found['gpu']}, {space}: {found['batch_size']} sequence(s) of "
+        f"{found['block_size']:,} tokens per micro-batch, {found['dtype']}, {found['optimizer']}.",
+        f"{'':<{width}}{'parameters':>12}  blocks x channels",
+    ]
+    for name, row in zip(names, found["rows"], strict=True):
+        shape = f"{row['k']} x {128 * row['k']}" if row["k"] else "nothing fits"
+        lines.append(f"{name:<{width}}{row['parameters'] / 1e9:>11.2f}B  {shape}")
+    if any("fsdp_cpu_offload" in row["options"] for row in found["rows"]):
+        gib = HOST_GIB / GPUS_PER_NODE
+        lines.append(f"With cpu_offload, the model state must also fit in {gib:.0f} GiB of host memory per GPU.")
+    return "\n".join(lines)

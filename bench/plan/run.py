@@ -6,6 +6,7 @@
 The full model is traced (`bench/plan/trace.py`). `make plan` compares phases and batch sizes instead.
 """
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -14,8 +15,14 @@ from typing import Any
 
 import torch
 
-from bench.plan.options import phase_options, select_auto_kernels
-from bench.plan.planner import Job, estimate_step, find_peak, loss_workspace, summarize_trace
+from bench.plan.planner import (
+    Job,
+    estimate_step,
+    find_peak,
+    loss_workspace,
+    select_auto_kernels,
+    summarize_trace,
+)
 from bench.plan.speed import GIB, GPUS, Gpu
 from nanoGPT.checkpoint.starting_point import tokenizer_rows
 from nanoGPT.dataset import TokenData
@@ -66,6 +73,14 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
     peak = find_peak(traced.peaks, loss_workspace(row, job, config.batch_size), row)
     ranks_per_core = max(1.0, ranks / (os.cpu_count() or 1)) if is_cpu else 1.0
     return RunPrediction(ranks_per_core * step_seconds, ranks_per_core * stages["forward"], round(sum(peak.values())))
+
+
+def phase_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options of a configuration that only its phase has, and that differ from the phase's defaults."""
+    common = {field.name for field in dataclasses.fields(TrainConfig)}
+    default = type(config)()
+    names = [field.name for field in dataclasses.fields(config) if field.name not in common]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def estimate_checkpoint_bytes(params: int, config: TrainConfig) -> int:

@@ -14,6 +14,7 @@ Peak rates come from the vendors' data sheets. All other assumptions are the con
 docs/results.md compares the resulting estimates with published runs.
 """
 
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from measure.tracker import tensors_in
 from nanoGPT.costs import ring_bytes
 from nanoGPT.hardware import PEAK_FLOPS
 from phase2_triton.kernels import attention, linear_cross_entropy
+from phase3_fsdp import muon
 
 GIB = 2**30
 GPUS_PER_NODE = 8
@@ -79,6 +81,9 @@ MATMUL_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.
 LAUNCH_SECONDS = 7e-6  # Python time per kernel of an eager step
 HOP_SECONDS, NODE_HOP_SECONDS = 3e-6, 12e-6  # latency of a message to the next GPU of the node, and to the next node
 STAGES = ("forward", "backward", "update")
+BUCKET_BYTES = 25e6  # bucket size of DDP and phase 1
+SCALAR_BYTES = 2**16  # a smaller collective carries a norm, or one byte per parameter tensor, and is a single call
+PCIE_BANDWIDTH = 25e9  # bytes/s from the host to a GPU, for CPU offload
 
 # Prefixes of operators that launch no kernel.
 NO_KERNEL = (
@@ -290,3 +295,58 @@ def step_seconds(
         total += (micro_batches - 1) * (compute + communication.exposed_seconds(compute))
         total += compute + (communication + once.get(stage, Communication())).exposed_seconds(compute)
     return total
+
+
+def estimate_communication(
+    row: tuple[str, dict[str, Any]],
+    traffic: Mapping[Any, float],
+    params: int,
+    units: int,
+    micro_batches: int,
+    gpu: Gpu,
+    compiled: bool,
+    bytes_per_param: int = 2,
+) -> tuple[CommunicationByStage, CommunicationByStage]:
+    """Return the communication of each micro-batch, and the communication that happens once per step.
+
+    Phase 3 all-gathers parameters in every forward pass, and again in the backward pass if the forward pass has freed
+    them. It reduces gradients in the last backward pass. Phase 1 all-gathers the updated parameters during the first
+    forward pass of the next step, or before it if the model is compiled. With ZeRO-2, phase 1 reduces gradients in
+    every backward pass, and so does phase 3 with fsdp_sync_every_micro_batch.
+
+    Args:
+        row: a phase and its options.
+        traffic: bytes of the full tensors by kind of collective and number of ranks.
+        units: FSDP units of the model; each is one all-gather.
+        bytes_per_param: in the dtype of the all-gathers.
+    """
+    phase, options = row
+    every, once = ({"forward": Communication(), "backward": Communication()} for _ in range(2))
+    for (kind, ranks), size in traffic.items():
+        calls = 1 if size < SCALAR_BYTES else units if phase == "phase3" else math.ceil(size / BUCKET_BYTES)
+        if kind == "all-gather" and phase == "phase3":
+            forward = min(bytes_per_param * params, size / micro_batches)
+            for stage, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
+                seconds = collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0
+                every[stage] += Communication(seconds, seconds / calls)
+        elif kind == "all-to-all":  # Muon's; assume that none overlaps with computation
+            seconds = collective_seconds(gpu, kind, size, ranks, 1 + math.ceil(size / muon.ROUND_BYTES))
+            once["backward"] += Communication(seconds, seconds)
+        elif options.get("fsdp_sync_every_micro_batch") and kind == "reduce-scatter":
+            seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls)
+            every["backward"] += Communication(seconds, seconds / calls)
+        elif options.get("zero_stage") == 2 and kind in ("reduce-scatter", "reduce"):
+            seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls / micro_batches)
+            every["backward"] += Communication(seconds, seconds / calls * micro_batches)
+        else:
+            is_across_replicas = kind == "all-reduce" and "fsdp_shard_size" in options and size >= SCALAR_BYTES
+            seconds = collective_seconds(gpu, kind, size, ranks, calls, one_per_node=is_across_replicas)
+            stage = "forward" if kind in ("all-gather", "broadcast") else "backward"
+            is_overlapped = phase != "phase1" or stage == "backward" or not compiled
+            once[stage] += Communication(seconds, seconds / calls if is_overlapped else seconds)
+    if options.get("fsdp_cpu_offload"):  # copy shards to the GPU before each all-gather, and gradient shards back
+        shards = next((ranks for kind, ranks in traffic if kind == "reduce-scatter"), 1)
+        copy_seconds = 4 * params / shards / PCIE_BANDWIDTH
+        for stages, stage in ((every, "forward"), (every, "backward"), (once, "backward")):
+            stages[stage] += Communication(copy_seconds, copy_seconds / units)
+    return every, once

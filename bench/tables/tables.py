@@ -99,12 +99,6 @@ def format_options(options: Row) -> str:
     return " ".join(f"`{name}={value}`" for name, value in options.items())
 
 
-def find_fast_step(row: Row) -> float:
-    """Return the slowest step in the fastest tenth. Other programs on the machine disturb it least."""
-    times = sorted(row["step_ms"])
-    return float(times[(len(times) - 1) // 10])
-
-
 def find_changed_options(row: Row) -> str:
     """Return the options of a row of the covering array that differ from the defaults."""
     # The committed results also have fsdp_prefetch, an option that has left.
@@ -153,16 +147,6 @@ TABLES = {
             Column("step (ms)", "step_ms"),
             Column("peak memory per rank (MB)", "peak_bytes", ",.1f", MEGABYTES),
             Column("MFU", "mfu", ".1%"),
-        ),
-    ),
-    "nanogpt": Table(
-        ("nanogpt",),
-        (
-            Column("trainer", "trainer"),
-            Column("step (ms)", "step_ms", ".1f"),
-            Column("fastest tenth of the steps (ms)", find_fast_step, ".1f"),
-            Column("peak memory (MiB)", "peak_bytes", ",.0f", 2**-20),
-            Column("last loss", "last_loss", ".3f"),
         ),
     ),
     "fsdp_options": Table(

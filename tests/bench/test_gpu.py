@@ -20,7 +20,7 @@ def test_a_dry_run_measures_everything_once(only, tmp_path, capsys):
     """Every task ends well on the CPU and leaves a result. A second call runs none of them again."""
     words = ["--dry_run", f"--to={tmp_path}", f"--only={only}"]
     assert main(words) == 0
-    names = [task.name for task in list_tasks(True, None) if task.name.startswith(tuple(only.split(",")))]
+    names = [task.name for task in list_tasks(True) if task.name.startswith(tuple(only.split(",")))]
     records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
     assert {record["state"] for record in records} == {"done"} and all(record["result"] for record in records)
     capsys.readouterr()
@@ -66,6 +66,6 @@ def test_results_of_another_machine_are_refused(place):
 
 def test_every_task_has_a_function_or_a_command():
     """The group of each task names a function, unless the task is a command. Names are unique."""
-    tasks = list_tasks(False, "DIR")
+    tasks = list_tasks(False)
     assert len({task.name for task in tasks}) == len(tasks)
     assert all(bool(task.words) != (task.name.partition(".")[0] in FUNCTIONS) for task in tasks)

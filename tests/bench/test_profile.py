@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from bench.trainer.profile_step import (
+from bench.profile_step import (
     collect_spans,
     format_summary,
     intersect,

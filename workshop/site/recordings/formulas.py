@@ -22,7 +22,7 @@ import numpy as np
 
 import bench.plan.trace
 from bench.matrix.cells import make_config
-from bench.plan.options import Row
+from bench.plan.planner import Row
 from bench.plan.trace import MEMORY_STAGES, TracedStep, trace
 from measure.tracker import CATEGORIES, MemoryTracker, Totals
 from nanoGPT.checkpoint.starting_point import PADDED_VOCAB

@@ -14,9 +14,8 @@ from typing import Any
 
 from bench.plan import planner, speed
 from bench.plan.models import MODELS
-from bench.plan.options import Row
 from bench.plan.plan import select_rows, start_workers
-from bench.plan.planner import Job, Planner
+from bench.plan.planner import Job, Planner, Row
 from bench.plan.report import format_name
 from bench.plan.speed import GPUS
 from bench.plan.trace import MEMORY_STAGES
