@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.phases import load_config_class
 from nanoGPT.files import PACKAGE
 from nanoGPT.train_config import TrainConfig
-from workshop.phases import load_config_class
 from workshop.ranks import losses, run_on_ranks
 
 ROOT = PACKAGE.parent

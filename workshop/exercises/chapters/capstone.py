@@ -6,10 +6,10 @@ import json
 from types import ModuleType
 from typing import Any
 
+from bench.phases import load_config_class
 from phase1_zero1 import train as trainer
 from workshop.exercises.exercise import Exercise, Mistake, expect, plant_mistake
 from workshop.exercises.measuring import shared_folder
-from workshop.phases import load_config_class
 
 SETTINGS: dict[str, Any] = {
     "dataset": "shakespeare_char",
