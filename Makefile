@@ -95,8 +95,8 @@ hint: .venv/.core  ## print a hint for exercise N=zero1.5; LEVEL=1: a nudge, 2: 
 	@$(PY) -m workshop.exercises hint --name=$(N) --level=$(LEVEL)
 solution: .venv/.core  ## print the repository's own code for exercise N=zero1.5
 	@$(PY) -m workshop.exercises solution --name=$(N)
-diff: .venv/.core  ## show what PHASE=phase3 changes in the baseline's train.py, hunk by hunk
-	@$(PY) -m workshop.diff $(or $(firstword $(wildcard $(PHASE)_*)),$(PHASE))
+diff: .venv/.core  ## show what PHASE=phase3 changes in the baseline's train.py, or compare the functions of FROM=a.py and TO=b.py
+	@$(PY) -m $(if $(FROM)$(TO),workshop.steps $(FROM) $(TO),workshop.diff $(or $(firstword $(wildcard $(PHASE)_*)),$(PHASE)))
 
 ##@ run
 baseline: .venv/.core data  ## train the baseline: one process, or DDP on GPUS ranks

@@ -216,17 +216,18 @@ for step in range(5):
 # The loss falls, but each step uses the same 16 sequences, so the model only memorizes them. The trainer reads new
 # micro-batches in each step. Every `eval_interval` steps it also measures the loss on text that it never trains on.
 #
-# Now open `nanoGPT/train.py`. It has 142 lines, but the idea of training is in about 20 of them:
+# Now open `nanoGPT/train.py`. It has 177 lines, but the idea of training is in about 20 of them:
 #
 # | where | what it does | read it |
 # |---|---|---|
 # | `train_step`, the loop over `micro_batches` | forward and backward pass of each micro-batch, as in this section | now |
 # | `train_step`, below the loop | clips the gradient, and updates the parameters | now |
 # | `train`, from `model = GPT(...)` to `configure_optimizer` | creates the model and the optimizer | now |
-# | `train`, the line with `DDP(...)` | averages the gradients over the ranks | after section (d) |
+# | `train`, the line with `data_parallel(...)` | averages the gradients over the ranks | after section (d) |
 # | `train`, `checkpoints`, `checkpoint` and `save` | finds, loads and saves checkpoints | after section (f) |
+# | `evaluate`, `learning_rate` | the loss on other text; warm-up and cosine decay | after section (f) |
 # | `train`, the loop `for step in ...` | evaluates, sets the learning rate, calls `train_step`, logs | after section (f) |
-# | `start`, `scaler`, `ledger`, `diagnostics`, `telemetry` | starts ranks, mixed precision, monitoring | skip it at first |
+# | `start`, `scaler`, `run.observers` | starts ranks, mixed precision, monitoring | skip it at first |
 #
 # ## d. The same training on multiple ranks
 #

@@ -28,6 +28,7 @@ from torch.optim import AdamW
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.observers import add_flags
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.parallelize import Zero1Config
@@ -41,7 +42,7 @@ from workshop.ranks import losses, run_on_ranks
 # %%
 folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; removed when the kernel exits
 
-config = Zero1Config(
+config = add_flags(Zero1Config, "measure")(  # with the flag of the ledger
     device="cpu",
     block_size=32,  # T, tokens per sequence
     batch_size=4,  # B, sequences per micro-batch
@@ -422,7 +423,8 @@ def train_ddp(ranks: int, **changes) -> Path:
     """Train the baseline with the same configuration, and return the directory of the run."""
     out_dir = tempfile.mkdtemp(dir=folder.name)
     values = {name: getattr(config, name) for name in field_names(TrainConfig)}
-    run_on_ranks(ddp.train, ranks, TrainConfig(**{**values, "dropout": 0.2, "out_dir": out_dir, **changes}), show=False)
+    baseline = add_flags(TrainConfig, "measure")(**{**values, "dropout": 0.2, "out_dir": out_dir, **changes})
+    run_on_ranks(ddp.train, ranks, baseline, show=False)
     return Path(out_dir)
 
 
@@ -461,6 +463,31 @@ print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of th
 # NCCL's rings really send this volume. gloo, which these ranks use, does not: it implements a reduce-scatter as a full
 # all-reduce. On CPUs `flat` therefore sends more bytes than DDP. Use CPUs to study the algorithm, and GPUs to measure
 # its traffic.
+#
+# How does the code of `flat` differ from that of `naive`? Both versions contain the same steps, under the same names.
+# What the naive version does once per parameter, the real one does once per bucket. The next cell compares three steps:
+# `-` is `naive.py`, and `+` is `zero1.py` or `buckets.py`. (`make diff FROM=phase1_zero1/naive.py
+# TO=phase1_zero1/zero1.py` prints all of them.)
+#
+# **Predict first:** which collectives replace the all-reduce and the broadcast? The model has 15 parameter tensors in 2
+# buckets: how does the number of calls follow from this, 30 for `naive` and 6 for `flat`?
+
+# %%
+from workshop.imports import ROOT
+from workshop.steps import compare
+
+steps = compare(ROOT / "phase1_zero1" / "naive.py", ROOT / "phase1_zero1" / "zero1.py")
+for name in ("_reduce", "_gather", "step"):
+    print(steps[name], end="\n\n")
+
+# %% [markdown]
+# The naive version waits for one all-reduce and one broadcast per tensor, 2 x 15 calls. The real one starts one
+# reduce-scatter and one all-gather per bucket in the background, 2 x 2 calls, and the two small all-reduces. Each of
+# the two collectives sends P(N-1)/N elements. An all-reduce alone sends twice as many, because every rank receives the
+# full mean, and then updates only its own part.
+#
+# In the naive `step`, the three stages follow one another. In the real one, the reduction has started in the backward
+# pass, and `start_gather` returns at once, so the all-gather of one bucket runs while the next one is updated.
 #
 # ## e. Overlap communication with the backward pass
 #

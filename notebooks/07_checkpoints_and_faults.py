@@ -22,6 +22,7 @@ import torch
 
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, serialize_manifest, verify_files
 from nanoGPT.checkpoint.shards import read_index
+from nanoGPT.observers import add_flags
 from phase3_fsdp.fsdp import FsdpConfig
 from phase3_fsdp.train import train
 from workshop.lessons import checkpoint_pictures
@@ -35,7 +36,7 @@ from workshop.ranks import losses, run_on_ranks
 # %%
 folder = tempfile.TemporaryDirectory()  # every run of this notebook writes here; removed when the kernel exits
 
-config = FsdpConfig(
+config = add_flags(FsdpConfig, "operate")(  # with the flags of the watchdog
     device="cpu",
     block_size=32,  # T, tokens per sequence
     batch_size=2,  # B, sequences per micro-batch

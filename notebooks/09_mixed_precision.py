@@ -218,6 +218,7 @@ def measure_paper_layout(config: TrainConfig) -> dict[str, int]:
 import json
 from pathlib import Path
 
+from nanoGPT.observers import add_flags
 from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.train import train as train_with_zero1
 
@@ -226,7 +227,7 @@ def measure_our_layout(ranks: int) -> dict[str, int]:
     """Return what the ledger measures on rank 0 of phase 1, with bf16 products."""
     out_dir = f"{folder.name}/ledger-{ranks}"
     small = {**SMALL, "max_iters": 3, "dtype": "bfloat16", "ledger": True, "out_dir": out_dir}
-    run_on_ranks(train_with_zero1, ranks, Zero1Config(**small), show=False)
+    run_on_ranks(train_with_zero1, ranks, add_flags(Zero1Config, "measure")(**small), show=False)
     return json.loads((Path(out_dir) / "ledger.json").read_text())["ranks"][0]["state_bytes"]
 
 # %%

@@ -165,7 +165,8 @@ def run_micro_batch(model: GPT, data: TokenData, step: int, micro_batch: int, mi
     return loss.item()
 
 # %%
-from nanoGPT.optim import clip_grads, configure_adamw, learning_rate, set_learning_rate
+from nanoGPT.optim import clip_grads, configure_adamw
+from nanoGPT.train import learning_rate
 
 
 def train_tensor_parallel(config: TrainConfig, shape: GPTConfig, reduces_backward: bool = True) -> dict:
@@ -176,7 +177,8 @@ def train_tensor_parallel(config: TrainConfig, shape: GPTConfig, reduces_backwar
     divide_model(model, reduces_backward)
     optimizer = configure_adamw(model, config)
     for step in range(config.max_iters):
-        set_learning_rate(optimizer, learning_rate(step, config))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
         with CollectiveCounter() as counter:
             loss_of_step[step] = sum(run_micro_batch(model, data, step, m, M) for m in range(M)) / M
         clip_grads([p.grad for p in model.parameters()], norm_over_ranks(model), config.grad_clip)

@@ -188,19 +188,24 @@ class Bucket:
 
     def update_shards(self) -> None:
         """Step the inner optimizer with the current learning rate and other options of the parameter group."""
-        for shard in self.shards:
-            if shard.tensor.dtype != self.flat_params.dtype:  # a weight that was set from outside replaces its master
-                weights = self.flat_params[shard.bucket_slice].view_as(shard.tensor)
-                shard.tensor.copy_(torch.where(shard.tensor.to(weights.dtype) == weights, shard.tensor, weights))
+        self._update_masters()
         if self.inner:
             inner_group = self.inner.param_groups[0]
             inner_group.update(
                 {name: self.options[name] for name in inner_group if name in self.options and name != "params"}
             )
             self.inner.step()
-        for shard in self.shards:
-            if shard.tensor.dtype != self.flat_params.dtype:
-                self.flat_params[shard.bucket_slice].copy_(shard.tensor.view(-1))
+        for shard in self._masters():
+            self.flat_params[shard.bucket_slice].copy_(shard.tensor.view(-1))
+
+    def _masters(self) -> list[Shard]:
+        return [shard for shard in self.shards if shard.tensor.dtype != self.flat_params.dtype]
+
+    def _update_masters(self) -> None:
+        """Let a weight that was set from outside replace its master copy."""
+        for shard in self._masters():
+            weights = self.flat_params[shard.bucket_slice].view_as(shard.tensor)
+            shard.tensor.copy_(torch.where(shard.tensor.to(weights.dtype) == weights, shard.tensor, weights))
 
     def start_gather(self) -> None:
         """Start all-gathering the updated parameters from all ranks' slices."""

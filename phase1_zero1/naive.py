@@ -1,7 +1,7 @@
 """Naive ZeRO-1: all-reduce the gradients, update the parameters that this rank owns, and broadcast them.
 
 This first version is correct, shards the optimizer state, and fits on one page. It has three costs, which `zero1.py`
-avoids:
+avoids (`make diff FROM=phase1_zero1/naive.py TO=phase1_zero1/zero1.py` compares the functions of both versions):
 
 - The all-reduce gives every rank the full mean gradient, but a rank uses only 1/N of it. With the broadcast, the
   communication volume per rank is three times P(N-1)/N elements, where two would be enough.
@@ -53,26 +53,41 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.trainable_params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self.frozen_params = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        self._frozen_params = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        self.local_optimizer = optimizer_class(self._create_shards(), **defaults)  # has state for these parameters only
+        self.state = self.local_optimizer.state
+        self._is_reduced = False
+
+    def _create_shards(self) -> list[dict[str, Any]]:
+        """Assign an owner to every parameter, and return the parameter groups with those that this rank owns."""
         self.owner = assign_owners(self.trainable_params, self.world_size, Tensor.numel)
-        local_groups = [
+        return [
             {**group, "params": [p for p in group["params"] if self.owner.get(p) == self.rank]}
             for group in self.param_groups
         ]
-        self.local_optimizer = optimizer_class(local_groups, **defaults)  # has state for this rank's parameters only
-        self.state = self.local_optimizer.state
-        self.is_reduced = False
+
+    def _reduce(self, grad: Tensor) -> None:
+        dist.all_reduce(grad, dist.ReduceOp.AVG)
 
     @torch.no_grad()
     def reduce_gradients(self) -> list[Tensor]:
         """Average every gradient over the ranks and return all of them. Collective."""
-        check_frozen(self.frozen_params)
+        check_frozen(self._frozen_params)
         grads = [p.grad for p in self.trainable_params if p.grad is not None]
-        if not self.is_reduced:
+        if not self._is_reduced:
             for grad in grads:
-                dist.all_reduce(grad, dist.ReduceOp.AVG)
-            self.is_reduced = True
+                self._reduce(grad)
+            self._is_reduced = True
         return grads
+
+    def update_shards(self) -> None:
+        """Step the local optimizer with the current learning rate and other options of the parameter groups."""
+        for local_group, group in zip(self.local_optimizer.param_groups, self.param_groups, strict=True):
+            local_group.update({name: value for name, value in group.items() if name != "params"})
+        self.local_optimizer.step()
+
+    def _gather(self, param: Tensor) -> None:
+        dist.broadcast(param, src=self.owner[param])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,18 +97,16 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.reduce_gradients()
-        for local_group, group in zip(self.local_optimizer.param_groups, self.param_groups, strict=True):
-            local_group.update({name: value for name, value in group.items() if name != "params"})
-        self.local_optimizer.step()
+        self.update_shards()
         for param in self.trainable_params:
-            dist.broadcast(param, src=self.owner[param])
-        self.is_reduced = False
+            self._gather(param)
+        self._is_reduced = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including averaged gradients that no `step` has used."""
         super().zero_grad(set_to_none)
-        self.is_reduced = False
+        self._is_reduced = False
 
     def inner_optimizers(self) -> list[Optimizer]:
         """Return the optimizer of the parameters that this rank owns."""

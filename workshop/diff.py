@@ -5,7 +5,8 @@
 
 The diff contract allows at most 60 added lines in at most 8 hunks. Every hunk, also a deletion, has a tag such as
 `[fsdp:clip]`. The module docstring and the imports do not count and need no tag. In IMPLEMENTATION.md, the block
-between `<!-- diff:clip -->` and `<!-- /diff -->` contains the hunks with that tag.
+between `<!-- diff:clip -->` and `<!-- /diff -->` contains the hunks with that tag. `workshop/steps.py` compares the
+versions of an algorithm within a phase.
 """
 
 import ast
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from bench.phases import find_package
 from nanoGPT.program import report_errors
 from workshop.imports import ROOT
+from workshop.steps import render_steps
 
 BASELINE = ROOT / "nanoGPT" / "train.py"
 MAX_ADDED, MAX_HUNKS = 60, 8
@@ -71,10 +73,10 @@ def find_problems(hunks: list[Hunk]) -> list[str]:
 
 
 def render_notes(phase: str) -> str:
-    """Return the phase's IMPLEMENTATION.md with updated diff blocks.
+    """Return the phase's IMPLEMENTATION.md with updated diff blocks and blocks of steps.
 
     Raises:
-        KeyError: a block names a tag that train.py does not have.
+        KeyError: a block names a tag that train.py does not have, or a step that one of the versions does not have.
     """
     by_tag: dict[str, list[str]] = {}
     for hunk in find_hunks(phase):
@@ -84,7 +86,8 @@ def render_notes(phase: str) -> str:
     def render_block(match: re.Match[str]) -> str:
         return match[1] + "```diff\n" + "\n...\n".join(by_tag[match[2]]) + "\n```\n" + match[3]
 
-    return BLOCK.sub(render_block, (ROOT / phase / "IMPLEMENTATION.md").read_text())
+    text = BLOCK.sub(render_block, (ROOT / phase / "IMPLEMENTATION.md").read_text())
+    return render_steps(text, ROOT / phase)
 
 
 def main(phase: str, write: bool) -> int:

@@ -196,11 +196,16 @@ EXERCISES = [
     Exercise(
         name="zero1.7",
         title="Write the step of naive ZeRO-1",
-        targets=("phase1_zero1.naive:NaiveZero1Optimizer.step",),
+        targets=(
+            "phase1_zero1.naive:NaiveZero1Optimizer.update_shards",
+            "phase1_zero1.naive:NaiveZero1Optimizer._gather",
+            "phase1_zero1.naive:NaiveZero1Optimizer.step",
+        ),
         task="""In the simplest form of ZeRO-1, a rank has optimizer state only for the parameters that it owns:
-        self.local_optimizer updates these. Average the gradients with self.reduce_gradients(), give the local
-        optimizer the current options of self.param_groups, step it, and broadcast every parameter of
-        self.trainable_params from its owner, self.owner[param]. At the end, set self.is_reduced to False.""",
+        self.local_optimizer updates these. update_shards gives the local optimizer the current options of
+        self.param_groups, and steps it. _gather broadcasts one parameter from its owner, self.owner[param]. step
+        averages the gradients with self.reduce_gradients(), calls update_shards, and gathers every parameter of
+        self.trainable_params. At the end, it sets self._is_reduced to False.""",
         minutes=15,
         difficulty="medium",
         ranks=2,
@@ -210,7 +215,7 @@ EXERCISES = [
         idea="dist.broadcast(param, src=owner) for each parameter, in the same order on all ranks.",
         line="dist.broadcast",
         mistakes=(
-            plant_mistake("        dist.broadcast(param, src=self.owner[param])", "        pass", "Broadcast each"),
+            plant_mistake("dist.broadcast(param, src=self.owner[param])", "pass", "Broadcast each"),
             plant_mistake("src=self.owner[param]", "src=0", "Only its owner has the new values"),
             plant_mistake(
                 'local_group.update({name: value for name, value in group.items() if name != "params"})',

@@ -1,0 +1,87 @@
+"""Compare two versions of an algorithm, function by function: a first one, and the one that the trainer uses.
+
+    python -m workshop.steps phase1_zero1/naive.py phase1_zero1/zero1.py
+
+A step of the algorithm is a function with the same name in both versions. The second version may be several files: the
+given one, and the files next to it that it imports. In IMPLEMENTATION.md, the block between
+`<!-- step:naive.py:zero1.py:_reduce -->` and `<!-- /step -->` contains one step, and
+`python -m workshop.diff phase1_zero1 --write` updates it.
+"""
+
+import ast
+import difflib
+import re
+import sys
+from pathlib import Path
+
+from nanoGPT.errors import ConfigError
+from nanoGPT.program import report_errors
+from workshop.imports import ROOT
+
+BLOCK = re.compile(r"(<!-- step:(\S+?):(\S+?):(\w+) -->\n).*?(<!-- /step -->)", re.DOTALL)
+
+
+def find_functions(path: Path) -> dict[str, tuple[str, list[str]]]:
+    """Return each function of a file, without names like `__init__`: a title, and the lines without the docstring."""
+    source = path.read_text()
+    functions: dict[str, tuple[str, list[str]]] = {}
+    for parent in ast.walk(ast.parse(source)):
+        for node in parent.body if isinstance(parent, ast.Module | ast.ClassDef) else ():
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+                lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+                if ast.get_docstring(node):
+                    docstring = node.body[0]
+                    del lines[docstring.lineno - node.lineno : (docstring.end_lineno or 0) - node.lineno + 1]
+                owner = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
+                title = f"{path.name} {owner}{node.name}"
+                functions.setdefault(node.name, (title, [line[node.col_offset :] for line in lines]))
+    return functions
+
+
+def list_files(path: Path) -> list[Path]:
+    """Return a file, and the files of its package that it imports."""
+    modules = [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    package = path.parent.name
+    return [path, *(path.with_name(f"{m.rpartition('.')[2]}.py") for m in modules if m.startswith(f"{package}."))]
+
+
+def compare(before: Path, after: Path) -> dict[str, str]:
+    """Return the diff of each function that both versions have and that differs, in the order of the first version.
+
+    Raises:
+        ConfigError: a file does not exist, or the versions have no function in common.
+    """
+    for path in (before, after):
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist: give two files, such as naive.py and zero1.py of phase1_zero1")
+    versions: list[dict[str, tuple[str, list[str]]]] = [find_functions(before), {}]
+    for path in reversed(list_files(after)):
+        versions[1] |= find_functions(path)
+    diffs = {}
+    for name in (name for name in versions[0] if name in versions[1]):
+        (old_title, old_lines), (new_title, new_lines) = (version[name] for version in versions)
+        changes = difflib.unified_diff(old_lines, new_lines, old_title, new_title, n=1000, lineterm="")
+        diffs[name] = "\n".join(line for line in changes if not line.startswith("@@"))
+    if not diffs:
+        raise ConfigError(f"{before} and {after} have no function with the same name: give two versions of a module")
+    return {name: text for name, text in diffs.items() if text}
+
+
+def render_steps(text: str, folder: Path) -> str:
+    """Return the text of an IMPLEMENTATION.md with updated blocks.
+
+    Raises:
+        KeyError: a block names a step that one of the versions does not have.
+    """
+
+    def render_block(match: re.Match[str]) -> str:
+        return f"{match[1]}```diff\n{compare(folder / match[2], folder / match[3])[match[4]]}\n```\n{match[5]}"
+
+    return BLOCK.sub(render_block, text)
+
+
+if __name__ == "__main__":
+    with report_errors():
+        if len(sys.argv) != 3:
+            raise ConfigError("give two files: make diff FROM=phase1_zero1/naive.py TO=phase1_zero1/zero1.py")
+        print("\n\n".join(compare(*(ROOT / name for name in sys.argv[1:])).values()))
