@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from measure.memory_limits import format_bytes, host_limits
 from nanoGPT.checkpoint.manifest import Checkpoint, find_newest_run
 from nanoGPT.checkpoint.starting_point import find_checkpoint, is_run, read_weights
 from nanoGPT.checkpoint.training_state import load_weights, read_full_state
@@ -85,7 +84,7 @@ def load_model(source: str, device: torch.device | None = None, step: StepChoice
 
 
 def check_model_fits(shape: GPTConfig, device: torch.device | None = None) -> None:
-    """Check that the weights fit into the memory of this process, before they are read.
+    """Check that the weights fit into the memory of this machine, before they are read.
 
     Args:
         shape: of the model.
@@ -95,14 +94,14 @@ def check_model_fits(shape: GPTConfig, device: torch.device | None = None) -> No
         ConfigError: they do not fit.
     """
     needed = 4 * shape.count_params()
-    limits = [(owner, total) for owner, total, _ in host_limits()]
+    limits = [("this machine has", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     if device is not None and device.type == "cuda":
         limits.append(("the free memory of the GPU is", torch.cuda.mem_get_info(device)[0]))
     for owner, total in limits:
         if needed > total:
             raise ConfigError(
-                f"the model has {shape.count_params():,} parameters, which need {format_bytes(needed)} in fp32, but "
-                f"{owner} {format_bytes(total)}: use a machine with more memory, "
+                f"the model has {shape.count_params():,} parameters, which need {needed / 2**30:,.1f} GiB in fp32, but "
+                f"{owner} {total / 2**30:,.1f} GiB: use a machine with more memory, "
                 "or evaluate the model on several ranks with `make evaluate`"
             )
 
