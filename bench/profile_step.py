@@ -13,7 +13,6 @@ On a GPU, the timeline shows kernels. Without a GPU, it shows the operators that
 loop, and the collectives in gloo's threads.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -21,18 +20,17 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import DeviceType
 
 from bench.phases import ROOT, find_package, load_config_class
-from measure.ledger import Ledger
+from nanoGPT import observers
 from nanoGPT.errors import ConfigError
 from nanoGPT.parse import parse
 from nanoGPT.program import report_errors
@@ -56,34 +54,48 @@ COMPUTATION = (
 )
 
 
-def profile_on_rank(package: str, config: TrainConfig, folder: Path) -> None:
-    """Train a few steps on this rank, and write the profiler's trace; on rank 0 also timeline and operators."""
-    with open(folder / f"rank{os.environ.get('RANK', 0)}.err", "w") as file:
-        os.dup2(file.fileno(), sys.stderr.fileno())  # the profiler logs its start and stop to stderr
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if config.device.startswith("cuda") else []
-    profiler = torch.profiler.profile(activities=activities)
+class Observer(observers.Observer):
+    """Profiles a few steps, and writes the trace of this rank into the directory above that of the run.
 
-    @contextlib.contextmanager
-    def watch(ledger: Ledger, step: int) -> Iterator[None]:
+    Rank 0 also writes the timeline and the operators.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if config.device.startswith("cuda") else []
+        self.sort = "self_device_time_total" if len(activities) > 1 else "self_cpu_time_total"
+        self.profiler = torch.profiler.profile(activities=activities)
+
+    def begin_step(self, step: int) -> None:
         if step == FIRST:
             wait_for_collectives()
-            profiler.start()
-        with torch.profiler.record_function(f"step {step}"):
-            yield
+            self.profiler.start()
+        self.span = torch.profiler.record_function(f"step {step}")
+        self.span.__enter__()
+
+    def end_step(self, step: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
+        self.span.__exit__(None, None, None)
         if step == LAST:
             wait_for_collectives()
-            profiler.stop()
+            self.profiler.stop()
 
-    with mock.patch.object(Ledger, "watch", watch):
-        importlib.import_module(f"{package}.train").train(config)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    profiler.export_chrome_trace(str(folder / f"rank{rank}.json.gz"))
-    if rank == 0:
-        sort = "self_device_time_total" if len(activities) > 1 else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by=sort, row_limit=10, max_name_column_width=60)
-        (folder / "operators.txt").write_text(table)
-        (folder / "timeline.json").write_text(json.dumps(collect_spans(profiler.events())))
+    def end(self, error: BaseException | None) -> None:
+        if error is not None:
+            return
+        folder = Path(self.config.out_dir).parent
+        self.profiler.export_chrome_trace(str(folder / f"rank{self.run.rank}.json.gz"))
+        if self.run.is_main:
+            table = self.profiler.key_averages().table(sort_by=self.sort, row_limit=10, max_name_column_width=60)
+            (folder / "operators.txt").write_text(table)
+            (folder / "timeline.json").write_text(json.dumps(collect_spans(self.profiler.events())))
+
+
+def train_on_rank(package: str, config: TrainConfig) -> None:
+    """Train a few steps on this rank. The profiler logs its start and stop to stderr, which goes into a file."""
+    with open(Path(config.out_dir).parent / f"rank{os.environ.get('RANK', 0)}.err", "w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    importlib.import_module(f"{package}.train").train(config)
 
 
 def wait_for_collectives() -> None:
@@ -267,9 +279,9 @@ def profile_into(folder: Path, package: str, ranks: int, config: TrainConfig) ->
         ConfigError: a rank failed; the message is the last line of its error.
     """
     (folder / "run").mkdir(parents=True)
-    config = replace(config, out_dir=str(folder / "run"))
+    config = replace(config, out_dir=str(folder / "run"), observers="bench.profile_step")
     try:
-        run_on_ranks(profile_on_rank, ranks, package, config, folder, timeout=600, show=False, device=config.device)
+        run_on_ranks(train_on_rank, ranks, package, config, timeout=600, show=False, device=config.device)
     except RankFailed as failure:
         last_line = str(failure).strip().splitlines()[-1]
         raise ConfigError(last_line.removeprefix("nanoGPT.errors.ConfigError: ")) from None

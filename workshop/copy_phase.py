@@ -1,10 +1,11 @@
-"""Copy a phase, and the modules that it imports, into a standalone directory.
+"""Copy a phase into a directory of its own, with the part of the core that it uses.
 
     make copy PHASE=phase3 TO=../my-trainer
-    cd ../my-trainer && pip install -r requirements.txt && torchrun --standalone --nproc_per_node=2 train.py
+    make copy PHASE=phase3 TO=../my-trainer WITH=operate,measure      # also the shell, which watches runs
 
-The directory contains the phase's programs (train.py) and configurations, its other modules as a package, the modules
-of `nanoGPT` that they import, and the prepared datasets up to 64 MiB. Nothing in it needs this repository.
+The directory has the phase's programs and configurations, its other modules and those of `nanoGPT` that they import as
+packages, the programs that sample, export and verify, the scripts that prepare its datasets, the prepared datasets up
+to 64 MiB, tests and a README. Nothing in it needs this repository.
 """
 
 import ast
@@ -15,19 +16,34 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-from bench.phases import find_package
+from bench.phases import ROOT, find_package
 from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from nanoGPT.program import report_errors
-from workshop.imports import ROOT, find_modules, find_needed_modules
+from workshop.imports import find_modules, find_needed_modules
 
+TEMPLATES = Path(__file__).parent / "copied"
 MAX_DATASET_BYTES = 64 << 20
-
-
-def is_program(path: Path) -> bool:
-    """Return whether torchrun can start a file as a program."""
-    return path.name in ("train.py", "evaluate.py") and "__main__" in path.read_text()
+PROGRAMS = ("train", "evaluate", "minimal", "naive")  # of a phase; their other modules are those that these import
+TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.checkpoint.verify", "nanoGPT.prepare.text"]
+ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
+LESSONS = {
+    "nanoGPT": "`nanoGPT/distributed/ddp.py` averages the gradients with DDP.",
+    "phase1_zero1": "`phase1_zero1/naive.py` is ZeRO-1 in its simplest form, `phase1_zero1/zero1.py` the real one.",
+    "phase2_triton": "`phase2_triton/kernels/` has the Triton kernels.",
+    "phase3_fsdp": "`phase3_fsdp/minimal.py` is FSDP in one file, `phase3_fsdp/fsdp.py` has all options.",
+}
+TRAIN = r"make (?:baseline|phase\d)(?: GPUS=(?P<ranks>\d+))?(?: CONFIG=(?P<config>\S+))?"
+# Sentences that name a target of make, and what they say in a copy.
+SENTENCES = {
+    "`make data DATASET={quote(name)}`": "`python nanoGPT/data/{name}/prepare.py`",
+    "make data DATASET={quote(folder.name)}": "python {quote(f'{folder}/prepare.py')}",
+    "`make data`": "`python nanoGPT/data/shakespeare/prepare.py`",
+    ', "\n                "or evaluate the model on several ranks with `make evaluate`': "",
+    "use `make phase3`": "use the trainer of FSDP",
+    " (`make diff FROM=phase1_zero1/naive.py TO=phase1_zero1/zero1.py` compares the functions of both versions)": "",
+}
 
 
 def find_requirements(paths: list[Path]) -> list[str]:
@@ -44,38 +60,84 @@ def find_requirements(paths: list[Path]) -> list[str]:
     return [line for line in requirements if (re.match(r"[\w-]+", line) or [""])[0] in names]
 
 
-def copy_modules(phase: str, to: Path) -> list[Path]:
-    """Copy a phase's modules and all modules that they import, and return the files that were copied.
+def rewrite(text: str) -> str:
+    """Return a source text whose sentences name the commands of a copy instead of targets of make."""
+    for sentence, replacement in SENTENCES.items():
+        text = text.replace(sentence, replacement)
 
-    The phase's programs go to the top level of the directory.
+    def name_command(match: re.Match[str]) -> str:
+        launcher = f"torchrun --standalone --nproc_per_node={match['ranks']}" if match["ranks"] else "python"
+        return f"{launcher} train.py" + (f" {match['config']}" if match["config"] else "")
+
+    return re.sub(TRAIN, name_command, text)
+
+
+def list_modules(package: str, datasets: list[str], shell: list[str]) -> dict[str, Path]:
+    """Return the modules that belong into the copy of a phase, by name.
+
+    Args:
+        package: of the phase.
+        datasets: whose scripts belong into the copy.
+        shell: packages of the shell to copy, too.
     """
-    names = [name for name, path in find_modules().items() if path.parent == ROOT / phase]
-    if phase == "nanoGPT":
-        names = ["nanoGPT.train"]
-    needed = find_needed_modules(names)
+    modules = find_modules()
+    names = [f"{package}.{name}" for name in PROGRAMS] + TOOLS + [f"nanoGPT.data.{name}.prepare" for name in datasets]
+    if shell:
+        names += [name for name in modules if name.split(".")[0] in shell or name == f"{package}.costs"]
+    return find_needed_modules(names)
+
+
+def copy_modules(package: str, to: Path, datasets: list[str], shell: list[str]) -> list[Path]:
+    """Copy the modules, and return their files. The phase's train.py and evaluate.py go to the top of the directory."""
+    needed = list_modules(package, datasets, shell)
     for name, path in needed.items():
-        is_top_level = name.rpartition(".")[0] == phase and is_program(path)
+        is_top_level = name in (f"{package}.train", f"{package}.evaluate")
         target = to / path.name if is_top_level else to / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+        target.write_text(rewrite(path.read_text()))
         for table in path.parent.glob("*.json"):  # tile sizes of the kernels
             shutil.copyfile(table, target.parent / table.name)
     return list(needed.values())
 
 
-def copy_datasets(to: Path) -> list[str]:
-    """Copy the prepared datasets of at most MAX_DATASET_BYTES, and return the names of the larger ones."""
-    too_large = []
-    for meta in sorted(DATA.glob("*/meta.json")):
-        files = [path for path in meta.parent.iterdir() if path.suffix in (".bin", ".json")]
-        if sum(path.stat().st_size for path in files) > MAX_DATASET_BYTES:
-            too_large.append(meta.parent.name)
-            continue
-        target = to / "nanoGPT" / "data" / meta.parent.name
-        target.mkdir(parents=True)
-        for path in files:
-            shutil.copyfile(path, target / path.name)
-    return too_large
+def copy_configs(package: str, to: Path) -> list[str]:
+    """Copy the configurations of a phase, and return the datasets that they and the defaults name."""
+    (to / "config").mkdir()
+    datasets = {"shakespeare", "shakespeare_char"}
+    for path in (ROOT / package / "config").glob("*.py"):
+        (to / "config" / path.name).write_text(text := rewrite(path.read_text()))
+        datasets |= set(re.findall(r'^dataset = "(\w+)"', text, re.MULTILINE))
+    return sorted(datasets)
+
+
+def copy_datasets(to: Path, datasets: list[str]) -> None:
+    """Copy the prepared datasets of at most MAX_DATASET_BYTES."""
+    for folder in (DATA / name for name in datasets):
+        files = [path for path in folder.iterdir() if path.suffix in (".bin", ".json")]
+        if sum(path.stat().st_size for path in files) <= MAX_DATASET_BYTES:
+            for path in files:
+                shutil.copyfile(path, to / "nanoGPT" / "data" / folder.name / path.name)
+
+
+def write_project(package: str, to: Path, copied: list[Path]) -> None:
+    """Write pyproject.toml, README.md, LICENSE, .gitignore and the tests."""
+    packages = sorted({path.relative_to(ROOT).parts[0] for path in copied})
+    dependencies = "".join(f'    "{line}",\n' for line in find_requirements(copied))
+    (to / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n\n'
+        f'[project]\nname = "{to.resolve().name}"\nversion = "0.1.0"\nrequires-python = ">=3.11"\n'
+        f"dependencies = [\n{dependencies}]\n\n"
+        f"[tool.setuptools.packages.find]\ninclude = {[f'{each}*' for each in packages]}\nnamespaces = false\n"
+    )
+    title = ast.get_docstring(ast.parse((to / "train.py").read_text())) or ""
+    readme = (TEMPLATES / "README.md").read_text()
+    config = min(path.name for path in (to / "config").glob("*gpt2*.py"))
+    values = {"title": title.split(":")[0], "config": f"config/{config}", "lesson": LESSONS[package]}
+    (to / "README.md").write_text(readme.format(**values))
+    shutil.copyfile(ROOT / "LICENSE", to / "LICENSE")
+    (to / ".gitignore").write_text("out/\n__pycache__/\n*.egg-info/\n.venv/\nnanoGPT/data/*/*.bin\n")
+    (to / "tests").mkdir()
+    shutil.copyfile(TEMPLATES / "test_training.py", to / "tests" / "test_training.py")
 
 
 def create_new_directory(to: Path) -> Path:
@@ -90,39 +152,39 @@ def create_new_directory(to: Path) -> Path:
     return to
 
 
-def copy_phase(phase: str, to: Path) -> None:
+def copy_phase(phase: str, to: Path, shell: tuple[str, ...] = ()) -> None:
     """Copy a phase into a new directory.
 
     Args:
         phase: baseline, phase1, phase2 or phase3.
         to: a directory that does not exist yet or is empty.
+        shell: packages of the shell to copy, too: operate, measure.
 
     Raises:
-        ConfigError: the phase is unknown, or the directory cannot be used.
+        ConfigError: the phase or a package is unknown, or the directory cannot be used.
     """
     package = find_package(phase)
+    if unknown := sorted({*shell} - {*ADDITIONS}):
+        raise ConfigError(f"WITH={','.join(shell)} names {unknown[0]}: use packages of {', '.join(ADDITIONS)}")
     create_new_directory(to)
-    copied = copy_modules(package, to)
-    shutil.copytree(ROOT / package / "config", to / "config", ignore=shutil.ignore_patterns("__pycache__"))
-    if package != "nanoGPT":
-        shutil.copyfile(ROOT / package / "IMPLEMENTATION.md", to / "IMPLEMENTATION.md")
-    (to / "requirements.txt").write_text("\n".join(find_requirements(copied)) + "\n")
-    too_large = copy_datasets(to)
-    print(f"copied {phase} with {len(copied)} modules into {to}; run: cd {to} && python train.py")
-    if too_large:
-        print(f"not copied, because they are large: {', '.join(too_large)}; use --dataset={DATA}/{too_large[0]}")
+    datasets = copy_configs(package, to)
+    copied = copy_modules(package, to, datasets, list(shell))
+    copy_datasets(to, datasets)
+    write_project(package, to, copied)
+    print(f"copied {phase} with {len(copied)} modules into {to}: read its README.md, or run cd {to} && python train.py")
 
 
-def main(phase: str, to: str) -> None:
-    """Copy a phase, and the modules that it imports, into a standalone directory.
+def main(phase: str, to: str, shell: str = "") -> None:
+    """Copy a phase into a directory of its own.
 
     Args:
         phase: baseline, phase1, phase2 or phase3.
         to: a new directory.
+        shell: packages of the shell to copy, too: operate,measure.
     """
     if not to:
         raise ConfigError("TO= is empty: use a new directory, such as TO=../my-trainer")
-    copy_phase(phase, Path(to))
+    copy_phase(phase, Path(to), tuple(filter(None, shell.split(","))))
 
 
 if __name__ == "__main__":
