@@ -32,8 +32,8 @@ from torch.autograd import DeviceType
 from bench.phases import ROOT, find_package, load_config_class
 from nanoGPT import observers
 from nanoGPT.errors import ConfigError
-from nanoGPT.parse import parse
-from nanoGPT.program import report_errors
+from nanoGPT.job.parse import parse
+from nanoGPT.job.program import report_errors
 from nanoGPT.train_config import TrainConfig, validate
 from operate.ranks import RankFailed, run_on_ranks
 

@@ -17,15 +17,15 @@ from evaluation.models import open_model
 from evaluation.prompts import Prompter
 from evaluation.settings import SolveConfig, validate
 from evaluation.tasks import select_problems, write_tasks
-from nanoGPT.command_line import command_line
 from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, is_out_of_memory
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors, unbreakable_output
+from nanoGPT.job.signals import listen_for_signals
+from nanoGPT.job.start import report_job_errors
 from nanoGPT.observers import Flags
-from nanoGPT.program import report_errors, unbreakable_output
 from nanoGPT.sample import choose_run
-from nanoGPT.signals import listen_for_signals
-from nanoGPT.start import report_job_errors
 from operate.agreement import check_agreement
 from operate.launch import configure_agent, explain_exit, find_root_cause, forward_signals
 from operate.nodes import NodeConfig

@@ -23,7 +23,7 @@ from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
-from nanoGPT.hardware import describe_hardware, read_git_commit, read_peak_memory
+from nanoGPT.job.hardware import describe_hardware, read_git_commit, read_peak_memory
 
 CONTINUE = "run the same command again; it continues with the problems that are not finished"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
-from nanoGPT.out_dir import DirectoryLock
+from nanoGPT.job.out_dir import DirectoryLock
 
 PREFIX = "phase3"
 LOCK_SECONDS = 5.0  # how long to wait for the ranks of a run that was killed

@@ -16,7 +16,7 @@ from measure.diagnostics import Diagnostics
 from measure.ledger import Ledger
 from nanoGPT import costs, observers
 from nanoGPT.errors import ConfigError
-from nanoGPT.parse import package_of
+from nanoGPT.job.parse import package_of
 
 
 @dataclass

@@ -18,10 +18,10 @@ from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.checkpoint.hugging_face import write_hf
 from nanoGPT.checkpoint.starting_point import find_checkpoint, tokenizer_rows
 from nanoGPT.checkpoint.training_state import read_full_state, save_ckpt
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from nanoGPT.model import GPTConfig
-from nanoGPT.program import report_errors
 from nanoGPT.tokenizer import load_tokenizer
 from nanoGPT.train_config import StepChoice
 

@@ -24,7 +24,7 @@ from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
-from nanoGPT.hardware import (
+from nanoGPT.job.hardware import (
     describe_hardware,
     find_peak_flops,
     read_environment,

@@ -1,6 +1,6 @@
 """The configuration of a run: the dataclass `TrainConfig`, its defaults on a GPU, and the checks of its values.
 
-Each phase extends `TrainConfig` with its own fields. `nanoGPT/parse.py` creates it from config files and flags.
+Each phase extends `TrainConfig` with its own fields. `nanoGPT/job/parse.py` creates it from config files and flags.
 """
 
 import dataclasses

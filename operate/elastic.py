@@ -45,13 +45,13 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from measure.memory_limits import check_memory
-from nanoGPT.command_line import command_line
 from nanoGPT.distributed.process_group import source_address
 from nanoGPT.errors import ConfigError
-from nanoGPT.parse import parse
-from nanoGPT.program import report_errors
-from nanoGPT.signals import handle_stop_signals
-from nanoGPT.start import check_run
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.parse import parse
+from nanoGPT.job.program import report_errors
+from nanoGPT.job.signals import handle_stop_signals
+from nanoGPT.job.start import check_run
 from nanoGPT.train_config import TrainConfig
 from operate.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from operate.node_monitor import NodeMonitor, connect, kill_processes

@@ -34,16 +34,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from measure.memory_limits import check_memory
 from nanoGPT.checkpoint.manifest import read_manifests
-from nanoGPT.command_line import command_line
 from nanoGPT.distributed.environment import RANK_VARIABLES
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.out_dir import check_out_dir
+from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
+from nanoGPT.job.program import report_errors
+from nanoGPT.job.signals import handle_stop_signals
+from nanoGPT.job.start import check_run
 from nanoGPT.log import append_to_log
 from nanoGPT.model import GPTConfig
-from nanoGPT.out_dir import check_out_dir
-from nanoGPT.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
-from nanoGPT.program import report_errors
-from nanoGPT.signals import handle_stop_signals
-from nanoGPT.start import check_run
 from nanoGPT.train_config import TrainConfig
 from operate.credentials import check_credentials
 from operate.nodes import NodeConfig, Rendezvous, check_node_config, master_port

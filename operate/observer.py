@@ -24,7 +24,7 @@ from nanoGPT import observers
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
-from nanoGPT.program import open_dropping_stream
+from nanoGPT.job.program import open_dropping_stream
 from nanoGPT.train_config import C
 from operate.agreement import check_agreement
 from operate.credentials import check_credentials

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import read_json_object
-from nanoGPT.program import report_errors
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from operate.run_files import find_newest_run, read_json_lines
 
 if TYPE_CHECKING:  # matplotlib is slow to import, and only a drawing needs it

@@ -17,9 +17,9 @@ from nanoGPT.checkpoint.manifest import read_manifests, step_directories
 from nanoGPT.distributed.environment import environment_number, port_number
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection, NonFiniteLoss
-from nanoGPT.out_dir import DirectoryLock
-from nanoGPT.parse import load_saved_config
-from nanoGPT.signals import handle_stop_signals
+from nanoGPT.job.out_dir import DirectoryLock
+from nanoGPT.job.parse import load_saved_config
+from nanoGPT.job.signals import handle_stop_signals
 from nanoGPT.train_config import C, TrainConfig
 
 ELASTIC_VARIABLE = "NANOGPT_ELASTIC"  # set by `make elastic`: the address of its store, and the name of the job

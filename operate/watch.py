@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import read_json_object
-from nanoGPT.program import report_errors
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from operate.run_files import find_newest_run, read_heartbeats, read_json_lines
 
 PERIOD = 1.0  # seconds between two updates

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanoGPT.command_line import command_line
 from nanoGPT.costs import storage_bytes
 from nanoGPT.dataset import TRAIN, TokenData, to_device
 from nanoGPT.distributed.environment import read_launched_ranks
 from nanoGPT.distributed.sharding import assign_owners
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
-from nanoGPT.program import report_errors
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import check_frozen
 from phase1_zero1.protocol import DataParallelOptimizer

@@ -19,10 +19,10 @@ from nanoGPT.checkpoint.training_state import load_weights, manifest_fields
 from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
+from nanoGPT.job.start import main, start
 from nanoGPT.log import Log
 from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm
-from nanoGPT.start import main, start
 from phase1_zero1.parallelize import Zero1Config as Config
 from phase1_zero1.parallelize import parallelize, set_gradient_sync, shard_optimizer
 from phase1_zero1.protocol import DataParallelOptimizer

@@ -21,10 +21,10 @@ from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
+from nanoGPT.job.start import main, start
 from nanoGPT.log import Log
 from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm
-from nanoGPT.start import main, start
 from phase2_triton.apply import TritonConfig as Config
 from phase2_triton.apply import apply_kernels, kernel_optimizer
 

@@ -17,8 +17,8 @@ from nanoGPT.checkpoint.starting_point import find_checkpoint, read_starting_poi
 from nanoGPT.checkpoint.training_state import read_full_state
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.start import main, start
 from nanoGPT.model import GPT
-from nanoGPT.start import main, start
 from phase3_fsdp import fsdp
 from phase3_fsdp.minimal import put_parameters_on_meta
 from phase3_fsdp.train import evaluate

@@ -19,10 +19,10 @@ from nanoGPT.checkpoint.training_state import manifest_fields
 from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
+from nanoGPT.job.start import main, start
 from nanoGPT.log import Log
 from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm
-from nanoGPT.start import main, start
 from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import FsdpConfig as Config
 from phase3_fsdp.minimal import put_parameters_on_meta

@@ -17,10 +17,10 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from bench.phases import ROOT, find_package
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
-from nanoGPT.program import report_errors
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from workshop.imports import find_modules, find_needed_modules
 
 TEMPLATES = Path(__file__).parent / "copied"

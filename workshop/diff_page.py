@@ -13,9 +13,9 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from bench.phases import PHASES
-from nanoGPT.command_line import command_line
 from nanoGPT.files import write_atomically
-from nanoGPT.program import report_errors
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from workshop.diff import BASELINE, BLOCK, ROOT, TAG, find_hunks
 
 DEFAULT = ROOT / "out" / "diffs.html"

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA, DOWNLOADS
-from nanoGPT.program import report_errors
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from workshop.copy_phase import MAX_DATASET_BYTES
 from workshop.imports import ROOT
 from workshop.set_up import BUNDLE, describe_platform

@@ -14,10 +14,10 @@ from pathlib import Path
 import nbformat
 from markdown_it import MarkdownIt
 
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
-from nanoGPT.program import report_errors
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from workshop.imports import ROOT
 from workshop.notebooks import list_scripts
 

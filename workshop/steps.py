@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.program import report_errors
+from nanoGPT.job.program import report_errors
 from workshop.imports import ROOT
 
 BLOCK = re.compile(r"(<!-- step:(\S+?):(\S+?):(\w+) -->\n).*?(<!-- /step -->)", re.DOTALL)

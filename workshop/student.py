@@ -17,9 +17,9 @@ import jupytext
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
-from nanoGPT.program import report_errors
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from workshop.copy_phase import create_new_directory
 from workshop.exercises.stubs import find_target, strip_solution
 from workshop.imports import ROOT

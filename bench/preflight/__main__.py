@@ -26,11 +26,11 @@ from bench.phases import PHASES
 from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
 from bench.preflight import node
 from measure.memory_limits import check_memory
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
+from nanoGPT.job.start import check_run
 from nanoGPT.model import GPTConfig
-from nanoGPT.program import report_errors
-from nanoGPT.start import check_run
 from nanoGPT.train_config import TrainConfig
 from operate.credentials import check_credentials
 from operate.launch import read_config, run_one_rank, run_ranks, split_arguments, start_watchdog

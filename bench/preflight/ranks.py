@@ -26,8 +26,8 @@ from bench.preflight.node import find_existing_parent
 from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import unique_name
-from nanoGPT.parse import config_from_launcher
-from nanoGPT.start import report_job_errors, start
+from nanoGPT.job.parse import config_from_launcher
+from nanoGPT.job.start import report_job_errors, start
 
 LARGE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # of an all-reduce that measures the bandwidth
 SMALL_REPEATS, LARGE_REPEATS = 30, 5

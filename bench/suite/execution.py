@@ -21,8 +21,8 @@ from bench.phases import PHASES, ROOT
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, write_atomically
-from nanoGPT.program import report_errors
-from nanoGPT.signals import handle_stop_signals
+from nanoGPT.job.program import report_errors
+from nanoGPT.job.signals import handle_stop_signals
 
 SLURM = "operate/deploy/slurm.sh"
 STATES = ("pending", "running", "done", "oom", "timeout", "failed")

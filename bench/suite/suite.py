@@ -26,7 +26,7 @@ from bench.suite.report import write_report
 from bench.suite.slurm import check_nodes, create_scripts
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError, did_you_mean
-from nanoGPT.parse import parse
+from nanoGPT.job.parse import parse
 from nanoGPT.train_config import validate
 
 

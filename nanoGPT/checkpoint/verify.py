@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import is_present
-from nanoGPT.program import report_errors
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 
 
 def main(out_dir: str) -> None:

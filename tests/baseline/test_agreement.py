@@ -9,7 +9,7 @@ import pytest
 from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.runtime import RequestClock, create_runtime
 from nanoGPT.files import DATA, sha256_of
-from nanoGPT.parse import config_from_launcher
+from nanoGPT.job.parse import config_from_launcher
 from operate import run_description
 from operate.agreement import find_disagreement
 from operate.launch import config_to_env

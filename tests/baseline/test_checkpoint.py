@@ -30,7 +30,7 @@ from nanoGPT.checkpoint.shards import SafeReader, read_shards
 from nanoGPT.checkpoint.training_state import read_full_state
 from nanoGPT.distributed.runtime import Runtime, create_runtime
 from nanoGPT.errors import ConfigError, PeerFailed, SaveError
-from nanoGPT.out_dir import check_out_dir
+from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import CPU, MANIFEST_FIELDS, list_names, make_directory, write_bytes
 from tests.helpers.programs import DEADLINE, assert_refused, run_program, wait_until

@@ -9,7 +9,7 @@ from tests.helpers.training import ROOT
 FAILING_PROGRAM = """
 import resource
 import torch
-from nanoGPT.start import main, start
+from nanoGPT.job.start import main, start
 from nanoGPT.train_config import TrainConfig
 
 def train(config):

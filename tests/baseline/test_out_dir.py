@@ -13,7 +13,7 @@ import torch
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import read_manifest
 from nanoGPT.errors import ConfigError, SaveError
-from nanoGPT.out_dir import DirectoryLock, check_out_dir
+from nanoGPT.job.out_dir import DirectoryLock, check_out_dir
 from tests.helpers.checkpoints import CPU, OneRank, list_names, write_bytes
 from tests.helpers.training import tiny
 from workshop.ranks import losses, run_on_ranks

@@ -149,7 +149,7 @@ def test_out_of_memory_errors_are_recognized(error):
 MEMORY_LIMITED_TRAINING = """
 import ctypes, importlib, re, resource, sys
 from pathlib import Path
-from nanoGPT import start
+from nanoGPT.job import start
 from nanoGPT.optim import LossScaler
 
 phase, owner, name, number = sys.argv[1:5]

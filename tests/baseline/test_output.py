@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoGPT.hardware import read_git_commit
-from nanoGPT.program import report_errors
+from nanoGPT.job.hardware import read_git_commit
+from nanoGPT.job.program import report_errors
 from tests.helpers.programs import DEADLINE, Program, await_steps, run_program
 from tests.helpers.training import ROOT, TINY
 from workshop.ranks import losses
@@ -74,7 +74,7 @@ def test_a_character_that_cannot_be_encoded_is_escaped(monkeypatch):
     with report_errors(output_is_optional=False):
         print("kůň", flush=True)
     assert output.getvalue() == b"k\\u016f\\u0148\n"
-    code = "from nanoGPT.program import unbreakable_output\nwith unbreakable_output(): print('caf\\u00e9 \\udcff')"
+    code = "from nanoGPT.job.program import unbreakable_output\nwith unbreakable_output(): print('caf\\u00e9 \\udcff')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"caf\\xe9 \\udcff\n"
 

@@ -11,8 +11,8 @@ from bench.kernels.kernels import Stopwatch, measure
 from bench.tables import records, tables
 from nanoGPT.checkpoint.manifest import serialize_manifest
 from nanoGPT.errors import ConfigError
-from nanoGPT.hardware import PEAK_FLOPS, describe_hardware, find_peak_flops
-from nanoGPT.parse import parse
+from nanoGPT.job.hardware import PEAK_FLOPS, describe_hardware, find_peak_flops
+from nanoGPT.job.parse import parse
 from nanoGPT.train_config import TrainConfig, validate
 from tests.helpers.marks import mark_slow
 from tests.helpers.training import CONFIGS, ROOT

@@ -62,10 +62,10 @@ from bench.plan.speed import (
 )
 from bench.plan.trace import MEMORY_STAGES, trace
 from measure.tracker import STATE
-from nanoGPT.command_line import command_line
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from nanoGPT.model import GPTConfig
-from nanoGPT.program import report_errors
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels import attention
 from tests.helpers.marks import mark_slow

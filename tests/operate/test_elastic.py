@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoGPT.errors import LostConnection
-from nanoGPT.out_dir import DirectoryLock
+from nanoGPT.job.out_dir import DirectoryLock
 from operate import restart as elastic
 from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats, kill_processes
 from operate.restart import ELASTIC_VARIABLE, count_usable_ranks

@@ -27,9 +27,9 @@ from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.checkpoint.training_state import allocate_state
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.out_dir import DirectoryLock
+from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.out_dir import DirectoryLock
-from nanoGPT.parse import parse
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.costs import count_padded_elements, describe_sharding, own_params
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-import nanoGPT.command_line
+import nanoGPT.job.command_line
 from evaluation import settings as solve
 from nanoGPT.errors import ConfigError
-from nanoGPT.parse import parse
+from nanoGPT.job.parse import parse
 from nanoGPT.train_config import TrainConfig, validate
 from operate.launch import split_arguments
 from operate.nodes import NodeConfig
@@ -38,7 +38,7 @@ SETUP_VARIABLES = (
     "CONFIG",
 )  # without an effect if everything is set up, or checked below
 SENTINEL = "some-value"
-PARSE = nanoGPT.command_line.command_line
+PARSE = nanoGPT.job.command_line.command_line
 
 
 class Parsed(Exception):
@@ -154,9 +154,9 @@ def check_module(module: str, flags: list[str]) -> None:
     if not flags or "--help" in flags or "command_line(" not in Path(main.origin).read_text():
         return  # a sentence may name a program without its arguments
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nanoGPT.command_line, "command_line", parse_only)
+        patch.setattr(nanoGPT.job.command_line, "command_line", parse_only)
         patch.setattr(sys, "argv", [module, *flags])
-        patch.setattr("nanoGPT.program.report_errors", lambda **_options: contextlib.nullcontext())
+        patch.setattr("nanoGPT.job.program.report_errors", lambda **_options: contextlib.nullcontext())
         with pytest.raises(Parsed):
             runpy.run_module(module, run_name="__main__")
 

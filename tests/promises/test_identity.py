@@ -18,8 +18,8 @@ from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.parse import find_run_to_resume, parse
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.parse import find_run_to_resume, parse
 from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.tokenizer import load_tokenizer, make_char_identity, make_gpt2_identity
 from nanoGPT.train import learning_rate

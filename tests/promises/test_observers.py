@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.parse import parse
 from nanoGPT.observers import Observer, find_shell
-from nanoGPT.parse import parse
 from nanoGPT.train_config import TrainConfig, validate
 from tests.helpers.programs import make_flags
 from tests.helpers.training import ROOT, TINY, tiny, train

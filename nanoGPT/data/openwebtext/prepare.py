@@ -10,11 +10,11 @@ split.
 
 import sys
 
-from nanoGPT.command_line import command_line
 from nanoGPT.files import DATA
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from nanoGPT.prepare.corpus import hub_corpus, parquet_corpus
 from nanoGPT.prepare.streaming import SHARD_TOKENS, prepare_stream
-from nanoGPT.program import report_errors
 
 
 def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:

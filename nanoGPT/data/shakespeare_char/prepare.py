@@ -8,9 +8,9 @@ The first 90% of the text is the train split, the rest is the val split.
 
 import sys
 
-from nanoGPT.command_line import command_line
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from nanoGPT.prepare.text import prepare_text
-from nanoGPT.program import report_errors
 
 
 def main(input: str | None = None) -> None:

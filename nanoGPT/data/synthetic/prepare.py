@@ -7,9 +7,9 @@
 
 import sys
 
-from nanoGPT.command_line import command_line
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
 from nanoGPT.prepare.synthetic import prepare_synthetic
-from nanoGPT.program import report_errors
 
 if __name__ == "__main__":
     with report_errors():

@@ -29,10 +29,10 @@ from nanoGPT.errors import (
     did_you_mean,
     report_failure,
 )
+from nanoGPT.job.out_dir import choose_out_dir, enter_out_dir
+from nanoGPT.job.parse import config_from_launcher, package_of, parse
+from nanoGPT.job.signals import listen_for_signals
 from nanoGPT.observers import Observers, find_modules
-from nanoGPT.out_dir import choose_out_dir, enter_out_dir
-from nanoGPT.parse import config_from_launcher, package_of, parse
-from nanoGPT.signals import listen_for_signals
 from nanoGPT.train_config import TrainConfig, validate
 
 

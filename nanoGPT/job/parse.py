@@ -20,9 +20,9 @@ from nanoGPT.checkpoint.checks import SHAPE
 from nanoGPT.checkpoint.hugging_face import PRETRAINED
 from nanoGPT.checkpoint.manifest import choose_step, find_newest_run, read_manifests, step_directories
 from nanoGPT.checkpoint.starting_point import read_weights
-from nanoGPT.command_line import command_line, join_flag_values
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
+from nanoGPT.job.command_line import command_line, join_flag_values
 from nanoGPT.observers import add_flags, find_shell
 from nanoGPT.schema import SchemaError, check_schema
 from nanoGPT.train_config import GPU_DEFAULTS, C, StepChoice, TrainConfig, cpu_defaults, field_names
