@@ -1,7 +1,7 @@
 """Predict memory and speed of every phase for a model and a number of GPUs, without a GPU.
 
     make plan MODEL=gpt2-xl GPUS=8 GPU=h100
-    make plan MODEL=70b GPUS=128 GPU=h100 ARGS="--block_size=4096 --price=2.5 --tokens=1.4e12"
+    make plan MODEL=70b GPUS=128 GPU=h100 ARGS="--block_size=4096 --tokens=1.4e12"
     make plan GPUS=8 GPU=h100 ARGS=--largest=True           # the largest model that each phase can train
     make plan MODEL=gpt2 GPUS=2 GPU=t4 ARGS="--n_layer=24 --batch_size=4"
 
@@ -87,8 +87,6 @@ class PlanConfig:
     """bandwidth between nodes in GB/s, of all adapters of a node together; None: that of the GPU"""
     tokens: float | None = None
     """tokens to train on, to estimate the training time in days"""
-    price: float | None = None
-    """price of a GPU per hour, to estimate the cost of training on `tokens`"""
     largest: bool = False
     """instead of a plan, find the largest model that each phase can train; model, n_layer, ... have no effect"""
     json: bool = False
@@ -116,13 +114,9 @@ def resolve_shape(config: PlanConfig) -> GPTConfig:
             raise ConfigError(f"--{name}={number} is out of range: use a value from 1 to {limit}")
     if width % heads:
         raise ConfigError(f"--n_embd={width} is not a multiple of --n_head={heads}: change one of them")
-    amounts = {"tokens": config.tokens, "price": config.price, "link": config.link, "network": config.network}
+    amounts = {"tokens": config.tokens, "link": config.link, "network": config.network}
     for name, amount in amounts.items():
         check_amount(name, amount)
-    if config.price is not None and config.tokens is None:
-        raise ConfigError(
-            f"--price={config.price:g} needs --tokens: give both, such as --tokens=3e11 --price={config.price:g}"
-        )
     return GPTConfig(layers, heads, width, config.block_size, False, 50304)
 
 
@@ -213,10 +207,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         planned = list(threads.map(lambda row: planner.plan_row(row, config.batch_size), rows))
     for row in planned:
         for speed in (row["speed"] or {}).values():
-            seconds = config.tokens / speed["tokens_per_second"] if config.tokens else None
-            hours = seconds / 3600 * config.gpus if seconds else None
-            speed["days"] = seconds / 86400 if seconds else None
-            speed["cost"] = hours * config.price if hours and config.price else None
+            speed["days"] = config.tokens / speed["tokens_per_second"] / 86400 if config.tokens else None
     result = {"parameters": planner.params, "shape": vars(job.shape), "gpus": config.gpus, "gpu": config.gpu}
     result |= {"optimizer": config.optimizer, "dtype": config.dtype, "tokens": config.tokens}
     result |= {"batch_size": config.batch_size, "micro_batches": config.micro_batches}

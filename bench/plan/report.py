@@ -92,22 +92,10 @@ def format_batch_size(row: dict[str, Any]) -> str:
 
 
 def format_speed_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of the speed table, and a note about rows that are slower when compiled."""
+    """Return the lines of the speed table."""
     head = f"{'max batch':>10}{'ms per step':>13}{'exposed':>9}{'tokens/s':>13}{'MFU':>6}{'eager tokens/s':>16}"
-    speed = rows[0]["speed"]["compiled"]
-    head += (f"{'days':>10}" if speed["days"] is not None else "") + (
-        f"{'cost':>14}" if speed["cost"] is not None else ""
-    )
-    lines = align_rows(rows, head, list(map(format_speed_row, rows)))
-    rates = {
-        format_name(row): [row["speed"][mode]["tokens_per_second"] for mode in ("compiled", "eager")] for row in rows
-    }
-    if slower := [name for name, (compiled, eager) in rates.items() if compiled < eager]:
-        lines.append(
-            f"Slower compiled than eager: {', '.join(slower)}. An eager step overlaps the all-gather of the updated "
-            "parameters with the first forward pass; a compiled step waits for it."
-        )
-    return lines
+    head += f"{'days':>10}" if rows[0]["speed"]["compiled"]["days"] is not None else ""
+    return align_rows(rows, head, list(map(format_speed_row, rows)))
 
 
 def format_speed_row(row: dict[str, Any]) -> str:
@@ -118,8 +106,6 @@ def format_speed_row(row: dict[str, Any]) -> str:
     cells += f"{compiled['mfu']:>6.0%}{eager['tokens_per_second']:>16,.0f}"
     if compiled["days"] is not None:
         cells += f"{compiled['days']:>10,.2f}"
-    if compiled["cost"] is not None:
-        cells += f"{compiled['cost']:>14,.0f}"
     return f"{format_batch_size(row):>10}{cells}"
 
 

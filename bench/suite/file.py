@@ -31,7 +31,6 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         minutes: time limit of each run.
         config: configuration fields that all runs share; other fields have their defaults.
         variants: configuration fields of each variant, by name. A phase without such a field skips the variant.
-        scale_batch: multiply gradient_accumulation_steps by the number of ranks.
     """
 
     name: Annotated[str, Meta(pattern=NAME)]
@@ -39,13 +38,12 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phases: Annotated[list[Phase], NotEmpty]
     ranks: Annotated[list[Annotated[int, Meta(ge=1, lt=2**20)]], NotEmpty]
     metrics: Annotated[list[str], NotEmpty]
-    seeds: Annotated[list[Seed], NotEmpty] = msgspec.field(default_factory=lambda: [1337])
+    seeds: Annotated[list[Seed], Meta(min_length=1, max_length=10)] = msgspec.field(default_factory=lambda: [1337])
     minutes: Annotated[float, Meta(gt=0, le=60 * 24 * 365)] = 60
     config: dict[str, Value] = {}
     variants: Annotated[dict[Annotated[str, Meta(pattern=NAME)], dict[str, Value]], NotEmpty] = msgspec.field(
         default_factory=lambda: {"plain": {}}
     )
-    scale_batch: bool = False
 
 
 def load_suite(name: str) -> Suite:

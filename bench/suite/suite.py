@@ -12,7 +12,7 @@ are in `out/suites/NAME`.
 
 import hashlib
 import itertools
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,9 +87,6 @@ def build_run(suite: Suite, phase: str, ranks: int, variant: str, values: dict[s
         ConfigError: the phase does not accept the configuration.
     """
     config = parse(load_config_class(phase), format_flags(values), ROOT / PHASES[phase] / "train.py", ranks)
-    if suite.scale_batch:
-        values = {**values, "gradient_accumulation_steps": config.gradient_accumulation_steps * ranks}
-        config = replace(config, gradient_accumulation_steps=values["gradient_accumulation_steps"])
     validate(config, ranks)
     TokenData.from_config(config)
     for name in suite.metrics:

@@ -25,7 +25,7 @@ from bench.suite.execution import (
     write_status,
 )
 from bench.suite.file import SUITES, Suite, load_suite
-from bench.suite.intervals import half_width, paired_differences, t_quantile
+from bench.suite.intervals import half_width, paired_differences
 from bench.suite.metrics import read_metric
 from bench.suite.report import group_runs, write_report
 from bench.suite.suite import SuiteConfig, build_runs, main
@@ -202,8 +202,6 @@ def test_metrics_have_the_right_values(tmp_path):
 
 def test_intervals_over_seeds():
     """Intervals use Student's t distribution. Paired differences need both seeds."""
-    for degrees, expected in ((1, 12.7062), (10, 2.2281), (31, 2.0395)):
-        assert t_quantile(degrees) == pytest.approx(expected, abs=3e-4)
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / math.sqrt(3))
     assert half_width([1.0]) is None
     reference = {1: 10.0, 2: 20.0, 3: 30.0, 4: None}
@@ -225,14 +223,6 @@ def test_rows_are_compared_with_a_reference(tmp_path):
         assert rows[0]["difference"] is None and rows[1]["difference"] == 2 and rows[1]["difference_interval"] == 0
     text = write_report(suite, runs, tmp_path).read_text()
     assert "| phase1 | 1 | a | 17.5000 | ± 69.8841 | +2.0000 | ± 0.0000 | baseline a |" in text
-
-
-def test_the_batch_can_grow_with_the_ranks(tmp_path):
-    """With scale_batch, n ranks train on n times as many micro-batches. A variant overrides `config`."""
-    suite = make_suite(ranks=[1, 4], scale_batch=True, variants={"deep": {"n_layer": 3}})
-    one, four = build_runs(suite, tmp_path, "cpu")
-    assert "--gradient_accumulation_steps=2" in one.words and "--gradient_accumulation_steps=8" in four.words
-    assert "--n_layer=3" in one.words and "--n_layer=1" not in one.words
 
 
 def test_only_possible_runs_start_until_a_signal(tmp_path, monkeypatch, capsys):
@@ -285,12 +275,9 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, python):
     ("text", "message"),
     [
         ("phasse = 1\n" + SUITE, "Object contains unknown field `phasse`"),
-        (SUITE.replace("[1]\nmetrics", "[0]\nmetrics"), "Expected `int` >= 1 - at `$.ranks[0]`"),
         (SUITE.replace("seeds = [1, 2]", "seeds = [1, 1]"), "seeds has a value more than once"),
         (SUITE + "seed = 3\n", "seed is set by the suite"),
         (SUITE.replace("val_loss", "peak_bytes"), "peak_bytes needs ledger: add ledger = true"),
-        (SUITE + "n_layers = 3\n", "n_layers is not a field of the configuration; did you mean n_layer"),
-        (SUITE + "dropout = 2.0\n", "baseline on 1 rank"),
         (SUITE.replace("val_loss", "tokens_per_second"), "max_iters=1 is too small for tokens_per_second: use 2"),
         (
             SUITE.replace("baseline", "phase1").replace("[config]", TWO_PHASES),

@@ -73,20 +73,10 @@ def test_a_grid_is_found_in_an_answer_with_other_text():
     assert arc.count_equal_cells([[1, 2]], [[1, 3]]) == 0.5 and arc.count_equal_cells([[1]], [[1, 3]]) == 0
 
 
-@pytest.mark.parametrize(
-    "task, message",
-    [
-        ([], "Expected `object`, got `array`"),
-        ({**TASK, "train": [{"input": [[1]]}]}, "missing required field `output` - at `$.train[0]`"),
-        ({**TASK, "test": [{"input": [[1], [1, 2]]}]}, "rows of different lengths"),
-        ({**TASK, "test": [{"input": [[10]]}]}, "at `$.test[0].input[0][0]`"),
-    ],
-)
-def test_a_malformed_task_is_named(task, message):
-    """The message says which part of an ARC task is wrong."""
-    with pytest.raises(SchemaError) as error:
-        arc.read_task(task)
-    assert message in str(error.value)
+def test_a_grid_with_rows_of_different_lengths_is_refused():
+    """The schema of an ARC task has no such limit."""
+    with pytest.raises(SchemaError, match="rows of different lengths"):
+        arc.read_task({**TASK, "test": [{"input": [[1], [1, 2]]}]})
 
 
 def test_a_directory_of_problems_is_read_in_order(tmp_path):
@@ -164,17 +154,6 @@ def test_the_first_of_several_texts_ends_an_answer():
     assert prompter.read(codec.encode("4\n5END"), problem) == "4"
 
 
-def test_a_tokenizer_without_the_prompt_form_is_refused():
-    """Chat and Harmony need a tokenizer that has them."""
-    codec = OwnCodec(CharTokenizer("abc"), 3)
-    for form, message in (
-        ("chat", "needs a tokenizer with a chat template"),
-        ("harmony", r"needs the token <\|start\|>"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            Prompter(form, codec)
-
-
 def test_pass_at_k_is_the_fraction_of_choices_with_a_right_attempt():
     """The estimate equals a count of all choices of k attempts, for every k.
 
@@ -195,7 +174,7 @@ def test_pass_at_k_is_the_fraction_of_choices_with_a_right_attempt():
 
 
 def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
-    """A torn last line is dropped; a damaged line and other settings are refused with a remedy."""
+    """A torn last line is dropped; a damaged line, other settings and other weights are refused; a path may differ."""
     Progress(tmp_path, {"model": "b", "prompt": "plain"}).close()  # without answers, other settings are fine
     progress = Progress(tmp_path, {"model": "a", "prompt": "plain"})
     progress.add({"id": "one", "answer": "1"})
@@ -208,18 +187,12 @@ def test_progress_survives_a_torn_line_and_refuses_other_settings(tmp_path):
     assert again.path == progress.path and list(read_lines(tmp_path)) == ["one", "three"]
     with pytest.raises(ConfigError, match="has answers with prompt 'plain' instead of 'chat'"):
         Progress(tmp_path, {"model": "a", "prompt": "chat"})
+    Progress(tmp_path, {"model": "copy of a", "prompt": "plain"}).close()
+    with pytest.raises(ConfigError, match="has answers of a, whose weights differ from those of b"):
+        Progress(tmp_path, {"model": "b", "prompt": "plain", "weights": "v"})
     progress.path.write_bytes(b"\xff\n" + progress.path.read_bytes())
     with pytest.raises(ConfigError, match="line 1 of .* is damaged"):
         Progress(tmp_path, {"model": "a", "prompt": "plain"})
-
-
-def test_an_evaluation_continues_with_the_same_weights_only(tmp_path):
-    """The same weights under another path are accepted; other weights are not."""
-    saved = {"model": "a (step-1)", "weights": "w", "stop": ["x"]}
-    Progress(tmp_path, saved).add({"id": "one"})
-    Progress(tmp_path, {**saved, "model": "b"}).close()
-    with pytest.raises(ConfigError, match=r"has answers of a \(step-1\), whose weights differ from those of a"):
-        Progress(tmp_path, {**saved, "weights": "v"})
 
 
 def test_a_model_is_identified_by_the_content_of_its_files(tmp_path):
