@@ -1,6 +1,6 @@
 """The optimizers, their parameter groups, the learning rate schedule, the global gradient norm, and loss scaling."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,21 +83,20 @@ def count_multiplications(matrix: Tensor) -> int:
     return 2 * m * m * n + m * m * m
 
 
-def adamw_bytes(params: Iterable[Tensor]) -> int:
-    """Return the bytes of AdamW's state on this rank: two moments in fp32 per element, and a step count per tensor."""
-    return sum(8 * local_shard(p).numel() + 4 for p in params)
-
-
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of optimizer state on this rank: from the optimizer if it can compute them, else AdamW's."""
+    """Return the bytes of the state of Muon, AdamW, or an optimizer with inner ones, on this rank after a step."""
+    numels = [local_shard(p).numel() for group in optimizer.param_groups for p in group["params"]]
+    if "ns_steps" in optimizer.defaults:  # Muon, with Newton-Schulz steps: one momentum in fp32
+        return 4 * sum(numels)
     if isinstance(optimizer, SharedOptimizer):
         return optimizer.expected_state_bytes()
-    return adamw_bytes(p for group in optimizer.param_groups for p in group["params"])
+    return 8 * sum(numels) + 4 * len(numels)  # AdamW: two moments in fp32, and a step count per tensor
 
 
-def muon_bytes(params: Iterable[Tensor]) -> int:
-    """Return the bytes of Muon's state on this rank: one momentum in fp32 per element."""
-    return sum(4 * local_shard(p).numel() for p in params)
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss that the argument of an optimizer's `step` computes, or None without this argument."""
+    with torch.enable_grad():
+        return closure() if closure else None
 
 
 class SharedOptimizer(torch.optim.Optimizer):
@@ -176,16 +175,11 @@ class MuonWithAdamW(SharedOptimizer):
 
     def expected_state_bytes(self) -> int:
         """Return the bytes of state after a step: Muon's for the matrices, AdamW's for all other parameters."""
-        muon, adamw = self.optimizers
-        matrices = [p for group in muon.param_groups for p in group["params"]]
-        return muon_bytes(matrices) + adamw_bytes(p for group in adamw.param_groups for p in group["params"])
+        return sum(map(optimizer_bytes, self.optimizers))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step both optimizers. `closure`, if given, computes the loss first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss

@@ -34,7 +34,7 @@ from measure.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.distributed.sharding import all_gather, reduce_scatter  # these work with old and new names in torch
 from phase3_fsdp.fsdp import FsdpConfig
-from phase3_fsdp.minimal import put_parameters_on_meta
+from phase3_fsdp.fsdp import put_parameters_on_meta
 from workshop.lessons.fsdp import compute_max_difference
 from workshop.ranks import losses, run_on_ranks
 

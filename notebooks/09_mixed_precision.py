@@ -206,7 +206,7 @@ def measure_paper_layout(config: TrainConfig) -> dict[str, int]:
     model(*load_data(config).batch("train", TRAIN, 0, dist.get_rank())).backward()
     gradients = storage_bytes(p.grad for p in model.parameters())
     optimizer.step()
-    states = [tensor for _, items in optimizer.shards_with_state() for tensor in items.values() if tensor.dim()]
+    states = [tensor for _, _, items in optimizer.local_state() for tensor in items.values() if tensor.dim()]
     sizes = {"parameters": storage_bytes(model.parameters()), "gradients": gradients}
     return sizes | {"optimizer_state": storage_bytes(states)}
 

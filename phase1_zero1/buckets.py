@@ -23,7 +23,6 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from nanoGPT.distributed.sharding import all_gather, reduce_scatter
-from nanoGPT.optim import adamw_bytes
 
 ALIGN = 32  # elements; vectorized kernels and NCCL are faster on aligned slices
 
@@ -142,10 +141,6 @@ class Bucket:
                 shards.append(Shard(param, index, elements.start - begin, elements, tensor, grad))
             begin += param.numel()
         return shards
-
-    def expected_state_bytes(self) -> int:
-        """Return the bytes of AdamW's state for this rank's shards."""
-        return adamw_bytes(shard.tensor for shard in self.shards)
 
     @property
     def is_ready(self) -> bool:
@@ -278,15 +273,11 @@ def check_params(params: list[nn.Parameter], group: dist.ProcessGroup | None) ->
     """Check that the parameters can be stored in buckets. Collective.
 
     Raises:
-        ValueError: the parameters are on two devices, two of them share memory, a trainable parameter has no
-            floating-point dtype, or the ranks have different parameters.
+        ValueError: the parameters are on two devices, two of them share memory, or the ranks have different parameters.
     """
     devices = sorted({str(p.device) for p in params})
     if len(devices) > 1:
         raise ValueError(f"parameters are on {' and '.join(devices)}: move all of them to the device of this rank")
-    for param in params:
-        if param.requires_grad and not param.is_floating_point():
-            raise ValueError(f"a parameter of dtype {param.dtype} cannot be sharded: use a floating-point dtype")
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.nbytes) for p in params if p.numel() and p.is_contiguous() and not p.is_meta
     )

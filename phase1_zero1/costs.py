@@ -21,7 +21,6 @@ from nanoGPT.distributed.runtime import Runtime
 from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
-from phase1_zero1.zero2 import Zero2Optimizer
 
 
 def step_costs(model: nn.Module, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> Costs:
@@ -37,12 +36,11 @@ def step_costs(model: nn.Module, optimizer: DataParallelOptimizer, config: Zero1
 def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: int) -> Costs:
     """Return the costs of the flat backend: full buckets with padding, and the moments of this rank's shards."""
     traffic: Counter[tuple[str, int]] = Counter()
-    shards_gradients = isinstance(optimizer, Zero2Optimizer)
     length = num_params = local_length = 0
     for bucket in optimizer.buckets:
         size = bucket.flat_params.numel()
         reduce, gather = bucket.COLLECTIVES
-        traffic[reduce, N] += 4 * size * (micro_batches if shards_gradients else 1)
+        traffic[reduce, N] += 4 * size * (micro_batches if optimizer.shards_gradients else 1)
         traffic[gather, N] += 4 * size
         if bucket.shards:
             local_length += bucket.local_slice.stop - bucket.local_slice.start
@@ -50,7 +48,7 @@ def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: in
     traffic["all-reduce", N] = num_params + 8
     state = {
         "parameters": 4 * length,
-        "gradients": 4 * (local_length if shards_gradients else length),
+        "gradients": 4 * (local_length if optimizer.shards_gradients else length),
         "optimizer_state": optimizer.expected_state_bytes(),
     }
     return Costs(state, traffic if N > 1 else Counter(), length - params)

@@ -6,18 +6,13 @@ the owner broadcasts the updated matrix. The total is again 2P(N-1)/N elements. 
 part, so matrices are assigned to ranks by their number of multiplications and not by their size.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from nanoGPT.distributed.sharding import assign_owners
-from nanoGPT.optim import count_multiplications, muon_bytes, muon_groups
+from nanoGPT.optim import muon_groups
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import Bucket, Options, Shard
-from phase1_zero1.zero1 import Zero1Optimizer
 
 
 class OwnedMatrix(Bucket):
@@ -28,9 +23,6 @@ class OwnedMatrix(Bucket):
     def __init__(self, param: nn.Parameter, owner: int, options: Options, group: dist.ProcessGroup | None) -> None:
         self.owner = owner
         super().__init__([param], options, create_muon, group)
-
-    def expected_state_bytes(self) -> int:
-        return muon_bytes(shard.tensor for shard in self.shards)
 
     def _partition(self, numel: int) -> tuple[int, slice]:
         return numel, slice(0, numel if self.rank == self.owner else 0)
@@ -53,28 +45,7 @@ def create_muon(matrices: list[Tensor], options: Options) -> optim.Muon:
     return optim.Muon([{"params": matrices, **{name: options[name] for name in arguments}}])
 
 
-class Zero1Muon(Zero1Optimizer):
-    """`nanoGPT.optim.configure_muon` with sharded state: one owner per matrix, AdamW's parameters in flat buckets.
-
-    Args:
-        model: on its device, with its weights.
-        config: provides the learning rate, the weight decay and AdamW's betas.
-        defaults: further arguments of `Zero1Optimizer`.
-    """
-
-    matrix_class = OwnedMatrix
-
-    def __init__(self, model: nn.Module, config: TrainConfig, **defaults: Any) -> None:
-        matrices, others = muon_groups(model, config)
-        arguments = optim.Muon([torch.zeros(1, 1)]).defaults
-        betas = (config.beta1, config.beta2)
-        groups = [{**arguments, **matrices, "has_owners": True}, *others]
-        super().__init__(groups, optim.AdamW, lr=config.learning_rate, betas=betas, **defaults)
-
-    def _make_buckets(self, group: Options) -> Iterator[Bucket]:
-        if not group.get("has_owners"):
-            yield from super()._make_buckets(group)
-            return
-        owner = assign_owners(group["params"], self.world_size, count_multiplications)
-        for param in reversed(group["params"]):
-            yield self.matrix_class(param, owner[param], group, self.process_group)
+def sharded_muon_groups(model: nn.Module, config: TrainConfig) -> list[Options]:
+    """Return the groups of `nanoGPT.optim.configure_muon` for `Zero1Optimizer`, which shards the others with AdamW."""
+    matrices, others = muon_groups(model, config)
+    return [{**optim.Muon([torch.zeros(1, 1)]).defaults, **matrices, "has_owners": True}, *others]

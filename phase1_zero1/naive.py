@@ -31,7 +31,7 @@ from nanoGPT.distributed.sharding import assign_owners
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import clip_grads, grad_norm, param_groups
+from nanoGPT.optim import clip_grads, grad_norm, param_groups, run_closure
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import check_frozen
 from phase1_zero1.protocol import DataParallelOptimizer
@@ -92,10 +92,7 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's parameters and receive the others from their owners. Collective."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         self.reduce_gradients()
         self.update_shards()
         for param in self.trainable_params:

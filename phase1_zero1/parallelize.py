@@ -17,11 +17,10 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT
 from nanoGPT.optim import param_groups
 from nanoGPT.train_config import TrainConfig
-from phase1_zero1.muon import Zero1Muon
+from phase1_zero1.muon import sharded_muon_groups
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.protocol import DataParallelOptimizer, DdpOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
-from phase1_zero1.zero2 import Zero2Muon, Zero2Optimizer
 from phase2_triton.apply import apply_resolved_kernels, resolve_kernels
 
 
@@ -47,10 +46,10 @@ class Zero1Config(TrainConfig):
         if not self.zero1_bucket_mb > 0:
             raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} is out of range: use a number above 0")
         resolve_kernels(self, self.kernels, "cuda")
-        if self.zero_stage == 3:
-            raise ConfigError("--zero_stage=3 also shards the parameters, which is FSDP: use `make phase3`")
         if self.zero_stage not in (1, 2):
-            raise ConfigError(f"--zero_stage={self.zero_stage} does not exist: use 1 or 2")
+            raise ConfigError(
+                f"--zero_stage={self.zero_stage} is out of range: use 1 or 2, or `make phase3` for stage 3"
+            )
         if self.zero1_backend != "flat" and (self.zero_stage == 2 or self.optimizer == "muon"):
             option = "--zero_stage=2" if self.zero_stage == 2 else "--optimizer=muon"
             raise ConfigError(f"{option} needs flat buckets: use --zero1_backend=flat, not {self.zero1_backend}")
@@ -66,12 +65,9 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParall
         from torch.distributed.optim import ZeroRedundancyOptimizer  # imported here, because the import takes 0.25 s
 
         return DdpOptimizer(ZeroRedundancyOptimizer(groups, AdamW, **adamw))
-    shards_gradients = config.zero_stage == 2 and run.world_size > 1
     if config.optimizer == "muon":
-        muon = Zero2Muon if shards_gradients else Zero1Muon
-        return muon(model, config, bucket_mb=config.zero1_bucket_mb, fused=True)
-    zero = Zero2Optimizer if shards_gradients else Zero1Optimizer
-    return zero(groups, AdamW, bucket_mb=config.zero1_bucket_mb, **adamw)
+        groups = sharded_muon_groups(model, config)
+    return Zero1Optimizer(groups, AdamW, bucket_mb=config.zero1_bucket_mb, stage=config.zero_stage, **adamw)
 
 
 def parallelize(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> nn.Module:
@@ -92,4 +88,4 @@ def parallelize(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Confi
 def set_gradient_sync(parallel_model: nn.Module, optimizer: DataParallelOptimizer, last: bool) -> None:
     """Average gradients only in the last micro-batch of a step; with ZeRO-2 in every one. Else a rank accumulates."""
     averager: Any = optimizer if optimizer.averages_gradients else parallel_model
-    averager.require_backward_grad_sync = last or isinstance(optimizer, Zero2Optimizer)
+    averager.require_backward_grad_sync = last or getattr(optimizer, "shards_gradients", False)

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanoGPT.optim import SharedOptimizer
+from nanoGPT.optim import SharedOptimizer, run_closure
 
 
 class DataParallelOptimizer(SharedOptimizer):
@@ -61,9 +60,6 @@ class DdpOptimizer(DataParallelOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer; `closure` computes the loss first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         self.inner.step()
         return loss

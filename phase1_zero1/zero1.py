@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from nanoGPT.optim import clip_grads, grad_norm
+from nanoGPT.distributed.sharding import assign_owners
+from nanoGPT.optim import clip_grads, count_multiplications, grad_norm, run_closure
 from phase1_zero1.buckets import (
     Bucket,
     Options,
@@ -37,7 +38,9 @@ from phase1_zero1.buckets import (
     rank_and_world_size,
     split_into_buckets,
 )
+from phase1_zero1.muon import OwnedMatrix
 from phase1_zero1.protocol import DataParallelOptimizer
+from phase1_zero1.zero2 import Zero2Bucket, Zero2Matrix
 
 
 class Zero1Optimizer(DataParallelOptimizer):
@@ -72,6 +75,9 @@ class Zero1Optimizer(DataParallelOptimizer):
             no communication.
         bucket_mb: the maximum size of a bucket, in 2^20 bytes.
         elementwise: True declares that `optimizer_class` is elementwise. Use it for a class that is not torch's.
+        stage: 2: also shard the gradients (ZeRO-2, see `zero2.py`). Then all ranks must call `backward` equally often,
+            and each call must compute the gradient of at least one parameter. For the smallest memory, leave
+            `require_backward_grad_sync` True. With one rank there is nothing to shard.
         defaults: the arguments of `optimizer_class`.
 
     Raises:
@@ -79,7 +85,6 @@ class Zero1Optimizer(DataParallelOptimizer):
     """
 
     averages_gradients = True
-    bucket_class = Bucket
 
     def __init__(
         self,
@@ -88,53 +93,49 @@ class Zero1Optimizer(DataParallelOptimizer):
         process_group: dist.ProcessGroup | None = None,
         bucket_mb: float = 25.0,
         elementwise: bool = False,
+        stage: int = 1,
         **defaults: Any,
     ) -> None:
         check_optimizer(optimizer_class, elementwise)
         self.optimizer_class, self.process_group, self.bucket_mb = optimizer_class, process_group, bucket_mb
         self.rank, self.world_size = rank_and_world_size(process_group)
+        self.shards_gradients = stage == 2 and self.world_size > 1
         self.require_backward_grad_sync = True
-        self.buckets: list[Bucket] = []
-        self._frozen_params: list[nn.Parameter] = []  # in no bucket
-        self._bucket_order: list[int] = []  # the order in which all ranks reduce the buckets
-        self._fill_order: list[int] | None = []  # the order on this rank; None after all use rank 0's
-        self._num_started = 0  # the number of buckets whose reduction has started in this step
+        self._num_started = 0  # the number of buckets whose reduction has started in this step, or micro-batch
+        self._in_flight: Any = None  # with stage 2, the bucket that was reduced last
         self._is_reduced = self._has_final_callback = False
         self._deferred_buckets: set[Bucket] = set()  # a forward hook waits for their all-gathers, not `step`
-        prototype = optimizer_class([torch.zeros(1)], **defaults)
-        super().__init__(params, prototype.defaults)
-
-    def add_param_group(self, param_group: Options) -> None:
-        """Add a parameter group and store its parameters in buckets. Collective."""
-        if self._num_started:
-            raise RuntimeError("a parameter group was added between backward() and step(): add it before backward()")
-        optim.Optimizer.add_param_group(self, param_group)  # unlike other subclasses of SharedOptimizer, at any time
-        group = self.param_groups[-1]
-        try:
-            check_params([p for g in self.param_groups for p in g["params"]], self.process_group)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        self._frozen_params += [p for p in group["params"] if not p.requires_grad]
-        for bucket in self._make_buckets(group):
+        super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
+        all_params = [p for group in self.param_groups for p in group["params"]]
+        check_params(all_params, process_group)
+        self._frozen_params = [p for p in all_params if not p.requires_grad]  # in no bucket
+        self.buckets = [bucket for group in self.param_groups for bucket in self._make_buckets(group)]
+        self._bucket_order = list(range(len(self.buckets)))  # the order in which all ranks reduce the buckets
+        self._fill_order: list[int] | None = []  # the order on this rank; None after all use rank 0's
+        for bucket_index, bucket in enumerate(self.buckets):
             for shard in bucket.shards:
                 assert bucket.inner is not None
                 self.state[shard.param] = bucket.inner.state[shard.tensor]  # the same dict under both keys
-            self._register_hooks(bucket)
+            self._register_hooks(bucket_index, bucket)
 
     def _make_buckets(self, group: Options) -> Iterator[Bucket]:
         def make_inner(shards: list[Tensor], group: Options) -> optim.Optimizer:
             options = {name: group[name] for name in self.defaults}
             return self.optimizer_class([{"params": shards, **options}])  # type: ignore[call-arg]
 
+        if group.get("has_owners"):
+            owner = assign_owners(group["params"], self.world_size, count_multiplications)
+            for param in reversed(group["params"]):
+                matrix_class = Zero2Matrix if self.shards_gradients else OwnedMatrix
+                yield matrix_class(param, owner[param], group, self.process_group)
+            return
         for params in split_into_buckets(group["params"], self.bucket_mb * 2**20 if self.world_size > 1 else math.inf):
-            yield self.bucket_class(params, group, make_inner, self.process_group)
+            bucket_class = Zero2Bucket if self.shards_gradients else Bucket
+            yield bucket_class(params, group, make_inner, self.process_group)
 
-    def _register_hooks(self, bucket: Bucket) -> None:
+    def _register_hooks(self, bucket_index: int, bucket: Bucket) -> None:
         """Register a hook for each parameter of a bucket. Autograd calls it once per backward pass and parameter."""
-        bucket_index, optimizer_ref = len(self.buckets), weakref.ref(self)  # weak: hooks must not keep it alive
-        self.buckets.append(bucket)
-        self._bucket_order, self._fill_order = list(range(len(self.buckets))), []
+        optimizer_ref = weakref.ref(self)  # weak: hooks must not keep it alive
         for index, param in enumerate(bucket.params):
 
             def hook(_: Tensor, index: int = index) -> None:
@@ -150,11 +151,13 @@ class Zero1Optimizer(DataParallelOptimizer):
         grad = bucket.params[index].grad
         if grad is not None and grad.layout != torch.strided:
             raise RuntimeError("a gradient is sparse, but buckets are dense: create the nn.Embedding with sparse=False")
+        if self.shards_gradients and not self._is_reduced and self._num_started == len(self.buckets):
+            self._num_started = 0  # the next micro-batch
         if index in bucket.ready_params or self._num_started == len(self.buckets):
             raise RuntimeError(
-                "a second backward() ran after the one that reduced the gradients: set require_backward_grad_sync = "
-                "False for all but the last backward() of a step (reentrant activation checkpointing runs one too: use "
-                "use_reentrant=False), and call zero_grad() of the optimizer, not of the model, to drop gradients"
+                "a second backward() ran after the gradients were reduced: call step() or zero_grad() of the optimizer "
+                "first, or set require_backward_grad_sync = False for all but the last backward() of a step "
+                "(reentrant activation checkpointing runs one too: use use_reentrant=False)"
             )
         bucket.store_gradient(index)
         if self.require_backward_grad_sync:
@@ -179,11 +182,22 @@ class Zero1Optimizer(DataParallelOptimizer):
             self._num_started += 1
 
     def _start_reduce(self, bucket: Bucket) -> None:
+        """Start reducing a bucket. With stage 2, also finish the one before it, so that at most two are in flight."""
         bucket.start_reduce()
+        if self.shards_gradients:
+            self._add_average()
+            self._in_flight = bucket
+
+    def _add_average(self) -> None:
+        if self._in_flight:
+            self._in_flight.add_average()
+        self._in_flight = None
 
     def _end_backward(self) -> None:
         """Reduce the buckets that are left, also those with unused parameters."""
         self._reduce_ready_buckets(include_partial=True)
+        self._add_average()
+        self._has_final_callback = False
 
     @torch.no_grad()
     def reduce_gradients(self) -> list[Tensor]:
@@ -206,7 +220,7 @@ class Zero1Optimizer(DataParallelOptimizer):
                 self._begin_step()
                 raise RuntimeError("no rank has a gradient to step with: call backward() first")
             self._is_reduced = True
-        grads = [s.tensor.grad for bucket in self.buckets for s in bucket.shards if s.tensor.grad is not None]
+        grads = [shard.tensor.grad for shard in self.shards if shard.tensor.grad is not None]
         # A rank whose shards have no gradients takes part in the collectives of the norm with an empty tensor.
         return grads or [self.buckets[0].local_grads[:0]]
 
@@ -249,10 +263,7 @@ class Zero1Optimizer(DataParallelOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the reduction, update this rank's shards, and all-gather the parameters. Collective."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         self.reduce_gradients()
         for bucket_index in reversed(self._bucket_order):  # the forward pass needs them in the opposite order
             self.buckets[bucket_index].update_shards()
@@ -286,7 +297,7 @@ class Zero1Optimizer(DataParallelOptimizer):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._num_started, self._is_reduced, self._has_final_callback = 0, False, False
+        self._num_started, self._in_flight, self._is_reduced, self._has_final_callback = 0, None, False, False
         self._fill_order = None if self._fill_order is None else []
         for bucket in self.buckets:
             bucket.clear_gradients()
@@ -300,34 +311,28 @@ class Zero1Optimizer(DataParallelOptimizer):
         """The ranks whose shards make up the full gradient; None if this rank has the full gradient."""
         return None if self.world_size == 1 else self.process_group or dist.group.WORLD
 
+    @property
+    def shards(self) -> list[Shard]:
+        """This rank's shards of all parameters."""
+        return [shard for bucket in self.buckets for shard in bucket.shards]
+
     def local_state(self) -> Iterator[tuple[nn.Parameter, int, dict[str, Any]]]:
-        """Yield this rank's state: a parameter, the offset of the state in the flattened parameter, and the state."""
-        for shard, items in self.shards_with_state():
-            yield shard.param, shard.offset, items
+        """Yield this rank's state of each parameter with its offset in the flattened parameter, and fp32 masters."""
+        for shard in self.shards:
+            master = {} if shard.tensor.dtype == shard.param.dtype else {"master": shard.tensor}
+            yield shard.param, shard.offset, {**self.state[shard.param], **master}
 
     def inner_optimizers(self) -> list[optim.Optimizer]:
         """Return the optimizers that store this rank's state, at most one per bucket."""
         return [bucket.inner for bucket in self.buckets if bucket.inner]
 
-    def expected_state_bytes(self) -> int:
-        """Return the bytes of optimizer state on this rank after a step."""
-        return sum(bucket.expected_state_bytes() for bucket in self.buckets)
-
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter with this rank's shard of its averaged gradient."""
-        for bucket in self.buckets:
-            yield from ((shard.param, shard.grad) for shard in bucket.shards)
+        yield from ((shard.param, shard.grad) for shard in self.shards)
 
     def gradient_buffers(self) -> list[Tensor]:
         """Return the buffers of all buckets that hold this rank's averaged gradients, and with ZeRO-1 all gradients."""
         return [bucket.local_grads for bucket in self.buckets]
-
-    def shards_with_state(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
-        """Yield this rank's shard of each parameter, and its optimizer state including the fp32 master if any."""
-        for bucket in self.buckets:
-            for shard in bucket.shards:
-                master = {} if shard.tensor.dtype == shard.param.dtype else {"master": shard.tensor}
-                yield shard, {**self.state[shard.param], **master}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shards. It loads only on the same rank of the same number of ranks.
@@ -336,9 +341,8 @@ class Zero1Optimizer(DataParallelOptimizer):
         """
         content = super().state_dict()
         param_ids = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        content["state"] = {param_ids[shard.param]: items for shard, items in self.shards_with_state() if items}
-        ranges = [(shard.offset, shard.tensor.numel()) for shard, _ in self.shards_with_state()]
-        content["place"] = (self.rank, self.world_size, ranges)
+        content["state"] = {param_ids[param]: items for param, _, items in self.local_state() if items}
+        content["place"] = self.rank, self.world_size, [(shard.offset, shard.tensor.numel()) for shard in self.shards]
         return content
 
     @torch.no_grad()
@@ -352,7 +356,7 @@ class Zero1Optimizer(DataParallelOptimizer):
             raise ValueError("this state belongs to another model, rank or number of ranks: use sharded_checkpoint.py")
         params = [p for group in self.param_groups for p in group["params"]]
         saved = {params[i]: items for i, items in state_dict["state"].items()}
-        for shard, _ in self.shards_with_state():
+        for shard in self.shards:
             items = dict(saved.get(shard.param, {}))
             shard.tensor.copy_(items.pop("master", shard.tensor))
             self.state[shard.param].clear()

@@ -13,15 +13,14 @@ which they are reduced, one bucket of each parameter group is being filled at an
     reduce-scatter    once per step                     once per micro-batch
 
 With one micro-batch per rank and step, ZeRO-2 has the same communication volume as ZeRO-1. With more, it trades
-communication for memory. With one rank there is nothing to shard, and `shard_optimizer` uses ZeRO-1.
+communication for memory. `Zero1Optimizer(..., stage=2)` uses these buckets.
 """
 
 import torch
 from torch import Tensor
 
 from phase1_zero1.buckets import Bucket
-from phase1_zero1.muon import OwnedMatrix, Zero1Muon
-from phase1_zero1.zero1 import Zero1Optimizer
+from phase1_zero1.muon import OwnedMatrix
 
 
 class Zero2Bucket(Bucket):
@@ -67,49 +66,3 @@ class Zero2Bucket(Bucket):
 
 class Zero2Matrix(Zero2Bucket, OwnedMatrix):
     """A matrix of Muon. Only its owner stores the averaged gradient."""
-
-
-class Zero2Optimizer(Zero1Optimizer):
-    """A `Zero1Optimizer` with ZeRO-2.
-
-    All ranks must call `backward` equally often, and each call must compute the gradient of at least one parameter.
-
-    A backward pass while `require_backward_grad_sync` is False accumulates full gradients, as in `Zero1Optimizer`. For
-    the smallest memory, leave it True: then the backward pass of every micro-batch reduces its gradients.
-    """
-
-    bucket_class = Zero2Bucket
-    matrix_class = Zero2Matrix
-    _has_unreduced = True  # whether a gradient may be in a buffer of full gradients
-    _in_flight: Zero2Bucket | None = None
-
-    def _on_gradient_ready(self, bucket_index: int, index: int) -> None:
-        if self._is_reduced:
-            raise RuntimeError("backward() ran after the gradients were reduced: call step() or zero_grad() first")
-        self._has_unreduced = True
-        super()._on_gradient_ready(bucket_index, index)
-
-    def _start_reduce(self, bucket: Bucket) -> None:
-        """Start reducing a bucket, and finish the one before it."""
-        super()._start_reduce(bucket)
-        if self._in_flight:
-            self._in_flight.add_average()
-        assert isinstance(bucket, Zero2Bucket)
-        self._in_flight = bucket
-
-    def _end_backward(self) -> None:
-        """Reduce the buckets that are left, and get ready for the next micro-batch."""
-        if self._has_unreduced:
-            super()._end_backward()
-            if self._in_flight:
-                self._in_flight.add_average()
-            self._in_flight, self._num_started, self._has_unreduced = None, 0, False
-            self._has_final_callback = False
-
-    def _begin_step(self) -> None:
-        super()._begin_step()
-        self._in_flight, self._has_unreduced = None, True
-
-
-class Zero2Muon(Zero2Optimizer, Zero1Muon):
-    """`Zero1Muon` with ZeRO-2."""

@@ -118,12 +118,10 @@ def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
     parts = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     sizes = Counter(sum(p.numel() for p in own_params(m)) for m in parts)
     local = sum(local_shard(p).numel() for p in model.parameters())
-    momentum = sum(local_shard(p).numel() for p in muon_groups(model, config)[0]["params"])  # 4 bytes instead of 8
-    state = 16 * local - (4 * momentum if config.optimizer == "muon" else 0)
     num_shards = next(p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor))
     units = [f"{count} unit{'s' * (count > 1)} of {size:,} parameters" for size, count in sizes.items()]
     root = sum(p.numel() for p in own_params(model))
     return (
         f"sharded over {num_shards} of {run.world_size} rank(s): {', '.join([*units, f'a root unit of {root:,}'])}; "
-        f"rank 0 stores {local:,} of {params:,} parameters, {state / 1e6:,.1f} MB of state\n{step}"
+        f"rank 0 stores {local:,} of {params:,} parameters\n{step}"
     )

@@ -20,7 +20,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.start import main, start
 from nanoGPT.model import GPT
 from phase3_fsdp import fsdp
-from phase3_fsdp.minimal import put_parameters_on_meta
+from phase3_fsdp.fsdp import put_parameters_on_meta
 from phase3_fsdp.train import evaluate
 
 

@@ -14,7 +14,8 @@ Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard, row_range
@@ -105,6 +107,25 @@ class FsdpConfig(TrainConfig):
         return full_state * self.local_param_fraction(world_size, local_world_size, on_gpu=True)
 
 
+@contextmanager
+def put_parameters_on_meta() -> Iterator[None]:
+    """Give no memory to parameters that are created inside this context. Buffers get their values as usual.
+
+    Under `torch.device("meta")`, buffers would have no values either. A checkpoint cannot restore buffers that are not
+    persistent, such as the tables of rotary position embeddings (RoPE). Tie parameters through the attribute of a
+    module, as in `head.weight = embedding.weight`: one nn.Parameter with two names would become two parameters.
+    """
+
+    def move_to_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
+        return param if param.is_meta else nn.Parameter(param.to("meta"), param.requires_grad)  # meta: a tied parameter
+
+    handle = register_module_parameter_registration_hook(move_to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     """Shard an unmodified model over the ranks. Collective.
 
@@ -128,7 +149,8 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     if config.compile:
         model.compile_by_block()
     if config.fsdp_cpu_offload and run.device.type == "cuda":
-        torch.set_num_threads(count_update_threads(len(os.sched_getaffinity(0)), run.local_world_size))
+        # The optimizer runs on this rank's share of the cores. The launcher gives each rank one thread.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // run.local_world_size))
     shard_units(model, config, run)
     return model
 
@@ -151,14 +173,6 @@ def shard_units(model: GPT, config: FsdpConfig, run: Runtime) -> None:
         fully_shard(unit, reshard_after_forward=config.fsdp_reshard_after_forward, **shard_options)
     fully_shard(model, **shard_options)  # FSDP keeps the root unsharded: its backward pass is next
     # END SOLUTION
-
-
-def count_update_threads(cores: int, local_world_size: int) -> int:
-    """Return the number of threads of a rank whose optimizer runs on the CPU: its share of the node's cores.
-
-    The launcher gives each rank one thread, which is right for ranks that compute on a GPU.
-    """
-    return max(1, cores // local_world_size)
 
 
 def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
@@ -237,21 +251,12 @@ def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[s
 def allocate_shards(model: nn.Module, device: torch.device) -> None:
     """Allocate the parameters of a model that are on the meta device, without values. Other tensors stay as they are.
 
-    `model.to_empty` would allocate the shard of a tied parameter twice for a moment.
-
     Raises:
         ConfigError: a buffer is on the meta device, so its values are lost.
     """
     if lost := next((name for name, buffer in model.named_buffers() if buffer.is_meta), None):
         raise ConfigError(f"the buffer {lost} has no values: build the model in `put_parameters_on_meta()`")
-    allocated: dict[Tensor, Tensor] = {}
-
-    def allocate(tensor: Tensor) -> Tensor:
-        if tensor not in allocated:
-            allocated[tensor] = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-        return allocated[tensor]
-
-    model._apply(allocate)
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def own_rows(tensor: Tensor) -> tuple[int, int]:

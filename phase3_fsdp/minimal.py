@@ -85,12 +85,23 @@ def build_sharded_model(
     for param in model.parameters():
         is_low = param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
         param.data = (param.float() if is_low else param).contiguous()  # FSDP supports no other memory format
+    shard_units(model, find_units(model), device, dtype)
+    init_shards(model, fill, device)
+    return model
+
+
+def shard_units(model: nn.Module, units: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
+    """Call `fully_shard` on every unit, then on the root, which has the parameters that no other unit has."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for unit in find_units(model):
+    for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-    # The root unit has the parameters that no other unit has. By default, it would stay unsharded after an evaluation.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # also after an evaluation
+
+
+@torch.no_grad()
+def init_shards(model: nn.Module, fill: Callable[[str, Tensor], object], device: torch.device) -> None:
+    """Allocate this rank's shards, and fill them one parameter at a time. Copy the buffers from rank 0."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device=device)
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -102,9 +113,9 @@ def build_sharded_model(
         fill(name, full)
         if full.isnan().any():
             raise ValueError(f"`fill` has not written all values of {name}")
-        own = distribute_tensor(full, mesh, param.placements, src_data_rank=None)  # None: without communication
+        # With None, every rank takes its shard of its own full tensor, without communication.
+        own = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
         param.to_local().copy_(own.to_local())
-    return model
 
 
 def copy_from_rank_0(buffer: Tensor) -> None:

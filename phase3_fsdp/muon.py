@@ -28,10 +28,11 @@ from torch.optim import Optimizer
 
 from nanoGPT.distributed.sharding import assign_owners, local_shard, row_range
 from nanoGPT.model import GPT
-from nanoGPT.optim import SharedOptimizer, configure_muon, count_multiplications
+from nanoGPT.optim import SharedOptimizer, configure_muon, count_multiplications, run_closure
 from nanoGPT.optim import configure_optimizer as configure_unsharded_optimizer
 from phase3_fsdp.fsdp import FsdpConfig
 
+Received = Callable[[], Tensor]  # waits for an all-to-all, and returns what this rank received
 ROUND_BYTES = 64 * 2**20  # maximum bytes of full bf16 updates per owner and round (or one matrix)
 
 
@@ -61,8 +62,6 @@ class ShardedMuon(SharedOptimizer):
         for group in self.param_groups:
             if group["adjust_lr_fn"] != "match_rms_adamw":
                 raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']} is not supported: use match_rms_adamw")
-        if not matrices:
-            raise ValueError("ShardedMuon has no matrix to train: give it a group with at least one")
         mesh = matrices[0].device_mesh
         self.device = torch.device(mesh.device_type)  # of the all-to-alls, also if CPU offload keeps shards on the CPU
         self.group, self.num_shards, self.rank = mesh.get_group(-1), mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
@@ -89,29 +88,26 @@ class ShardedMuon(SharedOptimizer):
         Raises:
             RuntimeError: a matrix has no gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for param in self.options:
             if param.grad is None:
                 raise RuntimeError(f"a matrix of shape {tuple(param.shape)} has no gradient: call backward() first")
-        to_owners: Exchange | None = self._send_to_owners(0)
-        to_shards: Exchange | None = None
+        to_owners: Received | None = self._send_to_owners(0)
+        to_shards: Received | None = None
         for i, current in enumerate(self.rounds):
             assert to_owners
-            batches = current.join_rows(to_owners.wait())
+            batches = current.join_rows(to_owners())
             to_owners = self._send_to_owners(i + 1) if i + 1 < len(self.rounds) else None
             rows = current.split_into_rows(self._orthogonalize(batches))
             previous, to_shards = to_shards, self._exchange(rows, current.to_owners[::-1])
             if previous:
-                self._apply(self.rounds[i - 1], previous.wait())
+                self._apply(self.rounds[i - 1], previous())
             del previous, rows  # otherwise their memory would stay allocated during the next round
         assert to_shards
-        self._apply(self.rounds[-1], to_shards.wait())
+        self._apply(self.rounds[-1], to_shards())
         return loss
 
-    def _send_to_owners(self, index: int) -> "Exchange":
+    def _send_to_owners(self, index: int) -> Received:
         """Update the momentum of a round, and start to send the updates to their owners."""
         return self._exchange(self._compute_updates(self.rounds[index]), self.rounds[index].to_owners)
 
@@ -129,14 +125,23 @@ class ShardedMuon(SharedOptimizer):
             updates.append(update.bfloat16().flatten())
         return torch.cat(updates)
 
-    def _exchange(self, sent: Tensor, sizes: tuple[list[int], list[int]]) -> "Exchange":
-        """Start an all-to-all of `sizes[0][r]` elements to each rank r and `sizes[1][r]` elements from it."""
-        sent = sent.to(self.device)
+    def _exchange(self, sent: Tensor, sizes: tuple[list[int], list[int]]) -> Received:
+        """Start an all-to-all of `sizes[0][r]` elements to each rank r and `sizes[1][r]` elements from it.
+
+        Returns:
+            A function that waits and returns the received tensor. On a GPU only the stream waits.
+        """
+        buffers = [sent.to(self.device)]  # both must stay alive until the end of the all-to-all
         if self.num_shards == 1:
-            return Exchange(sent, sent, None)
-        received = sent.new_empty(sum(sizes[1]))
-        work = dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=self.group, async_op=True)
-        return Exchange(sent, received, work)
+            return buffers.pop
+        buffers.append(buffers[0].new_empty(sum(sizes[1])))
+        work = dist.all_to_all_single(buffers[1], buffers[0], sizes[1], sizes[0], group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return buffers[1]
+
+        return wait
 
     def _orthogonalize(self, batches: list[Tensor]) -> list[Tensor]:
         """Return the orthogonalized updates of all batches. The batches are freed one after another."""
@@ -198,19 +203,6 @@ class Round:
         ranges = [[row_range(len(m), self.num_shards, r) for m in matrices] for r in range(self.num_shards)]
         parts = [m[begin:end].flatten() for each in ranges for m, (begin, end) in zip(matrices, each, strict=True)]
         return torch.cat(parts) if parts else self.local_order[0].to_local().new_empty(0, dtype=torch.bfloat16)
-
-
-class Exchange:
-    """An all-to-all in flight, with the tensors that it uses."""
-
-    def __init__(self, sent: Tensor, received: Tensor, work: dist.Work | None) -> None:
-        self.sent, self.received, self.work = sent, received, work
-
-    def wait(self) -> Tensor:
-        """Return the received tensor. On a GPU the stream waits, and the process continues."""
-        if self.work:
-            self.work.wait()
-        return self.received
 
 
 def orthogonalize(

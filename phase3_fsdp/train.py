@@ -25,7 +25,7 @@ from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm
 from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import FsdpConfig as Config
-from phase3_fsdp.minimal import put_parameters_on_meta
+from phase3_fsdp.fsdp import put_parameters_on_meta
 from phase3_fsdp.muon import configure_optimizer
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
 

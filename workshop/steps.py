@@ -34,15 +34,21 @@ def find_functions(path: Path) -> dict[str, tuple[str, list[str]]]:
                     del lines[docstring.lineno - node.lineno : (docstring.end_lineno or 0) - node.lineno + 1]
                 owner = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
                 title = f"{path.name} {owner}{node.name}"
-                functions.setdefault(node.name, (title, [line[node.col_offset :] for line in lines]))
+                code = [
+                    line[node.col_offset :] for line in lines if not line.endswith("SOLUTION")
+                ]  # marks of exercises
+                functions.setdefault(node.name, (title, code))
     return functions
 
 
 def list_files(path: Path) -> list[Path]:
     """Return a file, and the files of its package that it imports."""
-    modules = [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    package = path.parent.name
-    return [path, *(path.with_name(f"{m.rpartition('.')[2]}.py") for m in modules if m.startswith(f"{package}."))]
+    package, names = path.parent.name, []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):  # from package.name import ..., or from package import name
+            folder, _, name = (node.module or "").partition(".")
+            names += ([name] if name else [alias.name for alias in node.names]) if folder == package else []
+    return [path, *(path.with_name(f"{name}.py") for name in names)]
 
 
 def compare(before: Path, after: Path) -> dict[str, str]:

@@ -23,8 +23,7 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
 from operate.ranks import run_on_ranks, start_ranks
-from phase3_fsdp.fsdp import FsdpConfig, init_shards, shard_model
-from phase3_fsdp.minimal import put_parameters_on_meta
+from phase3_fsdp.fsdp import FsdpConfig, init_shards, put_parameters_on_meta, shard_model
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards, training_state
 
 # The points at which any rank can be killed, then those that only rank 0 reaches.

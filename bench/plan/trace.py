@@ -53,7 +53,7 @@ from phase2_triton import apply as triton
 from phase2_triton.kernels import checks, linear_cross_entropy
 from phase2_triton.kernels.core import record_launches
 from phase3_fsdp import fsdp, muon
-from phase3_fsdp.minimal import put_parameters_on_meta
+from phase3_fsdp.fsdp import put_parameters_on_meta
 
 CPU = torch.device("cpu")
 

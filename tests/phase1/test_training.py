@@ -189,11 +189,11 @@ def save_and_load(folder: str, dtype: torch.dtype) -> bool:
     other_model = torch.nn.Sequential(PartlyUsedModel(), torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="and the model differ in 10 parameters, such as 0.unused.bias"):
         load_shards(Path(folder), other_model, Zero1Optimizer(other_model.parameters(), torch.optim.AdamW))
-    for (_, saved_state), (shard, loaded_state) in zip(
-        optimizer.shards_with_state(), new_optimizer.shards_with_state(), strict=True
+    for (_, _, saved_state), (param, offset, loaded_state) in zip(
+        optimizer.local_state(), new_optimizer.local_state(), strict=True
     ):
         if "master" in loaded_state:  # the checkpoint of the fp32 model has no master
-            part = shard.param.detach().flatten()[shard.offset : shard.offset + loaded_state["master"].numel()]
+            part = param.detach().flatten()[offset : offset + loaded_state["master"].numel()]
             assert torch.equal(loaded_state.pop("master"), part.float())
         assert saved_state.keys() == loaded_state.keys()
         assert all(torch.allclose(saved_state[item], loaded_state[item]) for item in saved_state)

@@ -8,7 +8,7 @@ import torch
 
 from bench.matrix.cells import matches_formula
 from nanoGPT.model import GPT, GPTConfig
-from phase1_zero1.zero2 import Zero2Optimizer
+from phase1_zero1.zero1 import Zero1Optimizer
 from tests.helpers.marks import mark_slow
 from tests.helpers.training import gap, tiny, train
 from workshop.ranks import run_on_ranks
@@ -69,7 +69,7 @@ def record_gradient_buffers() -> tuple[list[int], int]:
         and the bytes of the largest bucket.
     """
     model = GPT(GPTConfig(4, 2, 32, 16, False, 75))
-    optimizer = Zero2Optimizer(model.parameters(), torch.optim.AdamW, bucket_mb=0.03)
+    optimizer = Zero1Optimizer(model.parameters(), torch.optim.AdamW, bucket_mb=0.03, stage=2)
     sizes: list[int] = []
     x = torch.zeros(1, 16, dtype=torch.int64)
     for param in model.parameters():

@@ -12,6 +12,7 @@ from tests.helpers.repository import list_files
 from tests.helpers.training import ROOT
 from workshop import diff
 from workshop.diff import MAX_ADDED, MAX_HUNKS, Hunk, find_hunks, find_problems, render_notes
+from workshop.steps import compare
 
 PHASES = [p.name for p in sorted(ROOT.glob("phase*")) if (p / "train.py").is_file()]
 
@@ -61,6 +62,12 @@ def test_diff_blocks_are_up_to_date(phase):
 def test_a_phase_shares_the_data(phase):
     """`data` in the directory of a phase is a symbolic link to nanoGPT/data."""
     assert (ROOT / phase / "data").is_symlink() and (ROOT / phase / "data").resolve() == ROOT / "nanoGPT" / "data"
+
+
+def test_minimal_is_the_recipe_of_the_trainer():
+    """`put_parameters_on_meta` is in two files, so that minimal.py needs only torch: the code is the same in both."""
+    steps = compare(ROOT / "phase3_fsdp" / "minimal.py", ROOT / "phase3_fsdp" / "train.py")
+    assert set(steps) == {"shard_units", "init_shards", "train_step"}
 
 
 def test_files_and_functions_stay_small():

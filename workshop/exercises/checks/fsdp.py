@@ -13,8 +13,7 @@ from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp import activation_checkpointing, fsdp
-from phase3_fsdp.fsdp import FsdpConfig
-from phase3_fsdp.minimal import put_parameters_on_meta
+from phase3_fsdp.fsdp import FsdpConfig, put_parameters_on_meta
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
 

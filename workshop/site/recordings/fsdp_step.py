@@ -22,8 +22,7 @@ from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
 from phase3_fsdp.costs import expected_traffic
-from phase3_fsdp.fsdp import FsdpConfig, init_shards, shard_model
-from phase3_fsdp.minimal import put_parameters_on_meta
+from phase3_fsdp.fsdp import FsdpConfig, init_shards, put_parameters_on_meta, shard_model
 from workshop.ranks import run_on_ranks
 
 RANKS = 4
