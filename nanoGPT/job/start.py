@@ -86,6 +86,7 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
             torch.set_num_threads(1)  # ranks share the cores
         if not dist.is_initialized():  # a notebook or a test may have created the group already
             join_process_group(run)
+        run.token = run.gather(run.token)[0]
         if not reads_only:
             enter_out_dir(run, config)
             listen_for_signals(run)  # an evaluation has nothing to save, so a signal may end it at once

@@ -9,9 +9,8 @@ import pytest
 
 from nanoGPT.errors import LostConnection
 from nanoGPT.job.out_dir import DirectoryLock
-from operate import restart as elastic
 from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats, kill_processes
-from operate.restart import ELASTIC_VARIABLE, count_usable_ranks
+from operate.restart import count_usable_ranks
 from operate.watchdog import list_children
 from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program, wait_until
 from tests.helpers.training import TINY, tiny, train
@@ -134,15 +133,14 @@ def test_a_run_never_has_two_writers(tmp_path, monkeypatch):
     beats.record({"one": "7", "two": "3"}, 100.0)
     beats.record({"one": "8", "two": "3"}, 101.0 + LOST_SECONDS)
     assert beats.count_alive(101.0) == 2 and beats.count_alive(101.0 + LOST_SECONDS) == 1
-    monkeypatch.setenv(ELASTIC_VARIABLE, "127.0.0.1:1 job")
     earlier = DirectoryLock(tmp_path)
-    earlier.write("job")
-    monkeypatch.setattr(elastic, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(restart, "LOCK_SECONDS", 0.0)
     with pytest.raises(LostConnection, match="ranks of an earlier start of this job still write into"):
-        elastic.lock_directory(tmp_path)
-    monkeypatch.setattr(elastic, "LOCK_SECONDS", 30.0)
+        restart.wait_for_lock(tmp_path)
+    monkeypatch.setattr(restart, "LOCK_SECONDS", 30.0)
     threading.Timer(0.2, earlier.close).start()
-    elastic.lock_directory(tmp_path).close()
+    restart.wait_for_lock(tmp_path)
+    assert earlier.file.closed
 
 
 def test_a_node_that_cannot_start_says_why(tmp_path):

@@ -30,7 +30,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.train_config import TrainConfig
+from nanoGPT.train_config import TrainConfig, field_names
 from phase3_fsdp.costs import count_padded_elements, describe_sharding, own_params
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import (
@@ -442,8 +442,8 @@ def evaluate_each(configs: list[EvaluateConfig]) -> list[float]:
 def test_evaluate_reads_checkpoints_of_other_phases(evaluated, capsys):
     """evaluate.py on 4 ranks prints the loss that the baseline logged with its last checkpoint on 2 ranks."""
     logged = read_last_loss(evaluated / "nanoGPT")
-    fields = dataclasses.asdict(tiny("phase3_fsdp", evaluated / "nanoGPT", dropout=0.0))
-    config = EvaluateConfig(**{**fields, "init_from": "resume"})
+    values = vars(tiny("phase3_fsdp", evaluated / "nanoGPT", dropout=0.0, init_from="resume"))
+    config = EvaluateConfig(**{name: values[name] for name in field_names(EvaluateConfig)})
     assert run_on_ranks(evaluate_weights, 4, config) == pytest.approx([logged] * 4, abs=1e-6)
     pattern = r"validation loss (.+), perplexity (.+), over 96 tokens"  # 3 x 2 x 16
     match = re.search(pattern, capsys.readouterr().out)

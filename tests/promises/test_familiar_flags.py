@@ -125,15 +125,16 @@ def test_a_second_torchrun_gets_a_new_directory(tmp_path):
     """Two runs by plain torchrun without out_dir do not share a directory; a third resumes the newest."""
     words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", str(TRAINER)]
     words += make_flags(**{**TINY, "max_iters": 2, "device": "cpu"})
-    outputs = []
+    directories: list[set[Path]] = []
     for more in ([], [], ["--init_from=resume", "--max_iters=3"]):
         program = Program(*words, *more, cwd=tmp_path)
-        outputs.append(program.communicate()[0])
-        assert program.returncode == 0, outputs[-1]
-    (second,) = (tmp_path / "out").glob("nanoGPT-*")
-    assert f"this run writes into out/{second.name}" in outputs[1]
-    assert steps_saved(tmp_path / "out") == ["step-00000002"]
-    assert steps_saved(second) == ["step-00000002", "step-00000003"]
+        output, _ = program.communicate()
+        assert program.returncode == 0, output
+        directories.append(set((tmp_path / "out").iterdir()))
+    (first,) = directories[0]
+    (second,) = directories[1] - directories[0]
+    assert directories[1] == directories[2] and first.name.startswith("nanoGPT-")
+    assert steps_saved(first) == ["step-00000002"] and steps_saved(second) == ["step-00000002", "step-00000003"]
     assert json.loads((second / "env.json").read_text())["config"]["out_dir"] == f"out/{second.name}"
 
 

@@ -21,7 +21,7 @@ from tests.helpers.training import ROOT, TINY, gap, tiny, train
 from workshop.ranks import losses
 
 SHORT = {**TINY, "n_layer": 1, "eval_iters": 1, "max_iters": 3, "gradient_accumulation_steps": 4}
-SLURM = ROOT / "deploy" / "slurm.sh"
+SLURM = ROOT / "operate" / "deploy" / "slurm.sh"
 CLONE_NEWNS, CLONE_NEWNET, MS_BIND, MS_REC, MS_SLAVE = 0x20000, 0x40000000, 0x1000, 0x4000, 0x80000  # of Linux
 
 

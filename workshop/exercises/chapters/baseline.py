@@ -13,7 +13,7 @@ EXERCISES = [
     Exercise(
         name="baseline.1",
         title="Write the learning rate schedule",
-        targets=("nanoGPT.optim:learning_rate",),
+        targets=("nanoGPT.train:learning_rate",),
         task="""At first a run needs small steps, because AdamW's moments are not reliable yet. At the end it
         needs small steps again. Return the learning rate of a step: linear warm-up over warmup_iters steps, then cosine
         decay to min_lr at lr_decay_iters (max_iters if it is None), then min_lr.""",
