@@ -10,12 +10,14 @@
 
 import contextlib
 import difflib
+import importlib
 import json
 import math
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 STALLED = 4  # exit code
 MAX_MESSAGE_LENGTH, MAX_QUOTE = 1500, 600  # characters
@@ -112,6 +114,24 @@ def did_you_mean(name: str, names: list[str]) -> str:
     longer_names = [known for known in names if known.lower().startswith(name.lower())]
     closest = difflib.get_close_matches(name.lower(), longer_names, n=1) or difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {closest[0]}?" if closest else ""
+
+
+def import_optional(module: str, flag: str) -> Any:
+    """Import a module that a copy of this code may lack.
+
+    Args:
+        module: its name.
+        flag: the flag with its value that needs the module.
+
+    Raises:
+        ConfigError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{flag} needs {error.name}, which is not installed: install it, or remove the flag"
+        ) from None
 
 
 def list_causes(error: BaseException | None) -> list[BaseException]:

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, import_optional
 from nanoGPT.model import GPT
 from nanoGPT.optim import param_groups
 from nanoGPT.train_config import TrainConfig
@@ -21,7 +21,8 @@ from phase1_zero1.muon import sharded_muon_groups
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.protocol import DataParallelOptimizer, DdpOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
-from phase2_triton.apply import apply_resolved_kernels, resolve_kernels
+
+KERNELS = "phase2_triton.apply"  # loaded only if --kernels asks for kernels
 
 
 @dataclass
@@ -45,7 +46,8 @@ class Zero1Config(TrainConfig):
     def check(self, world_size: int) -> None:
         if not self.zero1_bucket_mb > 0:
             raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} is out of range: use a number above 0")
-        resolve_kernels(self, self.kernels, "cuda")
+        if self.kernels.lower() != "none":
+            import_optional(KERNELS, f"--kernels={self.kernels}").resolve_kernels(self, self.kernels, "cuda")
         if self.zero_stage not in (1, 2):
             raise ConfigError(
                 f"--zero_stage={self.zero_stage} is out of range: use 1 or 2, or `make phase3` for stage 3"
@@ -72,7 +74,11 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParall
 
 def parallelize(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> nn.Module:
     """Return the module to call: the model with its kernels, in DDP if the optimizer does not average gradients."""
-    kernels = apply_resolved_kernels(model, config, config.kernels, run)
+    kernels = "none"
+    if config.kernels.lower() != "none":
+        kernels = import_optional(KERNELS, f"--kernels={config.kernels}").apply_resolved_kernels(
+            model, config, config.kernels, run
+        )
     if not optimizer.averages_gradients:
         return data_parallel(model, config, run)
     if isinstance(optimizer, Zero1Optimizer):

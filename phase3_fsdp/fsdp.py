@@ -29,13 +29,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard, row_range
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, import_optional
 from nanoGPT.model import GPT, draw_initial_rows
 from nanoGPT.train_config import TrainConfig
-from phase2_triton.apply import apply_resolved_kernels, resolve_kernels
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
 
 SWITCHES = {"True": "full", "False": "none"}  # short forms of --fsdp_activation_checkpointing
+
+KERNELS = "phase2_triton.apply"  # loaded only if --kernels asks for kernels
 
 
 @dataclass
@@ -68,7 +69,8 @@ class FsdpConfig(TrainConfig):
 
     def check(self, world_size: int) -> None:
         select_checkpointed_blocks(self.fsdp_activation_checkpointing, self.n_layer)
-        resolve_kernels(self, self.kernels, "cuda")
+        if self.kernels.lower() != "none":
+            import_optional(KERNELS, f"--kernels={self.kernels}").resolve_kernels(self, self.kernels, "cuda")
         if self.fsdp_wrap != "block" and not 1 <= self.min_num_params < math.inf:
             raise ConfigError(f"--fsdp_wrap={self.fsdp_wrap} is invalid: use block, or a number of parameters from 1")
         size = self.fsdp_shard_size
@@ -144,7 +146,9 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
     Raises:
         ConfigError: `fsdp_shard_size=node`, and the nodes have different numbers of ranks.
     """
-    apply_resolved_kernels(model, config, config.kernels, run)
+    if config.kernels.lower() != "none":
+        kernels = import_optional(KERNELS, f"--kernels={config.kernels}")
+        kernels.apply_resolved_kernels(model, config, config.kernels, run)
     checkpoint_activations(model, config.fsdp_activation_checkpointing)
     if config.compile:
         model.compile_by_block()

@@ -9,6 +9,7 @@ import pytest
 
 from nanoGPT.errors import LostConnection
 from nanoGPT.job.out_dir import DirectoryLock
+from operate import restart
 from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats, kill_processes
 from operate.restart import count_usable_ranks
 from operate.watchdog import list_children
