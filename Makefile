@@ -72,7 +72,8 @@ nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .v
 	@touch -c $@
 
 BENCH_fsdp := bench.sharding.fsdp_options
-BENCH_kernels := bench.kernels
+# Without a GPU, small versions run in Triton's interpreter.
+BENCH_kernels = bench.gpu --to=out/kernels-$(shell date +%s) --only=times $(if $(shell command -v nvidia-smi),,--dry_run)
 BENCH_torture := bench.checkpoints.torture
 
 ##@ start

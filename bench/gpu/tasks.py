@@ -24,7 +24,7 @@ import torch
 
 from bench.kernels import tune
 from bench.kernels.cases import CASE_BUILDERS, GPT2_WIDTHS, Case, build_cases
-from bench.kernels.kernels import Stopwatch, measure, measure_limits
+from bench.kernels.kernels import Stopwatch, measure, measure_limits, roofline_share
 from bench.plan.models import MODELS
 from bench.tables.records import describe_origin
 from phase2_triton.kernels.core import hash_sources
@@ -91,7 +91,7 @@ def compare_with_torch(case: Case) -> list[dict[str, Any]]:
 
 
 def time_kernel(place: Place, kernel: str) -> dict[str, Any]:
-    """Return the rows of `bench.kernels` for one kernel, and the limits of the device."""
+    """Return the times of a kernel and of torch's implementations, and the limits of the device."""
     watch = Stopwatch(place.device)
     limits, rows = measure_limits(watch, place.device), []
     for case in build_cases(place.device, {kernel}, list(GPT2_WIDTHS)):
@@ -99,8 +99,16 @@ def time_kernel(place: Place, kernel: str) -> dict[str, Any]:
         del case
         if not place.is_dry:
             torch.cuda.empty_cache()
-    times = [f"{row['contender']} {statistics.median(row['samples_ms']):.3f} ms" for row in rows if "error" not in row]
-    return {"limits": limits, "rows": rows, "summary": ", ".join(times[:4])}
+    lines = [f"{row['pass']} {row['contender']}: {format_time(row, limits)}" for row in rows]
+    print(*lines, sep="\n")
+    return {"limits": limits, "rows": rows, "summary": ", ".join(lines[:4])}
+
+
+def format_time(row: dict[str, Any], limits: dict[str, float]) -> str:
+    """Return the time of a row and its share of the roofline limit, or its error."""
+    if "error" in row:
+        return str(row["error"])
+    return f"{statistics.median(row['samples_ms']):.3f} ms ({roofline_share(row, limits):.0%})"
 
 
 def tune_tiles(place: Place) -> dict[str, Any]:

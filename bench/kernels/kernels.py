@@ -1,13 +1,9 @@
 """Compare each kernel with torch's implementations in time, bytes, FLOPs and memory: `make bench NAME=kernels`.
 
-    python -m bench.kernels                                        # print; on a CPU small sizes, interpreted
-    python -m bench.kernels --kernels=attention,loss --widths=124M # only these kernels and sizes
-    python -m bench.kernels --write                                # write bench/results/kernels-<hardware>.json
-
 In each round, every contender is called once, with a flushed cache. If the GPU's clock drifts, it therefore drifts for
 all contenders. The copy bandwidth and the matrix rate of the device are measured first. The percentage of a kernel is
-the shortest time that these two rates allow (the roofline), divided by its measured time. The last column is the time
-that Python needs to start the call. It is not part of the measured time on a GPU.
+the shortest time that these two rates allow (the roofline), divided by its measured time. The time that Python needs to
+start a call is not part of its time on a GPU.
 """
 
 import statistics
@@ -19,24 +15,9 @@ from typing import Any
 import torch
 
 from bench.error_messages import split_message
-from bench.kernels.cases import CASE_BUILDERS, GPT2_WIDTHS, Case, build_cases
-from bench.tables.records import write_result
+from bench.kernels.cases import Case
 from nanoGPT.errors import ConfigError
 from phase2_triton.kernels.core import Cost, is_interpreted
-
-
-@dataclass
-class Options:
-    """Compare kernels with torch's implementations."""
-
-    kernels: str = "all"
-    """all, or some of layernorm,add_layernorm,cross_entropy,loss,attention,gelu,embedding,adamw"""
-    widths: str = "all"
-    """all, or some of 124M,350M,774M,1.5B; on a CPU one small size is measured instead"""
-    rounds: int = 30
-    """timed calls of each contender"""
-    write: bool = False
-    """write bench/results/kernels-<hardware>.json"""
 
 
 def parse_names(value: str, known: list[str]) -> list[str]:
@@ -185,42 +166,13 @@ def describe_row(case: Case, contender: str, name: str, cost: Cost) -> dict[str,
     }
 
 
-def format_row(row: dict[str, Any], limits: dict[str, float]) -> str:
-    """Return a row as a line: time, rates, and the roofline's time in percent of the measured time."""
-    head = f"{row['kernel']:24}{row['shape']:28}{row['pass']:10}{row['contender']:24}"
-    if "error" in row:
-        return f"{head}{row['error']}"
-    ms = statistics.median(row["samples_ms"])
-    roofline_ms = 1e3 * max(row["bytes"] / limits["bytes_per_second"], row["flops"] / limits["flops_per_second"])
-    rates = f"{row['bytes'] / ms / 1e6:10.1f} GB/s{row['flops'] / ms / 1e9:10.2f} TFLOP/s"
-    host_ms = statistics.median(row["host_ms"])
-    return f"{head}{ms:10.3f} ms{rates}{roofline_ms / ms:8.1%}{host_ms:10.3f} ms host"
+def roofline_share(row: dict[str, Any], limits: dict[str, float]) -> float:
+    """Return the time that the limits of the device allow, as a fraction of the measured time of a row."""
+    seconds = max(row["bytes"] / limits["bytes_per_second"], row["flops"] / limits["flops_per_second"])
+    return 1000 * seconds / statistics.median(row["samples_ms"])
 
 
 def kernel_device() -> torch.device:
     """Return the device of this process's kernels. With TRITON_INTERPRET=1 it is the CPU, even if there is a GPU."""
     is_compiled = torch.cuda.is_available() and not is_interpreted()
     return torch.device("cuda", 0) if is_compiled else torch.device("cpu")
-
-
-def main(options: Options) -> None:
-    device = kernel_device()
-    torch.manual_seed(0)
-    watch, rounds = Stopwatch(device), options.rounds if device.type == "cuda" else min(options.rounds, 3)
-    limits = measure_limits(watch, device)
-    if device.type == "cpu":
-        print("No GPU: small sizes run in Triton's interpreter. These times do not predict a GPU's.")
-    rates = limits["bytes_per_second"] / 1e9, limits["flops_per_second"] / 1e12
-    print("copy {:.0f} GB/s, matrix product {:.1f} TFLOP/s".format(*rates))
-    rows = []
-    widths = parse_names(options.widths, list(GPT2_WIDTHS))
-    for case in build_cases(device, set(parse_names(options.kernels, list(CASE_BUILDERS))), widths):
-        for row in measure(case, watch, rounds):
-            rows.append(row)
-            print(format_row(row, limits), flush=True)
-        if device.type == "cuda":
-            del case
-            torch.cuda.empty_cache()
-    if options.write:
-        settings = {"command": "python -m bench.kernels --write", "interpreted": device.type == "cpu", "rounds": rounds}
-        print(f"wrote {write_result('kernels', device, settings, {'limits': limits, 'rows': rows})}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from bench.kernels.kernels import roofline_share
 from bench.phases import ROOT
 from bench.tables.records import format_table, hardware_of, read_results
 from nanoGPT.errors import ConfigError
@@ -88,8 +89,6 @@ class Table:
         for result in [result for name in self.names for result in read_results(name)]:
             if not result["settings"].get("interpreted"):
                 rows = [[column.format(row) for column in self.columns] for row in self.list_rows(result["samples"])]
-                if not rows:
-                    raise LookupError("no rows")
                 table = format_table([column.header for column in self.columns], rows)
                 parts.append(f"Measured on {hardware_of(result)}:\n\n{table}")
         return "\n".join(parts)
@@ -109,10 +108,8 @@ def find_changed_options(row: Row) -> str:
 
 def list_kernels(samples: dict[str, Any]) -> Iterable[Row]:
     """Yield the rows of the kernels, with the time that the roofline allows as a fraction of the measured time."""
-    limits = samples["limits"]
     for row in samples["rows"]:
-        seconds = max(row["bytes"] / limits["bytes_per_second"], row["flops"] / limits["flops_per_second"])
-        yield row if "error" in row else {**row, "share": 1000 * seconds / statistics.median(row["samples_ms"])}
+        yield row if "error" in row else {**row, "share": roofline_share(row, samples["limits"])}
 
 
 TRAINER = Column("trainer", lambda row: TRAINERS[row["phase"]])
@@ -205,14 +202,7 @@ def render_table(name: str) -> str:
     Raises:
         ConfigError: its results are missing or damaged.
     """
-    table = TABLES[name]
-    try:
-        text = table.render()
-    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
-        raise ConfigError(
-            f"table {name} cannot be generated: its results in bench/results are damaged ({type(error).__name__}: "
-            f"{error}); measure again, or restore them from git"
-        ) from None
+    text = TABLES[name].render()
     if not text and name not in ("kernels", "gpu", "throughput"):
         raise ConfigError(f"table {name} has no results in bench/results: measure again, or restore them from git")
     return text or NOT_MEASURED
