@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from bench.error_messages import split_message
 from bench.kernels.cases import Case
 from nanoGPT.errors import ConfigError
 from phase2_triton.kernels.core import Cost, is_interpreted
@@ -135,7 +134,7 @@ def measure(case: Case, watch: Stopwatch, rounds: int) -> list[dict[str, Any]]:
             calls |= {(contender, name): call for name, call in passes.items()}
         except Exception as error:  # this device or version may lack a backend: its row has an error and no times
             watch.check_device()
-            reason = split_message(error)[0][:200]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             rows.append({**describe_row(case, contender, "all", case.forward), "error": reason})
     timings: dict[tuple[str, str], list[Timing]] = {key: [] for key in calls}
     for _ in range(rounds):
