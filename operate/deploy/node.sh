@@ -10,7 +10,7 @@
 # again. With the launcher's 0, it would count the run as finished.
 
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 OUT_DIR=${OUT_DIR:?"is not set: use a directory that all nodes share"}
 words=("$@" "--out_dir=$OUT_DIR")

@@ -56,7 +56,7 @@ def find_commands(path: Path) -> Iterator[str]:
 def list_commands() -> list[tuple[Path, str]]:
     """Return the documents with their commands: Markdown files, notebooks, trainers and configuration files."""
     paths = [
-        *list_files("*.md"),
+        *(path for path in list_files("*.md") if path.parent.name != "copied"),  # commands of a copy of a phase
         *list_files("notebooks/*.py"),
         *list_files("*/train.py"),
         *list_files("*/config/*.py"),

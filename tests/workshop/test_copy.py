@@ -1,6 +1,7 @@
 """`make copy`: a copied phase, with the modules that it imports, trains without this package."""
 
 import json
+import re
 
 import pytest
 
@@ -59,18 +60,47 @@ def test_a_copied_phase_trains_alone(name, tmp_path):
     assert json.loads((tmp_path / "alone" / "env.json").read_text())["config"]["out_dir"] == str(tmp_path / "alone")
 
 
-def test_the_copy_contains_only_needed_modules(tmp_path):
-    """The copy contains the modules that the phase imports, directly or lazily, and no others.
+def test_a_copy_is_complete(tmp_path):
+    """A copy has what one would own, and nothing else: the core, programs, scripts, tests, a README and a license.
 
-    Its requirements contain torch.
+    Nothing in it names make, the shell or another phase. Links lead to files of the copy. WITH adds the shell.
     """
-    copy_phase("phase1", tmp_path / "copy")
-    files = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*.py")}
-    needed = {"train.py", "phase1_zero1/zero1.py", "nanoGPT/optim.py", "phase2_triton/kernels/gelu.py"}  # for --kernels
-    assert needed <= files and not {"operate/launch.py", "nanoGPT/train.py"} & files
-    assert not any(file.startswith(("phase3", "bench", "workshop")) for file in files)
-    assert "torch>=2.11" in (tmp_path / "copy" / "requirements.txt").read_text().splitlines()
-    assert (tmp_path / "copy" / "config" / "train_gpt2_large.py").is_file()
+    copy = tmp_path / "copy"
+    copy_phase("phase1", copy)
+    files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    needed = {"train.py", "phase1_zero1/zero1.py", "phase1_zero1/naive.py", "nanoGPT/observers.py", "nanoGPT/sample.py"}
+    needed |= {"LICENSE", "README.md", "pyproject.toml", ".gitignore", "tests/test_training.py"}
+    needed |= {"nanoGPT/data/shakespeare_char/prepare.py", "config/train_gpt2_large.py", "nanoGPT/checkpoint/verify.py"}
+    assert needed <= files and "nanoGPT/train.py" not in files
+    assert {file.split("/")[0] for file in files if file.endswith(".py")} == {
+        "train.py", "phase1_zero1", "nanoGPT", "tests", "config"
+    }  # fmt: skip
+    texts = {file: (copy / file).read_text() for file in files if file.endswith((".py", ".md", ".toml"))}
+    target = re.compile(r"\bmake (baseline|phase\d|data|evaluate|sample|diff|copy|gate|autopsy|elastic)\b")
+    assert [file for file, text in texts.items() if target.search(text)] == []
+    assert re.findall(r"\]\(([^)]+)\)", texts["README.md"]) == [] and '"torch>=2.11",' in texts["pyproject.toml"]
+    for program in re.findall(r"python -m (\S+)", texts["README.md"]):
+        assert f"{program.replace('.', '/')}.py" in files
+    copy_phase("phase3", tmp_path / "watched", ("operate", "measure"))
+    assert {"operate/observer.py", "measure/ledger.py", "phase3_fsdp/costs.py", "evaluate.py"} <= {
+        str(path.relative_to(tmp_path / "watched")) for path in (tmp_path / "watched").rglob("*.py")
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.long
+def test_the_tests_of_a_copy_pass(tmp_path):
+    """The tests that a copy has pass there. A bare resume continues the newest run of the copy."""
+    copy = tmp_path / "copy"
+    copy_phase("phase3", copy)
+    environment = {"PYTHONPATH": str(copy)}
+    program = Program("pytest", "-q", "-n0", "-p", "no:cacheprovider", "tests", cwd=copy, **environment)
+    assert program.wait() == 0, program.output()
+    flags = make_flags(**{**FIELDS, "gradient_accumulation_steps": 1})
+    for more in (["--max_iters=4"], ["--max_iters=2"], ["--init_from=resume", "--max_iters=3"]):
+        program = Program("train.py", *flags, *more, cwd=copy, new_interpreters=True, **environment)
+        assert program.wait() == 0, program.output()
+    assert "resuming after 2 updates" in program.output()
 
 
 def test_wrong_copies_are_refused(tmp_path):
@@ -80,4 +110,6 @@ def test_wrong_copies_are_refused(tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not an empty directory"):
         copy_phase("phase1", tmp_path)
+    with pytest.raises(ConfigError, match="WITH=operate,bench names bench"):
+        copy_phase("phase1", tmp_path / "new", ("operate", "bench"))
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
